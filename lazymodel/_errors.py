@@ -1,0 +1,35 @@
+"""The errors and warnings that lazymodel raises.
+
+    LazyModelError
+    ├── TraceError         an init function that cannot be traced
+    ├── ShardingError      rules or meshes that do not fit the model
+    ├── CheckpointError    missing, corrupt, hostile or mismatching weights
+    └── DoesNotFitError    a plan that exceeds the device's memory
+    LazyModelWarning       what works, but is probably not what was meant
+
+Every message names what it is about (variable path, file), what was expected, what was found, and the mend.
+"""
+
+
+class LazyModelError(Exception):
+    """Base class of every error that lazymodel raises on purpose."""
+
+
+class TraceError(LazyModelError):
+    """An init function cannot be traced abstractly; names the operation and what to do about it."""
+
+
+class ShardingError(LazyModelError):
+    """A sharding rule does not fit: unknown axis, indivisible dimension, nothing matched, mesh too small."""
+
+
+class CheckpointError(LazyModelError):
+    """A checkpoint is missing, corrupt or hostile, or its tensors do not match the model's variables."""
+
+
+class DoesNotFitError(LazyModelError):
+    """A plan needs more memory than a device has; names the largest offenders."""
+
+
+class LazyModelWarning(UserWarning):
+    """Something that works but is likely a mistake, such as a large variable that no rule shards."""
