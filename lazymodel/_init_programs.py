@@ -4,16 +4,42 @@ An `InitRecipe` says how to compute one variable (or a few that share a large in
 signatures and shardings are equal are one program: compiled once, run once each with their own inputs (seeds,
 keys, scalars), writing every shard directly on its device. Where recipes come from is not decided here: `_trace`
 makes them from a JAX function, an adapter from whatever its framework keeps.
+
+A program's values do not depend on the sharding. Elementwise computations and counter-based random bits are split
+over the devices. A computation with floating-point sums in it (a norm, a matrix product, a factorization) would add
+up partial sums in another order, so it runs whole on every device, which then keeps its own shard: the same bits for
+the memory of the whole variable, which the program's `temp_nbytes` shows.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+import threading
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from lazymodel._errors import LazyModelWarning
+from lazymodel._jaxprs import depends_on_sharding, is_approximate, is_partitionable
+
+# Programs kept for other models of the same process. A decoder has about ten; CPU executables are some 100 KiB each.
+_SHARED_PROGRAMS = 512
+# Temporaries that may be in flight beside the largest program's own: small programs should not wait for each other.
+_IN_FLIGHT_NBYTES = 64 * 2**20
+# Shards with rows of a multiple of this are computed alike however an array is split: sixteen 32-bit lanes of AVX-512.
+_VECTOR_LANES = 16
+# Variables with other rows run whole on CPUs up to this size, beyond which memory matters more than a last bit.
+_WHOLE_NBYTES = 64 * 2**20
+# XLA compiles one program mostly on one thread.
+_COMPILE_THREADS = 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,6 +52,7 @@ class InitRecipe:
         function: A traceable function, `function(*inputs) -> tuple of arrays`, one for each path.
         inputs: Its run-time inputs: small NumPy arrays, such as a seed or key data.
         origin: What it does, for people, such as `normal` or `GlorotUniform`.
+        x64: Whether it computes with 64-bit types; None follows `jax.config.jax_enable_x64` when it is compiled.
     """
 
     paths: tuple[str, ...]
@@ -33,15 +60,18 @@ class InitRecipe:
     function: Callable[..., tuple[jax.Array, ...]]
     inputs: tuple[np.ndarray, ...]
     origin: str = "init"
+    x64: bool | None = None
 
     def restricted_to(self, paths: Sequence[str]) -> InitRecipe:
         """The same recipe computing only some of its variables; what is unused is never computed."""
-        keep = tuple(index for index, path in enumerate(self.paths) if path in set(paths))
+        wanted = set(paths)
+        keep = tuple(index for index, path in enumerate(self.paths) if path in wanted)
         if len(keep) == len(self.paths):
             return self
+        whole = self.function
 
         def function(*inputs: Any) -> tuple[jax.Array, ...]:
-            outputs = self.function(*inputs)
+            outputs = whole(*inputs)
             return tuple(outputs[index] for index in keep)
 
         return dataclasses.replace(
@@ -60,41 +90,220 @@ class InitProgram:
         compiled: The executable; called with the recipe's inputs.
         output_nbytes: Bytes it leaves on each device.
         temp_nbytes: Bytes of temporaries on each device while it runs, as the compiler says.
+        x64: Whether it was compiled with 64-bit types, and so must be called with them.
     """
 
     compiled: jax.stages.Compiled
     output_nbytes: int
     temp_nbytes: int
+    x64: bool = False
+
+    def __call__(self, inputs: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
+        """Runs it; returns at once, the arrays being computed in the background."""
+        with _x64(self.x64):
+            return tuple(self.compiled(*inputs))
 
 
 class ProgramCache:
     """Compiled init programs by signature and sharding; one for all models derived from one `build_abstract`.
 
+    Programs are also kept for the whole process (the last few hundred used), so building the same init function
+    again, with another seed say, compiles nothing. `len` counts the programs that this cache has handed out.
+
     Attributes:
-        compile_seconds: Time spent lowering and compiling so far.
+        compile_seconds: Time spent lowering and compiling so far, in seconds, summed over threads.
+        compiled: Number of programs compiled so far; the others came from another model.
     """
+
+    _shared: collections.OrderedDict[Hashable, InitProgram] = collections.OrderedDict()
+    _shared_lock = threading.Lock()
 
     def __init__(self) -> None:
         self._programs: dict[Hashable, InitProgram] = {}
+        self._lock = threading.Lock()
+        self._pending: dict[Hashable, threading.Lock] = {}
         self.compile_seconds = 0.0
+        self.compiled = 0
 
     def __len__(self) -> int:
         return len(self._programs)
 
-    def get(self, recipe: InitRecipe, shardings: Sequence[jax.sharding.Sharding]) -> InitProgram:
-        """The program for a recipe whose outputs get these shardings, compiled on first use."""
-        import time
+    def get(self, recipe: InitRecipe, shardings: Sequence[Sharding]) -> InitProgram:
+        """The program for a recipe whose outputs get these shardings, compiled on first use.
 
-        key = (recipe.signature, tuple(shardings))
-        if key not in self._programs:
-            start = time.perf_counter()
-            structs = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in recipe.inputs]
-            compiled = jax.jit(recipe.function, out_shardings=tuple(shardings)).lower(*structs).compile()
-            memory = compiled.memory_analysis()
-            self._programs[key] = InitProgram(
-                compiled,
-                output_nbytes=0 if memory is None else int(memory.output_size_in_bytes),
-                temp_nbytes=0 if memory is None else int(memory.temp_size_in_bytes),
-            )
+        Args:
+            recipe: What to compute.
+            shardings: One for each of its paths, all over the same devices.
+
+        Warns:
+            LazyModelWarning: The values will depend on the sharding: keys of a generator other than threefry, or
+                `jax_threefry_partitionable` is off.
+        """
+        key = _key(recipe, shardings)
+        with self._lock:
+            if (program := self._programs.get(key)) is not None:
+                return program
+            pending = self._pending.setdefault(key, threading.Lock())
+        with pending:  # another thread may be compiling this one
+            if (program := self._programs.get(key)) is None:
+                program = self._shared_or_compiled(key, recipe, shardings)
+            with self._lock:
+                self._programs[key] = program
+                self._pending.pop(key, None)
+        return program
+
+    def get_all(self, wanted: Sequence[tuple[InitRecipe, Sequence[Sharding]]]) -> list[InitProgram]:
+        """`get` for many, distinct programs compiled in parallel; in the order asked for."""
+        distinct = {_key(recipe, shardings): (recipe, shardings) for recipe, shardings in wanted}
+        with self._lock:
+            missing = [item for key, item in distinct.items() if key not in self._programs]
+        if len(missing) > 1:
+            with ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="lazymodel-compile") as pool:
+                list(pool.map(lambda item: self.get(*item), missing))
+        return [self.get(recipe, shardings) for recipe, shardings in wanted]
+
+    @classmethod
+    def clear_shared(cls) -> None:
+        """Forgets the programs kept for the process; caches keep what they have handed out."""
+        with cls._shared_lock:
+            cls._shared.clear()
+
+    def _shared_or_compiled(self, key: Hashable, recipe: InitRecipe, shardings: Sequence[Sharding]) -> InitProgram:
+        with self._shared_lock:
+            if (program := self._shared.get(key)) is not None:
+                self._shared.move_to_end(key)
+                return program
+        start = time.perf_counter()
+        program = _compile(recipe, tuple(shardings))
+        with self._lock:
             self.compile_seconds += time.perf_counter() - start
-        return self._programs[key]
+            self.compiled += 1
+        with self._shared_lock:
+            self._shared[key] = program
+            while len(self._shared) > _SHARED_PROGRAMS:
+                self._shared.popitem(last=False)
+        return program
+
+
+def run_recipes(
+    recipes: Sequence[InitRecipe],
+    shardings: Mapping[str, Sharding],
+    cache: ProgramCache,
+    on_done: Callable[[str, jax.Array], None] | None = None,
+) -> Iterator[tuple[str, jax.Array]]:
+    """Computes every variable of some recipes, each shard directly on its device.
+
+    Programs run in order of descending temporaries, while the devices are emptiest, and the next one is dispatched
+    only when the temporaries in flight allow it, so the peak is that of one large variable.
+
+    Args:
+        recipes: What to compute.
+        shardings: A sharding for each of their paths.
+        cache: Where compiled programs are found and kept.
+        on_done: Called with path and array as each is delivered.
+
+    Yields:
+        Path and array, in the order computed. The array may still be computing; `jax.block_until_ready` waits.
+    """
+    split = [part for recipe in recipes for part in _by_devices(recipe, shardings)]
+    wanted = [(recipe, [shardings[path] for path in recipe.paths]) for recipe in split]
+    programs = cache.get_all(wanted)
+    order = sorted(range(len(split)), key=lambda index: -programs[index].temp_nbytes)
+    in_flight: collections.deque[tuple[int, tuple[jax.Array, ...]]] = collections.deque()
+    held = 0
+    allowed = max([_IN_FLIGHT_NBYTES, *(program.temp_nbytes for program in programs)])
+    for index in order:
+        recipe, program = split[index], programs[index]
+        while in_flight and held + program.temp_nbytes > allowed:
+            nbytes, earlier = in_flight.popleft()
+            jax.block_until_ready(earlier)
+            held -= nbytes
+        arrays = program(recipe.inputs)
+        held += program.temp_nbytes
+        in_flight.append((program.temp_nbytes, arrays))
+        for path, array in zip(recipe.paths, arrays, strict=True):
+            if on_done is not None:
+                on_done(path, array)
+            yield path, array
+
+
+def _by_devices(recipe: InitRecipe, shardings: Mapping[str, Sharding]) -> Iterator[InitRecipe]:
+    """One recipe for each set of devices: a program runs on one set only."""
+    groups: dict[Hashable, list[str]] = {}
+    for path in recipe.paths:
+        sharding = shardings[path]
+        devices: Hashable = frozenset(sharding.device_set)
+        if isinstance(sharding, NamedSharding):
+            devices = tuple(sharding.mesh.devices.flat)
+        groups.setdefault(devices, []).append(path)
+    for paths in groups.values():
+        yield recipe.restricted_to(paths)
+
+
+def _key(recipe: InitRecipe, shardings: Sequence[Sharding]) -> Hashable:
+    inputs = tuple((value.shape, value.dtype) for value in recipe.inputs)
+    # What changes the meaning of a trace but is not in it.
+    settings = (_wants_x64(recipe), jax.config.jax_threefry_partitionable, jax.config.jax_default_matmul_precision)
+    return (recipe.signature, inputs, settings, tuple(shardings))
+
+
+def _wants_x64(recipe: InitRecipe) -> bool:
+    return bool(jax.config.jax_enable_x64) if recipe.x64 is None else recipe.x64
+
+
+def _x64(enabled: bool) -> contextlib.AbstractContextManager[Any]:
+    if enabled == bool(jax.config.jax_enable_x64):
+        return contextlib.nullcontext()
+    return jax.enable_x64(enabled)
+
+
+def _compile(recipe: InitRecipe, shardings: tuple[Sharding, ...]) -> InitProgram:
+    structs = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in recipe.inputs]
+    x64 = _wants_x64(recipe)
+    with _x64(x64):
+        traced = jax.jit(recipe.function, out_shardings=shardings).trace(*structs)
+        if any(len(sharding.device_set) > 1 for sharding in shardings):
+            partitionable = is_partitionable(traced.jaxpr)
+            if partitionable and _has_ragged_rows(traced, shardings):
+                partitionable = not is_approximate(traced.jaxpr)
+            if not partitionable:
+                whole = _run_whole(recipe.function, shardings)
+                traced = jax.jit(whole, out_shardings=shardings).trace(*structs)
+            elif depends_on_sharding(traced.jaxpr) and not all(s.is_fully_replicated for s in shardings):
+                warnings.warn(
+                    f"{recipe.paths[0]!r} is initialized sharded from random bits whose values depend on the "
+                    "sharding. Use threefry keys, jax.random.key(seed, impl='threefry2x32'), with "
+                    "jax_threefry_partitionable on (both are JAX's defaults) for values that do not.",
+                    LazyModelWarning,
+                    stacklevel=2,
+                )
+        compiled = traced.lower().compile()
+    memory = compiled.memory_analysis()
+    return InitProgram(
+        compiled,
+        output_nbytes=0 if memory is None else int(memory.output_size_in_bytes),
+        temp_nbytes=0 if memory is None else int(memory.temp_size_in_bytes),
+        x64=x64,
+    )
+
+
+def _has_ragged_rows(traced: Any, shardings: tuple[Sharding, ...]) -> bool:
+    """Whether splitting leaves some CPU device with rows that do not fill its vector registers."""
+    for aval, sharding in zip(traced.jaxpr.out_avals, shardings, strict=True):
+        local = sharding.shard_shape(aval.shape)
+        split = local != tuple(aval.shape)
+        if split and local[-1] % _VECTOR_LANES and aval.size * aval.dtype.itemsize <= _WHOLE_NBYTES:
+            if next(iter(sharding.device_set)).platform == "cpu":
+                return True
+    return False
+
+
+def _run_whole(
+    function: Callable[..., tuple[jax.Array, ...]], shardings: tuple[Sharding, ...]
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """The same function, run whole on every device of the mesh, so that XLA cannot split its sums."""
+    first = next((sharding for sharding in shardings if isinstance(sharding, NamedSharding)), None)
+    if first is None:
+        return function  # a sharding without a mesh, such as GSPMDSharding: nothing to map over
+    everywhere = PartitionSpec()
+    return jax.shard_map(function, mesh=first.mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)

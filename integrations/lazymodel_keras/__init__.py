@@ -1,0 +1,17 @@
+"""lazymodel for Keras and KerasHub: build models abstractly, materialize them sharded, stream their weights.
+
+    import lazymodel_keras as lk
+
+    model = lk.from_preset(keras_hub.models.GemmaCausalLM, "gemma2_9b_en")   # instead of cls.from_preset(preset)
+    abstract = lk.abstract_from_preset(keras_hub.models.GemmaCausalLM, "gemma2_9b_en")  # stopped before any weight
+    with lk.deferred():                                                       # unchanged code goes the same way
+        model = keras_hub.models.GemmaCausalLM.from_preset("gemma2_9b_en")
+
+`lazymodel.build_abstract` takes Keras classes, factories and bound `from_preset` methods.
+"""
+
+from lazymodel_keras._adapter import adapter
+from lazymodel_keras._deferred import deferred
+from lazymodel_keras.hub import abstract_from_preset, from_preset
+
+__all__ = ["abstract_from_preset", "adapter", "deferred", "from_preset"]

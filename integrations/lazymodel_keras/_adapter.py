@@ -1,0 +1,73 @@
+"""The adapter that `lazymodel.build_abstract` finds for Keras."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from lazymodel import AbstractModel
+from lazymodel_keras import _upstream, hub
+from lazymodel_keras._recording import Recording
+
+
+class KerasAdapter:
+    """Builds Keras classes, bound methods of them such as `from_preset`, and factories that return Keras models."""
+
+    def matches(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether `build` is a Keras class, a method bound to one, or a factory that is known to return a Keras model.
+
+        A factory says so by being defined in Keras or KerasHub or with its return annotation. One that does not, and
+        takes no array (an init function takes a PRNG key), is traced with nothing allocated to see what it returns.
+        """
+        if inspect.isclass(build):
+            return issubclass(build, keras.layers.Layer)
+        owner = getattr(build, "__self__", None)
+        if owner is not None and not inspect.ismodule(owner):
+            return inspect.isclass(owner) and issubclass(owner, keras.layers.Layer)
+        function = build.func if isinstance(build, functools.partial) else build
+        if inspect.isclass(function) or getattr(function, "__self__", None) is not None:
+            return self.matches(function, args, kwargs)
+        if (getattr(function, "__module__", None) or "").split(".")[0] in ("keras", "keras_hub"):
+            return True
+        try:
+            returned = typing.get_type_hints(function).get("return")
+        except (NameError, TypeError, AttributeError):
+            returned = None
+        if inspect.isclass(returned):
+            return issubclass(returned, keras.layers.Layer)
+        leaves = jax.tree.leaves((args, kwargs))
+        if not callable(build) or any(isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) for leaf in leaves):
+            return False
+        return _returns_layers(functools.partial(build, *args, **kwargs))
+
+    def build_abstract(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractModel:
+        """Runs `build(*args, **kwargs)` with every variable left abstract."""
+        name = getattr(build, "__qualname__", type(build).__name__)
+        return hub.abstract_build(functools.partial(build, *args, **kwargs), what=name)
+
+
+def _returns_layers(build: Any) -> bool:
+    """Whether calling `build` makes Keras layers; finds out under a trace, so that a JAX function allocates nothing."""
+    found = False
+
+    def probe() -> None:
+        nonlocal found
+        result = build()
+        found = any(isinstance(leaf, keras.layers.Layer) for leaf in jax.tree.leaves(result))
+
+    recording = Recording()
+    try:
+        with _upstream.undone_draws(), recording:
+            jax.make_jaxpr(probe)()
+    except Exception:  # whatever it is, it will be raised again, and explained, by the path that is taken
+        found = bool(recording.recorded)
+    return found
+
+
+adapter = KerasAdapter()

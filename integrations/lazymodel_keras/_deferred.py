@@ -1,0 +1,128 @@
+"""`deferred()`: unchanged Keras code, built abstractly and loaded shard by shard."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import keras
+
+from lazymodel import Progress
+from lazymodel._sharding import Rules
+from lazymodel_keras._model import Skeleton, from_skeleton
+from lazymodel_keras._recording import Recording, replace
+
+
+@contextlib.contextmanager
+def deferred(
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    rules: Rules | None = None,
+    on_unmatched: str = "warn",
+    max_host_memory: int | str | None = None,
+    progress: bool | Progress | None = None,
+) -> Iterator[None]:
+    """Within the block, models are built abstractly and every variable is made directly on its devices.
+
+    When a `from_preset` or `load_weights` call inside the block returns, that model is loaded and can be used; models
+    that were only built are initialized on leaving the block. Import `keras_hub` before entering it. An exception
+    leaves Keras' global state as it was; models built in the block are then unusable.
+
+    Args:
+        mesh: Devices for every variable; None uses the active `keras.distribution`, or one device.
+        rules: Sharding rules that go with the mesh; see `AbstractModel.shard`.
+        on_unmatched: As in `AbstractModel.shard`.
+        max_host_memory: As in `AbstractModel.materialize`.
+        progress: As in `AbstractModel.materialize`.
+
+    Example:
+        >>> with deferred():
+        ...     model = keras_hub.models.CausalLM.from_preset("gemma2_9b_en")
+    """
+    from lazymodel_keras.hub import require_rules
+
+    require_rules(mesh, rules)
+
+    def materialize(recording: Recording, result: Any, *, only_own: bool) -> None:
+        skeleton = Skeleton(None, recording, result, only_own=only_own)
+        if not skeleton.variables:
+            return
+        abstract = from_skeleton(skeleton)
+        if mesh is not None:
+            abstract = abstract.shard(mesh, rules, on_unmatched=on_unmatched)  # pyright: ignore[reportArgumentType]
+        abstract.materialize(max_host_memory=max_host_memory, progress=progress)
+
+    with Recording() as recording:
+        recording.on_loaded = functools.partial(materialize, recording, only_own=True)
+        with _loads_announced():
+            yield
+    materialize(recording, None, only_own=False)
+
+
+class _Hooks:
+    """Wraps the functions that load weights, while at least one block is open in any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._undo = contextlib.ExitStack()
+
+    def acquire(self) -> None:
+        with self._lock:
+            if self._users == 0:
+                self._undo = contextlib.ExitStack()
+                replace(self._undo, keras.Model, "load_weights", _announcing_method(vars(keras.Model)["load_weights"]))
+                if "keras_hub" in sys.modules:
+                    models = sys.modules["keras_hub"].models
+                    for cls in (models.Backbone, models.Task):
+                        function = vars(cls)["from_preset"].__func__
+                        replace(self._undo, cls, "from_preset", classmethod(_announcing(function)))
+            self._users += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._undo.close()
+
+
+_hooks = _Hooks()
+
+
+@contextlib.contextmanager
+def _loads_announced() -> Iterator[None]:
+    _hooks.acquire()
+    try:
+        yield
+    finally:
+        _hooks.release()
+
+
+def _announcing(function: Callable[..., Any], *, loaded: Callable[..., Any] = lambda args, result: result) -> Any:
+    """The function, which when the outermost such call returns tells the recording which object is loaded."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        from lazymodel_keras._recording import active
+
+        recording = active()
+        if recording is None or recording.on_loaded is None or recording.loading:
+            return function(*args, **kwargs)
+        recording.loading = True
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            recording.loading = False
+        recording.on_loaded(loaded(args, result))
+        return result
+
+    return call
+
+
+def _announcing_method(function: Callable[..., Any]) -> Any:
+    return _announcing(function, loaded=lambda args, result: args[0])

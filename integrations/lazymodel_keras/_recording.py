@@ -1,0 +1,247 @@
+"""Recording: Keras code runs as it is, its variables stay abstract, and what it would load is only noted.
+
+Inside a `Recording` every `keras.Variable` is created without a value, every `variable.assign` of such a variable is
+noted instead of carried out, and weight files opened by Keras or by KerasHub's converters hand out lazy tensors. What
+was noted is turned into an `AbstractModel` by `_model`; nothing here decides about devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from lazymodel import CheckpointError, LazyModelError, LazyTensor
+from lazymodel_keras import _upstream, _weight_files
+
+
+class GivenValue:
+    """The initializer of a variable that was created from an array: returns that array."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __call__(self, shape: Any, dtype: Any = None) -> Any:
+        return keras.ops.convert_to_tensor(self.value, dtype=dtype)
+
+
+@dataclasses.dataclass(eq=False)
+class RecordedVariable:
+    """What is known about one abstract variable.
+
+    Attributes:
+        reference: The variable, weakly: what Keras throws away while building is not materialized.
+        initializer: The callable that would initialize it, or a `GivenValue`.
+        seed: The seed that a stateful seed generator gave it, drawn when the variable was created; None otherwise.
+        value: The last value assigned to it: a lazy tensor or an array; None if there was none.
+    """
+
+    reference: weakref.ref[Any]
+    initializer: Any
+    seed: np.ndarray | None = None
+    value: Any = None
+
+
+class _RecordingScope(keras.StatelessScope):
+    """A StatelessScope in which variables that have a value behave as if there were no scope."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__(initialize_variables=False)
+        self._recording = recording
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        # Only variables that existed before, or were materialized meanwhile, get here: ours shadow `assign`.
+        variable, value = update
+        variable._direct_assign(value)
+
+    def get_current_value(self, variable: Any) -> Any:
+        # Some models read a variable while they build (DINOv2 interpolates its position embeddings).
+        recorded = self._recording.recorded.get(id(variable))
+        if recorded is None or recorded.value is None:
+            return None
+        return keras.ops.convert_to_tensor(np.asarray(recorded.value), dtype=variable._dtype)
+
+
+class Recording:
+    """One stretch of Keras code run abstractly; use it as a context manager.
+
+    Attributes:
+        recorded: What was recorded, by `id` of the variable, in order of creation.
+        files: The weight files that were opened, and the names of the tensors that were asked for.
+        problems: Assignments that did not fit their variable.
+        on_loaded: Called with an object whose weights were just loaded, where that is wanted at once.
+        loading: Whether a call that loads weights is running; only the outermost one counts.
+    """
+
+    def __init__(self) -> None:
+        self.recorded: dict[int, RecordedVariable] = {}
+        self.files: dict[str, set[str]] = {}
+        self.problems: list[tuple[RecordedVariable, CheckpointError]] = []
+        self.on_loaded: Callable[[Any], None] | None = None
+        self.loading = False
+        self.scope = _RecordingScope(self)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Recording:
+        _require_supported_keras()
+        if active() is not None:
+            raise LazyModelError("models are already being built abstractly here; leave the outer block first")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_patched())
+            pending = _upstream.pending_variables()
+            _upstream.set_pending_variables([])
+            stack.callback(_upstream.set_pending_variables, pending)
+            stack.enter_context(self.scope)
+            _thread.recording = self
+            stack.callback(setattr, _thread, "recording", None)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+        # A global seed generator that was first needed in here belongs to the process, not to the model.
+        state = _upstream.global_seed_state()
+        recorded = None if state is None else self.recorded.get(id(state))
+        if recorded is not None:
+            self.forget(state)
+            state._initialize_with_initializer(recorded.initializer)
+            if recorded.value is not None:
+                state.assign(recorded.value)
+
+    def variables(self) -> Iterator[tuple[Any, RecordedVariable]]:
+        """The recorded variables that are still alive and still abstract, in order of creation."""
+        for recorded in self.recorded.values():
+            variable = recorded.reference()
+            if variable is not None and variable._value is None:
+                yield variable, recorded
+
+    def add(self, variable: Any, initializer: Any) -> None:
+        """Notes a variable that was just created without a value."""
+        recorded = RecordedVariable(weakref.ref(variable), initializer)
+        if isinstance(getattr(initializer, "seed", None), keras.random.SeedGenerator):
+            # Stock Keras draws when it creates the variable; drawing later would give every variable another seed.
+            recorded.seed = np.asarray(initializer.seed.next())
+        self.recorded[id(variable)] = recorded
+        variable.assign = functools.partial(self._assign, recorded)
+
+    def _assign(self, recorded: RecordedVariable, value: Any) -> Any:
+        """What `variable.assign` does while the variable is abstract."""
+        variable = recorded.reference()
+        if _upstream.current_scope() is not self.scope:
+            return type(variable).assign(variable, value)  # Keras is tracing: the value belongs to the nested scope
+        if isinstance(value, keras.Variable):
+            value = value.value
+        if not isinstance(value, LazyTensor):
+            value = value if hasattr(value, "shape") else np.asarray(value)
+        if tuple(value.shape) != tuple(variable.shape):
+            where = f" in tensor {value.name!r} of {value.file}" if isinstance(value, LazyTensor) else ""
+            error = CheckpointError(
+                f"{variable.path!r}: expected shape {tuple(variable.shape)}, found {tuple(value.shape)}{where}; "
+                "is this the checkpoint of another configuration?"
+            )
+            self.problems.append((recorded, error))
+            raise error
+        recorded.value = value
+        return value
+
+    def unresolved_problems(self) -> list[CheckpointError]:
+        """Mismatches that no later assignment made good; Keras' loader tries several ways, and some may fail."""
+        return [error for recorded, error in self.problems if recorded.value is None]
+
+    def forget(self, variable: Any) -> None:
+        """Takes a variable out of the recording: from now on it is an ordinary Keras variable."""
+        self.recorded.pop(id(variable), None)
+        vars(variable).pop("assign", None)
+        pending = _upstream.pending_variables()
+        if pending:
+            _upstream.set_pending_variables([other for other in pending if other is not variable])
+
+
+_thread = threading.local()  # like Keras' own global state
+
+
+def active() -> Recording | None:
+    """The recording that is running in this thread, if any."""
+    return getattr(_thread, "recording", None)
+
+
+def _initialize_variable(original: Any, self: Any, initializer: Any, shape: Any = None, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+    """`keras.Variable.__init__` while recordings run in some thread."""
+    recording = active()
+    if recording is None or _upstream.current_scope() is not recording.scope:
+        original(self, initializer, shape, dtype, *args, **kwargs)
+        if recording is not None and self._value is None:
+            recording.add(self, self._initializer)  # made while Keras traces a layer: abstract like all others
+        return
+    if not callable(initializer) and not isinstance(initializer, str):
+        # Keras refuses to create a variable from an array in a StatelessScope; an initializer that returns it is fine.
+        value = initializer.value if isinstance(initializer, keras.Variable) else initializer
+        array = value if hasattr(value, "shape") and hasattr(value, "dtype") else self._convert_to_tensor(value, dtype=dtype)
+        initializer, shape = GivenValue(array), tuple(array.shape)
+        dtype = keras.backend.standardize_dtype(array.dtype) if dtype is None else dtype
+    original(self, initializer, shape, dtype, *args, **kwargs)
+    recording.add(self, self._initializer)
+
+
+class _Patches:
+    """The patches, installed while at least one recording runs in any thread; each acts in recording threads only."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._undo = contextlib.ExitStack()
+
+    def acquire(self) -> None:
+        with self._lock:
+            if self._users == 0:
+                self._undo = contextlib.ExitStack()
+                original = _upstream.VariableBase.__init__
+
+                @functools.wraps(original)
+                def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+                    _initialize_variable(original, self, *args, **kwargs)
+
+                replace(self._undo, _upstream.VariableBase, "__init__", initialize)
+                _weight_files.patch(self._undo, active)
+            self._users += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._undo.close()
+
+
+_patches = _Patches()
+
+
+@contextlib.contextmanager
+def _patched() -> Iterator[None]:
+    _patches.acquire()
+    try:
+        yield
+    finally:
+        _patches.release()
+
+
+def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute until `undo` closes."""
+    undo.callback(setattr, owner, name, vars(owner)[name])
+    setattr(owner, name, value)
+
+
+def _require_supported_keras() -> None:
+    if keras.backend.backend() != "jax":
+        raise LazyModelError(
+            f"lazymodel needs Keras on JAX; the backend is {keras.backend.backend()!r}. "
+            "Set KERAS_BACKEND=jax before Keras is imported."
+        )
+    if keras.config.is_nnx_enabled():
+        raise LazyModelError("Keras' NNX mode allocates every variable when it is created; unset KERAS_NNX_ENABLED")

@@ -1,0 +1,75 @@
+"""Every use that this package makes of Keras' and KerasHub's private parts, in one place.
+
+Each is here because no public name does it; `tests/keras/test_upstream.py` fails when one of them moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+# The list of variables made in a StatelessScope and not initialized yet. Keras initializes it, whole and unsharded,
+# on leaving any outermost StatelessScope, so abstract variables must not stay on it. There is no public access.
+from keras.src.backend.common import global_state
+
+# The scope that is current: assignments made while Keras traces (in a nested scope) are not the model's own values.
+# `keras.StatelessScope` is public, the question "which one am I in" is not.
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+
+# Where Keras opens and reads `.weights.h5` and `.weights.json`. `_load_state` accepts only instances of these classes,
+# and they are made inside `load_weights`, so there is no argument through which a lazy store could be passed.
+from keras.src.saving.saving_lib import H5IOStore
+
+_PENDING = "uninitialized_variables"
+_GLOBAL_SEED = "global_seed_generator"  # made when first drawn from, and part of no model
+_NAME_COUNTERS = "object_name_uids"  # how Keras numbers automatic names: dense, dense_1, …
+
+current_scope: Callable[[], Any] = get_stateless_scope
+WeightsStore: Any = H5IOStore
+
+# The class that defines `Variable.__init__` for every backend class; `keras.Variable` itself is the backend's.
+VariableBase: Any = next(cls for cls in keras.Variable.__mro__ if "__init__" in vars(cls))
+
+
+def pending_variables() -> list[Any] | None:
+    """The variables that Keras would initialize on leaving the current StatelessScope."""
+    return global_state.get_global_attribute(_PENDING)
+
+
+def set_pending_variables(variables: list[Any] | None) -> None:
+    """Replaces that list."""
+    global_state.set_global_attribute(_PENDING, variables)
+
+
+def global_seed_state() -> Any | None:
+    """The state variable of Keras' global seed generator, or None while there is no such generator."""
+    generator = global_state.get_global_attribute(_GLOBAL_SEED)
+    return None if generator is None else generator.state
+
+
+@contextlib.contextmanager
+def undone_draws() -> Iterator[None]:
+    """Undoes what building takes from process-wide sources: automatic names, and seeds from Python's generator.
+
+    For a build whose result is thrown away, so that the one that counts is named and seeded as if it were the only.
+    """
+    names = copy.deepcopy(global_state.get_global_attribute(_NAME_COUNTERS))
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        global_state.set_global_attribute(_NAME_COUNTERS, names)
+
+
+def modules_with_safe_open(safe_open: Any) -> Iterator[Any]:
+    """The modules of KerasHub that imported `safetensors.safe_open` by name, besides `safetensors` itself."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("keras_hub.") and vars(module).get("safe_open") is safe_open:
+            yield module

@@ -1,0 +1,162 @@
+"""KerasHub presets: KerasHub builds and converts, the values are streamed to where they belong.
+
+`from_preset` is the drop-in for `cls.from_preset`; `abstract_from_preset` is the same stopped before any byte of a
+weight was read. KerasHub's own constructors, preset loaders and converters run unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import jax
+import keras
+
+from lazymodel import AbstractModel, CheckpointError, LazyModelError, Progress, ShardingError, open_checkpoint
+from lazymodel._report import closest
+from lazymodel._sharding import Rules
+from lazymodel_keras._model import abstract_model, record
+from lazymodel_keras._recording import Recording
+
+_LISTED = 8
+
+
+def from_preset(
+    cls: Any,
+    preset: str,
+    load_weights: bool = True,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    rules: Rules | None = None,
+    on_unmatched: str = "warn",
+    strict: bool = True,
+    max_host_memory: int | str | None = None,
+    progress: bool | Progress | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Does what `cls.from_preset(preset, load_weights, **kwargs)` does, with nothing ever whole on one device.
+
+    The result is an ordinary Keras model, equal bit for bit to what the stock call returns.
+
+    Args:
+        cls: A KerasHub backbone or task class.
+        preset: Anything that KerasHub resolves: a preset's name or URI, a preset folder, a Hugging Face folder.
+        load_weights: Whether to load weights; if not, every variable is initialized on its devices.
+        mesh: The devices; None uses the active `keras.distribution` if there is one, else one device.
+        rules: Sharding rules that go with `mesh`; see `AbstractModel.shard`.
+        on_unmatched: What to do about large variables without a rule; see `AbstractModel.shard`.
+        strict: Whether weights in a Keras file that the model has no variable for are an error.
+        max_host_memory: Ceiling for the host's staging memory in bytes, or text such as `"4GiB"`.
+        progress: A progress bar or callback; None shows a bar when a person is watching.
+        **kwargs: Passed on to KerasHub, such as `dtype` or `num_classes`.
+
+    Raises:
+        CheckpointError: The preset, or a file or tensor of it, is missing, corrupt, or does not match the model.
+        ShardingError: The rules do not fit.
+    """
+    abstract = abstract_from_preset(
+        cls, preset, load_weights, mesh=mesh, rules=rules, on_unmatched=on_unmatched, strict=strict, **kwargs
+    )
+    return abstract.materialize(max_host_memory=max_host_memory, progress=progress)
+
+
+def abstract_from_preset(
+    cls: Any,
+    preset: str,
+    load_weights: bool = True,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    rules: Rules | None = None,
+    on_unmatched: str = "warn",
+    strict: bool = True,
+    **kwargs: Any,
+) -> AbstractModel:
+    """The abstract model that `from_preset` would materialize; it carries its checkpoint.
+
+    Takes and raises the same as `from_preset`. `print(abstract.plan())` shows what would be loaded and initialized.
+    """
+    require_rules(mesh, rules)
+    check_preset(preset)
+    build = functools.partial(cls.from_preset, preset, load_weights, **kwargs)
+    abstract = abstract_build(build, what=f"{cls.__name__}.from_preset({preset!r})", strict=strict)
+    return abstract if mesh is None else abstract.shard(mesh, rules, on_unmatched=on_unmatched)  # pyright: ignore[reportArgumentType]
+
+
+def abstract_build(build: Any, *, what: str, strict: bool = True) -> AbstractModel:
+    """Runs something that builds and loads a model; failures to load become one `CheckpointError`.
+
+    Raises:
+        CheckpointError: As `from_preset`.
+    """
+    recording = Recording()
+    try:
+        with recording:
+            result = build()
+    except (ValueError, KeyError, OSError) as error:
+        problems = recording.unresolved_problems()
+        if problems:
+            more = f" ({len(problems)} tensors do not match)" if len(problems) > 1 else ""
+            raise CheckpointError(f"{what}: {problems[0]}{more}") from error
+        files = ", ".join(recording.files) or "no weight file was opened"
+        raise CheckpointError(f"{what} failed ({files}): {error}") from error
+    if strict:
+        _check_all_used(recording, what)
+    return abstract_model(build, recording, result)
+
+
+def check_preset(preset: Any) -> None:
+    """Raises CheckpointError for a preset folder that is not there or not a preset, before anything is built."""
+    text = os.fspath(preset) if isinstance(preset, os.PathLike) else preset
+    if not isinstance(text, str) or "://" in text:
+        return
+    if not os.path.isdir(text):
+        looks_local = text.startswith((".", os.sep, "~")) or os.sep in text
+        if os.path.exists(text):
+            raise CheckpointError(f"{text} is a file; a preset is a folder with a config.json")
+        if looks_local:
+            raise CheckpointError(f"preset folder {text} does not exist")
+        known = set(_builtin_presets())
+        if text not in known:
+            raise CheckpointError(
+                f"{text!r} is neither a folder nor a preset that KerasHub knows{closest(text, sorted(known))}"
+            )
+        return
+    if not os.path.exists(os.path.join(text, "config.json")):
+        raise CheckpointError(
+            f"preset folder {text} has no config.json; a preset is a folder that `save_to_preset` wrote or a "
+            "Hugging Face model folder"
+        )
+
+
+def require_rules(mesh: Any, rules: Any) -> None:
+    """Raises ShardingError where a mesh comes without rules or rules without a mesh."""
+    if (mesh is None) != (rules is None):
+        given, lacking = ("rules", "mesh") if mesh is None else ("mesh", "rules")
+        raise ShardingError(f"{given} was given without {lacking}; pass both, or neither to use keras.distribution")
+
+
+def _builtin_presets() -> list[str]:
+    import keras_hub
+
+    return [*keras_hub.models.Backbone.presets, *keras_hub.models.Task.presets]
+
+
+def _check_all_used(recording: Recording, what: str) -> None:
+    """Raises CheckpointError where a Keras weight file holds tensors that nothing asked for.
+
+    Converters of other formats choose what they take, so only Keras' own files are held to this.
+    """
+    for path, asked in recording.files.items():
+        if not path.endswith(".weights.h5"):
+            continue
+        unused = [name for name in open_checkpoint(path) if name not in asked and not name.startswith("optimizer/")]
+        if unused:
+            listed = ", ".join(unused[:_LISTED]) + (", …" if len(unused) > _LISTED else "")
+            raise CheckpointError(
+                f"{what}: {path} holds {len(unused)} tensors that the model has no variable for: {listed}. "
+                "Pass strict=False to leave them out."
+            )
+
+
+__all__ = ["abstract_from_preset", "from_preset"]

@@ -1,0 +1,78 @@
+"""Finding the adapter for what a user builds: a table, looked at only once its framework is imported.
+
+An adapter turns one framework's way of building into an `AbstractModel`. The core imports none of them: an entry of
+the table is loaded only when its framework is already in `sys.modules`, since nobody can hand over a Keras class
+without having imported Keras. Adapters that live elsewhere register in the entry-point group `lazymodel.adapters`
+under the name of their framework's top-level module.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from lazymodel._abstract import AbstractModel
+from lazymodel._errors import LazyModelError
+
+# Framework module → (the module that exposes `adapter`, the extra that installs what it needs).
+_KNOWN = {"keras": "lazymodel_keras", "flax": "lazymodel_flax"}
+
+
+class Adapter(Protocol):
+    """What a framework's integration provides as its module-level `adapter`."""
+
+    def matches(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this framework builds what `build` is or returns."""
+        ...
+
+    def build_abstract(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractModel:
+        """Builds abstractly what `build(*args, **kwargs)` would build."""
+        ...
+
+
+def build_abstract(build: Callable[..., Any], /, *args: Any, **kwargs: Any) -> AbstractModel:
+    """Builds a model abstractly: shapes and dtypes, nothing allocated, within seconds for any size.
+
+    Args:
+        build: A JAX function that returns any pytree of arrays; a Flax NNX module class or factory, a Flax Linen
+            module; a Keras class, factory or bound `from_preset` method.
+        *args: Its arguments. For JAX functions, arrays (PRNG keys first of all) are run-time inputs of the init
+            programs; everything else is a constant of the build.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        The abstract model; `shard`, `plan` and `materialize` take it from there.
+
+    Raises:
+        TraceError: The function cannot be traced with shapes alone; the message names the operation.
+
+    Example:
+        >>> abstract = build_abstract(lambda key: {"w": jax.random.normal(key, (8, 4))}, jax.random.key(0))
+        >>> abstract["w"].shape
+        (8, 4)
+    """
+    if not callable(build) and not hasattr(build, "init"):
+        raise LazyModelError(f"build_abstract takes something that builds a model, then its arguments; got {build!r}")
+    for adapter in _adapters():
+        if adapter.matches(build, args, kwargs):
+            return adapter.build_abstract(build, args, kwargs)
+    from lazymodel._trace import trace_function
+
+    return trace_function(build, args, kwargs)
+
+
+def _adapters() -> Iterator[Adapter]:
+    """The adapters whose framework has been imported."""
+    for framework, module in (*_KNOWN.items(), *_registered()):
+        if framework in sys.modules:
+            yield importlib.import_module(module).adapter
+
+
+@functools.cache
+def _registered() -> tuple[tuple[str, str], ...]:
+    found = importlib.metadata.entry_points(group="lazymodel.adapters")
+    return tuple((entry.name, entry.value) for entry in found if entry.name not in _KNOWN)

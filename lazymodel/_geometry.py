@@ -1,0 +1,210 @@
+"""Where a view's elements lie: boxes, byte strides, and arrays of made-up addresses that NumPy can rearrange.
+
+Pure arithmetic on offsets, shapes and strides; nothing here reads, and no tensor is known here.
+
+A view is carried out by NumPy itself, on an array of a tensor's shape and strides whose memory does not exist: its
+dtype is an opaque one of the right size, its addresses stand for byte offsets, and nothing may ever read one. So only
+operations that NumPy answers with a view may be applied to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Box = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """Elements of a leaf's memory: `start` and `strides` in bytes.
+
+    Normalized, its strides are positive and descending and no extent is 1.
+    """
+
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def take(self, axis: int, part: slice) -> Geometry:
+        """A range of one axis."""
+        start, stop, _ = part.indices(self.shape[axis])
+        shape = (*self.shape[:axis], stop - start, *self.shape[axis + 1 :])
+        return Geometry(self.start + start * self.strides[axis], shape, self.strides)
+
+
+@functools.lru_cache(maxsize=64)
+def _anchor(itemsize: int) -> Addresses:
+    """One element, whose address stands for byte 0 of every leaf of this item size."""
+    return np.zeros(1, f"V{itemsize}").view(Addresses)
+
+
+@functools.lru_cache(maxsize=64)
+def _anchor_address(itemsize: int) -> int:
+    return int(_anchor(itemsize).__array_interface__["data"][0])
+
+
+class Addresses(np.ndarray):
+    """An array of made-up addresses. Its own class so that a debugger or a traceback that prints it reads nothing."""
+
+    def __repr__(self) -> str:
+        return f"Addresses(shape={self.shape}, strides={self.strides})"
+
+    __str__ = __repr__
+
+
+def fresh_view(shape: tuple[int, ...], itemsize: int) -> Addresses:
+    """The addresses of a C-contiguous array that starts at byte 0."""
+    strides: list[int] = []
+    stride = itemsize
+    for extent in reversed(shape):
+        strides.append(stride)
+        stride *= max(extent, 1)
+    return np.lib.stride_tricks.as_strided(_anchor(itemsize), shape, strides[::-1], subok=True)
+
+
+def geometry_of(view: np.ndarray) -> Geometry:
+    """Start and strides of a view of `fresh_view`."""
+    address = int(view.__array_interface__["data"][0])
+    return Geometry(address - _anchor_address(view.itemsize), view.shape, view.strides)
+
+
+def normalize(geometry: Geometry, out: np.ndarray) -> tuple[Geometry, np.ndarray, list[int]]:
+    """Brings a geometry and the array it fills into file order.
+
+    Returns the normalized geometry, the view of `out` that it fills, and the axes of `out` along which the filled
+    part is to be repeated (`repeat`) because all its elements are one (stride 0).
+    """
+    start = geometry.start
+    axes: list[tuple[int, int, int]] = []
+    index: list[Any] = []
+    repeated: list[int] = []
+    for axis, (extent, stride) in enumerate(zip(geometry.shape, geometry.strides, strict=True)):
+        if extent == 1 or stride == 0:
+            index.append(0)
+            if extent > 1:
+                repeated.append(axis)
+            continue
+        if stride < 0:
+            start += (extent - 1) * stride
+        index.append(slice(None, None, -1 if stride < 0 else 1))
+        axes.append((abs(stride), extent, len(axes)))
+    order = sorted(axes, key=lambda axis: (-axis[0], axis[2]))
+    view = out[(*index, ...)].transpose([axis[2] for axis in order])
+    return Geometry(start, tuple(a[1] for a in order), tuple(a[0] for a in order)), view, repeated
+
+
+def repeat(out: np.ndarray, axes: Sequence[int]) -> None:
+    """Copies the first element along each of these axes over the others."""
+    # Only index 0 of *all* repeated axes is filled, so an axis is spread within index 0 of those still to come.
+    for position, axis in enumerate(axes):
+        later = axes[position + 1 :]
+        part = out[tuple(slice(0, 1) if index in later else slice(None) for index in range(out.ndim))]
+        head = part[(*(slice(None),) * axis, slice(0, 1))]
+        np.copyto(part[(*(slice(None),) * axis, slice(1, None))], head)
+
+
+@dataclasses.dataclass(frozen=True)
+class Covering:
+    """The smallest box of an array that we can show to cover a normalized geometry of it.
+
+    Attributes:
+        box: The box.
+        offset: Byte of the geometry's first element in a C-contiguous copy of the box.
+        strides: The geometry's strides, in bytes, in that copy.
+        axes: For each axis of the geometry (split as `split` says) the axis of the box that it runs along by single
+            steps; None where the geometry is not simply the box.
+        split: The geometry's shape, with axes that run over several of the box's split up.
+    """
+
+    box: Box
+    offset: int
+    strides: tuple[int, ...]
+    axes: tuple[int, ...] | None = None
+    split: tuple[int, ...] = ()
+
+    def align(self, out: np.ndarray) -> np.ndarray | None:
+        """`out` as an array of the box's shape, if its elements are exactly the box's; else None."""
+        if self.axes is None:
+            return None
+        try:
+            out = np.reshape(out, self.split, copy=False)
+        except ValueError:
+            return None
+        index = tuple(slice(None) if axis in self.axes else None for axis in range(len(self.box)))
+        return out[(*index, ...)]
+
+
+def cover(geometry: Geometry, shape: tuple[int, ...], itemsize: int) -> Covering:
+    """Finds the box of a C-contiguous array of `shape` that a normalized geometry needs."""
+    base: list[int] = []
+    stride = itemsize
+    for extent in reversed(shape):
+        base.insert(0, stride)
+        stride *= extent
+    first = [geometry.start // base[k] % shape[k] for k in range(len(shape))]
+    # Follow each axis, the innermost first, along the one base axis whose stride it is a multiple of.
+    pending = list(zip(geometry.shape, geometry.strides, strict=True))
+    extents = [1] * len(shape)
+    single: list[tuple[int, int, int]] = []  # (extent, base axis, step), innermost first
+    while pending:
+        extent, stride = pending.pop()
+        k = next((k for k in range(len(shape)) if shape[k] > 1 and base[k] <= stride), None)
+        if k is None or stride % base[k]:
+            break
+        step = stride // base[k]
+        reach = (extent - 1) * step
+        if first[k] + extents[k] + reach <= shape[k]:
+            extents[k] += reach
+            single.append((extent, k, step))
+        elif step == 1 and extents[k] == 1 and first[k] == 0 and extent % shape[k] == 0:
+            pending += [(extent // shape[k], stride * shape[k]), (shape[k], stride)]
+        else:
+            break
+    else:
+        box = tuple(slice(f, f + e) for f, e in zip(first, extents, strict=True))
+        single.reverse()
+        used = [axis for _, axis, _ in single]
+        exact = all(step == 1 for *_, step in single) and len(set(used)) == len(used)
+        strides = _c_strides(tuple(extents), itemsize)
+        if exact:
+            return Covering(box, 0, (), tuple(used), tuple(extent for extent, *_ in single))
+        if len(single) == len(geometry.shape):
+            return Covering(box, 0, tuple(step * strides[axis] for _, axis, step in single))
+    # Otherwise the contiguous range from the first to the last element, rounded to whole rows.
+    end = geometry.start + sum((n - 1) * s for n, s in zip(geometry.shape, geometry.strides, strict=True))
+    last = [end // base[k] % shape[k] for k in range(len(shape))]
+    split = next((k for k in range(len(shape)) if first[k] != last[k]), len(shape) - 1)
+    box = tuple(slice(first[k], last[k] + 1) if k <= split else slice(0, extent) for k, extent in enumerate(shape))
+    begin = sum(box[k].start * base[k] for k in range(len(shape)))
+    return Covering(box, geometry.start - begin, geometry.strides)
+
+
+def _c_strides(shape: tuple[int, ...], itemsize: int) -> list[int]:
+    return [itemsize * math.prod(shape[k + 1 :]) for k in range(len(shape))]
+
+
+def intersect(one: Box, other: Box) -> Box | None:
+    """The common part of two boxes, or None."""
+    common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
+    return None if any(s.start >= s.stop for s in common) else common
+
+
+def shift(box: Box, origin: Box) -> Box:
+    """A box relative to the first corner of another."""
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, origin, strict=True))
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """The extents of a box."""
+    return tuple(s.stop - s.start for s in box)
+
+
+def bounding(boxes: Sequence[Box]) -> Box:
+    """The smallest box around some boxes."""
+    return tuple(slice(min(s.start for s in axis), max(s.stop for s in axis)) for axis in zip(*boxes, strict=True))

@@ -1,0 +1,609 @@
+"""From a JAX init function to an `AbstractModel`: trace once, slice per variable.
+
+The function is traced to a jaxpr with its array arguments as run-time inputs. Small equations (keys, counters,
+scalars) are evaluated at once on the host: they are data. What is left is cut into one backward slice for each
+output leaf; slices that are structurally equal are one init program. Leaves that share a large random or contracted
+intermediate (one matrix split into q, k and v) are one slice with several outputs, so that it is computed once.
+
+Values are those of *eager* execution, bit for bit. Executed eagerly, every top-level equation is a kernel of its own,
+whose scalars are run-time values; `jax.jit` of the whole function would fuse multiplications into additions, fold
+constants and reassociate, each of which may change the last bit. So a slice takes top-level scalars as inputs (which
+also lets layers with different scales share one program) and hides what flows from one kernel to the next behind
+an exclusive or with a run-time zero, which no compiler can see through and every compiler can fuse.
+
+Compiling and running is in `_init_programs`; nothing here allocates more than keys and scalars.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from lazymodel._abstract import AbstractModel, AbstractVariable, unique_paths
+from lazymodel._errors import TraceError
+from lazymodel._init_programs import InitRecipe, ProgramCache
+from lazymodel._jaxprs import (
+    CALLS,
+    JIT,
+    STRUCTURAL,
+    Canonical,
+    Interned,
+    inner_jaxpr,
+    inner_jaxprs,
+    is_cheap,
+    is_dropped,
+    is_key,
+    key_impl,
+    live_part,
+    one_equation,
+    opened,
+    run_jaxpr,
+)
+from lazymodel._small import evaluate, on_host, to_host, unpack_keys
+
+# A result of at most this many keys or integers is data: a split for every layer of a deep stack, and 32 KiB at most.
+_SMALL_INTEGERS = 4096
+# Floats, and whatever compiled functions return, are data as scalars or little more. Larger ones would each compile a
+# kernel for their shape, and are better off in a program, where equal ones are compiled once.
+_SMALL_FLOATS = 16
+# A shared intermediate of fewer elements is recomputed by each leaf that needs it, rather than joining them.
+_LARGE = 4096
+_NO_EVALUATION = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "pure_callback"})
+# What only says where a value should be: the shardings that are assigned later decide that.
+_PLACEMENT = frozenset({"device_put", "sharding_constraint", "copy", "copy_p"})
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def trace_function(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, name: str | None = None
+) -> AbstractModel:
+    """Builds abstractly what `function(*args, **kwargs)` would return.
+
+    Args:
+        function: Any function that JAX can trace. Outputs that are no arrays (strings, Python numbers, objects) are
+            handed back as they are.
+        args: Its arguments. Arrays and typed PRNG keys in them are run-time inputs of the init programs; a
+            `jax.ShapeDtypeStruct` stands for an array whose values no variable needs; the rest is static.
+        kwargs: Its keyword arguments, likewise.
+        name: What to call the model; the function's name by default.
+
+    Returns:
+        An abstract model with a variable for every distinct array of the result. An array that occurs twice is one
+        variable under its first path, and the same array in both places once rebuilt.
+
+    Raises:
+        TraceError: The function needs a value that tracing does not have; names the line of code.
+    """
+    outputs = _trace(function, args, kwargs)
+    with on_host():
+        graph = _Graph(outputs.jaxpr, outputs.inputs)
+    variables: dict[str, AbstractVariable] = {}
+    sources: dict[str, np.ndarray[Any, Any]] = {}
+    computed: list[tuple[str, _Value]] = []
+    for path, value in zip(outputs.paths, graph.results, strict=True):
+        origin = "init"
+        if value.step is None and value.data is None:
+            raise TraceError(
+                f"{path!r} is an argument that was given as a ShapeDtypeStruct, so it has no value; pass an array"
+            )
+        if value.data is not None and not is_key(value.aval.dtype):
+            sources[path] = value.data
+            origin = "constant"
+        else:
+            computed.append((path, value))
+        variables[path] = AbstractVariable(path, tuple(value.aval.shape), value.aval.dtype, origin=origin)
+    recipes = graph.recipes(computed)
+    for recipe in recipes:
+        for path in recipe.paths:
+            variables[path] = dataclasses.replace(variables[path], origin=recipe.origin)
+
+    def structure(mapping: Mapping[str, Any]) -> Any:
+        leaves = [mapping[leaf.path] if isinstance(leaf, _Slot) else leaf for leaf in outputs.leaves]
+        return jax.tree.unflatten(outputs.treedef, leaves)
+
+    return AbstractModel(
+        variables=variables,
+        recipes=recipes,
+        sources=sources,
+        rebuild=structure,
+        structure=structure,
+        programs=ProgramCache(),
+        name=name or getattr(function, "__name__", type(function).__name__),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slot:
+    """Where in the result an array goes."""
+
+    path: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outputs:
+    """A traced function.
+
+    Attributes:
+        jaxpr: Of the array arguments, in order, to the distinct arrays of the result.
+        inputs: The array arguments.
+        paths: A path for each output of the jaxpr.
+        leaves: The result's leaves: a slot for each array, everything else as it is.
+        treedef: The result's structure.
+    """
+
+    jaxpr: Any
+    inputs: list[Any]
+    paths: list[str]
+    leaves: list[Any]
+    treedef: Any
+
+
+def _trace(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Outputs:
+    arguments, in_tree = jax.tree.flatten((tuple(args), dict(kwargs)))
+    where = [index for index, leaf in enumerate(arguments) if _is_input(leaf)]
+    inputs = [arguments[index] for index in where]
+    paths: list[str] = []
+    leaves: list[Any] = []
+    treedefs: list[Any] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        filled = list(arguments)
+        for index, array in zip(where, arrays, strict=True):
+            filled[index] = array
+        positional, named = jax.tree.unflatten(in_tree, filled)
+        found, treedef = jax.tree_util.tree_flatten_with_path(function(*positional, **named))
+        names = _unique([_path_text(path) for path, _ in found])
+        slots: dict[int, _Slot] = {}
+        results: list[Any] = []
+        for name, (_, leaf) in zip(names, found, strict=True):
+            if not isinstance(leaf, (jax.Array, np.ndarray)):
+                leaves.append(leaf)
+                continue
+            if id(leaf) not in slots:  # `found` keeps every leaf alive, so ids are not used twice
+                slots[id(leaf)] = _Slot(name)
+                paths.append(name)
+                results.append(leaf)
+            leaves.append(slots[id(leaf)])
+        treedefs.append(treedef)
+        return results
+
+    try:
+        jaxpr = jax.make_jaxpr(flat)(*inputs)
+    except _TRACE_ERRORS as error:
+        raise _trace_error(error) from error
+    except TypeError as error:
+        if "concrete values" not in str(error) and "Tracer" not in str(error):
+            raise
+        raise _trace_error(error) from error
+    return _Outputs(jaxpr, inputs, paths, leaves, treedefs[-1])
+
+
+def _is_input(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+
+
+def _path_text(path: Sequence[Any]) -> str:
+    parts: list[str] = []
+    for key in path:
+        for attribute in ("key", "idx", "name"):
+            if hasattr(key, attribute):
+                parts.append(str(getattr(key, attribute)))
+                break
+        else:
+            parts.append(str(key))
+    return "/".join(parts) or "value"
+
+
+def _unique(paths: list[str]) -> list[str]:
+    while len(set(paths)) != len(paths):  # once is not enough where "a#2" is someone's own name
+        paths = unique_paths(paths)
+    return paths
+
+
+class _Value:
+    """One value of the traced function.
+
+    Attributes:
+        aval: Its shape and dtype.
+        data: Its value on the host, when it is known.
+        step: What computes it; None for arguments, constants and what is known.
+        index: Which result of the step it is.
+        fixed: Whether it is a literal inside a compiled function, and so a constant of the program.
+        heavy: Whether it holds, or derives from, a large result that is costly to compute.
+        parent: Of the union-find forest that groups leaves.
+    """
+
+    __slots__ = ("aval", "data", "fixed", "heavy", "index", "parent", "step")
+
+    def __init__(self, aval: Any, data: Any = None, *, step: _Step | None = None, index: int = 0, fixed: bool = False):
+        self.aval = aval
+        self.data = data
+        self.step = step
+        self.index = index
+        self.fixed = fixed
+        self.heavy = False
+        self.parent: _Value = self
+
+    def root(self) -> _Value:
+        while self.parent is not self:
+            self.parent = self.parent.parent
+            self = self.parent
+        return self
+
+
+class _Step:
+    """An equation to be computed by a program.
+
+    Attributes:
+        eqn: The equation.
+        operands: Its operands.
+        results: Its results.
+        unit: The compiled function it belongs to; None for an equation that eager execution runs by itself.
+        order: Its place in the function.
+        part: What is left of the equation when only some of its results are needed, as a jaxpr of `operands`.
+    """
+
+    __slots__ = ("eqn", "operands", "order", "part", "results", "unit")
+
+    def __init__(self, eqn: Any, operands: Sequence[_Value], unit: int | None, order: int):
+        self.eqn = eqn
+        self.operands = tuple(operands)
+        self.unit = unit
+        self.order = order
+        self.part: Any = None
+        self.results: tuple[_Value, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    def computes(self) -> bool:
+        """Whether it does more than move values, so that the compiler might fuse it with what came before."""
+        return self.name not in STRUCTURAL and self.name not in _PLACEMENT
+
+    def jaxpr(self) -> Any:
+        """Itself as a jaxpr of the operands that are not fixed."""
+        return self.part if self.part is not None else one_equation(self.eqn, [v.fixed for v in self.operands])
+
+
+class _Graph:
+    """The traced function as values and steps: calls seen through, small equations evaluated."""
+
+    def __init__(self, closed: Any, inputs: Sequence[Any]):
+        self.steps: list[_Step] = []
+        self._units = itertools.count()
+        self._x64 = bool(jax.config.jax_enable_x64)
+        self._canonical = Canonical()
+        self._equations: dict[int, Any] = {}
+        jaxpr, consts = opened(closed)
+        values = [_Value(var.aval, _host_value(value, var.aval)) for var, value in zip(jaxpr.invars, inputs, strict=True)]
+        self.results = self._walk(jaxpr, consts, values, None)
+
+    def _walk(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Value], unit: int | None) -> list[_Value]:
+        env: dict[Any, _Value] = {}
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = _Value(var.aval, _host_value(const, var.aval))
+
+        def read(atom: Any) -> _Value:
+            if hasattr(atom, "val"):  # a literal
+                # Only scalars were fixed in an eager kernel's own code; larger literals are inputs of the program.
+                fixed = not atom.aval.shape and (unit is not None or not _is_floating(atom.aval))
+                return _Value(atom.aval, _host_value(atom.val, atom.aval), fixed=fixed)
+            return env[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            name = eqn.primitive.name
+            if all(value.data is not None for value in operands) and _is_small(eqn, unit):
+                results = evaluate(eqn, [value.data for value in operands])
+                env.update(
+                    (var, _Value(var.aval, data)) for var, data in zip(eqn.outvars, results, strict=True)
+                )
+                continue
+            if name in CALLS or (name in JIT and sum(not is_dropped(var) for var in eqn.outvars) > 1):
+                inner, inner_consts = opened(inner_jaxpr(eqn))
+                within = next(self._units) if name in JIT and unit is None else unit
+                # The operands of a compiled function are its run-time inputs, literals too.
+                passed = [
+                    _Value(value.aval, value.data) if value.fixed and unit is None else value for value in operands
+                ]
+                env.update(zip(eqn.outvars, self._walk(inner, inner_consts, passed, within), strict=True))
+                continue
+            step = _Step(eqn, operands, unit, len(self.steps))
+            step.results = tuple(
+                _Value(var.aval, step=step, index=index) for index, var in enumerate(eqn.outvars)
+            )
+            self.steps.append(step)
+            env.update(zip(eqn.outvars, step.results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def recipes(self, computed: Sequence[tuple[str, _Value]]) -> tuple[InitRecipe, ...]:
+        """The init recipes of some results, in order of their first path."""
+        for step in self._live({value for _, value in computed}):
+            _join(step)
+        groups: dict[_Value, list[tuple[str, _Value]]] = {}
+        for path, value in computed:
+            # A light value is recomputed wherever it is needed, even by two leaves that are the same value.
+            groups.setdefault(value.root() if value.heavy else _Value(value.aval), []).append((path, value))
+        return tuple(self._recipe(group) for group in groups.values())
+
+    def _live(self, live: set[_Value]) -> list[_Step]:
+        """The steps that some results need, in order; scans cut into one for each result."""
+        kept: list[_Step] = []
+        for step in reversed(self.steps):
+            needed = [value for value in step.results if value in live]
+            if not needed:
+                continue
+            parts = [_cut(step, value) for value in needed] if step.name == "scan" and len(step.results) > 1 else [step]
+            for part in parts:
+                live.update(part.operands)
+            kept.extend(reversed(parts))
+        kept.reverse()
+        return kept
+
+    def _recipe(self, group: Sequence[tuple[str, _Value]]) -> InitRecipe:
+        steps = _needed([value for _, value in group])
+        inputs: list[np.ndarray[Any, Any]] = []
+        kinds: list[Any] = []  # key dtype or None, for each input
+        where: dict[_Value, tuple[Any, ...]] = {}
+        uses_zero = False
+
+        def refer(value: _Value) -> tuple[Any, ...]:
+            if value not in where:
+                if value.data is None:
+                    raise TraceError(
+                        f"{group[0][0]!r} needs the value of an argument that was given as a ShapeDtypeStruct "
+                        f"({value.aval}); pass an array"
+                    )
+                where[value] = ("input", len(inputs))
+                key = is_key(value.aval.dtype)
+                inputs.append(unpack_keys(value.data) if key else np.ascontiguousarray(value.data))
+                kinds.append(value.aval.dtype if key else None)
+                if not key:
+                    inputs[-1] = inputs[-1].reshape(value.aval.shape)  # ascontiguousarray makes 0-d arrays 1-d
+            return where[value]
+
+        plan: list[tuple[_Step, tuple[tuple[Any, ...], ...]]] = []
+        form: list[Any] = []
+        for number, step in enumerate(steps):
+            references: list[tuple[Any, ...]] = []
+            canonical: list[Any] = []
+            for value in step.operands:
+                if value.fixed:
+                    canonical.append(("fixed", self._canonical.parameter(value.data), self._canonical.aval(value.aval)))
+                    continue
+                hidden = _crosses_kernels(value, step)
+                uses_zero = uses_zero or hidden
+                references.append((*refer(value), hidden))
+                canonical.append(references[-1])
+            where.update((value, ("step", number, index)) for index, value in enumerate(step.results))
+            plan.append((step, tuple(references)))
+            form.append((self._step_form(step), tuple(canonical)))
+        outputs = tuple(refer(value) for _, value in group)
+        types = tuple((self._canonical.aval(value.aval)) for value in where if where[value][0] == "input")
+        signature = Interned((tuple(form), outputs, types, uses_zero))
+        if uses_zero:
+            inputs.append(np.zeros((), np.uint32))
+        return InitRecipe(
+            paths=tuple(path for path, _ in group),
+            signature=signature,
+            function=_Program(plan, outputs, kinds, uses_zero),
+            inputs=tuple(inputs),
+            origin=_origin(steps),
+            x64=self._x64,
+        )
+
+    def _step_form(self, step: _Step) -> Any:
+        if step.part is not None:
+            return (self._canonical.jaxpr(step.part), self._canonical.context(step.eqn))
+        if id(step.eqn) not in self._equations:
+            self._equations[id(step.eqn)] = Interned(self._canonical.equation(step.eqn))
+        return self._equations[id(step.eqn)]
+
+
+class _Program:
+    """The function of a recipe: its steps, run in order on its inputs."""
+
+    def __init__(
+        self,
+        plan: Sequence[tuple[_Step, tuple[tuple[Any, ...], ...]]],
+        outputs: Sequence[tuple[Any, ...]],
+        kinds: Sequence[Any],
+        uses_zero: bool,
+    ):
+        self._plan = plan
+        self._outputs = outputs
+        self._kinds = kinds
+        self._uses_zero = uses_zero
+        self.__name__ = "init_program"
+
+    def __call__(self, *inputs: Any) -> tuple[jax.Array, ...]:
+        given = [
+            value if kind is None else jax.random.wrap_key_data(value, impl=key_impl(kind))
+            for value, kind in zip(inputs, self._kinds, strict=False)
+        ]
+        zero = inputs[-1] if self._uses_zero else None
+        results: list[list[Any]] = []
+        hidden: dict[tuple[Any, ...], Any] = {}
+
+        def read(reference: tuple[Any, ...]) -> Any:
+            return given[reference[1]] if reference[0] == "input" else results[reference[1]][reference[2]]
+
+        for step, references in self._plan:
+            operands: list[Any] = []
+            for *reference, crosses in references:
+                place = tuple(reference)
+                if not crosses:
+                    operands.append(read(place))
+                    continue
+                if place not in hidden:
+                    hidden[place] = _hide(read(place), zero)
+                operands.append(hidden[place])
+            results.append(operands if step.name in _PLACEMENT else run_jaxpr(step.jaxpr(), operands))
+        return tuple(read(reference) for reference in self._outputs)
+
+
+def _hide(value: Any, zero: Any) -> Any:
+    """The same value, of which the compiler cannot know how it was computed."""
+    bits = _BITS.get(value.dtype.itemsize)
+    if np.issubdtype(value.dtype, np.complexfloating) or bits is None or value.dtype.itemsize * 8 != _width(value.dtype):
+        return jax.lax.optimization_barrier(value)
+    raw = jax.lax.bitcast_convert_type(value, bits)
+    return jax.lax.bitcast_convert_type(raw ^ jax.lax.convert_element_type(zero, bits), value.dtype)
+
+
+def _width(dtype: Any) -> int:
+    """Bits of a floating-point type; four-bit floats are stored in bytes."""
+    return int(jax.numpy.finfo(dtype).bits)
+
+
+def _crosses_kernels(value: _Value, step: _Step) -> bool:
+    """Whether a float goes from one eager kernel to another that computes with it."""
+    if value.step is None or not step.computes() or not _is_floating(value.aval):
+        return False
+    return step.unit is None or value.step.unit != step.unit
+
+
+def _is_floating(aval: Any) -> bool:
+    return not is_key(aval.dtype) and bool(jax.numpy.issubdtype(aval.dtype, np.inexact))
+
+
+def _host_value(value: Any, aval: Any) -> Any:
+    """An argument, constant or literal on the host; None when it is abstract."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return None
+    return to_host(value) if is_key(aval.dtype) else np.asarray(value, aval.dtype)
+
+
+def _is_small(eqn: Any, unit: int | None) -> bool:
+    """Whether an equation whose operands are all known is evaluated on the host."""
+    name = eqn.primitive.name
+    few = name in JIT or name in _NO_EVALUATION or name in ("scan", "while", "cond")
+    for var in eqn.outvars:
+        size, dtype = var.aval.size, var.aval.dtype
+        if is_key(dtype):
+            allowed = _SMALL_INTEGERS
+        elif np.issubdtype(dtype, np.integer) or dtype == bool:
+            allowed = _SMALL_FLOATS if few else _SMALL_INTEGERS
+        else:
+            # Inside a compiled function XLA fuses floats, so evaluating them one by one might change a bit.
+            allowed = _SMALL_FLOATS if unit is None and _is_floating(var.aval) else -1
+        if size > allowed:
+            return False
+    return name not in CALLS and not eqn.effects and bool(eqn.outvars) and not _calls_back(eqn)
+
+
+def _calls_back(eqn: Any) -> bool:
+    if eqn.primitive.name == "pure_callback":
+        return True
+    return any(_calls_back(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
+
+
+def _join(step: _Step) -> None:
+    """Marks what is heavy, and joins it with the results that are computed from it."""
+    from_heavy = [value for value in step.operands if value.heavy]
+    costly = not is_cheap(step.eqn)
+    for value in step.results:
+        value.heavy = bool(from_heavy) or (costly and value.aval.size > _LARGE)
+    together = [*from_heavy, *(value for value in step.results if value.heavy)]
+    for value in together[1:]:
+        value.root().parent = together[0].root()
+
+
+def _cut(step: _Step, value: _Value) -> _Step:
+    """The part of a scan that computes one of its results."""
+    whole = one_equation(step.eqn, [operand.fixed for operand in step.operands])
+    jaxpr, used = live_part(whole, value.index)
+    free = [operand for operand in step.operands if not operand.fixed]
+    part = _Step(step.eqn, [operand for operand, use in zip(free, used, strict=True) if use], step.unit, step.order)
+    part.part = jaxpr
+    part.results = (value,)
+    value.step, value.index = part, 0
+    return part
+
+
+def _needed(values: Sequence[_Value]) -> list[_Step]:
+    """The steps that some values depend on, in order."""
+    found: dict[_Step, None] = {}
+    stack = [value.step for value in values if value.step is not None]
+    while stack:
+        step = stack.pop()
+        if step not in found:
+            found[step] = None
+            stack.extend(value.step for value in step.operands if value.step is not None)
+    return sorted(found, key=lambda step: step.order)
+
+
+_ORIGINS = ("truncated_normal", "normal", "uniform", "orthogonal", "permutation", "bernoulli", "randint", "gamma")
+
+
+def _origin(steps: Sequence[_Step]) -> str:
+    """What a recipe does, in a word, from the names of the functions it calls."""
+    names = {step.name for step in steps}
+    called = {str(step.eqn.params.get("name", "")).lstrip("_") for step in steps if step.name in JIT}
+    if {"qr", "householder_product"} & names or "qr" in called:
+        return "orthogonal"
+    for origin in _ORIGINS:
+        if origin in called:
+            return origin
+    if any(name.startswith("random_") for name in names):
+        return "random"
+    return "fill" if names <= {"broadcast_in_dim", "convert_element_type"} else "init"
+
+
+_TRACE_ERRORS = (
+    jax.errors.ConcretizationTypeError,  # TracerBoolConversionError among others
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.UnexpectedTracerError,
+)
+_MENDS = (
+    (jax.errors.TracerArrayConversionError, "use jax.numpy instead of NumPy on arrays that depend on the arguments"),
+    (jax.errors.TracerBoolConversionError, "branch on static values, or use jax.lax.cond or jnp.where"),
+    (jax.errors.TracerIntegerConversionError, "pass what is used as an index or a shape as a Python int"),
+    (jax.errors.NonConcreteBooleanIndexError, "use jnp.where instead of a boolean mask that depends on the arguments"),
+    (jax.errors.UnexpectedTracerError, "return arrays instead of storing them in globals or outer objects"),
+)
+
+
+def _trace_error(error: Exception) -> TraceError:
+    mend = next((text for kind, text in _MENDS if isinstance(error, kind)), None)
+    mend = mend or "pass what decides shapes or branches as Python values, which stay static, not as arrays"
+    reason = str(error).strip().splitlines()[0]
+    return TraceError(
+        f"{_user_line(error.__traceback__)} needs the value of an array, and tracing has only its shape and dtype: "
+        f"{mend}. JAX says: {type(error).__name__}: {reason}"
+    )
+
+
+def _user_line(trace: TracebackType | None) -> str:
+    """The innermost line outside libraries, as `file.py:12 in init: 'source'`."""
+    own = os.path.dirname(os.path.abspath(__file__))
+    roots = [own]
+    for library in ("jax", "jaxlib", "numpy", "flax", "lazymodel_flax"):
+        file = getattr(sys.modules.get(library), "__file__", None)
+        if file:
+            roots.append(os.path.dirname(os.path.abspath(file)))
+    standard = os.path.dirname(os.path.abspath(os.__file__))
+    for frame in reversed(traceback.extract_tb(trace)):
+        path = os.path.abspath(frame.filename)
+        library = any(path.startswith(root + os.sep) for root in roots)
+        standard_module = path.startswith(standard + os.sep) and "site-packages" not in path
+        if not library and not standard_module and not frame.filename.startswith("<"):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()!r}"
+    return "the init function"
+
+
+# Referenced by adapters that trace a function of their own making.
+__all__ = ("trace_function",)

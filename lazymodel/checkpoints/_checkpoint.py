@@ -1,0 +1,256 @@
+"""`Checkpoint`, what every format looks like from outside, and `open_checkpoint`, which finds the format of a path.
+
+Formats live in their own modules and are imported only when a path turns out to be theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from lazymodel._bytes import format_bytes
+from lazymodel._errors import CheckpointError
+from lazymodel._file_source import FileSource
+from lazymodel._lazy_tensor import LazyTensor
+
+SUPPORTED = (
+    "a .safetensors file, a folder of them (with or without *.safetensors.index.json), Keras weights (.weights.h5, "
+    ".weights.json, .h5), a .keras archive, or a Keras Hub preset folder"
+)
+_LFS = b"version https://git-lfs.github.com/spec/v1"
+_HDF5 = b"\x89HDF\r\n\x1a\n"
+_ZIP = b"PK\x03\x04"
+MAX_JSON = 100 << 20  # bytes; an index of a million tensors is below this
+
+
+class Checkpoint(Mapping[str, LazyTensor]):
+    """An open checkpoint: tensor name → `LazyTensor`. Opening and looking up read headers only.
+
+    Subclasses provide `_tensor` and pass the names they have. Usable in a `with` statement; closing releases file
+    descriptors, and tensors that are still around open them again when read.
+
+    Attributes:
+        path: The path that was opened.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], names: list[str], sources: list[FileSource]) -> None:
+        self.path = os.fspath(path)
+        self._names = dict.fromkeys(names)
+        self._sources = sources
+        self._tensors: dict[str, LazyTensor] = {}
+
+    def _tensor(self, name: str) -> LazyTensor:
+        raise NotImplementedError
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        if name not in self._names:
+            raise KeyError(f"{name!r} is not a tensor of {self.path}")
+        if name not in self._tensors:
+            self._tensors[name] = self._tensor(name)
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # Mapping's own would make the tensor
+
+    @property
+    def files(self) -> list[str]:
+        """Paths of the files that hold its tensors."""
+        return sorted({source.path for source in self._sources})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.values())
+
+    @property
+    def bytes_read(self) -> int:
+        """Tensor bytes read from its files so far."""
+        return sum(source.bytes_read for source in self._sources)
+
+    def close(self) -> None:
+        """Releases file descriptors."""
+        for source in self._sources:
+            source.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        files = f"{len(self.files)} file" + ("" if len(self.files) == 1 else "s")
+        return f"{type(self).__name__}({self.path!r}: {len(self)} tensors, {format_bytes(self.nbytes)} in {files})"
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Opens a checkpoint without reading its tensors; the format is found from the path and its first bytes.
+
+    Args:
+        path: A safetensors file or a folder with `*.safetensors.index.json`, `model.safetensors` or other
+            safetensors files; a Keras `.weights.h5`, `.weights.json` (sharded) or `.keras` file; or a Keras Hub preset
+            folder (`model.weights.h5` or `model.weights.json`). Archives are read in place.
+
+    Returns:
+        A mapping of tensor name to `LazyTensor`. Names are the file's own: for Keras files the dataset's path, such
+        as `layers/dense/vars/0`.
+
+    Raises:
+        CheckpointError: Nothing is there, the format is unknown, or a file is truncated, inconsistent or hostile.
+    """
+    where = Path(path)
+    if not where.exists():
+        raise CheckpointError(f"there is no checkpoint at {where}: no such file or folder")
+    return _open_folder(where) if where.is_dir() else _open_file(where)
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    from lazymodel.checkpoints._hdf5 import open_hdf5, open_sharded_hdf5
+    from lazymodel.checkpoints._safetensors import open_index, open_safetensors
+
+    indexes = sorted(folder.glob("*.safetensors.index.json"))
+    preferred = folder / "model.safetensors.index.json"
+    if preferred in indexes or len(indexes) == 1:
+        return open_index(preferred if preferred in indexes else indexes[0])
+    if indexes:
+        raise CheckpointError(f"{folder} has {len(indexes)} index files; open one of {[str(i) for i in indexes]}")
+    if (single := folder / "model.safetensors").exists():
+        return open_safetensors(folder, [single])
+    if (single := folder / "model.weights.json").exists():
+        return open_sharded_hdf5(single)
+    if (single := folder / "model.weights.h5").exists():
+        check_pointer(single)
+        return open_hdf5(single)
+    if files := sorted(folder.glob("*.safetensors")):
+        return open_safetensors(folder, files)
+    raise CheckpointError(f"found no checkpoint in folder {folder}; supported: {SUPPORTED}")
+
+
+def _open_file(file: Path) -> Checkpoint:
+    from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5, open_sharded_hdf5
+    from lazymodel.checkpoints._safetensors import open_index, open_safetensors
+
+    head = check_pointer(file)
+    if file.name.endswith(".safetensors.index.json"):
+        return open_index(file)
+    if file.name.endswith(".weights.json"):
+        return open_sharded_hdf5(file)
+    if file.suffix == ".safetensors":
+        return open_safetensors(file, [file])
+    if head.startswith(_HDF5) or file.suffix in (".h5", ".hdf5"):
+        return open_hdf5(file)
+    if head.startswith(_ZIP) and file.suffix != ".npz":
+        return open_archive(file)
+    raise CheckpointError(f"{file} is in no known format; supported: {SUPPORTED}")
+
+
+def check_pointer(file: Path) -> bytes:
+    """The first bytes of a file.
+
+    Raises:
+        CheckpointError: It is a Git LFS pointer (https://git-lfs.github.com/spec/v1), a small text file in the place
+            of the real one; or it cannot be read.
+    """
+    try:
+        with open(file, "rb") as stream:
+            head = stream.read(512)
+    except OSError as error:
+        raise CheckpointError(f"cannot open {file}: {error.strerror}") from error
+    if head.startswith(_LFS):
+        size = next((line[5:].decode() for line in head.splitlines() if line.startswith(b"size ")), "unknown")
+        raise CheckpointError(
+            f"{file} is a Git LFS pointer: expected {size} bytes of weights, found {file.stat().st_size} of text. "
+            "Run `git lfs pull` in its repository."
+        )
+    return head
+
+
+def read_json_object(data: bytes, file: str) -> dict[str, Any]:
+    """Parses a JSON object, in which no key may occur twice.
+
+    Raises:
+        CheckpointError: It is not JSON, not an object, too deeply nested, or repeats a key.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            raise CheckpointError(f"{file}: expected each key once in its JSON, found {twice!r} twice; it is corrupt")
+        return result
+
+    try:
+        parsed = json.loads(data, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file}: expected a JSON object, found something else ({error}); it is corrupt"
+        ) from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, found a {type(parsed).__name__}; it is corrupt")
+    return cast("dict[str, Any]", parsed)
+
+
+def read_index(index: Path) -> dict[str, Any]:
+    """The `weight_map` of an index file (Hugging Face's and Keras' have the same layout).
+
+    Raises:
+        CheckpointError: The file is too large, not JSON, or has no such mapping.
+    """
+    check_pointer(index)
+    size = index.stat().st_size
+    if size > MAX_JSON:
+        raise CheckpointError(
+            f"{index}: expected an index of at most {format_bytes(MAX_JSON)}, found {format_bytes(size)}"
+        )
+    content = read_json_object(index.read_bytes(), str(index))
+    weights = content.get("weight_map")
+    if not isinstance(weights, dict):
+        raise CheckpointError(f"{index}: expected a 'weight_map' object, found keys {sorted(content)[:8]}")
+    return cast("dict[str, Any]", weights)
+
+
+def shard_path(index: Path, shard: Any) -> Path:
+    """Where a shard that an index names lies: in the index's own folder, and nowhere else.
+
+    Raises:
+        CheckpointError: The name is no relative path, climbs out with `..`, or leads out through a symbolic link.
+            Links of a Hugging Face cache, `snapshots/<revision>/x -> ../../blobs/<hash>`, are followed.
+    """
+    if not isinstance(shard, str) or not shard or "\0" in shard:
+        raise CheckpointError(f"{index}: expected a shard's file name, found {shard!r}")
+    if shard.startswith(("/", "\\")) or ".." in Path(shard).parts or ".." in shard.split("\\"):
+        raise CheckpointError(
+            f"{index}: expected shards inside its folder, found {shard!r}; do not trust this checkpoint"
+        )
+    path = index.parent / shard
+    root = index.parent.resolve()
+    target = path.resolve()
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parent.parent / "blobs")
+    if not any(target.is_relative_to(folder) for folder in allowed):
+        raise CheckpointError(
+            f"{index}: expected shards inside its folder, but {shard!r} is a symbolic link to {target}; "
+            "copy the file into the folder if that is meant"
+        )
+    return path
+
+
+def require_shards(index: Path, paths: list[Path]) -> None:
+    """Raises CheckpointError listing the shards that are not there."""
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{index}: expected {len(paths)} shard files beside it, found {len(paths) - len(missing)}; missing "
+            f"{', '.join(missing[:8])}{', …' if len(missing) > 8 else ''}. Download them too."
+        )

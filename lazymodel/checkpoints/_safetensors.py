@@ -1,0 +1,235 @@
+"""safetensors files and folders of them (format: https://github.com/huggingface/safetensors#format).
+
+A file is 8 bytes of little-endian header length, a JSON header, then the tensors' bytes. Nothing in a header is
+believed before it is checked, and nothing is allocated for a tensor because a header says so.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import ml_dtypes
+import numpy as np
+
+from lazymodel._bytes import format_bytes
+from lazymodel._errors import CheckpointError
+from lazymodel._file_source import FileSource
+from lazymodel._lazy_tensor import FileLeaf, LazyTensor
+from lazymodel.checkpoints._checkpoint import (
+    Checkpoint,
+    check_pointer,
+    read_index,
+    read_json_object,
+    require_shards,
+    shard_path,
+)
+
+MAX_HEADER = 100_000_000  # bytes; the reference implementation's own limit
+_MAX_DIMENSIONS = 32  # NumPy 1's; no model comes near
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype("<u1"),
+    "I8": np.dtype("<i1"),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "C64": np.dtype("<c8"),
+}
+
+
+class SafetensorsFile(Mapping[str, LazyTensor]):
+    """One safetensors file: tensor name → `LazyTensor`, in file order. Opening reads and checks the header.
+
+    Attributes:
+        path: The file's path.
+        metadata: The header's `__metadata__`, strings to strings.
+        source: Its bytes; `source.bytes_read` counts what was read of the tensors.
+
+    Raises:
+        CheckpointError: The file is missing, truncated, a Git LFS pointer, or its header is malformed: a length out
+            of range, a repeated key, an unknown dtype, a shape that is not its byte range, overlaps, or gaps.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        check_pointer(Path(path))
+        self.source = FileSource(path)
+        header, self._start = _read_header(self.path, self.source.size)
+        metadata = header.pop("__metadata__", None)
+        self.metadata = cast("dict[str, str]", metadata) if isinstance(metadata, dict) else {}
+        self._entries = _check_entries(self.path, header, self.source.size - self._start)
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        try:
+            dtype, shape, begin = self._entries[name]
+        except KeyError:
+            raise KeyError(f"{name!r} is not a tensor of {self.path}") from None
+        return LazyTensor(FileLeaf(name, self.source, self._start + begin, shape, dtype))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def close(self) -> None:
+        """Releases the file descriptor; a later read opens it again."""
+        self.source.close()
+
+    def __repr__(self) -> str:
+        return f"SafetensorsFile({self.path!r}: {len(self)} tensors, {format_bytes(self.source.size)})"
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """One or more safetensors files as one mapping."""
+
+    def __init__(self, path: Path, files: list[SafetensorsFile], names: dict[str, SafetensorsFile]) -> None:
+        super().__init__(path, list(names), [file.source for file in files])
+        self._files = names
+        self.metadata = {key: value for file in files for key, value in file.metadata.items()}
+
+    def _tensor(self, name: str) -> LazyTensor:
+        return self._files[name][name]
+
+
+def open_safetensors(path: Path, paths: list[Path]) -> SafetensorsCheckpoint:
+    """Opens safetensors files that no index describes.
+
+    Raises:
+        CheckpointError: As `SafetensorsFile`, or two files have a tensor of the same name.
+    """
+    files = [SafetensorsFile(file) for file in paths]
+    names: dict[str, SafetensorsFile] = {}
+    for file in files:
+        for name in file:
+            if name in names:
+                raise CheckpointError(
+                    f"tensor {name!r} is in both {names[name].path} and {file.path}; open one of the files, or add the "
+                    "index file that says which one counts"
+                )
+            names[name] = file
+    return SafetensorsCheckpoint(path, files, names)
+
+
+def open_index(index: Path) -> SafetensorsCheckpoint:
+    """Opens the shards that an `*.safetensors.index.json` names. Tensors that it does not list are left out.
+
+    Raises:
+        CheckpointError: As `SafetensorsFile`; or a shard is missing or outside the folder, or lacks a tensor that the
+            index says it has.
+    """
+    weights = read_index(index)
+    paths = {shard: shard_path(index, shard) for shard in dict.fromkeys(weights.values())}
+    require_shards(index, list(paths.values()))
+    files = {shard: SafetensorsFile(path) for shard, path in paths.items()}
+    names: dict[str, SafetensorsFile] = {}
+    for name, shard in weights.items():
+        if name not in files[shard]:
+            raise CheckpointError(
+                f"{index}: expected tensor {name!r} in {files[shard].path}, found none there; the index and its shards "
+                "are of different versions: download both again"
+            )
+        names[name] = files[shard]
+    return SafetensorsCheckpoint(index, list(files.values()), names)
+
+
+def _read_header(path: str, size: int) -> tuple[dict[str, Any], int]:
+    """The parsed header and the byte at which tensors begin."""
+    try:
+        with open(path, "rb") as file:
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8:
+                raise CheckpointError(f"{path} is no safetensors file: expected at least 8 bytes, found {size}")
+            if length > MAX_HEADER:
+                raise CheckpointError(
+                    f"{path} is no safetensors file, or corrupt: expected a header of at most {MAX_HEADER} bytes, "
+                    f"found a length of {length}"
+                )
+            if 8 + length > size:
+                raise CheckpointError(
+                    f"{path} is truncated: expected a header up to byte {8 + length}, found a file of {size} bytes. "
+                    "Download or copy it again."
+                )
+            data = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    return read_json_object(data, path), 8 + length
+
+
+def _check_entries(
+    path: str, header: dict[str, Any], available: int
+) -> dict[str, tuple[np.dtype[Any], tuple[int, ...], int]]:
+    """Name → (dtype, shape, first byte), in file order, after every check that needs no tensor's bytes."""
+    entries: list[tuple[int, int, str, np.dtype[Any], tuple[int, ...]]] = []
+    for name, entry in header.items():
+        what = f"{path}: tensor {name!r}"
+        if not isinstance(entry, dict):
+            raise CheckpointError(f"{what}: expected dtype, shape and data_offsets, found {entry!r}; it is corrupt")
+        fields = cast("dict[str, Any]", entry)
+        dtype = DTYPES.get(str(fields.get("dtype")))
+        if dtype is None:
+            raise CheckpointError(
+                f"{what}: expected one of the dtypes {', '.join(DTYPES)}, found {fields.get('dtype')!r}"
+            )
+        shape = _counts(fields.get("shape"))
+        if shape is None or len(shape) > _MAX_DIMENSIONS:
+            raise CheckpointError(f"{what}: expected a shape of non-negative ints, found {fields.get('shape')!r}")
+        offsets = _counts(fields.get("data_offsets"))
+        if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
+            raise CheckpointError(f"{what}: expected data_offsets [begin, end], found {fields.get('data_offsets')!r}")
+        begin, end = offsets
+        expected = math.prod(shape) * dtype.itemsize
+        if end - begin != expected:
+            raise CheckpointError(
+                f"{what}: expected {expected} bytes for {fields['dtype']}{list(shape)}, found data_offsets of "
+                f"{end - begin} bytes; it is corrupt"
+            )
+        entries.append((begin, end, name, dtype, shape))
+    entries.sort(key=lambda entry: entry[:2])
+    position, previous = 0, ""
+    for begin, end, name, _, _ in entries:
+        if begin < position:
+            raise CheckpointError(f"{path}: tensors {previous!r} and {name!r} overlap at byte {begin}; it is corrupt")
+        if begin > position:
+            raise CheckpointError(
+                f"{path}: expected tensor {name!r} at byte {position}, found it at {begin}: the format allows no gaps; "
+                "the file is corrupt"
+            )
+        position, previous = end, name
+    if position > available:
+        raise CheckpointError(
+            f"{path} is truncated: expected {position} bytes of tensors, found {available}. Download or copy it again."
+        )
+    if position < available:
+        raise CheckpointError(
+            f"{path}: expected {position} bytes of tensors, found {available - position} more bytes after them; "
+            "it is corrupt"
+        )
+    return {name: (dtype, shape, begin) for begin, _, name, dtype, shape in entries}
+
+
+def _counts(value: Any) -> tuple[int, ...] | None:
+    """A list of non-negative ints below 2**63 as a tuple, else None."""
+    if not isinstance(value, list):
+        return None
+    items = cast("list[Any]", value)
+    return tuple(items) if all(type(item) is int and 0 <= item < 2**63 for item in items) else None

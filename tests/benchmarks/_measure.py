@@ -1,0 +1,90 @@
+"""Running one piece of work in a process of its own, and watching its private memory from outside.
+
+Private memory is `RssAnon`: mapped file pages are the kernel's cache, not the program's. The parent samples, so a
+child that holds the interpreter lock cannot hide a peak. The child marks the stretch that counts with `measured()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+_INTERVAL = 0.002  # seconds between two samples
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What one process did between its marks.
+
+    Attributes:
+        seconds: Wall time.
+        peak_nbytes: Peak of private memory, over what the process had at its first mark, in bytes.
+        samples: Pairs of seconds since the first mark and private bytes over the first mark's.
+        result: What the child reported.
+    """
+
+    seconds: float
+    peak_nbytes: int
+    samples: list[tuple[float, int]]
+    result: dict[str, Any]
+
+
+def run(command: Sequence[str], *, env: dict[str, str] | None = None) -> Measurement:
+    """Runs a Python script (a path and its arguments) in a fresh process and measures it."""
+    child = subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}
+    )
+    samples: list[tuple[float, int]] = []
+    done = threading.Event()
+
+    def sample() -> None:
+        while not done.is_set():
+            with contextlib.suppress(OSError, ValueError):
+                samples.append((time.monotonic(), private_nbytes(child.pid)))
+            time.sleep(_INTERVAL)
+
+    watcher = threading.Thread(target=sample, daemon=True)
+    watcher.start()
+    output, _ = child.communicate()
+    done.set()
+    watcher.join()
+    if child.returncode:
+        raise SystemExit(f"{' '.join(command)} failed with exit status {child.returncode}:\n{output}")
+    report = json.loads(output.strip().splitlines()[-1])
+    begin, end, base = report.pop("begin"), report.pop("end"), report.pop("base")
+    inside = [(moment - begin, nbytes - base) for moment, nbytes in samples if begin <= moment <= end]
+    peak = max([nbytes for _, nbytes in inside] + [report.pop("final") - base])
+    return Measurement(end - begin, peak, inside, report)
+
+
+@contextlib.contextmanager
+def measured() -> Iterator[dict[str, Any]]:
+    """In the child: marks what counts; the yielded dict becomes `Measurement.result`."""
+    report: dict[str, Any] = {}
+    base, begin = private_nbytes(), time.monotonic()
+    yield report
+    report.update(begin=begin, end=time.monotonic(), base=base, final=private_nbytes())
+    print(json.dumps(report), flush=True)
+
+
+def private_nbytes(pid: int | str = "self") -> int:
+    """Private memory of a process in bytes (`RssAnon` of `/proc/PID/status`; Linux)."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError("no RssAnon; is this Linux?")
+
+
+def virtual_devices(count: int = 8) -> dict[str, str]:
+    """The environment that gives a process this many CPU devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}".strip()
+    return {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3"}

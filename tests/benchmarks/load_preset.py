@@ -1,0 +1,164 @@
+"""Loading a KerasHub preset onto 8 devices: stock `from_preset` against `lazymodel_keras.from_preset`.
+
+    python tests/benchmarks/load_preset.py [--runs 5] [--json] [--plot FILE]
+
+The model is a Gemma2 of 267 million parameters in float32, saved once with `save_to_preset`. Stock and ours take
+turns, each in its own process, with the page cache warm. Seconds are from the call until every array is ready; memory
+is the peak of private memory over what the process held before the call, as a multiple of the model's bytes.
+`--plot` draws the private memory of the median runs over time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from _measure import Measurement, measured, run, virtual_devices
+
+CONFIG = {
+    "vocabulary_size": 64000,
+    "num_layers": 12,
+    "num_query_heads": 8,
+    "num_key_value_heads": 8,
+    "hidden_dim": 1024,
+    "intermediate_dim": 8192,  # for the gate and its partner together, as KerasHub counts
+    "head_dim": 128,
+    "query_head_dim_normalize": False,
+    "use_post_ffw_norm": True,
+    "use_post_attention_norm": True,
+    "final_logit_soft_cap": 30.0,
+    "attention_logit_soft_cap": 50.0,
+    "sliding_window_size": 4096,
+    "use_sliding_window_attention": True,
+}
+
+
+def save(folder: Path) -> None:
+    """Writes the preset, with values that no initializer gives."""
+    import keras
+    import keras_hub
+    import numpy as np
+
+    keras.utils.set_random_seed(1)
+    backbone = keras_hub.models.GemmaBackbone(**CONFIG)
+    rng = np.random.default_rng(0)
+    for variable in backbone.weights:
+        variable.assign(rng.standard_normal(variable.shape, dtype=np.float32))
+    backbone.save_to_preset(str(folder))
+
+
+def load(how: str, folder: Path) -> None:
+    """In the child: one load onto 8 devices."""
+    import jax
+    import keras
+    import keras_hub
+    import numpy as np
+
+    import lazymodel_keras as lk
+
+    mesh = keras.distribution.DeviceMesh((1, 8), ["batch", "model"], keras.distribution.list_devices())
+    layout = keras_hub.models.GemmaBackbone.get_layout_map(mesh)
+    keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch"))
+    keras.utils.set_random_seed(0)
+    jax.block_until_ready(jax.numpy.zeros(()) + 1)  # the backend itself is not what is measured
+    with measured() as report:
+        if how == "stock":
+            model = keras_hub.models.GemmaBackbone.from_preset(str(folder))
+        else:
+            model = lk.from_preset(keras_hub.models.GemmaBackbone, str(folder), progress=False)
+        jax.block_until_ready([variable.value for variable in model.weights])
+        report["nbytes"] = sum(int(np.prod(v.shape)) * 4 for v in model.weights)
+    digest = hashlib.sha256()
+    for variable in model.weights:
+        digest.update(np.asarray(variable.value).tobytes())
+    print(json.dumps({"digest": digest.hexdigest()}), file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plot", metavar="FILE")
+    parser.add_argument("--child", nargs=2, metavar=("HOW", "FOLDER"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        how, folder = options.child
+        if how == "save":
+            with measured():
+                save(Path(folder))
+        else:
+            load(how, Path(folder))
+        return
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = str(Path(temporary) / "gemma")
+        run([__file__, "--child", "save", folder], env=virtual_devices(1))
+        results: dict[str, list[Measurement]] = {"stock": [], "ours": []}
+        for _ in range(options.runs):
+            for how, runs in results.items():
+                runs.append(run([__file__, "--child", how, folder], env=virtual_devices()))
+
+    nbytes = results["ours"][0].result["nbytes"]
+    summary = {
+        how: {
+            "seconds": statistics.median(m.seconds for m in runs),
+            "peak": statistics.median(m.peak_nbytes for m in runs) / nbytes,
+        }
+        for how, runs in results.items()
+    }
+    summary["ratio"] = {
+        "seconds": statistics.median(
+            stock.seconds / ours.seconds for stock, ours in zip(results["stock"], results["ours"], strict=True)
+        )
+    }
+    if options.json:
+        print(json.dumps(summary))
+    else:
+        print(f"{nbytes / 2**30:.2f} GiB in float32 onto 8 devices, {options.runs} runs each, medians")
+        for how in results:
+            print(f"  {how:6} {summary[how]['seconds']:6.2f} s   peak private memory {summary[how]['peak']:.2f} × the model")
+        print(f"  ours is {summary['ratio']['seconds']:.1f} × as fast (median of pairs)")
+    if options.plot:
+        plot(results, nbytes, options.plot)
+
+
+def plot(results: dict[str, list[Measurement]], nbytes: int, file: str) -> None:
+    """Draws private memory over time for each way's median run."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
+    for how, colour in (("stock", "#b4552d"), ("ours", "#2a6f97")):
+        median = sorted(results[how], key=lambda m: m.seconds)[len(results[how]) // 2]
+        label = {"stock": "keras_hub from_preset", "ours": "lazymodel_keras.from_preset"}[how]
+        seconds = [moment for moment, _ in median.samples]
+        axes.plot(seconds, [used / nbytes for _, used in median.samples], color=colour, label=label)
+        axes.plot(median.seconds, median.samples[-1][1] / nbytes, "o", color=colour)
+        axes.annotate(
+            f"{median.seconds:.1f} s, peak {median.peak_nbytes / nbytes:.2f} ×",
+            (median.seconds, median.samples[-1][1] / nbytes),
+            textcoords="offset points",
+            xytext=(6, -12),
+            color=colour,
+        )
+    axes.axhline(1, color="grey", linewidth=0.8, linestyle="--")
+    axes.set(xlabel="seconds", ylabel="private memory / model", ylim=(0, None))
+    axes.set_xlim(0, max(m.seconds for m in results["stock"]) * 1.25)
+    axes.set_title(f"Loading a {nbytes / 2**30:.2f} GiB Gemma preset onto 8 devices", fontsize=10)
+    axes.legend(loc="upper right", frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(file, metadata={"Date": None} if file.endswith(".svg") else None)
+
+
+if __name__ == "__main__":
+    main()

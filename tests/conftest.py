@@ -1,0 +1,51 @@
+"""Eight virtual CPU devices for every test, quiet backends, and folders that are skipped without their framework."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+# Read when jax, keras and tensorflow are first imported, so before any test module is.
+_FLAG = "--xla_force_host_platform_device_count"
+if _FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ["KERAS_BACKEND"] = "jax"
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+# Folder under tests/ → the modules that its tests import at the top.
+_NEEDS = {"keras": ("keras", "keras_hub"), "flax": ("flax",)}
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
+    """Skips a framework's tests, by name and with the reason, where the framework is not installed."""
+    for folder, modules in _NEEDS.items():
+        if module_path.is_relative_to(Path(__file__).parent / folder):
+            for module in modules:
+                if importlib.util.find_spec(module) is None:
+                    pytest.skip(
+                        f"{module} is not installed: pip install 'lazymodel[{folder}]'", allow_module_level=True
+                    )
+
+
+def _mesh(shape: tuple[int, ...], axes: tuple[str, ...]) -> jax.sharding.Mesh:
+    devices = jax.devices()
+    if len(devices) < 8:
+        pytest.skip(f"needs 8 devices, and there are {len(devices)}")
+    # Mesh has Auto axes; `jax.make_mesh` makes Explicit ones, which Keras layers do not take.
+    return jax.sharding.Mesh(np.array(devices[:8]).reshape(shape), axes)
+
+
+@pytest.fixture
+def mesh8() -> jax.sharding.Mesh:
+    """Eight devices in one axis, `model`."""
+    return _mesh((8,), ("model",))
+
+
+@pytest.fixture
+def mesh42() -> jax.sharding.Mesh:
+    """Eight devices in two axes: `batch` of four, `model` of two."""
+    return _mesh((4, 2), ("batch", "model"))

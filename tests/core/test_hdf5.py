@@ -1,0 +1,300 @@
+"""HDF5 weights: read in place where possible, through h5py where not, and refused where they point elsewhere."""
+
+import json
+import zipfile
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from lazymodel._errors import CheckpointError
+from lazymodel._lazy_tensor import FileLeaf
+from lazymodel.checkpoints import lazy_dataset, open_checkpoint
+from lazymodel.checkpoints._hdf5 import DatasetLeaf
+
+h5py = pytest.importorskip("h5py")
+
+
+def numbers(shape, dtype=np.float32):
+    return np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "model.weights.h5"
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f2", "f8", "i1", "u8", "?", "c8", ">f4", ">i2"])
+def test_contiguous_datasets_are_read_in_place(path, dtype):
+    array = numbers((4, 6)).astype(dtype)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("layers/dense/vars/0", data=array)
+        file.create_dataset("layers/dense/vars/1", data=array[0, 0])
+    with open_checkpoint(path) as checkpoint:
+        assert list(checkpoint) == ["layers/dense/vars/0", "layers/dense/vars/1"]
+        tensor = checkpoint["layers/dense/vars/0"]
+        assert isinstance(tensor.leaf, FileLeaf)
+        assert tensor.dtype == array.dtype.newbyteorder("=")
+        np.testing.assert_array_equal(tensor.T.read(), array.T)
+        np.testing.assert_array_equal(tensor.read((slice(1, 3), slice(0, 6))), array[1:3])
+        assert checkpoint.bytes_read == array.nbytes + array.nbytes // 2
+        assert checkpoint["layers/dense/vars/1"].read() == array[0, 0]
+
+
+@pytest.mark.parametrize("stored", ["V2", "u2"])
+def test_bfloat16_by_attribute(path, stored):
+    array = numbers((4, 6)).astype(ml_dtypes.bfloat16)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("w", data=array.view(stored)).attrs["dtype"] = "bfloat16"
+        file.create_dataset("chunked", data=array.view(stored), chunks=(2, 3)).attrs["dtype"] = "bfloat16"
+    checkpoint = open_checkpoint(path)
+    assert isinstance(checkpoint["w"].leaf, FileLeaf)
+    assert isinstance(checkpoint["chunked"].leaf, DatasetLeaf)
+    for tensor in checkpoint.values():
+        assert tensor.dtype == ml_dtypes.bfloat16
+        assert tensor[:, ::2].read().tobytes() == array[:, ::2].tobytes()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunks": (4, 5)},
+        {"compression": "gzip"},
+        {"chunks": (3, 20), "shuffle": True, "compression": "lzf"},
+        {"fletcher32": True},
+    ],
+)
+def test_other_datasets_are_read_box_by_box_through_h5py(path, options):
+    array = numbers((16, 20))
+    with h5py.File(path, "w") as file:
+        file.create_dataset("w", data=array, **options)
+    with open_checkpoint(path) as checkpoint:
+        tensor = checkpoint["w"]
+        assert isinstance(tensor.leaf, DatasetLeaf)
+        assert checkpoint.bytes_read == 0
+        np.testing.assert_array_equal(tensor.read((slice(3, 9), slice(5, 10))), array[3:9, 5:10])
+        assert checkpoint.bytes_read == 6 * 5 * 4
+        np.testing.assert_array_equal(tensor.T.reshape(4, 5, 16).read(), array.T.reshape(4, 5, 16))
+        np.testing.assert_array_equal(tensor[::-3, 1::2].astype(np.float64).read(), array[::-3, 1::2])
+
+
+def test_scalars_empty_arrays_and_compact_datasets(path):
+    with h5py.File(path, "w") as file:
+        file["scalar"] = np.float32(2.5)
+        file["empty"] = np.zeros((0, 3), np.float32)
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_layout(h5py.h5d.COMPACT)
+        space = h5py.h5s.create_simple((3,))
+        dataset = h5py.h5d.create(file.id, b"compact", h5py.h5t.NATIVE_FLOAT, space, dcpl=plist)
+        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, np.arange(3, dtype=np.float32))
+        dataset.close()
+    checkpoint = open_checkpoint(path)
+    assert checkpoint["scalar"].read() == 2.5
+    assert checkpoint["empty"].read().shape == (0, 3)
+    np.testing.assert_array_equal(checkpoint["compact"].read(), [0, 1, 2])
+
+
+def test_user_blocks_shift_offsets(path):
+    array = numbers((4, 6))
+    with h5py.File(path, "w", userblock_size=1024) as file:
+        file["w"] = array
+    tensor = open_checkpoint(path)["w"]
+    np.testing.assert_array_equal(tensor.read(), array)
+
+
+def test_lazy_dataset_outlives_its_file(path):
+    array = numbers((4, 6))
+    with h5py.File(path, "w") as file:
+        file.create_dataset("g/w", data=array)
+        file.create_dataset("g/c", data=array, chunks=(2, 3))
+    with h5py.File(path) as file:
+        tensors = [lazy_dataset(file["g"][key], file=str(path)) for key in ("w", "c")]
+    for tensor in tensors:
+        assert tensor.file == str(path)
+        np.testing.assert_array_equal(tensor[1:3].read(), array[1:3])
+
+
+def keras_archive(path, compression=zipfile.ZIP_STORED, before=b"{}"):
+    array = numbers((4, 6))
+    inner = path.with_name("inner.h5")
+    with h5py.File(inner, "w") as file:
+        file["layers/dense/vars/0"] = array
+        file.create_dataset("layers/dense/vars/1", data=array, chunks=(2, 3))
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("config.json", before)
+        archive.write(inner, "model.weights.h5")
+    return array
+
+
+def test_archives_are_read_in_place(tmp_path):
+    path = tmp_path / "model.keras"
+    array = keras_archive(path)
+    (tmp_path / "inner.h5").unlink()
+    with open_checkpoint(path) as checkpoint:
+        assert list(checkpoint) == ["layers/dense/vars/0", "layers/dense/vars/1"]
+        for tensor in checkpoint.values():
+            np.testing.assert_array_equal(tensor[:, 2].read(), array[:, 2])
+        assert isinstance(checkpoint["layers/dense/vars/0"].leaf, FileLeaf)
+        assert checkpoint.files == [str(path)]
+
+
+def test_lazy_dataset_in_an_archive(tmp_path):
+    path = tmp_path / "model.keras"
+    array = keras_archive(path)
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo("model.weights.h5")
+        with archive.open(info) as member, h5py.File(member) as file:
+            base = info.header_offset + 30 + len("model.weights.h5")
+            tensors = [lazy_dataset(file[f"layers/dense/vars/{i}"], file=str(path), base_offset=base) for i in (0, 1)]
+    for tensor in tensors:
+        np.testing.assert_array_equal(tensor.read(), array)
+
+
+def test_compressed_and_broken_archives_are_refused(tmp_path):
+    path = tmp_path / "model.keras"
+    keras_archive(path, zipfile.ZIP_DEFLATED)
+    with pytest.raises(CheckpointError, match=r"model\.keras: expected model\.weights\.h5 to be stored without"):
+        open_checkpoint(path)
+    keras_archive(path)
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(CheckpointError, match=r"model\.keras: expected a \.keras archive, found a corrupt one"):
+        open_checkpoint(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("config.json", "{}")
+    with pytest.raises(CheckpointError, match=r"expected model\.weights\.h5 in the archive, found \['config\.json'\]"):
+        open_checkpoint(path)
+
+
+def sharded(folder, weight_map=None):
+    one, two = numbers((4, 6)), numbers((3,))
+    with h5py.File(folder / "model_00000.weights.h5", "w") as file:
+        file["layers/dense/vars/0"] = one
+    with h5py.File(folder / "model_00001.weights.h5", "w") as file:
+        file["layers/dense/vars/1"] = two
+        file["vars/0"] = two + 1
+    shards = weight_map or {
+        "/layers/dense/vars": ["model_00000.weights.h5", "model_00001.weights.h5"],
+        "/vars": "model_00001.weights.h5",
+    }
+    (folder / "model.weights.json").write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": shards}))
+    return {"layers/dense/vars/0": one, "layers/dense/vars/1": two, "vars/0": two + 1}
+
+
+@pytest.mark.parametrize("opened", [".", "model.weights.json"])
+def test_sharded_weights(tmp_path, opened):
+    expected = sharded(tmp_path)
+    with open_checkpoint(tmp_path / opened) as checkpoint:
+        assert set(checkpoint) == set(expected)
+        for name, array in expected.items():
+            np.testing.assert_array_equal(checkpoint[name].read(), array)
+        assert len(checkpoint.files) == 2
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"/layers/dense/vars": "absent.weights.h5"}, r"missing absent\.weights\.h5"),
+        ({"/layers/other/vars": "model_00000.weights.h5"}, "expected datasets of '/layers/other/vars' in shard"),
+        ({"/vars": "../model_00001.weights.h5"}, "inside its folder"),
+        ({"/vars": [1]}, "expected file names"),
+    ],
+)
+def test_hostile_shard_maps(tmp_path, weight_map, message):
+    sharded(tmp_path, weight_map)
+    with pytest.raises(CheckpointError, match=message) as info:
+        open_checkpoint(tmp_path)
+    assert str(tmp_path) in str(info.value)
+
+
+def test_sharded_archive(tmp_path):
+    expected = sharded(tmp_path)
+    path = tmp_path / "model.keras"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("model.weights.json", "model_00000.weights.h5", "model_00001.weights.h5"):
+            archive.write(tmp_path / name, name)
+    checkpoint = open_checkpoint(path)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(checkpoint[name].read(), array)
+
+
+def test_external_links_storage_and_virtual_datasets_are_refused(tmp_path, path):
+    with h5py.File(tmp_path / "secret.h5", "w") as file:
+        file["w"] = numbers((4,))
+    (tmp_path / "raw.bin").write_bytes(b"1" * 64)
+
+    def refused(message, make):
+        with h5py.File(path, "w") as file:
+            make(file)
+        with pytest.raises(CheckpointError, match=message) as info:
+            list(open_checkpoint(path).values())
+        assert str(path) in str(info.value)
+
+    def virtual(file):
+        layout = h5py.VirtualLayout((4,), np.float32)
+        layout[:] = h5py.VirtualSource(str(tmp_path / "secret.h5"), "w", (4,))
+        file.create_virtual_dataset("w", layout)
+
+    refused(
+        "'a/w' links to 'secret.h5'",
+        lambda f: f.create_group("a").__setitem__("w", h5py.ExternalLink("secret.h5", "w")),
+    )
+    refused("'w' is virtual", virtual)
+    refused(
+        r"found them in b?'.*raw\.bin'",
+        lambda f: f.create_dataset("w", (4,), np.float32, external=[(str(tmp_path / "raw.bin"), 0, 64)]),
+    )
+    refused("'w' is a link to '/absent'", lambda f: f.__setitem__("w", h5py.SoftLink("/absent")))
+    refused("expected numbers, found object", lambda f: f.__setitem__("w", ["text"]))
+    refused("expected numbers, found .*V3", lambda f: f.__setitem__("w", np.zeros(3, "V3")))
+
+
+def test_links_inside_the_file_are_followed(path):
+    with h5py.File(path, "w") as file:
+        file["g/w"] = numbers((4,))
+        file["soft"] = h5py.SoftLink("/g/w")
+        file["g/circle"] = file["/"]
+    checkpoint = open_checkpoint(path)
+    assert list(checkpoint) == ["g/w", "soft"]
+    np.testing.assert_array_equal(checkpoint["soft"].read(), numbers((4,)))
+
+
+def test_declared_sizes_are_checked_against_the_file(path):
+    with h5py.File(path, "w") as file:
+        file.create_dataset("bomb", (1 << 40,), np.float32, chunks=(1 << 16,), compression="gzip")
+    with pytest.raises(CheckpointError, match=r"'bomb': expected 4398046511104 bytes .*found 0 stored"):
+        open_checkpoint(path)["bomb"]
+    with h5py.File(path, "w") as file:
+        file.create_dataset("bomb", (1 << 40,), np.float32)
+    with pytest.raises(CheckpointError, match=r"'bomb': expected 4398046511104 bytes .*found 0 stored"):
+        open_checkpoint(path)["bomb"]
+
+
+def test_truncated_files(path):
+    with h5py.File(path, "w") as file:
+        file["w"] = numbers((1000, 10))
+    content = path.read_bytes()
+    path.write_bytes(content[:-20_000])
+    with pytest.raises(
+        CheckpointError, match=r"model\.weights\.h5: expected an HDF5 file of \d+ bytes, found one that is truncated"
+    ):
+        open_checkpoint(path)
+    path.write_bytes(b"not hdf5 at all")
+    with pytest.raises(CheckpointError, match=r"model\.weights\.h5"):
+        open_checkpoint(path)
+
+
+def test_files_that_keras_writes(tmp_path):
+    keras = pytest.importorskip("keras")
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4), keras.layers.Dense(2, dtype="bfloat16")])
+    model.save_weights(tmp_path / "m.weights.h5")
+    model.save(tmp_path / "m.keras")
+    model.save_weights(tmp_path / "s.weights.json", max_shard_size=1e-7)
+    weights = [np.asarray(weight) for weight in model.get_weights()]
+    for name in ("m.weights.h5", "m.keras", "s.weights.json"):
+        checkpoint = open_checkpoint(tmp_path / name)
+        found = {key: tensor for key, tensor in checkpoint.items() if key.startswith("layers/")}
+        assert all(isinstance(tensor.leaf, FileLeaf) for tensor in found.values())
+        values = [found[key].read() for key in sorted(found)]
+        assert [value.dtype.name for value in values] == [weight.dtype.name for weight in weights]
+        for value, weight in zip(values, weights, strict=True):
+            np.testing.assert_array_equal(value, weight)

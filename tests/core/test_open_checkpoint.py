@@ -1,0 +1,74 @@
+"""`open_checkpoint` says what it found, or what it could have opened."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from lazymodel._errors import CheckpointError
+from lazymodel.checkpoints import Checkpoint, open_checkpoint
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(CheckpointError, match="no checkpoint at .*absent"):
+        open_checkpoint(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match="found no checkpoint in folder .*; supported: "):
+        open_checkpoint(tmp_path)
+
+
+def test_unknown_format(tmp_path):
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"\x80\x02}q\x00.")
+    with pytest.raises(CheckpointError, match=r"model\.bin is in no known format; supported: .*safetensors"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.weights.h5", "model.keras", "model.weights.json"])
+def test_git_lfs_pointers(tmp_path, name):
+    path = tmp_path / name
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 98765\n")
+    with pytest.raises(CheckpointError, match="LFS pointer: expected 98765 bytes.*git lfs pull") as info:
+        open_checkpoint(path)
+    assert str(path) in str(info.value)
+
+
+def test_several_indexes_are_ambiguous(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
+    with pytest.raises(CheckpointError, match="2 index files"):
+        open_checkpoint(tmp_path)
+
+
+def test_it_is_a_mapping_of_str_to_lazy_tensors(tmp_path):
+    header = json.dumps({"w": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\1\2")
+    with open_checkpoint(str(tmp_path)) as checkpoint:
+        assert isinstance(checkpoint, Checkpoint)
+        assert "w" in checkpoint
+        assert "v" not in checkpoint
+        assert checkpoint["w"] is checkpoint["w"]
+        assert checkpoint.path == str(tmp_path)
+        assert checkpoint.nbytes == 2
+        with pytest.raises(KeyError, match="'v' is not a tensor of"):
+            checkpoint["v"]
+        np.testing.assert_array_equal(checkpoint["w"], [1, 2])
+    np.testing.assert_array_equal(checkpoint["w"], [1, 2])  # closed files open again
+
+
+def test_safetensors_need_no_h5py(tmp_path):
+    """Importing the checkpoints imports no format's library; and a missing one is one clear error."""
+    (tmp_path / "x.weights.h5").write_bytes(b"\x89HDF\r\n\x1a\n")
+    code = (
+        "import sys; sys.modules['h5py'] = None\n"
+        "from lazymodel.checkpoints import open_checkpoint\n"
+        "from lazymodel._errors import CheckpointError\n"
+        "assert not {'safetensors', 'keras', 'torch'} & set(sys.modules)\n"
+        "try: open_checkpoint(sys.argv[1])\n"
+        "except CheckpointError as error: print(error)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "x.weights.h5")], capture_output=True, text=True, check=True
+    )
+    assert "pip install h5py" in result.stdout

@@ -1,0 +1,278 @@
+"""Small models of the kinds that people load, as KerasHub presets and as Hugging Face folders, and how to compare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import keras_hub
+import numpy as np
+from safetensors.numpy import save_file
+
+GEMMA = {
+    "vocabulary_size": 64,
+    "num_layers": 2,
+    "num_query_heads": 8,
+    "num_key_value_heads": 8,
+    "hidden_dim": 32,
+    "intermediate_dim": 64,
+    "head_dim": 4,
+    "use_post_ffw_norm": True,
+    "use_post_attention_norm": True,
+    "attention_logit_soft_cap": 50.0,
+    "final_logit_soft_cap": 30.0,
+}
+LLAMA3 = {
+    "vocabulary_size": 64,
+    "num_layers": 2,
+    "num_query_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_dim": 32,
+    "intermediate_dim": 64,
+}
+BERT = {"vocabulary_size": 64, "num_layers": 2, "num_heads": 4, "hidden_dim": 32, "intermediate_dim": 64}
+VIT = {
+    "image_shape": (16, 16, 3),
+    "patch_size": (4, 4),
+    "num_layers": 2,
+    "num_heads": 4,
+    "hidden_dim": 32,
+    "mlp_dim": 64,
+}
+MIXTRAL = {**LLAMA3, "num_experts": 4, "top_k": 2}
+
+BACKBONES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gemma": (keras_hub.models.GemmaBackbone, GEMMA),
+    "llama3": (keras_hub.models.Llama3Backbone, LLAMA3),
+    "bert": (keras_hub.models.BertBackbone, BERT),
+    "vit": (keras_hub.models.ViTBackbone, VIT),
+    "mixtral": (keras_hub.models.MixtralBackbone, MIXTRAL),
+}
+
+
+def randomize(model: Any, seed: int = 0) -> Any:
+    """Gives every floating-point weight a value that no initializer gives."""
+    rng = np.random.default_rng(seed)
+    for variable in model.weights:
+        if keras.backend.is_float_dtype(variable.dtype):
+            variable.assign(rng.standard_normal(variable.shape).astype("float32"))
+    return model
+
+
+def save_preset(folder: Path, name: str, **save: Any) -> Path:
+    """A KerasHub preset of one of `BACKBONES`."""
+    cls, config = BACKBONES[name]
+    randomize(cls(**config)).save_to_preset(str(folder), **save)
+    return folder
+
+
+def inputs_of(model: Any) -> Any:
+    """Some input for a functional backbone."""
+    rng = np.random.default_rng(0)
+
+    def some(tensor: Any) -> np.ndarray:
+        shape = tuple(2 if size is None else size for size in tensor.shape[:1]) + tuple(
+            6 if size is None else size for size in tensor.shape[1:]
+        )
+        if keras.backend.is_int_dtype(tensor.dtype):
+            return rng.integers(0, 2 if "segment" in tensor.name else 60, shape).astype("int32")
+        return rng.standard_normal(shape).astype("float32")
+
+    inputs = model.input
+    if not isinstance(inputs, dict):
+        return some(inputs)
+    return {name: np.ones_like(some(t)) if "mask" in name else some(t) for name, t in inputs.items()}
+
+
+def assert_same(stock: Any, ours: Any, *, outputs: bool = True) -> None:
+    """Every variable equal bit for bit, in the same order, and equal outputs."""
+    assert [v.path.split("/")[-1] for v in stock.variables] == [v.path.split("/")[-1] for v in ours.variables]
+    for expected, found in zip(stock.variables, ours.variables, strict=True):
+        assert expected.dtype == found.dtype, expected.path
+        assert expected.shape == found.shape, expected.path
+        assert "assign" not in vars(found), found.path
+        np.testing.assert_array_equal(bits(expected), bits(found), err_msg=expected.path)
+    if outputs:
+        for expected, found in zip(
+            keras.tree.flatten(stock.predict(inputs_of(stock), verbose=0)),
+            keras.tree.flatten(ours.predict(inputs_of(ours), verbose=0)),
+            strict=True,
+        ):
+            np.testing.assert_allclose(expected, found, rtol=2e-4, atol=2e-4)
+
+
+def bits(variable: Any) -> np.ndarray:
+    """A variable's bytes: equal bits, not only equal numbers."""
+    array = np.asarray(variable.value)
+    return np.frombuffer(array.tobytes(), np.uint8)
+
+
+def seeded(build: Callable[[], Any], seed: int = 0) -> Any:
+    """Builds with Keras' seeds and automatic names starting afresh."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(seed)
+    return build()
+
+
+# Hugging Face folders: the original projects' names and shapes.
+
+
+def save_hugging_face(folder: Path, name: str, *, dtype: Any = np.float32, shards: int = 1) -> Path:
+    """Writes a Hugging Face folder of one of the models above."""
+    config, shapes = _HUGGING_FACE[name]()
+    rng = np.random.default_rng(1)
+    tensors = {key: rng.standard_normal(shape).astype(dtype) for key, shape in shapes.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    keys = list(tensors)
+    weight_map: dict[str, str] = {}
+    for index in range(shards):
+        file = f"model-{index + 1:05}-of-{shards:05}.safetensors"
+        part = keys[index::shards]
+        save_file({key: tensors[key] for key in part}, folder / file)
+        weight_map.update(dict.fromkeys(part, file))
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def _decoder(model_type: str, extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    hidden, heads, kv_heads, inner, vocabulary, layers = 32, 8, 4, 64, 64, 2
+    head = hidden // heads
+    config = {
+        "architectures": ["ForCausalLM"],
+        "model_type": model_type,
+        "vocab_size": vocabulary,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        **extra,
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocabulary, hidden),
+    }
+    for i in range(layers):
+        layer = f"model.layers.{i}"
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{layer}.self_attn.q_proj.weight": (heads * head, hidden),
+            f"{layer}.self_attn.k_proj.weight": (kv_heads * head, hidden),
+            f"{layer}.self_attn.v_proj.weight": (kv_heads * head, hidden),
+            f"{layer}.self_attn.o_proj.weight": (hidden, heads * head),
+        }
+        if model_type == "mixtral":
+            shapes[f"{layer}.block_sparse_moe.gate.weight"] = (4, hidden)
+            for expert in range(4):
+                prefix = f"{layer}.block_sparse_moe.experts.{expert}"
+                shapes |= {
+                    f"{prefix}.w1.weight": (inner, hidden),
+                    f"{prefix}.w2.weight": (hidden, inner),
+                    f"{prefix}.w3.weight": (inner, hidden),
+                }
+        else:
+            shapes |= {
+                f"{layer}.mlp.gate_proj.weight": (inner, hidden),
+                f"{layer}.mlp.up_proj.weight": (inner, hidden),
+                f"{layer}.mlp.down_proj.weight": (hidden, inner),
+            }
+    return config, shapes
+
+
+def _encoder_layer(names: dict[str, str], prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in ("query", "key", "value"):
+        shapes[f"{prefix}.attention.{names['attention']}{part}.weight"] = (hidden, hidden)
+        shapes[f"{prefix}.attention.{names['attention']}{part}.bias"] = (hidden,)
+    for norm in (names["norm_1"], names["norm_2"]):
+        shapes[f"{prefix}.{norm}.weight"] = shapes[f"{prefix}.{norm}.bias"] = (hidden,)
+    for part, shape in (
+        ("attention.output.dense", (hidden, hidden)),
+        ("intermediate.dense", (inner, hidden)),
+        ("output.dense", (hidden, inner)),
+    ):
+        shapes[f"{prefix}.{part}.weight"], shapes[f"{prefix}.{part}.bias"] = shape, shape[:1]
+    return shapes
+
+
+def _bert() -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    hidden, inner, layers = 32, 64, 2
+    config = {
+        "architectures": ["BertModel"],
+        "model_type": "bert",
+        "vocab_size": 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "max_position_embeddings": 16,
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (64, hidden),
+        "embeddings.position_embeddings.weight": (16, hidden),
+        "embeddings.token_type_embeddings.weight": (2, hidden),
+        "embeddings.LayerNorm.weight": (hidden,),
+        "embeddings.LayerNorm.bias": (hidden,),
+        "pooler.dense.weight": (hidden, hidden),
+        "pooler.dense.bias": (hidden,),
+    }
+    names = {"attention": "self.", "norm_1": "attention.output.LayerNorm", "norm_2": "output.LayerNorm"}
+    for i in range(layers):
+        shapes |= _encoder_layer(names, f"encoder.layer.{i}", hidden, inner)
+    return config, {f"bert.{key}": shape for key, shape in shapes.items()}
+
+
+def _vit() -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    hidden, inner, layers = 32, 64, 2
+    config = {
+        "architectures": ["ViTForImageClassification"],
+        "model_type": "vit",
+        "image_size": 16,
+        "patch_size": 4,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "qkv_bias": True,
+        "id2label": {str(i): f"label {i}" for i in range(5)},
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "vit.embeddings.patch_embeddings.projection.weight": (hidden, 3, 4, 4),
+        "vit.embeddings.patch_embeddings.projection.bias": (hidden,),
+        "vit.embeddings.cls_token": (1, 1, hidden),
+        "vit.embeddings.position_embeddings": (1, 17, hidden),
+        "vit.layernorm.weight": (hidden,),
+        "vit.layernorm.bias": (hidden,),
+        "classifier.weight": (5, hidden),
+        "classifier.bias": (5,),
+    }
+    names = {"attention": "attention.", "norm_1": "layernorm_before", "norm_2": "layernorm_after"}
+    for i in range(layers):
+        shapes |= _encoder_layer(names, f"vit.encoder.layer.{i}", hidden, inner)
+    return config, shapes
+
+
+_HUGGING_FACE: dict[str, Callable[[], tuple[dict[str, Any], dict[str, tuple[int, ...]]]]] = {
+    "llama3": lambda: _decoder("llama", {}),
+    "mixtral": lambda: _decoder(
+        "mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 512, "output_router_logits": False},
+    ),
+    "bert": _bert,
+    "vit": _vit,
+}

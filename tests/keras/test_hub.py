@@ -1,0 +1,243 @@
+"""`lk.from_preset` against stock `from_preset`: the same model, bit for bit, and only shards on the devices."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import jax
+import keras
+import keras_hub
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import lazymodel as lm
+import lazymodel_keras as lk
+
+from .models import BACKBONES, assert_same, bits, save_hugging_face, save_preset, seeded
+
+# Every large axis of these small models divides by 8 somewhere.
+def first_that_divides(variable: lm.AbstractVariable) -> P:
+    """Rules for any model: the last axis that 8 divides."""
+    for axis in reversed(range(len(variable.shape))):
+        if variable.shape[axis] % 8 == 0:
+            return P(*([None] * axis), "model")
+    return P()
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_preset_in_one_file(name: str, tmp_path: Path) -> None:
+    cls, _ = BACKBONES[name]
+    folder = str(save_preset(tmp_path / name, name))
+    stock = seeded(lambda: cls.from_preset(folder))
+    assert_same(stock, seeded(lambda: lk.from_preset(cls, folder)))
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_preset_onto_a_mesh(name: str, tmp_path: Path, mesh8: Mesh) -> None:
+    cls, _ = BACKBONES[name]
+    folder = str(save_preset(tmp_path / name, name))
+    stock = seeded(lambda: cls.from_preset(folder))
+    ours = seeded(lambda: lk.from_preset(cls, folder, mesh=mesh8, rules=first_that_divides))
+    assert_same(stock, ours)
+    sharded = [v for v in ours.weights if not v.value.is_fully_replicated]
+    assert len(sharded) > len(ours.weights) / 2
+
+
+@pytest.mark.parametrize("name", ["gemma", "mixtral"])
+def test_preset_in_shards(name: str, tmp_path: Path, mesh8: Mesh) -> None:
+    cls, _ = BACKBONES[name]
+    folder = save_preset(tmp_path / name, name, max_shard_size=2e-5)  # GB
+    assert len(list(folder.glob("model_*.weights.h5"))) > 2
+    stock = seeded(lambda: cls.from_preset(str(folder)))
+    assert_same(stock, seeded(lambda: lk.from_preset(cls, str(folder), mesh=mesh8, rules=first_that_divides)))
+
+
+@pytest.mark.parametrize("name", ["llama3", "bert", "vit", "mixtral"])
+@pytest.mark.parametrize(("dtype", "shards"), [(np.float32, 1), (ml_dtypes.bfloat16, 3)])
+def test_hugging_face_folder(name: str, dtype: Any, shards: int, tmp_path: Path, mesh8: Mesh) -> None:
+    cls, _ = BACKBONES[name]
+    folder = str(save_hugging_face(tmp_path / name, name, dtype=dtype, shards=shards))
+    stock = seeded(lambda: cls.from_preset(folder))
+    assert_same(stock, seeded(lambda: lk.from_preset(cls, folder)))
+    assert_same(stock, seeded(lambda: lk.from_preset(cls, folder, mesh=mesh8, rules=first_that_divides)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("source", ["preset", "hugging_face"])
+def test_dtype(dtype: str, source: str, tmp_path: Path) -> None:
+    save = save_preset if source == "preset" else save_hugging_face
+    folder = str(save(tmp_path / "llama3", "llama3"))
+    cls, _ = BACKBONES["llama3"]
+    stock = seeded(lambda: cls.from_preset(folder, dtype=dtype))
+    ours = seeded(lambda: lk.from_preset(cls, folder, dtype=dtype))
+    assert ours.dtype_policy.name == stock.dtype_policy.name == dtype
+    assert_same(stock, ours, outputs=False)
+
+
+def test_load_weights_false_initializes_as_stock_does(tmp_path: Path, mesh8: Mesh) -> None:
+    folder = str(save_preset(tmp_path / "gemma", "gemma"))
+    cls, _ = BACKBONES["gemma"]
+    stock = seeded(lambda: cls.from_preset(folder, load_weights=False))
+    assert_same(stock, seeded(lambda: lk.from_preset(cls, folder, load_weights=False)))
+    assert_same(stock, seeded(lambda: lk.from_preset(cls, folder, False, mesh=mesh8, rules=first_that_divides)))
+
+
+def test_the_base_class_finds_the_subclass(tmp_path: Path) -> None:
+    folder = str(save_preset(tmp_path / "bert", "bert"))
+    assert type(lk.from_preset(keras_hub.models.Backbone, folder)) is keras_hub.models.BertBackbone
+
+
+def test_active_distribution_is_used_and_kept(tmp_path: Path) -> None:
+    folder = str(save_preset(tmp_path / "gemma", "gemma"))
+    cls, _ = BACKBONES["gemma"]
+    mesh = keras.distribution.DeviceMesh((1, 8), ["batch", "model"], keras.distribution.list_devices())
+    layout = cls.get_layout_map(mesh)
+    with keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch").scope():
+        stock = seeded(lambda: cls.from_preset(folder))
+        ours = seeded(lambda: lk.from_preset(cls, folder))
+        assert_same(stock, ours, outputs=False)
+        for expected, found in zip(stock.weights, ours.weights, strict=True):
+            assert found.value.sharding == expected.value.sharding, found.path
+            assert type(found._layout) is type(expected._layout)
+
+
+def test_mesh_and_rules_override_an_active_distribution(tmp_path: Path, mesh42: Mesh) -> None:
+    folder = str(save_preset(tmp_path / "bert", "bert"))
+    with keras.distribution.DataParallel().scope():
+        ours = lk.from_preset(BACKBONES["bert"][0], folder, mesh=mesh42, rules={".*embeddings": P(None, "batch"), ".*": P()})
+        assert ours.token_embedding.embeddings.value.sharding.spec == P(None, "batch")
+        replicated = lk.from_preset(BACKBONES["bert"][0], folder)
+    assert all(len(v.value.sharding.device_set) == 8 for v in replicated.weights)
+
+
+def test_task_with_tokenizer_from_hugging_face(minilm: str, mesh8: Mesh) -> None:
+    cls = keras_hub.models.BertTextEmbedder
+    stock = seeded(lambda: cls.from_preset(minilm))
+    ours = seeded(lambda: lk.from_preset(cls, minilm, mesh=mesh8, rules=first_that_divides))
+    assert_same(stock, ours, outputs=False)
+    sentences = ["A mesh of eight devices.", "Nothing is ever whole on one of them."]
+    np.testing.assert_allclose(
+        stock.predict(sentences, verbose=0), ours.predict(sentences, verbose=0), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_text_classifier_with_tokenizer_and_a_new_head(minilm: str, mesh8: Mesh) -> None:
+    cls = keras_hub.models.TextClassifier
+    stock = seeded(lambda: cls.from_preset(minilm, num_classes=3))
+    abstract = seeded(
+        lambda: lk.abstract_from_preset(cls, minilm, num_classes=3, mesh=mesh8, rules=first_that_divides)
+    )
+    actions = {row.path: row.action for row in abstract.plan().rows}
+    assert actions["logits/kernel"] == "initialize"
+    assert actions["pooled_dense/kernel"] == "load"
+    ours = abstract.materialize()
+    assert_same(stock, ours, outputs=False)
+    np.testing.assert_allclose(stock.predict(["a", "b c"], verbose=0), ours.predict(["a", "b c"], verbose=0), atol=1e-5)
+
+
+def causal_lm(folder: Path) -> str:
+    """A Gemma CausalLM preset with a word-piece-like tokenizer of its own."""
+    import io
+
+    import sentencepiece
+
+    proto = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the quick brown fox jumps over the lazy dog and sleeps"] * 4),
+        model_writer=proto,
+        vocab_size=40,
+        model_type="BPE",
+        pad_id=0,
+        bos_id=2,
+        eos_id=1,
+        unk_id=3,
+        pad_piece="<pad>",
+        bos_piece="<bos>",
+        eos_piece="<eos>",
+        unk_piece="<unk>",
+        user_defined_symbols=["<start_of_turn>", "<end_of_turn>"],
+    )
+    tokenizer = keras_hub.models.GemmaTokenizer(proto=proto.getvalue())
+    from .models import randomize
+
+    backbone = randomize(keras_hub.models.GemmaBackbone(**BACKBONES["gemma"][1]))
+    preprocessor = keras_hub.models.GemmaCausalLMPreprocessor(tokenizer, sequence_length=12)
+    keras_hub.models.GemmaCausalLM(backbone, preprocessor).save_to_preset(str(folder))
+    return str(folder)
+
+
+def test_causal_lm_generates_the_same(tmp_path: Path, mesh8: Mesh) -> None:
+    folder = causal_lm(tmp_path / "gemma_lm")
+    cls = keras_hub.models.CausalLM
+    stock = seeded(lambda: cls.from_preset(folder))
+    ours = seeded(lambda: lk.from_preset(cls, folder, mesh=mesh8, rules=first_that_divides))
+    assert_same(stock, ours, outputs=False)
+    for model in (stock, ours):
+        model.compile(sampler="greedy")
+    assert ours.generate("the quick", max_length=10) == stock.generate("the quick", max_length=10)
+    assert int(ours.optimizer.iterations.value) == 0
+
+
+def test_the_result_is_an_ordinary_model(tmp_path: Path, mesh8: Mesh) -> None:
+    folder = str(save_preset(tmp_path / "bert", "bert"))
+    model = lk.from_preset(
+        keras_hub.models.BertTextClassifier, folder, num_classes=2, preprocessor=None, mesh=mesh8, rules=first_that_divides
+    )
+    kernel = model.backbone.get_layer("pooled_dense").kernel
+    sharding = kernel.value.sharding
+    kernel.assign(np.ones(kernel.shape, "float32"))
+    assert kernel.value.sharding == sharding
+    x = {
+        "token_ids": np.ones((8, 6), "int32"),
+        "segment_ids": np.zeros((8, 6), "int32"),
+        "padding_mask": np.ones((8, 6), "int32"),
+    }
+    before = bits(kernel)
+    model.fit(x, np.arange(8) % 2, batch_size=8, verbose=0)
+    assert not np.array_equal(before, bits(kernel))
+    assert kernel.value.sharding.is_equivalent_to(sharding, 2)
+    slots = [v for v in model.optimizer.variables if v.shape == kernel.shape]
+    assert slots
+    assert any(not slot.value.is_fully_replicated for slot in slots)
+    model.backbone.save_to_preset(str(tmp_path / "again"))
+    again = lk.from_preset(keras_hub.models.BertBackbone, str(tmp_path / "again"))
+    np.testing.assert_array_equal(bits(again.get_layer("pooled_dense").kernel), bits(kernel))
+    model.backbone.load_weights(str(tmp_path / "bert" / "model.weights.h5"))
+    assert kernel.value.sharding.is_equivalent_to(sharding, 2)
+
+
+def test_no_device_holds_more_than_its_shard_and_nothing_is_drawn_in_vain(
+    tmp_path: Path, mesh8: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Watches every array that is made while loading, and every random draw."""
+    folder = str(save_preset(tmp_path / "gemma", "gemma"))
+    cls, _ = BACKBONES["gemma"]
+    largest: dict[jax.Device, int] = {}
+    before = {id(array) for array in jax.live_arrays()}
+
+    def watch(*_: Any) -> None:
+        for array in jax.live_arrays():
+            if id(array) in before:
+                continue
+            for shard in array.addressable_shards:
+                largest[shard.device] = max(largest.get(shard.device, 0), shard.data.nbytes)
+
+    draws: list[Any] = []
+    for name in ("normal", "uniform", "truncated_normal"):
+        original = getattr(jax.random, name)
+        monkeypatch.setattr(jax.random, name, lambda *a, _original=original, **k: (draws.append(a), _original(*a, **k))[1])
+
+    abstract = lk.abstract_from_preset(cls, folder, mesh=mesh8, rules=first_that_divides)
+    watch()
+    assert largest == {}, "an abstract model holds no arrays"
+    abstract.materialize(progress=watch)
+    watch()
+    assert largest
+    assert max(largest.values()) == max(v.shard_nbytes for v in abstract.values())
+    assert draws == []
+    gc.collect()

@@ -1,0 +1,92 @@
+"""The package as a whole: what importing it imports, what it exports, and what its wheel contains."""
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+import types
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import lazymodel
+
+ROOT = Path(__file__).parents[1]
+FRAMEWORKS = ("flax", "h5py", "keras", "keras_hub", "orbax", "safetensors", "tensorflow", "torch", "transformers")
+PACKAGES = {
+    "lazymodel": ROOT / "lazymodel",
+    "lazymodel_flax": ROOT / "integrations" / "lazymodel_flax",
+    "lazymodel_keras": ROOT / "integrations" / "lazymodel_keras",
+}
+
+
+def imported_frameworks(statements: str) -> list[str]:
+    """The frameworks that a new interpreter has loaded after running these statements."""
+    script = f"import sys\n{statements}\nprint(*[name for name in {FRAMEWORKS!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout.split()
+
+
+def test_import_loads_no_framework():
+    assert imported_frameworks("import lazymodel") == []
+
+
+def test_every_core_module_loads_no_framework():
+    names = [module.name for module in pkgutil.walk_packages(lazymodel.__path__, "lazymodel.")]
+    assert "lazymodel._abstract" in names
+    assert imported_frameworks(f"import importlib\nfor name in {names!r}: importlib.import_module(name)") == []
+
+
+def test_that_check_notices_a_framework():
+    # A stand-in module: the check looks at sys.modules, and every environment can run this.
+    stand_in = "import sys, types, lazymodel; sys.modules['keras'] = types.ModuleType('keras')"
+    assert imported_frameworks(stand_in) == ["keras"]
+    pytest.importorskip("h5py")
+    assert "h5py" in imported_frameworks("import lazymodel, h5py")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_all_names_what_the_module_exports(package: str):
+    framework = package.removeprefix("lazymodel").removeprefix("_")
+    if framework:
+        pytest.importorskip(framework)
+    module = importlib.import_module(package)
+    names: list[str] = module.__all__
+    assert len(set(names)) == len(names)
+    assert [name for name in names if not hasattr(module, name)] == []
+    public = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert public - set(names) == set()
+    undocumented = [name for name in names if callable(value := getattr(module, name)) and not value.__doc__]
+    assert undocumented == []
+
+
+def test_version_is_the_distribution_s():
+    assert metadata.version("lazymodel") == lazymodel.__version__
+
+
+def test_wheel_contains_the_packages_and_nothing_else(tmp_path: Path):
+    pytest.importorskip("build")
+    pytest.importorskip("hatchling")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if not name.endswith("/")}
+    info = f"lazymodel-{lazymodel.__version__}.dist-info"
+    found = {name for name in names if not name.startswith(f"{info}/")}
+    expected = {
+        str(Path(package) / file.relative_to(folder))
+        for package, folder in PACKAGES.items()
+        for file in folder.rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert found == expected
+    assert {f"{package}/py.typed" for package in PACKAGES} <= found
+    assert {f"{info}/METADATA", f"{info}/licenses/LICENSE"} <= names
