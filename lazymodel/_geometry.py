@@ -13,11 +13,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-Box = tuple[slice, ...]
+Box: TypeAlias = "tuple[slice[Any, Any, Any], ...]"  # one range of step 1 a dimension
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,8 @@ def fresh_view(shape: tuple[int, ...], itemsize: int) -> Addresses:
     for extent in reversed(shape):
         strides.append(stride)
         stride *= max(extent, 1)
-    return np.lib.stride_tricks.as_strided(_anchor(itemsize), shape, strides[::-1], subok=True)
+    view = np.lib.stride_tricks.as_strided(_anchor(itemsize), shape, strides[::-1], subok=True)
+    return view.view(Addresses)
 
 
 def geometry_of(view: np.ndarray) -> Geometry:
@@ -208,3 +209,17 @@ def box_shape(box: Box) -> tuple[int, ...]:
 def bounding(boxes: Sequence[Box]) -> Box:
     """The smallest box around some boxes."""
     return tuple(slice(min(s.start for s in axis), max(s.stop for s in axis)) for axis in zip(*boxes, strict=True))
+
+
+def checked_box(box: Box, shape: tuple[int, ...]) -> Box:
+    """A box with its ends filled in; ValueError if it is none of an array of this shape."""
+    if len(box) != len(shape):
+        raise ValueError(f"a box of {len(box)} slices for a tensor of {len(shape)} dimensions")
+    checked: list[slice] = []
+    for part, extent in zip(box, shape, strict=True):
+        start = 0 if part.start is None else part.start
+        stop = extent if part.stop is None else part.stop
+        if part.step not in (None, 1) or not 0 <= start <= stop <= extent:
+            raise ValueError(f"{part} is not a range of step 1 within a dimension of {extent}")
+        checked.append(slice(start, stop))
+    return tuple(checked)

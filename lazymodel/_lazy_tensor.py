@@ -34,6 +34,7 @@ from lazymodel._geometry import (
     Geometry,
     bounding,
     box_shape,
+    checked_box,
     cover,
     fresh_view,
     geometry_of,
@@ -232,7 +233,7 @@ def _box_parts(tensor: LazyTensor, box: Box, out: np.ndarray) -> list[Part]:
     if not out.size:
         return []
     piece = tensor[box]
-    order = piece.file_order()
+    order: list[int] = piece.file_order()
     piece, view = piece.transpose(order), out.transpose(order)
     parts: list[Part] = []
     for part in slabs(piece.shape, max(PART // out.itemsize, 1), _row_step(piece)):
@@ -251,14 +252,15 @@ def _scatter_parts(tensor: LazyTensor, boxes: Sequence[Box], outs: Sequence[np.n
     """Parts that each read a range of the region that the boxes tile, and scatter it over them."""
     region = bounding(boxes)
     whole = tensor[region]
-    order = whole.file_order()
+    order: list[int] = whole.file_order()
     whole = whole.transpose(order)
     targets: list[tuple[Box, np.ndarray]] = []
     for box, out in zip(boxes, outs, strict=True):
         relative = shift(box, region)
-        targets.append((tuple(relative[axis] for axis in order), out.transpose(order)))
+        ordered: Box = tuple(relative[axis] for axis in order)
+        targets.append((ordered, out.transpose(order)))
     # As stored: the conversion is part of the scattering.
-    stored = LazyTensor(whole.leaf, whole.view_geometry)
+    stored = LazyTensor(whole.leaf, whole._view)
     step = _row_step(stored)
     parts: list[Part] = []
     for part in slabs(whole.shape, max(PART // whole.dtype.itemsize, 1), step):
@@ -363,11 +365,6 @@ class LazyTensor(np.lib.mixins.NDArrayOperatorsMixin):
         """Bytes of all elements, of `dtype`."""
         return self.size * self.dtype.itemsize
 
-    @property
-    def view_geometry(self) -> np.ndarray:
-        """The array of made-up addresses that stands for this view; its elements must never be touched."""
-        return self._view
-
     def geometry(self, box: Box | None = None) -> Geometry:
         """Start and strides, in bytes of the leaf, of a box or of all."""
         return geometry_of(self._view if box is None else self._view[(*box, ...)])
@@ -395,7 +392,7 @@ class LazyTensor(np.lib.mixins.NDArrayOperatorsMixin):
             CheckpointError: The file is truncated, changed or unreadable.
         """
         whole = tuple(slice(0, extent) for extent in self.shape)
-        box = whole if box is None else _checked_box(box, self.shape)
+        box = whole if box is None else checked_box(box, self.shape)
         out = empty_aligned(box_shape(box), self.dtype)
         for part in fill_parts(self, [box], [out]):
             part.run()
@@ -429,7 +426,7 @@ class LazyTensor(np.lib.mixins.NDArrayOperatorsMixin):
     # Views
 
     def __getitem__(self, index: Any) -> Any:
-        keys = index if isinstance(index, tuple) else (index,)
+        keys = cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
         if not all(_is_basic(key) for key in keys):
             return self.read()[index]  # advanced indexing copies in NumPy as well
         # The Ellipsis keeps NumPy from making a scalar, for which it would read the made-up address.
@@ -502,8 +499,9 @@ class LazyTensor(np.lib.mixins.NDArrayOperatorsMixin):
         if func in _VIEW_FUNCTIONS and args and isinstance(args[0], LazyTensor):
             tensor = args[0]
             result = func(tensor._view, *args[1:], **kwargs)
-            wrapped = [tensor._with(view) for view in result] if isinstance(result, (list, tuple)) else None
-            return tensor._with(result) if wrapped is None else wrapped
+            if isinstance(result, np.ndarray):
+                return tensor._with(result)
+            return [tensor._with(view) for view in cast("list[np.ndarray]", result)]
         if func in _FUNCTIONS:
             result = _FUNCTIONS[func](*args, **kwargs)
             if result is not NotImplemented:
@@ -522,19 +520,6 @@ def _is_basic(key: Any) -> bool:
     return isinstance(key, (int, np.integer)) and not isinstance(key, bool)
 
 
-def _checked_box(box: Box, shape: tuple[int, ...]) -> Box:
-    if len(box) != len(shape):
-        raise ValueError(f"a box of {len(box)} slices for a tensor of {len(shape)} dimensions")
-    checked: list[slice] = []
-    for part, extent in zip(box, shape, strict=True):
-        start = 0 if part.start is None else part.start
-        stop = extent if part.stop is None else part.stop
-        if part.step not in (None, 1) or not 0 <= start <= stop <= extent:
-            raise ValueError(f"{part} is not a range of step 1 within a dimension of {extent}")
-        checked.append(slice(start, stop))
-    return tuple(checked)
-
-
 def _read_all(value: Any) -> Any:
     """A nested argument with every lazy tensor in it read."""
     if isinstance(value, LazyTensor):
@@ -551,19 +536,21 @@ def _concatenate(arrays: Any, axis: Any = 0, **kwargs: Any) -> Any:
     if axis is None or set(kwargs) - {"dtype", "casting"}:
         return NotImplemented
     pieces = [lazy(array) for array in arrays]
-    axis = range(pieces[0].ndim)[axis] if pieces[0].ndim else None
-    others = {tuple(n for i, n in enumerate(piece.shape) if i != axis) for piece in pieces}
-    if axis is None or len(others) > 1 or len({piece.ndim for piece in pieces}) > 1:
-        return NotImplemented  # NumPy words the error
+    ndim = pieces[0].ndim
+    if not -ndim <= axis < ndim or len({piece.ndim for piece in pieces}) > 1:
+        return NotImplemented  # NumPy words the error, here and below
+    axis = int(axis) % ndim
+    if len({(*piece.shape[:axis], *piece.shape[axis + 1 :]) for piece in pieces}) > 1:
+        return NotImplemented
     dtype = kwargs.get("dtype") or np.result_type(*(piece.dtype for piece in pieces))
     return LazyTensor(PiecesLeaf([piece.astype(dtype) for piece in pieces], axis))
 
 
 def _stack(arrays: Any, axis: int = 0, **kwargs: Any) -> Any:
     pieces = [lazy(array) for array in arrays]
-    if len({piece.shape for piece in pieces}) > 1:
+    if len({piece.shape for piece in pieces}) > 1 or not -pieces[0].ndim <= axis + 1 <= pieces[0].ndim + 1:
         return NotImplemented
-    axis = range(pieces[0].ndim + 1)[axis]
+    axis = int(axis) % (pieces[0].ndim + 1)
     index = (*(slice(None),) * axis, None)
     return _concatenate([piece[index] for piece in pieces], axis, **kwargs)
 

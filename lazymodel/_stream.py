@@ -287,22 +287,23 @@ class _Stream:
         """Assembles a shard that exceeds the budget on its devices, piece by piece."""
         plan, key = job.plan, job.boxes[0]
         tensor = plan.tensor[_box(key)]
-        order = tensor.file_order()
-        buffers = {
-            device: _zeros(tensor.shape, plan.item.dtype, _placement(plan, device)) for device in plan.boxes[key]
-        }
+        order: list[int] = tensor.file_order()
+        # As integers: XLA may move small floats through wider ones, which changes signalling NaNs.
+        bits = tensor.dtype if tensor.dtype.kind in "biuc" else np.dtype(f"u{tensor.itemsize}")
+        buffers = {device: _zeros(tensor.shape, bits, _placement(plan, device)) for device in plan.boxes[key]}
         for piece in slabs(tuple(tensor.shape[axis] for axis in order), max(job.nbytes // tensor.itemsize, 1)):
             if self._stopped:
                 return
-            box = tuple(piece[order.index(axis)] for axis in range(tensor.ndim))
-            values = tensor.read(box)
+            box: Box = tuple(piece[order.index(axis)] for axis in range(tensor.ndim))
+            values = tensor.read(box).view(bits)
             corner = [np.int64(part.start) if self._x64 else np.int32(part.start) for part in box]
             for device in buffers:
                 put = _jax.device_put(values, _placement(plan, device))
                 buffers[device] = _update(buffers[device], put, corner)
             _jax.block_until_ready(list(buffers.values()))
         with self._changed:
-            plan.arrays.update(buffers)
+            for device, buffer in buffers.items():
+                plan.arrays[device] = buffer if bits == tensor.dtype else _bitcast(buffer, tensor.dtype)
 
     def _fail(self, job: _Job, error: Exception) -> None:
         plan = job.plan
@@ -322,6 +323,11 @@ def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
 @functools.partial(_jax.jit, donate_argnums=0)
 def _update(buffer: jax.Array, piece: jax.Array, corner: list[Any]) -> jax.Array:
     return jax.lax.dynamic_update_slice(buffer, piece, corner)
+
+
+@functools.partial(_jax.jit, donate_argnums=0, static_argnums=1)
+def _bitcast(buffer: jax.Array, dtype: Any) -> jax.Array:
+    return jax.lax.bitcast_convert_type(buffer, dtype)
 
 
 def _placement(plan: _Plan, device: Any) -> SingleDeviceSharding:

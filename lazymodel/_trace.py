@@ -64,7 +64,12 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def trace_function(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, name: str | None = None
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    name: str | None = None,
+    path_of: Callable[[Sequence[Any]], str] | None = None,
 ) -> AbstractModel:
     """Builds abstractly what `function(*args, **kwargs)` would return.
 
@@ -75,6 +80,7 @@ def trace_function(
             `jax.ShapeDtypeStruct` stands for an array whose values no variable needs; the rest is static.
         kwargs: Its keyword arguments, likewise.
         name: What to call the model; the function's name by default.
+        path_of: Names a leaf of the result from its `jax.tree_util` key path; by default the keys joined by `/`.
 
     Returns:
         An abstract model with a variable for every distinct array of the result. An array that occurs twice is one
@@ -83,7 +89,7 @@ def trace_function(
     Raises:
         TraceError: The function needs a value that tracing does not have; names the line of code.
     """
-    outputs = _trace(function, args, kwargs)
+    outputs = _trace(function, args, kwargs, path_of or path_text)
     with on_host():
         graph = _Graph(outputs.jaxpr, outputs.inputs)
     variables: dict[str, AbstractVariable] = {}
@@ -147,7 +153,25 @@ class _Outputs:
     treedef: Any
 
 
-def _trace(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Outputs:
+def path_text(path: Sequence[Any]) -> str:
+    """A `jax.tree_util` key path as text: dict keys, indexes and attribute names joined by `/`."""
+    parts: list[str] = []
+    for key in path:
+        for attribute in ("key", "idx", "name"):
+            if hasattr(key, attribute):
+                parts.append(str(getattr(key, attribute)))
+                break
+        else:
+            parts.append(str(key))
+    return "/".join(parts) or "value"
+
+
+def _trace(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    path_of: Callable[[Sequence[Any]], str],
+) -> _Outputs:
     arguments, in_tree = jax.tree.flatten((tuple(args), dict(kwargs)))
     where = [index for index, leaf in enumerate(arguments) if _is_input(leaf)]
     inputs = [arguments[index] for index in where]
@@ -161,7 +185,7 @@ def _trace(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
             filled[index] = array
         positional, named = jax.tree.unflatten(in_tree, filled)
         found, treedef = jax.tree_util.tree_flatten_with_path(function(*positional, **named))
-        names = _unique([_path_text(path) for path, _ in found])
+        names = _unique([path_of(path) for path, _ in found])
         slots: dict[int, _Slot] = {}
         results: list[Any] = []
         for name, (_, leaf) in zip(names, found, strict=True):
@@ -189,18 +213,6 @@ def _trace(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 def _is_input(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
-
-
-def _path_text(path: Sequence[Any]) -> str:
-    parts: list[str] = []
-    for key in path:
-        for attribute in ("key", "idx", "name"):
-            if hasattr(key, attribute):
-                parts.append(str(getattr(key, attribute)))
-                break
-        else:
-            parts.append(str(key))
-    return "/".join(parts) or "value"
 
 
 def _unique(paths: list[str]) -> list[str]:
@@ -603,7 +615,3 @@ def _user_line(trace: TracebackType | None) -> str:
         if not library and not standard_module and not frame.filename.startswith("<"):
             return f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()!r}"
     return "the init function"
-
-
-# Referenced by adapters that trace a function of their own making.
-__all__ = ("trace_function",)

@@ -39,7 +39,7 @@ class KerasAdapter:
             returned = typing.get_type_hints(function).get("return")
         except (NameError, TypeError, AttributeError):
             returned = None
-        if inspect.isclass(returned):
+        if inspect.isclass(returned) and returned is not Any:
             return issubclass(returned, keras.layers.Layer)
         leaves = jax.tree.leaves((args, kwargs))
         if not callable(build) or any(isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) for leaf in leaves):

@@ -164,16 +164,14 @@ def _tensor(dataset: Any, file: _H5File) -> LazyTensor:
     if dataset.is_virtual:
         raise CheckpointError(f"{what} is virtual: expected the values in this file, found references to other files")
     if dataset.external:
-        raise CheckpointError(
-            f"{what} is stored outside: expected the values in this file, found {dataset.external[0][0]!r}"
-        )
+        raise CheckpointError(f"{what}: expected the values in this file, found them in {dataset.external[0][0]!r}")
     stored: np.dtype[Any] = dataset.dtype
     dtype = stored
     if _attribute(dataset, "dtype") == "bfloat16" and stored.itemsize == 2 and stored.kind in "uV" and not stored.names:
         dtype = _BFLOAT16
     elif stored.kind not in "biufc" or dataset.shape is None:
         raise CheckpointError(
-            f"{what}: expected numbers, found {stored}; lazymodel reads no strings, records or opaque data"
+            f"{what}: expected numbers, found {stored}; strings, records and opaque data cannot be weights"
         )
     shape = tuple(int(extent) for extent in dataset.shape)
     nbytes = math.prod(shape) * stored.itemsize
@@ -267,9 +265,7 @@ def open_archive(path: Path) -> Hdf5Checkpoint:
                 raise CheckpointError(f"{path}: expected model.weights.h5 in the archive, found {sorted(members)[:8]}")
             index = read_json_object(archive.read("model.weights.json"), f"{path}:model.weights.json").get("weight_map")
     except (zipfile.BadZipFile, OSError) as error:
-        raise CheckpointError(
-            f"{path}: expected a .keras archive, found a corrupt or truncated one ({error})"
-        ) from error
+        raise CheckpointError(f"{path}: expected a .keras archive, found a corrupt one ({error})") from error
     if not isinstance(index, dict):
         raise CheckpointError(f"{path}: expected a 'weight_map' object in model.weights.json")
     groups = {str(g): _shard_names(path, shards) for g, shards in cast("dict[str, Any]", index).items()}
@@ -323,7 +319,15 @@ def _join_shards(path: Path, groups: dict[str, list[str]], files: dict[str, _H5F
 
 
 def _dataset_names(file: _H5File) -> list[str]:
-    """Paths of all datasets, following links inside the file only."""
+    """Paths of all datasets, following links inside the file only. A file that is refused is closed again."""
+    try:
+        return _walk(file)
+    except CheckpointError:
+        file.close()
+        raise
+
+
+def _walk(file: _H5File) -> list[str]:
     h5py = _h5py()
     root = file.open()
     path = file.source.path
@@ -356,9 +360,7 @@ def _dataset_names(file: _H5File) -> list[str]:
                     inner.append((f"{name}/", item))
             groups += reversed(inner)
     except (OSError, RuntimeError, KeyError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: expected an HDF5 file of {file.size} bytes, found a corrupt one ({error})"
-        ) from error
+        raise CheckpointError(f"{path}: expected {file.size} bytes of HDF5, found a corrupt file ({error})") from error
     known = set(names)
     for name, target in soft:
         if target.strip("/") not in known:

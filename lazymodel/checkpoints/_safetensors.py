@@ -137,7 +137,10 @@ def open_index(index: Path) -> SafetensorsCheckpoint:
             index says it has.
     """
     weights = read_index(index)
-    paths = {shard: shard_path(index, shard) for shard in dict.fromkeys(weights.values())}
+    paths: dict[str, Path] = {}
+    for shard in weights.values():
+        if not isinstance(shard, str) or shard not in paths:
+            paths[str(shard)] = shard_path(index, shard)  # which refuses what is no string
     require_shards(index, list(paths.values()))
     files = {shard: SafetensorsFile(path) for shard, path in paths.items()}
     names: dict[str, SafetensorsFile] = {}

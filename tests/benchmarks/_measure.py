@@ -1,7 +1,8 @@
 """Running one piece of work in a process of its own, and watching its private memory from outside.
 
 Private memory is `RssAnon`: mapped file pages are the kernel's cache, not the program's. The parent samples, so a
-child that holds the interpreter lock cannot hide a peak. The child marks the stretch that counts with `measured()`.
+child that holds the interpreter lock cannot hide a peak. The child marks the stretch that counts with `measured()`
+and hands over what it found with `emit()`.
 """
 
 from __future__ import annotations
@@ -68,11 +69,15 @@ def run(command: Sequence[str], *, env: dict[str, str] | None = None) -> Measure
 
 @contextlib.contextmanager
 def measured() -> Iterator[dict[str, Any]]:
-    """In the child: marks what counts; the yielded dict becomes `Measurement.result`."""
+    """In the child: marks what counts; the yielded dict is to be given to `emit`."""
     report: dict[str, Any] = {}
     base, begin = private_nbytes(), time.monotonic()
     yield report
     report.update(begin=begin, end=time.monotonic(), base=base, final=private_nbytes())
+
+
+def emit(report: dict[str, Any]) -> None:
+    """In the child: hands a report to the parent, as `Measurement.result`."""
     print(json.dumps(report), flush=True)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from _measure import Measurement, measured, run, virtual_devices
+from _measure import Measurement, emit, measured, run, virtual_devices
 
 CONFIG = {
     "vocabulary_size": 64000,
@@ -78,7 +78,7 @@ def load(how: str, folder: Path) -> None:
     digest = hashlib.sha256()
     for variable in model.weights:
         digest.update(np.asarray(variable.value).tobytes())
-    print(json.dumps({"digest": digest.hexdigest()}), file=sys.stderr)
+    emit(report | {"digest": digest.hexdigest()})
 
 
 def main() -> None:
@@ -91,8 +91,9 @@ def main() -> None:
     if options.child:
         how, folder = options.child
         if how == "save":
-            with measured():
+            with measured() as report:
                 save(Path(folder))
+            emit(report)
         else:
             load(how, Path(folder))
         return
@@ -105,6 +106,9 @@ def main() -> None:
             for how, runs in results.items():
                 runs.append(run([__file__, "--child", how, folder], env=virtual_devices()))
 
+    digests = {m.result["digest"] for runs in results.values() for m in runs}
+    if len(digests) != 1:
+        raise SystemExit(f"stock and ours differ: {digests}")
     nbytes = results["ours"][0].result["nbytes"]
     summary = {
         how: {
@@ -124,6 +128,7 @@ def main() -> None:
         print(f"{nbytes / 2**30:.2f} GiB in float32 onto 8 devices, {options.runs} runs each, medians")
         for how in results:
             print(f"  {how:6} {summary[how]['seconds']:6.2f} s   peak private memory {summary[how]['peak']:.2f} × the model")
+        print("  every value equal bit for bit")
         print(f"  ours is {summary['ratio']['seconds']:.1f} × as fast (median of pairs)")
     if options.plot:
         plot(results, nbytes, options.plot)

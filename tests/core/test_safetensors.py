@@ -1,5 +1,6 @@
 """safetensors: what the reference implementation writes is read back; what is corrupt or hostile is refused by name."""
 
+import contextlib
 import json
 import os
 import re
@@ -85,7 +86,7 @@ HOSTILE = {
         b"1",
         "found 'a' twice",
     ),
-    "unknown dtype": ({"a": entry(dtype="F4")}, b"12345678", "tensor 'a': expected one of the dtypes .* found F4"),
+    "unknown dtype": ({"a": entry(dtype="F4")}, b"12345678", "tensor 'a': expected one of the dtypes .* found '?F4"),
     "dtype not a string": ({"a": entry(dtype=["F32"])}, b"12345678", "tensor 'a': expected one of the dtypes"),
     "negative shape": ({"a": entry(shape=[-2])}, b"12345678", "tensor 'a': expected a shape of non-negative ints"),
     "float shape": ({"a": entry(shape=[2.0])}, b"12345678", "tensor 'a': expected a shape"),
@@ -149,11 +150,9 @@ def test_a_damaged_file_is_read_or_refused_but_never_anything_else(tmp_path_fact
     position %= len(content)
     content[position : position + len(damage)] = damage
     path.write_bytes(content)
-    try:
+    with contextlib.suppress(CheckpointError):
         for tensor in open_checkpoint(path).values():
-            tensor.read()
-    except CheckpointError as error:
-        assert str(path) in str(error)
+            assert tensor.read().nbytes == tensor.nbytes <= len(content)
 
 
 def folder_of(tmp_path, weight_map=None, name="model.safetensors.index.json"):

@@ -272,7 +272,7 @@ SPECS = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_any_shape_view_dtype_and_sharding_gives_numpys_slices(tmp_path_factory, data):
     source = data_source(tmp_path_factory)
@@ -297,7 +297,7 @@ def test_any_shape_view_dtype_and_sharding_gives_numpys_slices(tmp_path_factory,
     mesh = Mesh(devices if axes == "x" else devices.reshape(data.draw(st.sampled_from([(2, 4), (4, 2)]))), tuple(axes))
     specs = [spec for spec in SPECS[axes] if _divides(mesh, spec, expected.shape)]
     sharding = NamedSharding(mesh, data.draw(st.sampled_from(specs)))
-    budget = data.draw(st.sampled_from([None, 2000]))
+    budget = data.draw(st.sampled_from([None, None, None, 2000]))
     with np.errstate(all="ignore"):
         expected = expected.astype(dtype)
     assert_shards_equal(load(tensor, dtype, sharding, max_host_memory=budget), expected)

@@ -81,7 +81,7 @@ def inputs_of(model: Any) -> Any:
             return rng.integers(0, 2 if "segment" in tensor.name else 60, shape).astype("int32")
         return rng.standard_normal(shape).astype("float32")
 
-    inputs = model.input
+    inputs = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
     if not isinstance(inputs, dict):
         return some(inputs)
     return {name: np.ones_like(some(t)) if "mask" in name else some(t) for name, t in inputs.items()}

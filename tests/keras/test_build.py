@@ -89,7 +89,7 @@ class AssignsWhileBuilding(keras.layers.Layer):
 class ArrayValued(keras.layers.Layer):
     def __init__(self) -> None:
         super().__init__()
-        self.table = keras.Variable(np.arange(6.0).reshape(2, 3), trainable=False, name="table")
+        self.table = keras.Variable(np.arange(6, dtype="float32").reshape(2, 3), trainable=False, name="table")
         self.scalar = keras.Variable(3, dtype="int32", name="scalar")
         self.copy = keras.Variable(self.table, name="copy")
 
@@ -273,8 +273,8 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 def test_large_models_build_without_memory(name: str) -> None:
     cls, config, parameters = LARGE[name]
-    live = len(jax.live_arrays())
+    live = sum(array.nbytes for array in jax.live_arrays())
     abstract = lm.build_abstract(cls, **config, dtype="bfloat16")
     assert abstract.num_parameters == parameters
     assert abstract.nbytes == pytest.approx(2 * parameters, rel=1e-3)
-    assert len(jax.live_arrays()) == live
+    assert sum(array.nbytes for array in jax.live_arrays()) < live + 1024  # scalars that a backbone keeps

@@ -73,6 +73,7 @@ def test_load_weights_of_a_model_built_before(tmp_path: Path) -> None:
         np.testing.assert_array_equal(bits(source.weights[0]), bits(target.weights[0]))
 
 
+@pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")  # the file was saved without one
 def test_training_afterwards(tmp_path: Path) -> None:
     source = seeded(small, seed=1)
     source.save_weights(tmp_path / "small.weights.h5")

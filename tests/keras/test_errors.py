@@ -19,6 +19,8 @@ import lazymodel_keras as lk
 
 from .models import BACKBONES, save_hugging_face, save_preset
 
+pytestmark = pytest.mark.filterwarnings("ignore:Skipping nested container")  # Keras', before it raises
+
 BERT = BACKBONES["bert"][0]
 LLAMA3 = BACKBONES["llama3"][0]
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 123456\n"

@@ -11,7 +11,7 @@ from lazymodel_keras import _upstream
 
 
 def test_variables_made_in_a_stateless_scope_are_pending() -> None:
-    before = _upstream.pending_variables()
+    _upstream.set_pending_variables([])
     with keras.StatelessScope(initialize_variables=False) as scope:
         assert _upstream.current_scope() is scope
         variable = keras.Variable("ones", shape=(2,))
@@ -20,7 +20,7 @@ def test_variables_made_in_a_stateless_scope_are_pending() -> None:
         pending = _upstream.pending_variables()
         assert pending is not None
         assert any(other is variable for other in pending)
-        _upstream.set_pending_variables(before)
+        _upstream.set_pending_variables([])
     with keras.StatelessScope():
         pass
     assert variable._value is None, "a variable taken off the list is not initialized"

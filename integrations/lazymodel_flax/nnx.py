@@ -1,0 +1,186 @@
+"""Flax NNX: a module class or a factory and its arguments → the module that it would build.
+
+The `nnx.Rngs` among the arguments become run-time inputs: their keys are traced, so another seed compiles nothing.
+The module's structure (its graph definition) is static, its state leaves are the variables, with paths such as
+`layers/0/attention/kernel`. A module that is used twice is one set of variables, as `nnx.split` has it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from lazymodel import AbstractModel
+from lazymodel._trace import path_text, trace_function
+
+
+def matches(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this is an NNX class, is given NNX objects such as `nnx.Rngs`, or is a function, which may return one."""
+    if isinstance(build, type):
+        return issubclass(build, nnx.Pytree)
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_node)
+    return callable(build) and (any(_is_node(leaf) for leaf in leaves) or not hasattr(build, "init"))
+
+
+def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractModel:
+    """What `build(*args, **kwargs)` would build.
+
+    NNX objects among the arguments are left as eager construction would leave them: the counts of an `nnx.Rngs` have
+    advanced, so the next module built with it gets other keys.
+
+    Args:
+        build: An NNX module class, or a function that returns one, or any pytree with NNX objects in it, such as
+            (model, optimizer). For other results this is `trace_function`.
+        args: Its arguments. `nnx.Rngs` may be anywhere in them.
+        kwargs: Its keyword arguments, likewise.
+
+    Returns:
+        An abstract model whose `materialize` returns the module.
+
+    Raises:
+        TraceError: Building needs a value that tracing does not have.
+    """
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
+    where = [index for index, leaf in enumerate(leaves) if _is_node(leaf)]
+    given = tuple(leaves[index] for index in where)
+    # Split together, so that one object given twice stays one.
+    graphdef, counts, state = nnx.split(given, nnx.RngCount, ...)
+    rest = [None if _is_node(leaf) else leaf for leaf in leaves]
+    built: list[_Built] = []
+
+    def pure(rest: list[Any], state: Any) -> Any:
+        # Counts are known, so they count in NumPy. Traced, each would be compared by its sharding, for which some JAX
+        # versions search the whole trace: quadratic in the number of layers.
+        nodes = nnx.merge(graphdef, jax.tree.map(_count, counts), state)
+        filled = list(rest)
+        for index, node in zip(where, nodes, strict=True):
+            filled[index] = node
+        args, kwargs = jax.tree.unflatten(treedef, filled)
+        result = build(*args, **kwargs)
+        plain: dict[int, np.ndarray[Any, Any]] = {}  # a count that two places hold stays one array
+        after = [_as_plain(leaf, plain) for leaf in jax.tree.leaves(nnx.state(nodes))]
+        if not any(_is_node(leaf) for leaf in jax.tree.leaves(result, is_leaf=_is_node)):
+            built.append(_Built(None, None, ()))
+            return result, after
+        _mark_buffers(result)
+        structure, found = nnx.split(result)
+        flat, found_def = jax.tree_util.tree_flatten_with_path(found)
+        built.append(_Built(structure, found_def, tuple(_path(keys) for keys, _ in flat)))
+        return [_as_plain(leaf, plain) for _, leaf in flat], after
+
+    def path_of(keys: Sequence[Any]) -> str:
+        if keys[0].idx == 1:
+            return f"{_AFTER}{keys[1].idx}"
+        paths = built[-1].paths
+        return paths[keys[1].idx] if built[-1].graphdef is not None else path_text(keys[1:])
+
+    # None is a pytree without leaves, so the holes that nodes leave in `rest` trace to themselves.
+    model = trace_function(pure, (rest, state), {}, name=_name(build), path_of=path_of)
+    _advance(given, model)
+    return _as_module(model, built[-1])
+
+
+# Paths of what the given NNX objects hold once `build` has run; no variables of the model.
+_AFTER = "\0after/"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Built:
+    """What tracing found: the result's graph definition, the structure of its state, and a path for each leaf."""
+
+    graphdef: Any
+    state_def: Any
+    paths: tuple[str, ...]
+
+
+def _is_node(leaf: Any) -> bool:
+    return isinstance(leaf, (nnx.Pytree, nnx.Variable))
+
+
+class _Count(np.ndarray[Any, Any]):
+    """A count that hands out copies: NNX counts in place, and a trace would keep a view of it."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return _count(super().__getitem__(index))
+
+
+def _count(value: Any) -> _Count:
+    return np.array(value).view(_Count)
+
+
+def _as_plain(leaf: Any, plain: dict[int, np.ndarray[Any, Any]]) -> Any:
+    return plain.setdefault(id(leaf), np.array(leaf, subok=False)) if isinstance(leaf, _Count) else leaf
+
+
+def _name(build: Any) -> str:
+    return getattr(build, "__name__", type(build).__name__)
+
+
+def _path(keys: Sequence[Any]) -> str:
+    """The path without the attribute that a variable keeps its array in."""
+    return path_text([key for key in keys if not (isinstance(key, jax.tree_util.GetAttrKey) and key.name == "value")])
+
+
+def _mark_buffers(result: Any) -> None:
+    """Marks plain arrays that modules hold as data, which NNX does by itself for concrete arrays only.
+
+    Otherwise they would count as static, and the tracers would escape in the graph definition.
+    """
+    for _, node in nnx.iter_graph(result):
+        if isinstance(node, nnx.Pytree):
+            for name, value in list(vars(node).items()):
+                if isinstance(value, jax.Array):
+                    setattr(node, name, nnx.data(value))
+
+
+def _advance(given: tuple[Any, ...], model: AbstractModel) -> None:
+    """Updates the counts of the user's own `nnx.Rngs`, as building eagerly would have."""
+    _, after = model.structure({path: path for path in model})
+    state = nnx.state(given)
+    leaves, treedef = jax.tree.flatten(state)
+    # Only counts: keys do not change, and other state is not known before it is materialized.
+    known = [
+        jax.numpy.asarray(model.sources[path], leaf.dtype) if path in model.sources and leaf.shape == () else leaf
+        for path, leaf in zip(after, leaves, strict=True)
+    ]
+    nnx.update(given, jax.tree.unflatten(treedef, known))
+
+
+def _as_module(model: AbstractModel, built: _Built) -> AbstractModel:
+    """The model without what is not the module's own, rebuilding the module itself."""
+    own = {path: variable for path, variable in model.items() if not path.startswith(_AFTER)}
+
+    def structure(mapping: Mapping[str, Any]) -> Any:
+        # What comes after the build is not asked for.
+        result, _ = model.structure(_Filled(mapping))
+        return result if built.graphdef is None else jax.tree.unflatten(built.state_def, result)
+
+    def rebuild(mapping: Mapping[str, jax.Array]) -> Any:
+        state = structure(mapping)
+        return state if built.graphdef is None else nnx.merge(built.graphdef, state)
+
+    return dataclasses.replace(
+        model,
+        variables=own,
+        recipes=tuple(
+            recipe.restricted_to(kept)
+            for recipe in model.recipes
+            if (kept := [path for path in recipe.paths if path in own])
+        ),
+        sources={path: source for path, source in model.sources.items() if path in own},
+        structure=structure,
+        rebuild=rebuild,
+    )
+
+
+class _Filled(dict[str, Any]):
+    """A mapping with None for what comes after the build."""
+
+    def __missing__(self, path: str) -> None:
+        if not path.startswith(_AFTER):
+            raise KeyError(path)
