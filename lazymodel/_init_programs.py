@@ -21,7 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import jax
 import numpy as np
@@ -29,6 +29,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from lazymodel._errors import LazyModelWarning
 from lazymodel._jaxprs import depends_on_sharding, is_approximate, is_partitionable
+
+_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
 # Programs kept for other models of the same process. A decoder has about ten; CPU executables are some 100 KiB each.
 _SHARED_PROGRAMS = 512
@@ -115,8 +117,8 @@ class ProgramCache:
         compiled: Number of programs compiled so far; the others came from another model.
     """
 
-    _shared: collections.OrderedDict[Hashable, InitProgram] = collections.OrderedDict()
-    _shared_lock = threading.Lock()
+    _shared: ClassVar[collections.OrderedDict[Hashable, InitProgram]] = collections.OrderedDict()
+    _shared_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
         self._programs: dict[Hashable, InitProgram] = {}
@@ -159,7 +161,7 @@ class ProgramCache:
             missing = [item for key, item in distinct.items() if key not in self._programs]
         if len(missing) > 1:
             with ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="lazymodel-compile") as pool:
-                list(pool.map(lambda item: self.get(*item), missing))
+                list(pool.map(self.get, *zip(*missing, strict=True)))
         return [self.get(recipe, shardings) for recipe, shardings in wanted]
 
     @classmethod
@@ -234,7 +236,7 @@ def _by_devices(recipe: InitRecipe, shardings: Mapping[str, Sharding]) -> Iterat
         sharding = shardings[path]
         devices: Hashable = frozenset(sharding.device_set)
         if isinstance(sharding, NamedSharding):
-            devices = tuple(sharding.mesh.devices.flat)
+            devices = tuple(cast(Any, sharding.mesh.devices).flat)
         groups.setdefault(devices, []).append(path)
     for paths in groups.values():
         yield recipe.restricted_to(paths)
@@ -243,16 +245,16 @@ def _by_devices(recipe: InitRecipe, shardings: Mapping[str, Sharding]) -> Iterat
 def _key(recipe: InitRecipe, shardings: Sequence[Sharding]) -> Hashable:
     inputs = tuple((value.shape, value.dtype) for value in recipe.inputs)
     # What changes the meaning of a trace but is not in it.
-    settings = (_wants_x64(recipe), jax.config.jax_threefry_partitionable, jax.config.jax_default_matmul_precision)
+    settings = (_wants_x64(recipe), _jax.config.jax_threefry_partitionable, _jax.config.jax_default_matmul_precision)
     return (recipe.signature, inputs, settings, tuple(shardings))
 
 
 def _wants_x64(recipe: InitRecipe) -> bool:
-    return bool(jax.config.jax_enable_x64) if recipe.x64 is None else recipe.x64
+    return bool(_jax.config.jax_enable_x64) if recipe.x64 is None else recipe.x64
 
 
 def _x64(enabled: bool) -> contextlib.AbstractContextManager[Any]:
-    if enabled == bool(jax.config.jax_enable_x64):
+    if enabled == bool(_jax.config.jax_enable_x64):
         return contextlib.nullcontext()
     return jax.enable_x64(enabled)
 
@@ -291,10 +293,10 @@ def _has_ragged_rows(traced: Any, shardings: tuple[Sharding, ...]) -> bool:
     """Whether splitting leaves some CPU device with rows that do not fill its vector registers."""
     for aval, sharding in zip(traced.jaxpr.out_avals, shardings, strict=True):
         local = sharding.shard_shape(aval.shape)
-        split = local != tuple(aval.shape)
-        if split and local[-1] % _VECTOR_LANES and aval.size * aval.dtype.itemsize <= _WHOLE_NBYTES:
-            if next(iter(sharding.device_set)).platform == "cpu":
-                return True
+        ragged = local != tuple(aval.shape) and local[-1] % _VECTOR_LANES != 0
+        small = aval.size * aval.dtype.itemsize <= _WHOLE_NBYTES
+        if ragged and small and next(iter(sharding.device_set)).platform == "cpu":
+            return True
     return False
 
 
@@ -305,5 +307,10 @@ def _run_whole(
     first = next((sharding for sharding in shardings if isinstance(sharding, NamedSharding)), None)
     if first is None:
         return function  # a sharding without a mesh, such as GSPMDSharding: nothing to map over
+
+    def whole(*inputs: Any) -> tuple[jax.Array, ...]:
+        # Without the barrier XLA may compute no more than the shard that is kept, and so other rows.
+        return tuple(jax.lax.optimization_barrier(output) for output in function(*inputs))
+
     everywhere = PartitionSpec()
-    return jax.shard_map(function, mesh=first.mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+    return jax.shard_map(whole, mesh=first.mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -17,57 +17,80 @@ import jax.extend.core as jex
 import numpy as np
 from jax.interpreters import partial_eval
 
+_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Elementwise, exact or not: every element depends on the same element of the operands alone.
-ELEMENTWISE = frozenset(
+ELEMENTWISE = _names(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
-    clamp complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1
-    floor ge gt igamma igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul ne neg
-    nextafter not optimization_barrier or polygamma population_count pow real reduce_precision regularized_incomplete_beta
-    rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
-    stop_gradient sub tan tanh xor clz zeta device_put sharding_constraint name
-    """.split()
+    clamp complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2
+    expm1 floor ge gt igamma igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min
+    mul ne neg nextafter not optimization_barrier or polygamma population_count pow real reduce_precision
+    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
+    sin sinh sqrt square stop_gradient sub tan tanh xor clz zeta device_put sharding_constraint name
+    """
 )
 # Of those, what CPUs compute by polynomials or estimates, which XLA may do differently in the last few elements of an
 # array, those that do not fill a vector register.
-_APPROXIMATE = frozenset(
+_APPROXIMATE = _names(
     """
-    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1
-    igamma igammac lgamma log log1p logistic polygamma pow regularized_incomplete_beta rsqrt sin sinh tan tanh zeta
-    """.split()
+    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2
+    expm1 igamma igammac lgamma log log1p logistic polygamma pow regularized_incomplete_beta rsqrt sin sinh tan tanh
+    zeta
+    """
 )
 # Data movement: values are moved or repeated, never computed with.
-STRUCTURAL = frozenset(
+STRUCTURAL = _names(
     """
-    broadcast broadcast_in_dim concatenate dynamic_slice expand_dims gather iota pad reshape rev select_and_gather slice
-    split squeeze stack tile transpose unstack random_wrap random_unwrap random_clone empty empty2 full
+    broadcast broadcast_in_dim concatenate dynamic_slice expand_dims gather iota pad reshape rev select_and_gather
+    slice split squeeze stack tile transpose unstack random_wrap random_unwrap random_clone empty empty2 full
     dynamic_update_slice scatter
-    """.split()
+    """
 )
 # Not elementwise, yet exact in any order, so a partitioned run gives the same bits.
-_ORDERLESS = frozenset(
+_ORDERLESS = _names(
     """
-    argmax argmin cummax cummin reduce_and reduce_max reduce_min reduce_or reduce_xor sort top_k scatter_max scatter_min
-    random_bits random_seed random_split random_fold_in threefry2x32 rng_bit_generator
-    """.split()
+    argmax argmin cummax cummin reduce_and reduce_max reduce_min reduce_or reduce_xor sort top_k scatter_max
+    scatter_min random_bits random_seed random_split random_fold_in threefry2x32 rng_bit_generator
+    """
 )
 # Sums are exact, and so orderless, for integers only.
-_INTEGER_ORDERLESS = frozenset("reduce_sum reduce_prod cumsum cumprod scatter_add scatter_mul dot_general".split())
+_INTEGER_ORDERLESS = _names(
+    """
+    reduce_sum reduce_prod cumsum cumprod scatter_add scatter_mul dot_general
+    """
+)
 # Equations that only run an inner jaxpr. Eagerly, the first kind is one compiled unit; the second runs step by step.
 JIT = frozenset({"jit", "pjit"})
 CALLS = frozenset(
-    {"closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat", "checkpoint", "remat2"}
+    {
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "remat",
+        "checkpoint",
+        "remat2",
+    }
 )
 _CONTROL = frozenset({"scan", "while", "cond"})
 # Parameters that only differentiation looks at, or that name a place in the source.
-_IGNORED_PARAMS = frozenset(
-    "jvp_jaxpr_fun jvp_jaxpr_thunk fwd_jaxpr_thunk bwd out_trees symbolic_zeros debug_info debug num_consts_bwd".split()
+_IGNORED_PARAMS = _names(
+    """
+    jvp_jaxpr_fun jvp_jaxpr_thunk fwd_jaxpr_thunk bwd out_trees symbolic_zeros debug_info debug num_consts_bwd
+    """
 )
 
 
 def is_key(dtype: Any) -> bool:
     """Whether a dtype is a typed PRNG key's."""
-    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
+    return bool(_jax.dtypes.issubdtype(dtype, _jax.dtypes.prng_key))
 
 
 @functools.lru_cache(maxsize=64)
@@ -133,8 +156,7 @@ def live_part(jaxpr: Any, index: int) -> tuple[Any, list[bool]]:
 
 def run_jaxpr(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     """Evaluates an open jaxpr without constants, eagerly or under a trace."""
-    evaluate = cast("Callable[..., list[Any]]", jax.core.eval_jaxpr)  # pyright: ignore[reportUnknownMemberType]
-    return evaluate(jaxpr, (), *values)
+    return _jax.core.eval_jaxpr(jaxpr, (), *values)
 
 
 class _Identity:
@@ -305,10 +327,10 @@ def depends_on_sharding(jaxpr: Any) -> bool:
         if name == "random_bits":
             partitionable = getattr(eqn.ctx, "threefry_partitionable", None)
             if partitionable is None:
-                partitionable = jax.config.jax_threefry_partitionable
+                partitionable = _jax.config.jax_threefry_partitionable
             if "fry" not in eqn.invars[0].aval.dtype.name or not partitionable:
                 return True
-        elif name == "threefry2x32" and not jax.config.jax_threefry_partitionable:
+        elif name == "threefry2x32" and not _jax.config.jax_threefry_partitionable:
             return True
         if any(depends_on_sharding(inner) for inner in inner_jaxprs(eqn)):
             return True

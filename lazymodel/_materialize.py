@@ -18,6 +18,7 @@ from lazymodel._abstract import AbstractModel, AbstractVariable, Source
 from lazymodel._bytes import parse_bytes
 from lazymodel._errors import CheckpointError, LazyModelWarning
 from lazymodel._init_programs import InitRecipe, run_recipes
+from lazymodel._jaxprs import key_impl
 from lazymodel._lazy_tensor import LazyTensor
 from lazymodel._report import Progress, closest, progress_for
 from lazymodel._sharding import device_shardings
@@ -157,7 +158,7 @@ def _match(model: AbstractModel, checkpoint: Mapping[str, Any], *, strict: bool)
 
 def _check_source(variable: AbstractVariable, source: Source) -> None:
     shape = tuple(np.shape(source))
-    if shape != variable.shape and not jax.dtypes.issubdtype(variable.dtype, jax.dtypes.prng_key):
+    if shape != variable.shape and not _is_key(variable):
         raise CheckpointError(
             f"{variable.path!r}: expected shape {variable.shape}, found {shape} in {_origin(source)}; "
             "is this the checkpoint of another configuration?"
@@ -165,22 +166,19 @@ def _check_source(variable: AbstractVariable, source: Source) -> None:
 
 
 def _stream_item(variable: AbstractVariable, source: Source, sharding: Sharding) -> StreamItem:
-    """What the stream reads; a PRNG key is streamed as its key data."""
-    if jax.dtypes.issubdtype(variable.dtype, jax.dtypes.prng_key):
-        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(variable.shape, variable.dtype))
-        return StreamItem(variable.path, source, data.shape, np.dtype(data.dtype), _data_sharding(sharding))
-    return StreamItem(variable.path, source, variable.shape, np.dtype(variable.dtype), sharding)
-
-
-def _data_sharding(sharding: Sharding) -> Sharding:
-    """Key data have one more, trailing, dimension, which no spec names: a NamedSharding fits as it is."""
-    return sharding
+    """What the stream reads. Keys are read as their key data, whose trailing dimension no spec names."""
+    if not _is_key(variable):
+        return StreamItem(variable.path, source, variable.shape, np.dtype(variable.dtype), sharding)
+    data = jax.eval_shape(jax.random.key_data, variable.struct)
+    return StreamItem(variable.path, source, data.shape, np.dtype(data.dtype), sharding)
 
 
 def _as_declared(array: jax.Array, variable: AbstractVariable) -> jax.Array:
-    if jax.dtypes.issubdtype(variable.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(variable.struct))
-    return array
+    return jax.random.wrap_key_data(array, impl=key_impl(variable.dtype)) if _is_key(variable) else array
+
+
+def _is_key(variable: AbstractVariable) -> bool:
+    return jax.numpy.issubdtype(variable.dtype, jax.dtypes.prng_key)
 
 
 def _describe(checkpoint: Mapping[str, Any]) -> str:

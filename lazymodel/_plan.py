@@ -101,7 +101,8 @@ class MemoryPlan:
         )
         raise DoesNotFitError(
             f"{self.name} needs {format_bytes(self.peak_nbytes)} on a device ({format_bytes(self.device_nbytes)} once "
-            f"materialized) and a device has {format_bytes(limit)}, {format_bytes(self.peak_nbytes - limit)} too little. "
+            f"materialized) and a device has {format_bytes(limit)}, "
+            f"{format_bytes(self.peak_nbytes - limit)} too little. "
             f"Largest on a device: {offenders}. Shard these further, use more devices, or a smaller dtype."
         )
 
@@ -128,7 +129,7 @@ def make_plan(
     choice = choose(model, checkpoint, initialize=initialize or "missing", strict=False)
     shardings = device_shardings(model.variables)
 
-    resident: dict[jax.Device, int] = {}
+    resident: dict[Any, int] = {}
     for path, variable in model.items():
         shard = math.prod(shardings[path].shard_shape(variable.shape)) * variable.dtype.itemsize
         for device in shardings[path].device_set:
@@ -188,7 +189,7 @@ def _shard_nbytes(source: LazyTensor, sharding: Sharding) -> int:
     return math.prod(sharding.shard_shape(tuple(source.shape))) * source.dtype.itemsize
 
 
-def _device_memory(devices: Mapping[jax.Device, int]) -> int | None:
+def _device_memory(devices: Mapping[Any, int]) -> int | None:
     """Bytes of the smallest device, as the devices themselves say; CPUs do not say."""
     limits: list[int] = []
     for device in devices:

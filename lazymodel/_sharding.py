@@ -81,7 +81,9 @@ def assign(
                 unmatched.append(variable)
             answer = PartitionSpec()
         try:
-            sharding = answer if isinstance(answer, Sharding) else NamedSharding(mesh, check_spec(variable, answer, mesh))
+            sharding = (
+                answer if isinstance(answer, Sharding) else NamedSharding(mesh, check_spec(variable, answer, mesh))
+            )
         except ShardingError as error:
             misfits.append(str(error))
             continue
@@ -112,7 +114,7 @@ def check_spec(variable: AbstractVariable, spec: Any, mesh: Mesh) -> PartitionSp
         )
     used: set[str] = set()
     for dimension, entry in enumerate(entries):
-        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        axes: tuple[str, ...] = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
         for axis in axes:
             if axis not in mesh.shape:
                 raise ShardingError(
@@ -131,8 +133,8 @@ def check_spec(variable: AbstractVariable, spec: Any, mesh: Mesh) -> PartitionSp
                 else "no dimension divides; replicate it with PartitionSpec() or use a mesh whose axis divides it"
             )
             raise ShardingError(
-                f"{where}: dimension {dimension} of size {variable.shape[dimension]} does not divide into {parts} parts "
-                f"(axis {', '.join(map(repr, axes))}); {mend}"
+                f"{where}: dimension {dimension} of size {variable.shape[dimension]} does not divide into {parts} "
+                f"parts (axis {', '.join(map(repr, axes))}); {mend}"
             )
     return PartitionSpec(*entries)
 
@@ -157,7 +159,7 @@ def _lookup(
     """A function from variable to spec, sharding or `_UNMATCHED`; the dead patterns; whether those are tolerated."""
     if isinstance(rules, Mapping):
         table = cast("Mapping[str, Any]", rules)
-        # Keras' LayoutMap: a mapping that carries its own device mesh. Known by shape, so that the core imports no Keras.
+        # Keras' LayoutMap: a mapping that carries its own device mesh. The core imports no Keras to ask for the class.
         lenient = hasattr(rules, "device_mesh")
         try:
             patterns = {pattern: re.compile(pattern) for pattern in table}
@@ -202,13 +204,17 @@ def _entries(spec: Any) -> tuple[Any, ...]:
         spec = spec.axes
     if isinstance(spec, str) or not isinstance(spec, Sequence | PartitionSpec):
         raise ShardingError(f"a spec is a PartitionSpec or a tuple of axis names; got {spec!r}")
-    return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in cast("Sequence[Any]", spec))
+    entries = cast("Sequence[Any]", spec)
+    return tuple(tuple(cast("list[Any]", entry)) if isinstance(entry, list) else entry for entry in entries)
 
 
 def _as_mesh(mesh: Any) -> Mesh:
     mesh = getattr(mesh, "backend_mesh", mesh)
     if not isinstance(mesh, Mesh):
-        raise ShardingError(f"mesh is a jax.sharding.Mesh; got {type(mesh).__name__}. Make one with jax.sharding.Mesh(devices, axis_names).")
+        raise ShardingError(
+            f"mesh is a jax.sharding.Mesh; got {type(mesh).__name__}. "
+            "Make one with jax.sharding.Mesh(devices, axis_names)."
+        )
     return mesh
 
 
@@ -217,7 +223,7 @@ def _unmatched_message(unmatched: list[AbstractVariable], threshold: int, mesh: 
     listed = ", ".join(f"{v.path} {v.shape} {format_bytes(v.nbytes)}" for v in unmatched[:_LISTED])
     more = f", and {len(unmatched) - _LISTED} more" if len(unmatched) > _LISTED else ""
     return (
-        f"{len(unmatched)} variables of at least {format_bytes(threshold)} match no sharding rule and are replicated on "
-        f"all {mesh.size} devices ({format_bytes(sum(v.nbytes for v in unmatched))} each): {listed}{more}. "
+        f"{len(unmatched)} variables of at least {format_bytes(threshold)} match no sharding rule and are replicated "
+        f"on all {mesh.size} devices ({format_bytes(sum(v.nbytes for v in unmatched))} each): {listed}{more}. "
         "Add a rule for them; PartitionSpec() says that replication is meant."
     )

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -23,6 +23,9 @@ import numpy as np
 from lazymodel._jaxprs import is_key, key_data, key_impl, one_equation, run_jaxpr
 
 Array = np.ndarray[Any, Any]
+
+
+_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
 
 def on_host() -> contextlib.AbstractContextManager[Any]:
@@ -61,7 +64,9 @@ def evaluate(eqn: Any, values: Sequence[Array]) -> list[Array]:
         if results is not None:
             return results
     operands = [
-        jax.random.wrap_key_data(unpack_keys(value), impl=key_impl(atom.aval.dtype)) if is_key(atom.aval.dtype) else value
+        _jax.random.wrap_key_data(unpack_keys(value), impl=key_impl(atom.aval.dtype))
+        if is_key(atom.aval.dtype)
+        else value
         for atom, value in zip(eqn.invars, values, strict=True)
     ]
     results = run_jaxpr(one_equation(eqn, [False] * len(eqn.invars)), operands)
@@ -83,9 +88,7 @@ def _dynamic_slice(eqn: Any, value: Array, *starts: Array) -> list[Array] | None
     if len(starts) != value.ndim:
         return None
     # XLA clamps, so that the slice stays inside.
-    first = [
-        min(max(int(start), 0), full - size) for start, full, size in zip(starts, value.shape, sizes, strict=True)
-    ]
+    first = [min(max(int(start), 0), full - size) for start, full, size in zip(starts, value.shape, sizes, strict=True)]
     return [value[tuple(slice(start, start + size) for start, size in zip(first, sizes, strict=True))]]
 
 
@@ -142,18 +145,40 @@ def _arithmetic(operation: Callable[..., Any], kinds: str) -> Callable[..., list
     return fast
 
 
+def _squeeze(eqn: Any, value: Array) -> list[Array]:
+    return [np.squeeze(value, tuple(eqn.params["dimensions"]))]
+
+
+def _transpose(eqn: Any, value: Array) -> list[Array]:
+    return [np.transpose(value, eqn.params["permutation"])]
+
+
+def _concatenate(eqn: Any, *values: Array) -> list[Array]:
+    return [np.concatenate(values, eqn.params["dimension"])]
+
+
+def _wrap(eqn: Any, data: Array) -> list[Array]:
+    return [pack_keys(data)]
+
+
+def _unwrap(eqn: Any, keys: Array) -> list[Array]:
+    return [unpack_keys(keys)]
+
+
 @functools.lru_cache(maxsize=256)
 def _compiled_split(dtype: Any, shape: tuple[int, ...]) -> Callable[..., jax.Array]:
-    impl = key_impl(dtype)
-    return jax.jit(lambda data: jax.random.key_data(jax.random.split(jax.random.wrap_key_data(data, impl=impl), shape)))
+    def split(data: Any) -> jax.Array:
+        return _jax.random.key_data(_jax.random.split(_jax.random.wrap_key_data(data, impl=key_impl(dtype)), shape))
+
+    return jax.jit(split)
 
 
 @functools.lru_cache(maxsize=16)
 def _compiled_fold_in(dtype: Any) -> Callable[..., jax.Array]:
-    impl = key_impl(dtype)
-    return jax.jit(
-        lambda data, count: jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(data, impl=impl), count))
-    )
+    def fold_in(data: Any, count: Any) -> jax.Array:
+        return _jax.random.key_data(_jax.random.fold_in(_jax.random.wrap_key_data(data, impl=key_impl(dtype)), count))
+
+    return jax.jit(fold_in)
 
 
 def _split(eqn: Any, keys: Array) -> list[Array] | None:
@@ -170,20 +195,22 @@ def _fold_in(eqn: Any, keys: Array, count: Array) -> list[Array] | None:
 
 
 _FAST: dict[str, Callable[..., list[Array] | None]] = {
-    **dict.fromkeys(("copy", "copy_p", "stop_gradient", "random_clone", "device_put", "sharding_constraint"), _identity),
+    **dict.fromkeys(
+        ("copy", "copy_p", "stop_gradient", "random_clone", "device_put", "sharding_constraint"), _identity
+    ),
     **dict.fromkeys(("optimization_barrier", "name"), _identity),
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "broadcast_in_dim": _broadcast_in_dim,
     "reshape": _reshape,
-    "squeeze": lambda eqn, value: [np.squeeze(value, tuple(eqn.params["dimensions"]))],
-    "transpose": lambda eqn, value: [np.transpose(value, eqn.params["permutation"])],
-    "concatenate": lambda eqn, *values: [np.concatenate(values, eqn.params["dimension"])],
+    "squeeze": _squeeze,
+    "transpose": _transpose,
+    "concatenate": _concatenate,
     "unstack": _unstack,
     "iota": _iota,
     "convert_element_type": _convert,
-    "random_wrap": lambda eqn, data: [pack_keys(data)],
-    "random_unwrap": lambda eqn, keys: [unpack_keys(keys)],
+    "random_wrap": _wrap,
+    "random_unwrap": _unwrap,
     "random_split": _split,
     "random_fold_in": _fold_in,
     "add": _arithmetic(np.add, "iuf"),

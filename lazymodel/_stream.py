@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from lazymodel._errors import CheckpointError
-from lazymodel._file_source import STAGING, empty_aligned, slabs
+from lazymodel._file_source import STAGING, Arena, empty_aligned, slabs
 from lazymodel._lazy_tensor import Box, LazyTensor, Part, box_shape, fill_parts, lazy, prefers_one_pass
 
 _jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
@@ -158,6 +158,7 @@ class _Stream:
             for index in range(threads)
         ]
         self._starting = threading.Lock()  # held while waiting for room: jobs start in order
+        self._arena = Arena()  # used while `_starting` is held
         self._job: _Job | None = None
         self._jobs = iter(self._make_jobs())
         self._report = threading.Lock()
@@ -255,7 +256,9 @@ class _Stream:
             job.parts = [Part(_nbytes(job.boxes[0], dtype), lambda: self._put_in_pieces(job))]
         else:
             boxes = [_box(key) for key in job.boxes]
-            job.outs = [empty_aligned(box_shape(box), dtype) for box in boxes]
+            # On CPU a buffer becomes the array's own memory, and arrays of one load live equally long.
+            empty = self._arena.empty if job.plan.on_cpu else empty_aligned
+            job.outs = [empty(box_shape(box), dtype) for box in boxes]
             # A tensor without elements has no parts, but is delivered all the same.
             job.parts = fill_parts(job.plan.tensor, boxes, job.outs) or [Part(0, lambda: None)]
         job.unfinished = len(job.parts)

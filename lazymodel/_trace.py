@@ -18,12 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -49,12 +45,14 @@ from lazymodel._jaxprs import (
     run_jaxpr,
 )
 from lazymodel._small import evaluate, on_host, to_host, unpack_keys
+from lazymodel._trace_errors import explain
 
 # A result of at most this many keys or integers is data: a split for every layer of a deep stack, and 32 KiB at most.
 _SMALL_INTEGERS = 4096
-# Floats, and whatever compiled functions return, are data as scalars or little more. Larger ones would each compile a
-# kernel for their shape, and are better off in a program, where equal ones are compiled once.
-_SMALL_FLOATS = 16
+# Integers that compiled functions and generators return are data up to a few raw keys, and floats as scalars. Larger
+# ones would each compile a kernel for their shape; in a program, equal ones are compiled once.
+_SMALL_RESULTS = 16
+_SMALL_FLOATS = 1
 # A shared intermediate of fewer elements is recomputed by each leaf that needs it, rather than joining them.
 _LARGE = 4096
 _NO_EVALUATION = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "pure_callback"})
@@ -101,7 +99,8 @@ def trace_function(
             raise TraceError(
                 f"{path!r} is an argument that was given as a ShapeDtypeStruct, so it has no value; pass an array"
             )
-        if value.data is not None and not is_key(value.aval.dtype):
+        # What was computed is initialized, even if it is known already: a checkpoint that lacks it lacks something.
+        if value.data is not None and not value.evaluated and not is_key(value.aval.dtype):
             sources[path] = value.data
             origin = "constant"
         else:
@@ -153,6 +152,16 @@ class _Outputs:
     treedef: Any
 
 
+def known_value(model: AbstractModel, path: str) -> np.ndarray[Any, Any] | None:
+    """The value of a traced variable, if it is known without running a program; key data for PRNG keys."""
+    if path in model.sources:
+        return model.sources[path]
+    for recipe in model.recipes:
+        if recipe.paths == (path,) and isinstance(recipe.function, _Program) and recipe.function.is_copy:
+            return recipe.inputs[0]
+    return None
+
+
 def path_text(path: Sequence[Any]) -> str:
     """A `jax.tree_util` key path as text: dict keys, indexes and attribute names joined by `/`."""
     parts: list[str] = []
@@ -202,12 +211,11 @@ def _trace(
 
     try:
         jaxpr = jax.make_jaxpr(flat)(*inputs)
-    except _TRACE_ERRORS as error:
-        raise _trace_error(error) from error
-    except TypeError as error:
-        if "concrete values" not in str(error) and "Tracer" not in str(error):
+    except Exception as error:
+        explained = explain(error)
+        if explained is None:
             raise
-        raise _trace_error(error) from error
+        raise explained from error
     return _Outputs(jaxpr, inputs, paths, leaves, treedefs[-1])
 
 
@@ -227,6 +235,7 @@ class _Value:
     Attributes:
         aval: Its shape and dtype.
         data: Its value on the host, when it is known.
+        evaluated: Whether that is the result of an equation, rather than a constant or an argument.
         step: What computes it; None for arguments, constants and what is known.
         index: Which result of the step it is.
         fixed: Whether it is a literal inside a compiled function, and so a constant of the program.
@@ -234,11 +243,12 @@ class _Value:
         parent: Of the union-find forest that groups leaves.
     """
 
-    __slots__ = ("aval", "data", "fixed", "heavy", "index", "parent", "step")
+    __slots__ = ("aval", "data", "evaluated", "fixed", "heavy", "index", "parent", "step")
 
     def __init__(self, aval: Any, data: Any = None, *, step: _Step | None = None, index: int = 0, fixed: bool = False):
         self.aval = aval
         self.data = data
+        self.evaluated = False
         self.step = step
         self.index = index
         self.fixed = fixed
@@ -293,11 +303,13 @@ class _Graph:
     def __init__(self, closed: Any, inputs: Sequence[Any]):
         self.steps: list[_Step] = []
         self._units = itertools.count()
-        self._x64 = bool(jax.config.jax_enable_x64)
+        self._x64 = bool(cast(Any, jax.config).jax_enable_x64)
         self._canonical = Canonical()
         self._equations: dict[int, Any] = {}
         jaxpr, consts = opened(closed)
-        values = [_Value(var.aval, _host_value(value, var.aval)) for var, value in zip(jaxpr.invars, inputs, strict=True)]
+        values = [
+            _Value(var.aval, _host_value(value, var.aval)) for var, value in zip(jaxpr.invars, inputs, strict=True)
+        ]
         self.results = self._walk(jaxpr, consts, values, None)
 
     def _walk(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Value], unit: int | None) -> list[_Value]:
@@ -318,9 +330,9 @@ class _Graph:
             name = eqn.primitive.name
             if all(value.data is not None for value in operands) and _is_small(eqn, unit):
                 results = evaluate(eqn, [value.data for value in operands])
-                env.update(
-                    (var, _Value(var.aval, data)) for var, data in zip(eqn.outvars, results, strict=True)
-                )
+                for var, data in zip(eqn.outvars, results, strict=True):
+                    env[var] = _Value(var.aval, data)
+                    env[var].evaluated = True
                 continue
             if name in CALLS or (name in JIT and sum(not is_dropped(var) for var in eqn.outvars) > 1):
                 inner, inner_consts = opened(inner_jaxpr(eqn))
@@ -332,9 +344,7 @@ class _Graph:
                 env.update(zip(eqn.outvars, self._walk(inner, inner_consts, passed, within), strict=True))
                 continue
             step = _Step(eqn, operands, unit, len(self.steps))
-            step.results = tuple(
-                _Value(var.aval, step=step, index=index) for index, var in enumerate(eqn.outvars)
-            )
+            step.results = tuple(_Value(var.aval, step=step, index=index) for index, var in enumerate(eqn.outvars))
             self.steps.append(step)
             env.update(zip(eqn.outvars, step.results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
@@ -438,6 +448,7 @@ class _Program:
         self._kinds = kinds
         self._uses_zero = uses_zero
         self.__name__ = "init_program"
+        self.is_copy = not plan
 
     def __call__(self, *inputs: Any) -> tuple[jax.Array, ...]:
         given = [
@@ -461,14 +472,19 @@ class _Program:
                 if place not in hidden:
                     hidden[place] = _hide(read(place), zero)
                 operands.append(hidden[place])
-            results.append(operands if step.name in _PLACEMENT else run_jaxpr(step.jaxpr(), operands))
+            moved = step.name in _PLACEMENT and len(operands) == len(step.results)
+            results.append(operands if moved else run_jaxpr(step.jaxpr(), operands))
         return tuple(read(reference) for reference in self._outputs)
 
 
 def _hide(value: Any, zero: Any) -> Any:
     """The same value, of which the compiler cannot know how it was computed."""
     bits = _BITS.get(value.dtype.itemsize)
-    if np.issubdtype(value.dtype, np.complexfloating) or bits is None or value.dtype.itemsize * 8 != _width(value.dtype):
+    if (
+        np.issubdtype(value.dtype, np.complexfloating)
+        or bits is None
+        or value.dtype.itemsize * 8 != _width(value.dtype)
+    ):
         return jax.lax.optimization_barrier(value)
     raw = jax.lax.bitcast_convert_type(value, bits)
     return jax.lax.bitcast_convert_type(raw ^ jax.lax.convert_element_type(zero, bits), value.dtype)
@@ -505,8 +521,8 @@ def _is_small(eqn: Any, unit: int | None) -> bool:
         size, dtype = var.aval.size, var.aval.dtype
         if is_key(dtype):
             allowed = _SMALL_INTEGERS
-        elif np.issubdtype(dtype, np.integer) or dtype == bool:
-            allowed = _SMALL_FLOATS if few else _SMALL_INTEGERS
+        elif np.issubdtype(dtype, np.integer) or np.issubdtype(dtype, np.bool_):
+            allowed = _SMALL_RESULTS if few else _SMALL_INTEGERS
         else:
             # Inside a compiled function XLA fuses floats, so evaluating them one by one might change a bit.
             allowed = _SMALL_FLOATS if unit is None and _is_floating(var.aval) else -1
@@ -570,48 +586,6 @@ def _origin(steps: Sequence[_Step]) -> str:
             return origin
     if any(name.startswith("random_") for name in names):
         return "random"
+    if not names:
+        return "value"
     return "fill" if names <= {"broadcast_in_dim", "convert_element_type"} else "init"
-
-
-_TRACE_ERRORS = (
-    jax.errors.ConcretizationTypeError,  # TracerBoolConversionError among others
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.UnexpectedTracerError,
-)
-_MENDS = (
-    (jax.errors.TracerArrayConversionError, "use jax.numpy instead of NumPy on arrays that depend on the arguments"),
-    (jax.errors.TracerBoolConversionError, "branch on static values, or use jax.lax.cond or jnp.where"),
-    (jax.errors.TracerIntegerConversionError, "pass what is used as an index or a shape as a Python int"),
-    (jax.errors.NonConcreteBooleanIndexError, "use jnp.where instead of a boolean mask that depends on the arguments"),
-    (jax.errors.UnexpectedTracerError, "return arrays instead of storing them in globals or outer objects"),
-)
-
-
-def _trace_error(error: Exception) -> TraceError:
-    mend = next((text for kind, text in _MENDS if isinstance(error, kind)), None)
-    mend = mend or "pass what decides shapes or branches as Python values, which stay static, not as arrays"
-    reason = str(error).strip().splitlines()[0]
-    return TraceError(
-        f"{_user_line(error.__traceback__)} needs the value of an array, and tracing has only its shape and dtype: "
-        f"{mend}. JAX says: {type(error).__name__}: {reason}"
-    )
-
-
-def _user_line(trace: TracebackType | None) -> str:
-    """The innermost line outside libraries, as `file.py:12 in init: 'source'`."""
-    own = os.path.dirname(os.path.abspath(__file__))
-    roots = [own]
-    for library in ("jax", "jaxlib", "numpy", "flax", "lazymodel_flax"):
-        file = getattr(sys.modules.get(library), "__file__", None)
-        if file:
-            roots.append(os.path.dirname(os.path.abspath(file)))
-    standard = os.path.dirname(os.path.abspath(os.__file__))
-    for frame in reversed(traceback.extract_tb(trace)):
-        path = os.path.abspath(frame.filename)
-        library = any(path.startswith(root + os.sep) for root in roots)
-        standard_module = path.startswith(standard + os.sep) and "site-packages" not in path
-        if not library and not standard_module and not frame.filename.startswith("<"):
-            return f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()!r}"
-    return "the init function"

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from lazymodel import AbstractModel
-from lazymodel._trace import path_text, trace_function
+from lazymodel._trace import known_value, path_text, trace_function
 
 
 def matches(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -145,10 +145,10 @@ def _advance(given: tuple[Any, ...], model: AbstractModel) -> None:
     leaves, treedef = jax.tree.flatten(state)
     # Only counts: keys do not change, and other state is not known before it is materialized.
     known = [
-        jax.numpy.asarray(model.sources[path], leaf.dtype) if path in model.sources and leaf.shape == () else leaf
-        for path, leaf in zip(after, leaves, strict=True)
+        known_value(model, path) if leaf.dtype == np.uint32 else None for path, leaf in zip(after, leaves, strict=True)
     ]
-    nnx.update(given, jax.tree.unflatten(treedef, known))
+    updated = [leaf if value is None else jax.numpy.asarray(value) for value, leaf in zip(known, leaves, strict=True)]
+    nnx.update(given, jax.tree.unflatten(treedef, updated))
 
 
 def _as_module(model: AbstractModel, built: _Built) -> AbstractModel:

@@ -36,13 +36,15 @@ class KerasAdapter:
         if (getattr(function, "__module__", None) or "").split(".")[0] in ("keras", "keras_hub"):
             return True
         try:
-            returned = typing.get_type_hints(function).get("return")
+            returned: Any = typing.get_type_hints(function).get("return")
         except (NameError, TypeError, AttributeError):
             returned = None
-        if inspect.isclass(returned) and returned is not Any:
+        if returned != Any and inspect.isclass(returned):  # since Python 3.11 Any is a class
             return issubclass(returned, keras.layers.Layer)
         leaves = jax.tree.leaves((args, kwargs))
-        if not callable(build) or any(isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) for leaf in leaves):
+        if not callable(build) or any(
+            isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) for leaf in leaves
+        ):
             return False
         return _returns_layers(functools.partial(build, *args, **kwargs))
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ def deferred(
     on_unmatched: str = "warn",
     max_host_memory: int | str | None = None,
     progress: bool | Progress | None = None,
-) -> Iterator[None]:
+) -> Generator[None, None, None]:
     """Within the block, models are built abstractly and every variable is made directly on its devices.
 
     When a `from_preset` or `load_weights` call inside the block returns, that model is loaded and can be used; models
@@ -95,7 +95,7 @@ _hooks = _Hooks()
 
 
 @contextlib.contextmanager
-def _loads_announced() -> Iterator[None]:
+def _loads_announced() -> Generator[None, None, None]:
     _hooks.acquire()
     try:
         yield

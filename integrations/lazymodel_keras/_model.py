@@ -23,6 +23,7 @@ from lazymodel_keras._recording import RecordedVariable, Recording
 _SWEEP_NBYTES = 1 << 20
 _REPLICATED_NBYTES = 1 << 20
 
+
 class Skeleton:
     """A Keras object whose variables are abstract, and how to make another one like it.
 
@@ -49,7 +50,7 @@ class Skeleton:
         return skeleton.result
 
     def _another(self) -> Skeleton:
-        """The same object built anew; the seeds it draws are given back, since the values it would have are not used."""
+        """The same object built anew; the seeds it draws are given back, since its own values are not used."""
         if self._build is None:
             raise AssertionError("only models built by a function are filled more than once")
         with _upstream.undone_draws():
@@ -168,7 +169,7 @@ def _with_layout(abstract: AbstractVariable, variable: Any, distribution: Any) -
         return abstract
     layout = distribution.get_variable_layout(variable)
     sharding = getattr(layout, "backend_layout", layout)
-    if isinstance(sharding, jax.sharding.NamedSharding):
+    if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.Mesh):
         check_spec(abstract, sharding.spec, sharding.mesh)
     return dataclasses.replace(abstract, sharding=sharding)
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import keras
@@ -107,7 +107,7 @@ class Recording:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
         # A global seed generator that was first needed in here belongs to the process, not to the model.
-        state = _upstream.global_seed_state()
+        state: Any = _upstream.global_seed_state()
         recorded = None if state is None else self.recorded.get(id(state))
         if recorded is not None:
             self.forget(state)
@@ -133,7 +133,7 @@ class Recording:
 
     def _assign(self, recorded: RecordedVariable, value: Any) -> Any:
         """What `variable.assign` does while the variable is abstract."""
-        variable = recorded.reference()
+        variable: Any = recorded.reference()
         if _upstream.current_scope() is not self.scope:
             return type(variable).assign(variable, value)  # Keras is tracing: the value belongs to the nested scope
         if isinstance(value, keras.Variable):
@@ -172,7 +172,9 @@ def active() -> Recording | None:
     return getattr(_thread, "recording", None)
 
 
-def _initialize_variable(original: Any, self: Any, initializer: Any, shape: Any = None, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+def _initialize_variable(
+    original: Any, self: Any, initializer: Any, shape: Any = None, dtype: Any = None, *args: Any, **kwargs: Any
+) -> None:
     """`keras.Variable.__init__` while recordings run in some thread."""
     recording = active()
     if recording is None or _upstream.current_scope() is not recording.scope:
@@ -183,7 +185,11 @@ def _initialize_variable(original: Any, self: Any, initializer: Any, shape: Any 
     if not callable(initializer) and not isinstance(initializer, str):
         # Keras refuses to create a variable from an array in a StatelessScope; an initializer that returns it is fine.
         value = initializer.value if isinstance(initializer, keras.Variable) else initializer
-        array = value if hasattr(value, "shape") and hasattr(value, "dtype") else self._convert_to_tensor(value, dtype=dtype)
+        array = (
+            value
+            if hasattr(value, "shape") and hasattr(value, "dtype")
+            else self._convert_to_tensor(value, dtype=dtype)
+        )
         initializer, shape = GivenValue(array), tuple(array.shape)
         dtype = keras.backend.standardize_dtype(array.dtype) if dtype is None else dtype
     original(self, initializer, shape, dtype, *args, **kwargs)
@@ -223,7 +229,7 @@ _patches = _Patches()
 
 
 @contextlib.contextmanager
-def _patched() -> Iterator[None]:
+def _patched() -> Generator[None, None, None]:
     _patches.acquire()
     try:
         yield

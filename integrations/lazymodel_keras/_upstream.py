@@ -9,7 +9,7 @@ import contextlib
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import keras
@@ -47,14 +47,14 @@ def set_pending_variables(variables: list[Any] | None) -> None:
     global_state.set_global_attribute(_PENDING, variables)
 
 
-def global_seed_state() -> Any | None:
+def global_seed_state() -> Any:
     """The state variable of Keras' global seed generator, or None while there is no such generator."""
     generator = global_state.get_global_attribute(_GLOBAL_SEED)
     return None if generator is None else generator.state
 
 
 @contextlib.contextmanager
-def undone_draws() -> Iterator[None]:
+def undone_draws() -> Generator[None, None, None]:
     """Undoes what building takes from process-wide sources: automatic names, and seeds from Python's generator.
 
     For a build whose result is thrown away, so that the one that counts is named and seeded as if it were the only.

@@ -11,12 +11,11 @@ import os
 from typing import Any
 
 import jax
-import keras
 
-from lazymodel import AbstractModel, CheckpointError, LazyModelError, Progress, ShardingError, open_checkpoint
+from lazymodel import AbstractModel, CheckpointError, Progress, ShardingError, open_checkpoint
 from lazymodel._report import closest
 from lazymodel._sharding import Rules
-from lazymodel_keras._model import abstract_model, record
+from lazymodel_keras._model import abstract_model
 from lazymodel_keras._recording import Recording
 
 _LISTED = 8
@@ -139,7 +138,8 @@ def require_rules(mesh: Any, rules: Any) -> None:
 def _builtin_presets() -> list[str]:
     import keras_hub
 
-    return [*keras_hub.models.Backbone.presets, *keras_hub.models.Task.presets]
+    models: Any = keras_hub.models
+    return [*models.Backbone.presets, *models.Task.presets]
 
 
 def _check_all_used(recording: Recording, what: str) -> None:

@@ -87,8 +87,8 @@ def main() -> None:
             print(json.dumps(row))
         else:
             print(
-                f"{name:20} {m.result['parameters'] / 1e9:8.1f} billion parameters in {m.result['variables']:5} variables: "
-                f"{m.seconds:5.2f} s, +{m.peak_nbytes / 2**20:.0f} MiB"
+                f"{name:20} {m.result['parameters'] / 1e9:8.1f} billion parameters in {m.result['variables']:5} "
+                f"variables: {m.seconds:5.2f} s, +{m.peak_nbytes / 2**20:.0f} MiB"
             )
 
 

@@ -156,6 +156,7 @@ def _nnx(layers: int) -> Any:
 def _init_and_args(model: str, layers: int) -> tuple[Any, Any]:
     """A function of a key that returns the tree of arrays, and a function that builds abstractly."""
     import jax
+
     import lazymodel as lm
 
     if model == "plain":

@@ -127,7 +127,8 @@ def main() -> None:
     else:
         print(f"{nbytes / 2**30:.2f} GiB in float32 onto 8 devices, {options.runs} runs each, medians")
         for how in results:
-            print(f"  {how:6} {summary[how]['seconds']:6.2f} s   peak private memory {summary[how]['peak']:.2f} × the model")
+            seconds, peak = summary[how]["seconds"], summary[how]["peak"]
+            print(f"  {how:6} {seconds:6.2f} s   peak private memory {peak:.2f} × the model")
         print("  every value equal bit for bit")
         print(f"  ours is {summary['ratio']['seconds']:.1f} × as fast (median of pairs)")
     if options.plot:

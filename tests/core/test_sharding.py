@@ -57,7 +57,10 @@ def test_callable_rules_may_return_specs_or_shardings(mesh8: Mesh) -> None:
         ({"layers_0/kernel": P("data")}, r"'layers_0/kernel'.*no axis 'data'; its axes are 'model' \(8\)"),
         ({"layers_0/kernel": P("model", "model")}, "axis 'model' is used twice"),
         ({"layers_0/bias": P(None, "model")}, "2 entries for 1 dimensions"),
-        ({"head/kernel": P(None, "model")}, "dimension 1 of size 10 does not divide into 8 parts.*dimension 0 would divide"),
+        (
+            {"head/kernel": P(None, "model")},
+            "dimension 1 of size 10 does not divide into 8 parts.*dimension 0 would divide",
+        ),
         ({"layer_0/kernel": P("model")}, "rule 'layer_0/kernel' matches no variable; closest: 'layers_0/kernel'"),
         ({"layers_(/kernel": P("model")}, "not a regular expression"),
         ({"layers_0/kernel": "model"}, "a tuple of axis names; got 'model'"),
@@ -94,7 +97,5 @@ def test_a_mesh_is_required() -> None:
 
 
 def test_paths_made_unique_match_as_the_names_they_had(mesh8: Mesh) -> None:
-    model = {
-        path: lm.AbstractVariable(path, (8,), np.dtype("float32")) for path in ("dense/kernel", "dense/kernel#2")
-    }
+    model = {path: lm.AbstractVariable(path, (8,), np.dtype("float32")) for path in ("dense/kernel", "dense/kernel#2")}
     assert set(specs(assign(model, mesh8, {"dense/kernel": P("model")})).values()) == {P("model")}

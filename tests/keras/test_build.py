@@ -111,7 +111,9 @@ def test_embedding_with_weights() -> None:
     table = np.random.default_rng(0).standard_normal((10, 4)).astype("float32")
 
     def build() -> keras.Model:
-        return keras.Sequential([keras.layers.Input((3,), dtype="int32"), keras.layers.Embedding(10, 4, weights=[table])])
+        return keras.Sequential(
+            [keras.layers.Input((3,), dtype="int32"), keras.layers.Embedding(10, 4, weights=[table])]
+        )
 
     abstract = lm.build_abstract(build)
     assert [row.action for row in abstract.plan().rows] == ["constant"]
@@ -135,7 +137,9 @@ def test_batch_norm_rnn_dropout_and_compiled_optimizers() -> None:
     expected, found = seeded(build), seeded(lambda: lm.build_abstract(build).materialize())
     assert_same(expected, found)
     x, y = np.ones((4, 6, 4), "float32"), np.ones((4, 6, 2), "float32")
-    losses = [model.fit(x, y, batch_size=2, epochs=2, shuffle=False, verbose=0).history["loss"] for model in (expected, found)]
+    losses = [
+        model.fit(x, y, batch_size=2, epochs=2, shuffle=False, verbose=0).history["loss"] for model in (expected, found)
+    ]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
     assert int(found.optimizer.iterations.value) == 4
 

@@ -19,6 +19,7 @@ import lazymodel_keras as lk
 
 from .models import BACKBONES, assert_same, bits, save_hugging_face, save_preset, seeded
 
+
 # Every large axis of these small models divides by 8 somewhere.
 def first_that_divides(variable: lm.AbstractVariable) -> P:
     """Rules for any model: the last axis that 8 divides."""
@@ -108,7 +109,9 @@ def test_active_distribution_is_used_and_kept(tmp_path: Path) -> None:
 def test_mesh_and_rules_override_an_active_distribution(tmp_path: Path, mesh42: Mesh) -> None:
     folder = str(save_preset(tmp_path / "bert", "bert"))
     with keras.distribution.DataParallel().scope():
-        ours = lk.from_preset(BACKBONES["bert"][0], folder, mesh=mesh42, rules={".*embeddings": P(None, "batch"), ".*": P()})
+        ours = lk.from_preset(
+            BACKBONES["bert"][0], folder, mesh=mesh42, rules={".*embeddings": P(None, "batch"), ".*": P()}
+        )
         assert ours.token_embedding.embeddings.value.sharding.spec == P(None, "batch")
         replicated = lk.from_preset(BACKBONES["bert"][0], folder)
     assert all(len(v.value.sharding.device_set) == 8 for v in replicated.weights)
@@ -128,9 +131,7 @@ def test_task_with_tokenizer_from_hugging_face(minilm: str, mesh8: Mesh) -> None
 def test_text_classifier_with_tokenizer_and_a_new_head(minilm: str, mesh8: Mesh) -> None:
     cls = keras_hub.models.TextClassifier
     stock = seeded(lambda: cls.from_preset(minilm, num_classes=3))
-    abstract = seeded(
-        lambda: lk.abstract_from_preset(cls, minilm, num_classes=3, mesh=mesh8, rules=first_that_divides)
-    )
+    abstract = seeded(lambda: lk.abstract_from_preset(cls, minilm, num_classes=3, mesh=mesh8, rules=first_that_divides))
     actions = {row.path: row.action for row in abstract.plan().rows}
     assert actions["logits/kernel"] == "initialize"
     assert actions["pooled_dense/kernel"] == "load"
@@ -188,7 +189,12 @@ def test_causal_lm_generates_the_same(tmp_path: Path, mesh8: Mesh) -> None:
 def test_the_result_is_an_ordinary_model(tmp_path: Path, mesh8: Mesh) -> None:
     folder = str(save_preset(tmp_path / "bert", "bert"))
     model = lk.from_preset(
-        keras_hub.models.BertTextClassifier, folder, num_classes=2, preprocessor=None, mesh=mesh8, rules=first_that_divides
+        keras_hub.models.BertTextClassifier,
+        folder,
+        num_classes=2,
+        preprocessor=None,
+        mesh=mesh8,
+        rules=first_that_divides,
     )
     kernel = model.backbone.get_layer("pooled_dense").kernel
     sharding = kernel.value.sharding
@@ -232,7 +238,9 @@ def test_no_device_holds_more_than_its_shard_and_nothing_is_drawn_in_vain(
     draws: list[Any] = []
     for name in ("normal", "uniform", "truncated_normal"):
         original = getattr(jax.random, name)
-        monkeypatch.setattr(jax.random, name, lambda *a, _original=original, **k: (draws.append(a), _original(*a, **k))[1])
+        monkeypatch.setattr(
+            jax.random, name, lambda *a, _original=original, **k: (draws.append(a), _original(*a, **k))[1]
+        )
 
     abstract = lk.abstract_from_preset(cls, folder, mesh=mesh8, rules=first_that_divides)
     watch()

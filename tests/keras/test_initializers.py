@@ -102,7 +102,10 @@ def test_seeds_share_one_program_and_configurations_do_not() -> None:
         return lambda: keras.Sequential(
             [
                 keras.layers.Input((11,)),
-                *(keras.layers.Dense(11, kernel_initializer=keras.initializers.RandomNormal(stddev=stddev)) for _ in range(count)),
+                *(
+                    keras.layers.Dense(11, kernel_initializer=keras.initializers.RandomNormal(stddev=stddev))
+                    for _ in range(count)
+                ),
             ]
         )
 

@@ -1,0 +1,60 @@
+"""Saying what an init function did that cannot be traced: the line of the user's own code, and the mend."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from types import TracebackType
+
+import jax
+
+from lazymodel._errors import TraceError
+
+_NEED_VALUES = (
+    jax.errors.ConcretizationTypeError,  # TracerBoolConversionError among others
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.UnexpectedTracerError,
+)
+_MENDS = (
+    (jax.errors.TracerArrayConversionError, "use jax.numpy instead of NumPy on arrays that depend on the arguments"),
+    (jax.errors.TracerBoolConversionError, "branch on static values, or use jax.lax.cond or jnp.where"),
+    (jax.errors.TracerIntegerConversionError, "pass what is used as an index or a shape as a Python int"),
+    (jax.errors.NonConcreteBooleanIndexError, "use jnp.where instead of a boolean mask that depends on the arguments"),
+    (jax.errors.UnexpectedTracerError, "return arrays instead of storing them in globals or outer objects"),
+)
+
+
+def explain(error: Exception) -> TraceError | None:
+    """What to tell the user about an error raised while tracing; None when it is not about tracing."""
+    # JAX reports a traced shape as a plain TypeError.
+    about_shapes = isinstance(error, TypeError) and ("concrete values" in str(error) or "Tracer" in str(error))
+    if not about_shapes and not isinstance(error, _NEED_VALUES):
+        return None
+    mend = next((text for kind, text in _MENDS if isinstance(error, kind)), None)
+    mend = mend or "pass what decides shapes or branches as Python values, which stay static, not as arrays"
+    reason = str(error).strip().splitlines()[0]
+    return TraceError(
+        f"{_user_line(error.__traceback__)} needs the value of an array, and tracing has only its shape and dtype: "
+        f"{mend}. JAX says: {type(error).__name__}: {reason}"
+    )
+
+
+def _user_line(trace: TracebackType | None) -> str:
+    """The innermost line outside libraries, as `file.py:12 in init: 'source'`."""
+    own = os.path.dirname(os.path.abspath(__file__))
+    roots = [own]
+    for library in ("jax", "jaxlib", "numpy", "flax", "lazymodel_flax"):
+        file = getattr(sys.modules.get(library), "__file__", None)
+        if file:
+            roots.append(os.path.dirname(os.path.abspath(file)))
+    standard = os.path.dirname(os.path.abspath(os.__file__))
+    for frame in reversed(traceback.extract_tb(trace)):
+        path = os.path.abspath(frame.filename)
+        library = any(path.startswith(root + os.sep) for root in roots)
+        standard_module = path.startswith(standard + os.sep) and "site-packages" not in path
+        if not library and not standard_module and not frame.filename.startswith("<"):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()!r}"
+    return "the init function"
