@@ -171,7 +171,7 @@ def _lookup(
             name = rule_path(path)
             found = [pattern for pattern, regex in patterns.items() if regex.fullmatch(name)]
             alive.update(found)
-            if lenient and name in table:
+            if lenient and name in patterns:
                 found = [name]
             if lenient and len(found) > 1:
                 raise ShardingError(

@@ -16,6 +16,8 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
+ROOT = Path(__file__).parent.parent
+
 # Folder under tests/ → the modules that its tests import at the top.
 _NEEDS = {"keras": ("keras", "keras_hub"), "flax": ("flax",)}
 
@@ -29,6 +31,11 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
                     pytest.skip(
                         f"{module} is not installed: pip install 'lazymodel[{folder}]'", allow_module_level=True
                     )
+
+
+def child_environment() -> dict[str, str]:
+    """The environment for scripts that tests run: JAX's devices are the script's own business."""
+    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
 
 
 def _mesh(shape: tuple[int, ...], axes: tuple[str, ...]) -> jax.sharding.Mesh:

@@ -107,8 +107,8 @@ class Recording:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
         # A global seed generator that was first needed in here belongs to the process, not to the model.
-        state: Any = _upstream.global_seed_state()
-        recorded = None if state is None else self.recorded.get(id(state))
+        state = _upstream.global_seed_state()
+        recorded = self.recorded.get(id(state))
         if recorded is not None:
             self.forget(state)
             state._initialize_with_initializer(recorded.initializer)
