@@ -164,7 +164,7 @@ def test_plan_predicts_what_is_materialized(tmp_path: Path, mesh8: Mesh) -> None
     assert actions["layers/2/kernel"] == "initialize"
     assert actions["layers/1/kernel"] == "load"
     model = abstract.materialize(lm.open_checkpoint(path), initialize="missing")
-    held = {device: 0 for device in mesh8.devices.flat}
+    held = dict.fromkeys(mesh8.devices.flat, 0)
     for array in jax.tree.leaves(model):
         for shard in array.addressable_shards:
             held[shard.device] += shard.data.nbytes

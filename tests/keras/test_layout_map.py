@@ -1,4 +1,4 @@
-"""Keras' own sharding objects as rules: `LayoutMap`, `DeviceMesh`, and what an active distribution leaves replicated."""
+"""Keras' own sharding objects as rules: `LayoutMap`, `DeviceMesh`, and an active distribution."""
 
 from __future__ import annotations
 
