@@ -160,7 +160,7 @@ def plot(results: dict[str, list[Measurement]], nbytes: int, file: str) -> None:
     axes.set(xlabel="seconds", ylabel="private memory / model", ylim=(0, None))
     axes.set_xlim(0, max(m.seconds for m in results["stock"]) * 1.25)
     axes.set_title(f"Loading a {nbytes / 2**30:.2f} GiB Gemma preset onto 8 devices", fontsize=10)
-    axes.legend(loc="upper right", frameon=False)
+    axes.legend(loc="lower right", frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(file, metadata={"Date": None} if file.endswith(".svg") else None)

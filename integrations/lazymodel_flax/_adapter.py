@@ -1,0 +1,32 @@
+"""The adapter that `lazymodel.build_abstract` finds for Flax: which of its two interfaces a build belongs to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lazymodel import AbstractModel
+from lazymodel_flax import linen, nnx
+
+
+class FlaxAdapter:
+    """Recognizes NNX classes and factories, and Linen modules."""
+
+    def matches(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether `build` is a Linen module, an NNX class, or a function, which may return an NNX module.
+
+        What a function returns is known only once it is traced. A function that returns no NNX module is traced as
+        the core would trace it, so matching it costs nothing.
+        """
+        return linen.matches(build) or nnx.matches(build, args, kwargs)
+
+    def build_abstract(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractModel:
+        """Builds it abstractly; see `linen.build_abstract` and `nnx.build_abstract`.
+
+        Raises:
+            TraceError: Building needs a value that tracing does not have.
+        """
+        module = linen if linen.matches(build) else nnx
+        return module.build_abstract(build, args, kwargs)
+
+
+adapter = FlaxAdapter()
