@@ -51,7 +51,7 @@ class KerasAdapter:
     def build_abstract(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractModel:
         """Runs `build(*args, **kwargs)` with every variable left abstract."""
         name = getattr(build, "__qualname__", type(build).__name__)
-        return hub.abstract_build(functools.partial(build, *args, **kwargs), what=name)
+        return hub.abstract_build(functools.partial(build, *args, **kwargs), what=name, loads=False)
 
 
 def _returns_layers(build: Any) -> bool:

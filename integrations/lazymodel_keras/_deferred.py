@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -15,7 +14,7 @@ import keras
 from lazymodel import Progress
 from lazymodel._sharding import Rules
 from lazymodel_keras._model import Skeleton, from_skeleton
-from lazymodel_keras._recording import Recording, replace
+from lazymodel_keras._recording import Recording, SharedPatches, active, replace
 
 
 @contextlib.contextmanager
@@ -59,48 +58,21 @@ def deferred(
 
     with Recording() as recording:
         recording.on_loaded = functools.partial(materialize, recording, only_own=True)
-        with _loads_announced():
+        with _hooks.needed():
             yield
     materialize(recording, None, only_own=False)
 
 
-class _Hooks:
-    """Wraps the functions that load weights, while at least one block is open in any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._undo = contextlib.ExitStack()
-
-    def acquire(self) -> None:
-        with self._lock:
-            if self._users == 0:
-                self._undo = contextlib.ExitStack()
-                replace(self._undo, keras.Model, "load_weights", _announcing_method(vars(keras.Model)["load_weights"]))
-                if "keras_hub" in sys.modules:
-                    models = sys.modules["keras_hub"].models
-                    for cls in (models.Backbone, models.Task):
-                        function = vars(cls)["from_preset"].__func__
-                        replace(self._undo, cls, "from_preset", classmethod(_announcing(function)))
-            self._users += 1
-
-    def release(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._undo.close()
+def _install(undo: contextlib.ExitStack) -> None:
+    """Wraps the functions that load weights."""
+    replace(undo, keras.Model, "load_weights", _announcing_method(vars(keras.Model)["load_weights"]))
+    if "keras_hub" in sys.modules:
+        models = sys.modules["keras_hub"].models
+        for cls in (models.Backbone, models.Task):
+            replace(undo, cls, "from_preset", classmethod(_announcing(vars(cls)["from_preset"].__func__)))
 
 
-_hooks = _Hooks()
-
-
-@contextlib.contextmanager
-def _loads_announced() -> Generator[None, None, None]:
-    _hooks.acquire()
-    try:
-        yield
-    finally:
-        _hooks.release()
+_hooks = SharedPatches(_install)
 
 
 def _announcing(function: Callable[..., Any], *, loaded: Callable[..., Any] = lambda args, result: result) -> Any:
@@ -108,8 +80,6 @@ def _announcing(function: Callable[..., Any], *, loaded: Callable[..., Any] = la
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        from lazymodel_keras._recording import active
-
         recording = active()
         if recording is None or recording.on_loaded is None or recording.loading:
             return function(*args, **kwargs)

@@ -49,6 +49,18 @@ class RecordedVariable:
     value: Any = None
 
 
+@dataclasses.dataclass(frozen=True)
+class OpenedFile:
+    """A weight file and the names of the tensors that were asked for."""
+
+    tensors: Any
+    asked: set[str] = dataclasses.field(default_factory=set[str])
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        self.asked.add(name)
+        return self.tensors[name]
+
+
 class _RecordingScope(keras.StatelessScope):
     """A StatelessScope in which variables that have a value behave as if there were no scope."""
 
@@ -64,7 +76,7 @@ class _RecordingScope(keras.StatelessScope):
     def get_current_value(self, variable: Any) -> Any:
         # Some models read a variable while they build (DINOv2 interpolates its position embeddings).
         recorded = self._recording.recorded.get(id(variable))
-        if recorded is None or recorded.value is None:
+        if recorded is None or recorded.reference() is not variable or recorded.value is None:
             return None
         return keras.ops.convert_to_tensor(np.asarray(recorded.value), dtype=variable._dtype)
 
@@ -74,7 +86,7 @@ class Recording:
 
     Attributes:
         recorded: What was recorded, by `id` of the variable, in order of creation.
-        files: The weight files that were opened, and the names of the tensors that were asked for.
+        files: The weight files that were opened, by path.
         problems: Assignments that did not fit their variable.
         on_loaded: Called with an object whose weights were just loaded, where that is wanted at once.
         loading: Whether a call that loads weights is running; only the outermost one counts.
@@ -82,7 +94,7 @@ class Recording:
 
     def __init__(self) -> None:
         self.recorded: dict[int, RecordedVariable] = {}
-        self.files: dict[str, set[str]] = {}
+        self.files: dict[str, OpenedFile] = {}
         self.problems: list[tuple[RecordedVariable, CheckpointError]] = []
         self.on_loaded: Callable[[Any], None] | None = None
         self.loading = False
@@ -94,7 +106,7 @@ class Recording:
         if active() is not None:
             raise LazyModelError("models are already being built abstractly here; leave the outer block first")
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_patched())
+            stack.enter_context(_patches.needed())
             pending = _upstream.pending_variables()
             _upstream.set_pending_variables([])
             stack.callback(_upstream.set_pending_variables, pending)
@@ -121,6 +133,16 @@ class Recording:
             variable = recorded.reference()
             if variable is not None and variable._value is None:
                 yield variable, recorded
+
+    def open(self, path: str, opener: Callable[[str], Any]) -> OpenedFile:
+        """The weight file at a path, opened once: every tensor that is handed out reads through one descriptor.
+
+        Raises:
+            CheckpointError: It is missing, truncated, a Git LFS pointer, …
+        """
+        if path not in self.files:
+            self.files[path] = OpenedFile(opener(path))
+        return self.files[path]
 
     def add(self, variable: Any, initializer: Any) -> None:
         """Notes a variable that was just created without a value."""
@@ -196,51 +218,51 @@ def _initialize_variable(
     recording.add(self, self._initializer)
 
 
-class _Patches:
-    """The patches, installed while at least one recording runs in any thread; each acts in recording threads only."""
+class SharedPatches:
+    """Patches that are installed while at least one thread needs them; each has to act in those threads only."""
 
-    def __init__(self) -> None:
+    def __init__(self, install: Callable[[contextlib.ExitStack], None]) -> None:
+        self._install = install
         self._lock = threading.Lock()
         self._users = 0
         self._undo = contextlib.ExitStack()
 
-    def acquire(self) -> None:
+    @contextlib.contextmanager
+    def needed(self) -> Generator[None, None, None]:
+        """Keeps the patches installed for a while."""
         with self._lock:
             if self._users == 0:
-                self._undo = contextlib.ExitStack()
-                original = _upstream.VariableBase.__init__
-
-                @functools.wraps(original)
-                def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
-                    _initialize_variable(original, self, *args, **kwargs)
-
-                replace(self._undo, _upstream.VariableBase, "__init__", initialize)
-                _weight_files.patch(self._undo, active)
+                with contextlib.ExitStack() as undo:
+                    self._install(undo)
+                    self._undo = undo.pop_all()
             self._users += 1
-
-    def release(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._undo.close()
-
-
-_patches = _Patches()
-
-
-@contextlib.contextmanager
-def _patched() -> Generator[None, None, None]:
-    _patches.acquire()
-    try:
-        yield
-    finally:
-        _patches.release()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    self._undo.close()
 
 
 def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
     """Sets an attribute until `undo` closes."""
     undo.callback(setattr, owner, name, vars(owner)[name])
     setattr(owner, name, value)
+
+
+def _install(undo: contextlib.ExitStack) -> None:
+    original = _upstream.VariableBase.__init__
+
+    @functools.wraps(original)
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        _initialize_variable(original, self, *args, **kwargs)
+
+    replace(undo, _upstream.VariableBase, "__init__", initialize)
+    _weight_files.patch(undo, active)
+
+
+_patches = SharedPatches(_install)
 
 
 def _require_supported_keras() -> None:

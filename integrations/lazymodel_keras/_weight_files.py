@@ -13,16 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 from lazymodel import CheckpointError, LazyTensor, open_checkpoint
-from lazymodel.checkpoints import SafetensorsFile, lazy_dataset
+from lazymodel.checkpoints import SafetensorsFile
 from lazymodel_keras import _upstream
 
 
 class LazySafeOpen:
     """What `safetensors.safe_open(path, framework="np")` returns, with lazy tensors."""
 
-    def __init__(self, path: str, asked: set[str]) -> None:
-        self._file = SafetensorsFile(path)
-        self._asked = asked
+    def __init__(self, file: Any) -> None:
+        self._file = file
 
     def __enter__(self) -> LazySafeOpen:
         return self
@@ -32,7 +31,7 @@ class LazySafeOpen:
 
     def keys(self) -> list[str]:
         """The names of the tensors."""
-        return list(self._file.keys())
+        return list(self._file.tensors.keys())
 
     def offset_keys(self) -> list[str]:
         """The names of the tensors; safetensors orders them by offset."""
@@ -40,14 +39,13 @@ class LazySafeOpen:
 
     def metadata(self) -> dict[str, str]:
         """The file's own metadata."""
-        return dict(self._file.metadata)
+        return dict(self._file.tensors.metadata)
 
     def get_tensor(self, name: str) -> LazyTensor:
         """The tensor, unread."""
-        if name not in self._file:
+        if name not in self._file.tensors:
             # As safetensors does: converters probe for names and catch this.
-            raise CheckpointError(f"{self._file.path} has no tensor {name!r}")
-        self._asked.add(name)
+            raise CheckpointError(f"{self._file.tensors.path} has no tensor {name!r}")
         return self._file[name]
 
     # A slice of a lazy tensor is a lazy tensor.
@@ -65,30 +63,27 @@ def patch(undo: contextlib.ExitStack, active: Callable[[], Any]) -> None:
         recording = active()
         if recording is None or self.mode != "r":
             return original_getitem(self, key)
-        dataset = self._h5_entry_group[key]
-        name = dataset.name.lstrip("/")
-        if self.archive is not None:
-            # An archive is read in place; one that was compressed again afterwards is read the stock way.
-            with contextlib.suppress(CheckpointError):
-                return open_checkpoint(self.archive.filename)[name]
-            return original_getitem(self, key)
-        path = os.fsdecode(self.h5_file.filename)
-        if not os.path.exists(path):
-            return original_getitem(self, key)  # a file held in memory
-        recording.files.setdefault(path, set()).add(name)
-        return lazy_dataset(dataset, file=path)
+        name = self._h5_entry_group[key].name.lstrip("/")
+        if self.archive is None:
+            path = os.fsdecode(self.h5_file.filename)
+            # What is no file on disk is held in memory.
+            return recording.files[path][name] if path in recording.files else original_getitem(self, key)
+        # An archive is read in place; one that was compressed again afterwards is read the stock way.
+        with contextlib.suppress(CheckpointError):
+            return recording.open(os.fspath(self.archive.filename), open_checkpoint)[name]
+        return original_getitem(self, key)
 
     def get_h5_file(self: Any, path_or_io: Any, mode: str | None = None) -> Any:
         recording = active()
-        if recording is None or (mode or self.mode) != "r" or self.archive or hasattr(path_or_io, "read"):
-            return original_open(self, path_or_io, mode)
-        try:
-            file = original_open(self, path_or_io, mode)
-        except OSError as error:
-            open_checkpoint(path_or_io)  # says what is wrong with the file: missing, truncated, an LFS pointer
-            raise CheckpointError(f"{path_or_io}: cannot be opened as HDF5: {error}") from error
-        recording.files.setdefault(str(path_or_io), set())
-        return file
+        if (
+            recording is not None
+            and (mode or self.mode) == "r"
+            and not self.archive
+            and not hasattr(path_or_io, "read")
+        ):
+            # Checked by our own reader first, whose errors say what is wrong with the file.
+            recording.open(os.fspath(path_or_io), open_checkpoint)
+        return original_open(self, path_or_io, mode)
 
     replace(undo, store, "__getitem__", getitem)
     replace(undo, store, "_get_h5_file", get_h5_file)
@@ -103,8 +98,7 @@ def patch(undo: contextlib.ExitStack, active: Callable[[], Any]) -> None:
         recording = active()
         if recording is None:
             return original_safe_open(filename, *args, **kwargs)
-        path = os.fspath(filename)
-        return LazySafeOpen(path, recording.files.setdefault(path, set()))
+        return LazySafeOpen(recording.open(os.fspath(filename), SafetensorsFile))
 
     for module in _upstream.modules_with_safe_open(original_safe_open):
         replace(undo, module, "safe_open", safe_open)

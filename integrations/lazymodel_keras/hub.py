@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from lazymodel import AbstractModel, CheckpointError, Progress, ShardingError, open_checkpoint
+from lazymodel import AbstractModel, CheckpointError, Progress, ShardingError
 from lazymodel._report import closest
 from lazymodel._sharding import Rules
 from lazymodel_keras._model import abstract_model
@@ -78,12 +78,19 @@ def abstract_from_preset(
     require_rules(mesh, rules)
     check_preset(preset)
     build = functools.partial(cls.from_preset, preset, load_weights, **kwargs)
-    abstract = abstract_build(build, what=f"{cls.__name__}.from_preset({preset!r})", strict=strict)
+    abstract = abstract_build(build, what=f"{cls.__name__}.from_preset({preset!r})", loads=True, strict=strict)
     return abstract if mesh is None else abstract.shard(mesh, rules, on_unmatched=on_unmatched)  # pyright: ignore[reportArgumentType]
 
 
-def abstract_build(build: Any, *, what: str, strict: bool = True) -> AbstractModel:
-    """Runs something that builds and loads a model; failures to load become one `CheckpointError`.
+def abstract_build(build: Any, *, what: str, loads: bool, strict: bool = True) -> AbstractModel:
+    """Runs something that builds a model; failures to load it become one `CheckpointError`.
+
+    Args:
+        build: Called without arguments.
+        what: What it does, for messages.
+        loads: Whether loading is all it is for; if not, only what fails once a weight file was opened is a failure to
+            load, and other errors are the user's own.
+        strict: As in `from_preset`.
 
     Raises:
         CheckpointError: As `from_preset`.
@@ -93,6 +100,8 @@ def abstract_build(build: Any, *, what: str, strict: bool = True) -> AbstractMod
         with recording:
             result = build()
     except (ValueError, KeyError, OSError) as error:
+        if not loads and not recording.files:
+            raise
         problems = recording.unresolved_problems()
         if problems:
             more = f" ({len(problems)} tensors do not match)" if len(problems) > 1 else ""
@@ -147,10 +156,10 @@ def _check_all_used(recording: Recording, what: str) -> None:
 
     Converters of other formats choose what they take, so only Keras' own files are held to this.
     """
-    for path, asked in recording.files.items():
+    for path, file in recording.files.items():
         if not path.endswith(".weights.h5"):
             continue
-        unused = [name for name in open_checkpoint(path) if name not in asked and not name.startswith("optimizer/")]
+        unused = [name for name in file.tensors if name not in file.asked and not name.startswith("optimizer/")]
         if unused:
             listed = ", ".join(unused[:_LISTED]) + (", …" if len(unused) > _LISTED else "")
             raise CheckpointError(

@@ -1,7 +1,7 @@
 """Checkpoint files as mappings from tensor name to `LazyTensor`; `open_checkpoint` finds out the format."""
 
 from lazymodel.checkpoints._checkpoint import Checkpoint, open_checkpoint
-from lazymodel.checkpoints._hdf5 import Hdf5Checkpoint, lazy_dataset
+from lazymodel.checkpoints._hdf5 import Hdf5Checkpoint
 from lazymodel.checkpoints._safetensors import SafetensorsCheckpoint, SafetensorsFile
 
 __all__ = [
@@ -9,6 +9,5 @@ __all__ = [
     "Hdf5Checkpoint",
     "SafetensorsCheckpoint",
     "SafetensorsFile",
-    "lazy_dataset",
     "open_checkpoint",
 ]

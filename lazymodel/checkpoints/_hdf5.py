@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import threading
 import zipfile
 from pathlib import Path
@@ -138,25 +137,8 @@ class DatasetLeaf(Leaf):
         assign(out, values if self._bits == self.dtype else values.view(self.dtype), steps)
 
 
-def lazy_dataset(dataset: Any, *, file: str, base_offset: int = 0) -> LazyTensor:
-    """An `h5py.Dataset` as a lazy tensor that outlives the `h5py.File` it came from.
-
-    A `uint16` or opaque 2-byte dataset with the attribute `dtype="bfloat16"` is bfloat16: so Keras stores it.
-
-    Args:
-        dataset: The dataset, still open.
-        file: Path of the file it is in, or of the archive around that.
-        base_offset: Byte of `file` at which the HDF5 file begins: not 0 in an archive.
-
-    Raises:
-        CheckpointError: The dataset is virtual or in external files, is not numeric, or declares more bytes than are
-            there.
-    """
-    size = int(dataset.file.id.get_filesize()) if base_offset else None
-    return _tensor(dataset, _H5File(os.fspath(file), base_offset, size))
-
-
 def _tensor(dataset: Any, file: _H5File) -> LazyTensor:
+    """A dataset as a tensor. Keras stores bfloat16 as 2-byte values marked `dtype="bfloat16"`."""
     h5py = _h5py()
     name = dataset.name.lstrip("/")
     path = file.source.path
@@ -369,4 +351,4 @@ def _walk(file: _H5File) -> list[str]:
     return names
 
 
-__all__ = ("DatasetLeaf", "Hdf5Checkpoint", "lazy_dataset", "open_archive", "open_hdf5", "open_sharded_hdf5")
+__all__ = ("DatasetLeaf", "Hdf5Checkpoint", "open_archive", "open_hdf5", "open_sharded_hdf5")

@@ -9,7 +9,7 @@ import pytest
 
 from lazymodel._errors import CheckpointError
 from lazymodel._lazy_tensor import FileLeaf
-from lazymodel.checkpoints import lazy_dataset, open_checkpoint
+from lazymodel.checkpoints import open_checkpoint
 from lazymodel.checkpoints._hdf5 import DatasetLeaf
 
 h5py = pytest.importorskip("h5py")
@@ -102,13 +102,14 @@ def test_user_blocks_shift_offsets(path):
     np.testing.assert_array_equal(tensor.read(), array)
 
 
-def test_lazy_dataset_outlives_its_file(path):
+def test_tensors_outlive_their_checkpoint(path):
     array = numbers((4, 6))
     with h5py.File(path, "w") as file:
         file.create_dataset("g/w", data=array)
         file.create_dataset("g/c", data=array, chunks=(2, 3))
-    with h5py.File(path) as file:
-        tensors = [lazy_dataset(file["g"][key], file=str(path)) for key in ("w", "c")]
+    with open_checkpoint(path) as checkpoint:
+        tensors = list(checkpoint.values())
+    del checkpoint
     for tensor in tensors:
         assert tensor.file == str(path)
         np.testing.assert_array_equal(tensor[1:3].read(), array[1:3])
@@ -136,18 +137,6 @@ def test_archives_are_read_in_place(tmp_path):
             np.testing.assert_array_equal(tensor[:, 2].read(), array[:, 2])
         assert isinstance(checkpoint["layers/dense/vars/0"].leaf, FileLeaf)
         assert checkpoint.files == [str(path)]
-
-
-def test_lazy_dataset_in_an_archive(tmp_path):
-    path = tmp_path / "model.keras"
-    array = keras_archive(path)
-    with zipfile.ZipFile(path) as archive:
-        info = archive.getinfo("model.weights.h5")
-        with archive.open(info) as member, h5py.File(member) as file:
-            base = info.header_offset + 30 + len("model.weights.h5")
-            tensors = [lazy_dataset(file[f"layers/dense/vars/{i}"], file=str(path), base_offset=base) for i in (0, 1)]
-    for tensor in tensors:
-        np.testing.assert_array_equal(tensor.read(), array)
 
 
 def test_compressed_and_broken_archives_are_refused(tmp_path):

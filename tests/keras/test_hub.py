@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,16 @@ def test_the_result_is_an_ordinary_model(tmp_path: Path, mesh8: Mesh) -> None:
     np.testing.assert_array_equal(bits(again.get_layer("pooled_dense").kernel), bits(kernel))
     model.backbone.load_weights(str(tmp_path / "bert" / "model.weights.h5"))
     assert kernel.value.sharding.is_equivalent_to(sharding, 2)
+
+
+def test_one_descriptor_serves_a_whole_file(tmp_path: Path) -> None:
+    folder = str(save_preset(tmp_path / "gemma", "gemma"))
+    before = len(os.listdir("/proc/self/fd"))
+    abstract = lk.abstract_from_preset(BACKBONES["gemma"][0], folder)
+    assert len(abstract.sources) > 20
+    model = abstract.materialize()
+    assert len(os.listdir("/proc/self/fd")) <= before + 2  # the stream's, and the HDF5 library's
+    del abstract, model
 
 
 def test_no_device_holds_more_than_its_shard_and_nothing_is_drawn_in_vain(
