@@ -175,7 +175,7 @@ class Recording:
 
     def unresolved_problems(self) -> list[CheckpointError]:
         """Mismatches that no later assignment made good; Keras' loader tries several ways, and some may fail."""
-        return [error for recorded, error in self.problems if recorded.value is None]
+        return list({id(recorded): error for recorded, error in self.problems if recorded.value is None}.values())
 
     def forget(self, variable: Any) -> None:
         """Takes a variable out of the recording: from now on it is an ordinary Keras variable."""

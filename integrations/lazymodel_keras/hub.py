@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 import jax
+import keras
 
 from lazymodel import AbstractModel, CheckpointError, Progress, ShardingError
 from lazymodel._report import closest
@@ -106,8 +107,19 @@ def abstract_build(build: Any, *, what: str, loads: bool, strict: bool = True) -
         if problems:
             more = f" ({len(problems)} tensors do not match)" if len(problems) > 1 else ""
             raise CheckpointError(f"{what}: {problems[0]}{more}") from error
-        files = ", ".join(recording.files) or "no weight file was opened"
-        raise CheckpointError(f"{what} failed ({files}): {error}") from error
+        files = ", ".join(recording.files)
+        if "could not be loaded" in str(error):  # Keras' loader, which goes on to the end before it raises
+            lacking = [
+                variable.path
+                for variable, recorded in recording.variables()
+                if recorded.value is None and keras.backend.is_float_dtype(variable._dtype)
+            ]
+            listed = ", ".join(lacking[:_LISTED]) + (", …" if len(lacking) > _LISTED else "")
+            raise CheckpointError(
+                f"{what}: {files} has no matching tensors for {len(lacking)} variables: {listed}; "
+                "is this the checkpoint of another configuration or version?"
+            ) from error
+        raise CheckpointError(f"{what} failed{f' ({files})' if files else ''}: {error}") from error
     if strict:
         _check_all_used(recording, what)
     return abstract_model(build, recording, result)
