@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from lazymodel._abstract import AbstractModel, AbstractVariable, Source
+from lazymodel._agreement import agreement
 from lazymodel._bytes import parse_bytes
 from lazymodel._errors import CheckpointError, LazyModelWarning
 from lazymodel._init_programs import InitRecipe, run_recipes
@@ -55,13 +56,20 @@ def materialize(
     """Makes every variable on its own devices, and the user's object from them.
 
     Nothing is handed to the user's object before every array is complete, so a failure leaves nothing half-written.
+    Where several processes share the model's devices, all of them must call this, and it fails in all or in none.
 
     Raises:
         CheckpointError: A tensor is missing (with `initialize="nothing"`), unexpected (with `strict`), of another
-            shape, or cannot be read.
+            shape, or cannot be read, in this or another process; or the processes' checkpoints have other tensors.
     """
-    choice = choose(model, checkpoint, initialize=initialize, strict=strict)
-    arrays = make_arrays(model, choice, max_host_memory=max_host_memory, progress=progress)
+    shardings = [variable.sharding for variable in model.variables.values()]
+    # Before the first program runs: one that only some processes run can wait forever for the rest.
+    with agreement(shardings) as stage:
+        choice = choose(model, checkpoint, initialize=initialize, strict=strict)
+        budget = None if max_host_memory is None else parse_bytes(max_host_memory)
+        stage.outcome = _outcome(choice)
+    with agreement(shardings):
+        arrays = make_arrays(model, choice, max_host_memory=budget, progress=progress)
     return model.rebuild(arrays)
 
 
@@ -117,7 +125,7 @@ def make_arrays(
     model: AbstractModel,
     choice: Choice,
     *,
-    max_host_memory: int | str | None = None,
+    max_host_memory: int | None = None,
     progress: bool | Progress | None = None,
 ) -> dict[str, jax.Array]:
     """Runs the init programs, then the stream; returns path to finished array.
@@ -125,7 +133,6 @@ def make_arrays(
     Init programs come first: their temporaries are spent while the devices are still empty.
     """
     shardings = device_shardings(model.variables)
-    budget = None if max_host_memory is None else parse_bytes(max_host_memory)
     arrays: dict[str, jax.Array] = {}
     bar = progress_for(progress)
     bar.start(model.nbytes, f"{model.name}: materializing {len(model)} variables")
@@ -134,13 +141,21 @@ def make_arrays(
             arrays[path] = array
             bar.advance(model[path].nbytes, path)
         items = [_stream_item(model[path], source, shardings[path]) for path, source in choice.sources.items()]
-        for path, array in stream(items, max_host_memory=budget):
+        for path, array in stream(items, max_host_memory=max_host_memory):
             arrays[path] = _as_declared(array, model[path])
             bar.advance(model[path].nbytes, path)
         jax.block_until_ready(list(arrays.values()))
     finally:
         bar.finish()
     return arrays
+
+
+def _outcome(choice: Choice) -> str:
+    """What this process is about to do, in words that differ if it differs."""
+    initialized = [path for recipe in choice.recipes for path in recipe.paths]
+    return f"load {len(choice.sources)} variables and initialize {len(initialized)}" + (
+        f": {', '.join(initialized)}" if initialized else ""
+    )
 
 
 def _match(model: AbstractModel, checkpoint: Mapping[str, Any], *, strict: bool) -> dict[str, Source]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
-from collections.abc import Callable, Generator
+import warnings
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
 import keras
+from jax.sharding import PartitionSpec
 
-from lazymodel import Progress
-from lazymodel._sharding import Rules
+from lazymodel import AbstractVariable, LazyModelWarning, Progress
+from lazymodel._sharding import Rules, rule_path
 from lazymodel_keras._model import Skeleton, from_skeleton
 from lazymodel_keras._recording import Recording, SharedPatches, active, replace
 
@@ -34,7 +37,8 @@ def deferred(
 
     Args:
         mesh: Devices for every variable; None uses the active `keras.distribution`, or one device.
-        rules: Sharding rules that go with the mesh; see `AbstractModel.shard`.
+        rules: Sharding rules that go with the mesh; see `AbstractModel.shard`. They hold for every model of the block,
+            so a pattern need not match in each; one that matched in none is warned about at the end.
         on_unmatched: As in `AbstractModel.shard`.
         max_host_memory: As in `AbstractModel.materialize`.
         progress: As in `AbstractModel.materialize`.
@@ -46,6 +50,7 @@ def deferred(
     from lazymodel_keras.hub import require_rules
 
     require_rules(mesh, rules)
+    block_rules = _BlockRules(rules) if isinstance(rules, Mapping) and not hasattr(rules, "device_mesh") else None
 
     def materialize(recording: Recording, result: Any, *, only_own: bool) -> None:
         skeleton = Skeleton(None, recording, result, only_own=only_own)
@@ -53,7 +58,7 @@ def deferred(
             return
         abstract = from_skeleton(skeleton)
         if mesh is not None:
-            abstract = abstract.shard(mesh, rules, on_unmatched=on_unmatched)  # pyright: ignore[reportArgumentType]
+            abstract = abstract.shard(mesh, block_rules or rules, on_unmatched=on_unmatched)  # pyright: ignore[reportArgumentType]
         abstract.materialize(max_host_memory=max_host_memory, progress=progress)
 
     with Recording() as recording:
@@ -61,6 +66,28 @@ def deferred(
         with _hooks.needed():
             yield
     materialize(recording, None, only_own=False)
+    if block_rules is not None and block_rules.unused:
+        listed = ", ".join(repr(pattern) for pattern in block_rules.unused)
+        warnings.warn(
+            f"no model of the block has a variable that these rules match: {listed}", LazyModelWarning, stacklevel=3
+        )
+
+
+class _BlockRules:
+    """Path rules for several models: the first pattern that matches, and which never did."""
+
+    def __init__(self, rules: Mapping[str, Any]) -> None:
+        self._rules = rules
+        self.unused = dict.fromkeys(rules)
+
+    def __call__(self, variable: AbstractVariable) -> Any:
+        found = [pattern for pattern in self._rules if re.fullmatch(pattern, rule_path(variable.path))]
+        for pattern in found:
+            self.unused.pop(pattern, None)
+        if not found:
+            return None
+        spec = self._rules[found[0]]
+        return PartitionSpec() if spec is None else spec
 
 
 def _install(undo: contextlib.ExitStack) -> None:

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 
 from lazymodel import InitRecipe
+from lazymodel._small import on_host
 from lazymodel._trace import trace_function
 from lazymodel_keras._recording import GivenValue, RecordedVariable
 
@@ -55,7 +56,7 @@ def initial_value(path: str, variable: Any, recorded: RecordedVariable) -> InitR
         return np.asarray(initializer.value)
     is_keras = isinstance(initializer, keras.initializers.Initializer)
     if not is_keras and int(np.prod(shape)) <= _EAGER_SIZE:
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        with on_host():
             return np.asarray(initializer(shape, dtype=dtype))
     seed = recorded.seed if recorded.seed is not None else getattr(initializer, "seed", None)
     if not is_keras or not isinstance(seed, int | np.ndarray):
@@ -63,12 +64,13 @@ def initial_value(path: str, variable: Any, recorded: RecordedVariable) -> InitR
     elif isinstance(seed, int):
         seed = np.asarray([seed, 0], dtype=np.uint32)
     key = _key(initializer, shape, dtype, seeded=seed is not None)
-    template = _templates.get(key)
+    template = None if key is None else _templates.get(key)
     if template is None or (seed is not None and template.seed_input is None):
         template = _make_template(initializer, shape, dtype, seed)
-        _templates[key] = template
-        while len(_templates) > _TEMPLATES:
-            _templates.popitem(last=False)
+        if key is not None:
+            _templates[key] = template
+            while len(_templates) > _TEMPLATES:
+                _templates.popitem(last=False)
     if template.recipe is None:
         assert template.constant is not None
         return template.constant
@@ -116,30 +118,24 @@ def _function(initializer: Any, shape: tuple[int, ...], dtype: str) -> Callable[
     return initialize
 
 
-def _key(initializer: Any, shape: tuple[int, ...], dtype: str, *, seeded: bool) -> Hashable:
-    """Equal keys surely mean the same function of the seed."""
+def _key(initializer: Any, shape: tuple[int, ...], dtype: str, *, seeded: bool) -> Hashable | None:
+    """Equal keys surely mean the same function of the seed. None where that cannot be told from the outside."""
     if not isinstance(initializer, keras.initializers.Initializer):
-        return (_ById(initializer), shape, dtype)
+        return None
     left_out = _SEED_ATTRIBUTES if seeded else ()
-    attributes = {name: value for name, value in vars(initializer).items() if name not in left_out}
-    return (type(initializer), _frozen(attributes), shape, dtype, bool(jax.config.jax_enable_x64))
-
-
-class _ById:
-    """Equal only to itself, and keeps its object alive, so that an `id` is never met twice."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
+    try:
+        attributes = _frozen({name: value for name, value in vars(initializer).items() if name not in left_out})
+    except TypeError:
+        return None
+    return (type(initializer), attributes, shape, dtype, bool(jax.config.read("jax_enable_x64")))
 
 
 def _frozen(value: Any) -> Hashable:
-    """A hashable form of an initializer's attributes; two forms are equal only if the attributes surely are."""
+    """A hashable form of an initializer's attributes; two forms are equal only if the attributes surely are.
+
+    Raises:
+        TypeError: An attribute is an object that only its own class could compare.
+    """
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return (type(value), value)
     if isinstance(value, tuple | list):
@@ -149,4 +145,4 @@ def _frozen(value: Any) -> Hashable:
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         array = np.asarray(value)
         return (np.ndarray, array.dtype.str, array.shape, array.tobytes())
-    return _ById(value)
+    raise TypeError(f"{type(value).__name__} cannot be compared")

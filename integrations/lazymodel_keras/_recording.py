@@ -186,6 +186,7 @@ class Recording:
             _upstream.set_pending_variables([other for other in pending if other is not variable])
 
 
+_OLDEST_KERAS = (3, 13)
 _thread = threading.local()  # like Keras' own global state
 
 
@@ -266,6 +267,12 @@ _patches = SharedPatches(_install)
 
 
 def _require_supported_keras() -> None:
+    version = tuple(int(part) for part in keras.__version__.split(".")[:2])
+    if version < _OLDEST_KERAS:
+        raise LazyModelError(
+            f"lazymodel needs Keras {'.'.join(map(str, _OLDEST_KERAS))} or newer; this is {keras.__version__}. "
+            "Upgrade it: pip install -U keras keras-hub"
+        )
     if keras.backend.backend() != "jax":
         raise LazyModelError(
             f"lazymodel needs Keras on JAX; the backend is {keras.backend.backend()!r}. "

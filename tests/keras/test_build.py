@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
+import weakref
 from typing import Any
 
 import jax
@@ -282,3 +284,30 @@ def test_large_models_build_without_memory(name: str) -> None:
     assert abstract.num_parameters == parameters
     assert abstract.nbytes == pytest.approx(2 * parameters, rel=1e-3)
     assert sum(array.nbytes for array in jax.live_arrays()) < live + 1024  # scalars that a backbone keeps
+
+
+def test_an_old_keras_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keras, "__version__", "3.9.2")
+    with pytest.raises(lm.LazyModelError, match=r"needs Keras 3\.13 or newer; this is 3\.9\.2"):
+        lm.build_abstract(annotated)
+
+
+def test_initializers_are_not_kept_alive() -> None:
+    class Noise:
+        def __call__(self, shape: Any, dtype: Any = None) -> Any:
+            return jnp.full(shape, 0.5, dtype)
+
+    def value_from(noise: Any) -> float:
+        def build() -> keras.layers.Layer:
+            layer = keras.layers.Layer()
+            layer.table = keras.Variable(noise, shape=(128, 128))
+            return layer
+
+        return float(lm.build_abstract(build).materialize().table.value[3, 4])
+
+    noise = Noise()
+    alive = weakref.ref(noise)
+    assert value_from(noise) == 0.5
+    del noise
+    gc.collect()
+    assert alive() is None

@@ -117,3 +117,19 @@ def test_load_model(tmp_path: Path) -> None:
         model = keras.saving.load_model(tmp_path / "small.keras")
     for a, b in zip(source.weights, model.weights, strict=True):
         np.testing.assert_array_equal(bits(a), bits(b))
+
+
+def test_rules_hold_for_all_models_of_a_block(mesh8: Mesh) -> None:
+    def named(name: str) -> keras.Model:
+        return keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(16, name=name)])
+
+    rules = {".*/first/kernel": P(None, "model"), ".*/second/kernel": P("model"), ".*bias": None}
+    with lk.deferred(mesh=mesh8, rules=rules):
+        first, second = named("first"), named("second")
+    assert first.weights[0].value.sharding.spec == P(None, "model")
+    assert second.weights[0].value.sharding.spec == P("model")
+    with (
+        pytest.warns(lm.LazyModelWarning, match="no model of the block .*: '.\\*/second/kernel'"),
+        lk.deferred(mesh=mesh8, rules=rules),
+    ):
+        named("first")

@@ -1,0 +1,202 @@
+"""One of the processes of `test_multi_process`: runs every scenario, and writes down what came of each.
+
+Responsible for doing and measuring; what is right is asserted by the test module, which also writes the files. Run as
+`python _multi_process_worker.py PROCESS ADDRESS FOLDER`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file
+
+import lazymodel as lm
+from lazymodel._file_source import BYTES_READ
+
+PROCESSES = 2
+DEVICES = 4  # of each process
+RULES = {"embedding|head/kernel": P("model"), "(up|new)/kernel": P(None, "model"), ".*bias": P()}
+
+
+def init(key: jax.Array) -> dict[str, Any]:
+    """Variables sharded on the first axis, on the last, and replicated; a checkpoint has all but `new`."""
+    keys = jax.random.split(key, 4)
+    return {
+        "embedding": jax.random.normal(keys[0], (1024, 256)),
+        "up": {"kernel": jax.random.normal(keys[1], (32, 16384)), "bias": jnp.ones((24,))},
+        "head": {"kernel": jax.random.normal(keys[2], (256, 1024), jnp.bfloat16)},
+        "new": {"kernel": jax.random.normal(keys[3], (64, 512)), "bias": jnp.zeros((7,))},
+    }
+
+
+class Scenarios:
+    """What one process does; every method returns something that JSON can hold."""
+
+    def __init__(self, process: int, folder: Path) -> None:
+        self.process = process
+        self.folder = folder
+        self.key = jax.random.key(3)
+        self.local = lm.build_abstract(init, self.key)
+        self.shared = self.local.shard(Mesh(np.array(jax.devices()), ("model",)), RULES)
+
+    def copy(self, scenario: str) -> Path:
+        """This process's own copy of the checkpoint."""
+        return self.folder / f"{scenario}-{self.process}.safetensors"
+
+    def outcome(self, materialize: Callable[[], Any]) -> str:
+        """The message of the CheckpointError; what else is raised ends the process."""
+        try:
+            materialize()
+        except lm.CheckpointError as error:
+            return str(error)
+        return "materialized"
+
+    def load(self) -> dict[str, Any]:
+        """Everything goes well."""
+        path = self.copy("load")
+        ckpt = lm.open_checkpoint(path)
+        before = BYTES_READ.count
+        model = self.shared.materialize(ckpt, initialize="missing")
+        read = BYTES_READ.count - before
+        return {
+            "read": read,
+            "planned": self.shared.plan(ckpt).read_nbytes,
+            "shards": self.check(model, path, shards=DEVICES),
+            "sum": float(jax.jit(lambda tree: tree["up"]["kernel"].sum())(model)),
+        }
+
+    def truncated(self) -> str:
+        """The file of process 1 loses its end after it was opened; found while streaming."""
+        path = self.copy("truncated")
+        ckpt = lm.open_checkpoint(path)
+        if self.process == 1:
+            os.truncate(path, path.stat().st_size // 2)
+        return self.outcome(lambda: self.shared.materialize(ckpt, initialize="missing"))
+
+    def missing(self) -> str:
+        """The file of process 0 is deleted after it was opened."""
+        path = self.copy("missing")
+        ckpt = lm.open_checkpoint(path)
+        if self.process == 0:
+            path.unlink()
+        return self.outcome(lambda: self.shared.materialize(ckpt, initialize="missing"))
+
+    def both_missing(self) -> str:
+        """Every process fails: each for itself."""
+        ckpt = lm.open_checkpoint(self.copy("both_missing"))
+        self.copy("both_missing").unlink()
+        return self.outcome(lambda: self.shared.materialize(ckpt, initialize="missing"))
+
+    def misshapen(self) -> str:
+        """The file of process 1 is that of another configuration; found before anything is read."""
+        ckpt = lm.open_checkpoint(self.copy("misshapen"))
+        before = BYTES_READ.count
+        message = self.outcome(lambda: self.shared.materialize(ckpt, initialize="missing"))
+        assert BYTES_READ.count == before
+        return message
+
+    def lacking(self) -> str:
+        """The file of process 1 lacks a tensor: fine for itself, but a model of two halves."""
+        ckpt = lm.open_checkpoint(self.copy("lacking"))
+        return self.outcome(lambda: self.shared.materialize(ckpt, initialize="missing"))
+
+    def progress(self) -> str:
+        """An error that is not about the checkpoint, in process 0."""
+        ckpt = lm.open_checkpoint(self.copy("load"))
+
+        def report(done: int, total: int) -> None:
+            if self.process == 0 and done:
+                raise ValueError("no room on the screen")
+
+        try:
+            return self.outcome(lambda: self.shared.materialize(ckpt, initialize="missing", progress=report))
+        except ValueError as error:
+            return f"ValueError: {error}"
+
+    def unsharded(self) -> int:
+        """Every process has a model to itself."""
+        path = self.copy("load")
+        return self.check(self.local.materialize(lm.open_checkpoint(path), initialize="missing"), path, shards=1)
+
+    def alone(self) -> str:
+        """Only process 0 materializes, and fails; nobody else needs to know."""
+        if self.process != 0:
+            return "did something else"
+        ckpt = lm.open_checkpoint(self.copy("alone"))
+        self.copy("alone").unlink()
+        return self.outcome(lambda: self.local.materialize(ckpt, initialize="missing"))
+
+    def under_a_mesh(self) -> int:
+        """The caller has set another mesh, and forbids transfers that nobody asked for."""
+        path = self.copy("load")
+        mesh = jax.make_mesh((PROCESSES, DEVICES), ("a", "b"))
+        with jax.set_mesh(mesh), jax.transfer_guard_device_to_host("disallow"):
+            model = self.shared.materialize(lm.open_checkpoint(path), initialize="missing")
+        return self.check(model, path, shards=DEVICES)
+
+    def check(self, model: Any, path: Path, *, shards: int) -> int:
+        """Compares every shard on this process's devices with the file, or with eager initialization; counts them."""
+        expected = jax.tree.map(np.asarray, init(self.key))
+        for name, value in load_file(path).items():
+            outer, _, inner = name.rpartition("/")
+            (expected[outer] if outer else expected)[inner] = value
+
+        def compare(array: jax.Array, value: np.ndarray) -> int:
+            assert array.dtype == value.dtype and array.shape == value.shape
+            assert len(array.addressable_shards) == shards
+            for shard in array.addressable_shards:
+                np.testing.assert_array_equal(np.asarray(shard.data), value[shard.index])
+            return shards
+
+        return sum(jax.tree.leaves(jax.tree.map(compare, model, expected)))
+
+
+def main() -> None:
+    process, address, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        address,
+        PROCESSES,
+        process,
+        initialization_timeout=30,
+        heartbeat_timeout_seconds=10,
+        shutdown_timeout_seconds=10,
+    )
+    assert jax.device_count() == PROCESSES * DEVICES and jax.local_device_count() == DEVICES
+    warnings.simplefilter("error")
+    scenarios = Scenarios(process, folder)
+    outcomes = {
+        scenario.__name__: scenario()
+        for scenario in (
+            scenarios.load,
+            scenarios.truncated,
+            scenarios.missing,
+            scenarios.both_missing,
+            scenarios.misshapen,
+            scenarios.lacking,
+            scenarios.progress,
+            scenarios.unsharded,
+            scenarios.alone,
+            scenarios.under_a_mesh,
+        )
+    }
+    # No process was left behind or ran ahead: the next collective operation is the same one everywhere.
+    multihost_utils.sync_global_devices("done")
+    (folder / f"outcomes-{process}.json").write_text(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main()

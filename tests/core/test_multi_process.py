@@ -1,0 +1,150 @@
+"""Several processes, one model: each reads its own shards, and what fails in one fails in all.
+
+One pair of processes (Gloo on CPU) goes through all scenarios of `_multi_process_worker`, one after the other, because
+starting them is what takes the time, and because a scenario that left them out of step would break the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+pytestmark = pytest.mark.timeout(60)
+
+WORKER = Path(__file__).with_name("_multi_process_worker.py")
+PROCESSES = 2
+PATIENCE = 50  # seconds, all processes together
+
+
+def tensors() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        "embedding": rng.standard_normal((1024, 256)).astype("float32"),
+        "up/kernel": rng.standard_normal((32, 16384)).astype("float32"),
+        "up/bias": rng.standard_normal(24).astype("float32"),
+        "head/kernel": rng.standard_normal((256, 1024)).astype(ml_dtypes.bfloat16),
+    }
+
+
+def write_copies(folder: Path) -> None:
+    """A copy of the checkpoint for each scenario and process, some with something wrong."""
+    right = tensors()
+    save_file(right, folder / "right.safetensors")
+    for scenario in ("load", "truncated", "missing", "both_missing", "misshapen", "lacking", "alone"):
+        for process in range(PROCESSES):
+            shutil.copy(folder / "right.safetensors", folder / f"{scenario}-{process}.safetensors")
+    save_file(right | {"up/bias": np.zeros(23, "float32")}, folder / "misshapen-1.safetensors")
+    lacking = {name: value for name, value in right.items() if name != "head/kernel"}
+    save_file(lacking, folder / "lacking-1.safetensors")
+
+
+def run_workers(folder: Path) -> None:
+    """Runs all processes to their end; none outlives this call."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    logs = [folder / f"log-{process}.txt" for process in range(PROCESSES)]
+    workers: list[subprocess.Popen[bytes]] = []
+    try:
+        for process, log in enumerate(logs):
+            with log.open("wb") as file:  # not pipes: one that nobody empties would stop its process
+                command = [sys.executable, str(WORKER), str(process), address, str(folder)]
+                workers.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment))
+        deadline = time.monotonic() + PATIENCE
+        for worker in workers:
+            try:
+                worker.wait(max(deadline - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                break
+    finally:
+        codes = [worker.poll() for worker in workers]  # None is one that hangs
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    printed = "\n".join(f"--- process {n}\n{log.read_text()}" for n, log in enumerate(logs))
+    assert codes == [0] * PROCESSES, f"exit codes {codes}\n{printed}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("processes")
+    write_copies(folder)
+    run_workers(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> list[Mapping[str, Any]]:
+    """What came of each scenario, by process."""
+    return [json.loads((folder / f"outcomes-{process}.json").read_text()) for process in range(PROCESSES)]
+
+
+def test_each_process_reads_its_own_shards(outcomes: list[Mapping[str, Any]]) -> None:
+    file_nbytes = sum(tensor.nbytes for tensor in tensors().values())
+    for outcome in outcomes:
+        assert outcome["load"]["read"] == outcome["load"]["planned"] <= 0.55 * file_nbytes
+    # Nothing but what is replicated is read twice.
+    assert sum(outcome["load"]["read"] for outcome in outcomes) == file_nbytes + tensors()["up/bias"].nbytes
+
+
+def test_every_shard_has_its_values_and_the_model_computes(outcomes: list[Mapping[str, Any]]) -> None:
+    expected = tensors()["up/kernel"].sum(dtype="float64")
+    for outcome in outcomes:
+        assert outcome["load"]["shards"] == 6 * 4, "of six variables, on four devices; the worker compared them"
+        assert outcome["load"]["sum"] == pytest.approx(expected, abs=0.1)
+        assert outcome["under_a_mesh"] == 6 * 4
+
+
+@pytest.mark.parametrize(
+    ("scenario", "failing", "message"),
+    [
+        ("truncated", 1, "truncated-1.safetensors changed while it was being read"),
+        ("missing", 0, "cannot open {folder}/missing-0.safetensors: No such file or directory"),
+        ("misshapen", 1, "'up/bias': expected shape (24,), found (23,) in tensor 'up/bias' of"),
+        ("progress", 0, "no room on the screen"),
+    ],
+)
+def test_what_fails_in_one_process_fails_in_all(
+    outcomes: list[Mapping[str, Any]], folder: Path, scenario: str, failing: int, message: str
+) -> None:
+    own, others = outcomes[failing][scenario], outcomes[1 - failing][scenario]
+    assert message.format(folder=folder) in own
+    assert not own.startswith("process"), "its own error, not a report of it"
+    assert others.startswith(f"process {failing} failed, so nothing was materialized here either: ")
+    assert message.format(folder=folder) in others
+
+
+def test_all_failing_raise_their_own(outcomes: list[Mapping[str, Any]]) -> None:
+    for process, outcome in enumerate(outcomes):
+        assert f"both_missing-{process}.safetensors: No such file" in outcome["both_missing"]
+        assert not outcome["both_missing"].startswith("process")
+
+
+def test_checkpoints_that_differ_are_refused(outcomes: list[Mapping[str, Any]]) -> None:
+    for outcome in outcomes:
+        assert outcome["lacking"] == (
+            "the processes' checkpoints differ: "
+            "process 0 would load 4 variables and initialize 2: new/bias, new/kernel, "
+            "process 1 would load 3 variables and initialize 3: head/kernel, new/bias, new/kernel. "
+            "Give all processes the same files."
+        )
+
+
+def test_a_process_may_load_a_model_of_its_own(outcomes: list[Mapping[str, Any]]) -> None:
+    assert [outcome["unsharded"] for outcome in outcomes] == [6, 6]
+    assert "No such file or directory" in outcomes[0]["alone"]
+    assert outcomes[1]["alone"] == "did something else"
