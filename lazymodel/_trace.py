@@ -58,6 +58,7 @@ _LARGE = 4096
 _NO_EVALUATION = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "pure_callback"})
 # What only says where a value should be: the shardings that are assigned later decide that.
 _PLACEMENT = frozenset({"device_put", "sharding_constraint", "copy", "copy_p"})
+_VECTOR = 16  # elements of the widest vector register in use, 512 bits of float32
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -486,6 +487,10 @@ def _hide(value: Any, zero: Any) -> Any:
         or value.dtype.itemsize * 8 != _width(value.dtype)
     ):
         return jax.lax.optimization_barrier(value)
+    if value.shape and value.shape[-1] % _VECTOR:
+        # A loop over such rows is vectorized in another way once more is fused into it, for which jax 0.12's XLA:CPU
+        # contracts other multiplications and additions.
+        value = jax.lax.optimization_barrier(value)
     raw = jax.lax.bitcast_convert_type(value, bits)
     return jax.lax.bitcast_convert_type(raw ^ jax.lax.convert_element_type(zero, bits), value.dtype)
 
