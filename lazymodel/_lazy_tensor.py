@@ -527,8 +527,8 @@ def _read_all(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _read_all(item) for key, item in cast("dict[Any, Any]", value).items()}
     if type(value) in (list, tuple):
-        items = cast("Sequence[Any]", value)
-        return type(items)(_read_all(item) for item in items)  # type: ignore[call-arg]
+        items = [_read_all(item) for item in cast("Sequence[Any]", value)]
+        return tuple(items) if isinstance(value, tuple) else items
     return value
 
 
