@@ -21,6 +21,7 @@ from lazymodel._errors import (
 )
 from lazymodel._init_programs import InitRecipe, ProgramCache
 from lazymodel._lazy_tensor import LazyTensor
+from lazymodel._load_report import LoadReport, LoadRow, MismatchedTensor, StoredTensor
 from lazymodel._plan import MemoryPlan, PlanRow
 from lazymodel._report import Progress
 from lazymodel.checkpoints import Checkpoint, open_checkpoint
@@ -38,11 +39,15 @@ __all__ = [
     "LazyModelError",
     "LazyModelWarning",
     "LazyTensor",
+    "LoadReport",
+    "LoadRow",
     "MemoryPlan",
+    "MismatchedTensor",
     "PlanRow",
     "ProgramCache",
     "Progress",
     "ShardingError",
+    "StoredTensor",
     "TraceError",
     "build_abstract",
     "open_checkpoint",

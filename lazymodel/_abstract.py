@@ -22,6 +22,8 @@ from lazymodel._errors import LazyModelError
 if TYPE_CHECKING:
     from lazymodel._init_programs import InitRecipe, ProgramCache
     from lazymodel._lazy_tensor import LazyTensor
+    from lazymodel._load_report import StoredTensor
+    from lazymodel._materialize import ReportTo
     from lazymodel._plan import MemoryPlan
     from lazymodel._report import Progress
     from lazymodel._sharding import Rules
@@ -99,6 +101,7 @@ class AbstractModel(Mapping[str, AbstractVariable]):
         default_rules: Sharding rules used by `shard` when it is given none.
         programs: Compiled init programs, shared by every model derived from the same `build_abstract`.
         name: What the model calls itself, for tables.
+        unused: Tensors of the checkpoint that the model was built with which no variable takes, for the load report.
     """
 
     variables: Mapping[str, AbstractVariable]
@@ -108,6 +111,7 @@ class AbstractModel(Mapping[str, AbstractVariable]):
     structure: Callable[[Mapping[str, Any]], Any]
     programs: ProgramCache
     name: str = "model"
+    unused: tuple[StoredTensor, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "variables", MappingProxyType(dict(self.variables)))
@@ -185,7 +189,8 @@ class AbstractModel(Mapping[str, AbstractVariable]):
         """Predicts bytes per device before any is spent; compiles the init programs of what is initialized.
 
         Args:
-            checkpoint: What `materialize` would be given.
+            checkpoint: What `materialize` would be given. A tensor of another shape than its variable is no error here;
+                the variable's row says so.
             initialize: As for `materialize`.
             device_memory: Bytes of one device, or `"16GiB"`; None asks the devices, and CPUs have no limit.
         """
@@ -200,7 +205,8 @@ class AbstractModel(Mapping[str, AbstractVariable]):
         initialize: str | None = None,
         strict: bool = True,
         max_host_memory: int | str | None = None,
-        progress: bool | Progress | None = None,
+        progress: bool | Progress | Callable[[int, int], object] | None = None,
+        report: ReportTo = None,
     ) -> Any:
         """Makes every variable on its own devices and returns the user's object; see `_materialize.materialize`.
 
@@ -208,9 +214,16 @@ class AbstractModel(Mapping[str, AbstractVariable]):
             checkpoint: Path to tensor, such as `open_checkpoint` returns; None uses what the model was built with.
             initialize: `"missing"` initializes what the checkpoint lacks, `"nothing"` makes that an error, `"all"`
                 ignores the checkpoint. None is `"missing"` with a warning that lists what a given checkpoint lacked.
-            strict: Whether a checkpoint tensor that the model has no variable for is an error.
+            strict: Whether a checkpoint tensor that the model has no variable for, or that has another shape than its
+                variable, is an error. If not, such tensors are left out with a warning that lists them, and a
+                variable whose tensor was left out is treated like one that the checkpoint lacks. With
+                `initialize="nothing"` another shape is an error all the same.
             max_host_memory: Ceiling for the host's staging memory in bytes, or `"4GiB"`.
-            progress: True or False for a bar, a callable for your own, None for a bar when a person is watching.
+            progress: True or False for a bar, None for a bar when a person is watching, a callable
+                `f(done_nbytes, total_nbytes)` or a `Progress` for your own. Bytes are those of the distinct shards of
+                this process; they are told of from several threads, one call at a time.
+            report: True prints a `LoadReport` once the model is complete; a callable, such as `reports.append`, is
+                given it instead. A failure reports nothing but its error.
         """
         from lazymodel._materialize import materialize
 
@@ -221,6 +234,7 @@ class AbstractModel(Mapping[str, AbstractVariable]):
             strict=strict,
             max_host_memory=max_host_memory,
             progress=progress,
+            report=report,
         )
 
     def __repr__(self) -> str:

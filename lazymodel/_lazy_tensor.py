@@ -8,11 +8,12 @@ NumPy's own, on an array of made-up addresses (`_geometry`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -22,6 +23,7 @@ from lazymodel._file_source import (
     STAGING,
     Convert,
     FileSource,
+    Workspace,
     assign,
     empty_aligned,
     run_bytes,
@@ -46,7 +48,7 @@ from lazymodel._geometry import (
 
 PART = 32 << 20  # bytes that one part of a fill writes: the unit that threads share out
 ONE_PASS_RUN = 64 << 10  # bytes; boxes whose rows are longer are read row by row rather than scattered
-COVER = 64 << 20  # bytes; ceiling of the temporary for a view that is no box of what it views
+READ_WORKSPACE = 64 << 20  # bytes of temporaries when a tensor is read outside of a stream
 
 # Array methods that read the tensor. A list, so that asking for anything else (`hasattr(x, "numpy")`) reads nothing.
 _READING_METHODS = (
@@ -68,6 +70,7 @@ class Leaf:
         shape: Its shape.
         dtype: Its dtype as stored.
         row_step: Reads should start and end at multiples of this along the first axis (a file's chunking).
+        unit_nbytes: Bytes of temporaries that reading even one element needs, such as a chunk's when decompressed.
     """
 
     name: str
@@ -76,28 +79,30 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     row_step: int = 1
+    unit_nbytes: int = 0
 
-    def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...]) -> None:
-        """Fills `out` with a box of the leaf, converted."""
+    def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
+        """Fills `out` with a box of the leaf, converted; temporaries within `workspace.room` or `unit_nbytes`."""
         raise NotImplementedError
 
-    def fill(self, geometry: Geometry, out: np.ndarray, steps: tuple[Convert, ...]) -> None:
+    def fill(self, geometry: Geometry, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
         """Fills `out` with a normalized geometry of the leaf, converted."""
         covering = cover(geometry, self.shape, self.dtype.itemsize)
         if (aligned := covering.align(out)) is not None:
-            self.fill_box(covering.box, aligned, steps)
+            self.fill_box(covering.box, aligned, steps, workspace)
             return
-        nbytes = math.prod(s.stop - s.start for s in covering.box) * self.dtype.itemsize
-        if nbytes > COVER and max(geometry.shape) > 1:
+        shape = box_shape(covering.box)
+        # Half of the room: reading the box may need temporaries as well.
+        if math.prod(shape) * self.dtype.itemsize > workspace.room // 2 and max(geometry.shape) > 1:
             axis = geometry.shape.index(max(geometry.shape))
             half = geometry.shape[axis] // 2
             for part in (slice(0, half), slice(half, None)):
                 index = (*(slice(None),) * axis, part)
-                self.fill(geometry.take(axis, part), out[index], steps)
+                self.fill(geometry.take(axis, part), out[index], steps, workspace)
             return
-        values = np.empty(tuple(s.stop - s.start for s in covering.box), self.dtype)
-        self.fill_box(covering.box, values, ())
-        assign(out, strided(values, covering.offset, geometry.shape, covering.strides), steps)
+        with workspace.array(shape, self.dtype) as values:
+            self.fill_box(covering.box, values, (), workspace)
+            assign(out, strided(values, covering.offset, geometry.shape, covering.strides), steps)
 
 
 class FileLeaf(Leaf):
@@ -109,10 +114,22 @@ class FileLeaf(Leaf):
         self.name, self.source, self.file, self.offset = name, source, source.path, offset
         self.shape, self.dtype = shape, dtype
 
-    def fill(self, geometry: Geometry, out: np.ndarray, steps: tuple[Convert, ...]) -> None:
-        try:
-            self.source.read_strided(self.offset + geometry.start, geometry.strides, self.dtype, out, steps)
+    def fill(self, geometry: Geometry, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
+        start = self.offset + geometry.start
+        with self._named():
+            self.source.read_strided(start, geometry.strides, self.dtype, out, steps, workspace)
             self.source.check_unchanged()
+
+    def fill_runs(self, start: int, outs: Sequence[np.ndarray]) -> None:
+        """Fills C-contiguous arrays one after the other, with what begins at a byte of the leaf; no conversion."""
+        with self._named():
+            self.source.read_into(self.offset + start, *outs)
+            self.source.check_unchanged()
+
+    @contextlib.contextmanager
+    def _named(self) -> Generator[None]:
+        try:
+            yield
         except CheckpointError as error:
             raise CheckpointError(f"tensor {self.name!r}: {error}") from error
 
@@ -124,7 +141,7 @@ class ArrayLeaf(Leaf):
         self.name, self.file, self.offset, self.array = name, "", 0, array
         self.shape, self.dtype = array.shape, array.dtype
 
-    def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...]) -> None:
+    def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
         assign(out, self.array[(*box, ...)], steps)
 
 
@@ -137,10 +154,11 @@ class PiecesLeaf(Leaf):
         self.name, self.file, self.offset, self.dtype = first.name, first.file, first.offset, first.dtype
         joined = sum(piece.shape[axis] for piece in pieces) if first.ndim else 1
         self.shape = tuple(joined if index == axis else extent for index, extent in enumerate(first.shape))
+        self.unit_nbytes = max(piece.leaf.unit_nbytes for piece in pieces)
 
-    def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...]) -> None:
+    def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
         for part in self.parts([box], [out], steps):
-            part.run()
+            part.run(workspace)
 
     def parts(self, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: tuple[Convert, ...]) -> list[Part]:
         """The parts that fill boxes of the joined tensor, piece by piece."""
@@ -171,11 +189,12 @@ class Part:
 
     Attributes:
         nbytes: Bytes of the arrays that it writes.
-        run: Does it; parts of one plan may run in any order and in different threads.
+        run: Does it, with temporaries from a workspace; parts of one plan may run in any order and in different
+            threads.
     """
 
     nbytes: int
-    run: Callable[[], None]
+    run: Callable[[Workspace], None]
 
 
 def prefers_one_pass(tensor: LazyTensor, boxes: Sequence[Box]) -> bool:
@@ -225,7 +244,44 @@ def fill_parts(tensor: LazyTensor, boxes: Sequence[Box], outs: Sequence[np.ndarr
         return parts
     if prefers_one_pass(tensor, boxes):
         return _scatter_parts(tensor, boxes, outs)
+    if isinstance(leaf, FileLeaf) and not tensor.steps:
+        return _run_parts(tensor, leaf, boxes, outs)
     return [part for box, out in zip(boxes, outs, strict=True) for part in _box_parts(tensor, box, out)]
+
+
+def _run_parts(tensor: LazyTensor, leaf: FileLeaf, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> list[Part]:
+    """Parts for boxes of a file: those that are one run in it are read together where they are neighbours."""
+    parts: list[Part] = []
+    runs: list[tuple[int, np.ndarray]] = []
+    for box, out in zip(boxes, outs, strict=True):
+        if not out.size:
+            continue
+        geometry, view, repeated = normalize(tensor.geometry(box), out)
+        contiguous = run_bytes(geometry.shape, geometry.strides, tensor.itemsize) == view.nbytes
+        if not contiguous or repeated or not view.flags.c_contiguous:
+            parts += _box_parts(tensor, box, out)
+            continue
+        flat, step = view.reshape(-1), max(PART // tensor.itemsize, 1)
+        for first in range(0, flat.size, step):
+            runs.append((geometry.start + first * tensor.itemsize, flat[first : first + step]))
+    runs.sort(key=lambda run: run[0])
+    group: list[np.ndarray] = []
+    start = end = 0
+    for position, out in runs:
+        if group and (position != end or end + out.nbytes - start > PART):
+            parts.append(Part(end - start, functools.partial(_fill_runs, leaf, start, group)))
+            group = []
+        if not group:
+            start = end = position
+        group.append(out)
+        end += out.nbytes
+    if group:
+        parts.append(Part(end - start, functools.partial(_fill_runs, leaf, start, group)))
+    return parts
+
+
+def _fill_runs(leaf: FileLeaf, start: int, outs: Sequence[np.ndarray], workspace: Workspace) -> None:
+    leaf.fill_runs(start, outs)
 
 
 def _box_parts(tensor: LazyTensor, box: Box, out: np.ndarray) -> list[Part]:
@@ -242,9 +298,9 @@ def _box_parts(tensor: LazyTensor, box: Box, out: np.ndarray) -> list[Part]:
     return parts
 
 
-def _fill_box(tensor: LazyTensor, box: Box, out: np.ndarray) -> None:
+def _fill_box(tensor: LazyTensor, box: Box, out: np.ndarray, workspace: Workspace) -> None:
     geometry, view, repeated = normalize(tensor.geometry(box), out)
-    tensor.leaf.fill(geometry, view, tensor.steps)
+    tensor.leaf.fill(geometry, view, tensor.steps, workspace)
     repeat(out, repeated)
 
 
@@ -265,19 +321,16 @@ def _scatter_parts(tensor: LazyTensor, boxes: Sequence[Box], outs: Sequence[np.n
     parts: list[Part] = []
     for part in slabs(whole.shape, max(PART // whole.dtype.itemsize, 1), step):
 
-        def run(part: Box = part) -> None:
-            inner = max(STAGING // stored.dtype.itemsize, 1)
-            staging = np.empty(0, stored.dtype)
-            for piece in slabs(box_shape(part), inner, step):
+        def run(workspace: Workspace, part: Box = part) -> None:
+            room = max(workspace.room // 2 if tensor.leaf.unit_nbytes else workspace.room, 1)
+            for piece in slabs(box_shape(part), max(min(STAGING, room) // stored.dtype.itemsize, 1), step):
                 slab = tuple(slice(p.start + q.start, p.start + q.stop) for p, q in zip(part, piece, strict=True))
-                if staging.size < math.prod(box_shape(slab)):
-                    staging = np.empty(math.prod(box_shape(slab)), stored.dtype)
-                values = staging[: math.prod(box_shape(slab))].reshape(box_shape(slab))
-                _fill_box(stored, slab, values)
-                for box, out in targets:
-                    common = intersect(box, slab)
-                    if common is not None:
-                        assign(out[shift(common, box)], values[shift(common, slab)], whole.steps)
+                with workspace.array(box_shape(slab), stored.dtype) as values:
+                    _fill_box(stored, slab, values, workspace)
+                    for box, out in targets:
+                        common = intersect(box, slab)
+                        if common is not None:
+                            assign(out[shift(common, box)], values[shift(common, slab)], whole.steps)
 
         parts.append(Part(math.prod(box_shape(part)) * whole.dtype.itemsize, run))
     return parts
@@ -394,8 +447,9 @@ class LazyTensor(np.lib.mixins.NDArrayOperatorsMixin):
         whole = tuple(slice(0, extent) for extent in self.shape)
         box = whole if box is None else checked_box(box, self.shape)
         out = empty_aligned(box_shape(box), self.dtype)
+        workspace = Workspace(READ_WORKSPACE)
         for part in fill_parts(self, [box], [out]):
-            part.run()
+            part.run(workspace)
         return out
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

@@ -1,15 +1,19 @@
 """Materializing: initialize what has no weights, stream what has, hand the arrays back.
 
 This module orchestrates. How a variable is computed is in `_init_programs`, how a tensor is read in `_stream`; what
-is done for each variable is decided here, by `choose`, for `MemoryPlan` as well.
+is done for each variable is decided here, by `choose`, for `MemoryPlan` as well. What was done is measured here and
+described in `_load_report`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import threading
+import time
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
@@ -17,16 +21,20 @@ import numpy as np
 from lazymodel._abstract import AbstractModel, AbstractVariable, Source
 from lazymodel._agreement import agreement
 from lazymodel._bytes import parse_bytes
-from lazymodel._errors import CheckpointError, LazyModelWarning
+from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
+from lazymodel._file_source import BYTES_READ
 from lazymodel._init_programs import InitRecipe, run_recipes
 from lazymodel._jaxprs import key_impl
 from lazymodel._lazy_tensor import LazyTensor
+from lazymodel._load_report import Costs, LoadReport, MismatchedTensor, local_nbytes, make_report, stored_tensors
 from lazymodel._report import Progress, closest, progress_for
 from lazymodel._sharding import device_shardings
 from lazymodel._stream import StreamItem, stream
 
 if TYPE_CHECKING:
     from jax.sharding import Sharding
+
+ReportTo: TypeAlias = "bool | Callable[[LoadReport], object] | None"
 
 _LISTED = 8  # how many paths a message names before it only counts
 
@@ -38,10 +46,18 @@ class Choice:
     Attributes:
         recipes: The init recipes to run, restricted to what is needed.
         sources: Path to tensor or array, for everything that is not computed.
+        given: The paths among these that the checkpoint has.
+        lacking: Variables that it has no tensor for.
+        unused: Names of its tensors that no variable takes.
+        mismatched: Its tensors that are left out, as if it lacked them, because of their shapes.
     """
 
     recipes: tuple[InitRecipe, ...]
     sources: Mapping[str, Source]
+    given: frozenset[str] = frozenset()
+    lacking: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    mismatched: tuple[MismatchedTensor, ...] = ()
 
 
 def materialize(
@@ -51,7 +67,8 @@ def materialize(
     initialize: str | None = None,
     strict: bool = True,
     max_host_memory: int | str | None = None,
-    progress: bool | Progress | None = None,
+    progress: bool | Progress | Callable[[int, int], object] | None = None,
+    report: ReportTo = None,
 ) -> Any:
     """Makes every variable on its own devices, and the user's object from them.
 
@@ -59,18 +76,27 @@ def materialize(
     Where several processes share the model's devices, all of them must call this, and it fails in all or in none.
 
     Raises:
-        CheckpointError: A tensor is missing (with `initialize="nothing"`), unexpected (with `strict`), of another
-            shape, or cannot be read, in this or another process; or the processes' checkpoints have other tensors.
+        CheckpointError: A tensor is missing (with `initialize="nothing"`), unexpected or of another shape (with
+            `strict`), or cannot be read, in this or another process; or the processes' checkpoints have other tensors.
+        Exception: Whatever a callable given as `progress` or `report` raises.
     """
+    start = time.perf_counter()
     shardings = [variable.sharding for variable in model.variables.values()]
     # Before the first program runs: one that only some processes run can wait forever for the rest.
     with agreement(shardings) as stage:
+        deliver = _delivery(report)
         choice = choose(model, checkpoint, initialize=initialize, strict=strict)
+        if checkpoint is not None and initialize != "all":
+            _warn(model, checkpoint, choice, initialize)
         budget = None if max_host_memory is None else parse_bytes(max_host_memory)
         stage.outcome = _outcome(choice)
     with agreement(shardings):
-        arrays = make_arrays(model, choice, max_host_memory=budget, progress=progress)
-    return model.rebuild(arrays)
+        arrays, costs = make_arrays(model, choice, max_host_memory=budget, progress=progress)
+    result = model.rebuild(arrays)
+    if deliver is not None:
+        seconds = time.perf_counter() - start
+        deliver(make_report(model, choice, checkpoint, device_shardings(model.variables), costs, seconds))
+    return result
 
 
 def choose(
@@ -82,6 +108,8 @@ def choose(
 ) -> Choice:
     """Decides for every variable whether it is loaded or initialized, and checks that what is loaded fits.
 
+    What was left out or is lacking is noted in the choice, not warned about.
+
     Raises:
         CheckpointError: As `materialize`, and before anything is read.
     """
@@ -89,23 +117,25 @@ def choose(
         raise CheckpointError(f"initialize is 'missing', 'nothing', 'all' or None; got {initialize!r}")
     sources = dict(model.sources)
     by_recipe = {path for recipe in model.recipes for path in recipe.paths}
+    given: dict[str, Source] = {}
+    lacking: list[str] = []
+    unused: list[str] = []
+    mismatched: list[MismatchedTensor] = []
     if initialize == "all":
         # Constants have no other way to come to be; what a checkpoint gave does.
         sources = {path: source for path, source in sources.items() if path not in by_recipe}
+        unused = list(checkpoint or ())
     elif checkpoint is not None:
-        given = _match(model, checkpoint, strict=strict)
+        given, unused = _match(model, checkpoint, strict=strict)
+        if not strict and initialize != "nothing":
+            mismatched = _take_mismatched(model, given)
         sources.update(given)
-        lacking = [path for path in model if path not in sources]
-        if lacking and initialize != "missing":
-            listed = ", ".join(lacking[:_LISTED]) + (", …" if len(lacking) > _LISTED else "")
-            message = f"{_describe(checkpoint)} has no tensor for {len(lacking)} of {len(model)} variables: {listed}"
-            if initialize == "nothing":
-                hint = closest(lacking[0], list(checkpoint))
-                raise CheckpointError(f"{message}{hint}. Pass initialize='missing' to initialize them.")
-            warnings.warn(
-                f"{message}. They are initialized; say initialize='missing' if that is meant.",
-                LazyModelWarning,
-                stacklevel=4,
+        left_out = {mismatch.path for mismatch in mismatched}
+        lacking = [path for path in model if path not in sources and path not in left_out]
+        if lacking and initialize == "nothing":
+            hint = closest(lacking[0], list(checkpoint))
+            raise CheckpointError(
+                f"{_lacks(model, checkpoint, lacking)}{hint}. Pass initialize='missing' to initialize them."
             )
     elif initialize == "nothing" and (lacking := [path for path in model if path not in sources]):
         raise CheckpointError(f"there is no checkpoint, and initialize='nothing' leaves {lacking[0]!r} without a value")
@@ -118,7 +148,7 @@ def choose(
         for recipe in model.recipes
         if wanted.intersection(recipe.paths)
     )
-    return Choice(recipes, sources)
+    return Choice(recipes, sources, frozenset(given), tuple(lacking), tuple(unused), tuple(mismatched))
 
 
 def make_arrays(
@@ -126,28 +156,75 @@ def make_arrays(
     choice: Choice,
     *,
     max_host_memory: int | None = None,
-    progress: bool | Progress | None = None,
-) -> dict[str, jax.Array]:
-    """Runs the init programs, then the stream; returns path to finished array.
+    progress: bool | Progress | Callable[[int, int], object] | None = None,
+) -> tuple[dict[str, jax.Array], Costs]:
+    """Runs the init programs, then the stream; returns path to finished array, and what it cost.
 
-    Init programs come first: their temporaries are spent while the devices are still empty.
+    Init programs come first: their temporaries are spent while the devices are still empty. Progress is counted in
+    bytes of the distinct shards of this process.
     """
     shardings = device_shardings(model.variables)
+    items = [_stream_item(model[path], source, shardings[path]) for path, source in choice.sources.items()]
+    computed = {
+        path: local_nbytes(shardings[path], model[path].shape, model[path].dtype)
+        for recipe in choice.recipes
+        for path in recipe.paths
+    }
+    total = sum(computed.values()) + sum(local_nbytes(item.sharding, item.shape, item.dtype) for item in items)
     arrays: dict[str, jax.Array] = {}
     bar = progress_for(progress)
-    bar.start(model.nbytes, f"{model.name}: materializing {len(model)} variables")
+    watcher = _Watcher(bar)
+    bar.start(total, f"{model.name}: materializing {len(model)} variables")
     try:
+        start = time.perf_counter()
         for path, array in run_recipes(choice.recipes, shardings, model.programs):
             arrays[path] = array
-            bar.advance(model[path].nbytes, path)
-        items = [_stream_item(model[path], source, shardings[path]) for path, source in choice.sources.items()]
-        for path, array in stream(items, max_host_memory=max_host_memory):
+            watcher.advance(computed[path], path)
+        initialized, read = time.perf_counter(), BYTES_READ.count
+        for path, array in stream(items, max_host_memory=max_host_memory, on_bytes=watcher.advance):
             arrays[path] = _as_declared(array, model[path])
-            bar.advance(model[path].nbytes, path)
+            watcher.advance(0, path)
         jax.block_until_ready(list(arrays.values()))
+        costs = Costs(BYTES_READ.count - read, initialized - start, time.perf_counter() - initialized)
+    except CheckpointError:
+        if watcher.error is not None:
+            raise watcher.error from None
+        raise
     finally:
         bar.finish()
-    return arrays
+    return arrays, costs
+
+
+class _Watcher:
+    """Tells of progress from several threads, one call at a time.
+
+    Attributes:
+        error: What the receiver raised, which the stream would otherwise take for a failure of its own.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._lock = threading.Lock()
+        self.error: Exception | None = None
+
+    def advance(self, nbytes: int, path: str | None = None) -> None:
+        with self._lock:
+            try:
+                self._progress.advance(nbytes, path)
+            except Exception as error:
+                self.error = self.error or error
+                raise
+
+
+def _delivery(report: ReportTo) -> Callable[[LoadReport], object] | None:
+    """The function that takes the report, if any."""
+    if report is None or report is False:
+        return None
+    if report is True:
+        return print
+    if callable(report):
+        return report
+    raise LazyModelError(f"report is True, None or a callable that takes the LoadReport; got {report!r}")
 
 
 def _outcome(choice: Choice) -> str:
@@ -158,33 +235,86 @@ def _outcome(choice: Choice) -> str:
     )
 
 
-def _match(model: AbstractModel, checkpoint: Mapping[str, Any], *, strict: bool) -> dict[str, Source]:
-    """The checkpoint's tensors by variable path."""
-    given = {path: checkpoint[path] for path in model if path in checkpoint}
+def _match(model: AbstractModel, checkpoint: Mapping[str, Any], *, strict: bool) -> tuple[dict[str, Source], list[str]]:
+    """The checkpoint's tensors by variable path, and the names of all others."""
     unexpected = [name for name in checkpoint if name not in model.variables]
     if strict and unexpected:
-        listed = ", ".join(map(repr, unexpected[:_LISTED])) + (", …" if len(unexpected) > _LISTED else "")
         raise CheckpointError(
             f"{_describe(checkpoint)} has {len(unexpected)} tensors that {model.name} has no variable for: "
-            f"{listed}{closest(unexpected[0], list(model))}. Rename them, or pass strict=False to leave them out."
+            f"{_listed(map(repr, unexpected))}{closest(unexpected[0], list(model))}. "
+            "Rename them, or pass strict=False to leave them out."
         )
-    return given
+    return {path: checkpoint[path] for path in model if path in checkpoint}, unexpected
+
+
+def _take_mismatched(model: AbstractModel, given: dict[str, Source]) -> list[MismatchedTensor]:
+    """Takes tensors of another shape than their variable's out of `given`."""
+    mismatched: list[MismatchedTensor] = []
+    for path, source in list(given.items()):
+        expected, found = _stored_shape(model[path]), tuple(np.shape(source))
+        if expected != found:
+            mismatched.append(MismatchedTensor(path, stored_tensors(source, path)[0], expected, found))
+            del given[path]
+    return mismatched
+
+
+def _warn(model: AbstractModel, checkpoint: Mapping[str, Any], choice: Choice, initialize: str | None) -> None:
+    """Warns of what a checkpoint has too much and, unless that was said to be meant, too little."""
+    left_out: list[str] = []
+    if choice.unused:
+        left_out.append(
+            f"{len(choice.unused)} tensors that {model.name} has no variable for: {_listed(map(repr, choice.unused))}"
+        )
+    if choice.mismatched:
+        left_out.append(
+            f"{len(choice.mismatched)} tensors of another shape, as if they were lacking: "
+            f"{_listed(map(str, choice.mismatched))}"
+        )
+    if left_out:
+        message = f"{_describe(checkpoint)}: strict=False leaves out {'; and '.join(left_out)}"
+        warnings.warn(message, LazyModelWarning, stacklevel=4)
+    if choice.lacking and initialize is None:
+        warnings.warn(
+            f"{_lacks(model, checkpoint, choice.lacking)}. "
+            "They are initialized; say initialize='missing' if that is meant.",
+            LazyModelWarning,
+            stacklevel=4,
+        )
+
+
+def _lacks(model: AbstractModel, checkpoint: Mapping[str, Any], lacking: Sequence[str]) -> str:
+    described = _describe(checkpoint)
+    return f"{described} has no tensor for {len(lacking)} of {len(model)} variables: {_listed(lacking)}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    first = list(itertools.islice(names, _LISTED + 1))
+    return ", ".join(first[:_LISTED]) + (", …" if len(first) > _LISTED else "")
 
 
 def _check_source(variable: AbstractVariable, source: Source) -> None:
-    shape = tuple(np.shape(source))
-    if shape != variable.shape and not _is_key(variable):
+    expected, found = _stored_shape(variable), tuple(np.shape(source))
+    if found != expected:
         raise CheckpointError(
-            f"{variable.path!r}: expected shape {variable.shape}, found {shape} in {_origin(source)}; "
+            f"{variable.path!r}: expected shape {expected}, found {found} in {_origin(source)}; "
             "is this the checkpoint of another configuration?"
         )
+
+
+def _stored_shape(variable: AbstractVariable) -> tuple[int, ...]:
+    """The shape that its values are read in."""
+    return _key_data(variable).shape if _is_key(variable) else variable.shape
+
+
+def _key_data(variable: AbstractVariable) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(jax.random.key_data, variable.struct)
 
 
 def _stream_item(variable: AbstractVariable, source: Source, sharding: Sharding) -> StreamItem:
     """What the stream reads. Keys are read as their key data, whose trailing dimension no spec names."""
     if not _is_key(variable):
         return StreamItem(variable.path, source, variable.shape, np.dtype(variable.dtype), sharding)
-    data = jax.eval_shape(jax.random.key_data, variable.struct)
+    data = _key_data(variable)
     return StreamItem(variable.path, source, data.shape, np.dtype(data.dtype), sharding)
 
 
@@ -210,4 +340,4 @@ def describe_sources(sources: Mapping[str, Source]) -> dict[str, str]:
     return {path: _origin(source) for path, source in sources.items()}
 
 
-__all__: Sequence[str] = ("Choice", "choose", "describe_sources", "make_arrays", "materialize")
+__all__: Sequence[str] = ("Choice", "ReportTo", "choose", "describe_sources", "make_arrays", "materialize")

@@ -148,6 +148,9 @@ def make_plan(
 
     origins = describe_sources(choice.sources)
     recipe_origin = {path: recipe.origin for recipe in choice.recipes for path in recipe.paths}
+    for left_out in choice.mismatched:
+        if left_out.path in recipe_origin:
+            recipe_origin[left_out.path] += f"; shape {left_out.found} of the checkpoint does not match"
     reads = {
         path: _shard_boxes(shardings[path], model[path].shape) * _shard_nbytes(source, shardings[path])
         for path, source in choice.sources.items()

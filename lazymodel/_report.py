@@ -1,8 +1,9 @@
-"""What people read: tables of models and plans, the closest names in an error, and progress while work goes on.
+"""What people read: tables of models, plans and loads, the closest names in an error, and progress while work goes on.
 
-Responsible for presentation only: it computes no sizes that the model or the plan does not already state, and nothing
-decides anything by what is written here. A model has thousands of variables and a person reads about forty lines, so
-variables whose paths differ only in numbers are folded into one row (`block_{0..25}/query/kernel`, 26 of them).
+Responsible for presentation only: it computes no sizes that the model, plan or load report does not already state,
+and nothing decides anything by what is written here. A model has thousands of variables and a person reads about forty
+lines, so variables whose paths differ only in numbers are folded into one row (`block_{0..25}/query/kernel`, 26 of
+them).
 
 Names come from files that anyone may have written: they reach a terminal without control characters and markup, and
 HTML escaped.
@@ -17,6 +18,7 @@ import html
 import io
 import itertools
 import math
+import os
 import re
 import shutil
 import sys
@@ -35,9 +37,11 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from lazymodel._abstract import AbstractModel, AbstractVariable
+    from lazymodel._load_report import LoadReport, LoadRow
     from lazymodel._plan import MemoryPlan, PlanRow
 
 _MAX_ROWS = 40  # rows of a table before the smallest are only counted
+_MAX_NAMES = 8  # names that a line below a table lists before it only counts
 _MAX_VALUES = 4  # numbers that a fold lists one by one before it gives the first and the last only
 _CANDIDATES = 50  # names that `closest` compares in full
 _SUGGESTIONS = 3
@@ -79,7 +83,8 @@ def _printable(text: str) -> str:
 
 # --- folding ---------------------------------------------------------------------------------------------------------
 
-_NUMBER = re.compile(r"(\d+)")
+# Longer runs of digits are text: Python may refuse to read more of them as an int, and a hostile name may have them.
+_NUMBER = re.compile(rf"(?<!\d)(\d{{1,{sys.int_info.str_digits_check_threshold}}})(?!\d)")
 
 
 def _template(path: str) -> tuple[str, ...]:
@@ -162,8 +167,13 @@ class _Table:
     lines: tuple[str, ...]
 
 
-def _table(title: str, headings: Sequence[str], rows: Iterable[_Row], lines: Iterable[str]) -> _Table:
-    """Groups the rows and keeps the largest groups; headings are those of `_Row.cells`, of the bytes, of the note."""
+def _table(
+    title: str, headings: Sequence[str], rows: Iterable[_Row], lines: Iterable[str], *, noun: str = "variable"
+) -> _Table:
+    """Groups the rows and keeps the largest groups; headings are those of `_Row.cells`, of the bytes, of the note.
+
+    `noun` says what a row is: the heading of the first column.
+    """
     *cell_headings, bytes_heading, note_heading = headings
     groups = _grouped(rows)
     largest = heapq.nlargest(_MAX_ROWS, range(len(groups)), key=lambda index: (groups[index].nbytes, -index))
@@ -176,7 +186,7 @@ def _table(title: str, headings: Sequence[str], rows: Iterable[_Row], lines: Ite
         grid.append((f"… and {len(rest):,} more", f"{count:,}", *blank, format_bytes(nbytes), ""))
     return _Table(
         title=_printable(title),
-        columns=("variable", "count", *cell_headings, bytes_heading, note_heading),
+        columns=(noun, "count", *cell_headings, bytes_heading, note_heading),
         right=frozenset(("count", bytes_heading)),
         rows=tuple(tuple(_printable(cell) for cell in row) for row in grid),
         lines=tuple(_printable(line) for line in lines),
@@ -317,7 +327,7 @@ def _fullest_device(variables: Iterable[AbstractVariable]) -> tuple[int, int]:
 
 # --- the plan --------------------------------------------------------------------------------------------------------
 
-_ACTIONS = {"load": "loaded", "initialize": "initialized"}
+_ACTIONS = {"load": "loaded", "initialize": "initialized"}  # and "constant", of plans and loads
 
 
 def plan_text(plan: MemoryPlan) -> str:
@@ -374,19 +384,112 @@ def _plan_lines(plan: MemoryPlan) -> list[str]:
     return lines
 
 
+# --- the load --------------------------------------------------------------------------------------------------------
+
+
+def load_text(report: LoadReport) -> str:
+    """A load report as a table and a summary for a terminal, as wide as it; no colours."""
+    return _text(_load_table(report))
+
+
+def load_html(report: LoadReport) -> str:
+    """A load report as an HTML fragment for a notebook."""
+    return _html(_load_table(report))
+
+
+def _load_table(report: LoadReport) -> _Table:
+    def row(row: LoadRow) -> _Row:
+        note = _ACTIONS.get(row.action, row.action)
+        dtype = row.dtype
+        if row.action == "initialize":
+            note = f"{note}: {row.initializer}"
+        elif row.tensors:
+            first, *others = row.tensors
+            note = f"{note}: {first.name}"
+            if first.file:
+                note += f" of {os.path.basename(first.file)}"
+            if others:
+                note += f" and {len(others):,} more"
+            stored = dict.fromkeys(tensor.dtype for tensor in row.tensors)
+            if list(stored) != [dtype]:
+                dtype = f"{', '.join(stored)} → {dtype}"
+        return _Row(row.path, (_shape_text(row.shape), dtype), row.nbytes, note)
+
+    nbytes = sum(row.nbytes for row in report.rows)
+    title = (
+        f"{report.name}: materialized {_plural(len(report.rows), 'variable')}, {format_bytes(nbytes)}, "
+        f"in {report.seconds:.2f} s"
+    )
+    if report.process_count > 1:
+        title += f", by process {report.process_index} of {report.process_count}"
+    headings = ("shape", "dtype", "bytes", "value")
+    return _table(title, headings, map(row, report.rows), _load_lines(report))
+
+
+def _load_lines(report: LoadReport) -> list[str]:
+    lines: list[str] = []
+    for action, rows in (
+        ("loaded", report.loaded),
+        ("initialized", report.initialized),
+        ("constant", report.constants),
+    ):
+        if rows:
+            nbytes = format_bytes(sum(row.nbytes for row in rows))
+            lines.append(f"{action}: {_plural(len(rows), 'variable')}, {nbytes}")
+    if report.needed_nbytes or report.read_nbytes:
+        line = f"read: {format_bytes(report.read_nbytes)} of files, {format_bytes(report.needed_nbytes)} needed"
+        if report.gb_per_second is not None:
+            line += f", {report.gb_per_second:.2f} GB/s"
+        lines.append(line)
+    lines.append(f"time: {report.initialize_seconds:.2f} s initializing, {report.stream_seconds:.2f} s streaming")
+    if report.unused:
+        nbytes = sum(tensor.nbytes or 0 for tensor in report.unused)
+        listed = _listed(_folded(tensor.name for tensor in report.unused))
+        lines.append(f"unused: {_plural(len(report.unused), 'tensor')}, {format_bytes(nbytes)}: {listed}")
+    if report.mismatched:
+        listed = _listed([str(mismatch) for mismatch in report.mismatched])
+        lines.append(f"did not match: {_plural(len(report.mismatched), 'tensor')}: {listed}")
+    if report.files:
+        sizes = [
+            f"{file} ({'size unknown' if size is None else format_bytes(size)})" for file, size in report.files.items()
+        ]
+        lines.append(f"files: {_listed(sizes)}")
+    return lines
+
+
+def _folded(names: Iterable[str]) -> list[str]:
+    """Names that differ only in numbers as one, in the order in which each first appears."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        groups.setdefault(_template(name), []).append(name)
+    return [fold(group) for group in groups.values()]
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = f", … and {len(texts) - _MAX_NAMES:,} more" if len(texts) > _MAX_NAMES else ""
+    return ", ".join(texts[:_MAX_NAMES]) + more
+
+
 # --- progress --------------------------------------------------------------------------------------------------------
 
 
 @runtime_checkable
 class Progress(Protocol):
-    """What `materialize` tells while it works. All counts are bytes; `advance` may be called from several threads."""
+    """What `materialize` tells while it works, in bytes of the distinct shards of this process.
+
+    `advance` is called from several threads, one call at a time. An exception raised in it ends the work.
+    """
 
     def start(self, total_nbytes: int, description: str) -> None:
         """Work of this many bytes begins."""
         ...
 
     def advance(self, nbytes: int, description: str | None = None) -> None:
-        """So many bytes more are done; the description names what was finished, such as a variable's path."""
+        """So many bytes more are done, in pieces of variables where those are large.
+
+        The description names what was finished, such as a variable's path; its last bytes may have been told of
+        before, and 0 now.
+        """
         ...
 
     def finish(self) -> None:
@@ -447,6 +550,8 @@ class _Callback:
             self._function(0, total_nbytes)
 
     def advance(self, nbytes: int, description: str | None = None) -> None:
+        if not nbytes:
+            return  # news for those who show names
         with self._lock:
             self._done += nbytes
             self._function(self._done, self._total)

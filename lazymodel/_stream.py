@@ -7,7 +7,9 @@ belongs to which variable is decided by `_materialize` or an integration.
 Life of a job (the boxes of one variable that are filled together): its bytes are reserved from the budget, its
 buffers allocated, its parts filled by whichever threads are free, its buffers put on their devices, and the bytes
 given back. Jobs start strictly in order, so the earliest variable can always finish and nothing waits in a circle.
-A buffer that was handed to a device is never written again: the CPU backend keeps it as the array's own memory.
+
+Where a device's memory is the host's (the CPU backend), the buffer that was filled becomes the array's own memory:
+nothing is copied, and it is never written again. Other devices get copies, and the buffers are used again.
 """
 
 from __future__ import annotations
@@ -18,21 +20,35 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError
-from lazymodel._file_source import STAGING, Arena, empty_aligned, slabs
-from lazymodel._lazy_tensor import Box, LazyTensor, Part, box_shape, fill_parts, lazy, prefers_one_pass
+from lazymodel._file_source import Arena, Workspace, empty_aligned, slabs
+from lazymodel._lazy_tensor import (
+    Box,
+    LazyTensor,
+    Part,
+    bounding,
+    box_shape,
+    fill_parts,
+    intersect,
+    lazy,
+    prefers_one_pass,
+    shift,
+)
 
 _jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
 DEFAULT_BUDGET = 4 << 30  # bytes; enough to keep any disk busy, whatever the model's size
-PIECE = 64 << 20  # bytes of a piece of a shard that is larger than the budget
-_THREADS = 4  # more do not help: memory bandwidth, not the number of requests, is the limit from here on
+BAND = 16 << 20  # bytes of a piece of shards that are larger than the budget: a transfer of a few milliseconds
+WORKSPACE = 64 << 20  # bytes of temporaries of a thread, at most; more makes nothing faster
+_THREADS = 8  # more do not help: memory bandwidth, not the number of requests, is the limit from here on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,46 +83,68 @@ def stream(
 
     Args:
         items: What to fill. Their order does not matter.
-        max_host_memory: Ceiling in bytes for values on their way to devices; None is 4 GiB, or an eighth of the
-            memory that is available if that is less. Each thread needs up to 4 MiB of staging, which is taken out of
-            it as far as there is room. On CPU devices a finished array is not on its way.
+        max_host_memory: Ceiling in bytes for the host memory in use at any time: values on their way to devices,
+            and every temporary. None is 4 GiB, or an eighth of the memory that is available if that is less. The
+            memory of the devices themselves is no part of it, which on CPU devices is host memory too: there the
+            variable that is next to be yielded does not count, those read ahead do.
         on_bytes: Called with the number of bytes of shards just filled, from any thread, one call at a time. Over a
             whole stream they add up to the bytes of all distinct shards of this process.
 
     Raises:
-        CheckpointError: At once, for a tensor whose shape is not its variable's; while iterating, for anything that
-            goes wrong with one variable, naming it and its file.
+        CheckpointError: At once, for a tensor whose shape is not its variable's or that cannot be read within the
+            ceiling; while iterating, for anything that goes wrong with one variable, naming it and its file.
     """
     plans = [_plan(item) for item in items]
     plans.sort(key=lambda plan: (plan.tensor.file, plan.tensor.offset))
-    budget = _default_budget() if max_host_memory is None else max_host_memory
-    threads = max(1, min(_THREADS, _cores(), budget // (4 * STAGING)))
-    budget = max(budget - threads * STAGING, budget // 2, 1)
-    return _Stream(plans, budget, threads, on_bytes).arrays()
+    ceiling = _default_budget() if max_host_memory is None else max_host_memory
+    threads = max(2, min(_THREADS, _cores()))  # two on one core as well: one reads while the other waits for a disk
+    workspace = min(WORKSPACE, ceiling // (4 * threads))
+    budget = ceiling - threads * workspace
+    for plan in plans:
+        # Filling one element of it, and an element to put it in.
+        if (need := plan.unit_nbytes(workspace) + plan.item.dtype.itemsize) > budget:
+            raise CheckpointError(
+                f"{plan.item.path!r} from {_where(plan.tensor)}: reading any of it takes "
+                f"{format_bytes(plan.tensor.leaf.unit_nbytes)} at once (its chunks are that large), and "
+                f"max_host_memory={format_bytes(ceiling)} leaves {format_bytes(budget)}. Give at least "
+                f"{format_bytes(2 * need)}."
+            )
+    return _Stream(plans, budget, [Workspace(workspace) for _ in range(threads)], on_bytes).arrays()
 
 
 @dataclasses.dataclass(eq=False)
 class _Plan:
-    """An item with its boxes; `arrays` fills up as its shards arrive."""
+    """An item with its boxes; `arrays` fills up as its shards arrive, or `array` at once."""
 
     item: StreamItem
     tensor: LazyTensor
-    boxes: dict[tuple[tuple[int, int], ...], list[Any]]  # (start, stop) of each dimension → devices
+    boxes: dict[_Key, list[Any]]  # (start, stop) of each dimension → devices
+    in_place: bool  # whether the buffers that are filled become the arrays' own memory
     arrays: dict[Any, jax.Array] = dataclasses.field(default_factory=dict[Any, jax.Array])
+    array: jax.Array | None = None
 
     @property
-    def on_cpu(self) -> bool:
-        return all(device.platform == "cpu" for devices in self.boxes.values() for device in devices)
+    def complete(self) -> bool:
+        return self.array is not None or len(self.arrays) == sum(map(len, self.boxes.values()))
 
-    @property
-    def pending(self) -> int:
-        return sum(len(devices) for devices in self.boxes.values()) - len(self.arrays)
+    def unit_nbytes(self, workspace: int) -> int:
+        """Bytes that a thread needs beyond its workspace."""
+        unit = self.tensor.leaf.unit_nbytes
+        return unit if unit > workspace else 0
 
-    def result(self) -> jax.Array:
+    def take(self) -> jax.Array:
+        """The finished array, which is the caller's alone."""
+        array, self.array = self.array, None
+        if array is not None:
+            return array
         shards = [self.arrays[device] for devices in self.boxes.values() for device in devices]
+        self.arrays = {}
         return jax.make_array_from_single_device_arrays(
             self.item.shape, self.item.sharding, shards, dtype=self.item.dtype
         )
+
+
+_Key = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(eq=False)
@@ -114,10 +152,10 @@ class _Job:
     """Boxes of one plan that are filled together, out of one reservation."""
 
     plan: _Plan
-    boxes: list[tuple[tuple[int, int], ...]]
+    boxes: list[_Key]
     nbytes: int  # what it reserves
-    in_pieces: bool = False  # one box, larger than the budget
-    held: bool = False  # its reservation is given back only when the array is delivered
+    band: int = 0  # bytes of the pieces in which it goes to its devices; 0 if it goes whole
+    one_by_one: bool = False  # whether its parts must not run at the same time, for want of memory
     outs: list[np.ndarray] = dataclasses.field(default_factory=list[np.ndarray])
     parts: list[Part] = dataclasses.field(default_factory=list[Part])
     unfinished: int = 0
@@ -135,28 +173,32 @@ def _plan(item: StreamItem) -> _Plan:
             f"{item.path!r}: JAX would store {item.dtype.name} as "
             f"{jax.dtypes.canonicalize_dtype(item.dtype).name}; enable 64-bit types (jax_enable_x64) or cast"
         )
-    boxes: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    boxes: dict[_Key, list[Any]] = {}
     for device, index in cast(Any, item.sharding).addressable_devices_indices_map(tuple(item.shape)).items():
-        ranges = index or ()
-        key = tuple(part.indices(extent)[:2] for part, extent in zip(ranges, item.shape, strict=True))
-        boxes.setdefault(key, []).append(device)
-    return _Plan(item, tensor.astype(item.dtype), boxes)
+        boxes.setdefault(_key(index, item.shape), []).append(device)
+    in_place = all(_is_host(device) for devices in boxes.values() for device in devices)
+    return _Plan(item, tensor.astype(item.dtype), boxes, in_place)
 
 
 class _Stream:
     """The threads and what they share. `_changed` guards everything below it."""
 
     def __init__(
-        self, plans: Sequence[_Plan], budget: int, threads: int, on_bytes: Callable[[int], None] | None
+        self,
+        plans: Sequence[_Plan],
+        budget: int,
+        workspaces: Sequence[Workspace],
+        on_bytes: Callable[[int], None] | None,
     ) -> None:
         self._plans = plans
         self._budget = budget
         self._on_bytes = on_bytes
         self._x64 = bool(cast(Any, jax.config).jax_enable_x64)  # a thread-local setting, which threads do not inherit
         self._threads = [
-            threading.Thread(target=self._work, name=f"lazymodel-stream-{index}", daemon=True)
-            for index in range(threads)
+            threading.Thread(target=self._work, args=(workspace,), name=f"lazymodel-stream-{index}", daemon=True)
+            for index, workspace in enumerate(workspaces)
         ]
+        self._workspace = min(workspace.limit for workspace in workspaces)
         self._starting = threading.Lock()  # held while waiting for room: jobs start in order
         self._arena = Arena()  # used while `_starting` is held
         self._job: _Job | None = None
@@ -164,7 +206,8 @@ class _Stream:
         self._report = threading.Lock()
         self._changed = threading.Condition()
         self._in_flight = 0
-        self._held: dict[_Plan, int] = {}
+        self._held: dict[_Plan, int] = {}  # reservations that last until their array is yielded
+        self._spare: list[np.ndarray] = []  # buffers to be used again, oldest first
         self._stopped = False
         self._error: CheckpointError | None = None
 
@@ -176,11 +219,10 @@ class _Stream:
         try:
             for plan in self._plans:
                 with self._changed:
-                    self._changed.wait_for(lambda plan=plan: self._error is not None or not plan.pending)
+                    self._changed.wait_for(lambda plan=plan: self._error is not None or plan.complete)
                     if self._error is not None:
                         raise self._error
-                    array = plan.result()
-                    plan.arrays = {}
+                    array = plan.take()
                     self._in_flight -= self._held.pop(plan, 0)
                     self._changed.notify_all()
                 yield plan.item.path, array
@@ -193,29 +235,42 @@ class _Stream:
                 thread.join()
 
     def _make_jobs(self) -> Iterator[_Job]:
+        """Divides plans into what is filled together; each job reserves what it needs, and at most the budget."""
         for plan in self._plans:
             sizes = {key: _nbytes(key, plan.item.dtype) for key in plan.boxes}
             total = sum(sizes.values())
-            boxes = [_box(key) for key in sizes]
-            held = plan.on_cpu and total <= self._budget
-            together = total <= self._budget // 4 or (total <= self._budget and prefers_one_pass(plan.tensor, boxes))
-            if together or (len(sizes) == 1 and total <= self._budget):
-                yield _Job(plan, list(sizes), total, held=held)
+            unit = plan.unit_nbytes(self._workspace)
+            everyone = unit * len(self._threads)
+            if plan.in_place:
+                # The arrays' own memory: what exceeds the budget only keeps others from being read ahead.
+                temporaries = everyone if everyone <= self._budget else unit
+                nbytes = min(total + temporaries, self._budget)
+                yield _Job(plan, list(sizes), nbytes, one_by_one=temporaries < everyone)
                 continue
-            for key, nbytes in sizes.items():
-                if nbytes <= self._budget:
-                    yield _Job(plan, [key], nbytes, held=held)
-                else:
-                    yield _Job(plan, [key], min(self._budget, PIECE), in_pieces=True)
+            tiled = prefers_one_pass(plan.tensor, [_box(key) for key in sizes])
+            together = tiled or total + everyone <= self._budget // 4
+            for keys in [list(sizes)] if together else [[key] for key in sizes]:
+                nbytes = sum(sizes[key] for key in keys)
+                if nbytes + unit <= self._budget:
+                    serial = nbytes + everyone > self._budget
+                    yield _Job(plan, keys, nbytes + (unit if serial else everyone), one_by_one=serial)
+                    continue
+                # Threads that each hold a piece and what filling it takes.
+                threads = len(self._threads)
+                serial = threads * unit + threads * plan.item.dtype.itemsize > self._budget // 2
+                band = (self._budget - unit) if serial else (self._budget - everyone) // threads
+                band = max(min(band, BAND), plan.item.dtype.itemsize)
+                reserve = min(unit + band if serial else threads * (unit + band), self._budget)
+                yield _Job(plan, keys, reserve, band=band, one_by_one=serial)
 
     # In the threads
 
-    def _work(self) -> None:
+    def _work(self, workspace: Workspace) -> None:
         with jax.enable_x64(self._x64):
             while (task := self._next()) is not None:
                 job, part = task
                 try:
-                    self._run(job, part)
+                    self._run(job, part, workspace)
                 except Exception as error:
                     self._fail(job, error)
                     return
@@ -246,67 +301,127 @@ class _Stream:
             if self._stopped:
                 return False
             self._in_flight += job.nbytes
-            if job.held:
-                self._held[job.plan] = self._held.get(job.plan, 0) + job.nbytes
+            spare = 0
+            for index in range(len(self._spare) - 1, -1, -1):
+                spare += self._spare[index].nbytes
+                if spare + self._in_flight > self._budget:
+                    del self._spare[: index + 1]
+                    break
             return True
 
     def _start(self, job: _Job) -> None:
-        dtype = job.plan.item.dtype
-        if job.in_pieces:
-            job.parts = [Part(_nbytes(job.boxes[0], dtype), lambda: self._put_in_pieces(job))]
+        plan, dtype = job.plan, job.plan.item.dtype
+        boxes = [_box(key) for key in job.boxes]
+        if job.band:
+            job.parts = self._band_parts(job)
         else:
-            boxes = [_box(key) for key in job.boxes]
-            # On CPU a buffer becomes the array's own memory, and arrays of one load live equally long.
-            empty = self._arena.empty if job.plan.on_cpu else empty_aligned
-            job.outs = [empty(box_shape(box), dtype) for box in boxes]
-            # A tensor without elements has no parts, but is delivered all the same.
-            job.parts = fill_parts(job.plan.tensor, boxes, job.outs) or [Part(0, lambda: None)]
+            job.outs = [self._buffer(plan, box_shape(box), dtype) for box in boxes]
+            job.parts = fill_parts(plan.tensor, boxes, job.outs)
+        if job.one_by_one and len(job.parts) > 1:
+            parts = job.parts
+
+            def run(workspace: Workspace) -> None:
+                for part in parts:
+                    if self._stopped:
+                        return
+                    part.run(workspace)
+
+            job.parts = [Part(sum(part.nbytes for part in parts), run)]
+        # A tensor without elements has no parts, but is delivered all the same.
+        job.parts = job.parts or [Part(0, lambda workspace: None)]
         job.unfinished = len(job.parts)
 
-    def _run(self, job: _Job, part: Part) -> None:
-        part.run()
-        if self._on_bytes is not None:
+    def _buffer(self, plan: _Plan, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        if plan.in_place:
+            return self._arena.empty(shape, dtype)  # arrays of one load live equally long
+        nbytes = math.prod(shape) * dtype.itemsize
+        with self._changed:
+            for index, spare in enumerate(self._spare):
+                if spare.nbytes == nbytes:
+                    return self._spare.pop(index).view(dtype).reshape(shape)
+        return empty_aligned(shape, dtype)
+
+    def _run(self, job: _Job, part: Part, workspace: Workspace) -> None:
+        part.run(workspace)
+        if self._on_bytes is not None and not self._stopped:
             with self._report:
                 self._on_bytes(part.nbytes)
         with self._changed:
             job.unfinished -= 1
-            if job.unfinished:
+            if job.unfinished or self._stopped:
                 return
-        arrays: dict[Any, jax.Array] = {}
-        for key, out in zip(job.boxes, job.outs, strict=False):
-            for device in job.plan.boxes[key]:
-                # On CPU replicas share the buffer. That is safe: XLA never writes into memory it was lent, donated
-                # or not (tests/core/test_stream.py holds it to that).
-                arrays[device] = _jax.device_put(out, _placement(job.plan, device))
-        _jax.block_until_ready(list(arrays.values()))
+        plan, array = job.plan, None
+        if job.band:
+            pass  # its pieces are there already
+        elif plan.in_place:
+            outs = dict(zip(job.boxes, job.outs, strict=True))
+            # On CPU replicas share the buffer. That is safe: XLA never writes into memory it was lent, donated or
+            # not (tests/core/test_stream.py holds it to that). One call for all devices is 7 × as fast as one each.
+            array = jax.make_array_from_callback(
+                plan.item.shape,
+                plan.item.sharding,
+                lambda index: outs[_key(index, plan.item.shape)],
+                dtype=plan.item.dtype,
+            )
+            _jax.block_until_ready(array)
+        else:
+            arrays = {
+                device: _copy_to(_placement(plan, device), out)
+                for key, out in zip(job.boxes, job.outs, strict=True)
+                for device in plan.boxes[key]
+            }
+            _jax.block_until_ready(list(arrays.values()))
+            with self._changed:
+                plan.arrays.update(arrays)
+                self._spare += [out.reshape(-1).view(np.uint8) for out in job.outs]
         job.outs = []
         with self._changed:
-            job.plan.arrays.update(arrays)
-            if not job.held:
+            if array is not None:
+                plan.array, self._held[plan] = array, job.nbytes
+            else:
                 self._in_flight -= job.nbytes
             self._changed.notify_all()
 
-    def _put_in_pieces(self, job: _Job) -> None:
-        """Assembles a shard that exceeds the budget on its devices, piece by piece."""
-        plan, key = job.plan, job.boxes[0]
-        tensor = plan.tensor[_box(key)]
+    def _band_parts(self, job: _Job) -> list[Part]:
+        """Parts that each fill a band of the boxes' region and put it where it belongs on the devices.
+
+        Bands go along the file's outermost axis, so that what is one pass over the file stays one.
+        """
+        plan, boxes = job.plan, [_box(key) for key in job.boxes]
+        region = bounding(boxes)
+        tensor = plan.tensor[region]
         order: list[int] = tensor.file_order()
-        # As integers: XLA may move small floats through wider ones, which changes signalling NaNs.
-        bits = tensor.dtype if tensor.dtype.kind in "biuc" else np.dtype(f"u{tensor.itemsize}")
-        buffers = {device: _zeros(tensor.shape, bits, _placement(plan, device)) for device in plan.boxes[key]}
-        for piece in slabs(tuple(tensor.shape[axis] for axis in order), max(job.nbytes // tensor.itemsize, 1)):
+        assembly = _Assembly(plan, job.boxes)
+        pieces = list(slabs(tuple(tensor.shape[axis] for axis in order), max(job.band // tensor.itemsize, 1)))
+        last = threading.Lock()
+        left = len(pieces)
+
+        def run(workspace: Workspace, piece: Box) -> None:
+            nonlocal left
             if self._stopped:
                 return
-            box: Box = tuple(piece[order.index(axis)] for axis in range(tensor.ndim))
-            values = tensor.read(box).view(bits)
-            corner = [np.int64(part.start) if self._x64 else np.int32(part.start) for part in box]
-            for device in buffers:
-                put = _jax.device_put(values, _placement(plan, device))
-                buffers[device] = _update(buffers[device], put, corner)
-            _jax.block_until_ready(list(buffers.values()))
-        with self._changed:
-            for device, buffer in buffers.items():
-                plan.arrays[device] = buffer if bits == tensor.dtype else _bitcast(buffer, tensor.dtype)
+            band = tuple(
+                slice(r.start + piece[order.index(axis)].start, r.start + piece[order.index(axis)].stop)
+                for axis, r in enumerate(region)
+            )
+            wanted = [
+                (key, common) for key, box in zip(job.boxes, boxes, strict=True) if (common := intersect(box, band))
+            ]
+            outs = [empty_aligned(box_shape(common), plan.item.dtype) for _, common in wanted]
+            for part in fill_parts(plan.tensor, [common for _, common in wanted], outs):
+                part.run(workspace)
+            for (key, common), out in zip(wanted, outs, strict=True):
+                assembly.put(key, out, shift(common, _box(key)))
+            with last:
+                left -= 1
+                if left:
+                    return
+            arrays = assembly.finish()
+            with self._changed:
+                plan.arrays.update(arrays)
+
+        size = plan.item.dtype.itemsize
+        return [Part(math.prod(box_shape(piece)) * size, functools.partial(run, piece=piece)) for piece in pieces]
 
     def _fail(self, job: _Job, error: Exception) -> None:
         plan = job.plan
@@ -317,6 +432,42 @@ class _Stream:
             self._error = self._error or wrapped
             self._stopped = True
             self._changed.notify_all()
+
+
+class _Assembly:
+    """Shards that come to their devices in pieces, from any thread."""
+
+    def __init__(self, plan: _Plan, keys: Sequence[_Key]) -> None:
+        self._plan = plan
+        dtype = plan.item.dtype
+        # As integers: XLA may move small floats through wider ones, which changes signalling NaNs.
+        self._bits = dtype if dtype.kind in "biuc" else np.dtype(f"u{dtype.itemsize}")
+        self._lock = threading.Lock()
+        self._buffers = {
+            (key, device): _zeros(box_shape(_box(key)), self._bits, _placement(plan, device))
+            for key in keys
+            for device in plan.boxes[key]
+        }
+
+    def put(self, key: _Key, piece: np.ndarray, corner: Box) -> None:
+        """Puts a piece where it belongs in a shard; `piece` is read completely when this returns."""
+        start = [np.int32(part.start) if part.start < 2**31 else np.int64(part.start) for part in corner]
+        for device in self._plan.boxes[key]:
+            placement = _placement(self._plan, device)
+            put = _copy_to(placement, piece.view(self._bits))
+            _jax.block_until_ready(put)
+            with self._lock:
+                updated = _update(self._buffers.pop((key, device)), put, start)
+                _jax.block_until_ready(updated)
+                self._buffers[key, device] = updated
+
+    def finish(self) -> dict[Any, jax.Array]:
+        """Each device's shard."""
+        dtype = self._plan.item.dtype
+        return {
+            device: buffer if self._bits == dtype else _bitcast(buffer, dtype)
+            for (_, device), buffer in self._buffers.items()
+        }
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
@@ -333,15 +484,28 @@ def _bitcast(buffer: jax.Array, dtype: Any) -> jax.Array:
     return jax.lax.bitcast_convert_type(buffer, dtype)
 
 
+def _copy_to(placement: Sharding, values: np.ndarray) -> jax.Array:
+    """A copy on a device that is no host; when it is ready, `values` may be written again."""
+    return _jax.device_put(values, placement)
+
+
+def _is_host(device: Any) -> bool:
+    return device.platform == "cpu"
+
+
 def _placement(plan: _Plan, device: Any) -> SingleDeviceSharding:
     return SingleDeviceSharding(device, memory_kind=plan.item.sharding.memory_kind)
 
 
-def _box(key: tuple[tuple[int, int], ...]) -> Box:
+def _key(index: Any, shape: tuple[int, ...]) -> _Key:
+    return tuple(part.indices(extent)[:2] for part, extent in zip(index or (), shape, strict=True))
+
+
+def _box(key: _Key) -> Box:
     return tuple(slice(start, stop) for start, stop in key)
 
 
-def _nbytes(key: tuple[tuple[int, int], ...], dtype: np.dtype[Any]) -> int:
+def _nbytes(key: _Key, dtype: np.dtype[Any]) -> int:
     return math.prod(stop - start for start, stop in key) * dtype.itemsize
 
 
@@ -355,10 +519,21 @@ def _cores() -> int:
 
 
 def _default_budget() -> int:
-    """4 GiB, or an eighth of the available memory if that is less and known."""
+    """4 GiB, or an eighth of the memory that is available, to this process or at all, if that is less and known."""
+    available = [8 * DEFAULT_BUDGET]
     try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return DEFAULT_BUDGET
-    return max(min(DEFAULT_BUDGET, available // 8), STAGING)
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    except (OSError, ValueError):
+        pass
+    # Containers: control groups version 2, then 1.
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            group = Path("/sys/fs/cgroup")
+            available.append(int((group / limit).read_text()) - int((group / used).read_text()))
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+    return max(min(available) // 8, 64 << 20)

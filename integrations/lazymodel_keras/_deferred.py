@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import re
 import sys
 import warnings
@@ -15,9 +16,11 @@ import keras
 from jax.sharding import PartitionSpec
 
 from lazymodel import AbstractVariable, LazyModelWarning, Progress
+from lazymodel._materialize import ReportTo
 from lazymodel._sharding import Rules, rule_path
 from lazymodel_keras._model import Skeleton, from_skeleton
 from lazymodel_keras._recording import Recording, SharedPatches, active, replace
+from lazymodel_keras.hub import check_all_used, require_rules
 
 
 @contextlib.contextmanager
@@ -26,8 +29,10 @@ def deferred(
     mesh: jax.sharding.Mesh | None = None,
     rules: Rules | None = None,
     on_unmatched: str = "warn",
+    strict: bool = True,
     max_host_memory: int | str | None = None,
-    progress: bool | Progress | None = None,
+    progress: bool | Progress | Callable[[int, int], object] | None = None,
+    report: ReportTo = None,
 ) -> Generator[None, None, None]:
     """Within the block, models are built abstractly and every variable is made directly on its devices.
 
@@ -40,32 +45,44 @@ def deferred(
         rules: Sharding rules that go with the mesh; see `AbstractModel.shard`. They hold for every model of the block,
             so a pattern need not match in each; one that matched in none is warned about at the end.
         on_unmatched: As in `AbstractModel.shard`.
+        strict: Whether weights in a Keras file that the model it is loaded into has no variable for are an error; if
+            not, they are left out with a warning. Where `load_weights` is told to take only some (`skip_mismatch`,
+            `objects_to_skip`), the rest is neither.
         max_host_memory: As in `AbstractModel.materialize`.
         progress: As in `AbstractModel.materialize`.
+        report: As in `AbstractModel.materialize`: one for each model that is loaded, and one for what is initialized
+            on leaving.
+
+    Raises:
+        CheckpointError: As `from_preset`, from the call that loads.
+        ShardingError: The rules do not fit.
 
     Example:
         >>> with deferred():
         ...     model = keras_hub.models.CausalLM.from_preset("gemma2_9b_en")
     """
-    from lazymodel_keras.hub import require_rules
-
     require_rules(mesh, rules)
     block_rules = _BlockRules(rules) if isinstance(rules, Mapping) and not hasattr(rules, "device_mesh") else None
 
-    def materialize(recording: Recording, result: Any, *, only_own: bool) -> None:
+    def materialize(result: Any, what: str | None, *, only_own: bool) -> None:
         skeleton = Skeleton(None, recording, result, only_own=only_own)
         if not skeleton.variables:
             return
+        if what is not None:
+            check_all_used(recording, what, strict=strict)
         abstract = from_skeleton(skeleton)
         if mesh is not None:
             abstract = abstract.shard(mesh, block_rules or rules, on_unmatched=on_unmatched)  # pyright: ignore[reportArgumentType]
-        abstract.materialize(max_host_memory=max_host_memory, progress=progress)
+        abstract.materialize(max_host_memory=max_host_memory, progress=progress, report=report)
+
+    def materialize_loaded(result: Any, what: str, partly: bool) -> None:
+        materialize(result, None if partly else what, only_own=True)
 
     with Recording() as recording:
-        recording.on_loaded = functools.partial(materialize, recording, only_own=True)
+        recording.on_loaded = materialize_loaded
         with _hooks.needed():
             yield
-    materialize(recording, None, only_own=False)
+    materialize(None, None, only_own=False)
     if block_rules is not None and block_rules.unused:
         listed = ", ".join(repr(pattern) for pattern in block_rules.unused)
         warnings.warn(
@@ -105,17 +122,24 @@ _hooks = SharedPatches(_install)
 def _announcing(function: Callable[..., Any], *, loaded: Callable[..., Any] = lambda args, result: result) -> Any:
     """The function, which when the outermost such call returns tells the recording which object is loaded."""
 
+    signature = inspect.signature(function)
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         recording = active()
         if recording is None or recording.on_loaded is None or recording.loading:
             return function(*args, **kwargs)
+        # What a call leaves unused of its files is its own affair, even if another one opens them again.
+        outer_files, recording.files = recording.files, {}
         recording.loading = True
         try:
             result = function(*args, **kwargs)
+            skips = signature.bind(*args, **kwargs).arguments.get("skip_mismatch")
+            partly = bool(skips or kwargs.get("objects_to_skip"))
+            recording.on_loaded(loaded(args, result), function.__qualname__, partly)
         finally:
             recording.loading = False
-        recording.on_loaded(loaded(args, result))
+            recording.files = outer_files
         return result
 
     return call

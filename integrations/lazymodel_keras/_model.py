@@ -12,7 +12,15 @@ import jax
 import keras
 import numpy as np
 
-from lazymodel import AbstractModel, AbstractVariable, InitRecipe, LazyModelWarning, LazyTensor, ProgramCache
+from lazymodel import (
+    AbstractModel,
+    AbstractVariable,
+    InitRecipe,
+    LazyModelWarning,
+    LazyTensor,
+    ProgramCache,
+    StoredTensor,
+)
 from lazymodel._abstract import unique_paths
 from lazymodel._bytes import format_bytes
 from lazymodel._sharding import check_spec
@@ -40,6 +48,10 @@ class Skeleton:
         self._used = False
         self.result = result
         self.variables = _collect(recording, result, only_own=only_own)
+
+    def unused(self) -> tuple[StoredTensor, ...]:
+        """What the weight files that are open now hold and nothing asked for."""
+        return self._recording.unused_tensors()
 
     def fill(self, arrays: Mapping[str, jax.Array]) -> Any:
         """Gives every variable its array and returns the object; each call returns an object of its own."""
@@ -108,6 +120,7 @@ def from_skeleton(skeleton: Skeleton) -> AbstractModel:
         structure=dict,
         programs=ProgramCache(),
         name=getattr(skeleton.result, "name", None) or "model",
+        unused=skeleton.unused(),
     )
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from lazymodel import CheckpointError, LazyModelError, LazyTensor
+from lazymodel import CheckpointError, LazyModelError, LazyTensor, StoredTensor
+from lazymodel._load_report import unused_tensors
 from lazymodel_keras import _upstream, _weight_files
 
 
@@ -60,6 +61,11 @@ class OpenedFile:
         self.asked.add(name)
         return self.tensors[name]
 
+    @property
+    def unused(self) -> list[str]:
+        """The names that nothing asked for."""
+        return [name for name in self.tensors if name not in self.asked]
+
 
 class _RecordingScope(keras.StatelessScope):
     """A StatelessScope in which variables that have a value behave as if there were no scope."""
@@ -86,9 +92,10 @@ class Recording:
 
     Attributes:
         recorded: What was recorded, by `id` of the variable, in order of creation.
-        files: The weight files that were opened, by path.
+        files: The weight files that were opened, by path; while `on_loaded` is called, those of that call.
         problems: Assignments that did not fit their variable.
-        on_loaded: Called with an object whose weights were just loaded, where that is wanted at once.
+        on_loaded: Where it is wanted at once, called with an object whose weights were just loaded, what loaded them,
+            for messages, and whether only some of a file's tensors were wanted.
         loading: Whether a call that loads weights is running; only the outermost one counts.
     """
 
@@ -96,7 +103,7 @@ class Recording:
         self.recorded: dict[int, RecordedVariable] = {}
         self.files: dict[str, OpenedFile] = {}
         self.problems: list[tuple[RecordedVariable, CheckpointError]] = []
-        self.on_loaded: Callable[[Any], None] | None = None
+        self.on_loaded: Callable[[Any, str, bool], None] | None = None
         self.loading = False
         self.scope = _RecordingScope(self)
         self._stack = contextlib.ExitStack()
@@ -143,6 +150,10 @@ class Recording:
         if path not in self.files:
             self.files[path] = OpenedFile(opener(path))
         return self.files[path]
+
+    def unused_tensors(self) -> tuple[StoredTensor, ...]:
+        """What the opened files hold and nothing asked for."""
+        return tuple(tensor for file in self.files.values() for tensor in unused_tensors(file.tensors, file.unused))
 
     def add(self, variable: Any, initializer: Any) -> None:
         """Notes a variable that was just created without a value."""

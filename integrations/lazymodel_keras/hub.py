@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import keras
 
-from lazymodel import AbstractModel, CheckpointError, Progress, ShardingError
+from lazymodel import AbstractModel, CheckpointError, LazyModelWarning, Progress, ShardingError
+from lazymodel._materialize import ReportTo
 from lazymodel._report import closest
 from lazymodel._sharding import Rules
 from lazymodel_keras._model import abstract_model
@@ -32,7 +35,8 @@ def from_preset(
     on_unmatched: str = "warn",
     strict: bool = True,
     max_host_memory: int | str | None = None,
-    progress: bool | Progress | None = None,
+    progress: bool | Progress | Callable[[int, int], object] | None = None,
+    report: ReportTo = None,
     **kwargs: Any,
 ) -> Any:
     """Does what `cls.from_preset(preset, load_weights, **kwargs)` does, with nothing ever whole on one device.
@@ -46,9 +50,13 @@ def from_preset(
         mesh: The devices; None uses the active `keras.distribution` if there is one, else one device.
         rules: Sharding rules that go with `mesh`; see `AbstractModel.shard`.
         on_unmatched: What to do about large variables without a rule; see `AbstractModel.shard`.
-        strict: Whether weights in a Keras file that the model has no variable for are an error.
+        strict: Whether weights in a Keras file that the model has no variable for are an error; if not, they are left
+            out with a warning that lists them.
         max_host_memory: Ceiling for the host's staging memory in bytes, or text such as `"4GiB"`.
-        progress: A progress bar or callback; None shows a bar when a person is watching.
+        progress: A progress bar or callback; None shows a bar when a person is watching. See
+            `AbstractModel.materialize`.
+        report: True prints a `lazymodel.LoadReport` once the model is complete; a callable, such as `reports.append`,
+            is given it instead.
         **kwargs: Passed on to KerasHub, such as `dtype` or `num_classes`.
 
     Raises:
@@ -58,7 +66,7 @@ def from_preset(
     abstract = abstract_from_preset(
         cls, preset, load_weights, mesh=mesh, rules=rules, on_unmatched=on_unmatched, strict=strict, **kwargs
     )
-    return abstract.materialize(max_host_memory=max_host_memory, progress=progress)
+    return abstract.materialize(max_host_memory=max_host_memory, progress=progress, report=report)
 
 
 def abstract_from_preset(
@@ -120,8 +128,7 @@ def abstract_build(build: Any, *, what: str, loads: bool, strict: bool = True) -
                 "is this the checkpoint of another configuration or version?"
             ) from error
         raise CheckpointError(f"{what} failed{f' ({files})' if files else ''}: {error}") from error
-    if strict:
-        _check_all_used(recording, what)
+    check_all_used(recording, what, strict=strict)
     return abstract_model(build, recording, result)
 
 
@@ -163,21 +170,24 @@ def _builtin_presets() -> list[str]:
     return [*models.Backbone.presets, *models.Task.presets]
 
 
-def _check_all_used(recording: Recording, what: str) -> None:
-    """Raises CheckpointError where a Keras weight file holds tensors that nothing asked for.
+def check_all_used(recording: Recording, what: str, *, strict: bool) -> None:
+    """Warns where Keras weight files hold tensors that nothing asked for, or with `strict` raises CheckpointError.
 
     Converters of other formats choose what they take, so only Keras' own files are held to this.
     """
+    messages: list[str] = []
     for path, file in recording.files.items():
-        if not path.endswith(".weights.h5"):
+        if not path.endswith((".weights.h5", ".keras")):
             continue
-        unused = [name for name in file.tensors if name not in file.asked and not name.startswith("optimizer/")]
+        unused = [name for name in file.unused if not name.startswith("optimizer/")]
         if unused:
             listed = ", ".join(unused[:_LISTED]) + (", …" if len(unused) > _LISTED else "")
-            raise CheckpointError(
-                f"{what}: {path} holds {len(unused)} tensors that the model has no variable for: {listed}. "
-                "Pass strict=False to leave them out."
-            )
+            messages.append(f"{path} holds {len(unused)} tensors that the model has no variable for: {listed}")
+    if messages and strict:
+        raise CheckpointError(f"{what}: {'; '.join(messages)}. Pass strict=False to leave them out.")
+    if messages:
+        # As seen from `from_preset`, and from a function that `deferred` announces.
+        warnings.warn(f"{what}: {'; '.join(messages)}. They are left out.", LazyModelWarning, stacklevel=5)
 
 
 __all__ = ["abstract_from_preset", "from_preset"]

@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError
 from lazymodel._file_source import FileSource
 from lazymodel._lazy_tensor import LazyTensor
+from lazymodel.checkpoints._verify import Verify, verify_files
 
 SUPPORTED = (
     "a .safetensors file, a folder of them (with or without *.safetensors.index.json), Keras weights (.weights.h5, "
-    ".weights.json, .h5), a .keras archive, or a Keras Hub preset folder"
+    ".weights.json, .h5), a .keras archive, a Keras Hub preset folder, an Orbax checkpoint (an item, a step, or a "
+    "folder of steps), or NumPy's .npz and .npy"
 )
 _LFS = b"version https://git-lfs.github.com/spec/v1"
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _ZIP = b"PK\x03\x04"
+_NPY = b"\x93NUMPY"
 MAX_JSON = 100 << 20  # bytes; an index of a million tensors is below this
 
 
@@ -34,7 +38,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     Attributes:
         path: The path that was opened.
+        format: What its files are, for reports.
     """
+
+    format: ClassVar[str] = "unknown"
 
     def __init__(self, path: str | os.PathLike[str], names: list[str], sources: list[FileSource]) -> None:
         self.path = os.fspath(path)
@@ -92,29 +99,61 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return f"{type(self).__name__}({self.path!r}: {len(self)} tensors, {format_bytes(self.nbytes)} in {files})"
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], *, verify: Verify = False) -> Checkpoint:
     """Opens a checkpoint without reading its tensors; the format is found from the path and its first bytes.
 
     Args:
         path: A safetensors file or a folder with `*.safetensors.index.json`, `model.safetensors` or other
-            safetensors files; a Keras `.weights.h5`, `.weights.json` (sharded) or `.keras` file; or a Keras Hub preset
-            folder (`model.weights.h5` or `model.weights.json`). Archives are read in place.
+            safetensors files; a Keras `.weights.h5`, `.weights.json` (sharded) or `.keras` file; a Keras Hub preset
+            folder (`model.weights.h5` or `model.weights.json`); an Orbax checkpoint: the folder of its arrays, of a
+            step, or of steps, of which the newest committed one is opened; or a `.npz` or `.npy` file. Archives are
+            read in place.
+        verify: Whether to hash the files first, index and all, and refuse content that is not what is stated: True for
+            the hashes that a Hugging Face cache or download, or a manifest such as `SHA256SUMS` in the folder, states;
+            the path of a manifest; or a mapping of file name, relative to the checkpoint's folder, to
+            `"sha256:<hex>"`. This reads every file once.
 
     Returns:
         A mapping of tensor name to `LazyTensor`. Names are the file's own: for Keras files the dataset's path, such
-        as `layers/dense/vars/0`.
+        as `layers/dense/vars/0`; for Orbax the keys of the saved tree joined by `/`, such as
+        `trainable_variables/sequential/dense/kernel` for what `keras.callbacks.OrbaxCheckpoint` saved.
 
     Raises:
-        CheckpointError: Nothing is there, the format is unknown, or a file is truncated, inconsistent or hostile.
+        CheckpointError: Nothing is there, the format is unknown, or a file is truncated, inconsistent or hostile; an
+            Orbax checkpoint was never committed, or has several items with arrays, which are then listed; with
+            `verify`, also a file whose content has another hash, or whose hash nobody states.
     """
     where = Path(path)
     if not where.exists():
         raise CheckpointError(f"there is no checkpoint at {where}: no such file or folder")
+    if verify is False:
+        return _open(where)
+    with _open(where) as unverified:
+        files = content_files(unverified)
+    hashed = verify_files(files, verify, where if where.is_dir() else where.parent)
+    checkpoint = _open(where)  # once more, so that headers and index, too, are those that were hashed
+    try:
+        for source in hashed:
+            source.check_unchanged()
+    except CheckpointError:
+        checkpoint.close()
+        raise
+    return checkpoint
+
+
+def content_files(checkpoint: Checkpoint) -> list[str]:
+    """Paths of the files that decide what a checkpoint holds: those of its tensors, and its index if it has one."""
+    index = [checkpoint.path] if os.path.isfile(checkpoint.path) else []
+    return list(dict.fromkeys([*index, *checkpoint.files]))
+
+
+def _open(where: Path) -> Checkpoint:
     return _open_folder(where) if where.is_dir() else _open_file(where)
 
 
 def _open_folder(folder: Path) -> Checkpoint:
     from lazymodel.checkpoints._hdf5 import open_hdf5, open_sharded_hdf5
+    from lazymodel.checkpoints._orbax import find_item, open_orbax
     from lazymodel.checkpoints._safetensors import open_index, open_safetensors
 
     indexes = sorted(folder.glob("*.safetensors.index.json"))
@@ -132,11 +171,14 @@ def _open_folder(folder: Path) -> Checkpoint:
         return open_hdf5(single)
     if files := sorted(folder.glob("*.safetensors")):
         return open_safetensors(folder, files)
+    if (item := find_item(folder)) is not None:
+        return open_orbax(folder, item)
     raise CheckpointError(f"found no checkpoint in folder {folder}; supported: {SUPPORTED}")
 
 
 def _open_file(file: Path) -> Checkpoint:
     from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5, open_sharded_hdf5
+    from lazymodel.checkpoints._numpy import open_npy, open_npz
     from lazymodel.checkpoints._safetensors import open_index, open_safetensors
 
     head = check_pointer(file)
@@ -148,7 +190,11 @@ def _open_file(file: Path) -> Checkpoint:
         return open_safetensors(file, [file])
     if head.startswith(_HDF5) or file.suffix in (".h5", ".hdf5"):
         return open_hdf5(file)
-    if head.startswith(_ZIP) and file.suffix != ".npz":
+    if file.suffix == ".npz":
+        return open_npz(file)
+    if file.suffix == ".npy" or head.startswith(_NPY):
+        return open_npy(file)
+    if head.startswith(_ZIP):
         return open_archive(file)
     raise CheckpointError(f"{file} is in no known format; supported: {SUPPORTED}")
 
@@ -178,7 +224,7 @@ def read_json_object(data: bytes, file: str) -> dict[str, Any]:
     """Parses a JSON object, in which no key may occur twice.
 
     Raises:
-        CheckpointError: It is not JSON, not an object, too deeply nested, or repeats a key.
+        CheckpointError: It is not JSON in UTF-8, not an object, too deeply nested, or repeats a key.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -190,7 +236,10 @@ def read_json_object(data: bytes, file: str) -> dict[str, Any]:
         return result
 
     try:
-        parsed = json.loads(data, object_pairs_hook=unique)
+        text = data.decode()  # json by itself would take UTF-16 as well
+        parsed = json.loads(text, object_pairs_hook=unique)
+        if "\\u" in text:  # half of a surrogate pair is no character, and fails to be written anywhere
+            json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{file}: expected a JSON object, found something else ({error}); it is corrupt"
@@ -227,14 +276,20 @@ def shard_path(index: Path, shard: Any) -> Path:
             Links of a Hugging Face cache, `snapshots/<revision>/x -> ../../blobs/<hash>`, are followed.
     """
     if not isinstance(shard, str) or not shard or "\0" in shard:
-        raise CheckpointError(f"{index}: expected a shard's file name, found {shard!r}")
+        raise CheckpointError(f"{index}: expected a shard's file name, found {reprlib.repr(shard)}")
     if shard.startswith(("/", "\\")) or ".." in Path(shard).parts or ".." in shard.split("\\"):
         raise CheckpointError(
             f"{index}: expected shards inside its folder, found {shard!r}; do not trust this checkpoint"
         )
     path = index.parent / shard
     root = index.parent.resolve()
-    target = path.resolve()
+    try:
+        target = path.resolve()
+        path.is_file()
+    except (OSError, RuntimeError) as error:  # a name that is too long; links that form a circle
+        raise CheckpointError(
+            f"{index}: expected a shard's file name, found {reprlib.repr(shard)}, which cannot be one ({error})"
+        ) from error
     allowed = [root]
     if root.parent.name == "snapshots":
         allowed.append(root.parent.parent / "blobs")

@@ -1,13 +1,15 @@
 """safetensors files and folders of them (format: https://github.com/huggingface/safetensors#format).
 
 A file is 8 bytes of little-endian header length, a JSON header, then the tensors' bytes. Nothing in a header is
-believed before it is checked, and nothing is allocated for a tensor because a header says so.
+believed before it is checked, and nothing is allocated for a tensor because a header says so. What the reference
+implementation refuses (gaps, overlaps, bytes left over, headers that are not UTF-8) is refused here.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -17,8 +19,8 @@ import numpy as np
 
 from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError
-from lazymodel._file_source import FileSource
-from lazymodel._lazy_tensor import FileLeaf, LazyTensor
+from lazymodel._file_source import Convert, FileSource, Workspace, assign, slabs
+from lazymodel._lazy_tensor import Box, FileLeaf, LazyTensor, Leaf, box_shape
 from lazymodel.checkpoints._checkpoint import (
     Checkpoint,
     check_pointer,
@@ -30,7 +32,13 @@ from lazymodel.checkpoints._checkpoint import (
 
 MAX_HEADER = 100_000_000  # bytes; the reference implementation's own limit
 _MAX_DIMENSIONS = 32  # NumPy 1's; no model comes near
+_MAX_NBYTES = 2**63  # what NumPy can address, even where an extent of 0 leaves nothing to hold
+_PACKED_UNIT = 16 << 10  # bytes of workspace for packed values, at least: rows of some thousand elements
 
+_BYTE = np.dtype(np.uint8)
+_FLOAT4 = np.dtype(ml_dtypes.float4_e2m1fn)
+
+# Every dtype of the format (the reference implementation's `Dtype`, 0.8.0) but those of 6 bits.
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype("<u1"),
@@ -48,8 +56,80 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "F4": _FLOAT4,
     "C64": np.dtype("<c8"),
 }
+_SIX_BITS = ("F6_E2M3", "F6_E3M2")
+
+
+class PackedLeaf(Leaf):
+    """4-bit floats, two a byte in the file, each a byte of its own in memory.
+
+    The earlier element is in the low bits, as in PyTorch's `float4_e2m1fn_x2` (c10, `Float4_e2m1fn_x2.h`), which is
+    what writers of this dtype store. Elements follow each other in C order without padding, so that where a row has an
+    odd number of them the next one begins within a byte.
+    """
+
+    unit_nbytes = _PACKED_UNIT
+
+    def __init__(self, name: str, source: FileSource, offset: int, shape: tuple[int, ...]) -> None:
+        self.name, self.source, self.file, self.offset = name, source, source.path, offset
+        self.shape, self.dtype = shape, _FLOAT4
+
+    def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
+        # Half a byte an element as packed, a byte where values cannot be unpacked in place, the rest for reading.
+        limit = max(workspace.room, _PACKED_UNIT) // 4
+        try:
+            for piece in slabs(box_shape(box), limit):
+                corner = [whole.start + part.start for whole, part in zip(box, piece, strict=True)]
+                target = out[(*piece, ...)]
+                if not steps and target.flags.c_contiguous:
+                    self._unpack(corner, target.view(_BYTE), workspace)
+                    continue
+                with workspace.array(target.shape, _FLOAT4) as values:
+                    self._unpack(corner, values.view(_BYTE), workspace)
+                    assign(target, values, steps)
+            self.source.check_unchanged()
+        except CheckpointError as error:
+            raise CheckpointError(f"tensor {self.name!r}: {error}") from error
+
+    def _unpack(self, corner: list[int], values: np.ndarray, workspace: Workspace) -> None:
+        """Fills a C-contiguous array of bytes with the elements from a corner on."""
+        shape, extents = list(self.shape), list(values.shape)
+        while len(shape) > 1 and extents[-1] == shape[-1]:  # whole rows: longer rows of one dimension less
+            row = shape.pop()
+            shape[-1] *= row
+            extents[-2:] = [extents[-2] * row]
+            corner = [*corner[:-2], corner[-2] * row]
+        values = values.reshape(extents)
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]  # elements
+        start = sum(index * stride for index, stride in zip(corner, strides, strict=True))
+        if len(shape) == 1 or shape[-1] % 2 == 0:
+            self._unpack_rows(start, [stride // 2 for stride in strides[:-1]], values, workspace)
+            return
+        for index in np.ndindex(*extents[:-1]):  # every other row begins within a byte
+            ahead = sum(i * stride for i, stride in zip(index, strides[:-1], strict=True))
+            self._unpack_rows(start + ahead, [], values[index], workspace)
+
+    def _unpack_rows(self, start: int, strides: list[int], values: np.ndarray, workspace: Workspace) -> None:
+        """Fills an array with rows of the elements from `start` on, `strides` bytes of the file apart."""
+        first = start % 2
+        shape = (*values.shape[:-1], (first + values.shape[-1] + 1) // 2)
+        with workspace.array(shape, _BYTE) as packed:
+            axes = [axis for axis, extent in enumerate(shape) if extent > 1]
+            self.source.read_strided(
+                self.offset + start // 2,
+                tuple([*strides, 1][axis] for axis in axes),
+                _BYTE,
+                packed.reshape([shape[axis] for axis in axes]),
+                (),
+                workspace,
+            )
+            low, high = values[..., first::2], values[..., 1 - first :: 2]
+            np.bitwise_and(packed[..., first : first + low.shape[-1]], 15, out=low)
+            np.right_shift(packed[..., : high.shape[-1]], 4, out=high)
 
 
 class SafetensorsFile(Mapping[str, LazyTensor]):
@@ -70,8 +150,7 @@ class SafetensorsFile(Mapping[str, LazyTensor]):
         check_pointer(Path(path))
         self.source = FileSource(path)
         header, self._start = _read_header(self.path, self.source.size)
-        metadata = header.pop("__metadata__", None)
-        self.metadata = cast("dict[str, str]", metadata) if isinstance(metadata, dict) else {}
+        self.metadata = _check_metadata(self.path, header.pop("__metadata__", None))
         self._entries = _check_entries(self.path, header, self.source.size - self._start)
 
     def __getitem__(self, name: str) -> LazyTensor:
@@ -79,6 +158,8 @@ class SafetensorsFile(Mapping[str, LazyTensor]):
             dtype, shape, begin = self._entries[name]
         except KeyError:
             raise KeyError(f"{name!r} is not a tensor of {self.path}") from None
+        if dtype == _FLOAT4:
+            return LazyTensor(PackedLeaf(name, self.source, self._start + begin, shape))
         return LazyTensor(FileLeaf(name, self.source, self._start + begin, shape, dtype))
 
     def __iter__(self) -> Iterator[str]:
@@ -100,6 +181,8 @@ class SafetensorsFile(Mapping[str, LazyTensor]):
 
 class SafetensorsCheckpoint(Checkpoint):
     """One or more safetensors files as one mapping."""
+
+    format = "safetensors"
 
     def __init__(self, path: Path, files: list[SafetensorsFile], names: dict[str, SafetensorsFile]) -> None:
         super().__init__(path, list(names), [file.source for file in files])
@@ -178,32 +261,67 @@ def _read_header(path: str, size: int) -> tuple[dict[str, Any], int]:
     return read_json_object(data, path), 8 + length
 
 
+def _check_metadata(path: str, metadata: Any) -> dict[str, str]:
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in cast("dict[str, Any]", metadata).values()
+    ):
+        raise CheckpointError(
+            f"{path}: expected '__metadata__' to map strings to strings, found {reprlib.repr(metadata)}; it is corrupt"
+        )
+    return cast("dict[str, str]", metadata)
+
+
 def _check_entries(
     path: str, header: dict[str, Any], available: int
 ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...], int]]:
     """Name → (dtype, shape, first byte), in file order, after every check that needs no tensor's bytes."""
     entries: list[tuple[int, int, str, np.dtype[Any], tuple[int, ...]]] = []
     for name, entry in header.items():
+        # Values are quoted by reprlib: one may be as long as the header, or nested as deep as Python allows.
         what = f"{path}: tensor {name!r}"
         if not isinstance(entry, dict):
-            raise CheckpointError(f"{what}: expected dtype, shape and data_offsets, found {entry!r}; it is corrupt")
+            raise CheckpointError(
+                f"{what}: expected dtype, shape and data_offsets, found {reprlib.repr(entry)}; it is corrupt"
+            )
         fields = cast("dict[str, Any]", entry)
-        dtype = DTYPES.get(str(fields.get("dtype")))
+        stored = fields.get("dtype")
+        if stored in _SIX_BITS:
+            raise CheckpointError(
+                f"{what}: found dtype {stored}, which cannot be loaded: JAX has no arrays of 6-bit floats, and the "
+                "format does not say how they are packed. Convert the file to a dtype of 8 bits or more"
+            )
+        dtype = DTYPES.get(stored) if isinstance(stored, str) else None
         if dtype is None:
             raise CheckpointError(
-                f"{what}: expected one of the dtypes {', '.join(DTYPES)}, found {fields.get('dtype')!r}"
+                f"{what}: expected one of the dtypes {', '.join(DTYPES)}, found {reprlib.repr(stored)}"
             )
         shape = _counts(fields.get("shape"))
-        if shape is None or len(shape) > _MAX_DIMENSIONS:
-            raise CheckpointError(f"{what}: expected a shape of non-negative ints, found {fields.get('shape')!r}")
+        if (
+            shape is None
+            or len(shape) > _MAX_DIMENSIONS
+            or math.prod(max(extent, 1) for extent in shape) * dtype.itemsize >= _MAX_NBYTES
+        ):
+            raise CheckpointError(
+                f"{what}: expected a shape of non-negative ints, at most {_MAX_DIMENSIONS} of them and of less than "
+                f"{_MAX_NBYTES} bytes, found {reprlib.repr(fields.get('shape'))}"
+            )
         offsets = _counts(fields.get("data_offsets"))
         if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise CheckpointError(f"{what}: expected data_offsets [begin, end], found {fields.get('data_offsets')!r}")
-        begin, end = offsets
-        expected = math.prod(shape) * dtype.itemsize
-        if end - begin != expected:
             raise CheckpointError(
-                f"{what}: expected {expected} bytes for {fields['dtype']}{list(shape)}, found data_offsets of "
+                f"{what}: expected data_offsets [begin, end], found {reprlib.repr(fields.get('data_offsets'))}"
+            )
+        begin, end = offsets
+        bits = math.prod(shape) * (4 if dtype == _FLOAT4 else 8 * dtype.itemsize)
+        if bits % 8:
+            raise CheckpointError(
+                f"{what}: expected whole bytes, found an odd number of 4-bit values, {stored}{list(shape)}; "
+                "it is corrupt"
+            )
+        if end - begin != bits // 8:
+            raise CheckpointError(
+                f"{what}: expected {bits // 8} bytes for {stored}{list(shape)}, found data_offsets of "
                 f"{end - begin} bytes; it is corrupt"
             )
         entries.append((begin, end, name, dtype, shape))

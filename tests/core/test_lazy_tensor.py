@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lazymodel import _file_source, _lazy_tensor
 from lazymodel._errors import CheckpointError
-from lazymodel._file_source import FileSource, empty_aligned
+from lazymodel._file_source import FileSource, Workspace, empty_aligned
 from lazymodel._lazy_tensor import FileLeaf, LazyTensor, fill_parts, lazy
 
 DTYPES = [np.float32, np.float16, np.int8, np.uint16, np.bool_, np.complex64, np.float64]
@@ -103,8 +103,12 @@ def test_reshape_of_a_transpose_reads_only_the_needed_box(tmp_path):
     tensor = np.reshape(np.transpose(make(tmp_path, array), (1, 2, 0)), (128, 64))
     box = (slice(32, 64), slice(16, 32))
     np.testing.assert_array_equal(tensor.read(box), array.transpose(1, 2, 0).reshape(128, 64)[box])
-    rows, span = 16, 15 * 4 * 32 * 4 + 32 * 4
-    assert bytes_read(tensor) == span < rows * 4 * 32 * 4
+    assert bytes_read(tensor) == 16 * 32 * 4
+
+
+def without_maps(patch):
+    """As on a file system that grants no lease."""
+    patch.setattr(_file_source.fcntl, "F_SETLEASE", -1)
 
 
 def test_concatenation_reads_only_the_pieces_that_a_box_touches(tmp_path):
@@ -234,7 +238,16 @@ def test_empty_and_scalar_tensors(tmp_path):
     assert np.stack([scalar, scalar]).read().tolist() == [7, 7]
 
 
-def test_far_rows_are_read_one_by_one_and_near_ones_together(tmp_path):
+def test_rows_cost_only_themselves(tmp_path):
+    array = numbers((64, 1024))
+    for width in (1, 16, 255, 1024):
+        tensor = make(tmp_path, array)
+        np.testing.assert_array_equal(tensor.read((slice(0, 64), slice(0, width))), array[:, :width])
+        assert bytes_read(tensor) == 64 * width * 4
+
+
+def test_without_maps_far_rows_are_read_one_by_one_and_near_ones_together(tmp_path, monkeypatch):
+    without_maps(monkeypatch)
     array = numbers((16, 16384))  # rows of 64 KiB
     tensor = make(tmp_path, array)
     tensor.read((slice(0, 16), slice(0, 1024)))
@@ -251,7 +264,7 @@ def test_boxes_that_tile_a_region_are_read_in_one_pass(tmp_path):
     boxes = [(box[1], box[0]) for box in boxes]  # columns in the file
     outs = [empty_aligned((8, 64), np.dtype(np.float32)) for _ in boxes]
     for part in fill_parts(tensor, boxes, outs):
-        part.run()
+        part.run(Workspace(1 << 20))
     for box, out in zip(boxes, outs, strict=True):
         np.testing.assert_array_equal(out, array.T[box])
     assert bytes_read(tensor) == array.nbytes
@@ -362,8 +375,12 @@ def test_small_staging_gives_the_same_values(property_file, chained, data):
         for module in (_file_source, _lazy_tensor):
             patch.setattr(module, "STAGING", data.draw(st.sampled_from([16, 64])))
         patch.setattr(_file_source, "ROW_GAP", data.draw(st.sampled_from([4, 1024])))
+        patch.setattr(_file_source, "ROW_CALL", data.draw(st.sampled_from([8, 1 << 16])))
+        patch.setattr(_file_source, "MAP_BLOCK", 64)
         patch.setattr(_lazy_tensor, "PART", 128)
-        patch.setattr(_lazy_tensor, "COVER", 64)
+        patch.setattr(_lazy_tensor, "READ_WORKSPACE", data.draw(st.sampled_from([0, 64, 1000])))
+        if data.draw(st.booleans()):
+            without_maps(patch)
         tensor = chain(LazyTensor(FileLeaf("t", property_file, 8, shape, dtype)))
         assert tensor.read().tobytes() == np.ascontiguousarray(expected).tobytes()
 

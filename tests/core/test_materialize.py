@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -123,15 +124,68 @@ def test_unexpected_tensors(tmp_path: Path) -> None:
         lm.CheckpointError, match=r"1 tensors that init has no variable for: 'layers/3/kernel'; closest"
     ):
         abstract.materialize(lm.open_checkpoint(path))
-    abstract.materialize(lm.open_checkpoint(path), strict=False)
+    with pytest.warns(lm.LazyModelWarning) as caught:
+        abstract.materialize(lm.open_checkpoint(path), strict=False)
+    assert [str(warning.message) for warning in caught] == [
+        f"checkpoint {path}: strict=False leaves out 1 tensors that init has no variable for: 'layers/3/kernel'"
+    ]
+    assert caught[0].filename == __file__, "it points to the caller's line"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        abstract.plan(lm.open_checkpoint(path))
+        abstract.materialize(lm.open_checkpoint(path), initialize="all", strict=False)
+
+
+def test_many_unexpected_tensors_are_listed_up_to_eight(tmp_path: Path) -> None:
+    path, _ = checkpoint(tmp_path, **{f"extra_{i}": np.zeros(2, "float32") for i in range(9)})
+    with pytest.warns(lm.LazyModelWarning, match=r"9 tensors .*: 'extra_0', .*'extra_7', …$") as caught:
+        lm.build_abstract(init, jax.random.key(0)).materialize(lm.open_checkpoint(path), strict=False)
+    assert len(caught) == 1
 
 
 def test_another_shape_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     path, _ = checkpoint(tmp_path, embedding=np.zeros((60, 16), "float32"))
+    abstract = lm.build_abstract(init, jax.random.key(0))
     before = BYTES_READ.count
-    with pytest.raises(lm.CheckpointError, match=r"'embedding': expected shape \(64, 16\), found \(60, 16\) in tensor"):
-        lm.build_abstract(init, jax.random.key(0)).materialize(lm.open_checkpoint(path))
+    expected = r"'embedding': expected shape \(64, 16\), found \(60, 16\) in tensor"
+    with pytest.raises(lm.CheckpointError, match=expected):
+        abstract.materialize(lm.open_checkpoint(path))
+    with pytest.raises(lm.CheckpointError, match=expected):
+        abstract.materialize(lm.open_checkpoint(path), strict=False, initialize="nothing")
     assert BYTES_READ.count == before
+
+
+def test_another_shape_is_left_out_unless_strict(tmp_path: Path, mesh8: Mesh) -> None:
+    """One warning for all that is left out; the variable gets its initial value."""
+    path, tensors = checkpoint(
+        tmp_path, without=("layers/1/bias",), embedding=np.zeros((60, 16), "float32"), other=np.zeros(2, "float32")
+    )
+    key = jax.random.key(4)
+    abstract = lm.build_abstract(init, key).shard(mesh8, RULES)
+    ckpt = lm.open_checkpoint(path)
+    left_out = (
+        f"checkpoint {path}: strict=False leaves out 1 tensors that init has no variable for: 'other'; and 1 tensors "
+        "of another shape, as if they were lacking: 'embedding' expected shape (64, 16), found (60, 16) in tensor "
+        f"'embedding' of {path}"
+    )
+    with pytest.warns(lm.LazyModelWarning) as caught:
+        model = abstract.materialize(ckpt, strict=False, initialize="missing")
+    assert [str(warning.message) for warning in caught] == [left_out]
+    np.testing.assert_array_equal(model["embedding"], init(key)["embedding"])
+    assert model["embedding"].sharding == NamedSharding(mesh8, P("model"))
+    np.testing.assert_array_equal(model["layers"][0]["kernel"], tensors["layers/0/kernel"])
+    with pytest.warns(lm.LazyModelWarning) as caught:
+        abstract.materialize(ckpt, strict=False)
+    lacks = f"checkpoint {path} has no tensor for 1 of 8 variables: layers/1/bias."
+    assert [str(warning.message).partition(" They")[0] for warning in caught] == [left_out, lacks]
+
+
+def test_a_plan_shows_another_shape_in_its_row(tmp_path: Path) -> None:
+    path, _ = checkpoint(tmp_path, embedding=np.zeros((60, 16), "float32"))
+    plan = lm.build_abstract(init, jax.random.key(0)).plan(lm.open_checkpoint(path))
+    (row,) = [row for row in plan.rows if row.path == "embedding"]
+    assert row.action == "initialize"
+    assert row.source == "normal; shape (60, 16) of the checkpoint does not match"
 
 
 def test_a_mapping_of_arrays_is_a_checkpoint(mesh42: Mesh) -> None:
@@ -154,6 +208,11 @@ def test_prng_keys_initialize_and_load(mesh8: Mesh) -> None:
     data = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(2), 8)))
     loaded = abstract.materialize({"key": data}, initialize="missing")
     np.testing.assert_array_equal(jax.random.key_data(loaded["key"]), data)
+    with pytest.raises(lm.CheckpointError, match=r"'key': expected shape \(8, 2\), found \(4, 2\) in an array"):
+        abstract.materialize({"key": data[:4]}, initialize="missing")
+    with pytest.warns(lm.LazyModelWarning, match=r"'key' expected shape \(8, 2\), found \(4, 2\) in tensor 'key'$"):
+        left_out = abstract.materialize({"key": data[:4]}, initialize="missing", strict=False)
+    assert jnp.array_equal(jax.random.key_data(left_out["key"]), jax.random.key_data(model["key"]))
 
 
 def test_plan_predicts_what_is_materialized(tmp_path: Path, mesh8: Mesh) -> None:
@@ -189,15 +248,88 @@ def test_plan_counts_temporaries_of_init_programs(mesh8: Mesh) -> None:
         plan.check("1KiB")
 
 
+def local_nbytes(tree: Any) -> int:
+    """Bytes of the distinct shards of a tree of arrays."""
+    return sum(
+        sum({str(shard.index): shard.data.nbytes for shard in array.addressable_shards}.values())
+        for array in jax.tree.leaves(tree)
+    )
+
+
 def test_progress_adds_up(tmp_path: Path, mesh8: Mesh) -> None:
     seen: list[tuple[int, int]] = []
     path, _ = checkpoint(tmp_path, without=("layers/2/kernel",))
     abstract = lm.build_abstract(init, jax.random.key(0)).shard(mesh8, RULES)
-    abstract.materialize(
+    model = abstract.materialize(
         lm.open_checkpoint(path), initialize="missing", progress=lambda done, total: seen.append((done, total))
     )
+    assert local_nbytes(model) == abstract.nbytes, "all shards are of this process"
+    assert seen[0] == (0, abstract.nbytes)
     assert seen[-1] == (abstract.nbytes, abstract.nbytes)
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen}), "every call tells of more"
+
+
+def test_progress_moves_within_a_large_variable(mesh8: Mesh) -> None:
+    abstract = lm.build_abstract(lambda key: {"w": jax.random.normal(key, (1024, 1024, 9))}, jax.random.key(0))
+    seen: list[int] = []
+    abstract.materialize({"w": np.zeros((1024, 1024, 9), "float32")}, progress=lambda done, _: seen.append(done))
+    assert len(seen) > 2
+    assert seen[0] == 0
+    assert seen[-1] == 1024 * 1024 * 9 * 4
+
+
+class Recorder:
+    """A `Progress` that notes what it is told and that no two calls overlap."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, str | None]] = []
+        self.busy = threading.Lock()
+
+    def start(self, total_nbytes: int, description: str) -> None:
+        self.calls.append(("start", total_nbytes, description))
+
+    def advance(self, nbytes: int, description: str | None = None) -> None:
+        assert self.busy.acquire(blocking=False), "two calls at once"
+        self.calls.append(("advance", nbytes, description))
+        self.busy.release()
+
+    def finish(self) -> None:
+        self.calls.append(("finish", 0, None))
+
+
+def test_a_progress_object_is_told_names_and_bytes(tmp_path: Path, mesh8: Mesh) -> None:
+    path, _ = checkpoint(tmp_path, without=("layers/2/kernel",))
+    abstract = lm.build_abstract(init, jax.random.key(0)).shard(mesh8, RULES)
+    recorder = Recorder()
+    abstract.materialize(lm.open_checkpoint(path), initialize="missing", progress=recorder)
+    first, *middle, last = recorder.calls
+    assert first == ("start", abstract.nbytes, "init: materializing 8 variables")
+    assert last == ("finish", 0, None)
+    assert {kind for kind, _, _ in middle} == {"advance"}
+    assert sum(nbytes for _, nbytes, _ in middle) == abstract.nbytes
+    assert sorted(name for _, _, name in middle if name) == sorted(abstract)
+
+
+@pytest.mark.parametrize("fails_at", [1, 4])
+def test_what_progress_raises_comes_out_as_it_is(tmp_path: Path, fails_at: int) -> None:
+    """Also from the threads of the stream, whose own failures are about tensors."""
+
+    class Cancelled(Exception):
+        pass
+
+    class Impatient(Recorder):
+        def advance(self, nbytes: int, description: str | None = None) -> None:
+            super().advance(nbytes, description)
+            if len(self.calls) > fails_at:
+                raise Cancelled
+
+    path, _ = checkpoint(tmp_path, without=("layers/2/kernel",))
+    recorder = Impatient()
+    with pytest.raises(Cancelled):
+        lm.build_abstract(init, jax.random.key(0)).materialize(
+            lm.open_checkpoint(path), initialize="missing", progress=recorder
+        )
+    assert recorder.calls[-1] == ("finish", 0, None)
 
 
 def test_a_small_host_budget_gives_the_same(tmp_path: Path, mesh8: Mesh) -> None:

@@ -25,7 +25,10 @@ def test_unknown_format(tmp_path):
         open_checkpoint(path)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model.weights.h5", "model.keras", "model.weights.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "model.weights.h5", "model.keras", "model.weights.json", "model.npz", "model.npy"],
+)
 def test_git_lfs_pointers(tmp_path, name):
     path = tmp_path / name
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 98765\n")
@@ -57,6 +60,28 @@ def test_it_is_a_mapping_of_str_to_lazy_tensors(tmp_path):
     np.testing.assert_array_equal(checkpoint["w"], [1, 2])  # closed files open again
 
 
+def test_numpy_files_and_archives_are_told_apart(tmp_path):
+    np.savez(tmp_path / "model.npz", w=np.arange(3))
+    np.save(tmp_path / "model.npy", np.arange(3))
+    assert list(open_checkpoint(tmp_path / "model.npz")) == ["w"]
+    assert list(open_checkpoint(tmp_path / "model.npy")) == ["model"]
+    (tmp_path / "model.npz").rename(tmp_path / "model.keras")
+    with pytest.raises(CheckpointError, match=r"expected model\.weights\.h5 in the archive"):
+        open_checkpoint(tmp_path / "model.keras")
+
+
+def test_a_folder_of_weights_may_have_other_folders(tmp_path):
+    """What a preset's folder holds beside its weights, checkpoints of its training among it, decides nothing."""
+    header = json.dumps({"w": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\1\2")
+    (tmp_path / "12").mkdir()
+    (tmp_path / "12" / "_CHECKPOINT_METADATA").write_text("{}")
+    assert list(open_checkpoint(tmp_path)) == ["w"]
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="12: expected an Orbax item that holds arrays, found no folders"):
+        open_checkpoint(tmp_path)
+
+
 def test_safetensors_need_no_h5py(tmp_path):
     """Importing the checkpoints imports no format's library; and a missing one is one clear error."""
     (tmp_path / "x.weights.h5").write_bytes(b"\x89HDF\r\n\x1a\n")
@@ -64,7 +89,7 @@ def test_safetensors_need_no_h5py(tmp_path):
         "import sys; sys.modules['h5py'] = None\n"
         "from lazymodel.checkpoints import open_checkpoint\n"
         "from lazymodel._errors import CheckpointError\n"
-        "assert not {'safetensors', 'keras', 'torch'} & set(sys.modules)\n"
+        "assert not {'safetensors', 'keras', 'torch', 'tensorstore', 'orbax'} & set(sys.modules)\n"
         "try: open_checkpoint(sys.argv[1])\n"
         "except CheckpointError as error: print(error)\n"
     )

@@ -156,6 +156,12 @@ def test_fold_of_any_numbers(numbers: list[int]):
     assert str(max(numbers)) in folded
 
 
+def test_very_long_runs_of_digits_are_text():
+    digits = "1" * 5000  # more than Python reads as an int by default
+    model = FakeModel([AbstractVariable(f"w{digits}", (8,), BF16), AbstractVariable(f"w{digits}1/v0", (8,), BF16)])
+    assert digits in Page(model_html(model)).text
+
+
 # --- models ---
 
 
@@ -414,6 +420,7 @@ def test_a_callable_is_told_bytes_done_and_in_all():
     progress.start(30, "x")
     progress.advance(10)
     progress.advance(20, "y")
+    progress.advance(0, "z")  # a name, and nothing new to count
     progress.finish()
     assert calls == [(0, 30), (10, 30), (30, 30)]
 
@@ -447,6 +454,32 @@ def test_advance_counts_right_from_many_threads(
         assert isinstance(progress, _report._NotebookBar)
         assert progress._done == 8 * 500
     progress.finish()
+
+
+def test_bars_show_bytes_rate_and_time_left(monkeypatch: pytest.MonkeyPatch, notebook: list[str]):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    cell = progress_for(None)
+    cell.start(4096, "x")
+    now += 2
+    cell.advance(1024, "half a variable")
+    assert "1.00 KiB of 4.00 KiB, 512 B/s, 0:06 left" in Page(notebook[-1]).text
+    cell.finish()
+    monkeypatch.delitem(sys.modules, "IPython")
+    terminal = use_terminal(monkeypatch)
+    bar = progress_for(None)
+    bar.start(4096, "x")
+    assert isinstance(bar, _report._TerminalBar)
+    assert bar._bar is not None
+    bar._bar.get_time = lambda: now
+    now += 2
+    bar.advance(1024)
+    now += 2
+    bar.advance(1024)
+    bar._bar.refresh()
+    bar.finish()
+    assert "2.00 KiB of 4.00 KiB, 512 B/s" in terminal.getvalue()
+    assert "0:00:04" in terminal.getvalue()
 
 
 def test_an_object_is_used_as_it_is():

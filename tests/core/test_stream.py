@@ -165,24 +165,61 @@ def test_single_device_and_scalars_and_empty(source):
     assert list(stream([])) == []
 
 
-def test_a_shard_larger_than_the_budget_comes_in_pieces(source, mesh1):
-    for shape, spec in [((64, 1024), P("x")), ((512, 512), P(None, "x")), ((1 << 16,), P())]:
-        tensor, expected = tensor_of(source, shape)
-        assert_shards_equal(load(tensor, F32, NamedSharding(mesh1, spec), max_host_memory=3000), expected)
-        if len(shape) == 2:
-            assert_shards_equal(
-                load(tensor.T, BF16, NamedSharding(mesh1, spec), max_host_memory=3000), expected.T.astype(BF16)
-            )
+@pytest.fixture
+def accelerator(monkeypatch):
+    """CPU devices are taken for devices with memory of their own."""
+    as_accelerator(monkeypatch)
 
 
-def test_bytes_in_flight_stay_under_the_budget(source, mesh1, monkeypatch):
+def as_accelerator(patch):
+    patch.setattr(_stream, "_is_host", lambda device: False)
+    patch.setattr(_stream, "_copy_to", lambda placement, values: jax.device_put(values.copy(), placement))
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("budget", [300, 3000, 50_000, 200_000, None])
+@pytest.mark.parametrize(
+    ("shape", "spec"), [((64, 1024), P("x")), ((512, 512), P(None, "x")), ((1 << 16,), P()), ((64, 1024), P())]
+)
+def test_shards_of_any_size_reach_other_devices_under_any_budget(source, mesh1, shape, spec, budget):
+    tensor, expected = tensor_of(source, shape)
+    sharding = NamedSharding(mesh1, spec)
+    counts = []
+    array = load(tensor, F32, sharding, max_host_memory=budget, on_bytes=counts.append)
+    assert_shards_equal(array, expected)
+    assert source.bytes_read == expected.nbytes == sum(counts)
+    if len(shape) == 2:
+        assert_shards_equal(load(tensor.T, BF16, sharding, max_host_memory=budget), expected.T.astype(BF16))
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_buffers_that_were_copied_to_devices_are_used_again(source, mesh1, monkeypatch):
+    made = []
+    empty = _stream.empty_aligned
+    monkeypatch.setattr(_stream, "empty_aligned", lambda *args: made.append(args) or empty(*args))
+    items = [
+        StreamItem(f"v{i}", tensor_of(source, (64, 64), offset=i * 16384)[0], (64, 64), F32, NamedSharding(mesh1, P()))
+        for i in range(60)
+    ]
+    arrays = dict(stream(items, max_host_memory=150_000))
+    for path, array in arrays.items():
+        assert_shards_equal(array, tensor_of(source, (64, 64), offset=int(path[1:]) * 16384)[1])
+    assert len(made) <= 10
+
+
+@pytest.mark.parametrize("devices", ["host", "accelerator"])
+@pytest.mark.parametrize("budget", [20_000, 100_000])
+def test_bytes_in_flight_stay_under_the_budget(source, mesh1, monkeypatch, request, devices, budget):
+    if devices == "accelerator":
+        request.getfixturevalue("accelerator")
     peak = 0
     reserve = _stream._Stream._reserve
 
     def spy(self, job):
         nonlocal peak
         result = reserve(self, job)
-        peak = max(peak, self._in_flight)
+        peak = max(peak, self._in_flight + sum(spare.nbytes for spare in self._spare))
+        assert self._budget + self._workspace * len(self._threads) <= budget
         assert self._in_flight <= self._budget
         return result
 
@@ -192,10 +229,18 @@ def test_bytes_in_flight_stay_under_the_budget(source, mesh1, monkeypatch):
         StreamItem(f"v{i}", tensor_of(source, (64, 64), offset=i * 16384)[0], (64, 64), F32, sharding)
         for i in range(32)
     ]
-    budget = 100_000
     for path, array in stream(items, max_host_memory=budget):
         assert_shards_equal(array, tensor_of(source, (64, 64), offset=int(path[1:]) * 16384)[1])
-    assert 16384 <= peak <= budget
+    assert 2000 < peak <= budget
+
+
+def test_what_cannot_be_read_within_the_budget_is_refused_at_once(source, mesh1):
+    tensor, _ = tensor_of(source, (64, 64))
+    tensor.leaf.unit_nbytes = 1 << 20  # as a chunk of a compressed file would be
+    item = StreamItem("layer/kernel", tensor, (64, 64), F32, NamedSharding(mesh1, P("x")))
+    with pytest.raises(CheckpointError, match=r"'layer/kernel' .*takes 1\.00 MiB at once.*Give at least 2\.00 MiB"):
+        stream([item], max_host_memory=1 << 20)
+    assert len(list(stream([item], max_host_memory=2 << 20))) == 1
 
 
 def test_progress_adds_up_to_the_bytes_of_distinct_shards(source, mesh1):
@@ -297,10 +342,13 @@ def test_any_shape_view_dtype_and_sharding_gives_numpys_slices(tmp_path_factory,
     mesh = Mesh(devices if axes == "x" else devices.reshape(data.draw(st.sampled_from([(2, 4), (4, 2)]))), tuple(axes))
     specs = [spec for spec in SPECS[axes] if _divides(mesh, spec, expected.shape)]
     sharding = NamedSharding(mesh, data.draw(st.sampled_from(specs)))
-    budget = data.draw(st.sampled_from([None, None, None, 2000]))
+    budget = data.draw(st.sampled_from([None, 2000, 20_000]))
     with np.errstate(all="ignore"):
         expected = expected.astype(dtype)
-    assert_shards_equal(load(tensor, dtype, sharding, max_host_memory=budget), expected)
+    with pytest.MonkeyPatch.context() as patch:
+        if data.draw(st.booleans()):
+            as_accelerator(patch)
+        assert_shards_equal(load(tensor, dtype, sharding, max_host_memory=budget), expected)
 
 
 def _divides(mesh, spec, shape):

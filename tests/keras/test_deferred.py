@@ -73,6 +73,65 @@ def test_load_weights_of_a_model_built_before(tmp_path: Path) -> None:
         np.testing.assert_array_equal(bits(source.weights[0]), bits(target.weights[0]))
 
 
+def larger() -> keras.Model:
+    """`small` and a layer more."""
+    model = small()
+    model.add(keras.layers.Dense(3))
+    return model
+
+
+@pytest.mark.parametrize("file", ["larger.weights.h5", "larger.keras"])
+def test_load_weights_finds_tensors_that_the_model_has_no_variable_for(tmp_path: Path, file: str) -> None:
+    larger().save(tmp_path / file) if file.endswith(".keras") else larger().save_weights(tmp_path / file)
+    holds = rf"{file} holds 2 tensors that the model has no variable for: layers/dense_1/vars/0, layers/dense_1/vars/1"
+    with pytest.raises(lm.CheckpointError, match=rf"^Model\.load_weights: .*{holds}.*strict=False"), lk.deferred():
+        small().load_weights(tmp_path / file)
+    assert seeded(small).weights[0]._value is not None, "Keras is as it was"
+    reports: list[lm.LoadReport] = []
+    with lk.deferred(strict=False, report=reports.append):
+        model = small()
+        with pytest.warns(lm.LazyModelWarning, match=rf"{holds}\. They are left out") as caught:
+            model.load_weights(tmp_path / file)
+        assert [warning.filename for warning in caught] == [__file__], "it points to the caller's line"
+        assert all(v._value is not None for v in model.weights)
+    assert [[tensor.name for tensor in report.unused] for report in reports] == [
+        ["layers/dense_1/vars/0", "layers/dense_1/vars/1"]
+    ]
+
+
+def test_load_weights_that_is_told_to_skip_may(tmp_path: Path) -> None:
+    larger().save_weights(tmp_path / "larger.weights.h5")
+    with lk.deferred():
+        model = small()
+        model.load_weights(tmp_path / "larger.weights.h5", skip_mismatch=True)
+        other = small()
+        other.load_weights(tmp_path / "larger.weights.h5", objects_to_skip=[other.layers[0]])
+        assert all(v._value is not None for v in model.weights)
+    assert all(v._value is not None for v in other.weights)
+
+
+def test_each_load_answers_for_its_own_files(tmp_path: Path) -> None:
+    """The same file in two models, one after the other, and a failure that the program survives."""
+    source = seeded(small, seed=1)
+    source.save_weights(tmp_path / "small.weights.h5")
+    larger().save_weights(tmp_path / "larger.weights.h5")
+    reports: list[lm.LoadReport] = []
+    with lk.deferred(report=reports.append):
+        rest = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
+        first = small()
+        first.load_weights(tmp_path / "small.weights.h5")
+        with pytest.raises(lm.CheckpointError, match="dense_1"):
+            small().load_weights(tmp_path / "larger.weights.h5")
+        second = small()
+        second.load_weights(tmp_path / "small.weights.h5")
+    for model in (first, second):
+        np.testing.assert_array_equal(bits(source.weights[0]), bits(model.weights[0]))
+    assert rest.weights[0]._value is not None
+    assert [len(report.loaded) for report in reports[:2]] == [len(source.weights)] * 2
+    assert reports[-1].initialized
+    assert all(report.unused == () for report in reports)
+
+
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")  # the file was saved without one
 def test_training_afterwards(tmp_path: Path) -> None:
     source = seeded(small, seed=1)

@@ -100,7 +100,11 @@ def test_unexpected_tensor_h5(preset: Path) -> None:
     with h5py.File(preset / "model.weights.h5", "a") as file:
         file["layers/another/vars/0"] = np.zeros(3, "float32")
     fails(BERT, preset, "layers/another/vars/0", "strict=False")
-    lk.from_preset(BERT, str(preset), strict=False)
+    with pytest.warns(
+        lm.LazyModelWarning, match=r"model\.weights\.h5 holds 1 tensors .*: layers/another/vars/0\. They are left out"
+    ) as caught:
+        lk.from_preset(BERT, str(preset), strict=False)
+    assert [warning.filename for warning in caught] == [__file__], "it points to the caller's line"
 
 
 def test_missing_shard_h5(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import h5py
 import jax
 import keras
 import keras_hub
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file, save_file
 
 import lazymodel as lm
 import lazymodel_keras as lk
@@ -184,6 +186,49 @@ def test_causal_lm_generates_the_same(tmp_path: Path, mesh8: Mesh) -> None:
         model.compile(sampler="greedy")
     assert ours.generate("the quick", max_length=10) == stock.generate("the quick", max_length=10)
     assert int(ours.optimizer.iterations.value) == 0
+
+
+def test_a_report_on_a_preset(tmp_path: Path, mesh8: Mesh) -> None:
+    cls, _ = BACKBONES["bert"]
+    folder = save_preset(tmp_path / "bert", "bert")
+    reports: list[lm.LoadReport] = []
+    model = lk.from_preset(cls, str(folder), mesh=mesh8, rules=first_that_divides, report=reports.append)
+    (report,) = reports
+    file = folder / "model.weights.h5"
+    assert report.name == model.name
+    assert {row.path for row in report.loaded} == {weight.path for weight in model.weights}
+    assert report.files == {str(file): file.stat().st_size}
+    assert report.needed_nbytes == report.read_nbytes == sum(weight.value.nbytes for weight in model.weights)
+    assert report.unused == report.mismatched == ()
+    (kernel,) = [row for row in report.loaded if row.path == "pooled_dense/kernel"]
+    assert kernel.tensors == (lm.StoredTensor("layers/dense/vars/0", str(file), "float32", 32 * 32 * 4),)
+
+
+def test_a_report_names_what_keras_did_not_ask_for(tmp_path: Path) -> None:
+    cls, _ = BACKBONES["bert"]
+    folder = save_preset(tmp_path / "bert", "bert")
+    with h5py.File(folder / "model.weights.h5", "a") as file:
+        file["layers/another/vars/0"] = np.zeros(3, "float32")
+        file["optimizer/vars/0"] = np.zeros(2, "int32")
+    reports: list[lm.LoadReport] = []
+    with pytest.warns(lm.LazyModelWarning, match=r"holds 1 tensors .*: layers/another/vars/0\. They are left out"):
+        lk.from_preset(cls, str(folder), strict=False, report=reports.append)
+    unused = {tensor.name: tensor.nbytes for tensor in reports[0].unused}
+    assert unused == {"layers/another/vars/0": 12, "optimizer/vars/0": 8}
+
+
+def test_a_report_names_what_a_converter_left_out(tmp_path: Path) -> None:
+    """A converter takes what it wants: no error and no warning, but a line in the report."""
+    cls, _ = BACKBONES["llama3"]
+    folder = save_hugging_face(tmp_path / "llama3", "llama3", shards=2)
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    save_file(load_file(shard) | {"lm_head.extra": np.zeros((4, 4), "float16")}, shard)
+    abstract = lk.abstract_from_preset(cls, str(folder))
+    assert abstract.unused == (lm.StoredTensor("lm_head.extra", str(shard), "float16", 32),)
+    reports: list[lm.LoadReport] = []
+    abstract.shard(Mesh(jax.devices()[:1], ("model",)), lambda _: P()).materialize(report=reports.append)
+    assert reports[0].unused == abstract.unused
+    assert len(reports[0].files) == 2
 
 
 @pytest.mark.filterwarnings("ignore:`shuffle=True` was passed")  # Keras' own, for every fit of a KerasHub task

@@ -1,0 +1,321 @@
+"""The load report: what a materialization did with every variable, and what it cost this process.
+
+Responsible for describing, in plain values that outlive the checkpoint: a report holds no tensor, array or device.
+What is loaded is decided in `_materialize`, which measures too; how a report looks as a table is in `_report`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from lazymodel._errors import CheckpointError
+from lazymodel._geometry import Box
+from lazymodel._lazy_tensor import LazyTensor, Leaf, PiecesLeaf
+
+if TYPE_CHECKING:
+    from lazymodel._abstract import AbstractModel
+    from lazymodel._materialize import Choice
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a checkpoint has it.
+
+    Attributes:
+        name: Its name in the checkpoint.
+        file: The path of its file; empty for an array in memory.
+        dtype: The name of its dtype as stored; empty where `nbytes` is None.
+        nbytes: Bytes of all its elements as stored, before any compression; None where its header is not readable,
+            which fails a load only if the tensor is needed.
+    """
+
+    name: str
+    file: str
+    dtype: str
+    nbytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class MismatchedTensor:
+    """A tensor that was left out because its shape is not its variable's.
+
+    Attributes:
+        path: The variable's path.
+        tensor: The tensor that was found for it.
+        expected: The shape that the variable needs.
+        found: The shape that the tensor has.
+    """
+
+    path: str
+    tensor: StoredTensor
+    expected: tuple[int, ...]
+    found: tuple[int, ...]
+
+    def __str__(self) -> str:
+        where = f" of {self.tensor.file}" if self.tensor.file else ""
+        return f"{self.path!r} expected shape {self.expected}, found {self.found} in tensor {self.tensor.name!r}{where}"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadRow:
+    """What became of one variable.
+
+    Attributes:
+        path: The variable's path.
+        shape: Its global shape.
+        dtype: The name of its dtype.
+        nbytes: Bytes of the whole variable, over all devices, counted once.
+        action: `"load"` from a checkpoint, `"initialize"` by a program, or `"constant"`, a value that it was built
+            with.
+        initializer: What initialized it, where something did.
+        tensors: What it was loaded from: one tensor, or those that were joined into it.
+        needed_nbytes: Bytes, as stored in files, of its distinct shards in this process.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    action: str
+    initializer: str = ""
+    tensors: tuple[StoredTensor, ...] = ()
+    needed_nbytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LoadReport:
+    """What materializing a model did, in this process.
+
+    `print(report)` shows a table in which variables that differ only in numbers share a row; `to_dict` has it all.
+
+    Attributes:
+        name: The model's name.
+        process_index: Which of the processes this is, from 0.
+        process_count: How many there are.
+        rows: One a variable, in the model's order.
+        unused: Tensors of the checkpoint that no variable took. For Keras presets, tensors of the weight files that
+            were opened and that KerasHub did not ask for.
+        mismatched: Tensors that were left out for their shapes; their variables are not among the loaded ones.
+        files: Path to size in bytes of every file that was loaded from; None for what is not a single file.
+        needed_nbytes: Bytes, as stored in files, of all distinct shards of this process. A tensor that two variables
+            are loaded from counts twice; what several devices hold alike counts once.
+        read_nbytes: Tensor bytes that this process read from files meanwhile. More than needed where reading through
+            a gap is faster than seeking over it, or where a file can only be read in whole chunks.
+        seconds: Wall-clock seconds of the whole call.
+        initialize_seconds: Seconds of it until every init program was compiled and started. Devices may go on
+            computing while the first bytes are read.
+        stream_seconds: Seconds from then until every array was complete.
+    """
+
+    name: str
+    process_index: int
+    process_count: int
+    rows: tuple[LoadRow, ...]
+    unused: tuple[StoredTensor, ...]
+    mismatched: tuple[MismatchedTensor, ...]
+    files: Mapping[str, int | None]
+    needed_nbytes: int
+    read_nbytes: int
+    seconds: float
+    initialize_seconds: float
+    stream_seconds: float
+
+    @property
+    def loaded(self) -> tuple[LoadRow, ...]:
+        """The variables that were loaded."""
+        return self._of("load")
+
+    @property
+    def initialized(self) -> tuple[LoadRow, ...]:
+        """The variables that were initialized."""
+        return self._of("initialize")
+
+    @property
+    def constants(self) -> tuple[LoadRow, ...]:
+        """The variables that kept a value that the model was built with."""
+        return self._of("constant")
+
+    @property
+    def gb_per_second(self) -> float | None:
+        """Bytes read, in units of 10⁹, a second of streaming; None where nothing was read."""
+        if not self.read_nbytes or self.stream_seconds <= 0:
+            return None
+        return self.read_nbytes / 1e9 / self.stream_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as lists, dicts, strings and numbers that `json.dumps` takes and gives back equal."""
+        values = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return {**values, "gb_per_second": self.gb_per_second}
+
+    def _of(self, action: str) -> tuple[LoadRow, ...]:
+        return tuple(row for row in self.rows if row.action == action)
+
+    def __repr__(self) -> str:
+        from lazymodel._report import load_text
+
+        return load_text(self)
+
+    def _repr_html_(self) -> str:
+        from lazymodel._report import load_html
+
+        return load_html(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What `_materialize` measured: see the attributes of the same names in `LoadReport`."""
+
+    read_nbytes: int
+    initialize_seconds: float
+    stream_seconds: float
+
+
+def make_report(
+    model: AbstractModel,
+    choice: Choice,
+    checkpoint: Mapping[str, Any] | None,
+    shardings: Mapping[str, Sharding],
+    costs: Costs,
+    seconds: float,
+) -> LoadReport:
+    """The report on a model that was materialized from these choices.
+
+    Args:
+        model: What was materialized.
+        choice: Where its values came from.
+        checkpoint: What `choice.unused` names tensors of.
+        shardings: Path to sharding.
+        costs: What was measured.
+        seconds: Wall-clock seconds of everything.
+    """
+    initializers = {path: recipe.origin for recipe in choice.recipes for path in recipe.paths}
+    rows: list[LoadRow] = []
+    for path, variable in model.items():
+        row = LoadRow(path, variable.shape, variable.dtype.name, variable.nbytes, "constant")
+        source = choice.sources.get(path)
+        if path in initializers:
+            row = dataclasses.replace(row, action="initialize", initializer=initializers[path])
+        elif isinstance(source, LazyTensor) or path in choice.given:
+            tensors = stored_tensors(source, path)
+            needed = needed_nbytes(source, shardings[path])
+            row = dataclasses.replace(row, action="load", tensors=tensors, needed_nbytes=needed)
+        rows.append(row)
+    files = dict.fromkeys(tensor.file for row in rows for tensor in row.tensors if tensor.file)
+    return LoadReport(
+        name=model.name,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        rows=tuple(rows),
+        unused=(*model.unused, *unused_tensors({} if checkpoint is None else checkpoint, choice.unused)),
+        mismatched=choice.mismatched,
+        files={file: _size(file) for file in files},
+        needed_nbytes=sum(row.needed_nbytes for row in rows),
+        read_nbytes=costs.read_nbytes,
+        seconds=seconds,
+        initialize_seconds=costs.initialize_seconds,
+        stream_seconds=costs.stream_seconds,
+    )
+
+
+def local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[Box]:
+    """The distinct boxes of an array of this shape that this process's devices hold."""
+    boxes: dict[tuple[tuple[int, int], ...], Box] = {}
+    for index in sharding.addressable_devices_indices_map(shape).values():
+        ranges = tuple(part.indices(extent)[:2] for part, extent in zip(index or (), shape, strict=True))
+        boxes.setdefault(ranges, tuple(slice(start, stop) for start, stop in ranges))
+    return list(boxes.values())
+
+
+def local_nbytes(sharding: Sharding, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    """Bytes of all distinct shards that this process's devices hold."""
+    boxes = local_boxes(sharding, shape)
+    return sum(math.prod(part.stop - part.start for part in box) for box in boxes) * dtype.itemsize
+
+
+def needed_nbytes(source: Any, sharding: Sharding) -> int:
+    """Bytes, as stored in files, of the distinct shards of a tensor in this process; 0 for an array in memory."""
+    if not isinstance(source, LazyTensor):
+        return 0
+    elements = 0
+    for box in local_boxes(sharding, source.shape):
+        geometry = source.geometry(box)
+        # What is broadcast (stride 0) is in the file once.
+        elements += math.prod(n for n, stride in zip(geometry.shape, geometry.strides, strict=True) if stride or not n)
+    return int(elements * _stored_itemsize(source.leaf))
+
+
+def stored_tensors(source: Any, name: str) -> tuple[StoredTensor, ...]:
+    """The tensors that a source of values reads from; `name` is what an array in memory is called."""
+    if not isinstance(source, LazyTensor):
+        array = np.asarray(source)
+        return (StoredTensor(name, "", array.dtype.name, array.nbytes),)
+    found = (StoredTensor(leaf.name, leaf.file, leaf.dtype.name, _leaf_nbytes(leaf)) for leaf in _leaves(source.leaf))
+    return tuple(dict.fromkeys(found))
+
+
+def unused_tensors(checkpoint: Mapping[str, Any], names: Iterable[str]) -> tuple[StoredTensor, ...]:
+    """Describes tensors of a checkpoint that nothing takes; one that cannot be read is no error."""
+    unused: list[StoredTensor] = []
+    for name in names:
+        try:
+            source = checkpoint[name]
+        except CheckpointError:
+            unused.append(StoredTensor(name, getattr(checkpoint, "path", ""), "", None))
+            continue
+        first = stored_tensors(source, name)[0]
+        nbytes = first.nbytes
+        if isinstance(source, LazyTensor) and source.file:
+            nbytes = int(source.size * _stored_itemsize(source.leaf))
+        unused.append(StoredTensor(name, first.file, first.dtype, nbytes))
+    return tuple(unused)
+
+
+def _leaves(leaf: Leaf) -> Iterator[Leaf]:
+    """What a leaf is joined from, down to what is in a file or in memory."""
+    if isinstance(leaf, PiecesLeaf):
+        for piece in leaf.pieces:
+            yield from _leaves(piece.leaf)
+    else:
+        yield leaf
+
+
+def _leaf_nbytes(leaf: Leaf) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def _stored_itemsize(leaf: Leaf) -> Fraction:
+    """Bytes of one element in files: the average where tensors of several dtypes were joined."""
+    if not isinstance(leaf, PiecesLeaf):
+        return Fraction(leaf.dtype.itemsize if leaf.file else 0)
+    nbytes = sum((piece.size * _stored_itemsize(piece.leaf) for piece in leaf.pieces), Fraction(0))
+    return nbytes / max(sum(piece.size for piece in leaf.pieces), 1)
+
+
+def _size(file: str) -> int | None:
+    """Bytes of a file; None for a folder, or what is no longer there."""
+    try:
+        return os.path.getsize(file) if os.path.isfile(file) else None
+    except OSError:
+        return None
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+__all__: Sequence[str] = ("LoadReport", "LoadRow", "MismatchedTensor", "StoredTensor")

@@ -1,0 +1,456 @@
+"""What is in a checkpoint, and everything that is wrong with it: what `lazymodel inspect` prints.
+
+`open_checkpoint` stops at the first thing that is wrong, because nothing should be loaded from such a checkpoint. A
+person who wants to mend it needs the whole list: here every shard is opened on its own, and what the index says is
+compared with what they hold. Reading the files is the formats' own; no tensor's bytes are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import reprlib
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lazymodel._bytes import format_bytes
+from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
+from lazymodel._report import _plural, _printable, _Row, _shape_text, _table, _text
+from lazymodel.checkpoints._checkpoint import (
+    SUPPORTED,
+    Checkpoint,
+    check_pointer,
+    content_files,
+    open_checkpoint,
+    read_index,
+    read_json_object,
+    shard_path,
+)
+from lazymodel.checkpoints._hdf5 import open_hdf5
+from lazymodel.checkpoints._orbax import find_item
+from lazymodel.checkpoints._safetensors import open_safetensors
+from lazymodel.checkpoints._verify import known_hashes, mismatches, no_hash
+
+_LISTED = 8  # names that one message or line gives before it counts the rest
+_MAX_PROBLEMS = 40  # problems that the text shows; `to_dict` has all
+_MAX_NAME = 240  # characters of a name that the text shows; a file may give a tensor a name of megabytes
+_PART = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.safetensors")  # as Hugging Face numbers the shards of a model
+_FORMATS = {
+    ".safetensors": "safetensors",
+    ".safetensors.index.json": "safetensors",
+    ".h5": "hdf5",
+    ".hdf5": "hdf5",
+    ".keras": "hdf5",
+    ".weights.json": "hdf5",
+    ".npz": "numpy",
+    ".npy": "numpy",
+}
+_SHARDS = {"safetensors": ".safetensors", "hdf5": ".weights.h5"}  # what shards are called, where no index says
+# A link that leads round in a circle is a RuntimeError to pathlib before Python 3.13, and a file name of 300
+# characters an OSError; both can stand in an index.
+_FAILURES = (LazyModelError, OSError, RuntimeError)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSummary:
+    """One tensor: its name, dtype, shape, bytes, and the file that has it (relative to the checkpoint's folder)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    file: str
+
+
+@dataclasses.dataclass(frozen=True)
+class FileSummary:
+    """One file: its path (relative to the checkpoint's folder), its bytes on disk, how many of the tensors it has,
+    and the algorithms of the hashes that its content was found to have."""
+
+    path: str
+    nbytes: int
+    tensors: int
+    verified: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is wrong, in a sentence, and in which file; None where it is no single file's."""
+
+    file: str | None
+    message: str
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class CheckpointSummary:
+    """What `inspect_checkpoint` found. `str()` is a report for a person, `to_dict()` the same for a program.
+
+    Attributes:
+        path: The path that was inspected.
+        format: What the files are: `safetensors`, `hdf5` and so on, or `unknown`.
+        metadata: What the files say about themselves: strings, numbers, or lists and mappings of them.
+        files: The files, index first.
+        tensors: The tensors that could be found, in the order of the files.
+        problems: What is wrong, in the order in which it was found.
+    """
+
+    path: str
+    format: str
+    metadata: dict[str, Any]
+    files: tuple[FileSummary, ...]
+    tensors: tuple[TensorSummary, ...]
+    problems: tuple[Problem, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def dtypes(self) -> dict[str, int]:
+        """Dtype → bytes of the tensors that have it, largest first."""
+        totals: dict[str, int] = {}
+        for tensor in self.tensors:
+            totals[tensor.dtype] = totals.get(tensor.dtype, 0) + tensor.nbytes
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The summary in types that JSON has; counts are of bytes."""
+        return {
+            "path": self.path,
+            "format": self.format,
+            "num_tensors": len(self.tensors),
+            "nbytes": self.nbytes,
+            "dtypes": self.dtypes,
+            "metadata": self.metadata,
+            "files": [{**vars(file), "verified": list(file.verified)} for file in self.files],
+            "tensors": [{**vars(tensor), "shape": list(tensor.shape)} for tensor in self.tensors],
+            "problems": [vars(problem).copy() for problem in self.problems],
+        }
+
+    def __repr__(self) -> str:
+        return (
+            f"CheckpointSummary({self.path!r}: {self.format}, {_plural(len(self.tensors), 'tensor')}, "
+            f"{format_bytes(self.nbytes)} in {_plural(len(self.files), 'file')}, "
+            f"{_plural(len(self.problems), 'problem')})"
+        )
+
+    def __str__(self) -> str:
+        return _summary_text(self)
+
+
+def inspect_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> CheckpointSummary:
+    """Lists what is in a checkpoint and what is wrong with it; reads headers only.
+
+    Args:
+        path: As for `open_checkpoint`.
+        verify: Whether to hash the files too, and to compare that with what a Hugging Face cache or download, or a
+            manifest such as `SHA256SUMS`, states. A file whose hash nobody states is a problem.
+
+    Raises:
+        CheckpointError: Nothing is there, or nothing in a folder is a checkpoint. Everything else that is wrong is a
+            problem in the summary.
+    """
+    where = Path(path)
+    if not where.exists():
+        raise CheckpointError(f"there is no checkpoint at {where}: no such file or folder")
+    found = _Inspection(where)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LazyModelWarning)
+        found.look()
+    for warning in caught:
+        if issubclass(warning.category, LazyModelWarning):
+            found.problem(str(warning.message))
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    if verify:
+        found.verify()
+    return found.summary()
+
+
+class _Inspection:
+    """What was found so far."""
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        self.root = where if where.is_dir() else where.parent
+        self.format = "unknown"
+        self.metadata: dict[str, Any] = {}
+        self.files: dict[str, tuple[str, ...]] = {}  # path → algorithms of hashes that it was found to have
+        self.tensors: dict[str, TensorSummary] = {}
+        self.problems: list[Problem] = []
+
+    # What there is.
+
+    def look(self) -> None:
+        """Finds files, tensors and problems. Which files of a folder count is chosen as `open_checkpoint` does."""
+        where = self.where
+        if not where.is_dir():
+            self.look_at_file(where)
+            return
+        indexes = sorted(where.glob("*.safetensors.index.json"))
+        if len(indexes) > 1:
+            indexes = [index for index in indexes if index.name == "model.safetensors.index.json"]
+            if not indexes:
+                self.format = "safetensors"
+                self.look_at_whole(where)  # which says that one has to be chosen
+                return
+        names = ("model.safetensors", "model.weights.json", "model.weights.h5")
+        chosen = [*indexes, *(where / name for name in names if (where / name).exists())]
+        if chosen:
+            self.look_at_file(chosen[0])
+        elif loose := sorted(where.glob("*.safetensors")):
+            self.look_at_loose("safetensors", loose)
+        else:
+            self.look_at_orbax(where)
+
+    def look_at_file(self, file: Path) -> None:
+        """A file that is an index or the whole checkpoint."""
+        if not file.is_file():
+            self.problem(f"{file}: expected a file or folder, found neither: a pipe or a device", file)
+        elif file.name.endswith(".safetensors.index.json"):
+            self.look_at_index("safetensors", file)
+        elif file.name.endswith(".weights.json"):
+            self.look_at_index("hdf5", file)
+        else:
+            self.look_at_whole(file)
+
+    def look_at_whole(self, path: Path) -> None:
+        """A checkpoint of one file, or in a format that can only be opened as a whole."""
+        self.format = next((name for suffix, name in _FORMATS.items() if path.name.endswith(suffix)), self.format)
+        if path.is_file():
+            self.files[os.fspath(path)] = ()
+        try:
+            checkpoint = open_checkpoint(path)
+        except _FAILURES as error:
+            self.problem(str(error), path if path.is_file() else None)
+            return
+        with checkpoint:
+            self.format = checkpoint.format
+            self.files.update(dict.fromkeys(content_files(checkpoint), ()))
+            self.add(checkpoint, checkpoint, path)
+
+    def look_at_orbax(self, folder: Path) -> None:
+        """A folder in which nothing else was found."""
+        try:
+            found = find_item(folder)
+        except CheckpointError:
+            found = folder  # something of Orbax' that cannot be opened; opening it says why
+        if found is None:
+            raise CheckpointError(f"found no checkpoint in folder {folder}; supported: {SUPPORTED}")
+        self.format = "orbax"
+        self.look_at_whole(folder)
+
+    def look_at_loose(self, kind: str, paths: list[Path]) -> None:
+        """Files that no index describes; those numbered `k-of-n` must be n."""
+        self.format = kind
+        for path in paths:
+            checkpoint = self.open_shard(kind, path)
+            if checkpoint is not None:
+                with checkpoint:
+                    self.add(checkpoint, checkpoint, path)
+        parts: dict[tuple[str, str], set[int]] = {}
+        for path in paths:
+            if match := _PART.fullmatch(path.name):
+                parts.setdefault((match[1], match[3]), set()).add(int(match[2]))
+        for (stem, total), numbers in parts.items():
+            count = int(total) - sum(1 <= number <= int(total) for number in numbers)
+            lacking = (number for number in range(1, int(total) + 1) if number not in numbers)
+            names = [f"{stem}-{number:0{len(total)}}-of-{total}.safetensors" for number in islice(lacking, _LISTED)]
+            if names:
+                self.problem(
+                    f"{self.root}: expected {int(total)} shards as their names say, found {int(total) - count}; "
+                    f"missing {', '.join(names)}{', …' if count > len(names) else ''}. Download them too."
+                )
+
+    def look_at_index(self, kind: str, index: Path) -> None:
+        """An index and the shards that it names, each on its own."""
+        self.format = kind
+        self.files[os.fspath(index)] = ()
+        try:
+            weights = read_index(index)
+            self.add_metadata(read_json_object(index.read_bytes(), str(index)).get("metadata"))
+        except _FAILURES as error:
+            self.problem(str(error), index)
+            self.look_at_loose(kind, sorted(index.parent.glob(f"*{_SHARDS[kind]}")))
+            return
+        noun = "tensor" if kind == "safetensors" else "group"
+        keys = {(key if kind == "safetensors" else key.strip("/")): key for key in weights}
+        for path, expected in self.shards(index, keys, weights).items():
+            checkpoint = self.open_shard(kind, path, f"{_some(expected, noun)} as {index.name} says")
+            if checkpoint is None:
+                continue
+            with checkpoint:
+                held: dict[str, list[str]] = {}  # what the index lists → names of tensors
+                for name in checkpoint:
+                    held.setdefault(name if kind == "safetensors" else name.rpartition("/")[0], []).append(name)
+                listed = set(expected)
+                problems = {
+                    "lacks {}, which {} says it has; download both again": [key for key in expected if key not in held],
+                    "has {}, which {} puts in other shards; download both again": [
+                        key for key in held if key not in listed and key in keys
+                    ],
+                    "has {}, which {} does not mention and nothing will load; download both again": [
+                        key for key in held if key not in listed and key not in keys
+                    ],
+                }
+                for message, names in problems.items():
+                    if names:
+                        self.problem(f"{path}: {message.format(_some(names, noun), index.name)}", path)
+                self.add(checkpoint, [name for key in expected for name in held.get(key, ())], path)
+
+    def shards(self, index: Path, keys: Mapping[str, str], weights: Mapping[str, Any]) -> dict[Path, list[str]]:
+        """Path of every shard that an index may name → what it says that the shard has."""
+        paths: dict[str, Path | None] = {}
+        result: dict[Path, list[str]] = {}
+        for key, written in keys.items():
+            value = weights[written]
+            # Keras may spread a group over several shards; a safetensors tensor is in one.
+            for shard in value if self.format == "hdf5" and isinstance(value, list) else [value]:
+                name = shard if isinstance(shard, str) else reprlib.repr(shard)
+                if name not in paths:
+                    try:
+                        paths[name] = shard_path(index, shard)
+                    except _FAILURES as error:
+                        self.problem(str(error), index)
+                        paths[name] = None
+                if (path := paths[name]) is not None:
+                    result.setdefault(path, []).append(key)
+        return result
+
+    def open_shard(self, kind: str, path: Path, expected: str = "tensors") -> Checkpoint | None:
+        """Opens one file, or notes why not."""
+        try:
+            if not path.is_file():
+                link = f"a link to {path.readlink()}, which is not there" if path.is_symlink() else "no such file"
+                raise CheckpointError(f"{path}: expected {expected}, found {link}. Download it too.")
+            self.files[os.fspath(path)] = ()
+            check_pointer(path)
+            return open_safetensors(path, [path]) if kind == "safetensors" else open_hdf5(path)
+        except _FAILURES as error:
+            self.problem(str(error), path)
+            return None
+
+    # What is noted of it.
+
+    def add(self, checkpoint: Checkpoint, names: Iterable[str], path: Path) -> None:
+        """Notes tensors of a checkpoint, and that some were found before."""
+        self.add_metadata(getattr(checkpoint, "metadata", None))
+        again: dict[str, list[str]] = {}
+        for name in names:
+            try:
+                tensor = checkpoint[name]
+            except _FAILURES as error:
+                self.problem(str(error), path)
+                continue
+            if name in self.tensors:
+                again.setdefault(self.tensors[name].file, []).append(name)
+                continue
+            file = self.relative(tensor.file or path)
+            self.tensors[name] = TensorSummary(name, tensor.dtype.name, tensor.shape, tensor.nbytes, file)
+        for other, twice in again.items():
+            self.problem(f"{path} and {other} both have {_some(twice)}; keep one of them, or add an index", path)
+
+    def add_metadata(self, metadata: Any) -> None:
+        if isinstance(metadata, Mapping):
+            self.metadata.update({str(key): _plain(value) for key, value in metadata.items()})
+
+    def problem(self, message: str, file: Path | None = None) -> None:
+        self.problems.append(Problem(None if file is None else self.relative(file), message))
+
+    def relative(self, path: str | os.PathLike[str]) -> str:
+        """A path relative to the checkpoint's folder where it lies inside."""
+        inside = os.path.relpath(path, self.root)
+        return os.fspath(path) if inside.split(os.sep)[0] == os.pardir else inside
+
+    def verify(self) -> None:
+        """Compares the files with the hashes that are stated for them."""
+        try:
+            hashes = known_hashes([file for file in self.files if os.path.isfile(file)], True, self.root)
+            wrong = mismatches(hashes)
+        except _FAILURES as error:
+            self.problem(str(error))
+            return
+        for file, message in wrong.items():
+            self.problem(message, Path(file))
+        if lacking := [file for file, stated in hashes.items() if not stated]:
+            self.problem(no_hash(lacking, True))
+        for file, stated in hashes.items():
+            self.files[file] = () if file in wrong else tuple(hash.algorithm for hash in stated)
+
+    def summary(self) -> CheckpointSummary:
+        """All of it."""
+        counts = Counter(tensor.file for tensor in self.tensors.values())
+        files: list[FileSummary] = []
+        for file, verified in self.files.items():
+            size = os.stat(file).st_size if os.path.exists(file) else 0
+            files.append(FileSummary(self.relative(file), size, counts[self.relative(file)], verified))
+        return CheckpointSummary(
+            path=os.fspath(self.where),
+            format=self.format,
+            metadata=self.metadata,
+            files=tuple(files),
+            tensors=tuple(self.tensors.values()),
+            problems=tuple(self.problems),
+        )
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON can say it; what it cannot (NaN, a nesting without end) as text."""
+    try:
+        return json.loads(json.dumps(value, default=str, allow_nan=False))
+    except (ValueError, TypeError, RecursionError):
+        return reprlib.repr(value)
+
+
+def _some(names: Sequence[str], noun: str = "tensor") -> str:
+    """The first few of some names, and how many they are."""
+    listed = ", ".join(repr(_short(name)) for name in names[:_LISTED])
+    return f"{_plural(len(names), noun)} ({listed}{', …' if len(names) > _LISTED else ''})"
+
+
+def _short(text: str) -> str:
+    half = _MAX_NAME // 2
+    return text if len(text) <= _MAX_NAME else f"{text[:half]}…{text[-half:]}"
+
+
+def _summary_text(summary: CheckpointSummary) -> str:
+    """The report for a person, as wide as the terminal; no colours."""
+    by_file = Counter(problem.file for problem in summary.problems)
+
+    def file_row(file: FileSummary) -> _Row:
+        state = f"{', '.join(file.verified)} as stated" if file.verified else "ok"
+        if by_file[file.path]:
+            state = _plural(by_file[file.path], "problem")
+        return _Row(_short(file.path), (f"{file.tensors:,}",), file.nbytes, state)
+
+    def tensor_row(tensor: TensorSummary) -> _Row:
+        return _Row(_short(tensor.name), (_shape_text(tensor.shape), tensor.dtype), tensor.nbytes, _short(tensor.file))
+
+    title = (
+        f"{summary.path}: {summary.format}, {_plural(len(summary.tensors), 'tensor')}, {format_bytes(summary.nbytes)} "
+        f"in {_plural(len(summary.files), 'file')}"
+    )
+    lines = [f"dtypes: {', '.join(f'{dtype} {format_bytes(nbytes)}' for dtype, nbytes in summary.dtypes.items())}"]
+    lines = lines if summary.tensors else []
+    for key, value in list(summary.metadata.items())[:_LISTED]:
+        lines.append(f"metadata: {_short(key)} = {_short(str(value))}")
+    if len(summary.metadata) > _LISTED:
+        lines.append(f"metadata: … and {len(summary.metadata) - _LISTED:,} more")
+    parts = [_text(_table(title, ("tensors", "bytes", "state"), map(file_row, summary.files), lines, noun="file"))]
+    if summary.tensors:
+        headings = ("shape", "dtype", "bytes", "file")
+        parts.append(_text(_table("", headings, map(tensor_row, summary.tensors), (), noun="tensor")))
+    # Not in a table: a message with a path in it is copied, searched and quoted in one line.
+    problems = [f"  - {_printable(problem.message)}" for problem in summary.problems[:_MAX_PROBLEMS]]
+    if len(summary.problems) > _MAX_PROBLEMS:
+        problems.append(f"  … and {len(summary.problems) - _MAX_PROBLEMS:,} more")
+    count = _plural(len(summary.problems), "problem") if problems else "no problems"
+    parts.append("\n".join(["", f"{count} found{':' if problems else ''}", *problems]))
+    return "\n".join(parts)

@@ -1,0 +1,320 @@
+"""NumPy's own files: `.npy`, one array, and `.npz`, a zip archive of them, as `np.save` and `np.savez` write them.
+
+Arrays are read in place, at their offset in the file; members that `np.savez_compressed` deflated are decompressed on
+the way, in small pieces. Nothing is ever unpickled, and a header is compared with the bytes that are there before it
+is believed. Formats: `numpy.lib.format`; APPNOTE.TXT 6.3.10 (zip) sections 4.3.7 and 4.4; RFC 1951 (deflate).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import os
+import struct
+import threading
+import warnings
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from lazymodel._errors import CheckpointError
+from lazymodel._file_source import FileSource
+from lazymodel._lazy_tensor import ArrayLeaf, FileLeaf, LazyTensor
+from lazymodel.checkpoints._checkpoint import Checkpoint, check_pointer
+
+_MAX_RATIO = 1100  # deflate cannot compress further than 1032 : 1 (https://zlib.net/zlib_tech.html)
+_MAX_HEADER = 12 + 10_000  # bytes: magic and length, then as much header as NumPy itself reads from untrusted files
+_MAX_DIMENSIONS = 32  # NumPy 1's; no model comes near
+
+_INPUT = 64 << 10  # compressed bytes of one read: with deflate's ratio at most 64 MiB, taken out piece by piece
+_PIECE = 1 << 20  # decompressed bytes that are held at once
+_SPACING = 16 << 20  # decompressed bytes between two places to resume from; each keeps 45 KiB of zlib's state
+_CURSORS = 8  # places where reading stopped that are remembered: as many as threads read one member
+
+# What zipfile and NumPy raise for files that are not what they seem.
+_FAILURES = (OSError, ValueError, RuntimeError, EOFError, KeyError, struct.error, zipfile.BadZipFile, zlib.error)
+
+
+class NumpyCheckpoint(Checkpoint):
+    """A `.npz` archive: member name without `.npy` → tensor. A `.npy` file has one tensor, named as the file is.
+
+    Uncompressed arrays, in C or Fortran order, are read in place. Compressed ones cost more: a deflated stream can only
+    be read from its start, so that a box is found by decompressing what lies before it. Where reading stopped is
+    remembered, and so is a place every 16 MiB: reading an array in order, or in several shards of whole rows,
+    decompresses it about once; shards of columns decompress it once each. No more than 1 MiB of a member is held at a
+    time. Once an array was read up to its end, in order, its checksum has been compared with the archive's.
+    """
+
+    format = "numpy"
+
+    def __init__(self, path: Path, source: FileSource, tensors: dict[str, LazyTensor]) -> None:
+        super().__init__(path, list(tensors), [source])
+        self._arrays = tensors
+
+    def _tensor(self, name: str) -> LazyTensor:
+        return self._arrays[name]
+
+
+def open_npy(path: Path) -> NumpyCheckpoint:
+    """Opens a `.npy` file: one tensor, with the file's name without its suffix (`embedding.npy` → `embedding`).
+
+    Raises:
+        CheckpointError: It is no array of numbers, or not as long as its header says.
+    """
+    check_pointer(path)
+    source = FileSource(path)
+    with open(path, "rb") as file:
+        head = file.read(_MAX_HEADER)
+    return NumpyCheckpoint(path, source, {path.stem: _array(path.stem, str(path), head, source, 0, source.size)})
+
+
+def open_npz(path: Path) -> NumpyCheckpoint:
+    """Opens a `.npz` archive. Members that are no arrays, which `np.load` gives as bytes, are left out.
+
+    Raises:
+        CheckpointError: The archive is truncated or corrupt; two members have one name or overlap; a member is
+            encrypted, compressed in another way than by deflate, larger than its compressed bytes can hold, or
+            holds something else than the numbers its header declares.
+    """
+    check_pointer(path)
+    source = FileSource(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
+        members = [_member(source, info) for info in infos]
+    except _FAILURES as error:
+        raise CheckpointError(
+            f"{path}: expected a .npz archive, found one that is truncated or corrupt ({error}). Download or copy it "
+            "again."
+        ) from error
+    tensors: dict[str, LazyTensor] = {}
+    end = 0
+    for member in members:
+        if member.header < end:
+            raise CheckpointError(f"{path}: member {member.name!r} overlaps another at byte {end}; it is corrupt")
+        end = member.start + member.stored
+        head = member.head()
+        if not head.startswith(np.lib.format.MAGIC_PREFIX):
+            continue
+        name = member.name.removesuffix(".npy")
+        if name in tensors:
+            raise CheckpointError(f"{path}: expected each array once, found two named {name!r}; it is corrupt")
+        tensors[name] = _array(name, f"{path}: array {name!r}", head, member.source(), member.start, member.size)
+    return NumpyCheckpoint(path, source, tensors)
+
+
+def _array(name: str, what: str, head: bytes, source: FileSource, start: int, size: int) -> LazyTensor:
+    """A tensor from the first bytes of a `.npy` file of `size` bytes that begins at `start` of a source."""
+    stream = io.BytesIO(head)
+    try:
+        version = np.lib.format.read_magic(stream)
+        # Version 3 is for field names outside latin-1: a record, which is refused below in the others.
+        if version not in ((1, 0), (2, 0)):
+            raise ValueError(f"it has version {version}")
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about headers that Python 2 wrote, which are read all the same
+            shape, fortran, dtype = cast("tuple[Any, bool, np.dtype[Any]]", read(stream))
+    # Evaluating a hostile header can fail in as many ways as evaluating Python.
+    except (*_FAILURES, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        raise CheckpointError(f"{what}: expected the header of an array of numbers, found another ({error})") from error
+    if dtype.kind == "V" and dtype.names is None and dtype.subdtype is None:
+        raise CheckpointError(
+            f"{what}: expected numbers, found {dtype.itemsize}-byte values of an unknown type ({dtype.str}). NumPy "
+            "writes types that are not its own, such as bfloat16 or float8, without their name. Save such arrays as "
+            "safetensors, or as integers (array.view('uint16')) that you view as what they are after loading."
+        )
+    if dtype.hasobject:
+        raise CheckpointError(
+            f"{what}: expected numbers, found pickled Python objects, which can run any code when they are read; "
+            "do not trust it, or save the numbers in it as arrays of their own"
+        )
+    if dtype.kind not in "biufc":
+        raise CheckpointError(f"{what}: expected numbers, found {dtype}; records, text and dates cannot be weights")
+    # The header reader accepts any ints, True among them.
+    if len(shape) > _MAX_DIMENSIONS or not all(type(extent) is int and 0 <= extent < 2**63 for extent in shape):
+        raise CheckpointError(f"{what}: expected a shape of non-negative ints, found {str(shape)[:200]}")
+    nbytes = math.prod(shape) * dtype.itemsize
+    begin = stream.tell()
+    if nbytes != size - begin:
+        raise CheckpointError(
+            f"{what}: expected {nbytes} bytes for {dtype}{list(shape)}, found {size - begin}; it is truncated or "
+            "corrupt. Download or copy it again."
+        )
+    if not nbytes:
+        return LazyTensor(ArrayLeaf(np.empty(shape, dtype.newbyteorder("=")), name))
+    leaf = FileLeaf(name, source, start + begin, tuple(reversed(shape)) if fortran else shape, dtype)
+    if isinstance(source, _DeflatedSource):
+        leaf.unit_nbytes = _PIECE
+    return LazyTensor(leaf).T if fortran else LazyTensor(leaf)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Member:
+    """A member of an archive: `stored` bytes from byte `start` of the file, `size` when decompressed."""
+
+    file: FileSource
+    name: str
+    header: int
+    start: int
+    stored: int
+    size: int
+    crc: int
+    deflated: bool
+
+    def source(self) -> FileSource:
+        """Its decompressed bytes, the first of them at `start`."""
+        return _DeflatedSource(self) if self.deflated else self.file
+
+    def head(self) -> bytes:
+        """The first of its decompressed bytes."""
+        with open(self.file.path, "rb") as file:
+            file.seek(self.start)
+            data = file.read(min(self.stored, _MAX_HEADER + _INPUT))  # deflating can also make longer, a little
+        size = min(self.size, _MAX_HEADER)
+        try:
+            return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size) if self.deflated else data[:size]
+        except zlib.error as error:
+            raise CheckpointError(f"{self.file.path}: member {self.name!r} is corrupt: {error}") from error
+
+
+def _member(file: FileSource, info: zipfile.ZipInfo) -> _Member:
+    """A member, after every check that needs none of its bytes."""
+    what = f"{file.path}: member {info.filename!r}"
+    if info.flag_bits & 1:
+        raise CheckpointError(f"{what} is encrypted: expected arrays as np.savez writes them")
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise CheckpointError(
+            f"{what}: expected no compression, or deflate as np.savez_compressed does, found method "
+            f"{info.compress_type}; load it with NumPy and save it again"
+        )
+    with open(file.path, "rb") as stream:
+        stream.seek(info.header_offset)
+        header = stream.read(30)
+    if len(header) < 30 or not header.startswith(b"PK\x03\x04"):
+        raise CheckpointError(f"{what}: expected it at byte {info.header_offset}, found something else; it is corrupt")
+    start = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
+    deflated = info.compress_type == zipfile.ZIP_DEFLATED
+    if start + info.compress_size > file.size:
+        raise CheckpointError(
+            f"{file.path} is truncated: expected {info.filename} up to byte {start + info.compress_size}, found "
+            f"{file.size} bytes. Download or copy it again."
+        )
+    if info.file_size > info.compress_size * _MAX_RATIO if deflated else info.file_size != info.compress_size:
+        raise CheckpointError(
+            f"{what}: expected {info.file_size} bytes, found {info.compress_size} stored, which cannot be as many; "
+            "it is corrupt"
+        )
+    return _Member(
+        *(file, info.filename, info.header_offset, start),
+        *(info.compress_size, info.file_size, info.CRC, deflated),
+    )
+
+
+@dataclasses.dataclass(eq=False)
+class _Cursor:
+    """A place in a deflated stream from which decompressing can go on.
+
+    Attributes:
+        decoder: zlib's state there.
+        taken: Compressed bytes that were read from the file.
+        tail: Those of them that the decoder has not used yet.
+        position: Decompressed bytes that lie before.
+        crc: Their checksum.
+    """
+
+    decoder: Any = dataclasses.field(default_factory=lambda: zlib.decompressobj(-zlib.MAX_WBITS))
+    taken: int = 0
+    tail: bytes = b""
+    position: int = 0
+    crc: int = 0
+
+    def copy(self) -> _Cursor:
+        return _Cursor(self.decoder.copy(), self.taken, self.tail, self.position, self.crc)
+
+
+class _DeflatedSource(FileSource):
+    """The decompressed bytes of a member, in the addresses that they would have were they stored from `start` on."""
+
+    plain = False
+
+    def __init__(self, member: _Member) -> None:
+        super().__init__(member.file.path)
+        self._member = member
+        self._places = threading.Lock()  # guards the two lists
+        self._idle: list[_Cursor] = []  # where reads stopped; the newest last
+        self._resume: list[_Cursor] = [_Cursor()]  # never moved, only copied; ascending
+
+    def read_into(self, offset: int, *outs: np.ndarray) -> None:
+        for out in outs:
+            if out.size:
+                self._read_one(offset, out)
+            offset += out.nbytes
+
+    def _read_one(self, offset: int, out: np.ndarray) -> None:
+        target = memoryview(cast(Any, out.reshape(-1).view(np.uint8)))
+        position = offset - self._member.start
+        cursor = self._cursor(position)
+        while cursor.position < position:
+            self._next(cursor, position - cursor.position)
+        done = 0
+        while done < len(target):
+            piece = self._next(cursor, len(target) - done)
+            target[done : done + len(piece)] = piece
+            done += len(piece)
+        if cursor.position < self._member.size:
+            with self._places:
+                self._idle = [*self._idle[1 - _CURSORS :], cursor]
+        self._member.file.count(done)
+
+    def _cursor(self, position: int) -> _Cursor:
+        """The place nearest before a position, for the caller alone."""
+        with self._places:
+            idle = max((c for c in self._idle if c.position <= position), key=lambda c: c.position, default=None)
+            resume = max((c for c in self._resume if c.position <= position), key=lambda c: c.position)
+            if idle is None or idle.position < resume.position:
+                return resume.copy()
+            self._idle.remove(idle)
+            return idle
+
+    def _next(self, cursor: _Cursor, limit: int) -> bytes:
+        """Moves a cursor on by at most `limit` bytes; returns them."""
+        member = self._member
+        limit = min(limit, _PIECE)
+        piece = b""
+        while not piece:
+            data = cursor.tail
+            if not data and not cursor.decoder.eof:
+                want = min(_INPUT, member.stored - cursor.taken)
+                data = os.pread(member.file._descriptor(), want, member.start + cursor.taken) if want else b""
+                cursor.taken += len(data)
+            try:
+                piece = cursor.decoder.decompress(data, limit)
+            except zlib.error as error:
+                raise self._corrupt(f"a deflated stream that breaks at byte {cursor.position} ({error})") from error
+            cursor.tail = cursor.decoder.unconsumed_tail
+            if not piece and (cursor.decoder.eof or not data):
+                raise self._corrupt(f"only {cursor.position}")
+        cursor.position += len(piece)
+        cursor.crc = zlib.crc32(piece, cursor.crc)
+        if cursor.position == member.size and cursor.crc != member.crc:
+            raise self._corrupt(f"bytes whose checksum is {cursor.crc:#x}, not {member.crc:#x}")
+        if not cursor.tail and cursor.position - self._resume[-1].position >= _SPACING:
+            with self._places:
+                if cursor.position - self._resume[-1].position >= _SPACING:
+                    self._resume.append(cursor.copy())
+        return piece
+
+    def _corrupt(self, found: str) -> CheckpointError:
+        self.check_unchanged()
+        return CheckpointError(
+            f"{self.path}: expected {self._member.size} bytes of member {self._member.name!r}, found {found}; it is "
+            "truncated or corrupt. Download or copy it again."
+        )
+
+
+__all__ = ("NumpyCheckpoint", "open_npy", "open_npz")

@@ -1,0 +1,628 @@
+"""Orbax checkpoints, read with tensorstore alone: which folder, which item of it, which arrays, which chunks.
+
+Layouts, as Orbax 0.11 and newer write them through its `ocp.*` and `ocp.v1` interfaces:
+
+- A *root* holds steps: `12`, `step_12`, `checkpoint_0012`. Names with `.orbax-checkpoint-tmp` were never committed, and
+  neither was a step whose `_CHECKPOINT_METADATA` has no commit time.
+- A *step* holds items: `default`, `state`, `pytree`, or whatever the writer called them.
+- An *item* holds a tree of arrays. `_METADATA` (JSON) lists the tree's leaves, `_strings.json` has those that are text,
+  and every array is a zarr array, of version 2 or 3, named by its path joined with dots: folders in the item, or keys
+  of the OCDBT database at `manifest.ocdbt` (https://google.github.io/tensorstore/kvstore/ocdbt/), into which the
+  databases of several writers (`ocdbt.process_0`, …) are merged.
+
+A zarr array is cut into chunks, and a chunk that was never stored stands for zeros. Orbax says in `_METADATA` that it
+stores those too; then a chunk that is not there was lost, and is an error here rather than a weight of zeros.
+Nothing is read through Orbax, whose checkpointers restore whole trees. tensorstore is imported on first use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+import re
+import stat
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import ml_dtypes
+import numpy as np
+
+from lazymodel._errors import CheckpointError, LazyModelWarning
+from lazymodel._file_source import Convert, FileSource, assign
+from lazymodel._lazy_tensor import ArrayLeaf, Box, LazyTensor, Leaf, box_shape, shift
+from lazymodel.checkpoints._checkpoint import MAX_JSON, Checkpoint, check_pointer, read_json_object
+
+if TYPE_CHECKING:
+    from lazymodel._file_source import Workspace
+
+_METADATA = "_METADATA"
+_STEP_METADATA = "_CHECKPOINT_METADATA"
+_MANIFEST = "manifest.ocdbt"
+_V1_MARK = "orbax.checkpoint"
+_COMMITTED = "commit_success.txt"
+_UNFINISHED = ".orbax-checkpoint-tmp"
+_STEP = re.compile(r"(?:(.+)_)?(\d+)")
+_ALONE = "value"  # the name of a tree that is one array, as in an abstract model
+_DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}  # the file that describes an array → tensorstore's driver for it
+
+# Types of a tree's leaves: those that are zarr arrays, and those that are none. Others belong to a program's own
+# handlers, and are tensors if they are stored as arrays.
+_ARRAYS = frozenset(("jax.Array", "np.ndarray", "scalar"))
+_TEXT_OR_EMPTY = frozenset(("string", "None", "Dict", "List", "Tuple", "NamedTuple"))
+
+# A chunk is in memory up to three times: as stored (at worst as large as decoded), decoded, and as the copy that is
+# converted or rearranged on its way into the array that is filled.
+_COPIES = 3
+# Bytes that one read may decode at once where the budget allows more: enough to keep all of tensorstore's threads busy.
+_BATCH = 64 << 20
+# Bytes of a chunk from which it is kept for the next box that needs a part of it. Below, the pieces that streams ask
+# for are larger than the chunk, and most of each chunk is used the first time.
+_KEEP = 4 << 20
+_KEPT = 2  # chunks: one of the tensor that is being read, one of the next, which other threads have begun
+_FILE_THREADS = 8  # reads in flight in tensorstore; streams come with threads of their own
+_TREE_CACHE = 16 << 20  # bytes for nodes of an OCDBT database, which would otherwise be read once a chunk
+
+# What tensorstore raises for its status codes.
+_FAILURES = (ValueError, OSError, RuntimeError, LookupError, TypeError)
+
+
+def _tensorstore() -> Any:
+    try:
+        import tensorstore  # pyright: ignore[reportMissingTypeStubs]
+    except ImportError as error:
+        raise CheckpointError(
+            "reading Orbax checkpoints needs tensorstore, which is not installed: pip install 'lazymodel[orbax]'"
+        ) from error
+    return tensorstore
+
+
+# Which folder ---------------------------------------------------------------------------------------------------------
+
+
+def find_item(folder: Path) -> Path | None:
+    """The folder of arrays that a path means: itself, the only item of a step, or that of the newest committed step.
+
+    Returns:
+        The item's folder, or None if this is nothing that Orbax wrote.
+
+    Raises:
+        CheckpointError: It was never committed, no step of it was, or it has several items with arrays.
+    """
+    if _is_item(folder):
+        _require_committed(folder)
+        return folder
+    if not _is_step(folder):
+        if steps := _steps(folder):
+            return find_item(_newest(folder, steps))
+        if any(_UNFINISHED in child.name for child in _folders(folder)):
+            raise CheckpointError(
+                f"{folder}: expected a committed Orbax checkpoint, found only unfinished ones "
+                f"({', '.join(sorted(c.name for c in _folders(folder) if _UNFINISHED in c.name)[:8])}). Wait until "
+                "saving has finished, or open another folder."
+            )
+    items = [child for child in _folders(folder) if _is_item(child)]
+    if not items and not _is_step(folder):
+        return None
+    _require_committed(folder)
+    unfinished = [child.name for child in items if _UNFINISHED in child.name]
+    arrays = [child for child in items if _UNFINISHED not in child.name and _holds_arrays(child)]
+    if len(arrays) > 1 and {child.name for child in arrays} == {"pytree", "assets"}:
+        # Keras' callback keeps the model's files (vocabularies) as byte arrays beside its variables.
+        arrays = [child for child in arrays if child.name == "pytree"]
+    if len(arrays) == 1:
+        return arrays[0]
+    if arrays:
+        raise CheckpointError(
+            f"{folder} has {len(arrays)} items that hold arrays; open one of "
+            f"{', '.join(repr(str(child)) for child in arrays)}"
+        )
+    found = sorted(child.name for child in _folders(folder))[:8]
+    mend = "Wait until saving has finished." if unfinished else "Copy the whole checkpoint again."
+    raise CheckpointError(f"{folder}: expected an Orbax item that holds arrays, found {found or 'no folders'}. {mend}")
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Folders in a folder, by name."""
+    try:
+        return sorted(child for child in folder.iterdir() if child.is_dir())
+    except OSError as error:
+        raise CheckpointError(f"cannot list {folder}: {error.strerror}") from error
+
+
+def _is_item(folder: Path) -> bool:
+    """Whether a folder holds a tree of arrays, or what is left of one."""
+    if (folder / _METADATA).exists() or (folder / _MANIFEST).exists():
+        return True
+    return any(
+        child.name.startswith("ocdbt.process_") or any((child / mark).exists() for mark in _DRIVERS)
+        for child in _folders(folder)
+    )
+
+
+def _is_step(folder: Path) -> bool:
+    return (folder / _STEP_METADATA).exists() or (folder / _V1_MARK).exists()
+
+
+def _steps(folder: Path) -> list[tuple[int, str, Path]]:
+    """(number, prefix, folder) of every step in a folder, the newest first; unfinished ones are left out by name."""
+    steps: list[tuple[int, str, Path]] = []
+    for child in _folders(folder):
+        match = _STEP.fullmatch(child.name)
+        if match and (_is_step(child) or _is_item(child) or any(_is_item(inner) for inner in _folders(child))):
+            steps.append((int(match[2]), match[1] or "", child))
+    return sorted(steps, reverse=True)
+
+
+def _newest(folder: Path, steps: list[tuple[int, str, Path]]) -> Path:
+    prefixes = sorted({prefix for _, prefix, _ in steps})
+    if len(prefixes) > 1:
+        raise CheckpointError(
+            f"{folder} has steps of several runs, with the prefixes {prefixes}; open one of "
+            f"{', '.join(repr(str(path)) for *_, path in steps[:8])}"
+        )
+    committed = [(number, path) for number, _, path in steps if _unfinished(path) is None]
+    if not committed:
+        raise CheckpointError(
+            f"{folder}: expected a committed step, found {len(steps)} that were never committed, {steps[0][2].name} "
+            "the newest. Wait until saving has finished, or open another folder."
+        )
+    same = [path.name for number, path in committed if number == committed[0][0]]
+    if len(same) > 1:
+        raise CheckpointError(f"{folder} has step {committed[0][0]} more than once: {same}; open one of these folders")
+    return committed[0][1]
+
+
+def _unfinished(folder: Path) -> str | None:
+    """Why a folder is not a committed checkpoint, or None if it is."""
+    if _UNFINISHED in folder.name:
+        return f"its name has {_UNFINISHED!r}"
+    metadata = folder / _STEP_METADATA
+    if metadata.exists() and not (folder / _COMMITTED).exists():
+        content = _read_json(metadata)
+        if "commit_timestamp_nsecs" in content and content["commit_timestamp_nsecs"] is None:
+            return f"{_STEP_METADATA} has no commit time"
+    return None
+
+
+def _require_committed(folder: Path) -> None:
+    if reason := _unfinished(folder):
+        raise CheckpointError(
+            f"{folder} is half written: expected a committed checkpoint, found that {reason}. Wait until saving has "
+            "finished, or open another step."
+        )
+
+
+def _holds_arrays(item: Path) -> bool:
+    if not (item / _METADATA).exists():
+        return True
+    return any(leaf.kind not in _TEXT_OR_EMPTY for leaf in _read_tree(item)[0])
+
+
+# What is in an item ---------------------------------------------------------------------------------------------------
+
+
+class _TreeLeaf:
+    """A leaf that `_METADATA` names: its path in the tree, and what it is."""
+
+    def __init__(self, keys: tuple[str, ...], kind: str) -> None:
+        self.keys, self.kind = keys, kind
+
+    @property
+    def name(self) -> str:
+        return "/".join(self.keys) or _ALONE
+
+    @property
+    def stored_as(self) -> str:
+        return ".".join(self.keys)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_JSON:
+            raise CheckpointError(f"{file}: expected a JSON file of at most {MAX_JSON} bytes, found something else")
+        data = file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+    check_pointer(file)
+    return read_json_object(data, str(file))
+
+
+def _read_tree(item: Path) -> tuple[list[_TreeLeaf], dict[str, Any]]:
+    """The leaves that `_METADATA` names, and its other fields."""
+    file = item / _METADATA
+    content = _read_json(file)
+    tree = content.pop("tree_metadata", None)
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{file}: expected a 'tree_metadata' object, found keys {sorted(content)[:8]}")
+    leaves: list[_TreeLeaf] = []
+    for path, entry in cast("dict[str, Any]", tree).items():
+        try:
+            keys = tuple(part["key"] for part in entry["key_metadata"])
+            kind = entry["value_metadata"]["value_type"]
+        except (TypeError, KeyError) as error:
+            raise CheckpointError(
+                f"{file}: expected 'key_metadata' and 'value_metadata' of leaf {path}, found {entry!r}; it is corrupt"
+            ) from error
+        if not isinstance(kind, str) or not all(isinstance(key, str) for key in keys):
+            raise CheckpointError(f"{file}: expected text for keys and type of leaf {path}, found {entry!r}")
+        leaves.append(_TreeLeaf(keys, kind))
+    return leaves, content
+
+
+def _list_files(item: Path) -> list[str]:
+    """Paths in an item of all its files, with slashes.
+
+    Raises:
+        CheckpointError: There is something else than files (a pipe would block whoever reads it), or a link that leads
+            out of the item. Links of a Hugging Face cache, `snapshots/<revision>/x -> ../../blobs/<hash>`, are allowed.
+    """
+    root = item.resolve()
+    allowed = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
+    files: list[str] = []
+    for folder, folders, names in os.walk(item):
+        for name in (*folders, *names):
+            path = os.path.join(folder, name)
+            if os.path.islink(path):
+                target = Path(os.path.realpath(path))
+                if not any(target.is_relative_to(base) for base in allowed) or target.is_dir():
+                    raise CheckpointError(
+                        f"{path}: expected a file in the checkpoint's folder, found a symbolic link to {target}; copy "
+                        "what it links to into the folder if that is meant"
+                    )
+        for name in names:
+            path = os.path.join(folder, name)
+            try:
+                regular = stat.S_ISREG(os.stat(path).st_mode)
+            except OSError as error:
+                raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+            if not regular:
+                raise CheckpointError(
+                    f"{path}: expected a file, found a pipe or a device; do not trust this checkpoint"
+                )
+            files.append(os.path.relpath(path, item).replace(os.sep, "/"))
+    return files
+
+
+def open_orbax(path: Path, item: Path) -> OrbaxCheckpoint:
+    """Opens an item that `find_item` found.
+
+    Raises:
+        CheckpointError: tensorstore is missing; metadata or manifest are missing or corrupt; an array that the
+            metadata names is missing; or two leaves have one name.
+    """
+    files = _list_files(item)
+    leaves: list[_TreeLeaf] | None = None
+    fields: dict[str, Any] = {}
+    if (item / _METADATA).exists():
+        leaves, fields = _read_tree(item)
+        if all(leaf.kind in _TEXT_OR_EMPTY for leaf in leaves):
+            raise CheckpointError(
+                f"{item}: expected arrays, found a tree of {len(leaves)} leaves without any; open another item or step"
+            )
+    ocdbt = (item / _MANIFEST).exists()
+    if ocdbt:
+        check_pointer(item / _MANIFEST)
+    if not ocdbt and (fields.get("use_ocdbt") or any(name.startswith("ocdbt.process_") for name in files)):
+        raise CheckpointError(
+            f"{item}: expected {_MANIFEST}, the index of its arrays, found none; the checkpoint was not copied "
+            "completely, or saving it never finished. Copy it again, or open another step."
+        )
+    store = _Store(item, ocdbt, files)
+    arrays = store.arrays()
+    if leaves is None:
+        # The only names are those of the storage, in which a dot of a key looks like a step into the tree.
+        leaves = [_TreeLeaf(tuple(name.split(".")) if name else (), "jax.Array") for name in arrays]
+    names: dict[str, str] = {}
+    owners: dict[str, tuple[str, ...]] = {}
+    missing: list[str] = []
+    for leaf in leaves:
+        if leaf.stored_as not in arrays:
+            if leaf.kind in _ARRAYS:
+                missing.append(leaf.name)
+        elif leaf.kind not in _TEXT_OR_EMPTY:
+            if leaf.stored_as in owners or leaf.name in names:
+                other = owners.get(leaf.stored_as) or owners[names[leaf.name]]
+                raise CheckpointError(
+                    f"{item / _METADATA}: expected paths that differ when their keys are joined by '.', as they are "
+                    f"stored, and by '/', as they are named here; found {other} and {leaf.keys}. Rename one of them "
+                    "and save again."
+                )
+            names[leaf.name] = leaf.stored_as
+            owners[leaf.stored_as] = leaf.keys
+    if missing:
+        legacy = (item / "checkpoint").is_file()
+        mend = (
+            "They are in the 'checkpoint' file of an old Orbax: restore it with Orbax and save it again."
+            if legacy
+            else "Copy the whole checkpoint again."
+        )
+        raise CheckpointError(
+            f"{item}: expected {len(leaves)} arrays and values, found none stored for {len(missing)}: "
+            f"{', '.join(missing[:8])}{', …' if len(missing) > 8 else ''}. {mend}"
+        )
+    return OrbaxCheckpoint(path, store, names, complete=bool(fields.get("store_array_data_equal_to_fill_value", False)))
+
+
+class _Store:
+    """The keys and arrays of an item, through tensorstore."""
+
+    def __init__(self, item: Path, ocdbt: bool, files: list[str]) -> None:
+        self.item = item
+        self.files = [str(item / name) for name in files]
+        ts = _tensorstore()
+        # Nothing is cached but OCDBT's own nodes: every decoded chunk is the memory of the read that asked for it.
+        self._context = ts.Context(
+            {
+                "cache_pool": {"total_bytes_limit": 0},
+                "cache_pool#ocdbt": {"total_bytes_limit": _TREE_CACHE},
+                "data_copy_concurrency": {"limit": min(os.cpu_count() or 1, _FILE_THREADS)},
+                "file_io_concurrency": {"limit": _FILE_THREADS},
+            }
+        )
+        base = {"driver": "file", "path": f"{item.resolve()}/"}
+        self._kvstore = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#ocdbt"} if ocdbt else base
+        if ocdbt:
+            try:
+                listed = ts.KvStore.open(self._kvstore, context=self._context).result().list().result()
+                self._keys = frozenset(key.decode() for key in listed)
+            except _FAILURES as error:
+                raise CheckpointError(
+                    f"{item / _MANIFEST}: expected the index of an OCDBT database, found one that cannot be read "
+                    f"({error}); it is truncated or corrupt. Copy the checkpoint again."
+                ) from error
+        else:
+            self._keys = frozenset(files)
+
+    def arrays(self) -> dict[str, str]:
+        """Stored name → the file or key that describes the array, sorted by name."""
+        found: dict[str, str] = {}
+        for key in sorted(self._keys):
+            folder, _, mark = key.rpartition("/")
+            if mark in _DRIVERS:
+                found[folder] = mark
+        return found
+
+    def open(self, stored_as: str, mark: str, complete: bool) -> Any:
+        """An array as a `tensorstore.TensorStore`, for reading."""
+        kvstore = dict(self._kvstore)
+        prefix = f"{stored_as}/" if stored_as else ""
+        kvstore["path"] = cast(str, kvstore.get("path", "")) + prefix
+        spec = {"driver": _DRIVERS[mark], "kvstore": kvstore, "fill_missing_data_reads": not complete}
+        try:
+            return _tensorstore().open(spec, context=self._context, open=True, read=True).result()
+        except _FAILURES as error:
+            raise CheckpointError(
+                f"{self.item}: expected an array that {prefix}{mark} describes, found one that cannot be opened "
+                f"({error}); it is corrupt. Copy the checkpoint again."
+            ) from error
+
+    def missing_chunks(self, stored_as: str, shape: tuple[int, ...], chunk: tuple[int, ...], metadata: Any) -> int:
+        """How many chunks of an array are not stored (zarr 2: "Storage"; zarr 3: "chunk key encoding")."""
+        prefix = f"{stored_as}/" if stored_as else ""
+        counts = [-(-extent // step) for extent, step in zip(shape, chunk, strict=True)]
+        total = math.prod(counts)
+        if total > len(self._keys):
+            return total - len(self._keys)  # at least; nothing that is declared is enumerated before it is plausible
+        if metadata["zarr_format"] == 2:
+            head, separator = "", metadata.get("dimension_separator", ".")
+        else:
+            encoding = metadata["chunk_key_encoding"]
+            default = encoding["name"] == "default"
+            separator = encoding.get("configuration", {}).get("separator", "/" if default else ".")
+            head = "c" + separator if default else ""
+        if not counts:
+            return int(f"{prefix}{'c' if head else '0'}" not in self._keys)
+        grid = itertools.product(*(range(count) for count in counts))
+        return sum(f"{prefix}{head}{separator.join(map(str, index))}" not in self._keys for index in grid)
+
+
+class OrbaxCheckpoint(Checkpoint):
+    """An Orbax item: the path of a leaf in the saved tree, its keys joined by `/`, → its tensor.
+
+    Lists and tuples have their positions as keys: `layers/0/kernel`. A tree that is one array is named `value`.
+    Numbers are tensors without dimensions; text, None and empty containers have no tensor. A `jax.random.key` is its
+    key data, uint32. Where `_METADATA` is missing, names are those of the storage, with every dot read as a `/`.
+
+    `keras.callbacks.OrbaxCheckpoint` saves `model.get_state_tree()`, which puts each variable at its collection and
+    its `path`: `trainable_variables/sequential/dense/kernel` is `variable.path == "sequential/dense/kernel"`; likewise
+    under `non_trainable_variables`, `optimizer_variables` and `metrics_variables`.
+
+    Reading decodes whole chunks; of large ones that are needed in parts, the last two are kept until all of each was
+    read, or `close`. A tensor that was saved in shards across those that it is read in is decoded more than once.
+
+    Attributes:
+        item: The folder that the tensors are in, which is `path` or somewhere inside.
+    """
+
+    format = "orbax"
+
+    def __init__(self, path: Path, store: _Store, names: dict[str, str], complete: bool) -> None:
+        marks = store.arrays()
+        first = [store.item / _MANIFEST, store.item / _METADATA, *(Path(file) for file in store.files)]
+        source = FileSource(next(file for file in first if file.exists()))
+        super().__init__(path, list(names), [source])
+        self.item = str(store.item)
+        self._store, self._source, self._complete = store, source, complete
+        self._stored = {name: (stored_as, marks[stored_as]) for name, stored_as in names.items()}
+        self._order = {name: index for index, name in enumerate(names)}
+        self._kept = _Kept()
+        self._warned = False
+
+    @property
+    def files(self) -> list[str]:
+        """Paths of the item's files."""
+        return sorted(self._store.files)
+
+    def _tensor(self, name: str) -> LazyTensor:
+        stored_as, mark = self._stored[name]
+        what = f"{self.item}: array {name!r}"
+        array = self._store.open(stored_as, mark, self._complete)
+        shape = tuple(int(extent) for extent in array.shape)
+        try:
+            dtype = np.dtype(array.dtype.numpy_dtype)
+        except _FAILURES as error:
+            raise CheckpointError(f"{what}: expected numbers, found {array.dtype.name}") from error
+        if dtype.kind not in "biufc" and dtype.type.__module__ != ml_dtypes.bfloat16.__module__:
+            raise CheckpointError(f"{what}: expected numbers, found {array.dtype.name}, which cannot be weights")
+        if not math.prod(shape):
+            return LazyTensor(ArrayLeaf(np.empty(shape, dtype), name))
+        chunk = tuple(array.chunk_layout.read_chunk.shape or ())
+        if any(step > extent for step, extent in zip(chunk, shape, strict=True)):
+            raise CheckpointError(
+                f"{what}: expected chunks inside its shape {list(shape)}, found chunks of {list(chunk)}; it is corrupt"
+            )
+        stored_chunk = tuple(array.chunk_layout.write_chunk.shape or ())
+        missing = self._store.missing_chunks(stored_as, shape, stored_chunk, array.spec().to_json()["metadata"])
+        if missing and self._complete:
+            raise CheckpointError(
+                f"{what}: expected every chunk to be stored, found at least {missing} missing; they would be read as "
+                "zeros. Copy the checkpoint again."
+            )
+        if missing and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{what} lacks {missing} of its chunks, which are read as zeros. The Orbax that wrote it left out "
+                "chunks of zeros, so that lost ones cannot be told from them; save it with a newer Orbax to be sure.",
+                LazyModelWarning,
+                stacklevel=3,
+            )
+        leaf = ChunkedLeaf(name, array, dtype, chunk, self._source, self._kept)
+        leaf.file, leaf.offset = self.item, self._order[name]
+        return LazyTensor(leaf)
+
+    def close(self) -> None:
+        self._kept.clear()
+        super().close()
+
+
+class ChunkedLeaf(Leaf):
+    """A zarr array, read through tensorstore in boxes made of whole chunks.
+
+    Attributes:
+        chunk: Extents of the smallest box that can be decoded alone (in zarr 3, an inner chunk of a shard).
+    """
+
+    def __init__(
+        self, name: str, array: Any, dtype: np.dtype[Any], chunk: tuple[int, ...], source: FileSource, kept: _Kept
+    ) -> None:
+        self.name, self.file, self.shape, self.dtype, self.chunk = name, source.path, tuple(array.shape), dtype, chunk
+        self.offset = 0
+        nbytes = math.prod(chunk) * dtype.itemsize
+        self.unit_nbytes = _COPIES * nbytes
+        self._keep = nbytes >= _KEEP
+        # Kept chunks of whole rows are as good in small pieces; others are needed all at once.
+        self.row_step = 1 if not chunk or (self._keep and chunk[1:] == self.shape[1:]) else chunk[0]
+        self._array, self._source, self._kept = array, source, kept
+
+    def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
+        limit = 0 if self._keep else max(min(workspace.room, _COPIES * _BATCH), self.unit_nbytes) // _COPIES
+        for piece in _whole_chunks(box, self.chunk, limit // self.dtype.itemsize):
+            target = out[(*shift(piece, box), ...)]
+            chunk = self._chunk_of(piece) if self._keep else piece
+            if piece != chunk:
+                key = (self.name, *(part.start for part in chunk))
+                values = self._kept.take(key, target.size, lambda chunk=chunk: self._decode(chunk))
+                assign(target, values[(*shift(piece, chunk), ...)], steps)
+            elif not steps and out.dtype == self.dtype:
+                self._read(piece, target)
+            else:
+                with workspace.array(box_shape(piece), self.dtype) as values:
+                    self._read(piece, values)
+                    assign(target, values, steps)
+            self._source.count(target.size * self.dtype.itemsize)
+        self._source.check_unchanged()
+
+    def _chunk_of(self, piece: Box) -> Box:
+        """The chunk that a piece begins in, as far as it is inside the array."""
+        corner = [part.start - part.start % step for part, step in zip(piece, self.chunk, strict=True)]
+        return tuple(
+            slice(start, min(start + step, extent))
+            for start, step, extent in zip(corner, self.chunk, self.shape, strict=True)
+        )
+
+    def _decode(self, chunk: Box) -> np.ndarray:
+        values = np.empty(box_shape(chunk), self.dtype)
+        self._read(chunk, values)
+        return values
+
+    def _read(self, box: Box, out: np.ndarray) -> None:
+        try:
+            source = self._array[box]
+            if box:
+                source = source.translate_to[(0,) * len(box)]
+            _tensorstore().array(out, copy=False, write=True).write(source).result()
+        except _FAILURES as error:
+            self._source.check_unchanged()
+            raise CheckpointError(
+                f"cannot read array {self.name!r} of {self.file}: {error}. The checkpoint is truncated or corrupt; "
+                "copy it again."
+            ) from error
+
+
+class _Kept:
+    """The last few decoded chunks, each until every element of it was taken once. Thread-safe.
+
+    A tensor that one device saved is often one chunk, and each of the devices that it is loaded to wants a part.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chunks: dict[tuple[Any, ...], _KeptChunk] = {}
+
+    def take(self, key: tuple[Any, ...], count: int, decode: Callable[[], np.ndarray]) -> np.ndarray:
+        """A chunk of which `count` elements are taken now, decoded by the first that asks for it."""
+        with self._lock:
+            chunk = self._chunks.pop(key, None) or _KeptChunk()
+            self._chunks[key] = chunk  # now the newest
+            while len(self._chunks) > _KEPT:
+                del self._chunks[next(iter(self._chunks))]
+        with chunk.decoding:
+            if chunk.values is None:
+                chunk.values = decode()
+            chunk.taken += count
+            values = chunk.values
+        with self._lock:
+            if chunk.taken >= values.size and self._chunks.get(key) is chunk:
+                del self._chunks[key]
+        return values
+
+    def clear(self) -> None:
+        """Gives all chunks up."""
+        with self._lock:
+            self._chunks.clear()
+
+
+@dataclasses.dataclass(eq=False)
+class _KeptChunk:
+    """A chunk, once it is decoded, and how many of its elements were taken."""
+
+    values: np.ndarray | None = None
+    taken: int = 0
+    decoding: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+
+def _whole_chunks(box: Box, chunk: tuple[int, ...], limit: int) -> Iterator[Box]:
+    """Splits a box at borders of chunks; the chunks that a piece touches hold `limit` elements at most, or are one."""
+    first = [part.start // step for part, step in zip(box, chunk, strict=True)]
+    counts = [-(-part.stop // step) - start for part, step, start in zip(box, chunk, first, strict=True)]
+    taken = [1] * len(box)
+    room = limit // math.prod(chunk)
+    for axis in reversed(range(len(box))):
+        taken[axis] = max(min(counts[axis], room), 1)
+        room //= taken[axis]
+        if taken[axis] < counts[axis]:
+            break
+    for index in itertools.product(*(range(0, count, take) for count, take in zip(counts, taken, strict=True))):
+        yield tuple(
+            slice(max((f + i) * step, part.start), min((f + i + take) * step, part.stop))
+            for f, i, step, take, part in zip(first, index, chunk, taken, box, strict=True)
+        )
+
+
+__all__ = ("ChunkedLeaf", "OrbaxCheckpoint", "find_item", "open_orbax")

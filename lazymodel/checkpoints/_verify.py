@@ -1,0 +1,346 @@
+"""Content hashes of checkpoint files: who states one, and whether the file's bytes agree.
+
+Responsible for finding the hash that a file should have (a Hugging Face cache, the metadata of a download to a
+folder, a manifest such as `SHA256SUMS`, or the caller) and for computing what it has. Which files a checkpoint
+consists of is the caller's knowledge. Names in a manifest are compared with the names of those files and never
+opened, so a manifest cannot lead anywhere.
+
+A hash that lies beside the files shows that they are what was downloaded or written. Only one that comes from
+elsewhere, given by the caller, also shows that nobody replaced both.
+
+Formats: https://huggingface.co/docs/hub/local-cache; `huggingface_hub/_local_folder.py` for the metadata of
+`hf download --local-dir`; GNU coreutils' manual, "md5sum invocation", for manifests, with `--tag` for BSD's lines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import re
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+from lazymodel._bytes import format_bytes
+from lazymodel._errors import CheckpointError, LazyModelError
+from lazymodel._file_source import FileSource
+
+Verify = bool | str | os.PathLike[str] | Mapping[str, str]
+"""What `verify=` takes: whether to use the hashes that the folder states, a manifest's path, or name → hash."""
+
+MAX_MANIFEST = 16 << 20  # bytes; a hundred thousand files are below this
+_MAX_METADATA = 4 << 10  # bytes; three short lines
+_MAX_THREADS = 8  # SHA-256 takes 1 to 2 GB/s a core, so that more would wait for the disk
+_LISTED = 8  # files that one message names
+
+_HEX_DIGITS = {"md5": 32, "sha1": 40, "sha256": 64, "sha512": 128, "git-sha1": 40}
+_BY_LENGTH = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}  # as manifests mean it
+_BY_ETAG_LENGTH = {40: "git-sha1", 64: "sha256"}  # as the hub means it: git's blob id, or the LFS object's hash
+
+_GIVEN = re.compile(r"(?:([a-z0-9-]+):)?([0-9A-Fa-f]+)")
+_MANIFEST = re.compile(r"(?:(md5|sha1|sha256|sha512)sums?|checksums?)(?:\.txt)?", re.IGNORECASE)
+_SUFFIXES = (".sha256", ".sha512", ".sha1", ".md5")
+_COREUTILS = re.compile(r"(\\?)([0-9A-Fa-f]+)[ \t]+\*?(.+)")
+_BSD = re.compile(r"([A-Za-z0-9-]+) ?\((.+)\) ?= ?([0-9A-Fa-f]+)")
+_ESCAPES = re.compile(r"\\([\\nr])")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hash:
+    """What a file's content should hash to.
+
+    Attributes:
+        algorithm: `md5`, `sha1`, `sha256`, `sha512`, or `git-sha1` for the id that git gives a file.
+        digest: Lower-case hexadecimal digits.
+        source: Who states it, for messages.
+    """
+
+    algorithm: str
+    digest: str
+    source: str
+
+
+def verify_files(
+    paths: Iterable[str | os.PathLike[str]], verify: Verify, root: str | os.PathLike[str]
+) -> list[FileSource]:
+    """Compares the content of files with the hashes stated for them. Each file is read once, several at a time.
+
+    Args:
+        paths: The files.
+        verify: True for the hashes that a Hugging Face cache, a download's metadata or a manifest beside the files
+            states, all of which must agree; the path of a manifest, whose names are relative to its own folder or to
+            `root`; a mapping of file name relative to `root` to `"sha256:<hex>"`, or with `sha512`, `sha1`, `md5` or
+            `git-sha1`, or the bare digits; or False to do nothing.
+        root: The checkpoint's folder.
+
+    Returns:
+        The files as they were when their hash was taken. Their `check_unchanged` tells, once other code has read
+        them, whether that is what it read.
+
+    Raises:
+        CheckpointError: A file has another hash, none is stated for it, a manifest is missing or too large, or a
+            file cannot be read or changed meanwhile. Files without a hash are found before any is read.
+    """
+    if verify is False:
+        return []
+    files = [os.fspath(path) for path in paths]
+    hashes = known_hashes(files, verify, root)
+    if lacking := [file for file in files if not hashes[file]]:
+        raise CheckpointError(no_hash(lacking, verify))
+    sources = [FileSource(file) for file in files]
+    problems = mismatches(hashes)
+    for source in sources:
+        source.check_unchanged()
+    if problems:
+        messages = list(problems.values())
+        more = f"\n… and {len(messages) - _LISTED} more" if len(messages) > _LISTED else ""
+        raise CheckpointError("\n".join(messages[:_LISTED]) + more)
+    return sources
+
+
+def known_hashes(files: Sequence[str], verify: Verify, root: str | os.PathLike[str]) -> dict[str, tuple[Hash, ...]]:
+    """The hashes stated for each file, none where nobody states one; arguments as of `verify_files`.
+
+    Raises:
+        CheckpointError: A manifest is missing or too large, or a given hash is none.
+    """
+    folder = os.path.abspath(root)
+    if verify is True:
+        manifests: dict[str, dict[str, list[Hash]]] = {}
+        return {file: _beside(file, folder, manifests) for file in files}
+    if isinstance(verify, Mapping):
+        given: dict[str, list[Hash]] = {}
+        for name, text in verify.items():
+            given.setdefault(_absolute(folder, name), []).append(_parse_given(name, text))
+        return {file: tuple(given.get(os.path.abspath(file), ())) for file in files}
+    if isinstance(verify, str | os.PathLike):
+        manifest = Path(verify)
+        if not manifest.is_file():
+            raise CheckpointError(
+                f"expected a manifest of file hashes at {manifest}, found no such file; pass its path, or a mapping of "
+                "file name to 'sha256:<hex>'"
+            )
+        # Relative to its own folder, or kept elsewhere with the names that the files have in their own folder.
+        stated: dict[str, list[Hash]] = {}
+        for base in dict.fromkeys((folder, os.path.abspath(manifest.parent))):
+            stated.update(_read_manifest(manifest, base))
+        return {file: tuple(stated.get(os.path.abspath(file), ())) for file in files}
+    raise LazyModelError(
+        f"verify is True, False, the path of a manifest, or a mapping of file name to 'sha256:<hex>'; got {verify!r}"
+    )
+
+
+def mismatches(hashes: Mapping[str, Sequence[Hash]]) -> dict[str, str]:
+    """Reads the files and returns, for each that has another hash than stated, a message that says so.
+
+    Raises:
+        CheckpointError: A file cannot be read.
+    """
+    files = [file for file, expected in hashes.items() if expected]
+    stop = threading.Event()
+    threads = max(min(len(files), os.cpu_count() or 1, _MAX_THREADS), 1)
+
+    def found(file: str) -> dict[str, str]:
+        return _digests(file, {hash.algorithm for hash in hashes[file]}, stop)
+
+    problems: dict[str, str] = {}
+    with ThreadPoolExecutor(threads, thread_name_prefix="lazymodel-verify") as pool:
+        try:
+            for file, digests in zip(files, pool.map(found, files), strict=True):
+                for expected in hashes[file]:
+                    if digests[expected.algorithm] != expected.digest:
+                        problems[file] = (
+                            f"{file}: expected {expected.algorithm} {expected.digest} as {expected.source} states, "
+                            f"found {digests[expected.algorithm]}; the file is damaged or of another version. "
+                            "Download or copy it again."
+                        )
+        except BaseException:
+            stop.set()  # leaving the pool waits for its threads, and a file takes minutes
+            raise
+    return problems
+
+
+def no_hash(files: Sequence[str], verify: Verify) -> str:
+    """The message for files whose hash nobody states."""
+    names = ", ".join(files[:_LISTED]) + (f", … ({len(files)} files)" if len(files) > _LISTED else "")
+    if verify is True:
+        return (
+            f"no hash is known for {names}: expected one from a Hugging Face cache or download, or in SHA256SUMS, "
+            "checksums.txt or <file>.sha256 beside the file, found none. Pass verify={file name: 'sha256:<hex>'} or "
+            "the path of a manifest."
+        )
+    if isinstance(verify, Mapping):
+        listed = ", ".join(map(repr, list(verify)[:_LISTED])) or "no file"
+        return (
+            f"no hash is known for {names}: expected one for every file of the checkpoint, its index included, found "
+            f"them for {listed}. Names are relative to the checkpoint's folder."
+        )
+    return (
+        f"no hash is known for {names}: expected a line for every file of the checkpoint, its index included, in "
+        f"{verify}, found none. Names are relative to the manifest's or the checkpoint's folder."
+    )
+
+
+# --- who states a hash -----------------------------------------------------------------------------------------------
+
+
+def _beside(file: str, root: str, manifests: dict[str, dict[str, list[Hash]]]) -> tuple[Hash, ...]:
+    """The hashes that a cache, a download's metadata and manifests state for a file; `manifests` by folder."""
+    path = os.path.abspath(file)
+    hashes = [hash for hash in (_from_cache(path), _from_download(path)) if hash is not None]
+    parents = [os.fspath(parent) for parent in Path(path).parents]
+    for folder in parents[: parents.index(root) + 1] if root in parents else parents[:1]:
+        if folder not in manifests:
+            manifests[folder] = _manifests_in(folder)
+        hashes += manifests[folder].get(path, ())
+    unique: dict[tuple[str, str], Hash] = {}
+    for hash in hashes:
+        unique.setdefault((hash.algorithm, hash.digest), hash)
+    return tuple(unique.values())
+
+
+def _from_cache(path: str) -> Hash | None:
+    """From the name of the blob that a file in a cache's `snapshots/<revision>/` links to."""
+    folder, name = os.path.split(os.path.realpath(path))
+    if os.path.basename(folder) != "blobs" or not os.path.isdir(os.path.join(os.path.dirname(folder), "snapshots")):
+        return None
+    return _parse(name, _BY_ETAG_LENGTH.get(len(name)), f"the name of its Hugging Face blob, {folder}/{name},")
+
+
+def _from_download(path: str) -> Hash | None:
+    """From `<folder>/.cache/huggingface/download/<name>.metadata`: lines of commit, ETag and time."""
+    for parent in Path(path).parents:
+        metadata = parent / ".cache" / "huggingface" / "download" / f"{os.path.relpath(path, parent)}.metadata"
+        if metadata.is_file():
+            try:
+                with open(metadata, "rb") as stream:
+                    lines = stream.read(_MAX_METADATA).decode(errors="replace").split("\n")
+            except OSError as error:
+                raise CheckpointError(f"cannot read {metadata}: {error.strerror}") from error
+            etag = lines[1].strip() if len(lines) > 1 else ""
+            return _parse(etag, _BY_ETAG_LENGTH.get(len(etag)), str(metadata))
+    return None
+
+
+def _manifests_in(folder: str) -> dict[str, list[Hash]]:
+    """Absolute path → hashes, of all manifests in a folder that are named as such."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise CheckpointError(f"cannot list {folder}: {error.strerror}") from error
+    stated: dict[str, list[Hash]] = {}
+    for name in names:
+        manifest = Path(folder, name)
+        if (_MANIFEST.fullmatch(name) or name.endswith(_SUFFIXES)) and manifest.is_file():
+            for path, hashes in _read_manifest(manifest, folder).items():
+                stated.setdefault(path, []).extend(hashes)
+    return stated
+
+
+def _read_manifest(manifest: Path, folder: str) -> dict[str, list[Hash]]:
+    """Absolute path → hashes that a manifest states; its names are relative to `folder`.
+
+    Lines that state no hash (comments, signatures, other algorithms) are passed over, as `sha256sum --check` does; a
+    file that no line is left for is then one without a hash.
+    """
+    try:
+        size = manifest.stat().st_size
+        if size > MAX_MANIFEST:
+            raise CheckpointError(
+                f"{manifest}: expected a manifest of at most {format_bytes(MAX_MANIFEST)}, found {format_bytes(size)}; "
+                "is this a list of hashes?"
+            )
+        text = os.fsdecode(manifest.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {manifest}: {error.strerror}") from error
+    own = _MANIFEST.fullmatch(manifest.name)
+    algorithm = own[1].lower() if own and own[1] else None
+    about = ""  # the file that a manifest of one is about
+    if manifest.suffix in _SUFFIXES:
+        algorithm, about = manifest.suffix[1:], manifest.stem
+    stated: dict[str, list[Hash]] = {}
+    for line in map(str.strip, text.split("\n")):
+        if match := _BSD.fullmatch(line):
+            label, name, digits = match.groups()
+            hash = _parse(digits, label.lower().replace("sha2-", "sha"), str(manifest))
+        elif match := _COREUTILS.fullmatch(line):
+            escaped, digits, name = match.groups()
+            if escaped:
+                name = _ESCAPES.sub(lambda code: {"\\": "\\", "n": "\n", "r": "\r"}[code[1]], name)
+            hash = _parse(digits, algorithm or _BY_LENGTH.get(len(digits)), str(manifest))
+        else:
+            name, hash = about, _parse(line, algorithm, str(manifest)) if about else None
+        if about and os.path.basename(name) == about:
+            name = about  # written where the file was made: `build/model.safetensors`
+        if hash is not None:
+            stated.setdefault(_absolute(folder, name), []).append(hash)
+    return stated
+
+
+def _absolute(folder: str, name: str) -> str:
+    # Without the check, Python 3.11's normpath ends a name at its first NUL.
+    return name if "\0" in name else os.path.normpath(os.path.join(folder, name))
+
+
+def _parse(digits: str, algorithm: str | None, source: str) -> Hash | None:
+    """A hash, or None where the algorithm is unknown or these are not its digits."""
+    if algorithm is None or _HEX_DIGITS.get(algorithm) != len(digits) or not re.fullmatch("[0-9A-Fa-f]+", digits):
+        return None
+    return Hash(algorithm, digits.lower(), source)
+
+
+def _parse_given(name: str, text: Any) -> Hash:
+    match = _GIVEN.fullmatch(text) if isinstance(text, str) else None
+    hash = None
+    if match is not None:
+        hash = _parse(match[2], match[1] or _BY_LENGTH.get(len(match[2])), "verify")
+    if hash is None:
+        raise CheckpointError(
+            f"verify: expected a hash for {name!r} such as 'sha256:<64 hex digits>' (also {', '.join(_HEX_DIGITS)}), "
+            f"found {text!r}"
+        )
+    return hash
+
+
+# --- hashing ---------------------------------------------------------------------------------------------------------
+
+
+class _Stopped(Exception):
+    """Another file failed, or the user did not want to wait."""
+
+
+class _Digests:
+    """Several hashes of one pass over a file; what `hashlib.file_digest` feeds."""
+
+    def __init__(self, algorithms: Iterable[str], size: int, stop: threading.Event) -> None:
+        self._stop = stop
+        self._hashers: dict[str, Any] = {}
+        for algorithm in algorithms:
+            # These compare, they do not sign: md5 is fine where a system's policy forbids it for security.
+            hasher = hashlib.new(algorithm.removeprefix("git-"), usedforsecurity=False)
+            if algorithm == "git-sha1":
+                hasher.update(b"blob %d\0" % size)  # https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
+            self._hashers[algorithm] = hasher
+
+    def update(self, data: Any) -> None:
+        if self._stop.is_set():
+            raise _Stopped
+        for hasher in self._hashers.values():
+            hasher.update(data)
+
+    def hexdigests(self) -> dict[str, str]:
+        return {algorithm: hasher.hexdigest() for algorithm, hasher in self._hashers.items()}
+
+
+def _digests(file: str, algorithms: Iterable[str], stop: threading.Event) -> dict[str, str]:
+    """Algorithm → the digits that the file's content has."""
+    try:
+        with open(file, "rb", buffering=0) as stream:
+            digests = _Digests(algorithms, os.fstat(stream.fileno()).st_size, stop)
+            hashlib.file_digest(stream, cast("Any", lambda: digests))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+    return digests.hexdigests()

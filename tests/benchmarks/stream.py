@@ -1,0 +1,316 @@
+"""Checkpoint files onto 8 devices: what the machine can do, the stream, Orbax, and stock KerasHub.
+
+    python tests/benchmarks/stream.py [--runs 5] [--only NAME ...] [--json]
+
+Two checkpoints are written once: a bf16 safetensors folder in 3 shards, shaped like a decoder, and a Keras preset in
+f32 (a Gemma2 saved with `save_to_preset`), each of more than 1 GiB. The ways of reading take turns, each in its own
+process, with the page cache warm. Seconds are from the call until every array is ready. Memory is the peak of private
+memory over what the process held before the call, as a multiple of the checkpoint's bytes.
+
+`limit` is no loader: 2 threads read the same bytes with `preadv` into fresh 64-byte-aligned buffers (on huge pages,
+which is what is fastest here) and do nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import mmap
+import os
+import statistics
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from _measure import Measurement, back_memory, emit, measured, run, virtual_devices
+
+HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS = 2048, 5632, 32000, 10
+PRESET_LAYERS = 24  # of the Gemma2 of load_preset.py
+
+BACKED = 3 << 30  # bytes that each process touches before it is measured, so that all find memory equally ready
+
+WAYS = {
+    "limit": "preadv, 2 threads, the safetensors files",
+    "first": "lazymodel, sharded on the first axis",
+    "last": "lazymodel, sharded on the last axis",
+    "budget": "lazymodel, first axis, max_host_memory=64MiB",
+    "budget-last": "lazymodel, last axis, max_host_memory=64MiB",
+    "orbax": "Orbax v1's safetensors layout, first axis",
+    "orbax-last": "Orbax v1's safetensors layout, last axis",
+    "whole": "lazymodel, one matrix whole, 1 device",
+    "quarter": "lazymodel, one process's quarter of its columns",
+    "limit-preset": "preadv, 2 threads, the preset's file",
+    "preset": "lazymodel_keras.from_preset",
+    "stock": "keras_hub from_preset",
+}
+ON_PRESET = ("limit-preset", "preset", "stock")
+ON_MATRIX = ("whole", "quarter")
+
+
+def save_safetensors(folder: Path) -> None:
+    """Writes the decoder in three files and an index."""
+    import ml_dtypes
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    shapes = {"embed": (VOCABULARY, HIDDEN)}
+    for layer in range(LAYERS):
+        for name in "qkvo":
+            shapes[f"layers.{layer}.{name}"] = (HIDDEN, HIDDEN)
+        shapes |= {f"layers.{layer}.{name}": (INTERMEDIATE, HIDDEN) for name in ("gate", "up")}
+        shapes |= {f"layers.{layer}.down": (HIDDEN, INTERMEDIATE), f"layers.{layer}.norm": (HIDDEN,)}
+    total = sum(int(np.prod(shape)) for shape in shapes.values())
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    weight_map: dict[str, str] = {}
+    shards: list[dict[str, Any]] = [{}, {}, {}]
+    done = 0
+    for name, shape in shapes.items():
+        values = rng.integers(0, 2**14, shape, np.uint16).view(ml_dtypes.bfloat16)
+        shard = min(3 * done // total, 2)
+        shards[shard][name] = values
+        weight_map[name] = f"model-{shard + 1:05}-of-00003.safetensors"
+        done += values.size
+    for index, tensors in enumerate(shards):
+        save_file(tensors, folder / f"model-{index + 1:05}-of-00003.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    matrix = rng.integers(0, 2**14, (16384, 16384), np.uint16).view(ml_dtypes.bfloat16)
+    save_file({"matrix": matrix}, folder.parent / "matrix.safetensors")
+
+
+def save_preset(folder: Path) -> None:
+    """Writes the Gemma2 preset."""
+    import load_preset
+
+    load_preset.CONFIG["num_layers"] = PRESET_LAYERS
+    load_preset.save(folder)
+
+
+def limit(files: list[Path]) -> None:
+    """Reads the files' bytes with two threads, 32 MiB a buffer."""
+    size = 32 << 20
+    chunks = [(file, start) for file in files for start in range(0, file.stat().st_size, size)]
+    descriptors = {file: os.open(file, os.O_RDONLY) for file in files}
+    buffers: list[memoryview] = []
+
+    def work() -> None:
+        while True:
+            try:
+                file, start = chunks.pop(0)
+            except IndexError:
+                return
+            memory = mmap.mmap(-1, size + (2 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            view = memoryview(memory)[: min(size, file.stat().st_size - start)]
+            done = 0
+            while done < len(view):
+                done += os.preadv(descriptors[file], [view[done:]], start + done)
+            buffers.append(view)
+
+    back_memory(BACKED)
+    with measured() as report:
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        report["nbytes"] = sum(len(view) for view in buffers)
+    emit(report)
+
+
+def load_safetensors(way: str, folder: Path) -> None:
+    """In the child: the decoder onto 8 devices, by ours or by Orbax."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    import lazymodel as lm
+    from lazymodel._file_source import BYTES_READ
+
+    mesh = Mesh(np.array(jax.devices()), ("model",))
+    jax.block_until_ready(jax.numpy.zeros(()) + 1)  # the backend itself is not what is measured
+    checkpoint = lm.open_checkpoint(folder)
+    axis = -1 if way.endswith("last") else 0
+    structs = {
+        name: jax.ShapeDtypeStruct(
+            tensor.shape,
+            tensor.dtype,
+            sharding=NamedSharding(mesh, PartitionSpec(*(None,) * (axis % tensor.ndim), "model")),
+        )
+        for name, tensor in checkpoint.items()
+    }
+    checkpoint.close()
+    if way.startswith("orbax"):
+        import logging
+
+        import orbax.checkpoint.experimental.v1 as ocp
+
+        logging.disable(logging.WARNING)
+        with ocp.Context(checkpoint_layout=ocp.options.CheckpointLayout.SAFETENSORS):
+            back_memory(BACKED)
+            with measured() as report:
+                arrays = ocp.load(folder, structs)
+                jax.block_until_ready(arrays)
+    else:
+        budget = "64MiB" if way.startswith("budget") else None
+
+        def init() -> dict[str, Any]:
+            return {name: jax.numpy.zeros(struct.shape, struct.dtype) for name, struct in structs.items()}
+
+        back_memory(BACKED)
+        with measured() as report:
+            abstract = lm.build_abstract(init)
+            abstract = abstract.shard(mesh, lambda variable: structs[variable.path].sharding.spec)
+            arrays = abstract.materialize(lm.open_checkpoint(folder), max_host_memory=budget, progress=False)
+            jax.block_until_ready(arrays)
+        report["read"] = BYTES_READ.count
+    report["nbytes"] = sum(array.nbytes for array in arrays.values())
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(np.asarray(arrays[name]).tobytes())
+    emit(report | {"digest": digest.hexdigest()})
+
+
+def load_matrix(way: str, file: Path) -> None:
+    """In the child: a matrix whole, or the two devices' columns that one process of four has on a mesh of eight."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    import lazymodel as lm
+    from lazymodel._file_source import BYTES_READ
+    from lazymodel._stream import StreamItem, stream
+
+    tensor = lm.open_checkpoint(file)["matrix"]
+    columns = tensor.shape[1]
+    if way == "quarter":
+        tensor = tensor[:, columns // 4 : columns // 2]
+    devices = jax.devices()[: 2 if way == "quarter" else 1]
+    sharding = NamedSharding(Mesh(np.array(devices), ("model",)), PartitionSpec(None, "model"))
+    jax.block_until_ready(jax.numpy.zeros(()) + 1)
+    back_memory(BACKED)
+    with measured() as report:
+        ((_, array),) = stream([StreamItem("matrix", tensor, tensor.shape, tensor.dtype, sharding)])
+        jax.block_until_ready(array)
+    report |= {"read": BYTES_READ.count, "nbytes": array.nbytes}
+    emit(report | {"digest": hashlib.sha256(np.asarray(array).tobytes()).hexdigest()})
+
+
+def child(way: str, folder: Path) -> None:
+    """One piece of work in a process of its own."""
+    if way == "save":
+        with measured() as report:
+            save_safetensors(folder / "decoder")
+        emit(report)
+    elif way == "save-preset":
+        with measured() as report:
+            save_preset(folder / "preset")
+        emit(report)
+    elif way == "limit":
+        limit(sorted((folder / "decoder").glob("*.safetensors")))
+    elif way == "limit-preset":
+        limit([folder / "preset" / "model.weights.h5"])
+    elif way in ON_PRESET:
+        import load_preset
+
+        load_preset.load({"preset": "ours"}.get(way, way), folder / "preset")
+    elif way in ON_MATRIX:
+        load_matrix(way, folder / "matrix.safetensors")
+    else:
+        load_safetensors(way, folder / "decoder")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--folder", metavar="FOLDER", help="keep the checkpoints here, and use those that are there")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--child", nargs=2, metavar=("WAY", "FOLDER"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(options.child[0], Path(options.child[1]))
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(options.folder or temporary)
+        for way, made in (("save", "decoder"), ("save-preset", "preset")):
+            if not (folder / made).exists() and (made == "decoder" or set(ON_PRESET) & set(options.only)):
+                folder.mkdir(exist_ok=True)
+                run([__file__, "--child", way, str(folder)], env=virtual_devices(1))
+        for file in folder.rglob("*.*"):
+            with file.open("rb") as stream:  # warm the page cache
+                while stream.read(32 << 20):
+                    pass
+        results: dict[str, list[Measurement]] = {way: [] for way in options.only}
+        for _ in range(options.runs):
+            for way, runs in results.items():
+                runs.append(run([__file__, "--child", way, str(folder)], env=virtual_devices()))
+    report(results, as_json=options.json)
+
+
+def report(results: dict[str, list[Measurement]], *, as_json: bool) -> None:
+    """Prints medians, and ratios as medians over the rounds."""
+    for group in (
+        {"first", "last", "budget", "budget-last", "orbax", "orbax-last"},
+        {"preset", "stock"},
+        {"quarter"},
+        {"whole"},
+    ):
+        digests = {m.result["digest"] for way in group & set(results) for m in results[way]}
+        if len(digests) > 1:
+            raise SystemExit(f"{sorted(group)} differ: {digests}")
+
+    def summary(way: str) -> dict[str, float]:
+        runs = results[way]
+        nbytes = runs[0].result["nbytes"]
+        seconds = statistics.median(m.seconds for m in runs)
+        found = {
+            "seconds": seconds,
+            "gigabytes_per_second": nbytes / seconds / 1e9,
+            "peak": statistics.median(m.peak_nbytes for m in runs) / nbytes,
+            "peak_over_nbytes": statistics.median(m.peak_nbytes for m in runs) - nbytes,
+        }
+        if "read" in runs[0].result:
+            found["read"] = runs[0].result["read"] / nbytes
+        return found
+
+    def ratio(slow: str, fast: str) -> float | None:
+        if slow not in results or fast not in results:
+            return None
+        pairs = zip(results[slow], results[fast], strict=True)
+        return statistics.median(one.seconds / other.seconds for one, other in pairs)
+
+    ratios = {
+        "first axis, speed over the limit": ratio("limit", "first"),
+        "last axis, speed over the limit": ratio("limit", "last"),
+        "first axis, times as fast as Orbax": ratio("orbax", "first"),
+        "last axis, times as fast as Orbax": ratio("orbax-last", "last"),
+        "64MiB budget, speed over no budget": ratio("first", "budget"),
+        "64MiB budget, last axis, over no budget": ratio("last", "budget-last"),
+        "quarter of the columns, time over the whole": ratio("quarter", "whole"),
+        "from_preset, times as fast as stock": ratio("stock", "preset"),
+        "from_preset, speed over the limit": ratio("limit-preset", "preset"),
+    }
+    found = {name: value for name, value in ratios.items() if value is not None}
+    if as_json:
+        print(json.dumps({"ways": {way: summary(way) for way in results}, "ratios": found}))
+        return
+    print(f"{len(next(iter(results.values())))} runs each, alternating; medians")
+    for way in results:
+        line = summary(way)
+        read = f"   read {line['read']:.3f} × the bytes" if "read" in line else ""
+        print(
+            f"  {WAYS[way]:52} {line['seconds']:7.3f} s {line['gigabytes_per_second']:6.2f} GB/s"
+            f"   peak {line['peak']:.3f} × ({line['peak_over_nbytes'] / 2**20:+.0f} MiB){read}"
+        )
+    for name, value in found.items():
+        print(f"  {name:52} {value:7.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,565 @@
+"""Damaged and hostile checkpoints: every one is refused with a CheckpointError, or read as another reader reads it.
+
+Inputs are made from small valid checkpoints of every kind by flips, splices, cuts and, for JSON, by headers that lie;
+each is determined by its kind and number. For each, in bounded memory and time, either opening or reading raises
+CheckpointError and nothing else, or all tensors equal those of an independent reader: the one below for safetensors,
+h5py for HDF5. HDF5 inputs run in child processes, where a crash or a hang of the HDF5 library can be told apart: this
+file, run as a script, is the child.
+"""
+
+import io
+import itertools
+import json
+import math
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tracemalloc
+import zipfile
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from lazymodel._errors import CheckpointError
+from lazymodel.checkpoints import open_checkpoint
+
+SECONDS = 20  # for one input; it takes milliseconds
+MEMORY = (4 << 20, 64)  # bytes that one input may take: a constant, and a multiple of its size
+MEMORY_OF_PROCESS = 48 << 20  # bytes; of a child, whose modules are still being loaded with its first inputs
+LARGE = 1 << 24  # bytes; declared sizes up to this are read, and no input holds so much
+# Why h5py refuses what is read without it: bookkeeping on which values do not depend.
+LENIENT = ("invalid combination of fill-value info", "addr overflow")
+MAGIC = b"what lies outside"  # content of a file next to the checkpoint that nothing may read
+
+
+class Wrong(Exception):
+    """An input was neither refused nor read right."""
+
+
+# Inputs ---------------------------------------------------------------------------------------------------------------
+
+
+def damaged(content: bytes, rng: random.Random, others: list[bytes]) -> bytes:
+    """A copy with one to four random edits."""
+    data = bytearray(content)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        if not data:
+            break
+        at = rng.randrange(len(data))
+        match rng.randrange(8):
+            case 0:
+                data[at] ^= 1 << rng.randrange(8)
+            case 1:
+                data[at] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+            case 2:
+                data[at] = (data[at] + rng.choice((-1, 1))) % 256
+            case 3:  # an integer of 2, 4 or 8 bytes
+                width = rng.choice((2, 4, 8))
+                value = rng.choice((0, 1, 2 ** (8 * width) - 1, 2 ** (8 * width - 1), len(data), rng.getrandbits(16)))
+                at -= at % width
+                data[at : at + width] = (value % 2 ** (8 * width)).to_bytes(width, "little")
+            case 4:  # a piece of itself or of another file
+                source = rng.choice([bytes(data), *others])
+                start = rng.randrange(len(source))
+                piece = source[start : start + rng.choice((4, 8, 16, 64))]
+                data[at : at + len(piece)] = piece
+            case 5:
+                del data[at : at + rng.choice((1, 4, 8, 64))]
+            case 6:
+                data[at:at] = rng.randbytes(rng.choice((1, 4, 8)))
+            case 7:
+                del data[rng.choice((at, len(data) - 1)) :]
+    return bytes(data)
+
+
+# What a JSON value of a header may be replaced by.
+ODD = (
+    *(0, 1, -1, 2, 2**31, 2**53, 2**62, 2**63, 2**64, 10**30, 1.0, 1e300, float("nan"), True, False, None),
+    *("", "F32", "F4", "F6_E2M3", "F128", "a\0b", "\ud800", "ß", [], {}, [0], [0, 8], [8, 0], [-1, 1], [0, 2**62]),
+    *([0, 2**62, 2**62], [2**40, 2**40], [1] * 33, [True], [1.0], [[1]], ["1"], {"dtype": "U8"}),
+)
+WIDTHS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+    "F4": 4,
+    "F6_E2M3": 6,
+}
+
+
+def safetensors_parts(rng: random.Random) -> tuple[dict, bytes]:
+    """A valid header and its data."""
+    header, data = {}, b""
+    if rng.random() < 0.3:
+        header["__metadata__"] = {"format": "np"}
+    for name in rng.sample(["a", "b", "layers.0.weight", "ß", "", "x/y"], rng.randrange(4)):
+        dtype, shape = rng.choice(list(WIDTHS)), [rng.randrange(5) for _ in range(rng.randrange(4))]
+        bits = math.prod(shape) * WIDTHS[dtype]
+        if bits % 8:
+            dtype, bits = "U8", math.prod(shape) * 8
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + bits // 8]}
+        data += rng.randbytes(bits // 8)
+    return header, data
+
+
+def odd_json(value: dict, rng: random.Random) -> str:
+    """JSON of an object with one of its values replaced, dropped, or there twice."""
+    copy = json.loads(json.dumps(value))
+    place: object = copy
+    while True:  # walk down to a container
+        items = list(place.items()) if isinstance(place, dict) else list(enumerate(place)) if place else []
+        inner = [item for _, item in items if isinstance(item, (dict, list)) and item]
+        if not inner or rng.random() < 0.2:
+            break
+        place = rng.choice(inner)
+    if items:
+        key, item = rng.choice(items)
+        number = type(item) is int
+        match rng.randrange(8):
+            case 0 | 1 if number:
+                place[key] = item + rng.choice((-8, -4, -1, 1, 4, 8))
+            case 2 if isinstance(place, dict):
+                place[key + rng.choice(("", "x", "\u2028"))] = place.pop(key)
+            case 3 if isinstance(place, dict):
+                del place[key]
+            case 4:
+                place[key] = "@"  # nested too deeply, put in below: json.dumps could not write it
+            case _:
+                place[key] = rng.choice(ODD)
+    text = json.dumps(copy, ensure_ascii=rng.random() < 0.8)
+    depth = rng.choice((3, 100, 900, 5000))
+    text = text.replace('"@"', "[" * depth + "]" * depth)
+    match rng.randrange(12):
+        case 0:  # every key of one object twice
+            text = text[:-1] + ("," if copy else "") + text[1:]
+        case 1:
+            text = text.replace("0", rng.choice(("-0", "0e0", "00", "1" * 5000, "NaN")), 1)
+        case 2:
+            text = rng.choice((" ", "\ufeff", "\n")) + text + rng.choice((" ", "\n", "x", "\0"))
+    return text
+
+
+def safetensors_file(rng: random.Random) -> bytes:
+    header, data = safetensors_parts(rng)
+    plain = json.dumps(header).encode()
+    match rng.randrange(5):
+        case 0:
+            return len(plain).to_bytes(8, "little") + plain + data
+        case 1:
+            return damaged(len(plain).to_bytes(8, "little") + plain + data, rng, [b"{}[]\"',:"])
+        case 2:
+            text = damaged(plain, rng, [plain])
+        case _:
+            encoding = rng.choice(("utf-8",) * 9 + ("utf-16",))
+            text = odd_json(header, rng).encode(encoding, "surrogatepass")
+    data = data[: len(data) - rng.choice((0, 0, 0, 1))] + b"\0" * rng.choice((0, 0, 0, 1))
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def safetensors_folder(folder: Path, rng: random.Random) -> Path:
+    """Two shards and an index, one of which is odd."""
+    weights: dict[str, object] = {}
+    for shard in ("one.safetensors", "two.safetensors"):
+        header, data = safetensors_parts(rng)
+        text = json.dumps(header).encode()
+        weights |= {name: shard for name in header if name != "__metadata__"}
+        (folder / shard).write_bytes(len(text).to_bytes(8, "little") + text + data)
+    (folder / "model.safetensors.index.json").write_bytes(odd_index(weights, rng))
+    return folder
+
+
+def odd_index(weights: dict[str, object], rng: random.Random) -> bytes:
+    if weights and rng.random() < 0.5:
+        shard = rng.choice(
+            ("", ".", "..", "/", "a\0b", "x" * 300, "\ud800", "../one.safetensors", "one.safetensors/x", 1)
+        )
+        weights = {**weights, rng.choice(list(weights)): shard}
+        return json.dumps({"weight_map": weights}).encode()
+    text = odd_json({"metadata": {"total_size": 8}, "weight_map": weights}, rng).encode("utf-8", "surrogatepass")
+    return damaged(text, rng, [text]) if rng.random() < 0.3 else text
+
+
+def h5_seeds() -> dict[str, bytes]:
+    """A small valid file of every kind."""
+    import h5py
+
+    numbers = np.arange(60, dtype=np.float32).reshape(10, 6)
+
+    def external(file):
+        file["w"] = numbers
+        file["link"] = h5py.ExternalLink("outside.h5", "w")
+
+    def virtual(file):
+        layout = h5py.VirtualLayout((3,), "V17")
+        layout[:] = h5py.VirtualSource("outside.h5", "w", (3,))
+        file.create_virtual_dataset("w", layout)
+
+    def links(file):
+        file["g/w"] = numbers
+        file["soft"] = h5py.SoftLink("/g/w")
+        file["g/circle"] = file["/"]
+        file["hard"] = file["g/w"]
+
+    def keras(file):
+        for layer in ("dense", "dense_1"):
+            file[f"layers/{layer}/vars/0"] = numbers
+            file[f"layers/{layer}/vars/1"] = numbers[0].astype(np.float16)
+        data = numbers.astype(ml_dtypes.bfloat16).view("V2")
+        file.create_dataset("layers/half/vars/0", data=data).attrs["dtype"] = "bfloat16"
+
+    def kinds(file):
+        file["scalar"] = np.float64(2.5)
+        file["bool"] = np.array([True, False])
+        file["complex"] = np.array([1 + 2j])
+        file["big"] = numbers.astype(">f8")
+        file["empty"] = np.zeros((0, 3), np.float32)
+        compact = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        compact.set_layout(h5py.h5d.COMPACT)
+        space = h5py.h5s.create_simple((3,))
+        h5py.h5d.create(file.id, b"compact", h5py.h5t.NATIVE_FLOAT, space, compact).write(
+            h5py.h5s.ALL, h5py.h5s.ALL, numbers[0, :3].copy()
+        )
+        packed = h5py.h5t.STD_I16LE.copy()
+        packed.set_precision(12)
+        h5py.h5d.create(file.id, b"precision", packed, space).write(
+            h5py.h5s.ALL, h5py.h5s.ALL, np.arange(3, dtype=np.int16)
+        )
+
+    def chunked(**options):
+        def write(file):
+            file.create_dataset("w", data=numbers, chunks=(4, 4), **options)
+            sparse = file.create_dataset("sparse", (8,), np.int32, chunks=(2,), fillvalue=7, **options)
+            sparse[2:5] = 1
+
+        return write
+
+    makers = {
+        "keras": keras,
+        "kinds": kinds,
+        "links": links,
+        "external": external,
+        "virtual": virtual,
+        "chunked": chunked(),
+        "gzip": chunked(compression="gzip"),
+        "shuffle": chunked(shuffle=True, compression="gzip", fletcher32=True),
+        "lzf": chunked(compression="lzf", shuffle=True),
+    }
+    seeds = {}
+    for (name, make), version in itertools.product(makers.items(), ("earliest", "latest")):
+        memory = io.BytesIO()
+        with h5py.File(memory, "w", libver=version) as file:
+            make(file)
+        seeds[f"{name} {version}"] = memory.getvalue()
+    return seeds
+
+
+def h5_outside() -> bytes:
+    """What external links and virtual datasets of the seeds point to."""
+    import h5py
+
+    memory = io.BytesIO()
+    with h5py.File(memory, "w") as file:
+        file["w"] = np.array([MAGIC] * 3, "V17")
+    return memory.getvalue()
+
+
+def h5_file(rng: random.Random, seeds: dict[str, bytes]) -> bytes:
+    return damaged(seeds[rng.choice(list(seeds))], rng, list(seeds.values()))
+
+
+def h5_folder(folder: Path, rng: random.Random, seeds: dict[str, bytes]) -> Path:
+    """Two shards and an index; one of the three is odd."""
+    contents = {"one.weights.h5": seeds["keras earliest"], "two.weights.h5": seeds["gzip earliest"]}
+    weights: dict[str, object] = {f"/layers/{layer}/vars": "one.weights.h5" for layer in ("dense", "dense_1", "half")}
+    weights |= {"": "two.weights.h5"} if rng.random() < 0.5 else {}
+    index = json.dumps({"weight_map": weights}).encode()
+    if rng.random() < 0.3:
+        name = rng.choice(list(contents))
+        contents[name] = damaged(contents[name], rng, list(seeds.values()))
+    else:
+        index = odd_index(weights, rng)
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    path = folder / "model.weights.json"
+    path.write_bytes(index)
+    return path
+
+
+def keras_archive(rng: random.Random, seeds: dict[str, bytes]) -> bytes:
+    memory = io.BytesIO()
+    inner = seeds[rng.choice(("keras earliest", "chunked earliest", "gzip latest"))]
+    with zipfile.ZipFile(memory, "w", rng.choice((zipfile.ZIP_STORED,) * 5 + (zipfile.ZIP_DEFLATED,))) as archive:
+        archive.writestr("config.json", "{}")
+        if rng.random() < 0.3:
+            weights: dict[str, object] = {"/layers/dense/vars": "model_00000.weights.h5"}
+            index = json.dumps({"weight_map": weights}).encode() if rng.random() < 0.5 else odd_index(weights, rng)
+            archive.writestr("model.weights.json", index)
+            archive.writestr("model_00000.weights.h5", seeds["keras earliest"])
+        else:
+            archive.writestr("model.weights.h5", inner)
+    content = memory.getvalue()
+    if rng.random() < 0.5:  # in what describes the members rather than in them
+        at = rng.choice([index for index in range(len(content)) if content[index : index + 2] == b"PK"])
+        return content[:at] + damaged(content[at : at + 60], rng, [content[-80:]]) + content[at + 60 :]
+    return damaged(content, rng, [inner])
+
+
+def make(kind: str, number: int, folder: Path, seeds: dict[str, bytes]) -> Path:
+    """Writes an input into an empty folder; returns what to open."""
+    rng = random.Random(f"{kind} {number}")
+    match kind:
+        case "safetensors":
+            path, content = folder / "m.safetensors", safetensors_file(rng)
+        case "safetensors index":
+            return safetensors_folder(folder, rng)
+        case "h5":
+            path, content = folder / "m.weights.h5", h5_file(rng, seeds)
+        case "h5 shards":
+            return h5_folder(folder, rng, seeds)
+        case _:
+            path, content = folder / "m.keras", keras_archive(rng, seeds)
+    path.write_bytes(content)
+    return path
+
+
+# Readers to compare with ----------------------------------------------------------------------------------------------
+
+
+def plain_safetensors(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Dtype, shape and bytes of every tensor of a file that is taken to be right."""
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start].decode())
+    tensors = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            data = content[start + begin : start + end]
+            if math.prod(entry["shape"]) * WIDTHS[entry["dtype"]] != 8 * (end - begin) or len(data) != end - begin:
+                raise Wrong(f"{path}: {name!r} is not its bytes, and was not refused")
+            if entry["dtype"] == "F4":
+                data = bytes(half for byte in data for half in (byte & 15, byte >> 4))
+            tensors[name] = (entry["dtype"], tuple(entry["shape"]), data)
+    return tensors
+
+
+def compare_safetensors(path: Path, found: dict[str, np.ndarray]) -> None:
+    if path.is_dir():
+        weights = json.loads((path / "model.safetensors.index.json").read_bytes())["weight_map"]
+        expected = {name: plain_safetensors(path / shard)[name] for name, shard in weights.items()}
+    else:
+        expected = plain_safetensors(path)
+        reference = pytest.importorskip("safetensors")
+        try:
+            reference.deserialize(path.read_bytes())
+        except reference.SafetensorError as error:
+            # Nesting that Rust's parser gives up on earlier is in fields that no reader looks at.
+            if "recursion limit" not in str(error):
+                raise Wrong(f"{path}: the reference implementation refuses it: {error}") from None
+    actual = {name: (values.shape, values.tobytes()) for name, values in found.items()}
+    if actual != {name: (shape, data) for name, (_, shape, data) in expected.items()}:
+        raise Wrong(f"{path}: expected {expected}, found {actual}")
+
+
+def compare_h5(path: Path, found: dict[str, np.ndarray]) -> None:
+    """Compares with what h5py reads. A tensor is in whichever file has it; names are unique over shards."""
+    import h5py
+
+    files: list[Path | io.BytesIO] = [path]
+    if path.suffix == ".json":
+        files = [*path.parent.glob("*.weights.h5")]
+    elif path.suffix == ".keras":
+        files = []
+        data = path.read_bytes()
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.infolist():  # taken from where they are: `read` would refuse a wrong checksum
+                lengths = data[member.header_offset + 26 :][:4]
+                start = member.header_offset + 30 + sum(int.from_bytes(lengths[at : at + 2], "little") for at in (0, 2))
+                files.append(io.BytesIO(data[start : start + member.file_size]))
+    missing = dict(found)
+    for place in files:
+        try:
+            file = h5py.File(place, "r")
+        except Exception:
+            continue
+        with file:
+            for name, values in found.items():
+                try:
+                    expected = np.asarray(file[name][()])
+                except KeyError:
+                    continue
+                except Exception as error:
+                    if any(reason in str(error) for reason in LENIENT):
+                        missing.pop(name, None)
+                        continue
+                    raise Wrong(f"{path}: {name!r}: h5py refuses it: {error}") from error
+                if expected.dtype.byteorder == ">":
+                    expected = expected.astype(expected.dtype.newbyteorder("="))
+                same = (expected.shape, expected.tobytes()) == (values.shape, values.tobytes())
+                if not same and expected.shape == values.shape and file[name].chunks:
+                    # Where a key in the index of chunks is damaged, h5py may not find a chunk that is there.
+                    bits = np.dtype(f"V{expected.itemsize}")
+                    lost = expected.reshape(-1).view(bits) != values.reshape(-1).view(bits)
+                    same = bool((expected.reshape(-1)[lost] == file[name].fillvalue).all())
+                if not same:
+                    raise Wrong(f"{path}: {name!r}: expected {expected!r}, found {values!r}")
+                missing.pop(name, None)
+    if missing:
+        raise Wrong(f"{path}: h5py finds no {sorted(missing)}")
+    if any(MAGIC in values.tobytes() for values in found.values()):
+        raise Wrong(f"{path}: values of another file were read")
+
+
+# Checks ---------------------------------------------------------------------------------------------------------------
+
+
+def read_all(path: Path) -> dict[str, np.ndarray] | None:
+    """Every tensor of a checkpoint, or None where it is refused; Wrong for any other error."""
+    try:
+        with open_checkpoint(path) as checkpoint:
+            for name, tensor in checkpoint.items():
+                str(name).encode()
+                if tensor.nbytes > LARGE:
+                    raise Wrong(f"{path}: a declared size of {tensor.nbytes} bytes for {name!r} was accepted")
+            return {name: tensor.read() for name, tensor in checkpoint.items()}
+    except CheckpointError as error:
+        if str(path.parent) not in str(error):
+            raise Wrong(f"{path}: the message names no file: {error}") from error
+        str(error).encode()
+        return None
+    except Wrong:
+        raise
+    except BaseException as error:
+        raise Wrong(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def empty(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+
+
+def check_safetensors(kind: str, numbers: range, folder: Path) -> dict[str, int]:
+    """Counts of inputs that were refused and that were read; raises Wrong with the input left in the folder."""
+    counts = {"refused": 0, "read": 0}
+    for number in numbers:
+        empty(folder)
+        path = make(kind, number, folder, {})
+        tracemalloc.start()
+        found = read_all(path)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        if peak > MEMORY[0] + MEMORY[1] * size_of(folder):
+            raise Wrong(f"{kind} {number}: {peak} bytes of memory for {size_of(folder)} bytes of files")
+        if found is not None:
+            compare_safetensors(path, found)
+        counts["refused" if found is None else "read"] += 1
+    return counts
+
+
+def check_h5(kind: str, number: int, folder: Path, seeds: dict[str, bytes], outside: bytes) -> str:
+    """In a child: `refused` or `read`; raises Wrong."""
+    empty(folder)
+    path = make(kind, number, folder, seeds)
+    (folder / "outside.h5").write_bytes(outside)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    found = read_all(path)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before
+    if grown > MEMORY_OF_PROCESS + MEMORY[1] * size_of(folder):
+        raise Wrong(f"{path}: {grown} bytes of memory for {size_of(folder)} bytes of files")
+    say(number, "opened")
+    if found is None:
+        return "refused"
+    compare_h5(path, found)
+    return "read"
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def child(kind: str, start: int, stop: int, folder: Path) -> None:
+    """Checks inputs, and prints number and result of each as soon as it is known."""
+    seeds, outside = h5_seeds(), h5_outside()
+    for number in range(start, stop):
+        signal.alarm(SECONDS)  # the default action ends the process, inside the library too
+        try:
+            say(number, check_h5(kind, number, folder, seeds, outside))
+        except Wrong as error:
+            say(number, "wrong", ascii(str(error)))
+
+
+def run_children(kind: str, numbers: range, folder: Path) -> tuple[dict[str, int], list[str]]:
+    """Counts of results, and what went wrong; after a crash the next child goes on with the next input."""
+    counts = {"refused": 0, "read": 0, "crashed": 0}
+    wrong: list[str] = []
+    seeds = list(h5_seeds())
+    number = numbers.start
+    while number < numbers.stop:
+        command = [sys.executable, __file__, kind, str(number), str(numbers.stop), str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        opened = number - 1
+        for line in done.stdout.splitlines():
+            at, result, *message = line.split(" ", 2)
+            if result == "opened":
+                opened = int(at)
+                continue
+            number = int(at) + 1
+            if result == "wrong":
+                wrong.append(f"{kind} {at}: {message[0]}")
+            else:
+                counts[result] += 1
+        if done.returncode > 0:
+            raise AssertionError(done.stderr)
+        if done.returncode < 0:
+            # Opening a virtual dataset whose description is damaged crashes the library before it says what it is.
+            virtual = kind == "h5" and "virtual" in random.Random(f"{kind} {number}").choice(seeds)
+            if opened == number or virtual:  # while comparing, in h5py alone
+                counts["crashed"] += 1
+            else:
+                reason = "took too long" if done.returncode == -signal.SIGALRM else "crashed"
+                wrong.append(f"{kind} {number}: {reason} ({done.returncode})")
+            number += 1
+    return counts, wrong
+
+
+SAFETENSORS = (("safetensors", 300, 20_000), ("safetensors index", 150, 5_000))
+HDF5 = (("h5", 150, 20_000), ("h5 shards", 40, 5_000), ("keras", 60, 5_000))
+
+
+def sizes(kinds):
+    """Few inputs of each kind always, all of them with `-m large`."""
+    small = [pytest.param(kind, few, id=f"{kind}-{few}") for kind, few, _ in kinds]
+    return small + [pytest.param(kind, n, id=f"{kind}-{n}", marks=pytest.mark.large) for kind, _, n in kinds]
+
+
+@pytest.mark.parametrize(("kind", "count"), sizes(SAFETENSORS))
+def test_safetensors_are_refused_or_read_right(kind, count, tmp_path):
+    counts = check_safetensors(kind, range(count), tmp_path)
+    print(f"\n{kind}: {count} inputs, {counts}")
+    assert counts["refused"] > count // 10
+    assert counts["read"] > count // 20
+
+
+@pytest.mark.parametrize(("kind", "count"), sizes(HDF5))
+@pytest.mark.timeout(900)
+def test_hdf5_is_refused_or_read_right(kind, count, tmp_path):
+    pytest.importorskip("h5py")
+    counts, wrong = run_children(kind, range(count), tmp_path)
+    print(f"\n{kind}: {count} inputs, {counts}")
+    assert not wrong, "\n".join(wrong)
+    assert counts["refused"] > count // 20
+    assert counts["read"] > count // 20
+    assert counts["crashed"] <= count // 1000
+
+
+if __name__ == "__main__":
+    child(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
