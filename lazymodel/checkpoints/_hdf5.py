@@ -624,16 +624,14 @@ def _dataset_names(file: _H5File) -> list[str]:
         raise
 
 
-def _checked_name(path: str, prefix: str, key: str) -> str:
-    """The path of a link in a group, if it is one that leads there and can be printed."""
-    name = prefix + key
-    # Names that are not UTF-8 come with lone surrogates, which nothing could print.
-    if key in ("", ".") or "/" in key or len(name) > _MAX_NAME or key.encode(errors="replace").decode() != key:
+def _checked_name(path: str, prefix: str, key: str | bytes) -> str:
+    """The path of a link in a group, if it is one that leads there; a name that is not UTF-8 comes as bytes."""
+    if isinstance(key, bytes) or key in ("", ".") or "/" in key or len(prefix + key) > _MAX_NAME:
         raise CheckpointError(
-            f"{path}: expected names of UTF-8, paths of at most {_MAX_NAME} characters, found {reprlib.repr(name)}; "
-            "it is corrupt"
+            f"{path}: expected names of UTF-8, paths of at most {_MAX_NAME} characters, found {reprlib.repr(key)} in "
+            f"{reprlib.repr(prefix)}; it is corrupt"
         )
-    return name
+    return prefix + key
 
 
 def _walk(file: _H5File) -> list[str]:

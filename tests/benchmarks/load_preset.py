@@ -20,7 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from _measure import Measurement, emit, measured, run, virtual_devices
+from _measure import Measurement, back_memory, emit, measured, run, virtual_devices
+
+BACKED = 4 << 30  # bytes that each process touches before it is measured, so that both find memory equally ready
 
 CONFIG = {
     "vocabulary_size": 64000,
@@ -68,6 +70,7 @@ def load(how: str, folder: Path) -> None:
     keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch"))
     keras.utils.set_random_seed(0)
     jax.block_until_ready(jax.numpy.zeros(()) + 1)  # the backend itself is not what is measured
+    back_memory(BACKED)
     with measured() as report:
         if how == "stock":
             model = keras_hub.models.GemmaBackbone.from_preset(str(folder))

@@ -1,16 +1,23 @@
 """HDF5 weights: read in place where possible, through h5py where not, and refused where they point elsewhere."""
 
+import ctypes
 import json
 import tracemalloc
 import zipfile
+import zlib
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lazymodel._errors import CheckpointError
 from lazymodel._file_source import Workspace
 from lazymodel._lazy_tensor import FileLeaf, fill_parts
+from lazymodel._stream import StreamItem, stream
 from lazymodel.checkpoints import open_checkpoint
 from lazymodel.checkpoints._hdf5 import DatasetLeaf
 
@@ -44,11 +51,10 @@ def test_contiguous_datasets_are_read_in_place(path, dtype):
 
 
 def test_bfloat16_by_attribute(path):
-    stored = "V2"
     array = numbers((4, 6)).astype(ml_dtypes.bfloat16)
     with h5py.File(path, "w") as file:
-        file.create_dataset("w", data=array.view(stored)).attrs["dtype"] = "bfloat16"
-        file.create_dataset("chunked", data=array.view(stored), chunks=(2, 3)).attrs["dtype"] = "bfloat16"
+        file.create_dataset("w", data=array.view("V2")).attrs["dtype"] = "bfloat16"
+        file.create_dataset("chunked", data=array.view("V2"), chunks=(2, 3)).attrs["dtype"] = "bfloat16"
     checkpoint = open_checkpoint(path)
     assert isinstance(checkpoint["w"].leaf, FileLeaf)
     assert isinstance(checkpoint["chunked"].leaf, DatasetLeaf)
@@ -97,6 +103,238 @@ def test_a_box_costs_the_chunks_it_touches_and_little_memory(path, filters):
     np.testing.assert_array_equal(out, array[:, 128:256])
     assert checkpoint.bytes_read <= out.nbytes * 1.1
     assert peak <= tensor.leaf.unit_nbytes + (1 << 18)
+
+
+FILTERS = ("shuffle", "gzip", "fletcher32", "lzf")
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_every_box_of_every_chunked_dataset(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("chunked") / "model.weights.h5"
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
+    dtype = np.dtype(data.draw(st.sampled_from(["f4", ">f4", "f2", "i1", ">u8", "c8", "?"])))
+    filters = data.draw(st.sets(st.sampled_from(FILTERS)))
+    options = dict.fromkeys(filters & {"shuffle", "fletcher32"}, True)
+    if filters & {"gzip", "lzf"}:
+        options["compression"] = min(filters & {"gzip", "lzf"})
+    written = data.draw(st.integers(0, shape[0]))  # rows; the rest is the fill value
+    array = np.random.default_rng(0).integers(0, 9, shape).astype(dtype)
+    array[written:] = 1
+    with h5py.File(path, "w", libver=data.draw(st.sampled_from(["earliest", "latest"]))) as file:
+        file["more"] = np.zeros(1 << 17, np.uint8)  # so that no dataset is larger than the file
+        chunks = tuple(data.draw(st.integers(1, extent)) for extent in shape)
+        dataset = file.create_dataset("w", shape, dtype, chunks=chunks, fillvalue=np.ones((), dtype)[()], **options)
+        dataset[:written] = array[:written]
+    with open_checkpoint(path) as checkpoint:
+        tensor = checkpoint["w"]
+        assert tensor.dtype == dtype.newbyteorder("=")
+        np.testing.assert_array_equal(tensor.read(), array)
+        index = tuple(slice(*sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n))))) for n in shape)
+        axes = data.draw(st.permutations(range(len(shape))))
+        np.testing.assert_array_equal(tensor[index].transpose(axes).read(), array[index].transpose(axes))
+
+
+def chunks_of(path, name="w"):
+    """Byte offset and length of every stored chunk."""
+    found = []
+    with h5py.File(path) as file:
+        file[name].id.chunk_iter(lambda info: found.append((info.byte_offset, info.size)))
+    return found
+
+
+def test_only_the_chunks_of_a_box_are_read_and_only_as_stored(path):
+    array = np.random.default_rng(0).integers(0, 3, (64, 64)).astype(np.float32)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("w", data=array, chunks=(16, 16), compression="gzip")
+        file.create_dataset("lzf", data=array, chunks=(16, 16), compression="lzf")
+        file.create_dataset("plain", data=array, chunks=(16, 16))
+    box = (slice(20, 30), slice(0, 64))  # the second row of chunks
+    for name in ("w", "lzf"):
+        checkpoint = open_checkpoint(path)
+        np.testing.assert_array_equal(checkpoint[name].read(box), array[box])
+        assert checkpoint.bytes_read == sum(size for _, size in chunks_of(path, name)[4:8])
+    checkpoint = open_checkpoint(path)
+    np.testing.assert_array_equal(checkpoint["plain"].read(box), array[box])
+    assert checkpoint.bytes_read == array[box].nbytes  # not even whole chunks
+
+
+def test_a_large_compressed_dataset_takes_the_memory_of_one_chunk(path):
+    block = np.random.default_rng(0).integers(0, 50, (256, 4096)).astype(np.float32)
+    with h5py.File(path, "w") as file:
+        options = {"chunks": (128, 128), "compression": "gzip", "compression_opts": 1}
+        dataset = file.create_dataset("w", (4096, 4096), np.float32, shuffle=True, **options)  # 64 MiB
+        for row in range(0, 4096, 256):
+            dataset[row : row + 256] = block + row
+    leaf = open_checkpoint(path)["w"].leaf
+    for out in (np.empty((4096, 4096), np.float32), np.empty((4096, 4096), np.float32).T):
+        tracemalloc.start()
+        leaf.fill_box((slice(0, 4096), slice(0, 4096)), out, (), Workspace(256 << 10))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 1 << 20
+        for row in range(0, 4096, 256):
+            assert (out[row : row + 256] == block + row).all()
+
+
+def test_chunks_go_to_devices_within_the_ceiling_of_host_memory(path, mesh8):
+    array = numbers((512, 512))
+    with h5py.File(path, "w") as file:
+        file.create_dataset("w", data=array, chunks=(64, 64), compression="gzip")
+        file.create_dataset("whole", data=array, chunks=(512, 512), compression="gzip")
+    checkpoint = open_checkpoint(path)
+    sharding = NamedSharding(mesh8, PartitionSpec(None, "model"))
+
+    def load(name, max_host_memory):
+        item = StreamItem(name, checkpoint[name], (512, 512), np.dtype(np.float32), sharding)
+        [(_, loaded)] = stream([item], max_host_memory=max_host_memory)
+        return np.asarray(loaded)
+
+    np.testing.assert_array_equal(load("w", 3 << 20), array)
+    np.testing.assert_array_equal(load("whole", 64 << 20), array)
+    with pytest.raises(CheckpointError, match=r"'whole' from tensor .*its chunks are that large"):
+        load("whole", 3 << 20)
+
+
+@pytest.mark.parametrize("filters", ["shuffle", "deflate", "shuffle deflate", "deflate fletcher32", "fletcher32"])
+def test_unfiltered_chunks_at_the_edge_of_a_filtered_dataset(path, filters):
+    """H5Pset_chunk_opts, which h5py does not offer: chunks that reach over the edge are stored as they are."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    library = next((line.split()[-1] for line in lines if "libhdf5" in line and "libhdf5_hl" not in line), None)
+    if library is None:
+        pytest.skip("cannot find the HDF5 library that h5py uses")
+    set_chunk_opts = ctypes.CDLL(library).H5Pset_chunk_opts
+    set_chunk_opts.argtypes = [ctypes.c_int64, ctypes.c_uint]
+    array = numbers((10, 7))
+    with h5py.File(path, "w", libver="latest") as file:
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_chunk((4, 4))
+        for name in filters.split():
+            getattr(plist, f"set_{name}")(*((4,) if name == "deflate" else ()))
+        assert set_chunk_opts(plist.id, 2) == 0
+        space = h5py.h5s.create_simple(array.shape)
+        h5py.h5d.create(file.id, b"w", h5py.h5t.IEEE_F32LE, space, plist).write(h5py.h5s.ALL, h5py.h5s.ALL, array)
+    np.testing.assert_array_equal(open_checkpoint(path)["w"].read(), array)
+
+
+def test_chunks_behind_a_user_block(path):
+    array = numbers((10, 7))
+    with h5py.File(path, "w", userblock_size=512) as file:
+        file.create_dataset("w", data=array, chunks=(4, 4))
+        file.create_dataset("z", data=array, chunks=(4, 4), compression="gzip")
+    for tensor in open_checkpoint(path).values():
+        np.testing.assert_array_equal(tensor.read(), array)
+
+
+def test_what_was_never_written_is_the_fill_value_or_refused(path):
+    with h5py.File(path, "w") as file:
+        file["more"] = np.zeros(1000, np.uint8)
+        file.create_dataset("filled", (4,), np.float32, fillvalue=2.5)
+        file.create_dataset("sparse", (4,), np.float32, chunks=(2,), fillvalue=2.5)[:2] = 1
+        for name, chunks in (("undefined", None), ("undefined chunk", (2,))):
+            plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            if chunks:
+                plist.set_chunk(chunks)
+            plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+            h5py.h5d.create(file.id, name.encode(), h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple((4,)), plist)
+    checkpoint = open_checkpoint(path)
+    np.testing.assert_array_equal(checkpoint["filled"].read(), [2.5] * 4)
+    np.testing.assert_array_equal(checkpoint["sparse"].read(), [1, 1, 2.5, 2.5])
+    with pytest.raises(CheckpointError, match=r"'undefined': expected 16 bytes, found none written, and no fill value"):
+        checkpoint["undefined"]
+    with pytest.raises(
+        CheckpointError, match=r"'undefined chunk' of .*expected values in \[0:2\], found a chunk that wa"
+    ):
+        checkpoint["undefined chunk"].read()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compression": "gzip"}, r"cannot read dataset 'w' of .*model\.weights\.h5: Error -3 while decompressing"),
+        ({"fletcher32": True}, "cannot read dataset 'w' of .* expected a chunk of checksum .* found another"),
+        ({"compression": "gzip", "fletcher32": True}, "expected a chunk of checksum"),
+        ({"compression": "lzf"}, "cannot read dataset 'w' of "),
+    ],
+)
+def test_damaged_chunks_are_refused(path, options, message):
+    array = numbers((64, 64))
+    with h5py.File(path, "w") as file:
+        file.create_dataset("w", data=array, chunks=(32, 64), **options)
+    offset, size = chunks_of(path)[1]
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(b"\xa5" * (size - 4))
+    tensor = open_checkpoint(path)["w"]
+    np.testing.assert_array_equal(tensor[:32].read(), array[:32])
+    with pytest.raises(CheckpointError, match=message):
+        tensor[32:].read()
+
+
+def test_a_chunk_that_inflates_to_more_than_its_shape_is_refused_before_it_does(path):
+    with h5py.File(path, "w") as file:
+        dataset = file.create_dataset("w", (8192,), np.float32, chunks=(4096,), compression="gzip")
+        dataset.id.write_direct_chunk((0,), zlib.compress(bytes(16 << 20)))
+        dataset.id.write_direct_chunk((4096,), zlib.compress(bytes(100)))
+    tensor = open_checkpoint(path)["w"]
+    tracemalloc.start()
+    for half, found in ((tensor[:4096], 16385), (tensor[4096:], 100)):
+        with pytest.raises(CheckpointError, match=rf"expected a chunk of 16384 bytes, found {found}; it is corrupt"):
+            half.read()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_types_that_need_conversion_are_converted_by_the_library(path):
+    with h5py.File(path, "w") as file:
+        short, half = h5py.h5t.STD_I16LE.copy(), h5py.h5t.IEEE_F32LE.copy()
+        short.set_precision(12)
+        half.set_fields(15, 7, 8, 0, 7)  # bfloat16 as a number: sign, exponent and mantissa
+        half.set_size(2)
+        for name, stored, dtype in (("short", short, np.int16), ("half", half, np.float32)):
+            values = np.array([1, 2, -3, 4], dtype)
+            for suffix, chunk in (("", None), (" chunked", (3,))):
+                plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+                if chunk:
+                    plist.set_chunk(chunk)
+                space = h5py.h5s.create_simple((4,))
+                dataset = h5py.h5d.create(file.id, (name + suffix).encode(), stored, space, plist)
+                dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, values)
+    for name, tensor in open_checkpoint(path).items():
+        assert isinstance(tensor.leaf, DatasetLeaf)
+        assert tensor.dtype == (np.int16 if name.startswith("short") else np.float32)
+        np.testing.assert_array_equal(tensor[1:].read(), [2, -3, 4])
+
+
+def test_bfloat16_needs_nothing_from_a_damaged_heap(path):
+    """The library loops for ever, or takes gigabytes, when it reads a string from a damaged heap."""
+    array = numbers((4, 6)).astype(ml_dtypes.bfloat16)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("w", data=array.view("V2")).attrs["dtype"] = "bfloat16"
+        file.create_dataset("unmarked", data=array.view("V2"))
+        file.create_dataset("short", data=array.view("u2")).attrs["dtype"] = "bfloat16"
+    content = bytearray(path.read_bytes())
+    start = content.index(b"GCOL") + 16
+    content[start : start + 64] = b"\xff" * 64
+    path.write_bytes(content)
+    checkpoint = open_checkpoint(path)
+    assert checkpoint["w"].read().tobytes() == array.tobytes()
+    with pytest.raises(CheckpointError, match=r"'unmarked': expected numbers, or bfloat16.* found \|V2;"):
+        checkpoint["unmarked"]
+    with pytest.raises(CheckpointError, match=r"'short': expected numbers, or bfloat16.* found uint16 with a dtype"):
+        checkpoint["short"]
+
+
+@pytest.mark.parametrize("name", [b"\xff", b"a/" * 2048 + b"a"])
+def test_names_that_nobody_could_print_or_would_choose_are_refused(path, name):
+    with h5py.File(path, "w") as file:
+        plist = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+        plist.set_create_intermediate_group(True)
+        h5py.h5d.create(file.id, name, h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple((4,)), lcpl=plist)
+    with pytest.raises(CheckpointError, match=r"model\.weights\.h5: expected names of UTF-8, paths of at most 4096"):
+        open_checkpoint(path)
 
 
 def test_scalars_empty_arrays_and_compact_datasets(path):
@@ -164,6 +402,10 @@ def test_compressed_and_broken_archives_are_refused(tmp_path):
     path = tmp_path / "model.keras"
     keras_archive(path, zipfile.ZIP_DEFLATED)
     with pytest.raises(CheckpointError, match=r"model\.keras: expected model\.weights\.h5 to be stored without"):
+        open_checkpoint(path)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("model.weights.json", "{}" + " " * 10_000)
+    with pytest.raises(CheckpointError, match=r"expected model\.weights\.json to be stored without"):
         open_checkpoint(path)
     keras_archive(path)
     path.write_bytes(path.read_bytes()[:-200])
