@@ -120,7 +120,7 @@ def _array(name: str, what: str, head: bytes, source: FileSource, start: int, si
             warnings.simplefilter("ignore")  # about headers that Python 2 wrote, which are read all the same
             shape, fortran, dtype = cast("tuple[Any, bool, np.dtype[Any]]", read(stream))
     # Evaluating a hostile header can fail in as many ways as evaluating Python.
-    except (*_FAILURES, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+    except (*_FAILURES, SyntaxError, tokenize.TokenError, TypeError, MemoryError, RecursionError) as error:
         raise CheckpointError(f"{what}: expected the header of an array of numbers, found another ({error})") from error
     if dtype.kind == "V" and dtype.names is None and dtype.subdtype is None:
         raise CheckpointError(
