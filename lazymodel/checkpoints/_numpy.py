@@ -13,6 +13,7 @@ import math
 import os
 import struct
 import threading
+import tokenize
 import warnings
 import zipfile
 import zlib
