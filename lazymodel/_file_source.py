@@ -8,7 +8,9 @@ formats or views: it is given an offset, a shape and strides.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import errno
 import fcntl
 import math
 import mmap
@@ -31,6 +33,11 @@ ARENA = 128 << 20  # bytes of a map that many buffers share; its last huge page 
 STAGING = 2 << 20  # bytes; ceiling of one staging buffer: amortizes a call, and what was read is still in the cache
 READ = 32 << 20  # bytes of one system call: far beyond where calls cost anything, and a stop is noticed in 10 ms
 VECTOR = 512  # buffers of one system call; Linux and macOS take 1024 (IOV_MAX)
+# Bytes of a run from which the kernel scatters runs faster than a staged copy does: for runs of 128, 512 and 1408
+# bytes two threads got 4.1, 5.2 and 5.8 GB/s, against 4.1, 4.5 and 4.6 with staging and 6.7 without scattering.
+RUN = 256
+RUNS = 1 << 14  # runs prepared at a time
+RUN_NBYTES = 64  # bytes of temporaries that preparing one takes
 # Bytes between two rows from which reading them one by one wins over reading through the gap: a call costs about as
 # much as copying 8 KiB out of the page cache, and twice that keeps sequential read-ahead going on disks.
 ROW_GAP = 16 << 10
@@ -42,6 +49,22 @@ CHAIN = 1 << 16  # elements that a chain of several conversions handles at a tim
 TILE = 128  # rows of a tile when transposing: their cache lines stay in L1 (5 × faster than one plain copy)
 
 _PREADV = getattr(os, "preadv", None)
+
+
+def _vectored_read() -> Callable[[int, int, int, int], int] | None:
+    """`preadv` of the C library: `os.preadv` wants an object for every buffer, which takes longer than reading it."""
+    if ctypes.sizeof(ctypes.c_void_p) != 8 or ctypes.sizeof(ctypes.c_long) != 8:
+        return None  # `struct iovec` and `off_t` are written here as 64-bit systems have them
+    try:
+        function = ctypes.CDLL(None, use_errno=True).preadv
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
+    function.restype = ctypes.c_ssize_t
+    return function
+
+
+_READ_VECTOR = _vectored_read()
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -363,6 +386,43 @@ class FileSource:
                 first += 1
             if count:
                 targets[first] = targets[first][count:]
+        self.count(total)
+
+    @property
+    def scatters(self) -> bool:
+        """Whether `read_runs` can be used."""
+        return self.plain and _READ_VECTOR is not None
+
+    def read_runs(self, offset: int, runs: np.ndarray) -> None:
+        """Fills runs of memory, one after the other, with the bytes from `offset` on.
+
+        Args:
+            offset: Byte of the file.
+            runs: `int64[n, 2]`, C-contiguous: address and length of each, in bytes. The caller keeps that memory
+                alive; the array itself is used up.
+
+        Raises:
+            CheckpointError: The file ends before.
+        """
+        assert _READ_VECTOR is not None
+        ends = np.cumsum(runs[:, 1])
+        fd, total, first, done = self._descriptor(), int(ends[-1]), 0, 0
+        while done < total:
+            position = self.base + offset + done
+            count = _READ_VECTOR(fd, runs[first:].ctypes.data, min(VECTOR, len(runs) - first), position)
+            if count < 0:
+                if (code := ctypes.get_errno()) == errno.EINTR:
+                    continue
+                raise CheckpointError(f"cannot read {self.path} at byte {position}: {os.strerror(code)}")
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.path} is truncated: expected {total} bytes from byte {self.base + offset}, found {done}. "
+                    "Download or copy it again."
+                )
+            done += count
+            first = int(np.searchsorted(ends, done, side="right"))
+            if done < total and (filled := int(runs[first, 1]) - (int(ends[first]) - done)):
+                runs[first] += (filled, -filled)
         self.count(total)
 
     def read_strided(

@@ -201,6 +201,35 @@ def shift(box: Box, origin: Box) -> Box:
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, origin, strict=True))
 
 
+def run_axis(region: Box, box: Box, out: np.ndarray) -> int:
+    """The first axis from which on a box is one run both in a C-contiguous array of `region` and in `out`, its own."""
+    run = run_there = out.itemsize
+    for axis in range(out.ndim - 1, -1, -1):
+        if out.shape[axis] > 1 and (out.strides[axis] != run or run_there != run):
+            return axis + 1
+        run *= out.shape[axis]
+        run_there *= region[axis].stop - region[axis].start
+    return 0
+
+
+def runs_in(region: Box, box: Box, out: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the runs of a box are: byte offsets in a C-contiguous array of `region`, and their places in `out`.
+
+    Returns:
+        `int64[n]`, and `int64[n, 2]` of addresses and lengths in bytes, in the order of the box.
+    """
+    first = run_axis(region, box, out)
+    strides = _c_strides(box_shape(region), out.itemsize)
+    corner = sum(stride * (b.start - r.start) for stride, b, r in zip(strides, box, region, strict=True))
+    places = np.array([[corner, out.__array_interface__["data"][0]]])
+    for extent, stride, stride_there in zip(out.shape[:first], out.strides, strides, strict=False):
+        steps = np.arange(extent)[:, None] * np.array([stride_there, stride])
+        places = (places[:, None] + steps).reshape(-1, 2)
+    starts = places[:, 0].copy()
+    places[:, 0], places[:, 1] = places[:, 1], math.prod(out.shape[first:]) * out.itemsize
+    return starts, places
+
+
 def box_shape(box: Box) -> tuple[int, ...]:
     """The extents of a box."""
     return tuple(s.stop - s.start for s in box)

@@ -20,6 +20,9 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError
 from lazymodel._file_source import (
+    RUN,
+    RUN_NBYTES,
+    RUNS,
     STAGING,
     Convert,
     FileSource,
@@ -43,6 +46,8 @@ from lazymodel._geometry import (
     intersect,
     normalize,
     repeat,
+    run_axis,
+    runs_in,
     shift,
 )
 
@@ -124,6 +129,12 @@ class FileLeaf(Leaf):
         """Fills C-contiguous arrays one after the other, with what begins at a byte of the leaf; no conversion."""
         with self._named():
             self.source.read_into(self.offset + start, *outs)
+            self.source.check_unchanged()
+
+    def fill_scattered(self, start: int, runs: np.ndarray) -> None:
+        """Fills runs of memory, as `FileSource.read_runs` takes them, from a byte of the leaf on; no conversion."""
+        with self._named():
+            self.source.read_runs(self.offset + start, runs)
             self.source.check_unchanged()
 
     @contextlib.contextmanager
@@ -322,6 +333,8 @@ def _scatter_parts(tensor: LazyTensor, boxes: Sequence[Box], outs: Sequence[np.n
     for part in slabs(whole.shape, max(PART // whole.dtype.itemsize, 1), step):
 
         def run(workspace: Workspace, part: Box = part) -> None:
+            if _scatter_runs(stored, part, targets, whole.steps, workspace):
+                return
             room = max(workspace.room // 2 if tensor.leaf.unit_nbytes else workspace.room, 1)
             for piece in slabs(box_shape(part), max(min(STAGING, room) // stored.dtype.itemsize, 1), step):
                 slab = tuple(slice(p.start + q.start, p.start + q.stop) for p, q in zip(part, piece, strict=True))
@@ -334,6 +347,33 @@ def _scatter_parts(tensor: LazyTensor, boxes: Sequence[Box], outs: Sequence[np.n
 
         parts.append(Part(math.prod(box_shape(part)) * whole.dtype.itemsize, run))
     return parts
+
+
+def _scatter_runs(
+    stored: LazyTensor,
+    part: Box,
+    targets: Sequence[tuple[Box, np.ndarray]],
+    steps: tuple[Convert, ...],
+    workspace: Workspace,
+) -> bool:
+    """Lets the kernel scatter a part that is one range of a file, unconverted and in long runs; else returns False."""
+    leaf = stored.leaf
+    if steps or not isinstance(leaf, FileLeaf) or not leaf.source.scatters or workspace.room < RUNS * RUN_NBYTES:
+        return False
+    wanted = [(common, out[shift(common, box)]) for box, out in targets if (common := intersect(box, part))]
+    lengths = [math.prod(values.shape[run_axis(part, common, values) :]) for common, values in wanted]
+    if min(lengths) * stored.itemsize_stored < RUN or not stored[part]._view.flags.c_contiguous:
+        return False
+    for slab in slabs(box_shape(part), RUNS * min(lengths)):
+        piece = tuple(slice(p.start + q.start, p.start + q.stop) for p, q in zip(part, slab, strict=True))
+        found = [
+            runs_in(piece, common, values[shift(common, box)])
+            for box, values in wanted
+            if (common := intersect(box, piece))
+        ]
+        order = np.argsort(np.concatenate([starts for starts, _ in found]), kind="stable")
+        leaf.fill_scattered(stored[piece].geometry().start, np.concatenate([runs for _, runs in found])[order])
+    return True
 
 
 def _row_step(tensor: LazyTensor) -> int:

@@ -76,8 +76,9 @@ def back_memory(nbytes: int) -> None:
     """
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
-        for start in range(0, nbytes, 4096):
-            memory[start] = 1
+        block = b"\1" * (2 << 20)
+        for start in range(0, nbytes, len(block)):
+            memory[start : start + len(block)] = block[: nbytes - start]
 
 
 @contextlib.contextmanager

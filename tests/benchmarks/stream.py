@@ -32,7 +32,7 @@ from _measure import Measurement, back_memory, emit, measured, run, virtual_devi
 HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS = 2048, 5632, 32000, 10
 PRESET_LAYERS = 24  # of the Gemma2 of load_preset.py
 
-BACKED = 4 << 30  # bytes that each process touches before it is measured, so that all find memory equally ready
+BACKED = 5 << 29  # bytes that each process touches before it is measured, so that all find memory equally ready
 
 WAYS = {
     "limit": "preadv, 2 threads, the safetensors files",
