@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _measure import Measurement, back_memory, emit, measured, run, virtual_devices
 
 HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS = 2048, 5632, 32000, 10
-PRESET_LAYERS = 24  # of the Gemma2 of load_preset.py
+PRESET = {"num_layers": 8, "hidden_dim": 2048, "intermediate_dim": 16384}  # of the Gemma2 of load_preset.py
 
 BACKED = 5 << 29  # bytes that each process touches before it is measured, so that all find memory equally ready
 
@@ -87,7 +87,7 @@ def save_preset(folder: Path) -> None:
     """Writes the Gemma2 preset."""
     import load_preset
 
-    load_preset.CONFIG["num_layers"] = PRESET_LAYERS
+    load_preset.CONFIG.update(PRESET)
     load_preset.save(folder)
 
 
