@@ -12,21 +12,28 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format
 
 from lazymodel._errors import LazyModelError
 
 if TYPE_CHECKING:
+    from jax.experimental.layout import Layout
+
+    from lazymodel._auto import Auto
     from lazymodel._init_programs import InitRecipe, ProgramCache
     from lazymodel._lazy_tensor import LazyTensor
     from lazymodel._load_report import StoredTensor
     from lazymodel._materialize import ReportTo
+    from lazymodel._optimizer import Derived, Optimizer, StartTraining
     from lazymodel._plan import MemoryPlan
+    from lazymodel._reinitialize import Initializer, InitRules
     from lazymodel._report import Progress
-    from lazymodel._sharding import Rules
+    from lazymodel._sharding import Reason, Rules
+    from lazymodel._sharding_report import Explanation, ShardingReport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +47,12 @@ class AbstractVariable:
         sharding: Where its shards go, or None while none was assigned (one device is used then).
         origin: How its value comes to be, for people: an initializer's name, `constant`, or a file and tensor.
         trainable: Whether an optimizer would update it.
+        logical_axes: Names for its dimensions that the framework keeps with it, as Flax' partitioning metadata does:
+            logical axes or mesh axes, None for a dimension without one. None if it keeps none.
+        layout: The order of its bytes on a device, or None for what the compiler prefers.
+        reason: Why it has its sharding; `AbstractModel.explain` tells it.
+        follows: For optimizer state, the path of the parameter that it belongs to and is sharded like, or an empty
+            string where it belongs to none, as a step count; None for the model's own variables.
     """
 
     path: str
@@ -48,6 +61,10 @@ class AbstractVariable:
     sharding: jax.sharding.Sharding | None = None
     origin: str = "init"
     trainable: bool = True
+    logical_axes: tuple[Any, ...] | None = None
+    layout: Layout | None = None
+    reason: Reason | None = None
+    follows: str | None = None
 
     @property
     def size(self) -> int:
@@ -73,8 +90,9 @@ class AbstractVariable:
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
-        """The variable as a `jax.ShapeDtypeStruct`, its sharding included."""
-        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
+        """The variable as a `jax.ShapeDtypeStruct`, its sharding (and layout) included."""
+        placed: Any = self.sharding if self.layout is None else Format(self.layout, self.sharding)
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=placed)
 
     def __repr__(self) -> str:
         spec = "" if self.sharding is None else f", {self.spec if self.spec is not None else self.sharding}"
@@ -98,10 +116,12 @@ class AbstractModel(Mapping[str, AbstractVariable]):
             checkpoint that the model was built with.
         rebuild: Takes a mapping of path to array and returns the user's object.
         structure: Takes a mapping of path to anything and returns it in the user's own pytree structure.
-        default_rules: Sharding rules used by `shard` when it is given none.
         programs: Compiled init programs, shared by every model derived from the same `build_abstract`.
         name: What the model calls itself, for tables.
         unused: Tensors of the checkpoint that the model was built with which no variable takes, for the load report.
+        sharding_notes: What `shard` had to say of the rules besides what it says of each variable.
+        start_training: How the framework starts an optimizer; None for the way of plain pytrees.
+        derived: How to compute the variables that depend on the values of others, once these are there.
     """
 
     variables: Mapping[str, AbstractVariable]
@@ -112,11 +132,15 @@ class AbstractModel(Mapping[str, AbstractVariable]):
     programs: ProgramCache
     name: str = "model"
     unused: tuple[StoredTensor, ...] = ()
+    sharding_notes: tuple[str, ...] = ()
+    start_training: StartTraining | None = None
+    derived: Derived | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "variables", MappingProxyType(dict(self.variables)))
         object.__setattr__(self, "sources", MappingProxyType(dict(self.sources)))
         known = {path for recipe in self.recipes for path in recipe.paths} | set(self.sources)
+        known.update(() if self.derived is None else self.derived.paths)
         if unknown := [path for path in self.variables if path not in known]:
             raise LazyModelError(f"no way to initialize {unknown[0]!r} ({len(unknown)} such variables); this is a bug")
 
@@ -146,8 +170,12 @@ class AbstractModel(Mapping[str, AbstractVariable]):
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements of all floating-point or complex variables; counters, masks and keys do not count."""
-        return sum(v.size for v in self.values() if jax.numpy.issubdtype(v.dtype, np.inexact))
+        """Number of elements of all floating-point or complex variables.
+
+        Counters, masks, keys and optimizer state do not count.
+        """
+        own = (variable for variable in self.values() if variable.follows is None)
+        return sum(variable.size for variable in own if jax.numpy.issubdtype(variable.dtype, np.inexact))
 
     def with_variables(self, variables: Mapping[str, AbstractVariable]) -> AbstractModel:
         """The same model with other variables (same paths), such as resharded ones."""
@@ -156,28 +184,151 @@ class AbstractModel(Mapping[str, AbstractVariable]):
     def shard(
         self,
         mesh: jax.sharding.Mesh,
-        rules: Rules,
+        rules: Rules | None = None,
         *,
         on_unmatched: str = "warn",
         large: int | str = "1MiB",
+        repair: bool | Auto = False,
     ) -> AbstractModel:
         """Assigns a sharding to every variable; see `lazymodel._sharding.assign` for the rules' forms.
 
         Args:
             mesh: The devices. A `keras.distribution.DeviceMesh` is taken too.
-            rules: Path regex (`re.fullmatch`) to `PartitionSpec`, a callable `variable -> PartitionSpec | None`, or a
-                Keras `LayoutMap`. What nothing matches is replicated.
+            rules: `lazymodel.auto()`; path regex (`re.fullmatch`) or `lazymodel.role` to `PartitionSpec`; a callable of
+                a variable; a Keras `LayoutMap`; or Flax logical-axis rules, pairs of logical and mesh axis. None uses
+                the mesh axes that the variables themselves name, as Flax' partitioning metadata does. What nothing
+                matches is replicated.
             on_unmatched: `"warn"`, `"error"` or `"ignore"`, for variables of at least `large` bytes that no rule
                 matches, and so would be replicated.
-            large: That threshold, in bytes or as `"16MiB"`.
+            large: That threshold, in bytes or as `"16MiB"`. `lazymodel.auto()` replicates nothing of this size that can
+                be split.
+            repair: True gives what does not fit, and what of at least `large` bytes no rule matches, the sharding that
+                `lazymodel.auto()` proposes, in silence; `explain()` lists what was mended. An `auto(...)` of your own
+                says which axes are for what.
+
+        Optimizer state (`with_optimizer`) is sharded like the parameters that it belongs to, whatever the rules say of
+        its own paths; only the patterns of a mapping that match no parameter are rules for it.
 
         Raises:
             ShardingError: A rule matches nothing, names an unknown axis, uses one twice, does not divide a dimension
                 or has more dimensions than the variable.
         """
-        from lazymodel._sharding import assign
+        from lazymodel._optimizer import shard
 
-        return self.with_variables(assign(self.variables, mesh, rules, on_unmatched=on_unmatched, large=large))
+        variables, notes = shard(
+            self.variables, mesh, rules, on_unmatched=on_unmatched, large=large, repair=repair
+        )
+        return dataclasses.replace(self, variables=variables, sharding_notes=notes)
+
+    def with_optimizer(
+        self, optimizer: Optimizer, *, trained: Callable[[AbstractVariable], bool] | str | None = None
+    ) -> AbstractModel:
+        """The model with the state that an optimizer starts with, as further variables.
+
+        The state's variables are called `optimizer/` and their place in it, such as `optimizer/0/mu/layers/0/kernel`.
+        What has its parameter's shape is sharded like its parameter, whether `shard` was or will be called; what is
+        factored, as in Adafactor, by what is left of its parameter's spec; step counts and the like are replicated.
+        Nothing is allocated until `materialize`, which then returns
+
+        - for a JAX function, an Equinox module or a Keras model, (model, state), with `state` what
+          `optimizer.init(params)` returns. `params` is the model's tree with None for all that is not trained, as
+          `equinox.filter(model, equinox.is_inexact_array)` has it.
+        - for Linen, (variables, state), where `params` is `variables["params"]`.
+        - for NNX, (module, optimizer), an `nnx.Optimizer` of what is trained.
+
+        State that is a function of the parameters' values, such as a copy of them, is computed from the materialized
+        parameters, loaded or initialized. `materialize(checkpoint)` takes state from a checkpoint that has it.
+
+        Args:
+            optimizer: An Optax gradient transformation.
+            trained: Which variables it gets: a path regex (`re.fullmatch`) or a function of a variable; None is every
+                trainable one. Integers, masks and keys are never trained.
+
+        Raises:
+            LazyModelError: There is an optimizer already, or nothing to train.
+            TraceError: The optimizer's `init` needs values that tracing does not have.
+        """
+        from lazymodel._optimizer import with_optimizer
+
+        return with_optimizer(self, optimizer, trained)
+
+    def reinitialize(
+        self,
+        rules: str | InitRules,
+        initializer: Initializer | None = None,
+        *,
+        key: jax.Array | int | None = None,
+    ) -> AbstractModel:
+        """Gives variables another initializer, run as any other: sharded, one program for each kind.
+
+        A variable's key is `lazymodel.path_key(key, path)`, so its values do not change when others come, go or are
+        renamed, and are bit for bit those of `initializer(path_key(key, path), shape, dtype)`. Variables that no rule
+        matches keep their initializers and keys. One that the model was built with a weight for is initialized from
+        now on; a checkpoint given to `materialize` still goes before any initializer.
+
+        Args:
+            rules: A path regex (`re.fullmatch`) and an initializer; or a mapping of them, of which the first that
+                matches is taken; or a callable of a variable that returns an initializer or None. In a pattern,
+                `{layer}` captures text without `/` and `.`.
+            initializer: Any of `jax.nn.initializers`, of `lazymodel.initializers`, or a callable of key, shape and
+                dtype that JAX can trace. If it has further parameters named `path`, or as the pattern's captures, it is
+                given these, captured numbers as ints.
+            key: A typed key, or its seed; needed if an initializer draws random values.
+
+        Raises:
+            LazyModelError: A pattern matches nothing, an initializer returns another shape or dtype, or a key is
+                lacking.
+
+        Example:
+            >>> import lazymodel as lm
+            >>> abstract = lm.build_abstract(lambda: {"w": jax.numpy.ones((8, 4))})
+            >>> abstract.reinitialize("w", jax.nn.initializers.normal(0.02), key=jax.random.key(0))["w"].origin
+            'normal'
+        """
+        from lazymodel._reinitialize import reinitialize
+
+        return reinitialize(self, rules, initializer, key=key)
+
+    def rekey(self, key: jax.Array | int, pattern: str = ".*") -> AbstractModel:
+        """Draws the values of the model's own initializers from keys by path, `lazymodel.path_key(key, path)`.
+
+        By default a model's keys come from the order in which it creates its variables, so adding one changes all that
+        follow. By path they do not. A variable whose initializer takes several keys has them folded from its own by
+        0, 1, …; variables that are cut from one random array have the key of the first. Keys that the model holds, such
+        as dropout's, stay as they are.
+
+        Args:
+            key: A typed key, or its seed.
+            pattern: Path regex (`re.fullmatch`) of the variables.
+
+        Raises:
+            LazyModelError: The pattern matches nothing, or the key is of another generator than the model's.
+        """
+        from lazymodel._reinitialize import rekey
+
+        return rekey(self, key, pattern)
+
+    @overload
+    def explain(self, path: str) -> Explanation: ...
+    @overload
+    def explain(self, path: None = None) -> ShardingReport: ...
+    def explain(self, path: str | None = None) -> Explanation | ShardingReport:
+        """Why a variable has its sharding, or without a path how the whole model spreads over its devices.
+
+        Args:
+            path: A variable's path.
+
+        Returns:
+            Both print as text. For a variable: its spec, shard bytes, the rule or role that decided, and what else was
+            considered. For the model: bytes on the fullest and emptiest device, what is replicated and why, what
+            `repair` mended, and rules that matched nothing.
+
+        Raises:
+            KeyError: There is no such variable.
+        """
+        from lazymodel._sharding_report import explain_model, explain_variable
+
+        return explain_model(self) if path is None else explain_variable(self[path])
 
     def plan(
         self,
@@ -185,18 +336,60 @@ class AbstractModel(Mapping[str, AbstractVariable]):
         *,
         initialize: str | None = None,
         device_memory: int | str | None = None,
+        optimizer: str | int | Sequence[Any] | None = None,
+        lora_rank: int | None = None,
+        lora_targets: str | None = None,
+        quantize: str | None = None,
+        compile: str | None = None,
+        function: Callable[..., Any] | None = None,
+        inputs: Sequence[Any] = (),
+        batch: int | None = None,
+        sequence: int | None = None,
     ) -> MemoryPlan:
-        """Predicts bytes per device before any is spent; compiles the init programs of what is initialized.
+        """Predicts bytes per device and host before any is spent, while materializing and in use.
+
+        Init programs are compiled where their devices are here, or with `compile="init"`; else their temporaries are
+        estimated, and a plan takes a second or two whatever the model's size.
 
         Args:
             checkpoint: What `materialize` would be given. A tensor of another shape than its variable is no error here;
                 the variable's row says so.
             initialize: As for `materialize`.
-            device_memory: Bytes of one device, or `"16GiB"`; None asks the devices, and CPUs have no limit.
+            device_memory: Bytes of one device, or `"16GiB"`; None is what the devices say or are known to have, and
+                CPUs have no limit.
+            optimizer: Plans training: gradients, and the slots of an optimizer for every trainable parameter. A name
+                such as `"adamw"`, the number of slots, or their dtypes.
+            lora_rank: Rank of LoRA pairs, which are then all that is trained.
+            lora_targets: Regex of the paths that get a pair; None is the query and value projections, as in KerasHub.
+            quantize: `"int8"` or `"int4"`: what quantizing the materialized model leaves.
+            compile: `"init"` compiles the init programs for the mesh's devices, which need not be here
+                (`lazymodel.topology`); `"forward"` a forward pass; `"train"` a training step with `optimizer`.
+            function: `function(tree, *inputs)` for these two, which returns the outputs or the loss; None takes a Keras
+                model's own forward pass.
+            inputs: Its inputs: arrays, or `jax.ShapeDtypeStruct`s with shardings.
+            batch: Batch size of a Keras model's own forward pass; None is one for each part of the mesh's data axes.
+            sequence: Its sequence length; None is 1024, or the most that the model takes.
+
+        Raises:
+            LazyModelError: An argument is none of these; or there is no function, or no device, to compile for.
         """
         from lazymodel._plan import make_plan
 
-        return make_plan(self, checkpoint, initialize=initialize, device_memory=device_memory)
+        return make_plan(
+            self,
+            checkpoint,
+            initialize=initialize,
+            device_memory=device_memory,
+            optimizer=optimizer,
+            lora_rank=lora_rank,
+            lora_targets=lora_targets,
+            quantize=quantize,
+            compile=compile,
+            function=function,
+            inputs=inputs,
+            batch=batch,
+            sequence=sequence,
+        )
 
     def materialize(
         self,

@@ -33,6 +33,10 @@ class Adapter(Protocol):
         """Builds abstractly what `build(*args, **kwargs)` would build."""
         ...
 
+    def arrays(self, model: Any) -> dict[str, Any] | None:
+        """A built model's arrays, under the paths that `build_abstract` gives; None for what is not the framework's."""
+        ...
+
 
 def build_abstract(build: Callable[..., Any], /, *args: Any, **kwargs: Any) -> AbstractModel:
     """Builds a model abstractly: shapes and dtypes, nothing allocated, within seconds for any size.
@@ -63,6 +67,15 @@ def build_abstract(build: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
     from lazymodel._trace import trace_function
 
     return trace_function(build, args, kwargs)
+
+
+def model_arrays(model: Any) -> dict[str, Any] | None:
+    """A model's arrays by path, where it is one of a framework that has been imported; None for anything else."""
+    for adapter in _adapters():
+        find = getattr(adapter, "arrays", None)  # an adapter from elsewhere may be older
+        if find is not None and (found := find(model)) is not None:
+            return found
+    return None
 
 
 def _adapters() -> Iterator[Adapter]:

@@ -43,7 +43,13 @@ class Stage:
 
 
 @contextlib.contextmanager
-def agreement(shardings: Iterable[Sharding | None]) -> Generator[Stage, None, None]:
+def agreement(
+    shardings: Iterable[Sharding | None],
+    *,
+    done: str = "materialized",
+    given: str = "checkpoints differ",
+    mend: str = "Give all processes the same files",
+) -> Generator[Stage, None, None]:
     """Runs its body as a stage at whose end all processes that hold devices of these shardings wait for each other.
 
     A process in which the body fails raises that error; all others raise a `CheckpointError` that names the process
@@ -52,6 +58,9 @@ def agreement(shardings: Iterable[Sharding | None]) -> Generator[Stage, None, No
 
     Args:
         shardings: Those of the model; None is a variable on a device of this process.
+        done: What the stage does, for the message that it was not done here either.
+        given: What it means that outcomes differ, for a message that begins with "the processes'".
+        mend: What to do about that.
 
     Yields:
         A `Stage`, in which the body may note an outcome that must be the same everywhere.
@@ -78,14 +87,14 @@ def agreement(shardings: Iterable[Sharding | None]) -> Generator[Stage, None, No
     if failed:
         process, message = next(iter(failed.items()))
         others = f" (and {len(failed) - 1} other processes)" if len(failed) > 1 else ""
-        raise CheckpointError(f"process {process}{others} failed, so nothing was materialized here either: {message}")
+        raise CheckpointError(f"process {process}{others} failed, so nothing was {done} here either: {message}")
     first = min(reports)
     for process, report in reports.items():
         if (report[_DIGEST] != reports[first][_DIGEST]).any():
             raise CheckpointError(
-                "the processes' checkpoints differ: "
+                f"the processes' {given}: "
                 f"process {first} would {_text(reports[first])}, process {process} would {_text(report)}. "
-                "Give all processes the same files."
+                f"{mend}."
             )
 
 

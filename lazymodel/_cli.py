@@ -14,7 +14,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lazymodel._errors import LazyModelError
+from lazymodel._cli_plan import add_parser as add_plan_parser
+from lazymodel._errors import DoesNotFitError, LazyModelError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: With status 2, for arguments that are wrong; with 0, for `--help`.
     """
-    parser = argparse.ArgumentParser(prog="lazymodel", description="Look at checkpoints before loading them.")
+    parser = argparse.ArgumentParser(prog="lazymodel", description="Look at checkpoints and models before loading.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     inspect = commands.add_parser(
@@ -44,10 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "such as SHA256SUMS, states; reads every file once",
     )
     inspect.set_defaults(run=_inspect)
+    add_plan_parser(commands)
 
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
+    except DoesNotFitError as error:  # found by a compiler that gave no numbers for a plan
+        print(f"lazymodel: {error}", file=sys.stderr)
+        return 1
     except LazyModelError as error:
         print(f"lazymodel: error: {error}", file=sys.stderr)
         return 2
@@ -59,11 +64,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from lazymodel.checkpoints._inspect import inspect_checkpoint
 
     summary = inspect_checkpoint(arguments.checkpoint, verify=arguments.verify)
-    _print(json.dumps(summary.to_dict(), indent=2) if arguments.json else str(summary))
+    print_text(json.dumps(summary.to_dict(), indent=2) if arguments.json else str(summary))
     return 1 if summary.problems else 0
 
 
-def _print(text: str) -> None:
+def print_text(text: str) -> None:
     """Prints what the terminal's encoding may lack, and where the reader (`head`, a pager) may have left."""
     encoding = sys.stdout.encoding or "utf-8"
     try:

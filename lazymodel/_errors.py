@@ -28,7 +28,17 @@ class CheckpointError(LazyModelError):
 
 
 class DoesNotFitError(LazyModelError):
-    """A plan needs more memory than a device has; names the largest offenders."""
+    """A plan needs more memory than a device has; names the largest offenders.
+
+    Attributes:
+        needed_nbytes: Bytes that one device would need, where known.
+        limit_nbytes: Bytes that it has, where known.
+    """
+
+    def __init__(self, message: str, *, needed_nbytes: int | None = None, limit_nbytes: int | None = None) -> None:
+        super().__init__(message)
+        self.needed_nbytes = needed_nbytes
+        self.limit_nbytes = limit_nbytes
 
 
 class LazyModelWarning(UserWarning):

@@ -92,10 +92,23 @@ BYTES_READ = ByteCounter()
 
 @dataclasses.dataclass(frozen=True)
 class Convert:
-    """One deferred elementwise conversion: a cast to `dtype`, or with `bitcast` a reinterpretation of the same bits."""
+    """One deferred elementwise conversion: a cast to `dtype`, a reinterpretation of the same bits, or arithmetic.
+
+    Attributes:
+        dtype: What it results in.
+        bitcast: Whether it is a reinterpretation.
+        function: The arithmetic: takes an array and returns one of the same shape and of `dtype`.
+    """
 
     dtype: np.dtype[Any]
     bitcast: bool = False
+    function: Callable[[np.ndarray], np.ndarray] | None = None
+
+    def __call__(self, values: np.ndarray) -> np.ndarray:
+        """The values, converted."""
+        if self.function is not None:
+            return self.function(values)
+        return values.view(self.dtype) if self.bitcast else values.astype(self.dtype)
 
 
 def empty_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
@@ -237,14 +250,15 @@ def slabs(shape: tuple[int, ...], limit: int, multiple: int = 1) -> Iterator[tup
 def assign(out: np.ndarray, values: np.ndarray, steps: tuple[Convert, ...] = ()) -> None:
     """`out[...] = values`, converted step by step; bit-equal to the same chain of `ndarray.astype` and `.view`."""
     with np.errstate(all="ignore"):  # astype would warn where a value overflows; that is the caller's wish here
-        if len(steps) > 1 and values.size > CHAIN:  # its temporaries stay small
+        computes = any(step.function is not None for step in steps)
+        if (len(steps) > 1 or computes) and values.size > CHAIN:  # its temporaries stay small
             for box in slabs(values.shape, CHAIN):
                 assign(out[(*box, ...)], values[(*box, ...)], steps)
             return
         for step in steps[:-1]:
-            values = values.view(step.dtype) if step.bitcast else values.astype(step.dtype)
-        if steps and steps[-1].bitcast:
-            values = values.view(steps[-1].dtype)
+            values = step(values)
+        if steps and (steps[-1].bitcast or computes):  # copying casts by itself
+            values = steps[-1](values)
         if out.dtype == values.dtype and out.dtype.kind not in "biufc":
             # ml_dtypes' own copy loops are slow where strided; the same bits as integers copy at full speed.
             bits = np.dtype(f"u{out.dtype.itemsize}")

@@ -55,6 +55,7 @@ class InitRecipe:
         inputs: Its run-time inputs: small NumPy arrays, such as a seed or key data.
         origin: What it does, for people, such as `normal` or `GlorotUniform`.
         x64: Whether it computes with 64-bit types; None follows `jax.config.jax_enable_x64` when it is compiled.
+        keys: For each input, the dtype of the PRNG keys that it is the data of, or None; empty where that is not known.
     """
 
     paths: tuple[str, ...]
@@ -63,6 +64,7 @@ class InitRecipe:
     inputs: tuple[np.ndarray, ...]
     origin: str = "init"
     x64: bool | None = None
+    keys: tuple[Any, ...] = ()
 
     def restricted_to(self, paths: Sequence[str]) -> InitRecipe:
         """The same recipe computing only some of its variables; what is unused is never computed."""

@@ -90,6 +90,9 @@ class Leaf:
         """Fills `out` with a box of the leaf, converted; temporaries within `workspace.room` or `unit_nbytes`."""
         raise NotImplementedError
 
+    def release(self) -> None:
+        """Gives up what it keeps for the next box, which counts in `unit_nbytes`: all that was wanted has been read."""
+
     def fill(self, geometry: Geometry, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
         """Fills `out` with a normalized geometry of the leaf, converted."""
         covering = cover(geometry, self.shape, self.dtype.itemsize)
@@ -170,6 +173,10 @@ class PiecesLeaf(Leaf):
     def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
         for part in self.parts([box], [out], steps):
             part.run(workspace)
+
+    def release(self) -> None:
+        for piece in self.pieces:
+            piece.leaf.release()
 
     def parts(self, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: tuple[Convert, ...]) -> list[Part]:
         """The parts that fill boxes of the joined tensor, piece by piece."""
@@ -393,8 +400,8 @@ class LazyTensor(np.lib.mixins.NDArrayOperatorsMixin):
     """An array still on disk. Made by a checkpoint, not by hand.
 
     Basic indexing, `transpose`, `reshape`, `split`, `concatenate`, `stack`, `astype` and the like return another lazy
-    tensor and read nothing. Arithmetic and every other NumPy function read this one tensor and return an ordinary
-    array.
+    tensor and read nothing; so do `+`, `-`, `*` and `/` with a scalar. Other arithmetic and every other NumPy function
+    read this one tensor and return an ordinary array.
 
     Attributes:
         leaf: What it is a view of.
@@ -587,7 +594,16 @@ class LazyTensor(np.lib.mixins.NDArrayOperatorsMixin):
     # NumPy's protocols
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if ufunc in _SCALAR_UFUNCS and method == "__call__" and not kwargs and self._alone_among(inputs):
+            convert = _arithmetic(ufunc, self.dtype, inputs)
+            if convert.dtype.kind != "c":  # products of these may be fused or not, depending on where they lie
+                return self.converted((convert,))
         return getattr(ufunc, method)(*_read_all(inputs), **_read_all(kwargs))
+
+    def _alone_among(self, inputs: tuple[Any, ...]) -> bool:
+        """Whether all operands but this one, which occurs once, are scalars."""
+        others = [value for value in inputs if value is not self]
+        return len(others) == len(inputs) - 1 and all(isinstance(value, _SCALARS) for value in others)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func in _VIEW_FUNCTIONS and args and isinstance(args[0], LazyTensor):
@@ -606,6 +622,21 @@ class LazyTensor(np.lib.mixins.NDArrayOperatorsMixin):
 def lazy(array: Any, name: str = "array") -> LazyTensor:
     """A lazy tensor over an array in memory, so that arrays and tensors go one way."""
     return array if isinstance(array, LazyTensor) else LazyTensor(ArrayLeaf(np.asarray(array), name))
+
+
+_SCALARS = (bool, int, float, complex, np.generic)
+# Arithmetic whose every result is rounded by itself, and so does not depend on which box an element is read in.
+_SCALAR_UFUNCS: frozenset[Any] = frozenset((np.add, np.subtract, np.multiply, np.true_divide, np.negative))
+
+
+def _arithmetic(ufunc: Any, dtype: np.dtype[Any], inputs: tuple[Any, ...]) -> Convert:
+    """Arithmetic of one array of a dtype and scalars as a conversion; NumPy raises what it would for the array."""
+
+    def compute(values: np.ndarray) -> np.ndarray:
+        return np.asarray(ufunc(*(value if isinstance(value, _SCALARS) else values for value in inputs)))
+
+    inputs = tuple(value if isinstance(value, _SCALARS) else None for value in inputs)  # keeps no tensor alive
+    return Convert(compute(np.empty(1, dtype)[:0]).dtype, function=compute)
 
 
 def _is_basic(key: Any) -> bool:

@@ -111,9 +111,10 @@ class LoadReport:
         read_nbytes: Tensor bytes that this process read from files meanwhile. More than needed where reading through
             a gap is faster than seeking over it, or where a file can only be read in whole chunks.
         seconds: Wall-clock seconds of the whole call.
-        initialize_seconds: Seconds of it until every init program was compiled and started. Devices may go on
-            computing while the first bytes are read.
-        stream_seconds: Seconds from then until every array was complete.
+        initialize_seconds: Seconds of it that initializing took by itself: until every init program was compiled and
+            started, and after streaming until the last of them was done. What devices compute while files are read
+            takes no time of its own.
+        stream_seconds: Seconds in between, until every array that is loaded was complete on its devices.
     """
 
     name: str
@@ -208,6 +209,8 @@ def make_report(
             tensors = stored_tensors(source, path)
             needed = needed_nbytes(source, shardings[path])
             row = dataclasses.replace(row, action="load", tensors=tensors, needed_nbytes=needed)
+        elif source is None:
+            row = dataclasses.replace(row, action="initialize", initializer=variable.origin)
         rows.append(row)
     files = dict.fromkeys(tensor.file for row in rows for tensor in row.tensors if tensor.file)
     return LoadReport(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format
 
 from lazymodel._abstract import AbstractModel, AbstractVariable, Source
 from lazymodel._agreement import agreement
@@ -27,6 +28,7 @@ from lazymodel._init_programs import InitRecipe, run_recipes
 from lazymodel._jaxprs import key_impl
 from lazymodel._lazy_tensor import LazyTensor
 from lazymodel._load_report import Costs, LoadReport, MismatchedTensor, local_nbytes, make_report, stored_tensors
+from lazymodel._mapping import flat_checkpoint
 from lazymodel._report import Progress, closest, progress_for
 from lazymodel._sharding import device_shardings
 from lazymodel._stream import StreamItem, stream
@@ -81,6 +83,7 @@ def materialize(
         Exception: Whatever a callable given as `progress` or `report` raises.
     """
     start = time.perf_counter()
+    checkpoint = flat_checkpoint(checkpoint)
     shardings = [variable.sharding for variable in model.variables.values()]
     # Before the first program runs: one that only some processes run can wait forever for the rest.
     with agreement(shardings) as stage:
@@ -115,6 +118,7 @@ def choose(
     """
     if initialize not in (None, "missing", "nothing", "all"):
         raise CheckpointError(f"initialize is 'missing', 'nothing', 'all' or None; got {initialize!r}")
+    checkpoint = flat_checkpoint(checkpoint)
     sources = dict(model.sources)
     by_recipe = {path for recipe in model.recipes for path in recipe.paths}
     given: dict[str, Source] = {}
@@ -158,7 +162,7 @@ def make_arrays(
     max_host_memory: int | None = None,
     progress: bool | Progress | Callable[[int, int], object] | None = None,
 ) -> tuple[dict[str, jax.Array], Costs]:
-    """Runs the init programs, then the stream; returns path to finished array, and what it cost.
+    """Runs the init programs, the stream, and what is computed from other variables; returns path to finished array, and what it cost.
 
     Init programs come first: their temporaries are spent while the devices are still empty. Progress is counted in
     bytes of the distinct shards of this process.
@@ -170,6 +174,8 @@ def make_arrays(
         for recipe in choice.recipes
         for path in recipe.paths
     }
+    derived = [path for path in model if path not in computed and path not in choice.sources]
+    computed.update({path: local_nbytes(shardings[path], model[path].shape, model[path].dtype) for path in derived})
     total = sum(computed.values()) + sum(local_nbytes(item.sharding, item.shape, item.dtype) for item in items)
     arrays: dict[str, jax.Array] = {}
     bar = progress_for(progress)
@@ -178,14 +184,21 @@ def make_arrays(
     try:
         start = time.perf_counter()
         for path, array in run_recipes(choice.recipes, shardings, model.programs):
-            arrays[path] = array
+            arrays[path] = _in_layout(array, model[path])
             watcher.advance(computed[path], path)
-        initialized, read = time.perf_counter(), BYTES_READ.count
+        started, read = time.perf_counter(), BYTES_READ.count
         for path, array in stream(items, max_host_memory=max_host_memory, on_bytes=watcher.advance):
-            arrays[path] = _as_declared(array, model[path])
+            arrays[path] = _in_layout(_as_declared(array, model[path]), model[path])
             watcher.advance(0, path)
-        jax.block_until_ready(list(arrays.values()))
-        costs = Costs(BYTES_READ.count - read, initialized - start, time.perf_counter() - initialized)
+        if derived and model.derived is not None:
+            for path, array in model.derived.compute(derived, arrays, shardings).items():
+                arrays[path] = _in_layout(array, model[path])
+                watcher.advance(computed[path], path)
+        jax.block_until_ready([arrays[item.path] for item in items])
+        streamed = time.perf_counter()
+        jax.block_until_ready(list(arrays.values()))  # the init programs, which ran on while files were read
+        initializing = started - start + time.perf_counter() - streamed
+        costs = Costs(BYTES_READ.count - read, initializing, streamed - started)
     except CheckpointError:
         if watcher.error is not None:
             raise watcher.error from None
@@ -320,6 +333,13 @@ def _stream_item(variable: AbstractVariable, source: Source, sharding: Sharding)
 
 def _as_declared(array: jax.Array, variable: AbstractVariable) -> jax.Array:
     return jax.random.wrap_key_data(array, impl=key_impl(variable.dtype)) if _is_key(variable) else array
+
+
+def _in_layout(array: jax.Array, variable: AbstractVariable) -> jax.Array:
+    """The array with its bytes in the order that the variable asks for, as far as its devices have such orders."""
+    if variable.layout is None:
+        return array
+    return jax.device_put(array, Format(variable.layout, array.sharding), donate=True)
 
 
 def _is_key(variable: AbstractVariable) -> bool:

@@ -1,9 +1,9 @@
-"""What people read: tables of models, plans and loads, the closest names in an error, and progress while work goes on.
+"""What people read: tables of models and loads, the closest names in an error, and progress while work goes on.
 
-Responsible for presentation only: it computes no sizes that the model, plan or load report does not already state,
-and nothing decides anything by what is written here. A model has thousands of variables and a person reads about forty
-lines, so variables whose paths differ only in numbers are folded into one row (`block_{0..25}/query/kernel`, 26 of
-them).
+Responsible for presentation only: it computes no sizes that the model or load report does not already state, and
+nothing decides anything by what is written here; `_plan_report` shows plans in the same tables. A model has thousands
+of variables and a person reads about forty lines, so variables whose paths differ only in numbers are folded into one
+row (`block_{0..25}/query/kernel`, 26 of them).
 
 Names come from files that anyone may have written: they reach a terminal without control characters and markup, and
 HTML escaped.
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from lazymodel._abstract import AbstractModel, AbstractVariable
     from lazymodel._load_report import LoadReport, LoadRow
-    from lazymodel._plan import MemoryPlan, PlanRow
 
 _MAX_ROWS = 40  # rows of a table before the smallest are only counted
 _MAX_NAMES = 8  # names that a line below a table lists before it only counts
@@ -325,66 +324,9 @@ def _fullest_device(variables: Iterable[AbstractVariable]) -> tuple[int, int]:
     return anywhere + max(per_device.values(), default=0), max(len(per_device), 1)
 
 
-# --- the plan --------------------------------------------------------------------------------------------------------
+# --- the load --------------------------------------------------------------------------------------------------------
 
 _ACTIONS = {"load": "loaded", "initialize": "initialized"}  # and "constant", of plans and loads
-
-
-def plan_text(plan: MemoryPlan) -> str:
-    """A memory plan as a table and a summary for a terminal, as wide as it; no colours."""
-    return _text(_plan_table(plan))
-
-
-def plan_html(plan: MemoryPlan) -> str:
-    """A memory plan as an HTML fragment for a notebook."""
-    return _html(_plan_table(plan))
-
-
-def _plan_table(plan: MemoryPlan) -> _Table:
-    def row(row: PlanRow) -> _Row:
-        note = _ACTIONS.get(row.action, row.action)
-        if row.action == "initialize":
-            note = f"{note}: {row.source}"
-        cells = (_shape_text(row.shape), row.dtype.name, _spec_text(row.spec))
-        return _Row(row.path, cells, row.shard_nbytes, note)
-
-    nbytes = sum(row.nbytes for row in plan.rows)
-    title = f"{plan.name}: plan for {_plural(len(plan.rows), 'variable')}, {format_bytes(nbytes)}"
-    headings = ("shape", "dtype", "partition spec", "bytes/device", "value")
-    return _table(title, headings, map(row, plan.rows), _plan_lines(plan))
-
-
-def _plan_lines(plan: MemoryPlan) -> list[str]:
-    device = "device" if plan.num_devices == 1 else f"each of {plan.num_devices:,} devices, on the fullest"
-    lines = [
-        f"{device}: {format_bytes(plan.device_nbytes)} resident, "
-        f"{format_bytes(plan.peak_nbytes)} at the peak while materializing"
-    ]
-    if plan.device_memory is not None:
-        spare = plan.device_memory - plan.peak_nbytes
-        verdict = (
-            f"fits, {format_bytes(spare)} to spare" if spare >= 0 else f"does not fit, {format_bytes(-spare)} short"
-        )
-        lines.append(f"device memory: {format_bytes(plan.device_memory)}; {verdict}")
-        if spare < 0:
-            largest = heapq.nlargest(_SUGGESTIONS, plan.rows, key=lambda row: row.shard_nbytes)
-            listed = ", ".join(f"{row.path} ({format_bytes(row.shard_nbytes)})" for row in largest)
-            lines.append(f"largest on a device: {listed}")
-    totals: dict[str, list[int]] = {}
-    for row in plan.rows:
-        totals.setdefault(row.action, []).append(row.nbytes)
-    for action, sizes in totals.items():
-        line = f"{_ACTIONS.get(action, action)}: {_plural(len(sizes), 'variable')}, {format_bytes(sum(sizes))}"
-        if action == "load":
-            line += f"; this process reads {format_bytes(plan.read_nbytes)}"
-            line += f", its largest shard in host memory is {format_bytes(plan.host_nbytes)}"
-        elif action == "initialize":
-            line += f"; {_plural(plan.programs, 'compiled program')}"
-        lines.append(line)
-    return lines
-
-
-# --- the load --------------------------------------------------------------------------------------------------------
 
 
 def load_text(report: LoadReport) -> str:

@@ -1,7 +1,7 @@
-"""The sharding pass: rules in, a checked `NamedSharding` for every variable out.
+"""The sharding pass: rules in, a checked sharding for every variable out, with the reason for it.
 
-Responsible for reading every form of rule, for matching, and for saying what does not fit before a byte moves.
-Not responsible for how a sharding is carried out.
+Responsible for reading every form of rule, for matching, for saying what does not fit before a byte moves, and for
+mending it where that was asked for. Not responsible for how a sharding is carried out, nor for proposing one (`_auto`).
 """
 
 from __future__ import annotations
@@ -11,41 +11,90 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.experimental.layout import Format
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lazymodel._abstract import AbstractVariable
+from lazymodel._auto import Auto, Proposal
 from lazymodel._bytes import format_bytes, parse_bytes
 from lazymodel._errors import LazyModelWarning, ShardingError
 from lazymodel._report import closest
+from lazymodel._roles import Role, describe, rule_path
 
+
+@runtime_checkable
+class Proposer(Protocol):
+    """Rules that look at the whole model at once, as `auto` does."""
+
+    def propose(self, variables: Mapping[str, AbstractVariable], mesh: Mesh, *, large: int) -> Mapping[str, Proposal]:
+        """Path to proposal; a path that is left out counts as matched by no rule.
+
+        Args:
+            variables: Path to variable.
+            mesh: The mesh.
+            large: Bytes from which on replicating a variable is worth a warning.
+        """
+        ...
+
+
+Spec: TypeAlias = "PartitionSpec | Sharding | Format | Sequence[Any] | None"
 Rules: TypeAlias = (
-    "Mapping[str, PartitionSpec | Sequence[Any] | None] | Callable[[AbstractVariable], PartitionSpec | Sharding | None]"
+    "Mapping[str | Role, Spec] | Mapping[str, Spec] | Mapping[Role, Spec] | Callable[[AbstractVariable], Spec] "
+    "| Sequence[tuple[str, Any]] | Proposer"
 )
 
 _LISTED = 8  # how many paths a message names before it only counts
 
 
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why a variable has its sharding.
+
+    Attributes:
+        kind: `rule` (of a mapping), `callable`, `logical` (axis rules), `metadata` (the variable's own), `proposed`
+            (by `auto` or another proposer), `repaired`, `optimizer` (state, as its parameter), or `unmatched`.
+        text: The reason, for people.
+        role: What `auto` or a rule by role took the variable for.
+        labels: What each of its dimensions is, where that is known.
+        tried: What was considered before and does not fit.
+    """
+
+    kind: str
+    text: str
+    role: str = ""
+    labels: tuple[str, ...] = ()
+    tried: tuple[str, ...] = ()
+
+
 def assign(
     variables: Mapping[str, AbstractVariable],
     mesh: Mesh,
-    rules: Rules,
+    rules: Rules | None,
     *,
     on_unmatched: str = "warn",
     large: int | str = "1MiB",
-) -> dict[str, AbstractVariable]:
+    repair: bool | Auto = False,
+) -> tuple[dict[str, AbstractVariable], tuple[str, ...]]:
     """Gives every variable a sharding.
 
     Rules are one of
 
     - a mapping of path regex to spec. The whole path must match (`re.fullmatch`); the first rule that matches, in
-      the mapping's order, is taken. A spec is a `PartitionSpec`, a tuple or list of axis names, or None (replicate).
-      A pattern that matches no variable is an error.
+      the mapping's order, is taken. A key may also be a `role`. A pattern that matches no variable is an error.
     - a Keras `LayoutMap`, read in the same way, but as Keras reads it: a pattern that matches nothing is only
       warned about, because published maps serve several models.
-    - a callable `variable -> PartitionSpec | NamedSharding | None`; None means that no rule applies.
+    - a callable of a variable; None means that no rule applies.
+    - a sequence of (logical axis, mesh axis, tuple of them or None), for variables that carry names for their axes, as
+      Flax' do. As in Flax, rules are tried in their order, each mesh axis splits one dimension only, and a logical axis
+      without a rule is not split.
+    - `auto(...)`, or any other `Proposer`.
+    - None: variables carry names of mesh axes, and these are used.
+
+    A spec is a `PartitionSpec`, a tuple or list of axis names, None (replicate), or a whole `NamedSharding` or
+    `jax.experimental.layout.Format` (a layout on the device and a sharding).
 
     Args:
         variables: Path to variable.
@@ -54,6 +103,11 @@ def assign(
         on_unmatched: What to do about variables of at least `large` bytes that no rule matches (they are replicated
             on every device): `"warn"`, `"error"` or `"ignore"`.
         large: That threshold, in bytes or as text.
+        repair: Whether a spec that does not fit, and a large variable that no rule matches, take what `auto` proposes
+            instead, and dead rules are only noted; an `auto(...)` says which axes are for what.
+
+    Returns:
+        The variables with shardings and reasons, and notes on rules that matched nothing.
 
     Raises:
         ShardingError: A rule matches nothing, or a spec does not fit its variable or the mesh. All misfits of one
@@ -62,41 +116,73 @@ def assign(
     if on_unmatched not in ("warn", "error", "ignore"):
         raise ShardingError(f"on_unmatched is 'warn', 'error' or 'ignore'; got {on_unmatched!r}")
     mesh = _as_mesh(mesh)
-    lookup, dead, lenient = _lookup(rules, variables)
-    if dead:
-        names = [rule_path(path) for path in variables]
-        message = "; ".join(f"rule {pattern!r} matches no variable{closest(pattern, names)}" for pattern in dead)
+    threshold = parse_bytes(large)
+    answers, dead, lenient = _read(rules, variables, mesh, threshold)
+    notes = tuple(_dead_message(pattern, variables) for pattern in dead)
+    if notes and not repair:
         if not lenient:
-            raise ShardingError(f"{message}. Mend the pattern (the whole path must match) or remove the rule.")
-        warnings.warn(message, LazyModelWarning, stacklevel=3)
+            raise ShardingError(f"{'; '.join(notes)}. Mend the pattern (the whole path must match) or remove the rule.")
+        warnings.warn("; ".join(notes), LazyModelWarning, stacklevel=3)
 
     assigned: dict[str, AbstractVariable] = {}
     unmatched: list[AbstractVariable] = []
-    misfits: list[str] = []
-    threshold = parse_bytes(large)
+    misfits: dict[str, str] = {}
     for path, variable in variables.items():
-        answer = lookup(variable)
-        if answer is _UNMATCHED:
+        answer = answers(variable)
+        if answer is None:
             if variable.nbytes >= threshold and mesh.size > 1:
                 unmatched.append(variable)
-            answer = PartitionSpec()
+            answer = None, Reason("unmatched", "replicated, since no rule matches it")
         try:
-            sharding = (
-                answer if isinstance(answer, Sharding) else NamedSharding(mesh, check_spec(variable, answer, mesh))
-            )
+            assigned[path] = _placed(variable, *answer, mesh)
         except ShardingError as error:
-            misfits.append(str(error))
-            continue
-        assigned[path] = dataclasses.replace(variable, sharding=sharding)
-    if misfits:
-        more = f"\n… and {len(misfits) - _LISTED} more" if len(misfits) > _LISTED else ""
-        raise ShardingError("\n".join(misfits[:_LISTED]) + more)
-    if unmatched and on_unmatched != "ignore":
+            misfits[path] = str(error)
+    if repair and (misfits or unmatched):
+        proposals = (repair if isinstance(repair, Auto) else Auto()).propose(variables, mesh, large=threshold)
+        broken = {**{variable.path: "no rule matches it" for variable in unmatched}, **misfits}
+        mended = {path: _mended(variables[path], proposals[path], why, mesh) for path, why in broken.items()}
+        # In the model's own order, which `dict.update` would not keep for the ones that were left out.
+        assigned = {path: mended.get(path) or assigned[path] for path in variables}
+    elif misfits:
+        listed = list(misfits.values())
+        more = f"\n… and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
+        raise ShardingError("\n".join(listed[:_LISTED]) + more + "\nrepair=True of shard() mends them.")
+    elif unmatched and on_unmatched != "ignore":
         message = _unmatched_message(unmatched, threshold, mesh)
         if on_unmatched == "error":
             raise ShardingError(message)
         warnings.warn(message, LazyModelWarning, stacklevel=3)
-    return assigned
+    return assigned, notes
+
+
+def _placed(variable: AbstractVariable, answer: Any, reason: Reason, mesh: Mesh) -> AbstractVariable:
+    """The variable with the sharding that an answer of the rules stands for.
+
+    Raises:
+        ShardingError: It does not fit.
+    """
+    layout = None
+    if isinstance(answer, Format):
+        layout = answer.layout
+        if answer.sharding is None or not (layout is None or hasattr(layout, "major_to_minor")):
+            raise ShardingError(
+                f"{variable.path!r}: a Format needs a sharding and a layout that is written out, not AUTO; got {answer}"
+            )
+        if layout is not None and sorted(layout.major_to_minor) != list(range(len(variable.shape))):
+            raise ShardingError(
+                f"{variable.path!r} of shape {variable.shape}: the layout's major_to_minor {layout.major_to_minor} is "
+                "no order of its dimensions"
+            )
+        answer = answer.sharding
+    if isinstance(answer, NamedSharding) and isinstance(answer.mesh, Mesh):
+        check_spec(variable, answer.spec, answer.mesh)
+    sharding = answer if isinstance(answer, Sharding) else NamedSharding(mesh, check_spec(variable, answer, mesh))
+    return dataclasses.replace(variable, sharding=sharding, layout=layout, reason=reason)
+
+
+def _mended(variable: AbstractVariable, proposal: Proposal, why: str, mesh: Mesh) -> AbstractVariable:
+    reason = Reason("repaired", f"{proposal.text} (repaired: {why})", proposal.role, proposal.labels, proposal.tried)
+    return _placed(variable, proposal.spec, reason, mesh)
 
 
 def check_spec(variable: AbstractVariable, spec: Any, mesh: Mesh) -> PartitionSpec:
@@ -139,61 +225,184 @@ def check_spec(variable: AbstractVariable, spec: Any, mesh: Mesh) -> PartitionSp
     return PartitionSpec(*entries)
 
 
-def rule_path(path: str) -> str:
-    """The path that rules see: without the `#2` that keeps equal paths apart."""
-    return re.sub(r"#\d+$", "", path)
-
-
 def device_shardings(variables: Mapping[str, AbstractVariable]) -> dict[str, Sharding]:
     """The sharding that each variable will be materialized with; one default device where none was assigned."""
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return {path: variable.sharding or default for path, variable in variables.items()}
 
 
-_UNMATCHED = object()
+def resolve_logical(names: Sequence[Any], rules: Sequence[tuple[str, Any]]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """Mesh axes for the logical axes of one variable, and the logical axes that no rule knows.
+
+    The semantics are those of `flax.linen.logical_to_mesh_axes`: a rule whose mesh axes already split another dimension
+    is passed over for the next one of the same logical axis.
+    """
+    resolved: dict[int, Any] = {}
+    used: set[str] = set()
+    for logical, target in rules:
+        if logical not in names:
+            continue
+        position = list(names).index(logical)
+        axes = () if target is None else (target,) if isinstance(target, str) else tuple(target)
+        if position not in resolved and not used.intersection(axes):
+            resolved[position] = target if target is None or isinstance(target, str) else axes
+            used.update(axes)
+    known = {logical for logical, _ in rules}
+    unknown = tuple(name for name in names if isinstance(name, str) and name not in known)
+    return tuple(resolved.get(position) for position in range(len(names))), unknown
 
 
-def _lookup(
-    rules: Any, variables: Mapping[str, AbstractVariable]
-) -> tuple[Callable[[AbstractVariable], Any], list[str], bool]:
-    """A function from variable to spec, sharding or `_UNMATCHED`; the dead patterns; whether those are tolerated."""
+# Takes a variable and gives what a rule says of it and why, or None where no rule matches it.
+_Answers: TypeAlias = "Callable[[AbstractVariable], tuple[Any, Reason] | None]"
+
+
+def _read(
+    rules: Any, variables: Mapping[str, AbstractVariable], mesh: Mesh, large: int
+) -> tuple[_Answers, list[str | Role], bool]:
+    """Any form of rules as a function of a variable; the dead patterns; whether those are tolerated."""
+    if rules is None:
+        return _metadata_answers(variables, mesh), [], False
+    if isinstance(rules, Proposer):
+        proposals = rules.propose(variables, mesh, large=large)
+
+        def propose(variable: AbstractVariable) -> tuple[Any, Reason] | None:
+            found = proposals.get(variable.path)
+            return found and (found.spec, Reason("proposed", found.text, found.role, found.labels, found.tried))
+
+        return propose, [], False
     if isinstance(rules, Mapping):
-        table = cast("Mapping[str, Any]", rules)
         # Keras' LayoutMap: a mapping that carries its own device mesh. The core imports no Keras to ask for the class.
-        lenient = hasattr(rules, "device_mesh")
-        try:
-            patterns = {pattern: re.compile(pattern) for pattern in table}
-        except re.error as error:
-            raise ShardingError(f"rule {error.pattern!r} is not a regular expression: {error}") from error
-        matches: dict[str, str] = {}
-        alive: set[str] = set()
-        for path in variables:
-            name = rule_path(path)
-            found = [pattern for pattern, regex in patterns.items() if regex.fullmatch(name)]
-            alive.update(found)
-            if lenient and name in patterns:
-                found = [name]
-            if lenient and len(found) > 1:
-                raise ShardingError(
-                    f"{path!r} is matched by more than one key of the LayoutMap: {', '.join(map(repr, found))}; "
-                    "make them exclusive"
-                )
-            if found:
-                matches[path] = found[0]
-        dead = [pattern for pattern in patterns if pattern not in alive]
-        return (lambda v: table[matches[v.path]] if v.path in matches else _UNMATCHED), dead, lenient
+        lenient = hasattr(cast("Any", rules), "device_mesh")
+        table = cast("Mapping[str | Role, Any]", rules)
+        answers, dead = _mapping_answers(table, variables, lenient=lenient)
+        return answers, dead, lenient
     if callable(rules):
         function = cast("Callable[[AbstractVariable], Any]", rules)
+        name = getattr(function, "__qualname__", type(function).__name__)
 
-        def call(variable: AbstractVariable) -> Any:
+        def call(variable: AbstractVariable) -> tuple[Any, Reason] | None:
             answer = function(variable)
-            return _UNMATCHED if answer is None else answer
+            return None if answer is None else (answer, Reason("callable", f"as the callable {name} says"))
 
         return call, [], False
+    if isinstance(rules, Sequence) and not isinstance(rules, str):
+        return _logical_answers(cast("Sequence[Any]", rules), variables), [], False
     raise ShardingError(
-        "rules are a mapping of path regex to PartitionSpec, a Keras LayoutMap, or a callable taking a variable; "
-        f"got {type(rules).__name__}"
+        "rules are a mapping of path regex to PartitionSpec, a Keras LayoutMap, a callable taking a variable, "
+        f"a sequence of (logical axis, mesh axis) or lm.auto(); got {type(rules).__name__}"
     )
+
+
+def _mapping_answers(
+    table: Mapping[str | Role, Any], variables: Mapping[str, AbstractVariable], *, lenient: bool
+) -> tuple[_Answers, list[str | Role]]:
+    patterns: dict[str | Role, re.Pattern[str]] = {}
+    for key in table:
+        if isinstance(key, Role):
+            continue
+        try:
+            patterns[key] = re.compile(key)
+        except re.error as error:
+            raise ShardingError(f"rule {error.pattern!r} is not a regular expression: {error}") from error
+        except TypeError as error:
+            raise ShardingError(f"a rule's key is a path regex or a role; got {key!r}") from error
+    described = describe(variables) if len(patterns) < len(table) else {}
+    matches: dict[str, str | Role] = {}
+    alive: set[str | Role] = set()
+    for path in variables:
+        name = rule_path(path)
+        found = [
+            key
+            for key in table
+            if (key.name == described[path].role if isinstance(key, Role) else patterns[key].fullmatch(name))
+        ]
+        alive.update(found)
+        if lenient and name in patterns:
+            found = [name]
+        if lenient and len(found) > 1:
+            raise ShardingError(
+                f"{path!r} is matched by more than one key of the LayoutMap: {', '.join(map(repr, found))}; "
+                "make them exclusive"
+            )
+        if found:
+            matches[path] = found[0]
+
+    def answer(variable: AbstractVariable) -> tuple[Any, Reason] | None:
+        key = matches.get(variable.path)
+        if key is None:
+            return None
+        text = f"rule for role {key.name!r}" if isinstance(key, Role) else f"rule {key!r} matches"
+        return table[key], Reason("rule", text, key.name if isinstance(key, Role) else "")
+
+    return answer, [key for key in table if key not in alive]
+
+
+def _logical_answers(rules: Sequence[Any], variables: Mapping[str, AbstractVariable]) -> _Answers:
+    for rule in rules:
+        if not (isinstance(rule, Sequence) and len(cast("Sequence[Any]", rule)) == 2 and isinstance(rule[0], str)):
+            raise ShardingError(
+                f"logical axis rules are pairs of a logical axis and a mesh axis, a tuple of them or None; got {rule!r}"
+            )
+    if not any(variable.logical_axes for variable in variables.values()):
+        raise ShardingError(
+            "rules are pairs of logical and mesh axes, and no variable of this model carries names for its axes. "
+            "Give rules by path, or lm.auto()."
+        )
+
+    def answer(variable: AbstractVariable) -> tuple[Any, Reason] | None:
+        names = variable.logical_axes
+        if names is None:
+            return None
+        _check_names(variable, names)
+        entries, unknown = resolve_logical(names, rules)
+        if unknown and not any(entries):
+            return None  # replicated, and said so if it is large
+        text = f"logical axes {names}"
+        if unknown:
+            text += f"; no rule for {', '.join(map(repr, unknown))}, which are not split"
+        return PartitionSpec(*entries), Reason("logical", text, labels=tuple(str(name) for name in names))
+
+    return answer
+
+
+def _metadata_answers(variables: Mapping[str, AbstractVariable], mesh: Mesh) -> _Answers:
+    if not any(variable.logical_axes for variable in variables.values()):
+        raise ShardingError(
+            "shard() without rules uses the axis names that variables carry, and no variable of this model does. "
+            "Give rules, such as lm.auto()."
+        )
+
+    def answer(variable: AbstractVariable) -> tuple[Any, Reason] | None:
+        names = variable.logical_axes
+        if names is None:
+            return None
+        _check_names(variable, names)
+        for name in names:
+            for axis in (name,) if isinstance(name, str) else name or ():
+                if axis not in mesh.shape:
+                    raise ShardingError(
+                        f"{variable.path!r} has axes {names}, and {axis!r} is no axis of the mesh "
+                        f"({', '.join(map(repr, mesh.axis_names))}). If it is a logical axis, give rules: "
+                        f"shard(mesh, [({axis!r}, {mesh.axis_names[-1]!r}), …])"
+                    )
+        return PartitionSpec(*names), Reason("metadata", "as the variable's own metadata says")
+
+    return answer
+
+
+def _check_names(variable: AbstractVariable, names: Sequence[Any]) -> None:
+    if len(names) > len(variable.shape):
+        raise ShardingError(
+            f"{variable.path!r} of shape {variable.shape} has more axis names than dimensions: {tuple(names)}"
+        )
+    if repeated := [name for name in names if isinstance(name, str) and list(names).count(name) > 1]:
+        raise ShardingError(f"{variable.path!r}: axis {repeated[0]!r} occurs more than once in {tuple(names)}")
+
+
+def _dead_message(key: str | Role, variables: Mapping[str, AbstractVariable]) -> str:
+    if isinstance(key, Role):
+        return f"no variable has the role {key.name!r}"
+    return f"rule {key!r} matches no variable{closest(key, [rule_path(path) for path in variables])}"
 
 
 def _entries(spec: Any) -> tuple[Any, ...]:
@@ -210,6 +419,8 @@ def _entries(spec: Any) -> tuple[Any, ...]:
 
 def _as_mesh(mesh: Any) -> Mesh:
     mesh = getattr(mesh, "backend_mesh", mesh)
+    if isinstance(mesh, AbstractMesh):
+        return cast("Mesh", mesh)  # a mesh without devices has the names and sizes, which is all that is used here
     if not isinstance(mesh, Mesh):
         raise ShardingError(
             f"mesh is a jax.sharding.Mesh; got {type(mesh).__name__}. "
@@ -225,5 +436,5 @@ def _unmatched_message(unmatched: list[AbstractVariable], threshold: int, mesh: 
     return (
         f"{len(unmatched)} variables of at least {format_bytes(threshold)} match no sharding rule and are replicated "
         f"on all {mesh.size} devices ({format_bytes(sum(v.nbytes for v in unmatched))} each): {listed}{more}. "
-        "Add a rule for them; PartitionSpec() says that replication is meant."
+        "Add a rule for them, or pass repair=True; PartitionSpec() says that replication is meant."
     )

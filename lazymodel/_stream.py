@@ -233,6 +233,8 @@ class _Stream:
                 self._changed.notify_all()
             for thread in self._threads:
                 thread.join()
+            for plan in self._plans:  # those that were begun, where not all are complete
+                plan.tensor.leaf.release()
 
     def _make_jobs(self) -> Iterator[_Job]:
         """Divides plans into what is filled together; each job reserves what it needs, and at most the budget."""
@@ -378,7 +380,9 @@ class _Stream:
         with self._changed:
             if array is not None:
                 plan.array, self._held[plan] = array, job.nbytes
-            else:
+            if plan.complete:
+                plan.tensor.leaf.release()
+            if array is None:
                 self._in_flight -= job.nbytes
             self._changed.notify_all()
 

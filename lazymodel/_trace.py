@@ -424,6 +424,7 @@ class _Graph:
             inputs=tuple(inputs),
             origin=_origin(steps),
             x64=self._x64,
+            keys=(*kinds, *(None,) * uses_zero),
         )
 
     def _step_form(self, step: _Step) -> Any:

@@ -28,5 +28,10 @@ class FlaxAdapter:
         module = linen if linen.matches(build) else nnx
         return module.build_abstract(build, args, kwargs)
 
+    def arrays(self, model: Any) -> dict[str, Any] | None:
+        """The arrays of an NNX module, of a pytree with NNX objects in it, or of Linen variables in their boxes."""
+        found = nnx.arrays(model)
+        return linen.arrays(model) if found is None else found
+
 
 adapter = FlaxAdapter()

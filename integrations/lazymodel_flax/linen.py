@@ -1,19 +1,25 @@
 """Flax Linen: a module and its init arguments → the variables dict that `module.init` would return.
 
 Paths start with the collection, such as `params/Dense_0/kernel`. Boxes around arrays (`nn.LogicallyPartitioned`)
-are kept by the rebuilt variables and leave no trace in the paths.
+are kept by the rebuilt variables and leave no trace in the paths; their axis names are the variables' `logical_axes`.
+What is trained is the collection `params`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import linen
 
 from lazymodel import AbstractModel
+from lazymodel._optimizer import Optimizer, Training
 from lazymodel._trace import path_text, trace_function
+from lazymodel_flax._logical import with_logical_axes
+
+_PARAMS = "params/"  # how the paths of the collection that Flax trains begin
 
 
 def matches(build: Any) -> bool:
@@ -39,7 +45,32 @@ def build_abstract(module: linen.Module, args: tuple[Any, ...], kwargs: dict[str
     def init(*args: Any, **kwargs: Any) -> Any:
         return module.init(*args, **kwargs)
 
-    return trace_function(init, args, kwargs, name=type(module).__name__, path_of=_path)
+    model = trace_function(init, args, kwargs, name=type(module).__name__, path_of=_path)
+    tree = model.structure({path: path for path in model})
+    boxes = [box for box in jax.tree.leaves(tree, is_leaf=_is_box) if isinstance(box, linen.Partitioned)]
+    model = with_logical_axes(model, {box.value: (box.names, getattr(box, "rules", None)) for box in boxes})
+    trainable = {path: dataclasses.replace(model[path], trainable=path.startswith(_PARAMS)) for path in model}
+
+    def start_training(optimizer: Optimizer, leaves: Mapping[str, Any]) -> Training:
+        # As `TrainState.create(params=variables["params"])` does; boxes of what is not trained hold None.
+        params = model.structure({path: leaves.get(path) for path in model})["params"]
+        places = {path.removeprefix(_PARAMS): path for path in leaves}
+        return Training(optimizer.init(params), lambda variables, state: (variables, state), _path, places)
+
+    return dataclasses.replace(model, variables=trainable, start_training=start_training)
+
+
+def arrays(variables: Any) -> dict[str, Any] | None:
+    """The arrays of a variables dict by path, without the boxes; None for what has no boxes."""
+    leaves = jax.tree.leaves(variables, is_leaf=_is_box)
+    if not any(_is_box(leaf) for leaf in leaves):
+        return None
+    found, _ = jax.tree_util.tree_flatten_with_path(variables)
+    return {_path(keys): array for keys, array in found}
+
+
+def _is_box(leaf: Any) -> bool:
+    return isinstance(leaf, linen.meta.AxisMetadata)
 
 
 def _path(keys: Sequence[Any]) -> str:

@@ -3,6 +3,7 @@
 The `nnx.Rngs` among the arguments become run-time inputs: their keys are traced, so another seed compiles nothing.
 The module's structure (its graph definition) is static, its state leaves are the variables, with paths such as
 `layers/0/attention/kernel`. A module that is used twice is one set of variables, as `nnx.split` has it.
+The axis names of `nnx.with_partitioning` are the variables' `logical_axes`. What is trained is every `nnx.Param`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import numpy as np
 from flax import nnx
 
 from lazymodel import AbstractModel
+from lazymodel._optimizer import Optimizer, Training
 from lazymodel._trace import known_value, path_text, trace_function
+from lazymodel_flax._logical import with_logical_axes
 
 
 def matches(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -61,16 +64,21 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         for index, node in zip(where, nodes, strict=True):
             filled[index] = node
         args, kwargs = jax.tree.unflatten(treedef, filled)
-        result = build(*args, **kwargs)
+        # A variable with axis names would be put on a mesh right here, and there need not be one yet.
+        eager = nnx.using_eager_sharding()
+        with nnx.use_eager_sharding(False):
+            result = build(*args, **kwargs)
         plain: dict[int, np.ndarray[Any, Any]] = {}  # a count that two places hold stays one array
         after = [_as_plain(leaf, plain) for leaf in jax.tree.leaves(nnx.state(nodes))]
         if not any(_is_node(leaf) for leaf in jax.tree.leaves(result, is_leaf=_is_node)):
-            built.append(_Built(None, None, ()))
+            built.append(_Built(None, None, (), {}, frozenset()))
             return result, after
         _mark_buffers(result)
+        _shard_eagerly(result, eager)  # each remembers it
         structure, found = nnx.split(result)
         flat, found_def = jax.tree_util.tree_flatten_with_path(found)
-        built.append(_Built(structure, found_def, tuple(_path(keys) for keys, _ in flat)))
+        paths = tuple(_path(keys) for keys, _ in flat)
+        built.append(_Built(structure, found_def, paths, _axis_names(found), _params(found)))
         return [_as_plain(leaf, plain) for _, leaf in flat], after
 
     def path_of(keys: Sequence[Any]) -> str:
@@ -82,7 +90,15 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     # None is a pytree without leaves, so the holes that nodes leave in `rest` trace to themselves.
     model = trace_function(pure, (rest, state), {}, name=_name(build), path_of=path_of)
     _advance(given, model)
-    return _as_module(model, built[-1])
+    return with_logical_axes(_as_module(model, built[-1]), built[-1].axes)
+
+
+def arrays(model: Any) -> dict[str, Any] | None:
+    """The arrays of a module, or of a pytree with NNX objects in it, by path; None for what has none."""
+    if not any(_is_node(leaf) for leaf in jax.tree.leaves(model, is_leaf=_is_node)):
+        return None
+    found, _ = jax.tree_util.tree_flatten_with_path(nnx.split(model)[1])
+    return {_path(keys): array for keys, array in found}
 
 
 # Paths of what the given NNX objects hold once `build` has run; no variables of the model.
@@ -91,11 +107,21 @@ _AFTER = "\0after/"
 
 @dataclasses.dataclass(frozen=True)
 class _Built:
-    """What tracing found: the result's graph definition, the structure of its state, and a path for each leaf."""
+    """What tracing found.
+
+    Attributes:
+        graphdef: The result's graph definition; None where there are no NNX objects in it.
+        state_def: The structure of its state.
+        paths: A path for each leaf of the state.
+        axes: See `_axis_names`.
+        params: The paths of what an `nnx.Param` holds.
+    """
 
     graphdef: Any
     state_def: Any
     paths: tuple[str, ...]
+    axes: Mapping[str, tuple[Any, Any]]
+    params: frozenset[str]
 
 
 def _is_node(leaf: Any) -> bool:
@@ -126,6 +152,21 @@ def _path(keys: Sequence[Any]) -> str:
     return path_text([key for key in keys if not (isinstance(key, jax.tree_util.GetAttrKey) and key.name == "value")])
 
 
+def _params(state: Any) -> frozenset[str]:
+    return frozenset(_path(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(nnx.filter_state(state, nnx.Param))[0])
+
+
+def _axis_names(state: Any) -> dict[str, tuple[Any, Any]]:
+    """Path to the axis names of each variable that has some, and its own rules for them or None."""
+    found, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    names: dict[str, tuple[Any, Any]] = {}
+    for keys, variable in found:
+        metadata = variable.get_metadata() if isinstance(variable, nnx.Variable) else {}
+        if metadata.get("out_sharding") is not None:
+            names[_path(keys)] = metadata["out_sharding"], metadata.get("sharding_rules")
+    return names
+
+
 def _mark_buffers(result: Any) -> None:
     """Marks plain arrays that modules hold as data, which NNX does by itself for concrete arrays only.
 
@@ -136,6 +177,13 @@ def _mark_buffers(result: Any) -> None:
             for name, value in list(vars(node).items()):
                 if isinstance(value, jax.Array):
                     setattr(node, name, nnx.data(value))
+
+
+def _shard_eagerly(nodes: Any, eager: bool) -> None:
+    """Says of all variables whether making another one of their kind puts it on the mesh of the context."""
+    for _, node in nnx.iter_graph(nodes):
+        if isinstance(node, nnx.Variable):
+            node.set_metadata(eager_sharding=eager)
 
 
 def _advance(given: tuple[Any, ...], model: AbstractModel) -> None:
@@ -154,6 +202,8 @@ def _advance(given: tuple[Any, ...], model: AbstractModel) -> None:
 def _as_module(model: AbstractModel, built: _Built) -> AbstractModel:
     """The model without what is not the module's own, rebuilding the module itself."""
     own = {path: variable for path, variable in model.items() if not path.startswith(_AFTER)}
+    if built.graphdef is not None:
+        own = {path: dataclasses.replace(own[path], trainable=path in built.params) for path in own}
 
     def structure(mapping: Mapping[str, Any]) -> Any:
         # What comes after the build is not asked for.
@@ -164,9 +214,24 @@ def _as_module(model: AbstractModel, built: _Built) -> AbstractModel:
         state = structure(mapping)
         return state if built.graphdef is None else nnx.merge(built.graphdef, state)
 
+    def start_training(optimizer: Optimizer, leaves: Mapping[str, Any]) -> Training:
+        structs = {path: variable.struct for path, variable in own.items()}
+        trained = nnx.Param if leaves.keys() == built.params else _Trained(frozenset(leaves))
+        module = rebuild({**structs, **leaves})
+        # State takes over the axis names of its parameters, and would be put on a mesh right here too.
+        eager = nnx.using_eager_sharding()
+        _shard_eagerly(module, False)
+        with nnx.use_eager_sharding(False):
+            started = nnx.Optimizer(module, optimizer, wrt=trained)
+        _shard_eagerly(started, eager)
+        graphdef, state = nnx.split(started)
+        places = {path: path for path in leaves}
+        return Training(state, lambda module, state: (module, nnx.merge(graphdef, state)), _state_path, places)
+
     return dataclasses.replace(
         model,
         variables=own,
+        start_training=None if built.graphdef is None else start_training,
         recipes=tuple(
             recipe.restricted_to(kept)
             for recipe in model.recipes
@@ -176,6 +241,21 @@ def _as_module(model: AbstractModel, built: _Built) -> AbstractModel:
         structure=structure,
         rebuild=rebuild,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trained:
+    """An NNX filter: the variables at some paths."""
+
+    paths: frozenset[str]
+
+    def __call__(self, path: Sequence[Any], value: Any) -> bool:
+        return "/".join(map(str, path)) in self.paths
+
+
+def _state_path(keys: Sequence[Any]) -> str:
+    """The path of a leaf of an `nnx.Optimizer`, without the attribute that it keeps Optax' state in."""
+    return _path(keys).removeprefix("opt_state/")
 
 
 class _Filled(dict[str, Any]):

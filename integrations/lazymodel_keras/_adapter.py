@@ -12,7 +12,9 @@ import keras
 import numpy as np
 
 from lazymodel import AbstractModel
+from lazymodel._abstract import unique_paths
 from lazymodel_keras import _upstream, hub
+from lazymodel_keras._model import model_variables
 from lazymodel_keras._recording import Recording
 
 
@@ -52,6 +54,14 @@ class KerasAdapter:
         """Runs `build(*args, **kwargs)` with every variable left abstract."""
         name = getattr(build, "__qualname__", type(build).__name__)
         return hub.abstract_build(functools.partial(build, *args, **kwargs), what=name, loads=False)
+
+    def arrays(self, model: Any) -> dict[str, Any] | None:
+        """The values of the variables of a model or layer, its optimizer's and metrics' included."""
+        if not isinstance(model, keras.layers.Layer):
+            return None
+        variables = list({id(variable): variable for variable in model_variables(model)}.values())
+        values = [variable.value for variable in variables]
+        return dict(zip(unique_paths([variable.path for variable in variables]), values, strict=True))
 
 
 def _returns_layers(build: Any) -> bool:

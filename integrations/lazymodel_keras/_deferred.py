@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from lazymodel import AbstractVariable, LazyModelWarning, Progress
 from lazymodel._materialize import ReportTo
 from lazymodel._sharding import Rules, rule_path
+from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras._model import Skeleton, from_skeleton
 from lazymodel_keras._recording import Recording, SharedPatches, active, replace
 from lazymodel_keras.hub import check_all_used, require_rules
@@ -30,6 +31,7 @@ def deferred(
     rules: Rules | None = None,
     on_unmatched: str = "warn",
     strict: bool = True,
+    verify: Verify = False,
     max_host_memory: int | str | None = None,
     progress: bool | Progress | Callable[[int, int], object] | None = None,
     report: ReportTo = None,
@@ -48,6 +50,7 @@ def deferred(
         strict: Whether weights in a Keras file that the model it is loaded into has no variable for are an error; if
             not, they are left out with a warning. Where `load_weights` is told to take only some (`skip_mismatch`,
             `objects_to_skip`), the rest is neither.
+        verify: As in `from_preset`, for every weight file that is opened in the block.
         max_host_memory: As in `AbstractModel.materialize`.
         progress: As in `AbstractModel.materialize`.
         report: As in `AbstractModel.materialize`: one for each model that is loaded, and one for what is initialized
@@ -76,9 +79,11 @@ def deferred(
         abstract.materialize(max_host_memory=max_host_memory, progress=progress, report=report)
 
     def materialize_loaded(result: Any, what: str, partly: bool) -> None:
+        if what.endswith("load_weights") and not recording.files:
+            recording.refuse_unverified(what)
         materialize(result, None if partly else what, only_own=True)
 
-    with Recording() as recording:
+    with Recording(verify) as recording:
         recording.on_loaded = materialize_loaded
         with _hooks.needed():
             yield
@@ -133,7 +138,10 @@ def _announcing(function: Callable[..., Any], *, loaded: Callable[..., Any] = la
         outer_files, recording.files = recording.files, {}
         recording.loading = True
         try:
-            result = function(*args, **kwargs)
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                recording.require_verified()
             skips = signature.bind(*args, **kwargs).arguments.get("skip_mismatch")
             partly = bool(skips or kwargs.get("objects_to_skip"))
             recording.on_loaded(loaded(args, result), function.__qualname__, partly)

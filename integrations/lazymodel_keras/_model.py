@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
@@ -26,6 +26,9 @@ from lazymodel._bytes import format_bytes
 from lazymodel._sharding import check_spec
 from lazymodel_keras import _initializers, _upstream
 from lazymodel_keras._recording import RecordedVariable, Recording
+
+if TYPE_CHECKING:
+    from lazymodel._plan_programs import PlannedFunction
 
 # Abstract variables that the returned object does not hold, such as a discarded layer's, are swept up above this.
 _SWEEP_NBYTES = 1 << 20
@@ -60,6 +63,12 @@ class Skeleton:
         for path, (variable, _) in skeleton.variables.items():
             finish(skeleton._recording, variable, arrays[path])
         return skeleton.result
+
+    def plan_function(self, what: str, *, batch: int, sequence: int | None) -> PlannedFunction:
+        """See `lazymodel._plan_programs`, which looks for this method."""
+        from lazymodel_keras._planning import plan_function
+
+        return plan_function(self, what, batch=batch, sequence=sequence)
 
     def _another(self) -> Skeleton:
         """The same object built anew; the seeds it draws are given back, since its own values are not used."""

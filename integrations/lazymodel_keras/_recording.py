@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
@@ -19,7 +20,9 @@ import keras
 import numpy as np
 
 from lazymodel import CheckpointError, LazyModelError, LazyTensor, StoredTensor
+from lazymodel._file_source import FileSource
 from lazymodel._load_report import unused_tensors
+from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel_keras import _upstream, _weight_files
 
 
@@ -90,6 +93,9 @@ class _RecordingScope(keras.StatelessScope):
 class Recording:
     """One stretch of Keras code run abstractly; use it as a context manager.
 
+    Args:
+        verify: Whether weight files are hashed before anything of them is believed; as in `lazymodel.open_checkpoint`.
+
     Attributes:
         recorded: What was recorded, by `id` of the variable, in order of creation.
         files: The weight files that were opened, by path; while `on_loaded` is called, those of that call.
@@ -99,13 +105,16 @@ class Recording:
         loading: Whether a call that loads weights is running; only the outermost one counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, verify: Verify = False) -> None:
+        self.verify = verify
         self.recorded: dict[int, RecordedVariable] = {}
         self.files: dict[str, OpenedFile] = {}
         self.problems: list[tuple[RecordedVariable, CheckpointError]] = []
         self.on_loaded: Callable[[Any, str, bool], None] | None = None
         self.loading = False
         self.scope = _RecordingScope(self)
+        self._hashed: dict[str, FileSource] = {}  # by absolute path, as they were when their hash was taken
+        self._unverified: CheckpointError | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Recording:
@@ -145,11 +154,41 @@ class Recording:
         """The weight file at a path, opened once: every tensor that is handed out reads through one descriptor.
 
         Raises:
-            CheckpointError: It is missing, truncated, a Git LFS pointer, …
+            CheckpointError: It is missing, truncated, a Git LFS pointer, …; or its hash, or that of another file of
+                its checkpoint, is not the one that is stated, or nobody states one.
         """
         if path not in self.files:
+            self.check_content(path)
             self.files[path] = OpenedFile(opener(path))
         return self.files[path]
+
+    def check_content(self, path: str) -> None:
+        """Hashes a weight file and what belongs to it, once, where that is wanted; see `open`."""
+        if self.verify is False:
+            return
+        where = os.path.abspath(path)
+        try:
+            if where not in self._hashed:
+                sources = verify_files(_weight_files.checkpoint_files(where), self.verify, os.path.dirname(where))
+                self._hashed |= {source.path: source for source in sources}
+            self._hashed[where].check_unchanged()
+        except CheckpointError as error:
+            self._unverified = self._unverified or error
+            raise
+
+    def refuse_unverified(self, what: str) -> None:
+        """Raises CheckpointError where content is to be verified; for values that come from no file that can be."""
+        if self.verify is not False:
+            self._unverified = CheckpointError(
+                f"cannot verify {what}: expected weights in a file that lazymodel reads itself (.weights.h5, .keras, "
+                ".safetensors), found others. Leave verify= out if they are to be trusted."
+            )
+            raise self._unverified
+
+    def require_verified(self) -> None:
+        """Raises what `open` raised for want of the right hash, which Keras' loaders may take for any failure."""
+        if self._unverified is not None:
+            raise self._unverified
 
     def unused_tensors(self) -> tuple[StoredTensor, ...]:
         """What the opened files hold and nothing asked for."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from lazymodel import CheckpointError, LazyTensor, open_checkpoint
 from lazymodel.checkpoints import SafetensorsFile
+from lazymodel.checkpoints._checkpoint import read_json_file, require_shards, shard_path, weight_map
 from lazymodel_keras import _upstream
 
 
@@ -52,6 +54,30 @@ class LazySafeOpen:
     get_slice = get_tensor
 
 
+def checkpoint_files(path: str) -> list[str]:
+    """The files that decide what a weight file's checkpoint holds: the index that names it and all shards, or itself.
+
+    Loaders read the index by themselves and open one shard after the other. Hashing all at the first takes as long as
+    the slowest of several threads, not as all together.
+
+    Args:
+        path: An absolute path.
+
+    Raises:
+        CheckpointError: An index beside it cannot be read, or a shard is missing.
+    """
+    folder = Path(path).parent
+    for index in sorted((*folder.glob("*.safetensors.index.json"), *folder.glob("*.weights.json"))):
+        shards: dict[Path, None] = {}
+        for names in weight_map(read_json_file(index), index).values():
+            listed = cast("list[Any]", names) if isinstance(names, list) else [names]
+            shards |= dict.fromkeys(shard_path(index, name) for name in listed)
+        if Path(path) in shards:
+            require_shards(index, list(shards))
+            return [str(index), *map(str, shards)]
+    return [path]
+
+
 def patch(undo: contextlib.ExitStack, active: Callable[[], Any]) -> None:
     """Installs the lazy ways of reading until `undo` closes; they act where `active()` is a recording."""
     from lazymodel_keras._recording import replace
@@ -66,8 +92,10 @@ def patch(undo: contextlib.ExitStack, active: Callable[[], Any]) -> None:
         name = self._h5_entry_group[key].name.lstrip("/")
         if self.archive is None:
             path = os.fsdecode(self.h5_file.filename)
-            # What is no file on disk is held in memory.
-            return recording.files[path][name] if path in recording.files else original_getitem(self, key)
+            if path in recording.files:
+                return recording.files[path][name]
+            recording.refuse_unverified(f"{name!r} of {path}")  # what is no file on disk is held in memory
+            return original_getitem(self, key)
         # An archive is read in place; one that was compressed again afterwards is read the stock way.
         with contextlib.suppress(CheckpointError):
             return recording.open(os.fspath(self.archive.filename), open_checkpoint)[name]
@@ -75,14 +103,12 @@ def patch(undo: contextlib.ExitStack, active: Callable[[], Any]) -> None:
 
     def get_h5_file(self: Any, path_or_io: Any, mode: str | None = None) -> Any:
         recording = active()
-        if (
-            recording is not None
-            and (mode or self.mode) == "r"
-            and not self.archive
-            and not hasattr(path_or_io, "read")
-        ):
-            # Checked by our own reader first, whose errors say what is wrong with the file.
-            recording.open(os.fspath(path_or_io), open_checkpoint)
+        if recording is not None and (mode or self.mode) == "r":
+            # Checked by us first: our errors say what is wrong with the file.
+            if self.archive:
+                recording.check_content(os.fspath(self.archive.filename))
+            elif not hasattr(path_or_io, "read"):
+                recording.open(os.fspath(path_or_io), open_checkpoint)
         return original_open(self, path_or_io, mode)
 
     replace(undo, store, "__getitem__", getitem)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from lazymodel import AbstractModel, CheckpointError, LazyModelWarning, Progress
 from lazymodel._materialize import ReportTo
 from lazymodel._report import closest
 from lazymodel._sharding import Rules
+from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras._model import abstract_model
 from lazymodel_keras._recording import Recording
 
@@ -34,6 +36,7 @@ def from_preset(
     rules: Rules | None = None,
     on_unmatched: str = "warn",
     strict: bool = True,
+    verify: Verify = False,
     max_host_memory: int | str | None = None,
     progress: bool | Progress | Callable[[int, int], object] | None = None,
     report: ReportTo = None,
@@ -52,6 +55,9 @@ def from_preset(
         on_unmatched: What to do about large variables without a rule; see `AbstractModel.shard`.
         strict: Whether weights in a Keras file that the model has no variable for are an error; if not, they are left
             out with a warning that lists them.
+        verify: Whether to hash the weight files that are opened, and the index and shards that belong to them, before
+            anything of them is used; as in `lazymodel.open_checkpoint`, with names relative to their folder. Other
+            files of a preset, such as its configuration and vocabulary, are not hashed.
         max_host_memory: Ceiling for the host's staging memory in bytes, or text such as `"4GiB"`.
         progress: A progress bar or callback; None shows a bar when a person is watching. See
             `AbstractModel.materialize`.
@@ -60,11 +66,18 @@ def from_preset(
         **kwargs: Passed on to KerasHub, such as `dtype` or `num_classes`.
 
     Raises:
-        CheckpointError: The preset, or a file or tensor of it, is missing, corrupt, or does not match the model.
+        CheckpointError: The preset, or a file or tensor of it, is missing, corrupt, or does not match the model; with
+            `verify`, also a file whose content has another hash, or whose hash nobody states.
         ShardingError: The rules do not fit.
     """
     abstract = abstract_from_preset(
-        cls, preset, load_weights, mesh=mesh, rules=rules, on_unmatched=on_unmatched, strict=strict, **kwargs
+        *(cls, preset, load_weights),
+        mesh=mesh,
+        rules=rules,
+        on_unmatched=on_unmatched,
+        strict=strict,
+        verify=verify,
+        **kwargs,
     )
     return abstract.materialize(max_host_memory=max_host_memory, progress=progress, report=report)
 
@@ -78,6 +91,7 @@ def abstract_from_preset(
     rules: Rules | None = None,
     on_unmatched: str = "warn",
     strict: bool = True,
+    verify: Verify = False,
     **kwargs: Any,
 ) -> AbstractModel:
     """The abstract model that `from_preset` would materialize; it carries its checkpoint.
@@ -87,11 +101,12 @@ def abstract_from_preset(
     require_rules(mesh, rules)
     check_preset(preset)
     build = functools.partial(cls.from_preset, preset, load_weights, **kwargs)
-    abstract = abstract_build(build, what=f"{cls.__name__}.from_preset({preset!r})", loads=True, strict=strict)
+    what = f"{cls.__name__}.from_preset({preset!r})"
+    abstract = abstract_build(build, what=what, loads=True, strict=strict, verify=verify)
     return abstract if mesh is None else abstract.shard(mesh, rules, on_unmatched=on_unmatched)  # pyright: ignore[reportArgumentType]
 
 
-def abstract_build(build: Any, *, what: str, loads: bool, strict: bool = True) -> AbstractModel:
+def abstract_build(build: Any, *, what: str, loads: bool, strict: bool = True, verify: Verify = False) -> AbstractModel:
     """Runs something that builds a model; failures to load it become one `CheckpointError`.
 
     Args:
@@ -100,14 +115,18 @@ def abstract_build(build: Any, *, what: str, loads: bool, strict: bool = True) -
         loads: Whether loading is all it is for; if not, only what fails once a weight file was opened is a failure to
             load, and other errors are the user's own.
         strict: As in `from_preset`.
+        verify: As in `from_preset`.
 
     Raises:
         CheckpointError: As `from_preset`.
     """
-    recording = Recording()
+    recording = Recording(verify)
     try:
-        with recording:
-            result = build()
+        try:
+            with recording:
+                result = build()
+        finally:
+            recording.require_verified()
     except (ValueError, KeyError, OSError) as error:
         if not loads and not recording.files:
             raise
@@ -186,8 +205,19 @@ def check_all_used(recording: Recording, what: str, *, strict: bool) -> None:
     if messages and strict:
         raise CheckpointError(f"{what}: {'; '.join(messages)}. Pass strict=False to leave them out.")
     if messages:
-        # As seen from `from_preset`, and from a function that `deferred` announces.
-        warnings.warn(f"{what}: {'; '.join(messages)}. They are left out.", LazyModelWarning, stacklevel=5)
+        message = f"{what}: {'; '.join(messages)}. They are left out."
+        warnings.warn(message, LazyModelWarning, stacklevel=_levels_to_caller())
+
+
+def _levels_to_caller() -> int:
+    """The `stacklevel` with which its caller warns of the line that called into this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
+        "lazymodel_keras",
+        "lazymodel",
+    ):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 __all__ = ["abstract_from_preset", "from_preset"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import reprlib
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -123,9 +124,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: Verify = False) -> 
             Orbax checkpoint was never committed, or has several items with arrays, which are then listed; with
             `verify`, also a file whose content has another hash, or whose hash nobody states.
     """
-    where = Path(path)
-    if not where.exists():
-        raise CheckpointError(f"there is no checkpoint at {where}: no such file or folder")
+    where = existing(path)
     if verify is False:
         return _open(where)
     with _open(where) as unverified:
@@ -147,30 +146,51 @@ def content_files(checkpoint: Checkpoint) -> list[str]:
     return list(dict.fromkeys([*index, *checkpoint.files]))
 
 
+def existing(path: str | os.PathLike[str]) -> Path:
+    """A path at which something is.
+
+    Raises:
+        CheckpointError: Nothing is there, or what is there must not be looked at.
+    """
+    try:
+        os.stat(path)
+    except (OSError, ValueError) as error:  # a NUL in a name is a ValueError
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise CheckpointError(f"there is no checkpoint at {os.fspath(path)}: {reason}") from error
+    return Path(path)
+
+
 def _open(where: Path) -> Checkpoint:
     return _open_folder(where) if where.is_dir() else _open_file(where)
 
 
-def _open_folder(folder: Path) -> Checkpoint:
-    from lazymodel.checkpoints._hdf5 import open_hdf5, open_sharded_hdf5
-    from lazymodel.checkpoints._orbax import find_item, open_orbax
-    from lazymodel.checkpoints._safetensors import open_index, open_safetensors
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder that are its checkpoint: its index or its only weight file, or all its safetensors files.
 
+    Raises:
+        CheckpointError: It has several index files, none of them with the usual name.
+    """
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     preferred = folder / "model.safetensors.index.json"
-    if preferred in indexes or len(indexes) == 1:
-        return open_index(preferred if preferred in indexes else indexes[0])
-    if indexes:
+    if len(indexes) > 1 and preferred not in indexes:
         raise CheckpointError(f"{folder} has {len(indexes)} index files; open one of {[str(i) for i in indexes]}")
-    if (single := folder / "model.safetensors").exists():
-        return open_safetensors(folder, [single])
-    if (single := folder / "model.weights.json").exists():
-        return open_sharded_hdf5(single)
-    if (single := folder / "model.weights.h5").exists():
-        check_pointer(single)
-        return open_hdf5(single)
-    if files := sorted(folder.glob("*.safetensors")):
+    if indexes:
+        return [preferred if preferred in indexes else indexes[0]]
+    for name in ("model.safetensors", "model.weights.json", "model.weights.h5"):
+        if (folder / name).exists():
+            return [folder / name]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    from lazymodel.checkpoints._orbax import find_item, open_orbax
+    from lazymodel.checkpoints._safetensors import open_safetensors
+
+    files = weight_files(folder)
+    if files and files[0].suffix == ".safetensors":
         return open_safetensors(folder, files)
+    if files:
+        return _open_file(files[0])
     if (item := find_item(folder)) is not None:
         return open_orbax(folder, item)
     raise CheckpointError(f"found no checkpoint in folder {folder}; supported: {SUPPORTED}")
@@ -204,9 +224,14 @@ def check_pointer(file: Path) -> bytes:
 
     Raises:
         CheckpointError: It is a Git LFS pointer (https://git-lfs.github.com/spec/v1), a small text file in the place
-            of the real one; or it cannot be read.
+            of the real one; or it cannot be read; or it is no regular file. Such are not opened: a pipe would block
+            whoever does, and opening a device can do anything.
     """
     try:
+        if not stat.S_ISREG(os.stat(file).st_mode):
+            raise CheckpointError(
+                f"{file}: expected a file, found a folder, a pipe or a device; do not trust this checkpoint"
+            )
         with open(file, "rb") as stream:
             head = stream.read(512)
     except OSError as error:
@@ -249,22 +274,35 @@ def read_json_object(data: bytes, file: str) -> dict[str, Any]:
     return cast("dict[str, Any]", parsed)
 
 
-def read_index(index: Path) -> dict[str, Any]:
-    """The `weight_map` of an index file (Hugging Face's and Keras' have the same layout).
+def read_json_file(file: Path) -> dict[str, Any]:
+    """The JSON object in a file.
 
     Raises:
-        CheckpointError: The file is too large, not JSON, or has no such mapping.
+        CheckpointError: It is no regular file, too large, cannot be read, or holds something else (`read_json_object`).
     """
-    check_pointer(index)
-    size = index.stat().st_size
-    if size > MAX_JSON:
-        raise CheckpointError(
-            f"{index}: expected an index of at most {format_bytes(MAX_JSON)}, found {format_bytes(size)}"
-        )
-    content = read_json_object(index.read_bytes(), str(index))
+    check_pointer(file)
+    try:
+        size = file.stat().st_size
+        if size > MAX_JSON:
+            raise CheckpointError(
+                f"{file}: expected JSON of at most {format_bytes(MAX_JSON)}, found {format_bytes(size)}"
+            )
+        data = file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+    return read_json_object(data, str(file))
+
+
+def weight_map(content: dict[str, Any], index: str | os.PathLike[str]) -> dict[str, Any]:
+    """The `weight_map` of what an index file says (Hugging Face's and Keras' have the same layout).
+
+    Raises:
+        CheckpointError: There is no such mapping.
+    """
     weights = content.get("weight_map")
     if not isinstance(weights, dict):
-        raise CheckpointError(f"{index}: expected a 'weight_map' object, found keys {sorted(content)[:8]}")
+        keys = reprlib.repr(sorted(content))
+        raise CheckpointError(f"{os.fspath(index)}: expected a 'weight_map' object, found keys {keys}")
     return cast("dict[str, Any]", weights)
 
 
@@ -282,11 +320,11 @@ def shard_path(index: Path, shard: Any) -> Path:
             f"{index}: expected shards inside its folder, found {shard!r}; do not trust this checkpoint"
         )
     path = index.parent / shard
-    root = index.parent.resolve()
     try:
+        root = index.parent.resolve()
         target = path.resolve()
-        path.is_file()
-    except (OSError, RuntimeError) as error:  # a name that is too long; links that form a circle
+        path.is_file()  # fails for a name that is too long; `resolve` did for links that form a circle
+    except (OSError, RuntimeError) as error:
         raise CheckpointError(
             f"{index}: expected a shard's file name, found {reprlib.repr(shard)}, which cannot be one ({error})"
         ) from error

@@ -14,6 +14,7 @@ import contextlib
 import io
 import itertools
 import math
+import os
 import reprlib
 import threading
 import zipfile
@@ -32,11 +33,13 @@ from lazymodel.checkpoints._checkpoint import (
     MAX_JSON,
     Checkpoint,
     check_pointer,
-    read_index,
+    read_json_file,
     read_json_object,
     require_shards,
     shard_path,
+    weight_map,
 )
+from lazymodel.checkpoints._hdf5_header import VIRTUAL, layout_classes
 
 _MAX_RATIO = 1100  # deflate cannot compress further than 1032 : 1 (https://zlib.net/zlib_tech.html)
 _MAX_NAME = 4096  # characters of a dataset's path; deeper than any model, and what keeps a list of paths small
@@ -429,16 +432,17 @@ def _ranges(box: Box) -> str:
     return f"[{', '.join(f'{part.start}:{part.stop}' for part in box)}]"
 
 
-def _tensor(dataset: Any, file: _H5File) -> LazyTensor:
+def _tensor(file: _H5File, name: str) -> LazyTensor:
     """A dataset as a tensor. Keras stores bfloat16 as two opaque bytes, marked by an attribute `dtype`."""
     h5py = _h5py()
-    name = dataset.name.lstrip("/")
     path = file.source.path
     what = f"{path}: dataset {name!r}"
-    if dataset.is_virtual:
-        raise CheckpointError(f"{what} is virtual: expected the values in this file, found references to other files")
+    dataset = file.open()[name]
     if dataset.external:
-        raise CheckpointError(f"{what}: expected the values in this file, found them in {dataset.external[0][0]!r}")
+        other = os.fsdecode(dataset.external[0][0])
+        raise CheckpointError(
+            f"{what}: expected the values in this file, found them in {other!r}; do not trust this checkpoint"
+        )
     stored: np.dtype[Any] = dataset.dtype
     dtype = stored
     marked = stored.itemsize == 2 and stored.kind in "uV" and _has_text(dataset, b"dtype")
@@ -505,7 +509,7 @@ class Hdf5Checkpoint(Checkpoint):
     def _tensor(self, name: str) -> LazyTensor:
         file = self._files[name]
         with _errors(f"{file.source.path}: dataset {name!r} is corrupt"):
-            return _tensor(file.open()[name], file)
+            return _tensor(file, name)
 
     def close(self) -> None:
         for file in self._open_files:
@@ -530,7 +534,8 @@ def open_sharded_hdf5(index: Path) -> Hdf5Checkpoint:
     Raises:
         CheckpointError: A shard is missing, outside the folder, or lacks a group that the index says it has.
     """
-    groups = {str(group): _shard_names(index, shards) for group, shards in read_index(index).items()}
+    weights = weight_map(read_json_file(index), index)
+    groups = {group: _shard_names(index, shards) for group, shards in weights.items()}
     paths = {
         shard: shard_path(index, shard) for shard in dict.fromkeys(s for shards in groups.values() for s in shards)
     }
@@ -558,10 +563,9 @@ def open_archive(path: Path) -> Hdf5Checkpoint:
     if data.size > MAX_JSON:
         raise CheckpointError(f"{path}: expected at most {MAX_JSON} bytes of model.weights.json, found {data.size}")
     with _Window(str(path), data.source.base, data.size) as window:
-        index = read_json_object(window.read(), f"{path}:model.weights.json").get("weight_map")
-    if not isinstance(index, dict):
-        raise CheckpointError(f"{path}: expected a 'weight_map' object in model.weights.json")
-    groups = {str(g): _shard_names(path, shards) for g, shards in cast("dict[str, Any]", index).items()}
+        content = read_json_object(window.read(), f"{path}:model.weights.json")
+    weights = weight_map(content, f"{path}:model.weights.json")
+    groups = {group: _shard_names(path, shards) for group, shards in weights.items()}
     shards = dict.fromkeys(shard for names in groups.values() for shard in names)
     if missing := [shard for shard in shards if shard not in members]:
         raise CheckpointError(f"{path}: expected shards {missing[:8]} in the archive, found {sorted(members)[:8]}")
@@ -639,16 +643,25 @@ def _walk(file: _H5File) -> list[str]:
     path = file.source.path
     names: list[str] = []
     soft: list[tuple[str, str]] = []
-    visited: set[Any] = set()
-    with _errors(f"{path}: expected {file.size} bytes of HDF5, found a corrupt file"):
-        groups: list[tuple[str, Any]] = [("", file.open())]
+    with (
+        _errors(f"{path}: expected {file.size} bytes of HDF5, found a corrupt file"),
+        _Window(path, file.source.base, file.size) as window,
+    ):
+        root = file.open()
+        start, widths = root.userblock_size, root.id.get_create_plist().get_sizes()
+
+        def read(address: int, count: int) -> bytes:
+            window.seek(start + address)  # addresses count from the end of the user block
+            return window.read(min(count, file.size)) or b""
+
+        groups: list[tuple[str, Any, int]] = [("", root, h5py.h5o.get_info(root.id).addr)]
+        visited: set[int] = set()
         while groups:
-            prefix, group = groups.pop()
-            address = h5py.h5o.get_info(group.id).addr
+            prefix, group, address = groups.pop()
             if address in visited:
                 continue  # hard links can form a circle
             visited.add(address)
-            inner: list[tuple[str, Any]] = []
+            inner: list[tuple[str, Any, int]] = []
             for key in group:
                 name = _checked_name(path, prefix, key)
                 link = group.get(key, getlink=True)
@@ -659,11 +672,17 @@ def _walk(file: _H5File) -> list[str]:
                 if isinstance(link, h5py.SoftLink):
                     soft.append((name, link.path if link.path.startswith("/") else f"{prefix}{link.path}"))
                     continue
-                item = group[key]
-                if isinstance(item, h5py.Dataset):
+                address = group.id.links.get_info(key.encode()).u
+                classes = layout_classes(read, address, widths)
+                if VIRTUAL in classes:
+                    raise CheckpointError(
+                        f"{path}: dataset {name!r} is virtual: expected the values in this file, found references to "
+                        "other datasets; copy the values into a dataset of their own"
+                    )
+                if classes:
                     names.append(name)
-                elif isinstance(item, h5py.Group):
-                    inner.append((f"{name}/", item))
+                elif isinstance(item := group[key], h5py.Group):
+                    inner.append((f"{name}/", item, address))
             groups += reversed(inner)
     known = set(names)
     for name, target in soft:

@@ -27,10 +27,12 @@ from lazymodel.checkpoints._checkpoint import (
     Checkpoint,
     check_pointer,
     content_files,
+    existing,
     open_checkpoint,
-    read_index,
-    read_json_object,
+    read_json_file,
     shard_path,
+    weight_files,
+    weight_map,
 )
 from lazymodel.checkpoints._hdf5 import open_hdf5
 from lazymodel.checkpoints._orbax import find_item
@@ -52,9 +54,6 @@ _FORMATS = {
     ".npy": "numpy",
 }
 _SHARDS = {"safetensors": ".safetensors", "hdf5": ".weights.h5"}  # what shards are called, where no index says
-# A link that leads round in a circle is a RuntimeError to pathlib before Python 3.13, and a file name of 300
-# characters an OSError; both can stand in an index.
-_FAILURES = (LazyModelError, OSError, RuntimeError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,10 +156,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) ->
         CheckpointError: Nothing is there, or nothing in a folder is a checkpoint. Everything else that is wrong is a
             problem in the summary.
     """
-    where = Path(path)
-    if not where.exists():
-        raise CheckpointError(f"there is no checkpoint at {where}: no such file or folder")
-    found = _Inspection(where)
+    found = _Inspection(existing(path))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", LazyModelWarning)
         found.look()
@@ -189,32 +185,27 @@ class _Inspection:
     # What there is.
 
     def look(self) -> None:
-        """Finds files, tensors and problems. Which files of a folder count is chosen as `open_checkpoint` does."""
+        """Finds files, tensors and problems."""
         where = self.where
         if not where.is_dir():
             self.look_at_file(where)
             return
-        indexes = sorted(where.glob("*.safetensors.index.json"))
-        if len(indexes) > 1:
-            indexes = [index for index in indexes if index.name == "model.safetensors.index.json"]
-            if not indexes:
-                self.format = "safetensors"
-                self.look_at_whole(where)  # which says that one has to be chosen
-                return
-        names = ("model.safetensors", "model.weights.json", "model.weights.h5")
-        chosen = [*indexes, *(where / name for name in names if (where / name).exists())]
-        if chosen:
-            self.look_at_file(chosen[0])
-        elif loose := sorted(where.glob("*.safetensors")):
-            self.look_at_loose("safetensors", loose)
-        else:
+        try:
+            files = weight_files(where)
+        except CheckpointError as error:
+            self.format = "safetensors"
+            self.problem(str(error))
+            return
+        if not files:
             self.look_at_orbax(where)
+        elif files[0].suffix == ".safetensors":
+            self.look_at_loose("safetensors", files)
+        else:
+            self.look_at_file(files[0])
 
     def look_at_file(self, file: Path) -> None:
         """A file that is an index or the whole checkpoint."""
-        if not file.is_file():
-            self.problem(f"{file}: expected a file or folder, found neither: a pipe or a device", file)
-        elif file.name.endswith(".safetensors.index.json"):
+        if file.name.endswith(".safetensors.index.json"):
             self.look_at_index("safetensors", file)
         elif file.name.endswith(".weights.json"):
             self.look_at_index("hdf5", file)
@@ -228,7 +219,7 @@ class _Inspection:
             self.files[os.fspath(path)] = ()
         try:
             checkpoint = open_checkpoint(path)
-        except _FAILURES as error:
+        except LazyModelError as error:
             self.problem(str(error), path if path.is_file() else None)
             return
         with checkpoint:
@@ -274,12 +265,13 @@ class _Inspection:
         self.format = kind
         self.files[os.fspath(index)] = ()
         try:
-            weights = read_index(index)
-            self.add_metadata(read_json_object(index.read_bytes(), str(index)).get("metadata"))
-        except _FAILURES as error:
+            content = read_json_file(index)
+            weights = weight_map(content, index)
+        except CheckpointError as error:
             self.problem(str(error), index)
             self.look_at_loose(kind, sorted(index.parent.glob(f"*{_SHARDS[kind]}")))
             return
+        self.add_metadata(content.get("metadata"))
         noun = "tensor" if kind == "safetensors" else "group"
         keys = {(key if kind == "safetensors" else key.strip("/")): key for key in weights}
         for path, expected in self.shards(index, keys, weights).items():
@@ -317,7 +309,7 @@ class _Inspection:
                 if name not in paths:
                     try:
                         paths[name] = shard_path(index, shard)
-                    except _FAILURES as error:
+                    except LazyModelError as error:
                         self.problem(str(error), index)
                         paths[name] = None
                 if (path := paths[name]) is not None:
@@ -327,13 +319,14 @@ class _Inspection:
     def open_shard(self, kind: str, path: Path, expected: str = "tensors") -> Checkpoint | None:
         """Opens one file, or notes why not."""
         try:
-            if not path.is_file():
-                link = f"a link to {path.readlink()}, which is not there" if path.is_symlink() else "no such file"
+            if not path.exists():
+                link = f"a link to {os.readlink(path)}, which is not there" if path.is_symlink() else "no such file"
                 raise CheckpointError(f"{path}: expected {expected}, found {link}. Download it too.")
-            self.files[os.fspath(path)] = ()
+            if path.is_file():
+                self.files[os.fspath(path)] = ()
             check_pointer(path)
             return open_safetensors(path, [path]) if kind == "safetensors" else open_hdf5(path)
-        except _FAILURES as error:
+        except LazyModelError as error:
             self.problem(str(error), path)
             return None
 
@@ -346,7 +339,7 @@ class _Inspection:
         for name in names:
             try:
                 tensor = checkpoint[name]
-            except _FAILURES as error:
+            except LazyModelError as error:
                 self.problem(str(error), path)
                 continue
             if name in self.tensors:
@@ -374,7 +367,7 @@ class _Inspection:
         try:
             hashes = known_hashes([file for file in self.files if os.path.isfile(file)], True, self.root)
             wrong = mismatches(hashes)
-        except _FAILURES as error:
+        except LazyModelError as error:
             self.problem(str(error))
             return
         for file, message in wrong.items():

@@ -33,7 +33,9 @@ _MAX_DIMENSIONS = 32  # NumPy 1's; no model comes near
 
 _INPUT = 64 << 10  # compressed bytes of one read: with deflate's ratio at most 64 MiB, taken out piece by piece
 _PIECE = 1 << 20  # decompressed bytes that are held at once
-_SPACING = 16 << 20  # decompressed bytes between two places to resume from; each keeps 45 KiB of zlib's state
+_STATE = 48 << 10  # bytes of zlib's state and buffered input that a place to go on from keeps, and a little more
+_SPACING = 16 << 20  # decompressed bytes between two places to resume from, at first
+_RESUMES = 16  # such places at most; from then on every other is dropped and the spacing doubled
 _CURSORS = 8  # places where reading stopped that are remembered: as many as threads read one member
 
 # What zipfile and NumPy raise for files that are not what they seem.
@@ -45,7 +47,7 @@ class NumpyCheckpoint(Checkpoint):
 
     Uncompressed arrays, in C or Fortran order, are read in place. Compressed ones cost more: a deflated stream can only
     be read from its start, so that a box is found by decompressing what lies before it. Where reading stopped is
-    remembered, and so is a place every 16 MiB: reading an array in order, or in several shards of whole rows,
+    remembered, and so are some places in between: reading an array in order, or in several shards of whole rows,
     decompresses it about once; shards of columns decompress it once each. No more than 1 MiB of a member is held at a
     time. Once an array was read up to its end, in order, its checksum has been compared with the archive's.
     """
@@ -148,9 +150,8 @@ def _array(name: str, what: str, head: bytes, source: FileSource, start: int, si
         )
     if not nbytes:
         return LazyTensor(ArrayLeaf(np.empty(shape, dtype.newbyteorder("=")), name))
-    leaf = FileLeaf(name, source, start + begin, tuple(reversed(shape)) if fortran else shape, dtype)
-    if isinstance(source, _DeflatedSource):
-        leaf.unit_nbytes = _PIECE
+    kind = _DeflatedLeaf if isinstance(source, _DeflatedSource) else FileLeaf
+    leaf = kind(name, source, start + begin, tuple(reversed(shape)) if fortran else shape, dtype)
     return LazyTensor(leaf).T if fortran else LazyTensor(leaf)
 
 
@@ -246,9 +247,15 @@ class _DeflatedSource(FileSource):
     def __init__(self, member: _Member) -> None:
         super().__init__(member.file.path)
         self._member = member
-        self._places = threading.Lock()  # guards the two lists
-        self._idle: list[_Cursor] = []  # where reads stopped; the newest last
-        self._resume: list[_Cursor] = [_Cursor()]  # never moved, only copied; ascending
+        self._places = threading.Lock()  # guards what is below it
+        self.forget()
+
+    def forget(self) -> None:
+        """Gives up the places to go on from; the next read begins at the start."""
+        with self._places:
+            self._idle: list[_Cursor] = []  # where reads stopped; the newest last
+            self._resume: list[_Cursor] = [_Cursor()]  # never moved, only copied; ascending
+            self._spacing = _SPACING
 
     def read_into(self, offset: int, *outs: np.ndarray) -> None:
         for out in outs:
@@ -291,7 +298,7 @@ class _DeflatedSource(FileSource):
             data = cursor.tail
             if not data and not cursor.decoder.eof:
                 want = min(_INPUT, member.stored - cursor.taken)
-                data = os.pread(member.file._descriptor(), want, member.start + cursor.taken) if want else b""
+                data = self._compressed(cursor.taken, want)
                 cursor.taken += len(data)
             try:
                 piece = cursor.decoder.decompress(data, limit)
@@ -304,11 +311,20 @@ class _DeflatedSource(FileSource):
         cursor.crc = zlib.crc32(piece, cursor.crc)
         if cursor.position == member.size and cursor.crc != member.crc:
             raise self._corrupt(f"bytes whose checksum is {cursor.crc:#x}, not {member.crc:#x}")
-        if not cursor.tail and cursor.position - self._resume[-1].position >= _SPACING:
+        if not cursor.tail:
             with self._places:
-                if cursor.position - self._resume[-1].position >= _SPACING:
+                if cursor.position - self._resume[-1].position >= self._spacing:
                     self._resume.append(cursor.copy())
+                    if len(self._resume) > _RESUMES:
+                        self._resume, self._spacing = self._resume[::2], 2 * self._spacing
         return piece
+
+    def _compressed(self, start: int, count: int) -> bytes:
+        """Some of the bytes of the member, as they are in the file."""
+        try:
+            return os.pread(self._member.file._descriptor(), count, self._member.start + start) if count else b""
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.path} at byte {start}: {error.strerror}") from error
 
     def _corrupt(self, found: str) -> CheckpointError:
         self.check_unchanged()
@@ -316,6 +332,15 @@ class _DeflatedSource(FileSource):
             f"{self.path}: expected {self._member.size} bytes of member {self._member.name!r}, found {found}; it is "
             "truncated or corrupt. Download or copy it again."
         )
+
+
+class _DeflatedLeaf(FileLeaf):
+    """An array in a deflated member."""
+
+    unit_nbytes = _PIECE + (_CURSORS + _RESUMES) * _STATE
+
+    def release(self) -> None:
+        cast(_DeflatedSource, self.source).forget()
 
 
 __all__ = ("NumpyCheckpoint", "open_npy", "open_npz")

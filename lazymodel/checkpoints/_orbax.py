@@ -35,7 +35,7 @@ import numpy as np
 from lazymodel._errors import CheckpointError, LazyModelWarning
 from lazymodel._file_source import Convert, FileSource, assign
 from lazymodel._lazy_tensor import ArrayLeaf, Box, LazyTensor, Leaf, box_shape, shift
-from lazymodel.checkpoints._checkpoint import MAX_JSON, Checkpoint, check_pointer, read_json_object
+from lazymodel.checkpoints._checkpoint import Checkpoint, check_pointer, read_json_file
 
 if TYPE_CHECKING:
     from lazymodel._file_source import Workspace
@@ -93,18 +93,17 @@ def find_item(folder: Path) -> Path | None:
     Raises:
         CheckpointError: It was never committed, no step of it was, or it has several items with arrays.
     """
+    if not _is_item(folder) and not _is_step(folder):
+        if steps := _steps(folder):
+            folder = _newest(folder, steps)
+        elif unfinished := [child.name for child in _folders(folder) if _UNFINISHED in child.name]:
+            raise CheckpointError(
+                f"{folder}: expected a committed Orbax checkpoint, found only unfinished ones "
+                f"({', '.join(unfinished[:8])}). Wait until saving has finished, or open another folder."
+            )
     if _is_item(folder):
         _require_committed(folder)
         return folder
-    if not _is_step(folder):
-        if steps := _steps(folder):
-            return find_item(_newest(folder, steps))
-        if any(_UNFINISHED in child.name for child in _folders(folder)):
-            raise CheckpointError(
-                f"{folder}: expected a committed Orbax checkpoint, found only unfinished ones "
-                f"({', '.join(sorted(c.name for c in _folders(folder) if _UNFINISHED in c.name)[:8])}). Wait until "
-                "saving has finished, or open another folder."
-            )
     items = [child for child in _folders(folder) if _is_item(child)]
     if not items and not _is_step(folder):
         return None
@@ -183,7 +182,7 @@ def _unfinished(folder: Path) -> str | None:
         return f"its name has {_UNFINISHED!r}"
     metadata = folder / _STEP_METADATA
     if metadata.exists() and not (folder / _COMMITTED).exists():
-        content = _read_json(metadata)
+        content = read_json_file(metadata)
         if "commit_timestamp_nsecs" in content and content["commit_timestamp_nsecs"] is None:
             return f"{_STEP_METADATA} has no commit time"
     return None
@@ -221,22 +220,10 @@ class _TreeLeaf:
         return ".".join(self.keys)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        status = file.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_JSON:
-            raise CheckpointError(f"{file}: expected a JSON file of at most {MAX_JSON} bytes, found something else")
-        data = file.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
-    check_pointer(file)
-    return read_json_object(data, str(file))
-
-
 def _read_tree(item: Path) -> tuple[list[_TreeLeaf], dict[str, Any]]:
     """The leaves that `_METADATA` names, and its other fields."""
     file = item / _METADATA
-    content = _read_json(file)
+    content = read_json_file(file)
     tree = content.pop("tree_metadata", None)
     if not isinstance(tree, dict):
         raise CheckpointError(f"{file}: expected a 'tree_metadata' object, found keys {sorted(content)[:8]}")
@@ -434,7 +421,8 @@ class OrbaxCheckpoint(Checkpoint):
     under `non_trainable_variables`, `optimizer_variables` and `metrics_variables`.
 
     Reading decodes whole chunks; of large ones that are needed in parts, the last two are kept until all of each was
-    read, or `close`. A tensor that was saved in shards across those that it is read in is decoded more than once.
+    read, the stream has what it wants of the tensor, or `close`. A tensor that was saved in shards across those that it
+    is read in is decoded more than once.
 
     Attributes:
         item: The folder that the tensors are in, which is `path` or somewhere inside.
@@ -514,8 +502,8 @@ class ChunkedLeaf(Leaf):
         self.name, self.file, self.shape, self.dtype, self.chunk = name, source.path, tuple(array.shape), dtype, chunk
         self.offset = 0
         nbytes = math.prod(chunk) * dtype.itemsize
-        self.unit_nbytes = _COPIES * nbytes
         self._keep = nbytes >= _KEEP
+        self.unit_nbytes = (_COPIES + (_KEPT - 1 if self._keep else 0)) * nbytes
         # Kept chunks of whole rows are as good in small pieces; others are needed all at once.
         self.row_step = 1 if not chunk or (self._keep and chunk[1:] == self.shape[1:]) else chunk[0]
         self._array, self._source, self._kept = array, source, kept
@@ -537,6 +525,10 @@ class ChunkedLeaf(Leaf):
                     assign(target, values, steps)
             self._source.count(target.size * self.dtype.itemsize)
         self._source.check_unchanged()
+
+    def release(self) -> None:
+        if self._keep:
+            self._kept.clear(self.name)
 
     def _chunk_of(self, piece: Box) -> Box:
         """The chunk that a piece begins in, as far as it is inside the array."""
@@ -592,10 +584,10 @@ class _Kept:
                 del self._chunks[key]
         return values
 
-    def clear(self) -> None:
-        """Gives all chunks up."""
+    def clear(self, name: str | None = None) -> None:
+        """Gives up the chunks of an array, or all."""
         with self._lock:
-            self._chunks.clear()
+            self._chunks = {key: chunk for key, chunk in self._chunks.items() if name not in (None, key[0])}
 
 
 @dataclasses.dataclass(eq=False)

@@ -24,10 +24,11 @@ from lazymodel._lazy_tensor import Box, FileLeaf, LazyTensor, Leaf, box_shape
 from lazymodel.checkpoints._checkpoint import (
     Checkpoint,
     check_pointer,
-    read_index,
+    read_json_file,
     read_json_object,
     require_shards,
     shard_path,
+    weight_map,
 )
 
 MAX_HEADER = 100_000_000  # bytes; the reference implementation's own limit
@@ -219,7 +220,7 @@ def open_index(index: Path) -> SafetensorsCheckpoint:
         CheckpointError: As `SafetensorsFile`; or a shard is missing or outside the folder, or lacks a tensor that the
             index says it has.
     """
-    weights = read_index(index)
+    weights = weight_map(read_json_file(index), index)
     paths: dict[str, Path] = {}
     for shard in weights.values():
         if not isinstance(shard, str) or shard not in paths:

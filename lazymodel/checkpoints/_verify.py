@@ -118,7 +118,7 @@ def known_hashes(files: Sequence[str], verify: Verify, root: str | os.PathLike[s
         return {file: tuple(given.get(os.path.abspath(file), ())) for file in files}
     if isinstance(verify, str | os.PathLike):
         manifest = Path(verify)
-        if not manifest.is_file():
+        if not os.path.isfile(manifest):
             raise CheckpointError(
                 f"expected a manifest of file hashes at {manifest}, found no such file; pass its path, or a mapping of "
                 "file name to 'sha256:<hex>'"
@@ -214,7 +214,7 @@ def _from_download(path: str) -> Hash | None:
     """From `<folder>/.cache/huggingface/download/<name>.metadata`: lines of commit, ETag and time."""
     for parent in Path(path).parents:
         metadata = parent / ".cache" / "huggingface" / "download" / f"{os.path.relpath(path, parent)}.metadata"
-        if metadata.is_file():
+        if os.path.isfile(metadata):  # which, unlike pathlib's, is no error where the name gets too long
             try:
                 with open(metadata, "rb") as stream:
                     lines = stream.read(_MAX_METADATA).decode(errors="replace").split("\n")

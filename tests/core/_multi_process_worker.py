@@ -41,6 +41,10 @@ def init(key: jax.Array) -> dict[str, Any]:
     }
 
 
+def columns() -> dict[str, Any]:
+    return {"narrow": jnp.zeros((8192, 64), jnp.bfloat16), "wide": jnp.zeros((512, 2048)), "rows": jnp.zeros((8, 256))}
+
+
 class Scenarios:
     """What one process does; every method returns something that JSON can hold."""
 
@@ -76,6 +80,24 @@ class Scenarios:
             "shards": self.check(model, path, shards=DEVICES),
             "sum": float(jax.jit(lambda tree: tree["up"]["kernel"].sum())(model)),
         }
+
+    def columns(self) -> dict[str, Any]:
+        """Matrices of which every device needs a few bytes of every row."""
+        path = self.folder / "columns.safetensors"
+        rules = {".*": P(None, "model")}
+        model = lm.build_abstract(columns).shard(Mesh(np.array(jax.devices()), ("model",)), rules)
+        ckpt = lm.open_checkpoint(path)
+        reports: list[lm.LoadReport] = []
+        before = BYTES_READ.count
+        arrays = model.materialize(ckpt, report=reports.append)
+        read = BYTES_READ.count - before
+        expected = load_file(path)
+        for name, array in arrays.items():
+            for shard in array.addressable_shards:
+                np.testing.assert_array_equal(np.asarray(shard.data), expected[name][shard.index])
+        with ckpt["narrow"].leaf.source.mapped() as memory:
+            mapped = memory is not None
+        return {"read": read, "mapped": mapped, "report": reports[0].to_dict()}
 
     def truncated(self) -> str:
         """The file of process 1 loses its end after it was opened; found while streaming."""
@@ -182,6 +204,7 @@ def main() -> None:
         scenario.__name__: scenario()
         for scenario in (
             scenarios.load,
+            scenarios.columns,
             scenarios.truncated,
             scenarios.missing,
             scenarios.both_missing,

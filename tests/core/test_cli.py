@@ -76,7 +76,7 @@ def test_nothing_there_is_exit_status_2(tmp_path, capsys, json_option):
     assert main(["inspect", str(tmp_path / "absent"), *json_option]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == f"lazymodel: error: there is no checkpoint at {tmp_path}/absent: no such file or folder\n"
+    assert err == f"lazymodel: error: there is no checkpoint at {tmp_path}/absent: No such file or directory\n"
     assert main(["inspect", str(tmp_path), *json_option]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -135,6 +135,88 @@ def test_a_reader_that_leaves(checkpoint):
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.fixture
+def factory(tmp_path, monkeypatch):
+    """A module in the current folder with a function that builds a model of 1 MiB."""
+    name = f"factory_of_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(
+        "import jax\n\ndef make(key=None):\n"
+        "    return {'dense': {'kernel': jax.random.normal(jax.random.key(0), (512, 512))}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return f"{name}:make"
+
+
+def test_plan(factory, capsys):
+    assert main(["plan", factory, "--mesh", "model=8", "--device-memory", "1MiB"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "make: plan for 1 variable, 1.00 MiB" in out
+    assert "each of 8 devices, on the fullest: 128.00 KiB resident" in out
+    assert "device memory: 1.00 MiB; fits, 896.00 KiB to spare" in out
+    assert main(["plan", factory, "--mesh", "model=8", "--device-memory", "100KiB"]) == 1
+    assert "does not fit, 28.00 KiB short" in capsys.readouterr().out
+    assert main(["plan", factory]) == 0  # nothing is known of the device
+    assert "device: 1.00 MiB resident" in capsys.readouterr().out
+
+
+def test_plan_knows_devices_that_are_not_here(factory, capsys):
+    assert main(["plan", factory, "--topology", "v5e:2x4", "--optimizer", "adam", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["num_devices"], plan["fits"], plan["mesh"]) == (8, True, {"model": 8})
+    assert plan["parts"] == {"parameters": 2**17, "optimizer state": 2**18, "gradients": 2**17}
+    assert plan["device_memory"] > 15 * 2**30
+
+
+def test_plan_compares(factory, capsys, tmp_path):
+    page = tmp_path / "plan.html"
+    topologies = ["--topology", "v5e-8", "--topology", "v2-8"]
+    command = ["plan", factory, *topologies, "--mesh", "model=8", "--mesh", "data=2,model=4"]
+    assert main([*command, "--html", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert "make: 4 plans" in out
+    assert "v5e-8, data=2,model=4" in out
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert "v2-8, model=8" in page.read_text()
+    assert main([*command, "--device-memory", "1KiB"]) == 1
+    assert capsys.readouterr().out.count("does not fit") == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mesh", "model"], "cannot read mesh 'model'; write names and sizes, such as model=8"),
+        (["--mesh", "model=0"], "cannot read mesh 'model=0'"),
+        (["--mesh", "a=2,a=4"], "cannot read mesh"),
+        (["--topology", "v5e:2x4", "--mesh", "model=6"], "do not make the 8 devices of v5e:2x4"),
+        (["--topology", "v9:2x4"], "'v9' is no TPU generation"),
+        (["--topology", "v5e-7"], "there is no TPU slice 'v5e-7'; nearest: v5e:2x2 (v5e-4) and v5e:2x4 (v5e-8)"),
+        (["--device-memory", "lots"], "cannot read 'lots' as bytes"),
+        (["--optimizer", "adams"], "optimizer 'adams' is not known; closest: 'adam'"),
+        (["--lora-rank", "4", "--optimizer", "adam"], "no variable of make is a LoRA target"),
+        (["--batch", "4"], "--batch and --sequence are for --compile forward or train"),
+        (["--compile", "forward", "--mesh", "model=512"], "has 512 devices and this machine"),
+        (["--compile", "forward", "--mesh", "model=1"], "needs function=f and inputs="),
+        (["--dtype", "bfloat16"], "a factory decides for itself"),
+        (["--html", "absent/plan.html"], "cannot write absent/plan.html: No such file or directory"),
+    ],
+)
+def test_plan_of_wrong_usage_is_exit_status_2(factory, capsys, options, message):
+    assert main(["plan", factory, *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("lazymodel: error: ")
+    assert message in err
+
+
+def test_plan_of_what_is_not_there(factory, capsys):
+    module = factory.partition(":")[0]
+    assert main(["plan", f"{module}:makes"]) == 2
+    assert f"module {module} has no function 'makes'; closest: 'make'" in capsys.readouterr().err
+    assert main(["plan", "no_such_module:make"]) == 2
+    assert "there is no module 'no_such_module'" in capsys.readouterr().err
 
 
 def test_no_framework_is_imported(checkpoint):

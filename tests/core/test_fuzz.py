@@ -501,7 +501,6 @@ def run_children(kind: str, numbers: range, folder: Path) -> tuple[dict[str, int
     """Counts of results, and what went wrong; after a crash the next child goes on with the next input."""
     counts = {"refused": 0, "read": 0, "crashed": 0}
     wrong: list[str] = []
-    seeds = list(h5_seeds())
     number = numbers.start
     while number < numbers.stop:
         command = [sys.executable, __file__, kind, str(number), str(numbers.stop), str(folder)]
@@ -520,9 +519,9 @@ def run_children(kind: str, numbers: range, folder: Path) -> tuple[dict[str, int
         if done.returncode > 0:
             raise AssertionError(done.stderr)
         if done.returncode < 0:
-            # Opening a virtual dataset whose description is damaged crashes the library before it says what it is.
-            virtual = kind == "h5" and "virtual" in random.Random(f"{kind} {number}").choice(seeds)
-            if opened == number or virtual:  # while comparing, in h5py alone
+            # After we were done, while h5py alone read the same values, through code of the library that we never call:
+            # it opens what we refuse or read by ourselves. Nothing of ours can prevent that.
+            if opened == number:
                 counts["crashed"] += 1
             else:
                 reason = "took too long" if done.returncode == -signal.SIGALRM else "crashed"

@@ -161,13 +161,43 @@ def test_view_as_other_bits(tmp_path):
     np.testing.assert_array_equal(tensor.view(np.uint8), array.view(np.uint8))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "bool", ml_dtypes.bfloat16])
+def test_arithmetic_with_scalars_reads_nothing_and_is_numpys_bit_for_bit(tmp_path, dtype):
+    rng = np.random.default_rng(0)
+    array = (rng.standard_normal((300, 250)) * 50).astype(dtype)  # more than is converted at a time
+    tensor = make(tmp_path, array)
+    cases = [
+        lambda w: w * 0.3,
+        lambda w: 2 - w[3:9, ::-1],
+        lambda w: (w.T / 3 + 1).astype("float32") * np.float32(0.1),
+        lambda w: np.multiply(np.float64(1.1), w),
+        lambda w: (w + True)[7, 7],
+    ]
+    with np.errstate(all="ignore"):
+        for case in cases:
+            try:
+                expected = case(array)
+            except TypeError:  # NumPy has no minus for bool
+                with pytest.raises(TypeError):
+                    case(tensor)
+                continue
+            before = bytes_read(tensor)
+            result = case(tensor)
+            assert isinstance(result, LazyTensor) and bytes_read(tensor) == before
+            assert result.dtype == expected.dtype and result.shape == expected.shape
+            assert result.read().tobytes() == np.ascontiguousarray(expected).tobytes()
+    if array.dtype.kind in "iu":
+        with pytest.raises(OverflowError):
+            tensor + 1000
+
+
 def test_arithmetic_and_other_functions_read_this_tensor_only(tmp_path):
     array = numbers((4, 6))
     tensor = make(tmp_path, array)
     for result, expected in [
-        (tensor + 1, array + 1),
-        (2 * tensor.T, 2 * array.T),
-        (-tensor, -array),
+        (tensor + array, array + array),
+        (tensor**2, array**2),
+        (tensor * 1j, array * 1j),
         (np.add.reduce(tensor), array.sum(0)),
         (np.where(tensor > 3, tensor, 0), np.where(array > 3, array, 0)),
         (np.linalg.norm(tensor), np.linalg.norm(array)),

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 import lazymodel as lm
+from lazymodel import _materialize
 from lazymodel._file_source import BYTES_READ
 
 F32 = np.dtype("float32")
@@ -96,6 +97,28 @@ def test_a_sharded_load(tmp_path: Path, mesh8: Mesh) -> None:
     assert report.initialized == report.constants == report.unused == report.mismatched == ()
     assert 0 < report.stream_seconds <= report.seconds
     assert report.gb_per_second == report.read_nbytes / 1e9 / report.stream_seconds
+
+
+def test_waiting_for_init_programs_is_not_streaming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only waiting for arrays moves: 1 s where they were loaded, 10 s where they were computed too."""
+    clock = [0.0]
+    wait = jax.block_until_ready
+
+    def slowly(arrays: Any) -> Any:
+        clock[0] += 10.0 if len(arrays) == 4 else 1.0
+        return wait(arrays)
+
+    _, checkpoint = saved(tmp_path, head=None)
+    monkeypatch.setattr(_materialize.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(_materialize.jax, "block_until_ready", slowly)
+    monkeypatch.setattr(_materialize, "stream", stream_without_waiting)
+    report = reported(lm.build_abstract(init, jax.random.key(0)), checkpoint, initialize="missing")
+    assert (report.initialize_seconds, report.stream_seconds, report.seconds) == (10.0, 1.0, 11.0)
+
+
+def stream_without_waiting(items: Any, **_: Any) -> Any:
+    for item in items:
+        yield item.path, jnp.asarray(np.asarray(item.tensor))
 
 
 def test_needed_are_the_shards_of_the_devices_in_use(tmp_path: Path, mesh8: Mesh) -> None:

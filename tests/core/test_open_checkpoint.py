@@ -1,6 +1,7 @@
 """`open_checkpoint` says what it found, or what it could have opened."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -35,6 +36,58 @@ def test_git_lfs_pointers(tmp_path, name):
     with pytest.raises(CheckpointError, match="LFS pointer: expected 98765 bytes.*git lfs pull") as info:
         open_checkpoint(path)
     assert str(path) in str(info.value)
+
+
+NAMES = ("model.safetensors", "model.weights.h5", "model.weights.json", "model.safetensors.index.json")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", [*NAMES, "model.keras", "model.npz", "model.npy", "model.bin"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_what_is_no_regular_file_is_refused_unopened(tmp_path, name, kind):
+    """Opening a pipe waits for somebody to write into it."""
+    path = tmp_path / name
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    for where in [path] * (kind != "folder") + [tmp_path] * (name in NAMES):
+        with pytest.raises(CheckpointError, match=rf"{name}: expected a file, found a folder, a pipe or a device"):
+            open_checkpoint(where)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "weights.h5"])
+@pytest.mark.parametrize(
+    ("shard", "message"),
+    [
+        ("x" * 300, "expected a shard's file name, found 'x+.*x', which cannot be one .*File name too long"),
+        ("a/" * 3000, "expected a shard's file name, .*File name too long"),
+        ("round", r"round.*(which cannot be one|missing round)"),
+        ("to_round", r"round.*(which cannot be one|missing to_round)"),
+        ("absent", "missing absent"),
+        ("folder", "missing folder"),
+        ("pipe", "missing pipe"),
+    ],
+)
+def test_names_of_shards_that_cannot_be_files(tmp_path, suffix, shard, message):
+    (tmp_path / "round").symlink_to("round")
+    (tmp_path / "to_round").symlink_to("round")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    index = "model.weights.json" if suffix == "weights.h5" else "model.safetensors.index.json"
+    (tmp_path / index).write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.raises(CheckpointError, match=message) as info:
+        open_checkpoint(tmp_path)
+    assert index in str(info.value)
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "a\0b", "round", "round/model.safetensors"])
+def test_paths_that_cannot_be(tmp_path, path):
+    (tmp_path / "round").symlink_to("round")
+    with pytest.raises(CheckpointError, match="there is no checkpoint at "):
+        open_checkpoint(tmp_path / path)
 
 
 def test_several_indexes_are_ambiguous(tmp_path):

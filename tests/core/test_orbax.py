@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 import lazymodel as lm
 from lazymodel._errors import CheckpointError, LazyModelWarning
 from lazymodel._file_source import BYTES_READ
+from lazymodel._stream import StreamItem, stream
 from lazymodel.checkpoints import _orbax, open_checkpoint
 from lazymodel.checkpoints._orbax import ChunkedLeaf
 
@@ -281,8 +282,42 @@ def test_a_large_chunk_is_decoded_once_for_all_shards(tmp_path, mesh8, monkeypat
     assert not checkpoint._kept._chunks, "nothing is kept of a chunk that was read"
     checkpoint["w"][:3].read()
     assert len(checkpoint._kept._chunks) == 1
+    tensor = checkpoint["w"]
+    nbytes = tensor.leaf.unit_nbytes // values["w"].nbytes
+    assert nbytes == _orbax._COPIES + 1, "a chunk on its way, and the other that is kept"
     checkpoint.close()
     assert not checkpoint._kept._chunks
+
+
+def test_a_stream_leaves_no_chunk_behind(tmp_path, mesh8, monkeypatch):
+    """A chunk that is needed in part would be kept, and in nobody's budget, once its tensor is there."""
+    monkeypatch.setattr(_orbax, "_KEEP", 1024)
+    values = {"w": numbers((64, 16)), "v": numbers((64, 16))}
+    checkpoint = open_checkpoint(save(tmp_path / "saved", {name: jnp.asarray(value) for name, value in values.items()}))
+    sharding = NamedSharding(mesh8, P("model"))
+    halves = [StreamItem(name, checkpoint[name][:32], (32, 16), np.dtype(np.float32), sharding) for name in values]
+    for name, array in stream(halves):
+        np.testing.assert_array_equal(array, values[name][:32])
+    assert not checkpoint._kept._chunks
+    unfinished = stream(halves)
+    next(unfinished)
+    unfinished.close()
+    assert not checkpoint._kept._chunks
+
+
+def test_steps_are_looked_for_once(tmp_path):
+    """A step is no root of further steps, however deep someone nests them."""
+    folder = tmp_path
+    for _ in range(300):
+        folder = folder / "1"
+    folder.mkdir(parents=True)
+    place = tmp_path
+    for _ in range(300):
+        place = place / "1"
+        (place / "x").mkdir()
+        (place / "x" / "_METADATA").write_text("{}")
+    with pytest.raises(CheckpointError, match="_METADATA: expected a 'tree_metadata' object"):
+        open_checkpoint(tmp_path)
 
 
 @settings(max_examples=200, deadline=None)

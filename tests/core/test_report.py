@@ -1,6 +1,5 @@
 """Tables fold thousands of variables into a readable page; names cannot break a terminal or a page; progress ends."""
 
-import dataclasses
 import io
 import re
 import sys
@@ -20,8 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lazymodel import _report
 from lazymodel._abstract import AbstractVariable
 from lazymodel._errors import LazyModelError
-from lazymodel._plan import MemoryPlan, PlanRow
-from lazymodel._report import Progress, closest, fold, model_html, model_text, plan_html, plan_text, progress_for
+from lazymodel._report import Progress, closest, fold, model_html, model_text, progress_for
 
 BF16 = np.dtype("bfloat16")
 HOSTILE = "a[red]\x1b[31m<script>alert('x')</script>\n&amp;/kernel"
@@ -46,26 +44,6 @@ def decoder(layers: int, sharding: Any = None) -> FakeModel:
             AbstractVariable(f"{prefix}/norm/scale", (64,), np.dtype("float32"), sharding, "Ones"),
         ]
     return FakeModel(variables)
-
-
-def plan(rows: list[PlanRow], **changes: Any) -> MemoryPlan:
-    made = MemoryPlan(
-        name="GemmaBackbone",
-        rows=tuple(rows),
-        device_nbytes=3 * 2**30,
-        peak_nbytes=4 * 2**30,
-        read_nbytes=20 * 2**30,
-        host_nbytes=2**30,
-        num_devices=8,
-        device_memory=16 * 2**30,
-        programs=7,
-    )
-    return dataclasses.replace(made, **changes)
-
-
-def plan_row(path: str, action: str = "load", shape: tuple[int, ...] = (1024, 1024), source: str = "file") -> PlanRow:
-    nbytes = int(np.prod(shape)) * 2
-    return PlanRow(path, shape, BF16, PartitionSpec(None, "model"), nbytes // 8, nbytes, action, source)
 
 
 class Page(HTMLParser):
@@ -281,49 +259,6 @@ def test_html_brings_no_colours_and_loads_nothing():
 def test_prng_keys_have_a_dtype_name():
     key = jax.eval_shape(lambda: jax.random.key(0))
     assert "key<fry>" in model_text(FakeModel([AbstractVariable("rngs/key", (), key.dtype)]))
-
-
-# --- plans ---
-
-
-def test_plan_text_summarizes_what_fits():
-    rows = [plan_row(f"block_{i}/kernel") for i in range(12)] + [plan_row("head/kernel", "initialize", source="normal")]
-    lines = plan_text(plan(rows)).splitlines()
-    assert lines[0] == "GemmaBackbone: plan for 13 variables, 26.00 MiB"
-    (blocks,) = [line for line in lines if line.startswith("block")]
-    assert re.split(r"\s{2,}", blocks.strip()) == [
-        "block_{0..11}/kernel", "12", "(1024, 1024)", "bfloat16", "P(None, 'model')", "3.00 MiB", "loaded",
-    ]  # fmt: skip
-    (head,) = [line for line in lines if line.startswith("head")]
-    assert head.rstrip().endswith("initialized: normal")
-    assert lines[-4:] == [
-        "each of 8 devices, on the fullest: 3.00 GiB resident, 4.00 GiB at the peak while materializing",
-        "device memory: 16.00 GiB; fits, 12.00 GiB to spare",
-        "loaded: 12 variables, 24.00 MiB; this process reads 20.00 GiB, its largest shard in host memory is 1.00 GiB",
-        "initialized: 1 variable, 2.00 MiB; 7 compiled programs",
-    ]
-
-
-def test_plan_text_names_what_does_not_fit():
-    rows = [plan_row("small", shape=(8, 8)), plan_row("embeddings", shape=(4096, 1024))]
-    text = plan_text(plan(rows, device_memory=2**30))
-    assert "device memory: 1.00 GiB; does not fit, 3.00 GiB short" in text
-    assert "largest on a device: embeddings (1.00 MiB), small (16 B)" in text
-
-
-def test_plan_text_without_a_limit_says_nothing_of_fitting():
-    text = plan_text(plan([plan_row("w", "constant")], device_memory=None, num_devices=1))
-    assert "fit" not in text
-    assert "device: 3.00 GiB resident" in text
-    assert "constant: 1 variable" in text
-
-
-def test_plan_html_is_well_formed_and_escaped():
-    page = Page(plan_html(plan([plan_row(HOSTILE, "initialize", source=HOSTILE), plan_row("b")])))
-    assert page.rows[0] == ["variable", "count", "shape", "dtype", "partition spec", "bytes/device", "value"]
-    assert "script" not in page.tags
-    assert "\x1b" not in page.text
-    assert "fits, 12.00 GiB to spare" in page.text
 
 
 # --- progress ---

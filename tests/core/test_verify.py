@@ -465,3 +465,15 @@ def test_other_formats(tmp_path):
         np.testing.assert_array_equal(checkpoint["layers/dense/vars/0"], np.arange(4, dtype=np.float32))
     with pytest.raises(CheckpointError, match=f"{path.name}: expected sha256 {'0' * 64}"):
         open_checkpoint(tmp_path, verify={path.name: "0" * 64})
+
+
+def test_names_that_leave_no_room_for_a_suffix(folder):
+    """The hub's metadata would be named as the file is and `.metadata`, which no file can be called."""
+    name = f"{'x' * 239}.safetensors"
+    (folder / name).write_bytes(CONTENT[NAMES[0]])
+    with open_checkpoint(folder / name, verify={name: f"sha256:{digest(NAMES[0])}"}) as checkpoint:
+        assert list(checkpoint) == ["a"]
+    with pytest.raises(CheckpointError, match="no hash is known for"):
+        open_checkpoint(folder / name, verify=True)
+    with pytest.raises(CheckpointError, match="expected a manifest of file hashes at x+"):
+        open_checkpoint(folder, verify="x" * 300)

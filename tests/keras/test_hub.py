@@ -211,8 +211,12 @@ def test_a_report_names_what_keras_did_not_ask_for(tmp_path: Path) -> None:
         file["layers/another/vars/0"] = np.zeros(3, "float32")
         file["optimizer/vars/0"] = np.zeros(2, "int32")
     reports: list[lm.LoadReport] = []
-    with pytest.warns(lm.LazyModelWarning, match=r"holds 1 tensors .*: layers/another/vars/0\. They are left out"):
+    holds = r"holds 1 tensors .*: layers/another/vars/0\. They are left out"
+    with pytest.warns(lm.LazyModelWarning, match=holds) as caught:
         lk.from_preset(cls, str(folder), strict=False, report=reports.append)
+    with pytest.warns(lm.LazyModelWarning, match=holds) as also_caught:
+        lk.abstract_from_preset(cls, str(folder), strict=False)
+    assert [w.filename for w in (*caught, *also_caught)] == [__file__] * 2, "they point to the caller's line"
     unused = {tensor.name: tensor.nbytes for tensor in reports[0].unused}
     assert unused == {"layers/another/vars/0": 12, "optimizer/vars/0": 8}
 

@@ -1,0 +1,238 @@
+"""`lazymodel plan`: will a model fit, and where, from its configuration alone.
+
+Responsible for what the command takes and prints, and for the meshes and models that its arguments name. Keras is
+imported only for what KerasHub describes; how a model is built from that is in `lazymodel_keras._planning`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import itertools
+import json
+import math
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+
+from lazymodel._bytes import parse_bytes
+from lazymodel._errors import LazyModelError, LazyModelWarning
+
+if TYPE_CHECKING:
+    from lazymodel._abstract import AbstractModel
+    from lazymodel._plan import MemoryPlan, PlanComparison
+
+_DESCRIPTION = """\
+Says whether a model fits, from its configuration: bytes on each device and host, while it is materialized and in use.
+Without --compile it is arithmetic; with it, the numbers are the compiler's, for devices that need not be here.
+Several --topology, --mesh or --dtype are compared in one table.
+Exit status: 0 it fits (one of several does), or what the devices have is not known; 1 it does not; 2 wrong usage, or
+nothing is there to plan.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to `lazymodel`."""
+    parser = commands.add_parser(
+        "plan",
+        help="whether a model fits, before anything is rented or loaded",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model",
+        metavar="PRESET_OR_CONFIG",
+        help="a KerasHub preset, a folder of KerasHub or Hugging Face, a config.json (no weights needed), or "
+        "module:factory, a function without arguments that builds a model",
+    )
+    parser.add_argument("--class", dest="cls", metavar="NAME", help="KerasHub class; default: the backbone")
+    parser.add_argument("--topology", action="append", metavar="NAME", help="devices, such as v5e:2x4, v5e-8 or v2-8")
+    parser.add_argument(
+        "--mesh", action="append", metavar="AXES", help="such as model=8 or data=2,model=4; default: one axis, model"
+    )
+    parser.add_argument("--dtype", action="append", metavar="POLICY", help="such as bfloat16; default: the preset's")
+    parser.add_argument("--quantize", choices=("int8", "int4"), help="quantize after loading")
+    parser.add_argument("--lora-rank", type=int, metavar="RANK", help="train LoRA pairs instead of the parameters")
+    parser.add_argument("--optimizer", metavar="NAME", help="plan training with it, such as adamw")
+    parser.add_argument("--batch", type=int, metavar="N", help="batch size of what is compiled")
+    parser.add_argument("--sequence", type=int, metavar="N", help="sequence length of what is compiled")
+    parser.add_argument(
+        "--compile", choices=("init", "forward", "train"), help="compile it, and take the compiler's numbers"
+    )
+    parser.add_argument("--device-memory", metavar="BYTES", help="bytes of one device, such as 16GiB")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+    parser.add_argument("--html", metavar="FILE", help="write the plan as a page, too")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plans what the arguments say; returns the exit status."""
+    if arguments.device_memory is not None:
+        parse_bytes(arguments.device_memory)  # before any work
+    meshes = [None if text is None else parse_axes(text) for text in arguments.mesh or [None]]
+    if (arguments.batch or arguments.sequence) and arguments.compile not in ("forward", "train"):
+        raise LazyModelError("--batch and --sequence are for --compile forward or train")
+    if _jax.config.jax_platforms is None and not (arguments.compile and not arguments.topology):
+        # Nothing runs here: an accelerator that another process uses, or that takes long to wake, is left alone.
+        _jax.config.update("jax_platforms", "cpu")
+    plans: dict[str, MemoryPlan] = {}
+    with _status(f"building {arguments.model}") as say:
+        for dtype in arguments.dtype or [None]:
+            say(f"building {arguments.model}{f' in {dtype}' if dtype else ''}")
+            model = _model(arguments.model, arguments.cls, dtype)
+            for topology, axes in itertools.product(arguments.topology or [None], meshes):
+                mesh = _mesh(topology, axes, compiled=arguments.compile is not None)
+                name = ", ".join(filter(None, (topology, _axes_text(axes or {}), dtype))) or "one device"
+                say(f"{'compiling' if arguments.compile else 'planning'} {name}")
+                plans[name] = _sharded(model, mesh).plan(
+                    device_memory=arguments.device_memory,
+                    optimizer=arguments.optimizer,
+                    lora_rank=arguments.lora_rank,
+                    quantize=arguments.quantize,
+                    compile=arguments.compile,
+                    batch=arguments.batch,
+                    sequence=arguments.sequence,
+                )
+    shown = _shown(plans)
+    if arguments.html:
+        _write_page(Path(arguments.html), shown)
+    from lazymodel._cli import print_text
+
+    print_text(json.dumps(shown.to_dict(), indent=2) if arguments.json else str(shown))
+    return 0 if any(plan.fits is not False for plan in plans.values()) else 1
+
+
+def parse_axes(text: str) -> dict[str, int]:
+    """`data=2,model=4` as a mapping of axis name to size.
+
+    Raises:
+        LazyModelError: It is nothing like that.
+    """
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(\d{1,7})\s*", part)
+        if match is None or match[1] in axes or not int(match[2]):
+            raise LazyModelError(f"cannot read mesh {text!r}; write names and sizes, such as model=8 or data=2,model=4")
+        axes[match[1]] = int(match[2])
+    return axes
+
+
+_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
+
+
+def _axes_text(axes: Mapping[str, int]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in axes.items())
+
+
+def _mesh(topology: str | None, axes: Mapping[str, int] | None, *, compiled: bool) -> Any:
+    """The mesh to plan for; None is one device."""
+    if topology is not None:
+        from lazymodel import _topology
+
+        make: Callable[..., Any] = _topology.topology if compiled else _topology.arithmetic_mesh
+        return make(topology, axes)
+    if axes is None:
+        # One device that is neither here nor of a known kind.
+        return None if compiled else AbstractMesh((1,), ("model",))
+    sizes, names = tuple(axes.values()), tuple(axes)
+    if not compiled:
+        return AbstractMesh(sizes, names, (AxisType.Auto,) * len(names))
+    here = jax.devices()
+    if (wanted := math.prod(sizes)) > len(here):
+        raise LazyModelError(
+            f"mesh {_axes_text(axes)} has {wanted} devices and this machine {len(here)}; "
+            "name the devices to compile for with --topology"
+        )
+    return jax.sharding.Mesh(np.asarray(here[:wanted]).reshape(sizes), names)
+
+
+def _model(source: str, cls: str | None, dtype: str | None) -> AbstractModel:
+    match = re.fullmatch(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)", source)
+    if match is not None and not os.path.exists(source):
+        if cls is not None or dtype is not None:
+            raise LazyModelError("--class and --dtype are for presets and configurations; a factory decides for itself")
+        return _from_factory(match[1], match[2])
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    try:
+        planning: Any = importlib.import_module("lazymodel_keras._planning")
+        importlib.import_module("keras_hub")
+    except ModuleNotFoundError as error:
+        raise LazyModelError(
+            f"presets and configurations are read by KerasHub, and {error.name} is not installed: "
+            "pip install 'lazymodel[keras]'"
+        ) from error
+    return planning.plan_model(source, cls=cls, dtype=dtype)
+
+
+def _from_factory(module_name: str, name: str) -> AbstractModel:
+    from lazymodel._adapters import build_abstract
+    from lazymodel._report import closest
+
+    sys.path.insert(0, os.getcwd())  # as `python -m` has it
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise LazyModelError(f"there is no module {error.name!r} (looking for {module_name}:{name})") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise LazyModelError(f"module {module_name} has no function {name!r}{closest(name, vars(module))}")
+    return build_abstract(factory)
+
+
+def _sharded(model: AbstractModel, mesh: Any) -> AbstractModel:
+    """The model on the mesh, by the automatic rules; what they could not split is in the plan's table."""
+    if mesh is None:
+        return model
+    from lazymodel._auto import auto
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LazyModelWarning)
+        return model.shard(mesh, auto())
+
+
+def _shown(plans: Mapping[str, MemoryPlan]) -> MemoryPlan | PlanComparison:
+    if len(plans) == 1:
+        return next(iter(plans.values()))
+    from lazymodel._plan import compare_plans
+
+    return compare_plans(plans)
+
+
+def _write_page(file: Path, shown: Any) -> None:
+    page = (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Memory plan</title></head>'
+        f'<body style="font-family:sans-serif">{shown._repr_html_()}</body></html>\n'
+    )
+    try:
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise LazyModelError(f"cannot write {file}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _status(text: str) -> Generator[Callable[[str], None], None, None]:
+    """Says on standard error what is going on, where a person is watching."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status(escape(text)) as status:
+        yield lambda text: status.update(escape(text))
+
+
+__all__: Sequence[str] = ("add_parser", "parse_axes", "run")

@@ -1,0 +1,392 @@
+"""Optimizer state as variables of the abstract model: `AbstractModel.with_optimizer`.
+
+Responsible for finding the state that an optimizer starts with, from shapes alone, for tying each part of it to the
+parameter that it belongs to, and for sharding it like that parameter. How the state is computed is `_trace`'s matter,
+which makes the same init programs as for parameters. An optimizer is anything with an `init` function of a pytree of
+parameters, as Optax' gradient transformations have; nothing here imports Optax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from lazymodel._abstract import AbstractModel, AbstractVariable, unique_paths
+from lazymodel._errors import LazyModelError
+from lazymodel._init_programs import InitRecipe
+from lazymodel._report import closest
+from lazymodel._roles import rule_path
+from lazymodel._sharding import Reason, assign
+from lazymodel._trace import path_text, trace_function
+from lazymodel._trace_errors import explain
+
+if TYPE_CHECKING:
+    from lazymodel._auto import Auto
+
+PREFIX = "optimizer/"  # of the paths of all optimizer state
+
+
+class Optimizer(Protocol):
+    """What `with_optimizer` takes: an Optax `GradientTransformation`, or another object with its `init`."""
+
+    @property
+    def init(self) -> Callable[[Any], Any]:
+        """Takes the parameters and returns the state."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """The start of an optimizer, in the form that a framework gives it.
+
+    Attributes:
+        state: The optimizer's state, any pytree.
+        finish: Takes the finished model and the finished state and returns what `materialize` is to return.
+        path_of: Names a leaf of the state from its `jax.tree_util` key path.
+        parameters: Where in a tree of parameters each of them is, as `path_of` names it, to its variable's path.
+    """
+
+    state: Any
+    finish: Callable[[Any, Any], Any]
+    path_of: Callable[[Sequence[Any]], str]
+    parameters: Mapping[str, str]
+
+
+# Starts an optimizer on the arrays of the parameters that are trained, by path; called while tracing.
+StartTraining = Callable[[Optimizer, Mapping[str, Any]], Training]
+
+
+@dataclasses.dataclass(frozen=True)
+class Derived:
+    """State that is computed from the values of parameters, and so after them, whether they were loaded or initialized.
+
+    Attributes:
+        paths: Its paths.
+        parameters: The paths of the parameters that it takes.
+        function: Takes path → parameter and returns path → state; traceable.
+    """
+
+    paths: tuple[str, ...]
+    parameters: tuple[str, ...]
+    function: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+    def compute(
+        self, wanted: Sequence[str], arrays: Mapping[str, jax.Array], shardings: Mapping[str, Sharding]
+    ) -> dict[str, jax.Array]:
+        """Some of it, each shard directly on its device, in buffers of its own."""
+
+        def some(parameters: Mapping[str, Any]) -> dict[str, Any]:
+            found = self.function(parameters)
+            # A parameter that is returned as it is would be the parameter's own buffer, which training gives away.
+            return {path: jax.numpy.copy(found[path]) for path in wanted}
+
+        placed = {path: shardings[path] for path in wanted}
+        return jax.jit(some, out_shardings=placed)({path: arrays[path] for path in self.parameters})
+
+
+def with_optimizer(
+    model: AbstractModel, optimizer: Optimizer, trained: Callable[[AbstractVariable], bool] | str | None = None
+) -> AbstractModel:
+    """The model and the state that an optimizer starts with; see `AbstractModel.with_optimizer`."""
+    if not callable(getattr(optimizer, "init", None)):
+        raise LazyModelError(
+            f"with_optimizer takes an Optax gradient transformation, or what has its init(params); got {optimizer!r}"
+        )
+    if any(variable.follows is not None for variable in model.values()):
+        raise LazyModelError(f"{model.name} has an optimizer already; chain transformations, or start from the model")
+    paths = _trained(model, trained)
+    start = model.start_training or default_training(model)
+    structs = {path: jax.ShapeDtypeStruct(model[path].shape, model[path].dtype) for path in paths}
+    found = _start(start, optimizer, structs)
+    if taken := [path for path in found.structs if path in model.variables]:
+        raise LazyModelError(f"{model.name} has a variable of its own at {taken[0]!r}, where optimizer state would go")
+
+    def constant_part(leaves: Mapping[str, Any]) -> dict[str, Any]:
+        return {path: leaf for path, leaf in found.leaves(leaves) if path not in found.derived}
+
+    traced = trace_function(constant_part, (structs,), {}, name=model.name)
+    state: dict[str, AbstractVariable] = {}
+    for path, struct in found.structs.items():
+        origin = traced[path].origin if path in traced else "of parameters"
+        if origin == "constant":
+            origin = "value"
+        state[path] = AbstractVariable(
+            path, tuple(struct.shape), struct.dtype, origin=origin, trainable=False, follows=found.follows[path]
+        )
+
+    def structure(mapping: Mapping[str, Any]) -> Any:
+        return model.structure(mapping), found.unflatten(mapping)
+
+    def rebuild(mapping: Mapping[str, jax.Array]) -> Any:
+        own = {path: mapping[path] for path in model}
+        return found.finish(model.rebuild(own), found.unflatten(mapping))
+
+    return dataclasses.replace(
+        model,
+        variables={**model.variables, **_following(state, model.variables)},
+        recipes=(*model.recipes, *traced.recipes, *map(_recipe, traced.sources.items())),
+        structure=structure,
+        rebuild=rebuild,
+        derived=Derived(tuple(found.derived), paths, lambda leaves: dict(found.leaves(leaves))) if found.derived else None,
+    )
+
+
+def default_training(model: AbstractModel) -> StartTraining:
+    """Starts an optimizer on the model's own tree, with None in place of everything that is not trained."""
+    marks = cast("Any", model.structure({path: _Mark(path) for path in model}))
+    flat, treedef = jax.tree_util.tree_flatten_with_path(marks)
+    places = {path_text(keys): mark.path for keys, mark in flat if isinstance(mark, _Mark)}
+
+    def start(optimizer: Optimizer, leaves: Mapping[str, Any]) -> Training:
+        kept = [leaves.get(mark.path) if isinstance(mark, _Mark) else None for _, mark in flat]
+        state = optimizer.init(jax.tree.unflatten(treedef, kept))
+        return Training(state, lambda model, state: (model, state), path_text, places)
+
+    return start
+
+
+def shard(
+    variables: Mapping[str, AbstractVariable],
+    mesh: Mesh,
+    rules: Any,
+    *,
+    on_unmatched: str,
+    large: int | str,
+    repair: bool | Auto,
+) -> tuple[dict[str, AbstractVariable], tuple[str, ...]]:
+    """`_sharding.assign` for variables some of which may be optimizer state, which follows its parameters.
+
+    A mapping's patterns that match optimizer state only are rules for it (to spread it over data-parallel devices,
+    say). All other rules are for parameters alone.
+    """
+    own = {path: variable for path, variable in variables.items() if variable.follows is None}
+    state = {path: variable for path, variable in variables.items() if variable.follows is not None}
+    own_rules, state_rules = _split_rules(rules, own, state) if state else (rules, {})
+    assigned, notes = assign(own, mesh, own_rules, on_unmatched=on_unmatched, large=large, repair=repair)
+    following = _following(state, assigned, mesh)
+    if state_rules:
+        patterns = [re.compile(pattern) for pattern in state_rules]
+        ruled = {
+            path: variable
+            for path, variable in state.items()
+            if any(pattern.fullmatch(rule_path(path)) for pattern in patterns)
+        }
+        placed, more = assign(ruled, mesh, state_rules, on_unmatched=on_unmatched, large=large, repair=repair)
+        following |= placed
+        notes += more
+    return {**assigned, **following}, notes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mark:
+    """A variable's place in the model's tree."""
+
+    path: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Started:
+    """What starting an optimizer abstractly found.
+
+    Attributes:
+        start: Starts it.
+        optimizer: The optimizer.
+        slots: For each leaf of the state its path, and what is no array itself. An array that occurs twice is one
+            variable, under its first path.
+        first: Path to the index of the first leaf that has it.
+        structs: Path to shape and dtype.
+        treedef: The structure of the state.
+        derived: The paths of what depends on the values of parameters.
+        follows: Path to the parameter that it belongs to, or to an empty string.
+        finish: See `Training`.
+    """
+
+    start: StartTraining
+    optimizer: Optimizer
+    slots: tuple[Any, ...]
+    first: Mapping[str, int]
+    structs: Mapping[str, Any]
+    treedef: Any
+    derived: frozenset[str]
+    follows: Mapping[str, str]
+    finish: Callable[[Any, Any], Any]
+
+    def leaves(self, parameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        """Path and array, of arrays of the parameters."""
+        leaves = jax.tree.leaves(self.start(self.optimizer, parameters).state)
+        return [(path, leaves[index]) for path, index in self.first.items()]
+
+    def unflatten(self, mapping: Mapping[str, Any]) -> Any:
+        leaves = [mapping[slot.path] if isinstance(slot, _Mark) else slot for slot in self.slots]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def _start(start: StartTraining, optimizer: Optimizer, parameters: Mapping[str, jax.ShapeDtypeStruct]) -> _Started:
+    """Starts an optimizer abstractly.
+
+    Raises:
+        TraceError: Its `init` needs the values of parameters on the host.
+    """
+    slots: list[Any] = []
+    first: dict[str, int] = {}
+    follows: dict[str, str] = {}
+    started: list[tuple[Training, Any]] = []
+
+    def flat(leaves: Mapping[str, Any]) -> list[Any]:
+        training = start(optimizer, leaves)
+        found, treedef = jax.tree_util.tree_flatten_with_path(training.state)
+        started.append((training, treedef))
+        names = _names([training.path_of(keys) for keys, _ in found])
+        known: dict[int, _Mark] = {}
+        for index, (name, (_, leaf)) in enumerate(zip(names, found, strict=True)):
+            if not isinstance(leaf, (jax.Array, np.ndarray)):
+                slots.append(leaf)
+                continue
+            if id(leaf) not in known:
+                known[id(leaf)] = _Mark(PREFIX + name)
+                first[PREFIX + name] = index
+                follows[PREFIX + name] = _parameter(rule_path(name), training.parameters)
+            slots.append(known[id(leaf)])
+        return [found[index][1] for index in first.values()]
+
+    try:
+        closed = jax.make_jaxpr(flat)(dict(parameters))
+    except Exception as error:
+        explained = explain(error)
+        if explained is None:
+            raise
+        raise explained from error
+    (training, treedef), = started
+    derived = frozenset(path for path, depends in zip(first, _depend_on_inputs(closed.jaxpr), strict=True) if depends)
+    structs = dict(zip(first, closed.out_avals, strict=True))
+    return _Started(start, optimizer, tuple(slots), first, structs, treedef, derived, follows, training.finish)
+
+
+def _copy(value: jax.Array) -> tuple[jax.Array, ...]:
+    return (value,)
+
+
+def _recipe(constant: tuple[str, Any]) -> InitRecipe:
+    """A recipe for a step count and the like: a checkpoint that lacks it lacks something, as with moments."""
+    path, value = constant
+    return InitRecipe((path,), "optimizer constant", _copy, (np.asarray(value),), origin="value")
+
+
+def _names(names: list[str]) -> list[str]:
+    while len(set(names)) != len(names):
+        names = unique_paths(names)
+    return names
+
+
+def _parameter(name: str, parameters: Mapping[str, str]) -> str:
+    """The parameter whose place in the tree ends a leaf's name, such as `0/mu/layers/0/kernel`; else an empty string."""
+    while name not in parameters:
+        _, slash, name = name.partition("/")
+        if not slash:
+            return ""
+    return parameters[name]
+
+
+def _depend_on_inputs(jaxpr: Any) -> list[bool]:
+    """For each result of a jaxpr, whether it may depend on an argument's value."""
+    dependent = set(jaxpr.invars)
+
+    def depends(atom: Any) -> bool:
+        return not hasattr(atom, "val") and atom in dependent  # what has a value is a literal
+
+    for eqn in jaxpr.eqns:
+        if any(map(depends, eqn.invars)):
+            dependent.update(eqn.outvars)
+    return [depends(atom) for atom in jaxpr.outvars]
+
+
+def _trained(model: AbstractModel, trained: Callable[[AbstractVariable], bool] | str | None) -> tuple[str, ...]:
+    """The paths of the parameters that the optimizer gets."""
+    candidates = [path for path, variable in model.items() if jax.numpy.issubdtype(variable.dtype, np.inexact)]
+    if trained is None:
+        paths = [path for path in candidates if model[path].trainable]
+        what = "that is trainable"
+    elif isinstance(trained, str):
+        pattern = re.compile(trained)
+        paths = [path for path in candidates if pattern.fullmatch(rule_path(path))]
+        what = f"that {trained!r} matches{closest(trained, candidates)}"
+    else:
+        paths = [path for path in candidates if trained(model[path])]
+        what = "that the given function chooses"
+    if not paths:
+        raise LazyModelError(f"{model.name} has no floating-point variable {what}, so there is nothing to optimize")
+    return tuple(paths)
+
+
+def _following(
+    state: Mapping[str, AbstractVariable], assigned: Mapping[str, AbstractVariable], mesh: Mesh | None = None
+) -> dict[str, AbstractVariable]:
+    """Optimizer state, each part placed like its parameter; what belongs to none on every device of the mesh."""
+    if mesh is None:
+        meshes = (v.sharding.mesh for v in assigned.values() if isinstance(v.sharding, NamedSharding))
+        mesh = cast("Mesh | None", next(meshes, None))
+    else:
+        mesh = getattr(mesh, "backend_mesh", mesh)
+    placed: dict[str, AbstractVariable] = {}
+    for path, variable in state.items():
+        parameter = assigned.get(cast("str", variable.follows))
+        sharding = layout = None
+        text = "optimizer state of no parameter, replicated"
+        if parameter is not None and parameter.shape == variable.shape:
+            sharding = parameter.sharding
+            layout = parameter.layout if parameter.dtype == variable.dtype else None
+            text = f"as {parameter.path!r}, whose optimizer state it is"
+        elif parameter is not None and isinstance(parameter.sharding, NamedSharding):
+            sharding = NamedSharding(parameter.sharding.mesh, spec := _related_spec(parameter, variable.shape))
+            text = f"{spec}, from the sharding of {parameter.path!r}, whose optimizer state it is"
+        elif mesh is not None:
+            sharding = NamedSharding(mesh, PartitionSpec())
+        reason = None if sharding is None else Reason("optimizer", text)
+        placed[path] = dataclasses.replace(variable, sharding=sharding, layout=layout, reason=reason)
+    return placed
+
+
+def _related_spec(parameter: AbstractVariable, shape: tuple[int, ...]) -> PartitionSpec:
+    """The spec of state of another shape than its parameter's.
+
+    A history, as L-BFGS keeps, has further leading dimensions. Factored second moments lack a dimension; where it might
+    be either of two that are split in different ways, as for square matrices, the state is replicated: it is small.
+    """
+    rank = len(parameter.shape)
+    entries = (*(parameter.spec or ()), *[None] * rank)[:rank]
+    specs = {
+        PartitionSpec(*entries[:index], *entries[index + 1 :])
+        for index in range(rank)
+        if parameter.shape[:index] + parameter.shape[index + 1 :] == shape
+    }
+    if rank and shape[-rank:] == parameter.shape:
+        specs = {PartitionSpec(*[None] * (len(shape) - rank), *entries)}
+    left = list(specs.pop()) if len(specs) == 1 else []
+    while left and left[-1] is None:
+        left.pop()
+    return PartitionSpec(*left)
+
+
+def _split_rules(
+    rules: Any, own: Mapping[str, AbstractVariable], state: Mapping[str, AbstractVariable]
+) -> tuple[Any, dict[str, Any]]:
+    """Rules for parameters, and those of a mapping that match optimizer state only."""
+    if not isinstance(rules, Mapping) or hasattr(cast("Any", rules), "device_mesh"):  # a Keras LayoutMap has the latter
+        return rules, {}
+    for_state: dict[str, Any] = {}
+    for key, spec in cast("Mapping[Any, Any]", rules).items():
+        try:
+            pattern = re.compile(key) if isinstance(key, str) else None
+        except re.error:
+            pattern = None  # `assign` says what is wrong with it
+        if pattern is None or any(pattern.fullmatch(rule_path(path)) for path in own):
+            continue
+        if any(pattern.fullmatch(rule_path(path)) for path in state):
+            for_state[cast("str", key)] = spec
+    return {key: spec for key, spec in cast("Mapping[Any, Any]", rules).items() if key not in for_state}, for_state

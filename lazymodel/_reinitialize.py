@@ -1,0 +1,273 @@
+"""Another initializer, or other random keys, for some variables of an abstract model.
+
+Responsible for which variables get which initializer and which key. The initializers are traced like any init function
+(`_trace`), so they run as the same programs: compiled once for each initializer, shape, dtype and sharding, with the
+key as a run-time input, equal bit for bit to calling the initializer eagerly. Schemes are in `initializers`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, cast
+
+import jax
+import numpy as np
+
+from lazymodel._abstract import AbstractModel, AbstractVariable
+from lazymodel._errors import LazyModelError, TraceError
+from lazymodel._init_programs import InitRecipe
+from lazymodel._jaxprs import is_key, key_data
+from lazymodel._report import closest
+from lazymodel._roles import rule_path
+from lazymodel._small import on_host
+from lazymodel._trace import trace_function
+
+_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
+
+Initializer: TypeAlias = "Callable[..., Any]"
+InitRules: TypeAlias = "Mapping[str, Initializer] | Callable[[AbstractVariable], Initializer | None]"
+
+
+def path_key(key: jax.Array, path: str) -> jax.Array:
+    """The key of one variable: a function of a key and the variable's path alone, whatever other variables there are.
+
+    It is `fold_in(fold_in(key, a), b)`, where `a` and `b` are the first and the second four bytes, as big-endian
+    integers, of the SHA-256 digest of the path in UTF-8.
+
+    Args:
+        key: A typed key, such as `jax.random.key(0)`.
+        path: The variable's path.
+
+    Returns:
+        A key of the same kind.
+    """
+    digest = hashlib.sha256(path.encode()).digest()
+    for start in (0, 4):
+        key = jax.random.fold_in(key, np.uint32(int.from_bytes(digest[start : start + 4], "big")))
+    return key
+
+
+def reinitialize(
+    model: AbstractModel,
+    rules: str | InitRules,
+    initializer: Initializer | None = None,
+    *,
+    key: jax.Array | int | None = None,
+) -> AbstractModel:
+    """The same model with other initializers; see `AbstractModel.reinitialize`."""
+    key = _checked_key(key)
+    chosen = _choose(model, rules, initializer)
+    absent = jax.ShapeDtypeStruct((), jax.eval_shape(jax.random.key, 0).dtype)
+
+    def compute(key: jax.Array) -> dict[str, Any]:
+        values: dict[int, Any] = {}  # by identity; holding them keeps one's id from being used again
+        result: dict[str, Any] = {}
+        for path, choice in chosen.items():
+            value = _initial(model[path], choice, path_key(key, path))
+            # A copy where an initializer returns one array twice: these stay two variables.
+            result[path] = jax.numpy.array(value, copy=True) if id(value) in values else value
+            values[id(value)] = value
+        return result
+
+    try:
+        traced = trace_function(compute, (absent if key is None else key,), {}, name=model.name)
+    except TraceError as error:
+        if key is None and "ShapeDtypeStruct" in str(error):
+            raise LazyModelError(
+                f"{error.args[0].split(' ')[0]} gets random values, and no key was given: pass "
+                "key=jax.random.key(seed) to reinitialize"
+            ) from error
+        raise
+    variables = dict(model.variables)
+    for path in chosen:
+        variables[path] = dataclasses.replace(variables[path], origin=traced[path].origin)
+    kept = ([path for path in recipe.paths if path not in chosen] for recipe in model.recipes)
+    recipes = [recipe.restricted_to(paths) for recipe, paths in zip(model.recipes, kept, strict=True) if paths]
+    sources = {path: source for path, source in model.sources.items() if path not in chosen}
+    return dataclasses.replace(
+        model,
+        variables=variables,
+        recipes=(*recipes, *traced.recipes),
+        sources={**sources, **traced.sources},
+    )
+
+
+def rekey(model: AbstractModel, key: jax.Array | int, pattern: str = ".*") -> AbstractModel:
+    """The same model whose own initializers draw from other keys; see `AbstractModel.rekey`."""
+    key = _checked_key(key)
+    if key is None:
+        raise LazyModelError("rekey needs a key, such as jax.random.key(0)")
+    regex = _compiled(pattern)
+    matched = {path for path in model if regex.fullmatch(rule_path(path)) and not is_key(model[path].dtype)}
+    if not matched:
+        raise LazyModelError(f"no variable of {model.name} matches {pattern!r}{closest(pattern, model)}")
+    recipes: list[InitRecipe] = []
+    with on_host():
+        for recipe in model.recipes:
+            random = any(dtype is not None for dtype in recipe.keys)
+            if not random or not matched.intersection(recipe.paths):
+                recipes.append(recipe)
+                continue
+            if apart := [path for path in recipe.paths if path not in matched]:
+                raise LazyModelError(
+                    f"{recipe.paths[0]!r} and {apart[0]!r} are cut from one random array, so both change with its key; "
+                    f"make the pattern {pattern!r} match both, or neither"
+                )
+            recipes.append(dataclasses.replace(recipe, inputs=_rekeyed(recipe, key)))
+    return dataclasses.replace(model, recipes=tuple(recipes))
+
+
+def _rekeyed(recipe: InitRecipe, key: jax.Array) -> tuple[np.ndarray[Any, Any], ...]:
+    """The recipe's inputs with keys of its path: that key itself, or one folded from it where there are several."""
+    base = path_key(key, recipe.paths[0])
+    several = sum(dtype is not None for dtype in recipe.keys) > 1
+    inputs = list(recipe.inputs)
+    number = 0
+    for index, dtype in enumerate(recipe.keys):
+        if dtype is None:
+            continue
+        if dtype != key.dtype:
+            raise LazyModelError(f"{recipe.paths[0]!r} is initialized with a {dtype}; the key given is a {key.dtype}")
+        own = jax.random.fold_in(base, number) if several else base
+        shape = inputs[index].shape[:-1]
+        inputs[index] = key_data(jax.random.split(own, shape) if shape else own)
+        number += 1
+    return tuple(inputs)
+
+
+def _checked_key(key: Any) -> jax.Array | None:
+    if key is None:
+        return None
+    if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+        return jax.random.key(int(key))
+    if not isinstance(key, jax.Array) or not is_key(key.dtype) or key.shape != ():
+        raise LazyModelError(
+            f"key is one typed key, such as jax.random.key(0), or its seed; got {type(key).__name__}"
+            + (f" of {key.dtype}{list(key.shape)}: wrap raw keys with jax.random.wrap_key_data" * hasattr(key, "dtype"))
+        )
+    return key
+
+
+# Rules ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """What a variable is initialized with.
+
+    Attributes:
+        initializer: The initializer.
+        captures: What its pattern captured, numbers as ints.
+    """
+
+    initializer: Initializer
+    captures: Mapping[str, str | int]
+
+
+def _choose(model: AbstractModel, rules: Any, initializer: Initializer | None) -> dict[str, _Choice]:
+    """An initializer for each variable that gets a new one."""
+    if isinstance(rules, str):
+        if initializer is None:
+            raise LazyModelError(f"which initializer for {rules!r}? Such as jax.nn.initializers.normal(0.02)")
+        rules = {rules: initializer}
+    elif initializer is not None:
+        raise LazyModelError("an initializer goes with one pattern; a mapping of patterns has its own")
+    chosen: dict[str, _Choice] = {}
+    if isinstance(rules, Mapping):
+        chosen = _choose_by_pattern(model, cast("Mapping[str, Any]", rules))
+    elif callable(rules):
+        found = {path: rules(variable) for path, variable in model.items()}
+        chosen = {path: _Choice(answer, {}) for path, answer in found.items() if answer is not None}
+        if not chosen:
+            raise LazyModelError(f"the rule gave no variable of {model.name} an initializer: all its answers are None")
+    else:
+        raise LazyModelError(
+            f"rules are a path regex and an initializer, a mapping of them, or a callable of a variable; got {rules!r}"
+        )
+    for path, choice in chosen.items():
+        if not callable(choice.initializer):
+            raise LazyModelError(
+                f"{path!r}: an initializer is a callable of key, shape and dtype, such as "
+                f"jax.nn.initializers.zeros; got {choice.initializer!r}"
+            )
+        if is_key(model[path].dtype):
+            raise LazyModelError(
+                f"{path!r} is a PRNG key ({model[path].dtype}), which has no initializer; leave it out of the pattern"
+            )
+    return chosen
+
+
+def _choose_by_pattern(model: AbstractModel, rules: Mapping[str, Any]) -> dict[str, _Choice]:
+    patterns = {pattern: _compiled(pattern) for pattern in rules}
+    alive: set[str] = set()
+    chosen: dict[str, _Choice] = {}
+    for path in model:
+        name = rule_path(path)
+        for pattern, regex in patterns.items():
+            match = regex.fullmatch(name)
+            if match is None:
+                continue
+            alive.add(pattern)
+            if path not in chosen:
+                captures = {name: int(text) if text.isdecimal() else text for name, text in match.groupdict("").items()}
+                chosen[path] = _Choice(rules[pattern], captures)
+    if dead := [pattern for pattern in rules if pattern not in alive]:
+        raise LazyModelError(
+            f"no variable of {model.name} matches {', '.join(map(repr, dead))}{closest(dead[0], model)}. "
+            "A pattern matches a whole path."
+        )
+    return chosen
+
+
+def _compiled(pattern: Any) -> re.Pattern[str]:
+    """A path regex in which `{layer}` captures text without `/` and `.`."""
+    if not isinstance(pattern, str):
+        raise LazyModelError(f"a pattern is a path regex; got {pattern!r}")
+    try:
+        # Braces around a name mean nothing to `re`: repetitions have digits in them.
+        return re.compile(re.sub(r"\{([A-Za-z_]\w*)\}", r"(?P<\1>[^/.]+)", pattern))
+    except re.error as error:
+        raise LazyModelError(f"pattern {pattern!r} is not a regular expression: {error}") from error
+
+
+def _initial(variable: AbstractVariable, choice: _Choice, key: jax.Array) -> Any:
+    """The variable's value, traced."""
+    known: dict[str, Any] = {**choice.captures, "path": variable.path}
+    try:
+        value = choice.initializer(key, variable.shape, variable.dtype, **_wanted(variable, choice.initializer, known))
+    except LazyModelError:
+        raise
+    except Exception as error:
+        error.add_note(f"while initializing {variable.path!r}, {variable.dtype.name}{list(variable.shape)}")
+        raise
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        raise LazyModelError(f"{variable.path!r}: its initializer returned no array but {type(value).__name__}")
+    found = f"{np.dtype(value.dtype).name}{list(value.shape)}"
+    expected = f"{variable.dtype.name}{list(variable.shape)}"
+    if found != expected:
+        raise LazyModelError(
+            f"{variable.path!r}: expected {expected}, and its initializer returned {found}; it is called with key, "
+            "shape and dtype, and is to return an array of these"
+        )
+    return value
+
+
+def _wanted(variable: AbstractVariable, initializer: Initializer, known: Mapping[str, Any]) -> dict[str, Any]:
+    """What a callable wants to know besides key, shape and dtype: parameters named `path` or like a capture."""
+    try:
+        parameters = list(inspect.signature(initializer).parameters.values())[3:]
+    except (TypeError, ValueError):  # built in C: nothing is known of its parameters
+        return {}
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for parameter in parameters:
+        lacks = parameter.default is parameter.empty and parameter.kind not in variadic
+        if lacks and parameter.name not in known:
+            raise LazyModelError(
+                f"{variable.path!r}: its initializer needs {parameter.name!r}, which its pattern does not capture; "
+                f"write {{{parameter.name}}} where the path has it"
+            )
+    return {parameter.name: known[parameter.name] for parameter in parameters if parameter.name in known}

@@ -1,0 +1,690 @@
+"""Saving: sharded arrays to files, a piece of a tensor at a time, under a ceiling of host memory.
+
+Responsible for which process writes which bytes, for staging them, and for files that appear complete or not at all.
+Values go the way that loading takes, backwards: an array is the leaf of a lazy tensor (`DeviceLeaf`), a mapping is
+NumPy on such tensors, and what is written is read out of them box by box, so that nothing is gathered.
+
+The format is safetensors, laid out as Hugging Face does (https://github.com/huggingface/safetensors#format): one
+`model.safetensors`, or `model-00001-of-0000N.safetensors` with `model.safetensors.index.json`. Orbax writes its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import math
+import os
+import secrets
+import shutil
+import threading
+import zlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from lazymodel._abstract import unique_paths
+from lazymodel._adapters import model_arrays
+from lazymodel._agreement import agreement
+from lazymodel._bytes import format_bytes, parse_bytes
+from lazymodel._errors import LazyModelError
+from lazymodel._file_source import Convert, Workspace, assign, empty_aligned, slabs
+from lazymodel._geometry import Box, box_shape, cover, fresh_view, geometry_of, intersect, normalize, shift
+from lazymodel._lazy_tensor import LazyTensor, Leaf, PiecesLeaf, fill_parts, lazy
+from lazymodel._mapping import WeightMap
+from lazymodel._report import Progress, closest, progress_for
+from lazymodel._trace import path_text
+from lazymodel.checkpoints._safetensors import DTYPES, MAX_HEADER
+
+_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
+
+_DEFAULT_BUDGET = 256 << 20  # bytes; all threads with all they take, beyond which nothing gets faster
+_BAND = 16 << 20  # bytes that are staged at a time: a write of some milliseconds, a transfer likewise
+_THREADS = 4  # one disk is saturated by fewer; they overlap transfers, transposing and writing
+_ALIGNMENT = 8  # bytes that the header is padded to, as the reference implementation pads it
+_TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
+_FLOAT4 = np.dtype(ml_dtypes.float4_e2m1fn)
+
+WriteFunction: TypeAlias = "Callable[[Mapping[str, LazyTensor]], Mapping[str, Any]]"
+
+
+def save(
+    model: Any,
+    path: str | os.PathLike[str],
+    *,
+    mapping: WeightMap | WriteFunction | None = None,
+    format: str = "safetensors",
+    max_shard_size: int | str = "5GB",
+    max_host_memory: int | str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    progress: bool | Progress | Callable[[int, int], object] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Writes a model's arrays, or any others, to a checkpoint; each shard is copied to the host once, in pieces.
+
+    Where several processes share the arrays, all of them must call this with the same arguments. Each writes the
+    shards that only it, or it first, holds, into files on a file system that all share; it fails in all or in none.
+
+    Until everything is written, files have temporary names next to their places. A failure removes them and leaves
+    what was there before as it was. The last step renames them; a process that is killed during that step can leave
+    an older checkpoint in the same folder incomplete, never a new file that looks complete.
+
+    Args:
+        model: A mapping of path to array, any pytree of arrays, or a model of a known framework. Paths are those of
+            `build_abstract`. Lazy tensors of another checkpoint are taken as well, which converts it. PRNG keys are
+            saved as their key data; what is no array is left out.
+        path: A file that ends with `.safetensors`, of any size; or a folder, which may hold other files. For Orbax a
+            folder.
+        mapping: The `WeightMap` that the model was loaded with, undone; or a function that takes path → `LazyTensor`
+            and returns a flat dict of tensor name → lazy tensor or array, made with NumPy. None keeps the paths.
+        format: `"safetensors"` or `"orbax"`. Orbax (package `orbax-checkpoint`) saves arrays as they are, so there a
+            mapping may rename them and no more; its tree has the parts of the paths as keys.
+        max_shard_size: Bytes of tensors of one file in a folder, or `"5GB"`. A larger tensor has a file to itself.
+        max_host_memory: Ceiling for the host's staging memory in bytes, or `"1GiB"`; None is 256 MiB. Orbax takes what
+            it takes.
+        metadata: Strings to strings, for the header of every safetensors file. `{"format": "pt"}` is added unless
+            `format` is given: Hugging Face's loaders ask for it, and it says that names and layouts are PyTorch's.
+        progress: As for `materialize`, in bytes that this process writes.
+        overwrite: Whether a checkpoint that is there already is replaced.
+
+    Raises:
+        LazyModelError: There is a checkpoint already, a dtype does not exist in the format, the mapping does not fit,
+            the disk is full, or a file cannot be written.
+        CheckpointError: Another process failed, or a lazy tensor cannot be read.
+    """
+    arrays = _named_arrays(model)
+    shardings = [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
+    if format not in ("safetensors", "orbax"):
+        raise LazyModelError(f"format is 'safetensors' or 'orbax'; got {format!r}")
+    tensors = _map({name: _lazy_array(name, array) for name, array in arrays.items()}, mapping)
+    if format == "orbax":
+        _save_orbax(tensors, Path(path), overwrite=overwrite)
+        return
+    shared = any(not array.is_fully_addressable for array in arrays.values() if isinstance(array, jax.Array))
+    leads = not shared or jax.process_index() == min(_processes(shardings))
+    budget = _DEFAULT_BUDGET if max_host_memory is None else parse_bytes(max_host_memory)
+    terms = {"done": "saved", "given": "tensors differ", "mend": "Save the same model in all processes"}
+    target: _Target | None = None
+    try:
+        with agreement(shardings, **terms) as stage:
+            single = Path(path).suffix == ".safetensors"
+            shard_size = None if single else parse_bytes(max_shard_size)
+            files = _layout(tensors, shard_size, {"format": "pt"} | dict(metadata or {}))
+            target = _Target(Path(path), files, shared=shared)
+            _check_budget(files, budget)
+            if leads:
+                target.check_free(overwrite=overwrite)
+                target.create()
+            stage.outcome = f"write {len(tensors)} tensors (checksum {target.checksum})"
+        with agreement(shardings, **terms):
+            _write(target, budget, progress, leads=leads)
+        with agreement(shardings, **terms):
+            if leads:
+                target.commit()
+    except BaseException:
+        if leads and target is not None:
+            target.remove()
+        raise
+
+
+# Arrays as lazy tensors -----------------------------------------------------------------------------------------------
+
+
+class DeviceLeaf(Leaf):
+    """An array on devices, of which this process may hold only a part.
+
+    Attributes:
+        array: The array.
+        complete: Whether all of it is on this process's devices.
+        owned: The boxes that this process is to write where several hold the array: those of its first replicas.
+    """
+
+    def __init__(self, name: str, array: jax.Array) -> None:
+        self.name, self.file, self.offset, self.array = name, "", 0, array
+        self.shape, self.dtype = tuple(array.shape), np.dtype(array.dtype)
+        self.complete = array.is_fully_addressable
+        self._shards: dict[Any, tuple[Box, Any]] = {}
+        self.owned: list[Box] = []
+        for shard in array.addressable_shards:
+            key = tuple(part.indices(extent)[:2] for part, extent in zip(shard.index, self.shape, strict=True))
+            box = tuple(slice(start, stop) for start, stop in key)
+            if key not in self._shards:
+                self._shards[key] = (box, shard)
+            if shard.replica_id == 0:
+                self.owned.append(box)
+
+    def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
+        filled = 0
+        for where, shard in self._shards.values():
+            common = intersect(box, where) if self.shape else box
+            if common is None:
+                continue
+            target = out[(*shift(common, box), ...)]
+            filled += target.size
+            within = shift(common, where)
+            if shard.device.platform == "cpu":
+                assign(target, np.asarray(shard.data)[(*within, ...)], steps)  # not a copy
+                continue
+            # Copies of pieces that die here: NumPy's copy of a whole shard would stay with the array.
+            for piece in slabs(target.shape, max(workspace.room // (2 * self.dtype.itemsize), 1)):
+                start = [w.start + p.start for w, p in zip(within, piece, strict=True)]
+                values = np.asarray(_slice(shard.data, start, box_shape(piece)))
+                assign(target[(*piece, ...)], values, steps)
+        if filled < out.size:
+            raise LazyModelError(
+                f"{self.name!r}: a part of it is on another process's devices, so it cannot be read here. With several "
+                "processes, a function for saving may only use views, np.stack, np.concatenate and scalars"
+            )
+
+
+def _sliced(array: jax.Array, start: Sequence[Any], shape: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_slice(array, start, shape)
+
+
+_slice = _jax.jit(_sliced, static_argnums=2)
+
+
+def _lazy_array(name: str, array: Any) -> LazyTensor:
+    if not isinstance(array, jax.Array):
+        return lazy(array, name)
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    return LazyTensor(DeviceLeaf(name, array))
+
+
+def _named_arrays(model: Any) -> dict[str, Any]:
+    """Path → array, each array under its first path, as `build_abstract` names variables."""
+    found = model_arrays(model)
+    if found is None:
+        leaves, _ = jax.tree_util.tree_flatten_with_path(dict(model) if isinstance(model, Mapping) else model)
+        arrays = (jax.Array, np.ndarray, LazyTensor)
+        kept = [(path_text(keys), leaf) for keys, leaf in leaves if isinstance(leaf, arrays)]
+        paths = [path for path, _ in kept]
+        while len(set(paths)) != len(paths):
+            paths = unique_paths(paths)
+        found = dict(zip(paths, (leaf for _, leaf in kept), strict=True))
+    seen: set[int] = set()
+    distinct = {path: leaf for path, leaf in found.items() if not (id(leaf) in seen or seen.add(id(leaf)))}
+    if not distinct:
+        raise LazyModelError(
+            f"there are no arrays in what was given to save, {type(model)}; an abstract model has none before it is "
+            "materialized"
+        )
+    for name, array in distinct.items():
+        if isinstance(array, jax.Array) and array.is_deleted():
+            raise LazyModelError(f"{name!r} was deleted or donated; save what the last step returned instead")
+    return distinct
+
+
+def _processes(shardings: Sequence[jax.sharding.Sharding]) -> set[int]:
+    return {device.process_index for sharding in shardings for device in cast(Any, sharding.device_set)}
+
+
+def _map(arrays: dict[str, LazyTensor], mapping: WeightMap | WriteFunction | None) -> dict[str, LazyTensor]:
+    """The tensors to write, by name."""
+    if mapping is None:
+        return arrays
+    written: Any = mapping.write(arrays) if isinstance(mapping, WeightMap) else mapping(_Named(arrays))
+    if not isinstance(written, Mapping):
+        raise LazyModelError(f"a function for saving returns a dict of tensor name to tensor; got {type(written)}")
+    tensors: dict[str, LazyTensor] = {}
+    for name, value in cast("Mapping[Any, Any]", written).items():
+        if not isinstance(name, str) or not isinstance(value, LazyTensor | np.ndarray | np.generic | jax.Array):
+            raise LazyModelError(
+                f"a function for saving returns a flat dict of tensor name to tensor; got {name!r}: {type(value)}"
+            )
+        tensors[name] = _lazy_array(name, value)
+    return tensors
+
+
+class _Named(dict[str, LazyTensor]):
+    """Arrays by path, for a function that may ask for one that is not there."""
+
+    def __missing__(self, path: str) -> LazyTensor:
+        raise LazyModelError(f"the model has no variable {path!r}{closest(path, self)}")
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    """One file to write.
+
+    Attributes:
+        name: Its name in the folder; empty where the destination is the file itself.
+        header: Everything before the tensors.
+        tensors: Name, tensor, and byte in the file.
+        nbytes: Bytes of all of it.
+    """
+
+    name: str
+    header: bytes
+    tensors: tuple[tuple[str, LazyTensor, int], ...]
+    nbytes: int
+
+
+def _layout(tensors: Mapping[str, LazyTensor], shard_size: int | None, metadata: Mapping[str, str]) -> list[_File]:
+    """Divides tensors among files, in their order; a single file where `shard_size` is None."""
+    if bad := [key for key, value in metadata.items() if not isinstance(cast(Any, value), str)]:
+        raise LazyModelError(f"metadata maps strings to strings; found {bad[0]!r}: {metadata[bad[0]]!r}")
+    groups: list[dict[str, LazyTensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        nbytes = _stored_nbytes(name, tensor)
+        if shard_size is not None and groups[-1] and size + nbytes > shard_size:
+            groups.append({})
+            size = 0
+        groups[-1][name] = tensor
+        size += nbytes
+    if shard_size is None:
+        names = [""]
+    elif len(groups) == 1:
+        names = ["model.safetensors"]
+    else:
+        names = [f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
+    return [_file(name, group, metadata) for name, group in zip(names, groups, strict=True)]
+
+
+def _stored_nbytes(name: str, tensor: LazyTensor) -> int:
+    tag = _TAGS.get(tensor.dtype)
+    if tag is None:
+        raise LazyModelError(
+            f"{name!r}: safetensors has no dtype {tensor.dtype.name}, only {', '.join(sorted(_TAGS.values()))}; "
+            "cast it with a mapping, or save with format='orbax'"
+        )
+    if name == "__metadata__":
+        raise LazyModelError("a tensor cannot be called '__metadata__' in safetensors; rename it with a mapping")
+    if tensor.dtype != _FLOAT4:
+        return tensor.nbytes
+    if tensor.size % 2:
+        raise LazyModelError(f"{name!r}: safetensors packs 4-bit floats in pairs, and {list(tensor.shape)} is odd")
+    return tensor.size // 2
+
+
+def _file(name: str, tensors: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> _File:
+    # Larger dtypes first, as the reference implementation has it: then every tensor is aligned to its own.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    begins: list[int] = []
+    end = 0
+    for tensor_name, tensor in ordered:
+        begins.append(end)
+        end += _stored_nbytes(tensor_name, tensor)
+        offsets = [begins[-1], end]
+        header[tensor_name] = {"dtype": _TAGS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+    try:
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        bad = error.object[error.start : error.end]
+        raise LazyModelError(f"the name of a tensor has {bad!r} in it, which cannot be written as UTF-8") from None
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MAX_HEADER:
+        raise LazyModelError(f"names and shapes take {format_bytes(len(text))}; safetensors allows {MAX_HEADER} bytes")
+    data = len(text) + 8
+    placed = [(n, tensor, data + begin) for (n, tensor), begin in zip(ordered, begins, strict=True)]
+    return _File(name, len(text).to_bytes(8, "little") + text, tuple(placed), data + end)
+
+
+class _Target:
+    """Where files go: created under temporary names, put in place at the end.
+
+    Attributes:
+        files: What is written.
+        folder: The temporary folder, which is next to, or in, the destination.
+    """
+
+    def __init__(self, path: Path, files: list[_File], *, shared: bool) -> None:
+        self.path = path
+        self.files = files
+        self._is_file = path.suffix == ".safetensors"
+        # Processes have to agree on a name without talking; one process need not, and may be one of several savers.
+        token = "saving" if shared else f"saving-{secrets.token_hex(4)}"
+        # In a folder that is there already: it may be a link to another file system, where files cannot be moved to.
+        inside = not self._is_file and path.is_dir()
+        self.folder = path / f".{token}" if inside else path.parent / f".{path.name}.{token}"
+        self.checksum = zlib.crc32(b"".join(file.header for file in files))
+        self._created = False
+
+    def file(self, file: _File) -> Path:
+        """A file's temporary place."""
+        return self.folder / (file.name or self.path.name)
+
+    def check_free(self, *, overwrite: bool) -> None:
+        """Raises LazyModelError where there is a checkpoint, or something that is none, in the way."""
+        if self._is_file and self.path.is_dir():
+            raise LazyModelError(f"{self.path} is a folder; give the name of a file, or a folder without .safetensors")
+        if not self._is_file and self.path.exists() and not self.path.is_dir():
+            raise LazyModelError(f"{self.path} is a file; give a folder, or a name that ends with .safetensors")
+        if not overwrite and (found := self._existing()):
+            raise LazyModelError(f"there is a checkpoint already: {found[0]}. Pass overwrite=True to replace it")
+
+    def _existing(self) -> list[Path]:
+        """Files of an earlier checkpoint that this one would replace, its index first."""
+        if self._is_file:
+            return [self.path] if self.path.exists() else []
+        patterns = ("model.safetensors.index.json", "model.safetensors", "model-*-of-*.safetensors")
+        return [path for pattern in patterns for path in sorted(self.path.glob(pattern))]
+
+    def create(self) -> None:
+        """Makes every file with its header and its full length."""
+        total = sum(file.nbytes for file in self.files)
+        try:
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            if self.folder.exists():  # of a process that was killed; a random name is never there
+                shutil.rmtree(self.folder)
+            self.folder.mkdir()
+            self._created = True
+            free = shutil.disk_usage(self.folder).free
+            if free < total:
+                raise LazyModelError(
+                    f"{self.path} needs {format_bytes(total)}, and there are {format_bytes(free)} free"
+                )
+            for file in self.files:
+                with open(self.file(file), "wb") as stream:
+                    stream.write(file.header)
+                    stream.truncate(file.nbytes)
+            if len(self.files) > 1:
+                (self.folder / "model.safetensors.index.json").write_text(self._index(), encoding="utf-8")
+        except OSError as error:
+            raise LazyModelError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def _index(self) -> str:
+        weights = {name: file.name for file in self.files for name, _, _ in file.tensors}
+        total = sum(file.nbytes - len(file.header) for file in self.files)
+        return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2, sort_keys=True) + "\n"
+
+    def commit(self) -> None:
+        """Puts complete files in their places; what they replace goes first, the index of it before all."""
+        try:
+            if self._is_file:
+                os.replace(self.file(self.files[0]), self.path)
+                self.folder.rmdir()
+            elif not self.path.exists():
+                os.rename(self.folder, self.path)
+            else:
+                new = [file.name for file in self.files]
+                for old in self._existing():
+                    if old.name not in new:
+                        old.unlink()
+                for name in new:
+                    os.replace(self.folder / name, self.path / name)
+                if len(new) > 1:
+                    index = "model.safetensors.index.json"
+                    os.replace(self.folder / index, self.path / index)
+                self.folder.rmdir()
+        except OSError as error:
+            raise LazyModelError(f"cannot put {self.path} in place: {error.strerror}") from error
+
+    def remove(self) -> None:
+        """Removes what was created, as far as that can be done."""
+        if self._created:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """Elements to write: a lazy tensor, and where each of its elements goes.
+
+    Attributes:
+        name: The tensor that they belong to, for messages.
+        tensor: Its axes are in file order.
+        start: Byte in the file of its first element.
+        strides: Bytes in the file, descending but for axes of extent 1.
+        packed: Whether two elements are a byte; then it has one dimension.
+    """
+
+    name: str
+    tensor: LazyTensor
+    start: int
+    strides: tuple[int, ...]
+    packed: bool = False
+
+
+def _pieces(name: str, tensor: LazyTensor, offset: int, *, leads: bool) -> Iterator[_Piece]:
+    """What this process writes of a tensor."""
+    if not tensor.size:
+        return
+    if _complete(tensor.leaf):
+        if leads and tensor.dtype == _FLOAT4:
+            yield _Piece(name, tensor.reshape(-1), offset, (1,), packed=True)
+        elif leads:
+            strides = fresh_view(tensor.shape, tensor.itemsize).strides
+            yield _Piece(name, tensor, offset, strides)
+        return
+    if tensor.dtype == _FLOAT4:
+        raise LazyModelError(
+            f"{name!r}: 4-bit floats that several processes share cannot be written, because two are one byte"
+        )
+    for own, target in _owned(tensor, fresh_view(tensor.shape, tensor.itemsize), leads=leads):
+        order = sorted(range(own.ndim), key=lambda axis, target=target: -abs(target.strides[axis]))
+        own, target = own.transpose(order), target.transpose(order)
+        flip = tuple(slice(None, None, -1 if stride < 0 else 1) for stride in target.strides)
+        geometry = geometry_of(target[(*flip, ...)])
+        yield _Piece(name, own[(*flip, ...)], offset + geometry.start, geometry.strides)
+
+
+def _complete(leaf: Leaf) -> bool:
+    if isinstance(leaf, PiecesLeaf):
+        return all(_complete(piece.leaf) for piece in leaf.pieces)
+    return not isinstance(leaf, DeviceLeaf) or leaf.complete
+
+
+def _owned(tensor: LazyTensor, target: np.ndarray, *, leads: bool) -> Iterator[tuple[LazyTensor, np.ndarray]]:
+    """The parts of a tensor that this process is to write, each with the part of `target`, addresses, it goes to."""
+    leaf = tensor.leaf
+    if not tensor.size:
+        return
+    if _complete(leaf):
+        if leads:
+            yield tensor, target
+        return
+    geometry, view, repeated = normalize(tensor.geometry(), target)
+    if repeated:
+        axis = repeated[0]
+        index: tuple[Any, ...] = (slice(None),) * axis
+        for position in range(tensor.shape[axis]):
+            yield from _owned(tensor[(*index, position)], target[(*index, position, ...)], leads=leads)
+        return
+    covering = cover(geometry, leaf.shape, leaf.dtype.itemsize)
+    aligned = covering.align(view)
+    if aligned is None:
+        # No plain box of the leaf: halves of it become one sooner or later, a single element at the latest.
+        order: list[int] = tensor.file_order()
+        axis = next(axis for axis in order if tensor.shape[axis] > 1)
+        index = (slice(None),) * axis
+        half = tensor.shape[axis] // 2
+        for part in (slice(0, half), slice(half, None)):
+            yield from _owned(tensor[(*index, part)], target[(*index, part, ...)], leads=leads)
+    elif isinstance(leaf, PiecesLeaf):
+        start = 0
+        for piece in leaf.pieces:
+            end = start + piece.shape[leaf.axis] if leaf.shape else 1
+            within = tuple(slice(start, end) if i == leaf.axis else slice(0, n) for i, n in enumerate(leaf.shape))
+            common = intersect(covering.box, within) if leaf.shape else ()
+            if common is not None:
+                own = piece[shift(common, within)].converted(tensor.steps)
+                yield from _owned(own, aligned[(*shift(common, covering.box), ...)], leads=leads)
+            start = end
+    else:
+        for box in cast(DeviceLeaf, leaf).owned:
+            common = intersect(covering.box, box) if leaf.shape else ()
+            if common is not None:
+                own = LazyTensor(leaf)[common].converted(tensor.steps)
+                yield own, aligned[(*shift(common, covering.box), ...)]
+
+
+def _check_budget(files: Sequence[_File], budget: int) -> None:
+    """Raises LazyModelError where a tensor cannot be read within the budget."""
+    for file in files:
+        for name, tensor, _ in file.tensors:
+            if tensor.leaf.unit_nbytes + 2 * tensor.itemsize > budget:
+                raise LazyModelError(
+                    f"{name!r}: reading any of it takes {format_bytes(tensor.leaf.unit_nbytes)} at once, more than "
+                    f"max_host_memory={format_bytes(budget)}"
+                )
+
+
+def _write(
+    target: _Target,
+    budget: int,
+    progress: bool | Progress | Callable[[int, int], object] | None,
+    *,
+    leads: bool,
+) -> None:
+    """Writes what is this process's, in file order."""
+    pieces = [
+        (file, [piece for name, tensor, at in file.tensors for piece in _pieces(name, tensor, at, leads=leads)])
+        for file in target.files
+    ]
+    unit = max((piece.tensor.leaf.unit_nbytes for _, group in pieces for piece in group), default=0)
+    threads = max(min(_THREADS, os.cpu_count() or 1, budget // (unit + 2 * _BAND)), 1)
+    band = max(min(_BAND, (budget // threads - unit) // 2), 1)
+    bar = progress_for(progress)
+    bar.start(sum(piece.tensor.nbytes for _, group in pieces for piece in group), f"{target.path.name}: saving")
+    try:
+        for file, group in pieces:
+            where = target.file(file)
+            try:
+                with _descriptor(where) as fd:
+                    _write_file(fd, group, threads, band, unit, bar)
+            except OSError as error:
+                raise LazyModelError(_failure(target.path, where, error)) from error
+    finally:
+        bar.finish()
+
+
+def _failure(path: Path, where: Path, error: OSError) -> str:
+    hint = ""
+    if isinstance(error, FileNotFoundError):
+        hint = "; with several processes the path must be on a file system that all of them share"
+    return f"cannot write {path} ({where.name}): {error.strerror}{hint}"
+
+
+@contextlib.contextmanager
+def _descriptor(path: Path) -> Generator[int]:
+    fd = os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+    try:
+        yield fd
+        os.fsync(fd)  # renamed before its bytes are on disk, a power failure could leave it there without them
+    finally:
+        os.close(fd)
+
+
+def _write_file(fd: int, pieces: Sequence[_Piece], threads: int, band: int, unit: int, bar: Progress) -> None:
+    jobs = _jobs(pieces, band)
+    lock, stopped = threading.Lock(), threading.Event()
+
+    def work() -> None:
+        workspace = Workspace(band + unit)
+        buffer = np.empty(0, np.uint8)
+        while not stopped.is_set():
+            with lock:
+                job = next(jobs, None)
+            if job is None:
+                return
+            try:
+                piece, box, others = job
+                nbytes = math.prod(box_shape(box)) * piece.tensor.itemsize
+                if buffer.nbytes < nbytes:
+                    buffer = empty_aligned((nbytes,), np.dtype(np.uint8))
+                values = buffer[:nbytes].view(piece.tensor.dtype).reshape(box_shape(box))
+                for part in fill_parts(piece.tensor, [box], [values]):
+                    part.run(workspace)
+                _put(fd, piece, box, values)
+                with lock:
+                    bar.advance(nbytes, piece.name)
+                    others.remove(box)
+                    if not others:
+                        piece.tensor.leaf.release()
+            except BaseException:
+                stopped.set()
+                raise
+
+    with ThreadPoolExecutor(threads) as pool:
+        for worker in [pool.submit(work) for _ in range(threads)]:
+            worker.result()
+
+
+def _jobs(pieces: Sequence[_Piece], band: int) -> Iterator[tuple[_Piece, Box, list[Box]]]:
+    """Each piece in bands, with the list of those that are still to be done."""
+    for piece in pieces:
+        boxes = list(slabs(piece.tensor.shape, _elements(piece, band)))
+        others = boxes[:]
+        for box in boxes:
+            yield piece, box, others
+
+
+def _elements(piece: _Piece, band: int) -> int:
+    """Elements of a band; an even number where two are a byte."""
+    elements = max(band // piece.tensor.itemsize, 1)
+    return max(elements - elements % 2, 2) if piece.packed else elements
+
+
+def _put(fd: int, piece: _Piece, box: Box, values: np.ndarray) -> None:
+    """Writes a box of a piece, run by run."""
+    if piece.packed:
+        bits = values.view(np.uint8)
+        packed = (bits[0::2] & 15) | (bits[1::2] << 4)  # the earlier element in the low bits, as it is read
+        _pwrite(fd, packed, piece.start + box[0].start // 2)
+        return
+    start = piece.start + sum(part.start * stride for part, stride in zip(box, piece.strides, strict=True))
+    run, outer = values.itemsize, values.ndim
+    while outer and (values.shape[outer - 1] == 1 or piece.strides[outer - 1] == run):
+        outer -= 1
+        run *= values.shape[outer]
+    rows = values.view(np.uint8).reshape(-1, run) if values.ndim else values.reshape(1).view(np.uint8).reshape(1, run)
+    for row, index in zip(rows, np.ndindex(*values.shape[:outer]), strict=True):
+        _pwrite(fd, row, start + sum(i * stride for i, stride in zip(index, piece.strides, strict=False)))
+
+
+def _pwrite(fd: int, data: np.ndarray, offset: int) -> None:
+    view = memoryview(cast(Any, data))
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+
+
+# Orbax ----------------------------------------------------------------------------------------------------------------
+
+
+def _save_orbax(tensors: Mapping[str, LazyTensor], path: Path, *, overwrite: bool) -> None:
+    try:
+        orbax: Any = importlib.import_module("orbax.checkpoint")
+    except ImportError as error:
+        raise LazyModelError("format='orbax' needs orbax-checkpoint: pip install 'lazymodel[orbax]'") from error
+    tree: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        *parents, key = name.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise LazyModelError(f"{name!r}: Orbax saves a tree, and a part of this path is an array itself")
+        if key in node:
+            raise LazyModelError(f"{name!r}: Orbax saves a tree, and this path is also the beginning of another")
+        node[key] = _plain(name, tensor)
+    if path.exists() and not overwrite:
+        raise LazyModelError(f"there is something already: {path}. Pass overwrite=True to replace it")
+    with orbax.StandardCheckpointer() as checkpointer:  # which waits for the end of it
+        checkpointer.save(path.absolute(), tree, force=overwrite)
+
+
+def _plain(name: str, tensor: LazyTensor) -> Any:
+    """The array that a lazy tensor is all of, as it is."""
+    leaf = tensor.leaf
+    geometry = geometry_of(fresh_view(leaf.shape, leaf.dtype.itemsize))
+    if tensor.steps or tensor.geometry() != geometry:
+        raise LazyModelError(f"{name!r}: Orbax saves arrays as they are, so a mapping may only rename them")
+    if isinstance(leaf, DeviceLeaf):
+        return leaf.array
+    return tensor.read()

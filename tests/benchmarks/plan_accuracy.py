@@ -1,0 +1,199 @@
+"""The peak that a plan predicts while materializing, against the measured one, for models of different kinds.
+
+    python tests/benchmarks/plan_accuracy.py [--json] [--only NAME]
+
+Each model in a process of its own, on 8 virtual CPU devices whose memory together is the process's private memory. The
+prediction is the plan's for this host, made before anything is compiled or allocated; what is measured is the peak of
+private memory over what the process held when `materialize` was called, its init programs compiled by then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from _measure import back_memory, emit, measured, run, virtual_devices
+
+BACKED = 3 << 30  # bytes that each process touches before it is measured
+
+DECODER = {
+    "vocabulary_size": 64000,
+    "num_layers": 8,
+    "num_query_heads": 8,
+    "num_key_value_heads": 8,
+    "hidden_dim": 1024,
+    "intermediate_dim": 8192,
+    "head_dim": 128,
+}
+MOE = {
+    "vocabulary_size": 32000,
+    "num_layers": 4,
+    "num_query_heads": 8,
+    "num_key_value_heads": 8,
+    "hidden_dim": 1024,
+    "intermediate_dim": 2048,
+    "num_experts": 8,
+    "top_k": 2,
+}
+BERT = {
+    "vocab_size": 64000,
+    "hidden_size": 1024,
+    "num_hidden_layers": 16,
+    "intermediate_size": 4096,
+}
+
+
+def decoder_initialized(folder: Path) -> Any:
+    """A KerasHub decoder in bfloat16, all of it initialized."""
+    import keras_hub
+
+    import lazymodel as lm
+
+    return lm.build_abstract(keras_hub.models.GemmaBackbone, **DECODER, dtype="bfloat16"), None
+
+
+def decoder_loaded(folder: Path) -> Any:
+    """The same in float32 from a preset with HDF5 weights."""
+    import keras
+    import keras_hub
+    import numpy as np
+
+    import lazymodel_keras as lk
+
+    if not (folder / "config.json").exists():
+        backbone = keras_hub.models.GemmaBackbone(**DECODER)
+        rng = np.random.default_rng(0)
+        for variable in backbone.weights:
+            variable.assign(rng.standard_normal(variable.shape, dtype=np.float32))
+        backbone.save_to_preset(str(folder))
+        keras.utils.clear_session()
+        return None
+    return lk.abstract_from_preset(keras_hub.models.GemmaBackbone, str(folder)), None
+
+
+def mixture_of_experts(folder: Path) -> Any:
+    """A Mixtral in float32, initialized: experts in one large variable a layer."""
+    import keras_hub
+
+    import lazymodel as lm
+
+    return lm.build_abstract(keras_hub.models.MixtralBackbone, **MOE), None
+
+
+def flax_nnx(folder: Path) -> Any:
+    """A Flax NNX stack of blocks in float32, initialized."""
+    from flax import nnx
+
+    import lazymodel as lm
+
+    class Block(nnx.Module):
+        def __init__(self, width: int, rngs: nnx.Rngs):
+            self.norm = nnx.LayerNorm(width, rngs=rngs)
+            self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+            self.down = nnx.Linear(4 * width, width, rngs=rngs)
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.embed = nnx.Embed(64000, 1024, rngs=rngs)
+            self.blocks = nnx.List([Block(1024, rngs) for _ in range(16)])
+
+    return lm.build_abstract(Model, rngs=nnx.Rngs(0)), None
+
+
+def bert_safetensors(folder: Path) -> Any:
+    """A plain pytree of a BERT's shapes in bfloat16, from a safetensors file in float32."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    import lazymodel as lm
+
+    width, inner = BERT["hidden_size"], BERT["intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {"embeddings/word": (BERT["vocab_size"], width)}
+    for layer in range(BERT["num_hidden_layers"]):
+        shapes |= {f"layer.{layer}/{name}/kernel": (width, width) for name in ("query", "key", "value", "output")}
+        shapes |= {f"layer.{layer}/up/kernel": (width, inner), f"layer.{layer}/down/kernel": (inner, width)}
+    file = folder / "model.safetensors"
+    if not file.exists():
+        from safetensors.numpy import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        rng = np.random.default_rng(0)
+        save_file({name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}, file)
+        return None
+    abstract = lm.build_abstract(lambda: {n: jnp.zeros(s, jnp.bfloat16) for n, s in shapes.items()})
+    return abstract, lm.open_checkpoint(file)
+
+
+def rule(variable: Any) -> Any:
+    """The first dimension that divides, over all devices: the plan is what is tested here, not the sharding."""
+    from jax.sharding import PartitionSpec
+
+    for dimension, size in enumerate(variable.shape):
+        if size % 8 == 0 and variable.nbytes >= 1 << 16:
+            return PartitionSpec(*(None,) * dimension, "model")
+    return PartitionSpec()
+
+
+MODELS = {
+    "decoder, initialized": decoder_initialized,
+    "decoder, HDF5 preset": decoder_loaded,
+    "mixture of experts": mixture_of_experts,
+    "Flax NNX": flax_nnx,
+    "BERT, safetensors": bert_safetensors,
+}
+
+
+def child(name: str, folder: Path) -> None:
+    import jax
+    import numpy as np
+
+    made = MODELS[name](folder)
+    if made is None:  # its files are written; another process reads them
+        with measured() as report:
+            pass
+        emit(report)
+        return
+    model, checkpoint = made
+    abstract = model.shard(jax.sharding.Mesh(np.asarray(jax.devices()), ("model",)), rule)
+    jax.block_until_ready(jax.numpy.zeros(()) + 1)  # the backend itself is not what is measured
+    plan = abstract.plan(checkpoint)
+    (host,) = plan.hosts
+    back_memory(BACKED)
+    with measured() as report:
+        abstract.materialize(checkpoint, progress=False)
+    emit(report | {"predicted": host.peak_nbytes, "held": host.device_nbytes})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", choices=MODELS)
+    parser.add_argument("--child", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(options.child[0], Path(options.child[1]))
+        return
+    if not options.json:
+        print(f"{'model':22} {'held':>9} {'predicted':>10} {'measured':>10} {'ratio':>6}   MiB on 8 devices together")
+    for name in MODELS if options.only is None else [options.only]:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [__file__, "--child", name, folder]
+            if name in ("decoder, HDF5 preset", "BERT, safetensors"):
+                run(command, env=virtual_devices(1))
+            m = run(command, env=virtual_devices())
+        row = {"model": name, **m.result, "measured": m.peak_nbytes, "ratio": m.result["predicted"] / m.peak_nbytes}
+        if options.json:
+            print(json.dumps(row))
+        else:
+            held, predicted, found = (round(row[key] / 2**20) for key in ("held", "predicted", "measured"))
+            print(f"{name:22} {held:9,} {predicted:10,} {found:10,} {row['ratio']:6.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""Names of slices, meshes of devices that are not here, and the smallest one."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import lazymodel as lm
+from lazymodel import _topology
+from lazymodel._device_memory import device_memory
+from lazymodel._topology import arithmetic_mesh, has_libtpu, smallest_topology, topology, topology_names
+
+GIB = 2**30
+needs_libtpu = pytest.mark.skipif(not has_libtpu(), reason='needs libtpu: pip install "lazymodel[tpu]"')
+
+
+# --- names, by arithmetic --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        ("v2:2x2", 8),
+        ("v2-8", 8),
+        ("v3-32", 32),
+        ("v3-2048", 2048),
+        ("v4-8", 4),
+        ("v4:2x2x1", 4),
+        ("v5e-8", 8),
+        ("v5e:2x4", 8),
+        ("v5e:4x2", 8),
+        ("v5e:2x4x1", 8),
+        ("v5litepod-16", 16),
+        ("v5p:2x2", 4),
+        ("v5p-8", 4),
+        ("v5p-512", 256),
+        ("v5p:8x8x4", 256),
+        ("TPU v5 lite:2x4", 8),
+        ("v6e-1", 1),
+        ("V6E-256", 256),
+        ("v7x:1x1x1", 2),
+        ("v7x:4x4x8", 256),
+        ("tpu7x-8", 8),
+        ("H100:8", 8),
+        ("A100-80GB:16", 16),
+    ],
+)
+def test_devices_of_a_name(name: str, devices: int) -> None:
+    mesh = arithmetic_mesh(name)
+    assert dict(mesh.shape) == {"model": devices}
+    assert mesh.axis_types == (AxisType.Auto,)
+    assert device_memory(mesh.abstract_device.device_kind) == device_memory(name.split(":")[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v5e:3x3", r"no TPU slice 'v5e:3x3'; nearest: v5e:2x4 \(v5e-8\) and v5e:4x4 \(v5e-16\)"),
+        ("v5e-7", r"nearest: v5e:2x2 \(v5e-4\) and v5e:2x4 \(v5e-8\)\. v5e-N counts chips"),
+        ("v2-4", r"nearest: v2:2x2 \(v2-8\)\. v2-N counts cores, two a chip"),
+        ("v2-9", r"nearest: v2:2x2 \(v2-8\) and v2:4x4 \(v2-32\)"),
+        ("v5p:4x4x5", r"nearest: v5p:4x4x4 \(v5p-128\) and v5p:4x4x8 \(v5p-256\)"),
+        ("v5e:999x999", r"nearest: v5e:16x16 \(v5e-256\)\."),
+        ("v5e:0x4", r"nearest: v5e:1x1"),
+        ("v9:2x2", "'v9' is no TPU generation; known are v2, v3, v4, v5e, v5p, v6e, v7x"),
+        ("v5f:2x4", "'v5f' is no TPU generation; closest: .*'v5e'"),
+        ("v5p", "write a generation and its chips, such as 'v5p:2x2x4' or 'v5p-32'"),
+        ("", "'' is no TPU slice; write"),
+        ("v5e:2x4x" + "9" * 10_000, "is no TPU slice; write"),
+        ("H100:0", "has no devices"),
+    ],
+)
+def test_a_name_that_is_none_gets_the_nearest_that_works(name: str, message: str) -> None:
+    with pytest.raises(lm.LazyModelError, match=message) as caught:
+        arithmetic_mesh(name)
+    assert len(str(caught.value)) < 300
+
+
+def test_axes_take_what_the_slice_has() -> None:
+    assert dict(arithmetic_mesh("v5e-8", {"batch": 2, "model": -1}).shape) == {"batch": 2, "model": 4}
+    assert dict(arithmetic_mesh("v5e-8", {"batch": 1, "model": 8}).shape) == {"batch": 1, "model": 8}
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"a": 3, "b": 4}, r"do not make the 8 devices of v5e:2x4; \{'a': 1, 'b': 8\} would"),
+        ({"a": 4, "b": 4}, r"\{'a': 4, 'b': 2\} would"),
+        ({"a": -1, "b": 6}, r"\{'a': 4, 'b': 2\} would"),
+        ({"a": 0, "b": 8}, "positive sizes"),
+        ({"a": True, "b": 8}, "positive sizes"),
+        ({"a": -1, "b": -1}, "one of which may be -1"),
+        ({}, "positive sizes"),
+    ],
+)
+def test_axes_of_another_product(axes: dict[str, int], message: str) -> None:
+    with pytest.raises(lm.LazyModelError, match=message):
+        arithmetic_mesh("v5e:2x4", axes)
+
+
+def test_slices_of_a_generation_ascend_to_the_pod() -> None:
+    assert topology_names("v5e") == [f"v5e:{s}" for s in ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")]
+    names = topology_names("v5p")
+    assert names[:6] == ["v5p:2x2x1", "v5p:2x2x2", "v5p:2x2x4", "v5p:2x4x4", "v5p:4x4x4", "v5p:4x4x8"]
+    assert names[-1] == "v5p:16x16x24"
+    assert "v5p:8x8x16" in names and "v5p:4x16x16" not in names  # the most cubic for its number of chips
+    sizes = [arithmetic_mesh(name).size for name in names]
+    assert sizes == sorted(set(sizes))
+
+
+def test_without_libtpu_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_topology, "has_libtpu", lambda: False)
+    _topology._devices.cache_clear()
+    with pytest.raises(lm.LazyModelError, match=r'^devices of v5e:2x4 .* pip install "lazymodel\[tpu\]"$'):
+        topology("v5e:2x4")
+    with pytest.raises(lm.LazyModelError, match=r'pip install "lazymodel\[tpu\]", or pass confirm=False'):
+        smallest_topology(_model(), "v5e", _RULES)
+
+
+# --- devices of libtpu -----------------------------------------------------------------------------------------------
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "kind", "devices", "hosts"),
+    [
+        ("v2-8", "TPU v2", 8, 1),
+        ("v3-32", "TPU v3", 32, 4),
+        ("v4-8", "TPU v4", 4, 1),
+        ("v5e-1", "TPU v5 lite", 1, 1),
+        ("v5e-8", "TPU v5 lite", 8, 1),
+        ("v5e-16", "TPU v5 lite", 16, 4),
+        ("v5p:4x8x8", "TPU v5", 256, 64),
+        ("v6e-8", "TPU v6 lite", 8, 1),
+        ("v7x:4x4x8", "TPU7x", 256, 32),
+    ],
+)
+def test_devices_are_those_that_a_slice_has(name: str, kind: str, devices: int, hosts: int) -> None:
+    mesh = topology(name)
+    assert isinstance(mesh, jax.sharding.Mesh)
+    assert mesh.axis_types == (AxisType.Auto,)
+    assert mesh.size == devices == arithmetic_mesh(name).size
+    found = list(mesh.devices.flat)
+    assert {device.device_kind for device in found} == {kind} == {arithmetic_mesh(name).abstract_device.device_kind}
+    assert len({device.process_index for device in found}) == hosts
+    assert device_memory(found[0]) == device_memory(kind)
+
+
+@needs_libtpu
+def test_a_slice_has_the_same_devices_each_time_and_leaves_the_environment_alone() -> None:
+    before = dict(os.environ)
+    first = topology("v6e:2x2", {"a": 2, "b": 2})
+    assert dict(os.environ) == before
+    assert set(first.devices.flat) == set(topology("v6e-4").devices.flat)
+    assert first == topology("v6e:2x2", {"a": 2, "b": -1})
+
+
+@needs_libtpu
+def test_axes_that_are_no_factors_of_the_torus_are_taken_too() -> None:
+    assert dict(topology("v5p:4x4x12", {"a": 3, "b": 64}).shape) == {"a": 3, "b": 64}
+
+
+_CHILD = """
+import jax, lazymodel._topology as t
+from jax.sharding import SingleDeviceSharding
+device = t.topology("v5e:2x2").devices.flat[0]
+struct = jax.ShapeDtypeStruct((8,), "float32", sharding=SingleDeviceSharding(device))
+jax.jit(lambda x: x + 1).lower(struct).compile()
+print("compiled", flush=True)
+input()
+"""
+
+
+@needs_libtpu
+def test_two_processes_at_a_time_and_nothing_on_stderr() -> None:
+    pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    children = [subprocess.Popen([sys.executable, "-c", _CHILD], **pipe) for _ in range(2)]
+    try:
+        assert [child.stdout.readline() for child in children] == ["compiled\n"] * 2
+        assert [child.communicate("\n", timeout=60)[1] for child in children] == [""] * 2
+    finally:
+        for child in children:
+            child.kill()
+
+
+@needs_libtpu
+def test_init_programs_compile_for_devices_that_are_not_here() -> None:
+    plan = _model().shard(topology("v5e:2x4"), _RULES).plan(compile="init")
+    assert plan.device_nbytes == _WIDTH * _WIDTH * 4 * _LAYERS // 8
+    assert plan.device_memory == device_memory("v5e")
+    assert plan.fits
+
+
+# --- the smallest ----------------------------------------------------------------------------------------------------
+
+_WIDTH, _LAYERS = 16384, 24  # 1 GiB a layer, none of it made
+_RULES = {".*": P(None, "model")}
+
+
+def _model() -> lm.AbstractModel:
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        keys = jax.random.split(key, _LAYERS)
+        return {f"layer{i}": jax.random.normal(keys[i], (_WIDTH, _WIDTH), jnp.float32) for i in range(_LAYERS)}
+
+    return lm.build_abstract(init, jax.random.key(0))
+
+
+def test_the_smallest_by_arithmetic() -> None:
+    table = smallest_topology(_model(), "v5e", _RULES, confirm=False)
+    assert [(row.name, row.fits) for row in table.rows] == [("v5e:1x1", False), ("v5e:2x2", True)]
+    assert table.smallest.device_nbytes == 6 * GIB
+    assert table.smallest.compiled_nbytes is None
+    assert "24.00 GiB a device even if everything is split" in repr(table)
+    assert "v5e:2x2   4        model 4  6.00 GiB    –         yes" in repr(table)
+
+
+def test_less_memory_needs_more_devices() -> None:
+    table = smallest_topology(_model(), "v5e", _RULES, confirm=False, device_memory="4GiB")
+    assert (table.smallest.name, table.smallest.device_nbytes) == ("v5e:2x4", 3 * GIB)
+
+
+def test_an_optimizer_needs_more_devices() -> None:
+    table = smallest_topology(_model(), "v5e", _RULES, confirm=False, optimizer="adam")
+    assert table.smallest.name == "v5e:2x4"
+    assert table.smallest.device_nbytes == 12 * GIB  # parameters, two moments, gradients
+
+
+def test_cards_are_counted_by_arithmetic() -> None:
+    table = smallest_topology(_model(), "A100-80GB", _RULES)
+    assert (table.smallest.name, table.smallest.compiled_nbytes) == ("A100-80GB:1", None)
+    assert smallest_topology(_model(), "L4", _RULES).smallest.name == "L4:2"
+
+
+def test_a_slice_on_which_the_rules_or_axes_do_not_fit_is_passed_over() -> None:
+    table = smallest_topology(_model(), "v5e", _RULES, confirm=False, axes={"batch": 8, "model": -1})
+    # Only one of eight parts of the mesh splits the model, so 24 GiB need two of them.
+    assert (table.smallest.name, dict(table.smallest.axes)) == ("v5e:4x4", {"batch": 8, "model": 2})
+    assert "do not make the 1 devices of v5e:1x1" in table.rows[0].reason
+
+
+def test_what_fits_nowhere_says_what_comes_nearest() -> None:
+    replicated = {".*": P()}
+    with pytest.raises(lm.DoesNotFitError, match=r"fits on no v5e slice .* nearest is v5e:2x2 with 24\.00 GiB"):
+        smallest_topology(_model(), "v5e", replicated, confirm=False)
+    with pytest.raises(lm.DoesNotFitError, match=r"at most 1 devices.*24\.00 GiB a device even if everything is split"):
+        smallest_topology(_model(), "v5e", _RULES, confirm=False, max_devices=1)
+    with pytest.raises(lm.DoesNotFitError, match="the smallest slice has more"):
+        smallest_topology(_model(), "v5p", _RULES, confirm=False, max_devices=1)
+    with pytest.raises(lm.LazyModelError, match="'v9' is no TPU generation"):
+        smallest_topology(_model(), "v9", _RULES)
+
+
+def test_shard_shapes_on_a_mesh_without_devices() -> None:
+    mesh = arithmetic_mesh("v5p:4x8x8", {"data": 4, "model": -1})
+    assert NamedSharding(mesh, P("data", "model")).shard_shape((8, 128)) == (2, 2)
+
+
+@needs_libtpu
+def test_the_compiler_confirms_the_smallest() -> None:
+    row = smallest_topology(_model(), "v5e", _RULES).smallest
+    assert row.name == "v5e:2x2"
+    assert row.device_nbytes is not None and row.compiled_nbytes is not None
+    assert row.compiled_nbytes == pytest.approx(row.device_nbytes, rel=0.1)
+
+
+@needs_libtpu
+def test_what_the_compiler_refuses_is_passed_over() -> None:
+    def forward(tree: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ tree["layer0"]) + 1
+
+    # 20 GiB of input on every device: no v5e has room, though the variables alone would fit.
+    x = jax.ShapeDtypeStruct((20 * 16384, 16384), jnp.float32)
+    with pytest.raises(lm.DoesNotFitError, match="fits on no v5e slice"):
+        smallest_topology(_model(), "v5e", _RULES, compile="forward", function=forward, inputs=(x,), max_devices=4)

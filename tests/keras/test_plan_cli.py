@@ -1,0 +1,151 @@
+"""`lazymodel plan` of KerasHub presets, Hugging Face folders and bare configurations; forward passes and training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import keras_hub
+import pytest
+from jax.sharding import Mesh
+
+import lazymodel as lm
+from lazymodel._cli import main
+from lazymodel_keras._planning import plan_model
+
+from .models import save_preset
+
+# Gemma2 in small, with the keys of a Hugging Face configuration.
+GEMMA2 = {
+    "model_type": "gemma2",
+    "architectures": ["Gemma2ForCausalLM"],
+    "vocab_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "sliding_window": 4096,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "gemma2.json"
+    path.write_text(json.dumps(GEMMA2))
+    return str(path)
+
+
+def plan(capsys: Any, *arguments: str, status: int = 0) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == status
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+def test_a_bare_configuration(config: str, capsys: Any) -> None:
+    found = plan(capsys, config, "--mesh", "model=8", "--dtype", "bfloat16")
+    paths = {row["path"]: row for row in found["variables"]}
+    assert paths["token_embedding/embeddings"]["shape"] == [512, 64]
+    assert {row["action"] for row in found["variables"]} == {"initialize"}
+    assert {row["dtype"] for row in found["variables"]} == {"bfloat16"}
+    assert found["device_nbytes"] < sum(row["nbytes"] for row in found["variables"]) / 4
+    whole = plan(capsys, config, "--class", "GemmaCausalLM", "--mesh", "model=8")
+    assert whole["device_nbytes"] >= 2 * found["device_nbytes"]  # float32, unless something else is said
+
+
+def test_a_preset_says_what_would_be_loaded(tmp_path: Path, capsys: Any) -> None:
+    folder = str(save_preset(tmp_path / "gemma", "gemma"))
+    found = plan(capsys, folder, "--mesh", "model=2")
+    assert {row["action"] for row in found["variables"]} == {"load"}
+    assert found["read_nbytes"] == sum(row["nbytes"] for row in found["variables"])
+    assert plan(capsys, str(Path(folder) / "config.json"), "--mesh", "model=2")["read_nbytes"] == 0
+
+
+def test_training_with_lora(config: str, capsys: Any) -> None:
+    found = plan(capsys, config, "--mesh", "model=8", "--lora-rank", "4", "--optimizer", "adam")
+    backbone = plan_model(config).materialize()
+    backbone.enable_lora(4)
+    trainable = sum(v.value.nbytes for v in backbone.trainable_variables)
+    assert 0 < found["parts"]["LoRA"] <= trainable
+    one = plan(capsys, config, "--lora-rank", "4", "--optimizer", "adam")
+    assert one["parts"]["LoRA"] == trainable == one["parts"]["gradients"]
+    assert one["parts"]["optimizer state"] == 2 * trainable
+
+
+def test_forward_and_training_are_compiled(config: str, capsys: Any) -> None:
+    options = ("--mesh", "data=2,model=4", "--class", "GemmaCausalLM", "--batch", "4", "--sequence", "32")
+    forward = plan(capsys, config, *options, "--compile", "forward")
+    logits = 4 * 32 * 512 * 4 // 2  # over two parts of the batch, at least those of one part of the vocabulary
+    assert forward["compiled"]["output_nbytes"] >= logits // 4
+    assert forward["notes"][-1].startswith("compiled forward pass: ")
+    assert "4 × 32" in forward["notes"][-1]
+    train = plan(capsys, config, *options, "--compile", "train", "--optimizer", "adam")
+    assert train["compiled"]["argument_nbytes"] > 2.5 * forward["compiled"]["argument_nbytes"]
+    assert train["compiled"]["alias_nbytes"] > 2.5 * forward["device_nbytes"]  # updated in place
+    assert train["used_nbytes"] == sum(train["parts"].values()) == _peak(train["compiled"])
+
+
+def _peak(compiled: dict[str, int]) -> int:
+    held = compiled["argument_nbytes"] + compiled["output_nbytes"] - compiled["alias_nbytes"]
+    return held + compiled["temporary_nbytes"] + compiled["code_nbytes"]
+
+
+def test_planning_leaves_the_model_usable(config: str, mesh8: Mesh) -> None:
+    abstract = plan_model(config, cls="GemmaCausalLM").shard(mesh8, lm.auto())
+    first = abstract.plan(compile="forward", batch=2, sequence=8)
+    assert first.compiled is not None
+    model = abstract.materialize(progress=False)
+    tokens = {"token_ids": jax.numpy.ones((2, 8), "int32"), "padding_mask": jax.numpy.ones((2, 8), "bool")}
+    assert model(tokens).shape == (2, 8, 512)
+    assert all(isinstance(v.value, jax.Array) for v in model.variables)
+
+
+def test_images_have_a_size() -> None:
+    abstract = lm.build_abstract(
+        keras_hub.models.ResNetBackbone,
+        input_conv_filters=[8], input_conv_kernel_sizes=[7], stackwise_num_filters=[64], stackwise_num_blocks=[1],
+        stackwise_num_strides=[1], block_type="basic_block",
+    )  # fmt: skip
+    found = abstract.plan(compile="forward", batch=2)
+    assert "2 × 224 × 224 × 3" in found.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not a model's configuration"),
+        ("{}", "is not a model's configuration"),
+        ('{"model_type": "no_such_model"}', "no converter"),
+        ('{"model_type": "gemma2"}', "vocab_size"),
+        (json.dumps(GEMMA2 | {"vocab_size": "many"}), "gemma2.json"),
+    ],
+)
+def test_configurations_that_are_none(tmp_path: Path, capsys: Any, content: str, message: str) -> None:
+    path = tmp_path / "gemma2.json"
+    path.write_text(content)
+    assert main(["plan", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("lazymodel: error: ")
+    assert message in err
+    assert "/tmp/tmp" not in err  # where the configuration was copied to
+
+
+def test_wrong_names(config: str, tmp_path: Path, capsys: Any) -> None:
+    for arguments, message in (
+        ([config, "--class", "GemmaCausalLN"], "has no class 'GemmaCausalLN'; closest: 'GemmaCausalLM'"),
+        ([config, "--dtype", "bfloat17"], "'bfloat17' is not a dtype policy of Keras"),
+        (["gemma2_9b_em"], "neither a folder nor a preset that KerasHub knows; closest: 'gemma2_9b_en'"),
+        ([str(tmp_path / "absent")], "does not exist"),
+        ([str(tmp_path)], "has no config.json"),
+    ):
+        assert main(["plan", *arguments]) == 2
+        assert message in capsys.readouterr().err
