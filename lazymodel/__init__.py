@@ -9,9 +9,12 @@ The core knows JAX only. Flax and Keras have their own packages, `lazymodel_flax
 `build_abstract` finds by itself once their framework is imported.
 """
 
+from lazymodel import grow, initializers
 from lazymodel._abstract import AbstractModel, AbstractVariable
 from lazymodel._adapters import Adapter, build_abstract
 from lazymodel._auto import Auto, Proposal, auto
+from lazymodel._compile import CompiledMemory, collective_bytes, compile_memory
+from lazymodel._device_memory import device_memory
 from lazymodel._errors import (
     CheckpointError,
     DoesNotFitError,
@@ -25,27 +28,28 @@ from lazymodel._lazy_tensor import LazyTensor
 from lazymodel._load_report import LoadReport, LoadRow, MismatchedTensor, StoredTensor
 from lazymodel._mapping import From, MappedCheckpoint, MappingReport, WeightMap, flatten_paths, map_checkpoint
 from lazymodel._plan import MemoryPlan, PlanComparison, PlanRow, compare_plans
+from lazymodel._reinitialize import path_key
 from lazymodel._report import Progress
-from lazymodel._save import save
 from lazymodel._roles import role
+from lazymodel._save import save
 from lazymodel._sharding import Reason
 from lazymodel._sharding_report import Explanation, ShardingReport
+from lazymodel._statistics import Statistics, VariableStatistics, statistics
+from lazymodel._topology import TopologyRow, TopologyTable, arithmetic_mesh, smallest_topology, topology
 from lazymodel.checkpoints import Checkpoint, open_checkpoint
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "ShardingReport",
-    "Reason",
-    "Proposal",
-    "Explanation",
-    "Auto",
     "AbstractModel",
     "AbstractVariable",
     "Adapter",
+    "Auto",
     "Checkpoint",
     "CheckpointError",
+    "CompiledMemory",
     "DoesNotFitError",
+    "Explanation",
     "From",
     "InitRecipe",
     "LazyModelError",
@@ -61,16 +65,33 @@ __all__ = [
     "PlanRow",
     "ProgramCache",
     "Progress",
+    "Proposal",
+    "Reason",
     "ShardingError",
+    "ShardingReport",
+    "Statistics",
     "StoredTensor",
+    "TopologyRow",
+    "TopologyTable",
     "TraceError",
+    "VariableStatistics",
     "WeightMap",
+    "arithmetic_mesh",
     "auto",
     "build_abstract",
+    "collective_bytes",
     "compare_plans",
+    "compile_memory",
+    "device_memory",
     "flatten_paths",
+    "grow",
+    "initializers",
     "map_checkpoint",
     "open_checkpoint",
-    "save",
+    "path_key",
     "role",
+    "save",
+    "smallest_topology",
+    "statistics",
+    "topology",
 ]

@@ -215,9 +215,7 @@ class AbstractModel(Mapping[str, AbstractVariable]):
         """
         from lazymodel._optimizer import shard
 
-        variables, notes = shard(
-            self.variables, mesh, rules, on_unmatched=on_unmatched, large=large, repair=repair
-        )
+        variables, notes = shard(self.variables, mesh, rules, on_unmatched=on_unmatched, large=large, repair=repair)
         return dataclasses.replace(self, variables=variables, sharding_notes=notes)
 
     def with_optimizer(

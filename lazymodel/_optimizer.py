@@ -133,7 +133,7 @@ def with_optimizer(
         recipes=(*model.recipes, *traced.recipes, *map(_recipe, traced.sources.items())),
         structure=structure,
         rebuild=rebuild,
-        derived=Derived(tuple(found.derived), paths, lambda leaves: dict(found.leaves(leaves))) if found.derived else None,
+        derived=found.derive(paths),
     )
 
 
@@ -222,6 +222,13 @@ class _Started:
         leaves = jax.tree.leaves(self.start(self.optimizer, parameters).state)
         return [(path, leaves[index]) for path, index in self.first.items()]
 
+    def derive(self, parameters: Sequence[str]) -> Derived | None:
+        """How to compute what depends on the values of parameters, if anything does."""
+        if not self.derived:
+            return None
+        paths = tuple(path for path in self.structs if path in self.derived)
+        return Derived(paths, tuple(parameters), lambda leaves: dict(self.leaves(leaves)))
+
     def unflatten(self, mapping: Mapping[str, Any]) -> Any:
         leaves = [mapping[slot.path] if isinstance(slot, _Mark) else slot for slot in self.slots]
         return jax.tree.unflatten(self.treedef, leaves)
@@ -262,7 +269,7 @@ def _start(start: StartTraining, optimizer: Optimizer, parameters: Mapping[str, 
         if explained is None:
             raise
         raise explained from error
-    (training, treedef), = started
+    ((training, treedef),) = started
     derived = frozenset(path for path, depends in zip(first, _depend_on_inputs(closed.jaxpr), strict=True) if depends)
     structs = dict(zip(first, closed.out_avals, strict=True))
     return _Started(start, optimizer, tuple(slots), first, structs, treedef, derived, follows, training.finish)
@@ -285,7 +292,7 @@ def _names(names: list[str]) -> list[str]:
 
 
 def _parameter(name: str, parameters: Mapping[str, str]) -> str:
-    """The parameter whose place in the tree ends a leaf's name, such as `0/mu/layers/0/kernel`; else an empty string."""
+    """The parameter whose place in the tree ends a leaf's name, such as `0/mu/layers/0/kernel`; or an empty string."""
     while name not in parameters:
         _, slash, name = name.partition("/")
         if not slash:

@@ -98,8 +98,8 @@ def reinitialize(
 
 def rekey(model: AbstractModel, key: jax.Array | int, pattern: str = ".*") -> AbstractModel:
     """The same model whose own initializers draw from other keys; see `AbstractModel.rekey`."""
-    key = _checked_key(key)
-    if key is None:
+    checked = _checked_key(key)
+    if checked is None:
         raise LazyModelError("rekey needs a key, such as jax.random.key(0)")
     regex = _compiled(pattern)
     matched = {path for path in model if regex.fullmatch(rule_path(path)) and not is_key(model[path].dtype)}
@@ -117,7 +117,7 @@ def rekey(model: AbstractModel, key: jax.Array | int, pattern: str = ".*") -> Ab
                     f"{recipe.paths[0]!r} and {apart[0]!r} are cut from one random array, so both change with its key; "
                     f"make the pattern {pattern!r} match both, or neither"
                 )
-            recipes.append(dataclasses.replace(recipe, inputs=_rekeyed(recipe, key)))
+            recipes.append(dataclasses.replace(recipe, inputs=_rekeyed(recipe, checked)))
     return dataclasses.replace(model, recipes=tuple(recipes))
 
 
@@ -145,9 +145,10 @@ def _checked_key(key: Any) -> jax.Array | None:
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
         return jax.random.key(int(key))
     if not isinstance(key, jax.Array) or not is_key(key.dtype) or key.shape != ():
+        found = f"{key.dtype}{list(key.shape)}" if isinstance(key, jax.Array) else repr(key)
         raise LazyModelError(
-            f"key is one typed key, such as jax.random.key(0), or its seed; got {type(key).__name__}"
-            + (f" of {key.dtype}{list(key.shape)}: wrap raw keys with jax.random.wrap_key_data" * hasattr(key, "dtype"))
+            f"key is one typed key, such as jax.random.key(0), or its seed; got {found}. Raw keys become typed with "
+            "jax.random.wrap_key_data"
         )
     return key
 
@@ -180,7 +181,8 @@ def _choose(model: AbstractModel, rules: Any, initializer: Initializer | None) -
     if isinstance(rules, Mapping):
         chosen = _choose_by_pattern(model, cast("Mapping[str, Any]", rules))
     elif callable(rules):
-        found = {path: rules(variable) for path, variable in model.items()}
+        rule = cast("Callable[[AbstractVariable], Initializer | None]", rules)
+        found = {path: rule(variable) for path, variable in model.items()}
         chosen = {path: _Choice(answer, {}) for path, answer in found.items() if answer is not None}
         if not chosen:
             raise LazyModelError(f"the rule gave no variable of {model.name} an initializer: all its answers are None")

@@ -40,11 +40,9 @@ class Proposer(Protocol):
         ...
 
 
-Spec: TypeAlias = "PartitionSpec | Sharding | Format | Sequence[Any] | None"
-Rules: TypeAlias = (
-    "Mapping[str | Role, Spec] | Mapping[str, Spec] | Mapping[Role, Spec] | Callable[[AbstractVariable], Spec] "
-    "| Sequence[tuple[str, Any]] | Proposer"
-)
+Spec: TypeAlias = PartitionSpec | Sharding | Format | Sequence[Any] | None
+# Keys are path regexes and roles; a Mapping is invariant in them, so `str | Role` would refuse a `dict[str, …]`.
+Rules: TypeAlias = Mapping[Any, Spec] | Callable[[AbstractVariable], Spec] | Sequence[tuple[str, Any]] | Proposer
 
 _LISTED = 8  # how many paths a message names before it only counts
 
@@ -161,9 +159,9 @@ def _placed(variable: AbstractVariable, answer: Any, reason: Reason, mesh: Mesh)
     Raises:
         ShardingError: It does not fit.
     """
-    layout = None
+    layout: Any = None
     if isinstance(answer, Format):
-        layout = answer.layout
+        layout = cast("Any", answer.layout)
         if answer.sharding is None or not (layout is None or hasattr(layout, "major_to_minor")):
             raise ShardingError(
                 f"{variable.path!r}: a Format needs a sharding and a layout that is written out, not AUTO; got {answer}"

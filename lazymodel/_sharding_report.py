@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jax.sharding import Mesh, NamedSharding
 
@@ -184,7 +184,7 @@ def _per_device(variables: Iterable[AbstractVariable]) -> dict[Any, int]:
         sharding: Sharding | None = variable.sharding
         if sharding is not None:
             named = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
-            key: Any = sharding.mesh if named else sharding
+            key: Any = cast(Any, sharding).mesh if named else sharding
             sums[key] = sums.get(key, 0) + variable.shard_nbytes
     found: dict[Any, int] = {}
     for key, nbytes in sums.items():

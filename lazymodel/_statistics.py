@@ -31,6 +31,7 @@ _jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 _ITERATIONS = 24  # of the Lanczos process: the largest singular value of a random matrix to some 1e-3
 _BREAKDOWN = 1e-6  # a residual this small beside the norm so far means that the rest of the process is rounding
 _MAX_ROWS = 60  # of a table
+_LOG_RATIO = 10  # between the largest and the smallest value, from which a plot's axis is logarithmic
 _IN_FLIGHT = 2  # programs dispatched before the first is waited for: one variable's temporaries besides the current
 
 
@@ -126,6 +127,7 @@ class Statistics(Mapping[str, VariableStatistics]):
         """
         try:
             from matplotlib.figure import Figure  # not pyplot: no window, no global state
+            from matplotlib.ticker import MaxNLocator
         except ImportError as error:
             raise LazyModelError("drawing needs matplotlib: pip install matplotlib") from error
         panels = {"standard deviation": self.over_depth("std"), "spectral norm": self.over_depth("spectral_norm")}
@@ -139,7 +141,12 @@ class Statistics(Mapping[str, VariableStatistics]):
                 axes.plot(list(line), list(line.values()), ".-", color=f"C{names.index(name)}", label=f" {name}")
             axes.set_title(title)
             axes.set_xlabel("layer")
-            axes.set_ylim(bottom=0)
+            values = [value for line in lines.values() for value in line.values()]
+            if min(values, default=0) > 0 and max(values) > _LOG_RATIO * min(values):
+                axes.set_yscale("log")
+            else:
+                axes.set_ylim(bottom=0)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         handles = dict(zip(*figure.axes[0].get_legend_handles_labels()[::-1], strict=True))
         figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize="small")
         if path is not None:
@@ -160,7 +167,7 @@ class Statistics(Mapping[str, VariableStatistics]):
         for rows in itertools.islice(groups.values(), _MAX_ROWS):
             cells = (_range([getattr(row, measure) for row in rows]) for measure in _MEASURES)
             shape = f"{rows[0].dtype}{list(rows[0].shape)}"
-            grid.append((_printable(fold([row.path for row in rows])), f"{len(rows):,}", shape, *cells))
+            grid.append((_printable(fold([row.path for row in rows])), f"{len(rows):,}", *cells, shape))
         lines: list[str] = []
         if len(groups) > _MAX_ROWS:
             lines.append(f"… and {len(groups) - _MAX_ROWS:,} more rows; to_dict() has all")
@@ -168,8 +175,8 @@ class Statistics(Mapping[str, VariableStatistics]):
             lines.append(_printable(f"not finite: {_plural(row.nonfinite, 'element')} of {row.path}"))
         return _Table(
             title=f"statistics of {_plural(len(self), 'variable')}",
-            columns=("variable", "count", "shape", "mean", "std", "min", "max", "spectral norm"),
-            right=frozenset(("count", "mean", "std", "min", "max")),
+            columns=("variable", "count", "mean", "std", "min", "max", "spectral", "shape"),
+            right=frozenset(("count", "mean", "std", "min", "max", "spectral")),
             rows=tuple(grid),
             lines=tuple(lines),
         )
@@ -177,10 +184,12 @@ class Statistics(Mapping[str, VariableStatistics]):
 
 def _range(values: Sequence[float | None]) -> str:
     """What a group's values are: one, or the least and the greatest."""
-    texts = [f"{value:.3g}" for value in sorted(value for value in values if value is not None)]
-    if not texts:
+    known = sorted(value for value in values if value is not None)
+    if not known:
         return "–"
-    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} … {texts[-1]}"
+    digits = 3 if known[0] == known[-1] else 2  # five ranges side by side leave no room for more
+    low, high = f"{known[0]:.{digits}g}", f"{known[-1]:.{digits}g}"
+    return low if low == high else f"{low}…{high}"
 
 
 def statistics(model: Any, *, stacked: str | None = None, spectral: bool = True) -> Statistics:
@@ -240,7 +249,7 @@ def _unplaced(array: jax.Array) -> jax.Array:
     """The same array on a mesh of automatic axes: on explicit ones every sum would want a sharding of its own."""
     if not isinstance(array.sharding, NamedSharding):
         return array
-    mesh = array.sharding.mesh
+    mesh: Any = array.sharding.mesh
     plain = NamedSharding(Mesh(mesh.devices, mesh.axis_names), array.sharding.spec)
     shards = [shard.data for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, plain, shards)

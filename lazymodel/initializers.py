@@ -42,8 +42,8 @@ def depth_scaled(initializer: Initializer, layers: int | None = None, *, branche
     if branches < 1 or (layers is not None and layers < 1):
         raise LazyModelError(f"depth_scaled needs at least one layer and branch; got {layers} and {branches}")
 
-    def by_depth(key: jax.Array, shape: Sequence[int], dtype: Any, layer: int) -> jax.Array:
-        if not isinstance(layer, int):
+    def by_depth(key: jax.Array, shape: Sequence[int], dtype: Any, layer: int | str) -> jax.Array:
+        if isinstance(layer, str):  # captured, but no number
             raise LazyModelError(f"depth_scaled needs the number of the layer; {{layer}} captured {layer!r}")
         return initializer(key, shape, dtype) * _scalar(1 / math.sqrt(branches * (layer + 1)), dtype)
 
@@ -89,8 +89,11 @@ def stacked(initializer: Initializer, axis: int = 0) -> Initializer:
             raise LazyModelError(f"stacked: there is no axis {axis} in shape {tuple(shape)}")
         place = axis % len(shape)
         one = (*shape[:place], *shape[place + 1 :])
-        keys = jax.random.split(key, shape[place])
-        return jax.vmap(lambda key: initializer(key, one, dtype), out_axes=place)(keys)
+
+        def layer(key: jax.Array) -> jax.Array:
+            return initializer(key, one, dtype)
+
+        return jax.vmap(layer, out_axes=place)(jax.random.split(key, shape[place]))
 
     return whole
 

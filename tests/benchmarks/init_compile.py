@@ -1,11 +1,14 @@
-"""Seconds until a deep, sharded init can run: one `jax.jit` over the whole tree against lazymodel's init programs.
+"""What it takes to initialize a deep, sharded model: one `jax.jit` over the whole tree against lazymodel's programs.
 
     python tests/benchmarks/init_compile.py --layers 64 --runs 3
 
-Builds a decoder (Flax NNX, and the same in plain JAX) for eight virtual CPU devices. Each measurement is a process of
-its own, the two ways alternating, so that neither finds a warm cache. `whole` is tracing, lowering and compiling
-`jax.jit(init, out_shardings=…)`; `lazymodel` is `build_abstract`, `shard` and compiling every program. The last step
-initializes a shallower model (`--check-layers`) both ways and eagerly, and compares every bit.
+Builds a decoder (Flax NNX, Flax Linen, and the same in plain JAX) for eight virtual CPU devices. Each measurement is a
+process of its own, the two ways alternating, so that neither finds a warm cache. `whole` is tracing, lowering and
+compiling `jax.jit(init, out_shardings=…)`; `lazymodel` is `build_abstract`, `shard` and compiling every program. Then
+the model, wider (`--memory-hidden`), is built and materialized, compiling included, and its peak of private memory is
+set against 1.1 × its parameters and the temporaries of the largest program on all devices. The last step initializes
+every layer (`--check-layers` of them) with lazymodel and with the framework's own initialization, run eagerly, and
+compares every bit; up to `--check-whole-layers` the whole-tree jit is compared too.
 """
 
 from __future__ import annotations
@@ -14,27 +17,30 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import _measure
+
 HIDDEN, HEADS, VOCABULARY = 256, 8, 4096
+MODELS = ["nnx", "linen", "plain"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=64)
-    parser.add_argument("--check-layers", type=int, default=4)
+    parser.add_argument("--check-layers", type=int, help="layers whose values are compared; as --layers by default")
+    parser.add_argument("--check-whole-layers", type=int, default=4, help="the most for which whole-tree jit is too")
+    parser.add_argument("--memory-hidden", type=int, default=512, help="width for the measurement of memory; 0: none")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--models", nargs="+", default=["nnx", "plain"], choices=["nnx", "plain"])
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--one", nargs=2, metavar=("WAY", "MODEL"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         way, model = options.one
-        print(json.dumps(WAYS[way](model, options.check_layers if way == "check" else options.layers)))
+        _emit(WAYS[way](model, options))
         return
     report: dict[str, Any] = {"layers": options.layers, "runs": options.runs}
     for model in options.models:
@@ -42,7 +48,6 @@ def main() -> None:
         for _ in range(options.runs):
             for way, runs in results.items():
                 runs.append(_subprocess(way, model, options))
-        checked = _subprocess("check", model, options)
         whole, ours = ([run["seconds"] for run in results[way]] for way in ("whole", "lazymodel"))
         report[model] = {
             "variables": results["lazymodel"][0]["variables"],
@@ -51,10 +56,13 @@ def main() -> None:
             "lazymodel_seconds": ours,
             "trace_seconds": statistics.median(run["trace"] for run in results["lazymodel"]),
             "ratio": statistics.median(whole) / statistics.median(ours),
-            "compared_variables": checked["variables"],
-            "different_from_eager": checked["different_from_eager"],
-            "different_from_whole": checked["different_from_whole"],
+            **_subprocess("check", model, options),
         }
+        if options.memory_hidden:
+            measured = [_subprocess("memory", model, options) for _ in range(options.runs)]
+            peak = statistics.median(run["peak_nbytes"] for run in measured)
+            bound = 1.1 * measured[0]["parameter_nbytes"] + measured[0]["temporary_nbytes"]
+            report[model] |= measured[0] | {"peak_nbytes": peak, "bound_nbytes": bound}
     if options.json:
         print(json.dumps(report, indent=2))
         return
@@ -65,25 +73,38 @@ def main() -> None:
         print(
             f"{model:5}  {row['variables']:9}  {statistics.median(row['whole_seconds']):12.2f} s  "
             f"{statistics.median(row['lazymodel_seconds']):8.2f} s ({row['trace_seconds']:.2f} s)           "
-            f"{row['ratio']:5.1f}× {row['programs']:9}  {row['different_from_eager']} from eager, "
-            f"{row['different_from_whole']} from whole-tree jit, of {row['compared_variables']}"
+            f"{row['ratio']:5.1f}× {row['programs']:9}  {row['different_from_eager']} from the framework's own init, "
+            f"of {row['compared_variables']}; {row['different_from_whole']} from whole-tree jit, "
+            f"of {row['compared_with_whole']}"
+        )
+    if not options.memory_hidden:
+        return
+    print(f"\nmaterializing, hidden size {options.memory_hidden}, private memory")
+    print("model  parameters  largest temporaries        peak  × parameters  1.1 × parameters + temporaries")
+    for model in options.models:
+        row = report[model]
+        mib = {name: row[f"{name}_nbytes"] / 2**20 for name in ("parameter", "temporary", "peak", "bound")}
+        print(
+            f"{model:5}  {mib['parameter']:6.0f} MiB  {mib['temporary']:15.0f} MiB  {mib['peak']:6.0f} MiB  "
+            f"{mib['peak'] / mib['parameter']:11.2f}×  {mib['bound']:26.0f} MiB"
         )
 
 
+def _emit(result: dict[str, Any]) -> None:
+    """Hands a result to the parent, in the form that `_measure.run` reads."""
+    _measure.emit(result if "begin" in result else {"begin": 0, "end": 0, "base": 0, "final": 0, **result})
+
+
 def _subprocess(way: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--one", way, model]
-    command += ["--layers", str(options.layers), "--check-layers", str(options.check_layers)]
+    command = [__file__, "--one", way, model, "--layers", str(options.layers)]
+    command += ["--check-layers", str(options.check_layers or options.layers)]
+    command += ["--check-whole-layers", str(options.check_whole_layers)]
+    command += ["--memory-hidden", str(options.memory_hidden)]
     root = Path(__file__).parents[2]
     paths = [str(root), str(root / "integrations"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-    }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    environment = _measure.virtual_devices() | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    measurement = _measure.run(command, env=environment)
+    return measurement.result | ({"peak_nbytes": measurement.peak_nbytes} if way == "memory" else {})
 
 
 def _spec(path: str, shape: tuple[int, ...]) -> Any:
@@ -100,7 +121,7 @@ def _mesh() -> Any:
     return jax.sharding.Mesh(np.array(jax.devices()), ("model",))
 
 
-def _plain(layers: int) -> Any:
+def _plain(layers: int, hidden: int) -> Any:
     import jax
     import jax.numpy as jnp
 
@@ -109,62 +130,95 @@ def _plain(layers: int) -> Any:
 
     def init(key: Any) -> Any:
         keys = jax.random.split(key, layers + 1)
-        tree: dict[str, Any] = {"embedding": jax.random.normal(keys[layers], (VOCABULARY, HIDDEN)) * 0.02}
+        tree: dict[str, Any] = {"embedding": jax.random.normal(keys[layers], (VOCABULARY, hidden)) * 0.02}
         for layer in range(layers):
             q, k, v, o, gate, up, down = jax.random.split(keys[layer], 7)
             depth = (2 * (layer + 1)) ** -0.5  # residual projections shrink with depth
             tree[f"layer_{layer}"] = {
-                "attention_norm": jnp.ones((HIDDEN,)),
-                "mlp_norm": jnp.ones((HIDDEN,)),
-                "query": matrix(q, HIDDEN, HIDDEN),
-                "key": matrix(k, HIDDEN, HIDDEN // 4),
-                "value": matrix(v, HIDDEN, HIDDEN // 4),
-                "output": matrix(o, HIDDEN, HIDDEN, depth),
-                "gate": matrix(gate, HIDDEN, 4 * HIDDEN),
-                "up": matrix(up, HIDDEN, 4 * HIDDEN),
-                "down": matrix(down, 4 * HIDDEN, HIDDEN, depth),
+                "attention_norm": jnp.ones((hidden,)),
+                "mlp_norm": jnp.ones((hidden,)),
+                "query": matrix(q, hidden, hidden),
+                "key": matrix(k, hidden, hidden // 4),
+                "value": matrix(v, hidden, hidden // 4),
+                "output": matrix(o, hidden, hidden, depth),
+                "gate": matrix(gate, hidden, 4 * hidden),
+                "up": matrix(up, hidden, 4 * hidden),
+                "down": matrix(down, 4 * hidden, hidden, depth),
             }
         return tree
 
     return init
 
 
-def _nnx(layers: int) -> Any:
+def _nnx(layers: int, hidden: int) -> Any:
     from flax import nnx
 
     class Block(nnx.Module):
         def __init__(self, *, rngs: nnx.Rngs):
-            self.attention_norm = nnx.RMSNorm(HIDDEN, rngs=rngs)
-            self.mlp_norm = nnx.RMSNorm(HIDDEN, rngs=rngs)
-            self.query = nnx.LinearGeneral(HIDDEN, (HEADS, HIDDEN // HEADS), use_bias=False, rngs=rngs)
-            self.key = nnx.Linear(HIDDEN, HIDDEN // 4, use_bias=False, rngs=rngs)
-            self.value = nnx.Linear(HIDDEN, HIDDEN // 4, use_bias=False, rngs=rngs)
-            self.output = nnx.Linear(HIDDEN, HIDDEN, use_bias=False, rngs=rngs)
-            self.gate = nnx.Linear(HIDDEN, 4 * HIDDEN, use_bias=False, rngs=rngs)
-            self.up = nnx.Linear(HIDDEN, 4 * HIDDEN, use_bias=False, rngs=rngs)
-            self.down = nnx.Linear(4 * HIDDEN, HIDDEN, use_bias=False, rngs=rngs)
+            self.attention_norm = nnx.RMSNorm(hidden, rngs=rngs)
+            self.mlp_norm = nnx.RMSNorm(hidden, rngs=rngs)
+            self.query = nnx.LinearGeneral(hidden, (HEADS, hidden // HEADS), use_bias=False, rngs=rngs)
+            self.key = nnx.Linear(hidden, hidden // 4, use_bias=False, rngs=rngs)
+            self.value = nnx.Linear(hidden, hidden // 4, use_bias=False, rngs=rngs)
+            self.output = nnx.Linear(hidden, hidden, use_bias=False, rngs=rngs)
+            self.gate = nnx.Linear(hidden, 4 * hidden, use_bias=False, rngs=rngs)
+            self.up = nnx.Linear(hidden, 4 * hidden, use_bias=False, rngs=rngs)
+            self.down = nnx.Linear(4 * hidden, hidden, use_bias=False, rngs=rngs)
 
     class Decoder(nnx.Module):
         def __init__(self, *, rngs: nnx.Rngs):
-            self.embedding = nnx.Embed(VOCABULARY, HIDDEN, rngs=rngs)
+            self.embedding = nnx.Embed(VOCABULARY, hidden, rngs=rngs)
             self.layers = nnx.List([Block(rngs=rngs) for _ in range(layers)])
-            self.norm = nnx.RMSNorm(HIDDEN, rngs=rngs)
+            self.norm = nnx.RMSNorm(hidden, rngs=rngs)
 
     return Decoder
 
 
-def _init_and_args(model: str, layers: int) -> tuple[Any, Any]:
-    """A function of a key that returns the tree of arrays, and a function that builds abstractly."""
+def _linen(layers: int, hidden: int) -> Any:
+    from flax import linen as nn
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            h = nn.RMSNorm(name="attention_norm")(x)
+            query = nn.DenseGeneral((HEADS, hidden // HEADS), use_bias=False, name="query")(h)
+            key = nn.Dense(hidden // 4, use_bias=False, name="key")(h)
+            value = nn.Dense(hidden // 4, use_bias=False, name="value")(h)
+            # Not attention: what is measured is how its parameters come to be.
+            mixed = query.reshape(x.shape) * (key + value).mean(-1, keepdims=True)
+            x = x + nn.Dense(hidden, use_bias=False, name="output")(mixed)
+            h = nn.RMSNorm(name="mlp_norm")(x)
+            gate = nn.Dense(4 * hidden, use_bias=False, name="gate")(h)
+            up = nn.Dense(4 * hidden, use_bias=False, name="up")(h)
+            return x + nn.Dense(hidden, use_bias=False, name="down")(nn.silu(gate) * up)
+
+    class Decoder(nn.Module):
+        @nn.compact
+        def __call__(self, tokens: Any) -> Any:
+            x = nn.Embed(VOCABULARY, hidden, name="embedding")(tokens)
+            for layer in range(layers):
+                x = Block(name=f"layer_{layer}")(x)
+            return nn.RMSNorm(name="norm")(x)
+
+    return Decoder()
+
+
+def _init_and_build(model: str, layers: int, hidden: int = HIDDEN) -> tuple[Any, Any]:
+    """The framework's own initialization, as a function of a key, and a function that builds abstractly."""
     import jax
 
     import lazymodel as lm
 
     if model == "plain":
-        init = _plain(layers)
+        init = _plain(layers, hidden)
         return init, lambda: lm.build_abstract(init, jax.random.key(0))
+    if model == "linen":
+        module, tokens = _linen(layers, hidden), jax.ShapeDtypeStruct((1, 8), "int32")
+        inputs = jax.numpy.zeros(tokens.shape, tokens.dtype)
+        return (lambda key: module.init(key, inputs)), lambda: lm.build_abstract(module, jax.random.key(0), tokens)
     from flax import nnx
 
-    decoder = _nnx(layers)
+    decoder = _nnx(layers, hidden)
     return (lambda key: nnx.state(decoder(rngs=nnx.Rngs(key)))), lambda: lm.build_abstract(decoder, rngs=nnx.Rngs(0))
 
 
@@ -176,10 +230,14 @@ def _out_shardings(init: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.NamedSharding(mesh, _spec("", leaf.shape)), shapes)
 
 
-def _measure_whole(model: str, layers: int) -> dict[str, Any]:
+def _sharded(abstract: Any) -> Any:
+    return abstract.shard(_mesh(), lambda variable: _spec(variable.path, variable.shape))
+
+
+def _measure_whole(model: str, options: argparse.Namespace) -> dict[str, Any]:
     import jax
 
-    init, _ = _init_and_args(model, layers)
+    init, _ = _init_and_build(model, options.layers)
     shardings = _out_shardings(init)  # not counted, though users need it too
     jax.clear_caches()
     key = jax.random.key(0)
@@ -188,53 +246,66 @@ def _measure_whole(model: str, layers: int) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - start}
 
 
-def _measure_lazymodel(model: str, layers: int) -> dict[str, Any]:
-    from lazymodel._init_programs import ProgramCache
-
-    _, build = _init_and_args(model, layers)
+def _measure_lazymodel(model: str, options: argparse.Namespace) -> dict[str, Any]:
+    _, build = _init_and_build(model, options.layers)
     start = time.perf_counter()
     abstract = build()
     traced = time.perf_counter() - start
-    mesh = _mesh()
-    shardings = {path: _sharding(mesh, path, variable.shape) for path, variable in abstract.items()}
-    cache: ProgramCache = abstract.programs
-    cache.get_all([(recipe, [shardings[path] for path in recipe.paths]) for recipe in abstract.recipes])
+    abstract = _sharded(abstract)
+    cache = abstract.programs
+    cache.get_all([(recipe, [abstract[path].sharding for path in recipe.paths]) for recipe in abstract.recipes])
     seconds = time.perf_counter() - start
     return {"seconds": seconds, "trace": traced, "programs": len(cache), "variables": len(abstract)}
 
 
-def _sharding(mesh: Any, path: str, shape: tuple[int, ...]) -> Any:
+def _measure_memory(model: str, options: argparse.Namespace) -> dict[str, Any]:
     import jax
 
-    return jax.NamedSharding(mesh, _spec(path, shape))
+    _, build = _init_and_build(model, options.layers, options.memory_hidden)
+    jax.block_until_ready(jax.random.normal(jax.random.key(0), (8,)))  # the backend and its threads
+    with _measure.measured() as report:
+        abstract = _sharded(build())
+        result = abstract.materialize(progress=False)
+        report["parameter_nbytes"] = abstract.nbytes
+        programs = {id(program): program for program in abstract.programs.get_all(
+            [(recipe, [abstract[path].sharding for path in recipe.paths]) for recipe in abstract.recipes]
+        )}  # fmt: skip
+        report["temporary_nbytes"] = max(program.temp_nbytes for program in programs.values()) * jax.device_count()
+    del result
+    return report
 
 
-def _measure_check(model: str, layers: int) -> dict[str, Any]:
+def _measure_check(model: str, options: argparse.Namespace) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    init, build = _init_and_args(model, layers)
-    key = jax.random.key(0)
-    abstract = build().shard(_mesh(), lambda variable: _spec(variable.path, variable.shape))
-    ours = abstract.materialize()
-    if model == "nnx":
-        from flax import nnx
+    def differ(layers: int, run: Any) -> tuple[int, int]:
+        init, build = _init_and_build(model, layers)
+        ours = _sharded(build()).materialize(progress=False)
+        if model == "nnx":
+            from flax import nnx
 
-        ours = nnx.state(ours)
-    eager, whole = init(key), jax.jit(init, out_shardings=_out_shardings(init))(key)
+            ours = nnx.state(ours)
+        pairs = list(zip(jax.tree.leaves(ours), jax.tree.leaves(run(init)(jax.random.key(0))), strict=True))
+        return sum(np.asarray(a).tobytes() != np.asarray(b).tobytes() for a, b in pairs), len(pairs)
 
-    def differ(other: Any) -> int:
-        pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(other), strict=True)
-        return sum(np.asarray(a).tobytes() != np.asarray(b).tobytes() for a, b in pairs)
-
+    eager = differ(options.check_layers, lambda init: init)
+    shallow = min(options.check_layers, options.check_whole_layers)
+    whole = differ(shallow, lambda init: jax.jit(init, out_shardings=_out_shardings(init)))
     return {
-        "variables": len(abstract),
-        "different_from_eager": differ(eager),
-        "different_from_whole": differ(whole),
+        "different_from_eager": eager[0],
+        "compared_variables": eager[1],
+        "different_from_whole": whole[0],
+        "compared_with_whole": whole[1],
     }
 
 
-WAYS = {"whole": _measure_whole, "lazymodel": _measure_lazymodel, "check": _measure_check}
+WAYS = {
+    "whole": _measure_whole,
+    "lazymodel": _measure_lazymodel,
+    "memory": _measure_memory,
+    "check": _measure_check,
+}
 
 if __name__ == "__main__":
     main()

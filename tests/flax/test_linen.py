@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
+from flax.training.train_state import TrainState
 
 import lazymodel as lm
 
@@ -101,3 +103,120 @@ def test_init_that_needs_the_inputs_values_says_so() -> None:
     assert_same(abstract.materialize(), eager)
     with pytest.raises(lm.TraceError, match=r"params/mean.*ShapeDtypeStruct"):
         lm.build_abstract(Mean(), jax.random.key(0), jax.ShapeDtypeStruct((3, 20), jnp.float32))
+
+
+def boxed(names: Any, init: Any = None) -> Any:
+    return nn.with_logical_partitioning(init or nn.initializers.lecun_normal(), names)
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, _: None = None) -> Any:
+        h = nn.LayerNorm(scale_init=boxed(("embed",), nn.initializers.ones))(x)
+        h = nn.Dense(32, kernel_init=boxed(("embed", "mlp")))(h)
+        h = nn.with_logical_constraint(h, ("batch", "mlp"))
+        return x + nn.Dense(16, kernel_init=boxed(("mlp", "embed")))(nn.gelu(h)), None
+
+
+class Stack(nn.Module):
+    remat: bool = True
+
+    @nn.compact
+    def __call__(self, x: Any, train: bool = False) -> Any:
+        layers = nn.scan(
+            nn.remat(Layer, prevent_cse=False) if self.remat else Layer,
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=4,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )
+        x, _ = layers(name="layers")(x, None)
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        self.sow("intermediates", "hidden", x)
+        return nn.Dense(8)(x)
+
+
+class Lifted(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        experts = nn.vmap(
+            nn.Dense,
+            in_axes=None,
+            out_axes=0,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            axis_size=4,
+            metadata_params={nn.PARTITION_NAME: "experts"},
+        )
+        self.variable("cache", "seen", lambda: jnp.zeros((2, 3)))
+        x = nn.MultiHeadDotProductAttention(2, decode=True)(x[None], x[None])[0] + experts(16)(x).mean(0)
+        return nn.Sequential([nn.Dense(3), nn.relu])(nn.RNN(nn.LSTMCell(8))(x[None])[0])
+
+
+AXIS_RULES = [("layers", None), ("embed", None), ("mlp", "model"), ("batch", "batch")]
+
+
+@pytest.mark.parametrize("module", [Stack(), Stack(remat=False), Lifted()], ids=["scan of remat", "scan", "vmap"])
+@pytest.mark.parametrize("key", [0, {"params": 1, "dropout": 2}], ids=["one key", "streams"])
+def test_lifted_transforms_and_mutable_collections(module: Any, key: Any) -> None:
+    keys = jax.tree.map(jax.random.key, key)
+    abstract = lm.build_abstract(module, keys, jax.ShapeDtypeStruct((2, 16), jnp.float32))
+    eager = module.init(keys, jnp.ones((2, 16)))
+    assert_same(abstract.materialize(), eager)
+    assert {path for path in abstract if abstract[path].trainable} == {
+        path for path in abstract if path.startswith("params/")
+    }
+    assert {path.partition("/")[0] for path in abstract} == set(eager)
+
+
+def test_keyword_inputs_and_axis_rules_as_flax_reads_them(mesh42: Any) -> None:
+    x = jax.ShapeDtypeStruct((2, 16), jnp.float32)
+    abstract = lm.build_abstract(Stack(), jax.random.key(0), x, train=True)
+    assert abstract["params/layers/Dense_0/kernel"].logical_axes == ("layers", "embed", "mlp")
+    variables = abstract.shard(mesh42, AXIS_RULES).materialize()
+    eager = Stack().init(jax.random.key(0), jnp.ones((2, 16)), train=True)
+    assert_same(variables, eager)
+    expected = nn.logical_to_mesh_sharding(nn.get_partition_spec(eager), mesh42, AXIS_RULES)
+    for array, sharding in zip(jax.tree.leaves(variables), jax.tree.leaves(expected), strict=True):
+        assert array.sharding.is_equivalent_to(sharding, array.ndim)
+
+
+def test_a_train_state_of_sharded_parameters_and_moments(mesh42: Any) -> None:
+    module, tx, x = Stack(), optax.adamw(1e-2), jnp.ones((8, 16))
+    abstract = lm.build_abstract(module, jax.random.key(0), x).with_optimizer(tx).shard(mesh42, AXIS_RULES)
+    variables, opt_state = abstract.materialize()
+    eager = module.init(jax.random.key(0), x)
+    assert_same((variables, opt_state), (eager, tx.init(eager["params"])))
+    moment = opt_state[0].mu["layers"]["Dense_0"]["kernel"]
+    assert isinstance(moment, nn.LogicallyPartitioned)
+    assert moment.value.sharding == variables["params"]["layers"]["Dense_0"]["kernel"].value.sharding
+    state = TrainState(
+        step=jnp.zeros((), jnp.int32), apply_fn=module.apply, params=variables["params"], tx=tx, opt_state=opt_state
+    )
+
+    @jax.jit
+    def step(state: TrainState) -> Any:
+        def loss(params: Any) -> Any:
+            out = state.apply_fn({"params": params, "batch_stats": variables["batch_stats"]}, x)
+            return (out**2).mean()
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    losses = []
+    for _ in range(3):
+        state, value = step(state)
+        losses.append(float(value))
+    assert losses[2] != losses[0] and np.isfinite(losses).all()
+
+
+def test_a_train_state_may_be_what_is_built() -> None:
+    def build(key: Any) -> TrainState:
+        params = Stack().init(key, jnp.ones((2, 16)))["params"]
+        return TrainState.create(apply_fn=Stack().apply, params=params, tx=optax.sgd(0.1, momentum=0.9))
+
+    state = lm.build_abstract(build, jax.random.key(0)).materialize()
+    assert isinstance(state, TrainState) and state.step == 0
+    assert_same(
+        (state.params, state.opt_state), ((eager := build(jax.random.key(0))).params, eager.opt_state)
+    )

@@ -78,7 +78,7 @@ def test_nnx_metadata(mesh42: Mesh) -> None:
     assert abstract["up/kernel"].logical_axes == ("embed", "hidden")
     sharded = abstract.shard(mesh42, RULES)
     assert sharded["up/kernel"].spec == P(None, "model")
-    assert sharded.materialize().up.kernel.value.sharding.spec == P(None, "model")
+    assert sharded.materialize().up.kernel.get_value().sharding.spec == P(None, "model")
     named = lm.build_abstract(Nnx, (None, "model"), rngs=nnx.Rngs(0)).shard(mesh42)
     assert named["up/kernel"].spec == P(None, "model")
 

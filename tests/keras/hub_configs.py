@@ -3,8 +3,6 @@
 `BACKBONES` and `TASKS` map a name to a `HubModel`. Towers (image encoders, text encoders, autoencoders) are built
 inside `build`, so that building abstractly reaches them too. Classes that KerasHub exports under a second name stand
 here once, under their own name. `exported` lists what has to be here; a test compares.
-
-Run as a script it writes the table of supported models: `python tests/keras/hub_configs.py --table`.
 """
 
 from __future__ import annotations
@@ -182,16 +180,15 @@ _backbone(
         "shared_expert_intermediate_size": 16,
     },
 )  # fmt: skip
-_backbone(
-    M.RoformerV2Backbone, {**_TRANSFORMER, "intermediate_dim": 32, "head_size": 8}
-)
+_backbone(M.RoformerV2Backbone, {**_TRANSFORMER, "intermediate_dim": 32, "head_size": 8})
 _backbone(
     M.RWKV7Backbone,
     {
         "hidden_size": 16, "head_size": 8, "num_layers": 2, "vocabulary_size": _VOCABULARY, "intermediate_dim": 32,
         "gate_lora": 8, "mv_lora": 4, "aaa_lora": 4, "decay_lora": 4,
     },
-    inputs=functools.partial(open_inputs, token_ids=(16,), padding_mask=(16,)),  # its kernel works on chunks of 16 tokens
+    # its kernel works on chunks of 16 tokens
+    inputs=functools.partial(open_inputs, token_ids=(16,), padding_mask=(16,)),
 )  # fmt: skip
 _backbone(
     M.SmolLM3Backbone,
@@ -252,7 +249,7 @@ _backbone(
     M.BASNetBackbone,
     lambda: {
         "image_encoder": _resnet(),
-        "num_classes": 1, "image_shape": (64, 64, 3), "projection_filters": 8,
+        "num_classes": 1, "image_shape": (64, 64, 3), "projection_filters": 64,
     },
 )  # fmt: skip
 _backbone(
@@ -340,9 +337,7 @@ _backbone(
         "image_shape": (128, 128, 3),
     },
 )  # fmt: skip
-_backbone(
-    M.SegFormerBackbone, lambda: {"image_encoder": M.MiTBackbone(**_MIT), "projection_filters": 8}
-)
+_backbone(M.SegFormerBackbone, lambda: {"image_encoder": M.MiTBackbone(**_MIT), "projection_filters": 8})
 _backbone(
     M.SwinTransformerBackbone,
     {"image_shape": (_IMAGE, _IMAGE, 3), "embed_dim": 8, "depths": (1, 2), "num_heads": (2, 2), "window_size": 4},

@@ -1,0 +1,328 @@
+"""Growing: the weights of a deeper, wider or expert-split model, made of a smaller one's without reading them.
+
+Each function takes tensors by name, such as `open_checkpoint` returns, and returns those of the larger model: views,
+repetitions and concatenations of lazy tensors, whose bytes are read when a device asks for its shard. Whether the
+larger model computes the same function is said of each; nothing here knows a model, so which tensors play which part is
+the user's to say, as patterns of names. In a pattern `{layer}` stands for text without `/` and `.`, and `{rest...}` for
+any text, as in `WeightMap`.
+
+What a larger model has and the smaller one lacks, such as a router, is left to `materialize(…, initialize="missing")`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from lazymodel._errors import LazyModelError
+from lazymodel._lazy_tensor import LazyTensor, lazy
+from lazymodel._mapping import MappedCheckpoint, _Template, flat_checkpoint
+from lazymodel._report import closest
+from lazymodel._save import _lazy_array, _named_arrays
+
+__all__ = ["depth", "experts", "width"]
+
+_METHODS = ("stack", "interleave")
+
+
+def depth(
+    checkpoint: Any,
+    pattern: str,
+    layers: int,
+    *,
+    method: str | Sequence[int] = "stack",
+    zero: str | Iterable[str] = (),
+    axis: int | None = None,
+) -> MappedCheckpoint:
+    """A deeper model, whose further layers are copies of the given ones.
+
+    With `zero` the function is preserved, bit for bit where adding zero is: if every further layer only adds to a
+    residual stream, and `zero` matches all that it adds with (the last kernel of attention and of the feed-forward
+    network, and their biases), each begins as the identity (as in Net2DeeperNet, Chen, Goodfellow and Shlens 2016, and
+    in LLaMA Pro's block expansion, Wu et al. 2024). It is not preserved where layers are followed by a norm on the
+    stream itself (post-norm, as in BERT). Without `zero` copies are whole copies, which preserves nothing but trains
+    fast.
+
+    Args:
+        checkpoint: Tensor name → lazy tensor or array, such as `open_checkpoint` returns; or a model, or a pytree of
+            arrays.
+        pattern: Names of the layers' tensors, with `{layer}` where their number is, such as
+            `"blocks/{layer}/{rest...}"`; for a scanned model, which stacks its layers, names without it, and `axis`.
+        layers: Layers of the deeper model.
+        method: Which layer each layer copies. `"stack"` puts whole stacks on top of each other, 0 1 2 0 1 2 (Gong et
+            al., Efficient Training of BERT by Progressively Stacking, 2019); `"interleave"` repeats each layer in its
+            place, 0 0 1 1 2 2 (Chang et al., Multi-level Residual Networks, 2018); or the numbers themselves.
+        zero: Names, as in `pattern`, of tensors that are zero in every layer but the first copy of each.
+        axis: The axis of layers, where these are stacked in one tensor.
+
+    Returns:
+        All tensors: the new layers', and the others as they are.
+
+    Raises:
+        LazyModelError: No tensor matches, layers lack tensors of others, fewer layers are asked for than there are, or
+            `zero` is given and the first copies are not all layers in order, so that nothing would be preserved.
+    """
+    tensors = _tensors(checkpoint)
+    template = _template(pattern)
+    zeros = [_template(name) for name in ([zero] if isinstance(zero, str) else zero)]
+    if ("layer" in template.captures) == (axis is not None):
+        raise LazyModelError(
+            f"depth: {pattern!r} has no {{layer}}; put it where the number is, or give the axis of stacked layers"
+            if axis is None
+            else f"depth: {pattern!r} has a {{layer}}, and axis={axis} says that layers are stacked in one tensor"
+        )
+    matched = _matched(tensors, template)
+    for other in zeros:
+        _matched({name: tensors[name] for name in matched}, other)
+
+    def is_zero(name: str) -> bool:
+        return any(other.match(name) is not None for other in zeros)
+
+    grown: dict[str, LazyTensor] = {}
+    if axis is not None:
+        counts = {name: tensors[name].shape[_axis(tensors[name], name, axis)] for name in matched}
+        order = _order(_one(counts, "layers"), layers, method, preserve=bool(zeros))
+        first = _firsts(order)
+        for name in tensors:
+            if name not in matched:
+                grown[name] = tensors[name]
+                continue
+            index = (slice(None),) * _axis(tensors[name], name, axis)
+            pieces = [tensors[name][(*index, slice(source, source + 1))] for source in order]
+            if is_zero(name):
+                pieces = [piece if first[new] else _zeros(piece) for new, piece in enumerate(pieces)]
+            grown[name] = _joined(pieces, len(index))
+        return _mapped(grown, checkpoint)
+    by_layer = _by_layer(matched)
+    order = _order(len(by_layer), layers, method, preserve=bool(zeros))
+    first = _firsts(order)
+    grown = {name: tensor for name, tensor in tensors.items() if name not in matched}
+    for new, source in enumerate(order):
+        for captures, name in by_layer[source].items():
+            tensor = tensors[name]
+            target = template.fill(dict(captures) | {"layer": str(new)})
+            grown[target] = tensor if first[new] or not is_zero(name) else _zeros(tensor)
+    return _mapped(grown, checkpoint)
+
+
+def width(
+    checkpoint: Any,
+    units: int,
+    *,
+    incoming: Mapping[str, int],
+    outgoing: Mapping[str, int],
+    uneven: float = 0.0,
+) -> MappedCheckpoint:
+    """A model with more hidden units, which are copies of the given ones (Net2WiderNet).
+
+    Unit `j` of the wider layer is unit `j mod n` of the given `n`. What leads to it is copied; what leads away from it
+    is divided by the number of copies, so that their sum is what the one gave. This preserves the function, up to the
+    rounding of sums (source: Chen, Goodfellow and Shlens, Net2Net, 2016; copies in turn instead of at random, so that
+    they are views of the file).
+
+    Limits: between `incoming` and `outgoing` each unit must be computed by itself, and alike: any activation function
+    and gates (a SwiGLU's two kernels are both incoming) are. A norm over the units is not, unless all have equally many
+    copies and its own scale and offset are incoming; neither is dropout, whose masks differ. Heads of attention can be
+    widened by the axis of heads of query, key, value and output. Widening the residual stream is not offered: every
+    norm of the model stands on it.
+
+    Args:
+        checkpoint: As for `depth`.
+        units: Hidden units of the wider model.
+        incoming: Names of tensors that units are computed from, kernels and biases, and the axis of units of each.
+        outgoing: Names of tensors that units go into, likewise.
+        uneven: Equal copies get equal gradients, and stay copies for ever. With a number between 0 and 1, copies
+            are divided into unequal parts, from `1 - uneven` to `1 + uneven` of the mean: gradients differ, and the sum
+            is the same.
+
+    Raises:
+        LazyModelError: No tensor matches, a name is both, the extents differ or exceed `units`, or `uneven` is no such
+            number.
+    """
+    if not 0 <= uneven < 1:
+        raise LazyModelError(f"uneven is a number from 0 to below 1; got {uneven!r}")
+    tensors = _tensors(checkpoint)
+    axes: dict[str, tuple[int, bool]] = {}
+    for table, leaves in ((incoming, False), (outgoing, True)):
+        if not table:
+            raise LazyModelError("width needs incoming and outgoing tensors, pattern → axis of units")
+        for pattern, axis in table.items():
+            for name in _matched(tensors, _template(pattern)):
+                if axes.get(name, (axis, leaves)) != (axis, leaves):
+                    raise LazyModelError(f"{name!r} matches two patterns, with different axes or directions")
+                axes[name] = axis, leaves
+    extents = {name: tensors[name].shape[_axis(tensors[name], name, axis)] for name, (axis, _) in axes.items()}
+    count = _one(extents, "units")
+    if units < count:
+        raise LazyModelError(f"width: there are {count} units, more than the {units} asked for")
+    grown = dict(tensors)
+    for name, (axis, leaves) in axes.items():
+        tensor = tensors[name]
+        index = (slice(None),) * _axis(tensor, name, axis)
+        pieces: list[Any] = []
+        for start in range(0, units, count):
+            size = min(count, units - start)
+            # The first units have one copy more than the rest where `count` does not divide `units`.
+            for low, high in ((0, units % count), (units % count, count)):
+                high = min(high, size)
+                if low >= high:
+                    continue
+                copies = units // count + (low < units % count)
+                piece = tensor[(*index, slice(low, high))]
+                share = _share(start // count, copies, uneven)
+                pieces.append(piece * share if leaves and share != 1 else piece)
+        grown[name] = _joined([lazy(piece).astype(tensor.dtype) for piece in pieces], len(index))
+    return _mapped(grown, checkpoint)
+
+
+def experts(checkpoint: Any, names: Mapping[str, str], experts: int, *, axis: int = 0) -> MappedCheckpoint:
+    """A mixture of experts, each a copy of the dense model's feed-forward network (sparse upcycling).
+
+    The function is preserved where the gates of the experts that a token goes to sum to one: a softmax over the
+    chosen ones, whatever the router says, or over all of them if all are used. With gates that sum to less, as a
+    softmax taken before choosing the top k, the output shrinks accordingly (source: Komatsuzaki et al., Sparse
+    Upcycling, 2023, and its section on normalizing combine weights). Nor is it where a full expert drops tokens.
+
+    The router is not in the result: the model's own initializer makes it, or one given with `reinitialize`. Equal
+    experts come apart because the router sends them different tokens.
+
+    Args:
+        checkpoint: As for `depth`.
+        names: Pattern of the dense network's tensors → name of the experts', with the same captures, such as
+            `{"blocks/{layer}/mlp/{rest...}": "blocks/{layer}/experts/{rest...}"}`. A name with `{expert}` in it gives
+            every expert tensors of its own; without, all are stacked in one.
+        experts: Number of experts.
+        axis: The axis along which experts are stacked.
+
+    Raises:
+        LazyModelError: No tensor matches, a new name has a capture that its pattern lacks, or is taken already.
+    """
+    if experts < 1:
+        raise LazyModelError(f"experts: at least one is needed; got {experts}")
+    tensors = _tensors(checkpoint)
+    grown = dict(tensors)
+    for pattern, new in names.items():
+        template, target = _template(pattern), _template(new)
+        if unknown := set(target.captures) - set(template.captures) - {"expert"}:
+            raise LazyModelError(f"experts: {{{sorted(unknown)[0]}}} of {new!r} is not in {pattern!r}")
+        for name, captures in _matched(tensors, template).items():
+            tensor = grown.pop(name, None)
+            if tensor is None:
+                raise LazyModelError(f"experts: {name!r} matches two patterns")
+            if "expert" in target.captures:
+                copies = {target.fill(captures | {"expert": str(number)}): tensor for number in range(experts)}
+            else:
+                place = _axis(tensor, name, axis, more=1)
+                one = tensor[(*(slice(None),) * place, None)]
+                shape = (*tensor.shape[:place], experts, *tensor.shape[place:])
+                copies = {target.fill(captures): np.broadcast_to(one, shape)}
+            for copy, value in copies.items():
+                if copy in grown or (copy in tensors and copy != name):
+                    raise LazyModelError(f"experts: {name!r} would become {copy!r}, which there is already")
+                grown[copy] = cast(LazyTensor, value)
+    return _mapped(grown, checkpoint)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _tensors(checkpoint: Any) -> dict[str, LazyTensor]:
+    """Everything by name; arrays on devices stay there."""
+    flat = (flat_checkpoint(checkpoint) or {}) if isinstance(checkpoint, Mapping) else _named_arrays(checkpoint)
+    return {name: _lazy_array(name, array) for name, array in flat.items()}
+
+
+def _mapped(tensors: Mapping[str, LazyTensor], checkpoint: Any) -> MappedCheckpoint:
+    path = getattr(checkpoint, "path", None)
+    return MappedCheckpoint(tensors, path if isinstance(path, str) else None, ())
+
+
+def _template(pattern: str) -> _Template:
+    if not isinstance(cast(Any, pattern), str):
+        raise LazyModelError(f"a pattern is a name, with captures such as {{layer}}; got {pattern!r}")
+    return _Template(pattern)
+
+
+def _matched(tensors: Mapping[str, LazyTensor], template: _Template) -> dict[str, dict[str, str]]:
+    """Names that match, with their captures."""
+    found = {name: captures for name in tensors if (captures := template.match(name)) is not None}
+    if not found:
+        raise LazyModelError(f"no tensor matches {template.text!r}{closest(template.text, tensors)}")
+    return found
+
+
+def _axis(tensor: LazyTensor, name: str, axis: int, *, more: int = 0) -> int:
+    ndim = tensor.ndim + more
+    if not -ndim <= axis < ndim:
+        raise LazyModelError(f"{name!r}: there is no axis {axis} in shape {list(tensor.shape)}")
+    return axis % ndim
+
+
+def _one(counts: Mapping[str, int], what: str) -> int:
+    """The one number that all tensors have."""
+    (first, count), *_ = counts.items()
+    for name, other in counts.items():
+        if other != count:
+            raise LazyModelError(f"{first!r} has {count} {what}, and {name!r} has {other}")
+    return count
+
+
+def _by_layer(matched: Mapping[str, Mapping[str, str]]) -> list[dict[tuple[tuple[str, str], ...], str]]:
+    """For each layer, its tensors by what their names have besides its number."""
+    layers: dict[int, dict[tuple[tuple[str, str], ...], str]] = {}
+    for name, captures in matched.items():
+        if re.fullmatch(r"0|[1-9]\d{0,8}", captures["layer"]) is None:
+            raise LazyModelError(f"{name!r}: {{layer}} is to be a number, found {captures['layer']!r}")
+        rest = tuple(sorted((key, text) for key, text in captures.items() if key != "layer"))
+        layers.setdefault(int(captures["layer"]), {})[rest] = name
+    if missing := next((number for number in range(len(layers)) if number not in layers), None):
+        raise LazyModelError(f"there are layers up to {max(layers)}, and none with number {missing}")
+    if 0 not in layers:
+        raise LazyModelError(f"layers are numbered from 0; the first is {min(layers)}")
+    for number, layer in layers.items():
+        for rest in layers[0].keys() ^ layer.keys():
+            name = layers[0].get(rest) or layer[rest]
+            lacking = number if rest in layers[0] else 0
+            raise LazyModelError(f"layer {lacking} has nothing that corresponds to {name!r}; all are to be alike")
+    return [layers[number] for number in range(len(layers))]
+
+
+def _order(count: int, layers: int, method: str | Sequence[int], *, preserve: bool) -> list[int]:
+    """The layer that each of the deeper model's copies."""
+    if layers < count:
+        raise LazyModelError(f"depth: there are {count} layers, more than the {layers} asked for")
+    if isinstance(method, str):
+        if method not in _METHODS:
+            raise LazyModelError(f"method is {' or '.join(map(repr, _METHODS))}, or numbers of layers; got {method!r}")
+        return [new % count if method == "stack" else new * count // layers for new in range(layers)]
+    order = [int(source) for source in method]
+    if len(order) != layers or any(not 0 <= source < count for source in order):
+        raise LazyModelError(f"method: expected {layers} numbers from 0 to {count - 1}, got {order}")
+    if preserve and list(dict.fromkeys(order)) != list(range(count)):
+        raise LazyModelError(
+            f"method: with zero, the first copies have to be layers 0 to {count - 1} in order, for the others are the "
+            f"identity; got {order}"
+        )
+    return order
+
+
+def _firsts(order: Sequence[int]) -> list[bool]:
+    return [source not in order[:new] for new, source in enumerate(order)]
+
+
+def _joined(pieces: Sequence[Any], axis: int) -> LazyTensor:
+    return cast(Any, np.concatenate(pieces, axis))  # lazy tensors stay lazy
+
+
+def _zeros(tensor: LazyTensor) -> Any:
+    """As many zeros, of which one is in memory."""
+    return np.broadcast_to(cast(Any, lazy(np.zeros((), tensor.dtype), f"zeros for {tensor.name}")), tensor.shape)
+
+
+def _share(copy: int, copies: int, uneven: float) -> float:
+    """What part of a unit one of its copies gives; the copies' parts sum to one."""
+    tilt = 2 * copy / (copies - 1) - 1 if copies > 1 else 0.0
+    return (1 + uneven * tilt) / copies

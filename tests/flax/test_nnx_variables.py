@@ -1,0 +1,241 @@
+"""NNX: every kind of variable, sharing, stacks, plain arrays and optimizers, equal to eager construction."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import lazymodel as lm
+
+
+class Smoothed(nnx.Variable[jax.Array]):
+    """A user's own variable type."""
+
+
+class Kinds(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.lora = nnx.LoRALinear(8, 16, lora_rank=2, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 8, decode=True, rngs=rngs)
+        self.attention.init_cache((2, 4, 8))
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.embed = nnx.Embed(32, 8, param_dtype=jnp.bfloat16, rngs=rngs)
+        self.smoothed = Smoothed(jnp.zeros(4), decay=0.9)
+        self.perturbation = nnx.Perturbation(jnp.zeros(3))
+        self.pair = nnx.Variable({"a": jnp.ones(3), "b": jnp.arange(2)})
+        self.nothing = nnx.Param(None)
+        self.quantized = nnx.Variable(jnp.round(127 * jax.random.uniform(rngs.params(), (32, 32))).astype(jnp.int8))
+        self.orthogonal = nnx.Param(nnx.initializers.orthogonal()(rngs.params(), (8, 8)))
+        self.lora.kernel.set_metadata(note="frozen")
+        self.embed.embedding[...] *= 2
+
+
+class Plain(nnx.Module):
+    """Arrays without a variable around them, and attributes that are no arrays."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.buffer = jnp.arange(4.0)
+        self.table = np.arange(6, dtype=np.int32).reshape(2, 3)
+        self.key = jax.random.key(3)
+        self.drawn = jax.random.normal(rngs(), (3,))
+        self.nested = nnx.data({"x": jnp.ones(2), "y": [jnp.zeros(3), 4]})
+        self.parts = nnx.List([jnp.ones(2), nnx.Linear(2, 2, rngs=rngs)])
+        self.named = nnx.Dict(a=nnx.Linear(2, 2, rngs=rngs), b=jnp.zeros(2))
+        self.sequence = nnx.Sequential(nnx.Linear(2, 2, rngs=rngs), jax.nn.relu, nnx.Linear(2, 2, rngs=rngs))
+        self.name, self.size, self.activation, self.dtype = "plain", 3, jax.nn.gelu, jnp.bfloat16
+        self.shape = nnx.static((1, 2))
+
+
+class Child(nnx.Module):
+    def __init__(self, parent: nnx.Module):
+        self.parent = parent
+        self.same_values = nnx.Param(parent.shared.get_value())
+
+
+class Shared(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.shared = nnx.Param(jax.random.normal(rngs.params(), (4, 4)))
+        self.alias = self.shared
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs)] * 3)
+        self.child = Child(self)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(16, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.linear(x)
+
+
+class Vmapped(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        make = nnx.vmap(Layer, in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+        self.layers = nnx.split_rngs(splits=4)(make)(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+
+class Scanned(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        @nnx.split_rngs(splits=4)
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0), length=4)
+        def make(scale: jax.Array, rngs: nnx.Rngs) -> Any:
+            return scale, nnx.Linear(16, 16, rngs=rngs)
+
+        _, self.layers = make(jnp.ones(()), rngs)
+
+
+class Bridged(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.linen = nnx.bridge.ToNNX(linen.Dense(4), rngs=rngs).lazy_init(jnp.ones((1, 3)))
+
+
+@dataclasses.dataclass
+class AsDataclass(nnx.Module):
+    size: int
+    rngs: dataclasses.InitVar[nnx.Rngs]
+
+    def __post_init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(self.size, 4, rngs=rngs)
+
+
+def as_dataclass(*, rngs: nnx.Rngs) -> nnx.Module:
+    return AsDataclass(4, rngs)
+
+
+def several(*, rngs: nnx.Rngs) -> Any:
+    return {"first": Kinds(rngs=rngs), "rest": [jnp.ones(3), Shared(rngs=rngs)]}
+
+
+class Partitioned(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        kernel_init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+        self.up = nnx.Linear(64, 128, kernel_init=kernel_init, rngs=rngs)
+        self.norm = nnx.BatchNorm(128, rngs=rngs)
+        self.lora = nnx.LoRA(64, 4, 64, rngs=rngs)
+        self.count = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.up(x + self.lora(x))
+
+
+def assert_same(ours: Any, eager: Any, *, graphs: bool = True) -> None:
+    """Equal modules: types, metadata, attributes and sharing in the graph definition, every bit in the state."""
+    (graph, state), (eager_graph, eager_state) = nnx.split(ours), nnx.split(eager)
+    if graphs:
+        assert graph == eager_graph
+    (found, tree), (expected, eager_tree) = map(jax.tree_util.tree_flatten_with_path, (state, eager_state))
+    assert tree == eager_tree
+    for (path, x), (_, y) in zip(found, expected, strict=True):
+        assert not isinstance(x, jax.core.Tracer)
+        if jnp.issubdtype(y.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        assert x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
+
+
+BUILDS = [Kinds, Plain, Shared, Vmapped, Scanned, Bridged, as_dataclass, several]
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_module_equals_its_eager_twin_and_leaves_its_rngs_alike(build: Any, mesh8: Any) -> None:
+    ours, theirs = nnx.Rngs(0, dropout=5), nnx.Rngs(0, dropout=5)
+    abstract, eager = lm.build_abstract(build, rngs=ours), build(rngs=theirs)
+    assert_same(ours, theirs)
+    # Functions that make a linen bridge or a batch of layers keep closures, which no two builds share.
+    assert_same(abstract.materialize(), eager, graphs=build is not Bridged)
+    assert_same(abstract.shard(mesh8, lm.auto(), large=1).materialize(), eager, graphs=build is not Bridged)
+
+
+def test_shared_variables_are_one_array() -> None:
+    abstract = lm.build_abstract(Shared, rngs=nnx.Rngs(0))
+    # The child's parameter is a variable of its own that holds the same array, so it is the same variable here.
+    assert set(abstract) <= {"shared", "child/same_values", "layers/0/bias", "layers/0/kernel"}
+    model = abstract.materialize()
+    assert model.alias is model.shared and model.child.parent is model and model.layers[0] is model.layers[2]
+
+
+def test_trainable_are_parameters_only() -> None:
+    abstract = lm.build_abstract(Kinds, rngs=nnx.Rngs(0))
+    assert abstract["lora/lora_a"].trainable and abstract["norm/scale"].trainable
+    for path in ("norm/mean", "attention/cached_key", "dropout/rngs/key", "smoothed", "perturbation", "quantized"):
+        assert not abstract[path].trainable, path
+
+
+def test_stacked_layers_are_called(mesh8: Any) -> None:
+    abstract = lm.build_abstract(Vmapped, rngs=nnx.Rngs(0))
+    assert abstract["layers/linear/kernel"].shape == (4, 16, 16)
+    x = jnp.ones((2, 16))
+    assert np.array_equal(abstract.materialize()(x), Vmapped(rngs=nnx.Rngs(0))(x))
+
+
+@pytest.mark.parametrize("context", [True, False], ids=["in a mesh context", "without one"])
+def test_sharding_metadata_stays_and_shards(context: bool, mesh8: Any) -> None:
+    def make() -> Any:
+        abstract = lm.build_abstract(Partitioned, rngs=nnx.Rngs(0)).with_optimizer(optax.adamw(1e-3))
+        return abstract.shard(mesh8), abstract.shard(mesh8).materialize()
+
+    with jax.set_mesh(mesh8):
+        eager = Partitioned(rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(eager, optax.adamw(1e-3), wrt=nnx.Param)
+        if context:
+            abstract, (module, ours) = make()
+    if not context:
+        abstract, (module, ours) = make()
+    assert_same(module, eager)
+    assert module.up.kernel.get_metadata("out_sharding") == (None, "model")
+    for node in (module.up.kernel, ours.opt_state[0].mu["up"]["kernel"], ours.opt_state[0].nu["up"]["kernel"]):
+        assert node.get_value().sharding.spec == jax.P(None, "model")
+    assert abstract["optimizer/0/mu/up/kernel"].follows == "up/kernel"
+    assert_same(ours, optimizer, graphs=False)
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "injected hyperparameters": optax.inject_hyperparams(optax.adam)(1e-2),
+    "accumulated gradients": optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2).gradient_transformation(),
+    "copies of parameters": optax.contrib.schedule_free_sgd(1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_trains_like_its_eager_twin(name: str) -> None:
+    tx = OPTIMIZERS[name]
+    model, optimizer = lm.build_abstract(Layer, nnx.Rngs(0)).with_optimizer(tx).materialize()
+    eager = Layer(nnx.Rngs(0))
+    theirs = nnx.Optimizer(eager, tx, wrt=nnx.Param)
+    assert_same(optimizer, theirs)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> None:
+        optimizer.update(model, nnx.grad(lambda model: (model(jnp.ones((2, 16))) ** 2).mean())(model))
+
+    for _ in range(2):
+        step(model, optimizer)
+        step(eager, theirs)
+    assert_same(model, eager)
+    assert_same(optimizer, theirs)
+
+
+def test_only_lora_pairs_are_trained() -> None:
+    abstract = lm.build_abstract(Kinds, rngs=nnx.Rngs(0)).with_optimizer(optax.adam(1e-3), trained=".*/lora_[ab]")
+    state = {path for path, variable in abstract.items() if variable.follows is not None}
+    moments = {f"optimizer/0/{moment}/lora/lora_{part}" for moment in ("mu", "nu") for part in "ab"}
+    assert state == {"optimizer/0/count", "optimizer/step", *moments}
+    model, optimizer = abstract.materialize()
+    before = np.asarray(model.lora.kernel.get_value())
+    loss = nnx.grad(lambda m: (m.lora(jnp.ones((1, 8))) ** 2).sum(), argnums=nnx.DiffState(0, optimizer.wrt))
+    optimizer.update(model, loss(model))
+    assert np.array_equal(model.lora.kernel.get_value(), before)
+    assert float(jnp.abs(model.lora.lora_b.get_value()).sum()) > 0
