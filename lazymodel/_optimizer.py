@@ -141,7 +141,7 @@ def default_training(model: AbstractModel) -> StartTraining:
     """Starts an optimizer on the model's own tree, with None in place of everything that is not trained."""
     marks = cast("Any", model.structure({path: _Mark(path) for path in model}))
     flat, treedef = jax.tree_util.tree_flatten_with_path(marks)
-    places = {path_text(keys): mark.path for keys, mark in flat if isinstance(mark, _Mark)}
+    places = {path_text(keys) if keys else "": mark.path for keys, mark in flat if isinstance(mark, _Mark)}
 
     def start(optimizer: Optimizer, leaves: Mapping[str, Any]) -> Training:
         kept = [leaves.get(mark.path) if isinstance(mark, _Mark) else None for _, mark in flat]
@@ -296,7 +296,7 @@ def _parameter(name: str, parameters: Mapping[str, str]) -> str:
     while name not in parameters:
         _, slash, name = name.partition("/")
         if not slash:
-            return ""
+            return parameters.get("", "")  # where the tree is one array
     return parameters[name]
 
 

@@ -325,13 +325,14 @@ def _bidiagonal(values: jax.Array) -> jax.Array:
     iterations = min(_ITERATIONS, math.prod(left), math.prod(right))
     # What is not finite would make everything else so.
     values = jnp.where(jnp.isfinite(values), values, 0)
-    exact = jax.lax.Precision.HIGHEST
 
+    # Products and sums rather than `dot`, which would want a copy of the matrix in its own type, and compiles for
+    # seconds on CPUs. Nothing is lost: a matrix times a vector takes as long as reading the matrix.
     def times(vector: jax.Array) -> jax.Array:
-        return jnp.tensordot(values, vector, len(right), precision=exact)
+        return jnp.sum(values * vector, axis=tuple(range(cut, values.ndim)))
 
     def transposed_times(vector: jax.Array) -> jax.Array:
-        return jnp.tensordot(vector, values, len(left), precision=exact)
+        return jnp.sum(values * vector.reshape(*left, *(1,) * len(right)), axis=tuple(range(cut)))
 
     def unit(vector: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array]:
         norm = jnp.sqrt(jnp.sum(jnp.square(vector)))

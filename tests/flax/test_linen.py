@@ -217,6 +217,5 @@ def test_a_train_state_may_be_what_is_built() -> None:
 
     state = lm.build_abstract(build, jax.random.key(0)).materialize()
     assert isinstance(state, TrainState) and state.step == 0
-    assert_same(
-        (state.params, state.opt_state), ((eager := build(jax.random.key(0))).params, eager.opt_state)
-    )
+    eager = build(jax.random.key(0))
+    assert_same((state.params, state.opt_state), (eager.params, eager.opt_state))

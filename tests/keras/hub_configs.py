@@ -257,6 +257,7 @@ _backbone(
     {
         "stem_filters": 8, "stem_kernel_size": 3, "stem_strides": 1, "stackwise_depth": [1, 1],
         "stackwise_strides": [1, 2], "stackwise_num_filters": [8, 16], "block_type": "dark_block", "stage_type": "csp",
+        "block_ratio": [0.5],
     },
 )  # fmt: skip
 _backbone(
