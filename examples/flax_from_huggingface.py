@@ -121,8 +121,7 @@ def tokenize(sentences: list[str]) -> tuple[np.ndarray, np.ndarray]:
 def main() -> None:
     mesh = Mesh(np.array(jax.devices()), ("model",))
     encoder = load(mesh)
-    with mesh:
-        embeddings = np.asarray(nnx.jit(Encoder.__call__)(encoder, *map(jnp.asarray, tokenize(SENTENCES))))
+    embeddings = np.asarray(nnx.jit(Encoder.__call__)(encoder, *map(jnp.asarray, tokenize(SENTENCES))))
     print("\nCosine similarities:")
     for sentence, row in zip(SENTENCES, embeddings @ embeddings.T, strict=True):
         print("  " + "  ".join(f"{value:5.2f}" for value in row) + f"   {sentence}")

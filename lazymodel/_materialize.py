@@ -162,7 +162,9 @@ def make_arrays(
     max_host_memory: int | None = None,
     progress: bool | Progress | Callable[[int, int], object] | None = None,
 ) -> tuple[dict[str, jax.Array], Costs]:
-    """Runs the init programs, the stream, and what is computed from other variables; returns path to finished array, and what it cost.
+    """Runs the init programs, the stream, and what is computed from other variables.
+
+    Returns path to finished array, and what it cost.
 
     Init programs come first: their temporaries are spent while the devices are still empty. Progress is counted in
     bytes of the distinct shards of this process.

@@ -139,7 +139,7 @@ def with_optimizer(
 
 def default_training(model: AbstractModel) -> StartTraining:
     """Starts an optimizer on the model's own tree, with None in place of everything that is not trained."""
-    marks = cast("Any", model.structure({path: _Mark(path) for path in model}))
+    marks = model.structure({path: _Mark(path) for path in model})
     flat, treedef = jax.tree_util.tree_flatten_with_path(marks)
     places = {path_text(keys) if keys else "": mark.path for keys, mark in flat if isinstance(mark, _Mark)}
 

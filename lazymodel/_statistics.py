@@ -201,7 +201,8 @@ def statistics(model: Any, *, stacked: str | None = None, spectral: bool = True)
     has learned: Golub and Kahan 1965), from below, to about 1e-3 of its value, in 24 products with the matrix and 24
     with its transpose.
 
-    Sums are in float32, in float64 for float64 variables. Temporaries on a device are at most a shard in that type.
+    Sums are in float32, in float64 for float64 variables. Temporaries on a device are up to five times the largest
+    shard in that type (on CPUs, whose compiler writes down what each sum is of).
     Where several processes share the arrays, all of them must call this, and all get the result.
 
     Args:

@@ -106,8 +106,7 @@ def test_train_sharded() -> None:
     pytest.importorskip("flax")
     pytest.importorskip("optax")
     printed = run("train_sharded.py")
-    assert "optimizer/0/mu/layers/{0..3}/up/kernel" in printed
     assert "its first moment P(None, 'model')" in printed
-    losses = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith("step")]
+    losses = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith("step ")]
     assert len(losses) == 4 and losses[-1] < 0.5 * losses[0]
-    assert "still PartitionSpec(None, 'model') after 30 steps" in printed or "still P(None, 'model') after 30" in printed
+    assert "still P(None, 'model') after 30 steps" in printed

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -211,19 +211,20 @@ def _as_module(model: AbstractModel, built: _Built) -> AbstractModel:
         result, _ = model.structure(_Filled(mapping))
         return result if built.graphdef is None else jax.tree.unflatten(built.state_def, result)
 
-    def rebuild(mapping: Mapping[str, jax.Array]) -> Any:
+    def rebuild(mapping: Mapping[str, Any]) -> Any:
         state = structure(mapping)
         return state if built.graphdef is None else nnx.merge(built.graphdef, state)
 
     def start_training(optimizer: Optimizer, leaves: Mapping[str, Any]) -> Training:
         structs = {path: variable.struct for path, variable in own.items()}
-        trained = nnx.Param if leaves.keys() == built.params else _Trained(frozenset(leaves))
-        module = rebuild({**structs, **leaves})
+        trained = nnx.Param if frozenset(leaves) == built.params else _Trained(frozenset(leaves))
+        filled: dict[str, Any] = {**structs, **leaves}
+        module = rebuild(filled)
         # State takes over the axis names of its parameters, and would be put on a mesh right here too.
         eager = nnx.using_eager_sharding()
         _shard_eagerly(module, False)
         with nnx.use_eager_sharding(False):
-            started = nnx.Optimizer(module, optimizer, wrt=trained)
+            started = nnx.Optimizer(module, cast(Any, optimizer), wrt=trained)
         _shard_eagerly(started, eager)
         graphdef, state = nnx.split(started)
         places = {path: path for path in leaves}

@@ -134,7 +134,8 @@ def assert_same(ours: Any, eager: Any, *, graphs: bool = True) -> None:
     """Equal modules: types, metadata, attributes and sharing in the graph definition, every bit in the state."""
     (graph, state), (eager_graph, eager_state) = nnx.split(ours), nnx.split(eager)
     if graphs:
-        assert graph == eager_graph
+        same = graph == eager_graph  # what differs would be thousands of lines
+        assert same
     (found, tree), (expected, eager_tree) = map(jax.tree_util.tree_flatten_with_path, (state, eager_state))
     assert tree == eager_tree
     for (path, x), (_, y) in zip(found, expected, strict=True):
@@ -160,14 +161,14 @@ def test_a_module_equals_its_eager_twin_and_leaves_its_rngs_alike(build: Any, me
 def test_shared_variables_are_one_array() -> None:
     abstract = lm.build_abstract(Shared, rngs=nnx.Rngs(0))
     # The child's parameter is a variable of its own that holds the same array, so it is the same variable here.
-    assert set(abstract) <= {"shared", "child/same_values", "layers/0/bias", "layers/0/kernel"}
+    assert set(abstract) == {"alias", "layers/0/bias", "layers/0/kernel"}
     model = abstract.materialize()
     assert model.alias is model.shared and model.child.parent is model and model.layers[0] is model.layers[2]
 
 
 def test_trainable_are_parameters_only() -> None:
     abstract = lm.build_abstract(Kinds, rngs=nnx.Rngs(0))
-    assert abstract["lora/lora_a"].trainable and abstract["norm/scale"].trainable
+    assert abstract["lora/lora/lora_a"].trainable and abstract["norm/scale"].trainable
     for path in ("norm/mean", "attention/cached_key", "dropout/rngs/key", "smoothed", "perturbation", "quantized"):
         assert not abstract[path].trainable, path
 
@@ -231,11 +232,11 @@ def test_an_optimizer_trains_like_its_eager_twin(name: str) -> None:
 def test_only_lora_pairs_are_trained() -> None:
     abstract = lm.build_abstract(Kinds, rngs=nnx.Rngs(0)).with_optimizer(optax.adam(1e-3), trained=".*/lora_[ab]")
     state = {path for path, variable in abstract.items() if variable.follows is not None}
-    moments = {f"optimizer/0/{moment}/lora/lora_{part}" for moment in ("mu", "nu") for part in "ab"}
+    moments = {f"optimizer/0/{moment}/lora/lora/lora_{part}" for moment in ("mu", "nu") for part in "ab"}
     assert state == {"optimizer/0/count", "optimizer/step", *moments}
     model, optimizer = abstract.materialize()
     before = np.asarray(model.lora.kernel.get_value())
     loss = nnx.grad(lambda m: (m.lora(jnp.ones((1, 8))) ** 2).sum(), argnums=nnx.DiffState(0, optimizer.wrt))
     optimizer.update(model, loss(model))
     assert np.array_equal(model.lora.kernel.get_value(), before)
-    assert float(jnp.abs(model.lora.lora_b.get_value()).sum()) > 0
+    assert float(jnp.abs(model.lora.lora.lora_b.get_value()).sum()) > 0
