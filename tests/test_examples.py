@@ -56,7 +56,8 @@ import jax, keras_hub, numpy as np
 encoder = example.load(jax.sharding.Mesh(np.array(jax.devices()), ("model",)))
 split = [array for array in jax.tree.leaves(example.nnx.state(encoder)) if array.ndim == 2]
 assert len(jax.devices()) == 8 and all(array.addressable_shards[0].data.size * 8 == array.size for array in split)
-ours = np.asarray(encoder(*map(jax.numpy.asarray, example.tokenize(example.SENTENCES))))
+apply = example.nnx.jit(example.Encoder.__call__)
+ours = np.asarray(apply(encoder, *map(jax.numpy.asarray, example.tokenize(example.SENTENCES))))
 theirs = keras_hub.models.BertTextEmbedder.from_preset(str(example.CHECKPOINT)).predict(example.SENTENCES, verbose=0)
 theirs /= np.linalg.norm(theirs, axis=-1, keepdims=True)
 print("largest difference", np.abs(ours - theirs).max(), ours.shape)

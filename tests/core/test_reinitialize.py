@@ -200,7 +200,7 @@ def test_errors_name_the_variable_and_the_mend() -> None:
     fails(r"got uint32\[2\]. Raw keys become typed", "count", I.zeros, key=jnp.zeros(2, jnp.uint32))
     with pytest.raises(ZeroDivisionError) as raised:
         abstract.reinitialize("count", lambda key, shape, dtype: 1 / 0)
-    assert raised.value.__notes__ == ["while initializing 'count', int32[3]"]
+    assert raised.value.__notes__[0] == "while initializing 'count', int32[3]"
 
 
 # Schemes --------------------------------------------------------------------------------------------------------------
