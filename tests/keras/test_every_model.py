@@ -69,7 +69,8 @@ def _values(name: str) -> None:
         return
     stock = seeded(model.build)
     abstract = seeded(lambda: lm.build_abstract(model.build))
-    assert len(abstract) == len(_all_variables(stock))
+    # Metrics that a compiled model has not used yet hold variables, but do not tell of them.
+    assert len(abstract) >= len(_all_variables(stock))
     _assert_equal(stock, abstract.materialize())
 
 
