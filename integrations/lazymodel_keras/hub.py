@@ -202,9 +202,7 @@ def check_all_used(recording: Recording, what: str, *, strict: bool) -> None:
         unused_names = set(file.unused)
         visited = {name.rpartition("/")[0] for name in file.tensors if name not in unused_names}
         unused = [
-            name
-            for name in file.unused
-            if not name.startswith("optimizer/") and name.rpartition("/")[0] not in visited
+            name for name in file.unused if not name.startswith("optimizer/") and name.rpartition("/")[0] not in visited
         ]
         if unused:
             listed = ", ".join(unused[:_LISTED]) + (", …" if len(unused) > _LISTED else "")
