@@ -303,7 +303,7 @@ class _Proposer:
         first = dims(order.tensor[:1])
         why = order.why if first and any(set(self._tensor) & set(placement.axes[dim]) for dim in first) else ""
         # Alone, it takes columns: over rows, XLA may add up activations of the whole batch instead of gathering the
-        # much smaller weight (read off compiled Gemma and Llama blocks: half the bytes).
+        # much smaller weight (half the bytes for the queries of a compiled Gemma block).
         alone = order.fsdp[0] == "in" and not any(self._mesh.shape[axis] > 1 for axis in self._tensor)
         stored = dims(order.tensor if alone else order.fsdp)
         # A head stays whole in storage too, as long as there is another way.

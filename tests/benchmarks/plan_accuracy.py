@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _measure import back_memory, emit, measured, run, virtual_devices
 
 # glibc raises the size from which it gives freed memory back at once with every such block that is freed, up to 32 MiB,
-# so that temporaries would stay with the process, more or fewer of them from run to run, and be measured as in use.
+# so that temporaries would stay with the process and be measured as in use.
 PROMPT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 BACKED = 3 << 30  # bytes that each process touches before it is measured
 
