@@ -175,8 +175,11 @@ class _Placement:
         self.tried: list[str] = []
 
     def place(self, axes: tuple[str, ...], dims: Sequence[int], *, whole_units: bool = True) -> bool:
-        """Puts axes on the first of these dimensions that divides, free ones first; several axes apart if need be."""
-        axes = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
+        """Puts axes on the first of these dimensions that divides, free ones first; several axes apart if need be.
+
+        Axes that have a dimension already keep it. Returns whether all have one.
+        """
+        axes = tuple(axis for axis in axes if self.mesh.shape[axis] > 1 and not any(axis in on for on in self.axes))
         if not axes:
             return True
         for dim in sorted(dims, key=lambda dim: bool(self.axes[dim])):

@@ -272,6 +272,12 @@ def test_odd_meshes_fall_to_what_divides(size: int) -> None:
     assert found["attention/query/kernel"].spec == P("model")
 
 
+def test_what_one_axis_of_several_got_is_not_given_it_again() -> None:
+    assert specs({"token_embedding/embeddings": (2, 2)}, mesh(fsdp=2, expert=4), large=0) == {
+        "token_embedding/embeddings": P(None, "fsdp")
+    }
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     paths=st.lists(
