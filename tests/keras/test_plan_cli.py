@@ -110,7 +110,7 @@ def test_planning_leaves_the_model_usable(config: str, mesh8: Mesh) -> None:
 def test_images_have_a_size() -> None:
     abstract = lm.build_abstract(
         keras_hub.models.ResNetBackbone,
-        input_conv_filters=[8], input_conv_kernel_sizes=[7], stackwise_num_filters=[64], stackwise_num_blocks=[1],
+        input_conv_filters=[64], input_conv_kernel_sizes=[7], stackwise_num_filters=[64], stackwise_num_blocks=[1],
         stackwise_num_strides=[1], block_type="basic_block",
     )  # fmt: skip
     found = abstract.plan(compile="forward", batch=2)
