@@ -88,7 +88,7 @@ def device_memory(device: Any) -> int | None:
         return _known(device)
     try:
         stats = device.memory_stats()
-    except Exception:  # devices of other processes, or that are only compiled for, answer with an error of their client
+    except RuntimeError:  # JAX's, for a device of another process or one that is only compiled for
         stats = None
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"])

@@ -16,6 +16,7 @@ import math
 import mmap
 import os
 import signal
+import stat
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
@@ -313,10 +314,12 @@ class FileSource:
         self.path = os.fspath(path)
         self.base = base
         try:
-            stat = os.stat(self.path)
-            self._stat, self._device = _identity(stat), stat.st_dev
+            status = os.stat(self.path)
         except OSError as error:
             raise CheckpointError(f"cannot open {self.path}: {error.strerror}") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"cannot open {self.path}: expected a regular file, found another kind")
+        self._stat, self._device = _identity(status), status.st_dev
         self.size = self._stat[0]
         self._fd = -1
         self._lock = threading.Lock()
@@ -390,10 +393,7 @@ class FileSource:
             except OSError as error:
                 raise CheckpointError(f"cannot read {self.path} at byte {position}: {error.strerror}") from error
             if count == 0:
-                raise CheckpointError(
-                    f"{self.path} is truncated: expected {total} bytes from byte {self.base + offset}, found {done}. "
-                    "Download or copy it again."
-                )
+                raise self._truncated(offset, total, done)
             done += count
             while first < len(targets) and count >= len(targets[first]):
                 count -= len(targets[first])
@@ -429,15 +429,18 @@ class FileSource:
                     continue
                 raise CheckpointError(f"cannot read {self.path} at byte {position}: {os.strerror(code)}")
             if count == 0:
-                raise CheckpointError(
-                    f"{self.path} is truncated: expected {total} bytes from byte {self.base + offset}, found {done}. "
-                    "Download or copy it again."
-                )
+                raise self._truncated(offset, total, done)
             done += count
             first = int(np.searchsorted(ends, done, side="right"))
             if done < total and (filled := int(runs[first, 1]) - (int(ends[first]) - done)):
                 runs[first] += (filled, -filled)
         self.count(total)
+
+    def _truncated(self, offset: int, expected: int, found: int) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} is truncated: expected {expected} bytes from byte {self.base + offset}, found {found}. "
+            "Download or copy it again."
+        )
 
     def read_strided(
         self,
@@ -624,8 +627,8 @@ class FileSource:
         return self._fd
 
 
-def _identity(stat: os.stat_result) -> tuple[int, int, int]:
-    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def _span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:

@@ -541,8 +541,8 @@ class WeightMap:
             source = From(entry) if isinstance(entry, str) else entry
             if source is not None and not isinstance(cast(Any, source), From):
                 raise LazyModelError(f"entry {path!r}: expected a From, a name or None, found {source!r}")
-            for name in () if source is None else source._templates:
-                if unknown := set(name.captures) - set(template.captures) - source._stacked:  # type: ignore[union-attr]
+            for name, stacked in () if source is None else ((name, source._stacked) for name in source._templates):
+                if unknown := set(name.captures) - set(template.captures) - stacked:
                     capture = sorted(unknown)[0]
                     raise LazyModelError(
                         f"entry {path!r}: {{{capture}}} of {name.text!r} is neither in the path nor stacked; "

@@ -385,7 +385,7 @@ def compare_h5(path: Path, found: dict[str, np.ndarray]) -> None:
     for place in files:
         try:
             file = h5py.File(place, "r")
-        except Exception:
+        except Exception:  # h5py has nearly any of them for a corrupt file; what it cannot open proves nothing
             continue
         with file:
             for name, values in found.items():

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import math
+import os
 
 import jax
 import ml_dtypes
@@ -120,6 +121,13 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(tensor):
         file.truncate(8 + 50 * 2048 * 4 + 100)
     with pytest.raises(CheckpointError, match="truncated"):
         fill(tensor, columns(tensor, 8))
+
+
+def test_only_regular_files_are_sources(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(CheckpointError, match=rf"{path.name}: expected a regular file"):
+            FileSource(path)
 
 
 @settings(max_examples=60, deadline=None)

@@ -311,3 +311,19 @@ def test_initializers_are_not_kept_alive() -> None:
     del noise
     gc.collect()
     assert alive() is None
+
+
+def test_a_factory_without_annotation_whose_layer_looks_at_values_while_it_is_made() -> None:
+    class Drops(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rates = [float(rate) for rate in keras.ops.linspace(0.0, 0.5, 3)]  # a tracer has no value
+            self.dense = keras.layers.Dense(4)
+            self.dense.build((None, 2))
+
+    def factory():
+        return Drops()
+
+    abstract = lm.build_abstract(factory)
+    assert [variable.shape for variable in abstract.values()] == [(2, 4), (4,)]
+    assert abstract.materialize().rates == [0.0, 0.25, 0.5]
