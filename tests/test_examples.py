@@ -31,7 +31,14 @@ def execute(*arguments: str) -> str:
 
 
 def test_every_example_is_tested() -> None:
-    tested = {"quickstart.py", "flax_from_huggingface.py", "grow_model.py", "init_study.py", "train_sharded.py"}
+    tested = {
+        "flax_from_huggingface.py",
+        "grow_model.py",
+        "init_study.py",
+        "multi_process.py",
+        "quickstart.py",
+        "train_sharded.py",
+    }
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == tested
 
 
@@ -111,3 +118,13 @@ def test_train_sharded() -> None:
     losses = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith("step ")]
     assert len(losses) == 4 and losses[-1] < 0.5 * losses[0]
     assert "still P(None, 'model') after 30 steps" in printed
+
+
+def test_multi_process() -> None:
+    printed = run("multi_process.py")
+    for process in (0, 1):
+        assert f"[process {process}] read 12.0 MiB of 24.0 MiB" in printed
+        assert f"[process {process}] two meshes agree on 16 × 8192 logits" in printed
+        refused = re.search(rf"\[process {process}\] refused, as everywhere: (.*)", printed)
+        assert refused is not None and "expected shape (8192, 256), found (8191, 256)" in refused[1]
+        assert ("process 1 failed" in refused[1]) == (process == 0)
