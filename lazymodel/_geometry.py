@@ -221,13 +221,14 @@ def runs_in(region: Box, box: Box, out: np.ndarray) -> tuple[np.ndarray, np.ndar
     first = run_axis(region, box, out)
     strides = _c_strides(box_shape(region), out.itemsize)
     corner = sum(stride * (b.start - r.start) for stride, b, r in zip(strides, box, region, strict=True))
-    places = np.array([[corner, out.__array_interface__["data"][0]]])
+    starts, places = np.array([corner]), np.array([out.__array_interface__["data"][0]])
     for extent, stride, stride_there in zip(out.shape[:first], out.strides, strides, strict=False):
-        steps = np.arange(extent)[:, None] * np.array([stride_there, stride])
-        places = (places[:, None] + steps).reshape(-1, 2)
-    starts = places[:, 0].copy()
-    places[:, 0], places[:, 1] = places[:, 1], math.prod(out.shape[first:]) * out.itemsize
-    return starts, places
+        steps = np.arange(extent)
+        starts = (starts[:, None] + steps * stride_there).reshape(-1)
+        places = (places[:, None] + steps * stride).reshape(-1)
+    runs = np.empty((len(places), 2), np.int64)
+    runs[:, 0], runs[:, 1] = places, math.prod(out.shape[first:]) * out.itemsize
+    return starts, runs
 
 
 def box_shape(box: Box) -> tuple[int, ...]:

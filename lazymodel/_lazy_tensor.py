@@ -159,7 +159,31 @@ class ArrayLeaf(Leaf):
         assign(out, self.array[(*box, ...)], steps)
 
 
-class PiecesLeaf(Leaf):
+class DividedLeaf(Leaf):
+    """A leaf that is made of other tensors, and divides the work of filling boxes by itself.
+
+    Attributes:
+        pieces: What it is made of.
+        reads_pieces: Whether reading it reads these. False for what is known once something else was read.
+    """
+
+    pieces: tuple[LazyTensor, ...]
+    reads_pieces: bool = True
+
+    def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
+        for part in self.parts([box], [out], steps):
+            part.run(workspace)
+
+    def parts(self, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: tuple[Convert, ...]) -> list[Part]:
+        """The parts that fill boxes of it, converted."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        for piece in self.pieces:
+            piece.leaf.release()
+
+
+class PiecesLeaf(DividedLeaf):
     """Tensors joined along an axis; with a single one, a fresh C order for a view that is not contiguous."""
 
     def __init__(self, pieces: Sequence[LazyTensor], axis: int) -> None:
@@ -170,16 +194,7 @@ class PiecesLeaf(Leaf):
         self.shape = tuple(joined if index == axis else extent for index, extent in enumerate(first.shape))
         self.unit_nbytes = max(piece.leaf.unit_nbytes for piece in pieces)
 
-    def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
-        for part in self.parts([box], [out], steps):
-            part.run(workspace)
-
-    def release(self) -> None:
-        for piece in self.pieces:
-            piece.leaf.release()
-
     def parts(self, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: tuple[Convert, ...]) -> list[Part]:
-        """The parts that fill boxes of the joined tensor, piece by piece."""
         parts: list[Part] = []
         start = 0
         for piece in self.pieces:
@@ -244,7 +259,7 @@ def fill_parts(tensor: LazyTensor, boxes: Sequence[Box], outs: Sequence[np.ndarr
         outs: As many arrays, each of its box's shape.
     """
     leaf = tensor.leaf
-    if isinstance(leaf, PiecesLeaf):
+    if isinstance(leaf, DividedLeaf):
         parts: list[Part] = []
         aligned: list[tuple[Box, np.ndarray]] = []
         for box, out in zip(boxes, outs, strict=True):
@@ -378,8 +393,14 @@ def _scatter_runs(
             for box, values in wanted
             if (common := intersect(box, piece))
         ]
-        order = np.argsort(np.concatenate([starts for starts, _ in found]), kind="stable")
-        leaf.fill_scattered(stored[piece].geometry().start, np.concatenate([runs for _, runs in found])[order])
+        starts, runs = zip(*found, strict=True)
+        # Shards of one axis take turns, so their runs need no sorting; the last ones of an uneven split do.
+        join = np.stack if len({each.size for each in starts}) == 1 else np.concatenate
+        axis = 1 if join is np.stack else 0
+        starts, runs = join(starts, axis).reshape(-1), join(runs, axis).reshape(-1, 2)
+        if (starts[1:] < starts[:-1]).any():
+            runs = runs[np.argsort(starts, kind="stable")]
+        leaf.fill_scattered(stored[piece].geometry().start, runs)
     return True
 
 

@@ -19,7 +19,7 @@ from jax.sharding import Sharding
 
 from lazymodel._errors import CheckpointError
 from lazymodel._geometry import Box
-from lazymodel._lazy_tensor import LazyTensor, Leaf, PiecesLeaf
+from lazymodel._lazy_tensor import DividedLeaf, LazyTensor, Leaf
 
 if TYPE_CHECKING:
     from lazymodel._abstract import AbstractModel
@@ -253,7 +253,7 @@ def needed_nbytes(source: Any, sharding: Sharding) -> int:
         geometry = source.geometry(box)
         # What is broadcast (stride 0) is in the file once.
         elements += math.prod(n for n, stride in zip(geometry.shape, geometry.strides, strict=True) if stride or not n)
-    return int(elements * _stored_itemsize(source.leaf))
+    return int(elements * stored_itemsize(source.leaf))
 
 
 def stored_tensors(source: Any, name: str) -> tuple[StoredTensor, ...]:
@@ -277,14 +277,14 @@ def unused_tensors(checkpoint: Mapping[str, Any], names: Iterable[str]) -> tuple
         first = stored_tensors(source, name)[0]
         nbytes = first.nbytes
         if isinstance(source, LazyTensor) and source.file:
-            nbytes = int(source.size * _stored_itemsize(source.leaf))
+            nbytes = int(source.size * stored_itemsize(source.leaf))
         unused.append(StoredTensor(name, first.file, first.dtype, nbytes))
     return tuple(unused)
 
 
 def _leaves(leaf: Leaf) -> Iterator[Leaf]:
-    """What a leaf is joined from, down to what is in a file or in memory."""
-    if isinstance(leaf, PiecesLeaf):
+    """What a leaf is made of, down to what is in a file or in memory."""
+    if isinstance(leaf, DividedLeaf):
         for piece in leaf.pieces:
             yield from _leaves(piece.leaf)
     else:
@@ -295,12 +295,12 @@ def _leaf_nbytes(leaf: Leaf) -> int:
     return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
-def _stored_itemsize(leaf: Leaf) -> Fraction:
-    """Bytes of one element in files: the average where tensors of several dtypes were joined."""
-    if not isinstance(leaf, PiecesLeaf):
+def stored_itemsize(leaf: Leaf) -> Fraction:
+    """Bytes of files that are read for one element: the average where tensors of several dtypes were joined."""
+    if not isinstance(leaf, DividedLeaf):
         return Fraction(leaf.dtype.itemsize if leaf.file else 0)
-    nbytes = sum((piece.size * _stored_itemsize(piece.leaf) for piece in leaf.pieces), Fraction(0))
-    return nbytes / max(sum(piece.size for piece in leaf.pieces), 1)
+    nbytes = sum((piece.size * stored_itemsize(piece.leaf) for piece in leaf.pieces), Fraction(0))
+    return nbytes / max(math.prod(leaf.shape), 1) if leaf.reads_pieces else Fraction(0)
 
 
 def _size(file: str) -> int | None:

@@ -129,7 +129,7 @@ def with_optimizer(
 
     return dataclasses.replace(
         model,
-        variables={**model.variables, **_following(state, model.variables)},
+        variables={**model.variables, **follow(state, model.variables)},
         recipes=(*model.recipes, *traced.recipes, *map(_recipe, traced.sources.items())),
         structure=structure,
         rebuild=rebuild,
@@ -169,7 +169,7 @@ def shard(
     state = {path: variable for path, variable in variables.items() if variable.follows is not None}
     own_rules, state_rules = _split_rules(rules, own, state) if state else (rules, {})
     assigned, notes = assign(own, mesh, own_rules, on_unmatched=on_unmatched, large=large, repair=repair)
-    following = _following(state, assigned, mesh)
+    following = follow(state, assigned, mesh)
     if state_rules:
         patterns = [re.compile(pattern) for pattern in state_rules]
         ruled = {
@@ -331,7 +331,7 @@ def _trained(model: AbstractModel, trained: Callable[[AbstractVariable], bool] |
     return tuple(paths)
 
 
-def _following(
+def follow(
     state: Mapping[str, AbstractVariable], assigned: Mapping[str, AbstractVariable], mesh: Mesh | None = None
 ) -> dict[str, AbstractVariable]:
     """Optimizer state, each part placed like its parameter; what belongs to none on every device of the mesh."""

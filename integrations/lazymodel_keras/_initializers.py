@@ -81,6 +81,18 @@ def initial_value(path: str, variable: Any, recorded: RecordedVariable) -> InitR
     return dataclasses.replace(template.recipe, paths=(path,), inputs=tuple(inputs), origin=origin)
 
 
+def host_value(variable: Any, recorded: RecordedVariable) -> Callable[[], np.ndarray]:
+    """A function that computes the variable's whole initial value on the host, bit for bit as its devices would."""
+    initializer, shape, dtype = recorded.initializer, tuple(variable.shape), variable._dtype
+    seed = () if recorded.seed is None else (recorded.seed,)
+
+    def make() -> np.ndarray:
+        with on_host():
+            return np.asarray(_function(initializer, shape, dtype)(*seed))
+
+    return make
+
+
 def _make_template(initializer: Any, shape: tuple[int, ...], dtype: str, seed: np.ndarray | None) -> _Template:
     """Traces the initializer; a second time with another seed, to see which inputs the seed decides."""
 

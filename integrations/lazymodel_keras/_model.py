@@ -23,9 +23,11 @@ from lazymodel import (
 )
 from lazymodel._abstract import unique_paths
 from lazymodel._bytes import format_bytes
+from lazymodel._optimizer import follow
 from lazymodel._sharding import check_spec
 from lazymodel_keras import _initializers, _upstream
 from lazymodel_keras._recording import RecordedVariable, Recording
+from lazymodel_keras._training import automatic, slot_references
 
 if TYPE_CHECKING:
     from lazymodel._plan_programs import PlannedFunction
@@ -39,6 +41,7 @@ class Skeleton:
     """A Keras object whose variables are abstract, and how to make another one like it.
 
     Attributes:
+        recording: What was recorded while it was built.
         result: What the user's build function returned.
         variables: Path to variable and what was recorded about it.
     """
@@ -47,21 +50,21 @@ class Skeleton:
         self, build: Callable[[], Any] | None, recording: Recording, result: Any, *, only_own: bool = False
     ) -> None:
         self._build = build
-        self._recording = recording
+        self.recording = recording
         self._used = False
         self.result = result
         self.variables = _collect(recording, result, only_own=only_own)
 
     def unused(self) -> tuple[StoredTensor, ...]:
         """What the weight files that are open now hold and nothing asked for."""
-        return self._recording.unused_tensors()
+        return self.recording.unused_tensors()
 
     def fill(self, arrays: Mapping[str, jax.Array]) -> Any:
         """Gives every variable its array and returns the object; each call returns an object of its own."""
         skeleton = self if not self._used else self._another()
         skeleton._used = True
         for path, (variable, _) in skeleton.variables.items():
-            finish(skeleton._recording, variable, arrays[path])
+            finish(skeleton.recording, variable, arrays[path])
         return skeleton.result
 
     def plan_function(self, what: str, *, batch: int, sequence: int | None) -> PlannedFunction:
@@ -101,6 +104,9 @@ def from_skeleton(skeleton: Skeleton) -> AbstractModel:
     recipes: list[InitRecipe] = []
     sources: dict[str, Any] = {}
     distribution = keras.distribution.distribution()
+    slots: dict[str, AbstractVariable] = {}
+    references = slot_references(skeleton.recording)
+    paths = {id(variable): path for path, (variable, _) in skeleton.variables.items()}
     for path, (variable, recorded) in skeleton.variables.items():
         value = recorded.value
         if value is None:
@@ -118,7 +124,17 @@ def from_skeleton(skeleton: Skeleton) -> AbstractModel:
             origin=origin,
             trainable=bool(variable.trainable),
         )
-        variables[path] = _with_layout(abstract, variable, distribution)
+        reference = references.get(id(variable))
+        if reference is None:
+            variables[path] = _with_layout(abstract, variable, distribution)
+            continue
+        # Placed like the variable that it belongs to, even if that has its values already.
+        follows = paths.get(id(reference), "")
+        sharding = None if follows or reference._value is None else reference._value.sharding
+        slots[path] = variables[path] = dataclasses.replace(abstract, follows=follows, sharding=sharding)
+    if distribution is not None:
+        related = {path: slot for path, slot in slots.items() if slot.sharding is None}
+        variables |= follow(related, {path: v for path, v in variables.items() if path not in slots})
     if distribution is not None:
         _warn_replicated(list(variables.values()))
     return AbstractModel(
@@ -136,6 +152,7 @@ def from_skeleton(skeleton: Skeleton) -> AbstractModel:
 def finish(recording: Recording, variable: Any, array: jax.Array) -> None:
     """Makes an abstract variable an ordinary Keras variable that holds this array and keeps its sharding."""
     recording.forget(variable)
+    array = automatic(array)
     distribution = keras.distribution.distribution()
     if isinstance(array.sharding, jax.sharding.NamedSharding):
         layout: Any = array.sharding

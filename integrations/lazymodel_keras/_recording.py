@@ -103,6 +103,7 @@ class Recording:
         on_loaded: Where it is wanted at once, called with an object whose weights were just loaded, what loaded them,
             for messages, and whether only some of a file's tensors were wanted.
         loading: Whether a call that loads weights is running; only the outermost one counts.
+        optimizers: The optimizers that were built, and for which variables, both weakly.
     """
 
     def __init__(self, verify: Verify = False) -> None:
@@ -112,6 +113,7 @@ class Recording:
         self.problems: list[tuple[RecordedVariable, CheckpointError]] = []
         self.on_loaded: Callable[[Any, str, bool], None] | None = None
         self.loading = False
+        self.optimizers: list[tuple[weakref.ref[Any], list[weakref.ref[Any]]]] = []
         self.scope = _RecordingScope(self)
         self._hashed: dict[str, FileSource] = {}  # by absolute path, as they were when their hash was taken
         self._unverified: CheckpointError | None = None
@@ -310,6 +312,16 @@ def _install(undo: contextlib.ExitStack) -> None:
         _initialize_variable(original, self, *args, **kwargs)
 
     replace(undo, _upstream.VariableBase, "__init__", initialize)
+    original_build = _upstream.OptimizerBase.build
+
+    @functools.wraps(original_build)
+    def build(self: Any, variables: Any) -> None:
+        original_build(self, variables)
+        recording = active()
+        if recording is not None:
+            recording.optimizers.append((weakref.ref(self), [weakref.ref(variable) for variable in variables]))
+
+    replace(undo, _upstream.OptimizerBase, "build", build)
     _weight_files.patch(undo, active)
 
 

@@ -22,6 +22,12 @@ from keras.src.backend.common import global_state
 # `keras.StatelessScope` is public, the question "which one am I in" is not.
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
+# Where Keras' layers find the functions that they quantize with, and the operations that lay out the results. They take
+# arrays only, so lazy tensors need them replaced for a while, in every module that has their names.
+from keras.src import ops as _ops
+from keras.src import quantizers as _quantizers
+from keras.src.quantizers import quantizers as _quantizer_functions
+
 # Where Keras opens and reads `.weights.h5` and `.weights.json`. `_load_state` accepts only instances of these classes,
 # and they are made inside `load_weights`, so there is no argument through which a lazy store could be passed.
 from keras.src.saving.saving_lib import H5IOStore
@@ -30,11 +36,17 @@ _PENDING = "uninitialized_variables"
 _GLOBAL_SEED = "global_seed_generator"  # made when first drawn from, and part of no model
 _NAME_COUNTERS = "object_name_uids"  # how Keras numbers automatic names: dense, dense_1, …
 
+OPS: Any = _ops
+QUANTIZERS: tuple[Any, ...] = (_quantizers, _quantizer_functions)
+
 current_scope: Callable[[], Any] = get_stateless_scope
 WeightsStore: Any = H5IOStore
 
 # The class that defines `Variable.__init__` for every backend class; `keras.Variable` itself is the backend's.
 VariableBase: Any = next(cls for cls in keras.Variable.__mro__ if "__init__" in vars(cls))
+
+# The class whose `build` that of every optimizer calls with the variables that it is for. What it keeps of them is private.
+OptimizerBase: Any = next(cls for cls in keras.optimizers.Optimizer.__mro__ if "build" in vars(cls))
 
 
 def pending_variables() -> list[Any] | None:
@@ -66,6 +78,11 @@ def undone_draws() -> Generator[None, None, None]:
     finally:
         random.setstate(state)
         global_state.set_global_attribute(_NAME_COUNTERS, names)
+
+
+def flat_layers(model: Any, *, include_self: bool = True) -> list[Any]:
+    """A model's layers and theirs, in the order in which `Model.quantize` and KerasHub's `enable_lora` visit them."""
+    return list(model._flatten_layers(include_self=include_self))
 
 
 def modules_with_safe_open(safe_open: Any) -> Iterator[Any]:

@@ -28,8 +28,8 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 @pytest.fixture
 def tensor(tmp_path):
     path = tmp_path / "weights.bin"
-    path.write_bytes(b"12345678" + np.arange(96 * 2048, dtype=np.uint32).tobytes())
-    return LazyTensor(FileLeaf("w", FileSource(path), 8, (96, 2048), np.dtype(np.uint32)))
+    path.write_bytes(b"12345678" + np.arange(192 * 2048, dtype=np.uint32).tobytes())
+    return LazyTensor(FileLeaf("w", FileSource(path), 8, (192, 2048), np.dtype(np.uint32)))
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_columns_are_scattered_by_the_kernel(tensor, calls):
     for box, out in zip(columns(tensor, 8), fill(tensor, columns(tensor, 8)), strict=True):
         np.testing.assert_array_equal(out, values[box])
     assert BYTES_READ.count - before == tensor.nbytes
-    assert sum(count for count, _ in calls[-2:]) == 96 * 8 and len(calls) == 2  # 512 runs a call
+    assert sum(count for count, _ in calls[-2:]) == 192 * 8 and len(calls) == 2  # 1024 runs a call
 
 
 def test_short_rows_conversions_and_little_memory_are_staged(tensor, calls):
@@ -82,7 +82,7 @@ def test_short_rows_conversions_and_little_memory_are_staged(tensor, calls):
     cast = tensor.astype(np.float32)
     for box, out in zip(columns(cast, 8), fill(cast, columns(cast, 8)), strict=True):
         np.testing.assert_array_equal(out, values[box].astype(np.float32))
-    outs = [np.zeros((96, 256), np.uint32) for _ in range(8)]
+    outs = [np.zeros((192, 256), np.uint32) for _ in range(8)]
     for part in fill_parts(tensor, columns(tensor, 8), outs):
         part.run(Workspace(100_000))
     np.testing.assert_array_equal(np.concatenate(outs, 1), values)

@@ -316,7 +316,7 @@ _backbone(
         "image_shape": (_IMAGE, _IMAGE, 3),
     },
 )  # fmt: skip
-_MOBILENET_V5 = {
+MOBILENET_V5 = {
     # Three stages: an edge residual, two inverted bottlenecks, and an inverted bottleneck with attention.
     "stackwise_block_types": [["er"], ["uir", "uir"], ["uir", "mqa"]], "stackwise_num_blocks": [1, 2, 2],
     "stackwise_num_filters": [[8], [16, 16], [16, 16]], "stackwise_strides": [[2], [2, 1], [2, 1]],
@@ -329,7 +329,7 @@ _MOBILENET_V5 = {
     "stackwise_kv_strides": [[0], [0, 0], [0, 1]], "stackwise_use_cpe": [[False], [False] * 2, [False] * 2],
     "num_features": 16, "stem_size": 8, "image_shape": (_IMAGE, _IMAGE, 3),
 }  # fmt: skip
-_backbone(M.MobileNetV5Backbone, {**_MOBILENET_V5, "msfa_output_resolution": 4})
+_backbone(M.MobileNetV5Backbone, {**MOBILENET_V5, "msfa_output_resolution": 4})
 _backbone(M.ResNetBackbone, {**_RESNET, "block_type": "bottleneck_block", "use_pre_activation": True})
 _backbone(
     M.RetinaNetBackbone,
@@ -484,7 +484,7 @@ _backbone(M.Gemma3nBackbone, _GEMMA3N, remark="text")
 _backbone(
     M.Gemma3nBackbone,
     {
-        **_GEMMA3N, "vision_encoder_config": {**_MOBILENET_V5, "msfa_output_resolution": 4},
+        **_GEMMA3N, "vision_encoder_config": {**MOBILENET_V5, "msfa_output_resolution": 4},
         "vision_hidden_size": 16, "vision_vocab_size": 8, "vision_vocab_offset": 64,
         "vision_soft_tokens_per_image": 16, "image_token_id": 60,
         "audio_encoder_config": {

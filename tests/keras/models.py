@@ -128,6 +128,13 @@ def save_hugging_face(folder: Path, name: str, *, dtype: Any = np.float32, shard
     config, shapes = _HUGGING_FACE[name]()
     rng = np.random.default_rng(1)
     tensors = {key: rng.standard_normal(shape).astype(dtype) for key, shape in shapes.items()}
+    return write_safetensors_folder(folder, config, tensors, shards=shards)
+
+
+def write_safetensors_folder(
+    folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], *, shards: int = 1
+) -> Path:
+    """Writes a configuration and tensors as Hugging Face and timm do: one file, or several and their index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if shards == 1:
