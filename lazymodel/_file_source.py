@@ -34,8 +34,9 @@ ARENA = 128 << 20  # bytes of a map that many buffers share; its last huge page 
 STAGING = 2 << 20  # bytes; ceiling of one staging buffer: amortizes a call, and what was read is still in the cache
 READ = 32 << 20  # bytes of one system call: far beyond where calls cost anything, and a stop is noticed in 10 ms
 VECTOR = 1024  # buffers of one system call: what Linux and macOS take (IOV_MAX)
-# Bytes of a run from which the kernel scatters runs faster than a staged copy does: for runs of 128, 512 and 1408
-# bytes two threads got 4.1, 5.2 and 5.8 GB/s, against 4.1, 4.5 and 4.6 with staging and 6.7 without scattering.
+# Bytes of a run from which spreading runs over shards straight from the page cache beats a staged copy. Where there is
+# a map, they are copied out of it; else the kernel scatters them: for runs of 128, 512 and 1408 bytes two threads got
+# 4.1, 5.2 and 5.8 GB/s, against 4.1, 4.5 and 4.6 with staging and 6.7 without scattering; out of a map a fifth more.
 RUN = 256
 RUNS = 1 << 15  # runs prepared at a time: half as many took 4 % longer, an eighth 25 %, and twice as many as long
 RUN_NBYTES = 64  # bytes of temporaries that preparing one takes

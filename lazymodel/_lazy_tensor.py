@@ -355,7 +355,9 @@ def _scatter_parts(tensor: LazyTensor, boxes: Sequence[Box], outs: Sequence[np.n
     for part in slabs(whole.shape, max(PART // whole.dtype.itemsize, 1), step):
 
         def run(workspace: Workspace, part: Box = part) -> None:
-            if _scatter_runs(stored, part, targets, whole.steps, workspace):
+            if _copy_runs(whole, part, targets, workspace) or _scatter_runs(
+                stored, part, targets, whole.steps, workspace
+            ):
                 return
             room = max(workspace.room // 2 if tensor.leaf.unit_nbytes else workspace.room, 1)
             for piece in slabs(box_shape(part), max(min(STAGING, room) // stored.dtype.itemsize, 1), step):
@@ -369,6 +371,23 @@ def _scatter_parts(tensor: LazyTensor, boxes: Sequence[Box], outs: Sequence[np.n
 
         parts.append(Part(math.prod(box_shape(part)) * whole.dtype.itemsize, run))
     return parts
+
+
+def _copy_runs(tensor: LazyTensor, part: Box, targets: Sequence[tuple[Box, np.ndarray]], workspace: Workspace) -> bool:
+    """Copies a part of a file out of a map of it, in long runs, to one target after the other; else returns False."""
+    leaf = tensor.leaf
+    if not isinstance(leaf, FileLeaf) or not leaf.source.plain:
+        return False
+    wanted = [(common, out[shift(common, box)]) for box, out in targets if (common := intersect(box, part))]
+    runs = [math.prod(out.shape[run_axis(part, common, out) :]) for common, out in wanted]
+    if min(runs) * tensor.itemsize_stored < RUN:
+        return False
+    with leaf.source.mapped() as memory:
+        if memory is None:
+            return False
+    for common, out in wanted:
+        _fill_box(tensor, common, out, workspace)
+    return True
 
 
 def _scatter_runs(

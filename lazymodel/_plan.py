@@ -26,6 +26,7 @@ from lazymodel._device_memory import device_memory as known_memory
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._init_programs import InitProgram, InitRecipe, _by_devices
 from lazymodel._lazy_tensor import LazyTensor
+from lazymodel._load_report import stored_itemsize
 from lazymodel._materialize import Choice, choose, describe_sources
 from lazymodel._plan_use import ACTIVATIONS, GRADIENTS, LORA, OPTIMIZER, PARAMETERS, Optimizer, Use
 from lazymodel._sharding import device_shardings
@@ -642,7 +643,8 @@ def _hosts(
         for process, count in boxes.counts(shardings[path], model[path].shape).items():
             distinct[process, path] = count * shard
             if isinstance(source, LazyTensor):
-                read[process] += count * _shard_nbytes(shardings[path], tuple(source.shape), source.dtype)
+                elements = math.prod(shardings[path].shard_shape(tuple(source.shape)))
+                read[process] += int(count * elements * stored_itemsize(source.leaf))
     hosts: list[HostPlan] = []
     for process, signatures in sorted(by_process.items()):
         held = 0
@@ -690,7 +692,7 @@ class _Boxes:
 def _read_anywhere(choice: Choice, shardings: Mapping[str, Sharding]) -> int:
     """Bytes that all processes together read at least, where nothing is known of processes."""
     return sum(
-        math.prod(source.shape) * source.dtype.itemsize
+        int(math.prod(source.shape) * stored_itemsize(source.leaf))
         for path, source in choice.sources.items()
         if isinstance(source, LazyTensor) and path in shardings
     )

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import jax
@@ -53,7 +53,8 @@ class Reason:
 
     Attributes:
         kind: `rule` (of a mapping), `callable`, `logical` (axis rules), `metadata` (the variable's own), `proposed`
-            (by `auto` or another proposer), `repaired`, `optimizer` (state, as its parameter), or `unmatched`.
+            (by `auto` or another proposer), `follows` (the weight that it belongs to), `repaired`, `optimizer` (state,
+            as its parameter), or `unmatched`.
         text: The reason, for people.
         role: What `auto` or a rule by role took the variable for.
         labels: What each of its dimensions is, where that is known.
@@ -91,6 +92,8 @@ def assign(
     - `auto(...)`, or any other `Proposer`.
     - None: variables carry names of mesh axes, and these are used.
 
+    LoRA pairs and quantization scales that no rule matches are split like the weight that they belong to.
+
     A spec is a `PartitionSpec`, a tuple or list of axis names, None (replicate), or a whole `NamedSharding` or
     `jax.experimental.layout.Format` (a layout on the device and a sharding).
 
@@ -123,18 +126,24 @@ def assign(
         warnings.warn("; ".join(notes), LazyModelWarning, stacklevel=3)
 
     assigned: dict[str, AbstractVariable] = {}
-    unmatched: list[AbstractVariable] = []
+    without_rule: list[str] = []
     misfits: dict[str, str] = {}
     for path, variable in variables.items():
         answer = answers(variable)
         if answer is None:
-            if variable.nbytes >= threshold and mesh.size > 1:
-                unmatched.append(variable)
+            without_rule.append(path)
             answer = None, Reason("unmatched", "replicated, since no rule matches it")
         try:
             assigned[path] = _placed(variable, *answer, mesh)
         except ShardingError as error:
             misfits[path] = str(error)
+    followed = follow_weights(assigned, without_rule) if without_rule and mesh.size > 1 else {}
+    assigned = {path: followed.get(path, variable) for path, variable in assigned.items()}
+    unmatched = [
+        variables[path]
+        for path in without_rule
+        if path not in followed and variables[path].nbytes >= threshold and mesh.size > 1
+    ]
     if repair and (misfits or unmatched):
         proposals = (repair if isinstance(repair, Auto) else Auto()).propose(variables, mesh, large=threshold)
         broken = {**{variable.path: "no rule matches it" for variable in unmatched}, **misfits}
@@ -151,6 +160,41 @@ def assign(
             raise ShardingError(message)
         warnings.warn(message, LazyModelWarning, stacklevel=3)
     return assigned, notes
+
+
+def follow_weights(variables: Mapping[str, AbstractVariable], paths: Iterable[str]) -> dict[str, AbstractVariable]:
+    """Those of the paths that are LoRA pairs or quantization scales, each split like the weight that it belongs to.
+
+    Left out are those whose weight is not known, has no sharding, or is one of the paths itself.
+
+    Args:
+        variables: Path to variable, with shardings as far as they are known.
+        paths: Of the variables for which nothing else says how they are split.
+    """
+    described = describe(variables)
+    left = set(paths)
+    followed: dict[str, AbstractVariable] = {}
+    for path in variables:
+        weight = variables.get(described[path].follows or "")
+        if path not in left or weight is None or weight.path in left or weight.sharding is None:
+            continue
+        if described[path].role not in ("lora", "scale"):
+            continue
+        variable, sharding = variables[path], weight.sharding
+        text = f"with {weight.path!r}, which it belongs to"
+        if isinstance(sharding, NamedSharding):
+            of_weight = (*sharding.spec, *(None,) * len(weight.shape))
+            entries = [None if dim is None else of_weight[dim] for dim in described[path].dims]
+            for dim, entry in enumerate(entries):
+                axes: tuple[str, ...] = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+                if variable.shape[dim] % math.prod(sharding.mesh.shape[axis] for axis in axes):
+                    entries[dim] = None  # fewer groups of elements with a scale each than parts
+            while entries and entries[-1] is None:
+                entries.pop()
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(*entries))
+            text = f"{sharding.spec}, {text}"
+        followed[path] = dataclasses.replace(variable, sharding=sharding, reason=Reason("follows", text))
+    return followed
 
 
 def _placed(variable: AbstractVariable, answer: Any, reason: Reason, mesh: Mesh) -> AbstractVariable:

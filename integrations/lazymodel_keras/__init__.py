@@ -12,6 +12,7 @@
 
 from lazymodel_keras._adapter import adapter
 from lazymodel_keras._deferred import deferred
+from lazymodel_keras._lora import enable_lora
 from lazymodel_keras.hub import abstract_from_preset, from_preset
 
-__all__ = ["abstract_from_preset", "adapter", "deferred", "from_preset"]
+__all__ = ["abstract_from_preset", "adapter", "deferred", "enable_lora", "from_preset"]

@@ -15,7 +15,7 @@ import jax
 import keras
 from jax.sharding import PartitionSpec
 
-from lazymodel import AbstractVariable, LazyModelWarning, Progress
+from lazymodel import AbstractVariable, CheckpointError, LazyModelWarning, Progress
 from lazymodel._materialize import ReportTo
 from lazymodel._sharding import Rules, rule_path
 from lazymodel.checkpoints._verify import Verify
@@ -118,6 +118,9 @@ class _BlockRules:
 def _install(undo: contextlib.ExitStack) -> None:
     """Wraps the functions that load weights."""
     replace(undo, keras.Model, "load_weights", _announcing_method(vars(keras.Model)["load_weights"]))
+    load_model = _announcing(vars(keras.saving)["load_model"])
+    for module in (keras.saving, keras.models):
+        replace(undo, module, "load_model", load_model)
     if "keras_hub" in sys.modules:
         models = sys.modules["keras_hub"].models
         for cls in (models.Backbone, models.Task):
@@ -143,6 +146,13 @@ def _announcing(function: Callable[..., Any], *, loaded: Callable[..., Any] = la
         try:
             try:
                 result = function(*args, **kwargs)
+            except (ValueError, KeyError, OSError) as error:
+                # Keras names layers, and of the first that does not fit what was wrong; all tensors are known here.
+                problems = recording.unresolved_problems()
+                if not problems:
+                    raise
+                more = f" ({len(problems)} tensors do not match)" if len(problems) > 1 else ""
+                raise CheckpointError(f"{function.__qualname__}: {problems[0]}{more}") from error
             finally:
                 recording.require_verified()
             skips = signature.bind(*args, **kwargs).arguments.get("skip_mismatch")

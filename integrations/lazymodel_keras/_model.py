@@ -24,7 +24,7 @@ from lazymodel import (
 from lazymodel._abstract import unique_paths
 from lazymodel._bytes import format_bytes
 from lazymodel._optimizer import follow
-from lazymodel._sharding import check_spec
+from lazymodel._sharding import check_spec, follow_weights, rule_path
 from lazymodel_keras import _initializers, _upstream
 from lazymodel_keras._recording import RecordedVariable, Recording
 from lazymodel_keras._training import automatic, slot_references
@@ -42,6 +42,7 @@ class Skeleton:
 
     Attributes:
         recording: What was recorded while it was built.
+        used: Whether its object has been filled.
         result: What the user's build function returned.
         variables: Path to variable and what was recorded about it.
     """
@@ -51,7 +52,7 @@ class Skeleton:
     ) -> None:
         self._build = build
         self.recording = recording
-        self._used = False
+        self.used = False
         self.result = result
         self.variables = _collect(recording, result, only_own=only_own)
 
@@ -61,8 +62,8 @@ class Skeleton:
 
     def fill(self, arrays: Mapping[str, jax.Array]) -> Any:
         """Gives every variable its array and returns the object; each call returns an object of its own."""
-        skeleton = self if not self._used else self._another()
-        skeleton._used = True
+        skeleton = self if not self.used else self._another()
+        skeleton.used = True
         for path, (variable, _) in skeleton.variables.items():
             finish(skeleton.recording, variable, arrays[path])
         return skeleton.result
@@ -124,6 +125,10 @@ def from_skeleton(skeleton: Skeleton) -> AbstractModel:
             origin=origin,
             trainable=bool(variable.trainable),
         )
+        if variable._value is not None:  # another value for a variable that has its place, whatever rules say
+            slots[path] = dataclasses.replace(abstract, follows="", sharding=variable._value.sharding)
+            variables[path] = slots[path]
+            continue
         reference = references.get(id(variable))
         if reference is None:
             variables[path] = _with_layout(abstract, variable, distribution)
@@ -133,6 +138,9 @@ def from_skeleton(skeleton: Skeleton) -> AbstractModel:
         sharding = None if follows or reference._value is None else reference._value.sharding
         slots[path] = variables[path] = dataclasses.replace(abstract, follows=follows, sharding=sharding)
     if distribution is not None:
+        # Published layout maps know no LoRA pairs and no quantization scales.
+        without_layout = [path for path in variables if path not in slots and not has_layout(path, distribution)]
+        variables |= follow_weights(variables, without_layout)
         related = {path: slot for path, slot in slots.items() if slot.sharding is None}
         variables |= follow(related, {path: v for path, v in variables.items() if path not in slots})
     if distribution is not None:
@@ -211,6 +219,11 @@ def _with_layout(abstract: AbstractVariable, variable: Any, distribution: Any) -
     if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.Mesh):
         check_spec(abstract, sharding.spec, sharding.mesh)
     return dataclasses.replace(abstract, sharding=sharding)
+
+
+def has_layout(path: str, distribution: Any) -> bool:
+    """Whether the layout map of a distribution has an entry for a variable."""
+    return distribution is not None and distribution.get_tensor_layout(rule_path(path)) is not None
 
 
 def _warn_replicated(variables: list[AbstractVariable]) -> None:

@@ -146,10 +146,13 @@ class Recording:
                 state.assign(recorded.value)
 
     def variables(self) -> Iterator[tuple[Any, RecordedVariable]]:
-        """The recorded variables that are still alive and still abstract, in order of creation."""
+        """The recorded variables that are still alive and to be given a value, in order of creation.
+
+        These are the abstract ones, and of the adopted ones those that something was assigned to.
+        """
         for recorded in self.recorded.values():
             variable = recorded.reference()
-            if variable is not None and variable._value is None:
+            if variable is not None and (variable._value is None or recorded.value is not None):
                 yield variable, recorded
 
     def open(self, path: str, opener: Callable[[str], Any]) -> OpenedFile:
@@ -204,6 +207,13 @@ class Recording:
             recorded.seed = np.asarray(initializer.seed.next())
         self.recorded[id(variable)] = recorded
         variable.assign = functools.partial(self._assign, recorded)
+
+    def adopt(self, variable: Any) -> None:
+        """Notes what is assigned to a variable that has a value, instead of having it carried out."""
+        if variable._value is not None and id(variable) not in self.recorded:
+            recorded = RecordedVariable(weakref.ref(variable), None)
+            self.recorded[id(variable)] = recorded
+            variable.assign = functools.partial(self._assign, recorded)
 
     def _assign(self, recorded: RecordedVariable, value: Any) -> Any:
         """What `variable.assign` does while the variable is abstract."""
@@ -323,6 +333,9 @@ def _install(undo: contextlib.ExitStack) -> None:
 
     replace(undo, _upstream.OptimizerBase, "build", build)
     _weight_files.patch(undo, active)
+    from lazymodel_keras import _quantize  # which builds on this module
+
+    _quantize.patch(undo, active)
 
 
 _patches = SharedPatches(_install)

@@ -14,6 +14,11 @@ from typing import Any
 
 import keras
 
+# Where Keras' layers find the functions that they quantize with, and the operations that lay out the results. They take
+# arrays only, so lazy tensors need them replaced for a while, in every module that has their names.
+from keras.src import ops as _ops
+from keras.src import quantizers as _quantizers
+
 # The list of variables made in a StatelessScope and not initialized yet. Keras initializes it, whole and unsharded,
 # on leaving any outermost StatelessScope, so abstract variables must not stay on it. There is no public access.
 from keras.src.backend.common import global_state
@@ -21,16 +26,20 @@ from keras.src.backend.common import global_state
 # The scope that is current: assignments made while Keras traces (in a nested scope) are not the model's own values.
 # `keras.StatelessScope` is public, the question "which one am I in" is not.
 from keras.src.backend.common.stateless_scope import get_stateless_scope
-
-# Where Keras' layers find the functions that they quantize with, and the operations that lay out the results. They take
-# arrays only, so lazy tensors need them replaced for a while, in every module that has their names.
-from keras.src import ops as _ops
-from keras.src import quantizers as _quantizers
 from keras.src.quantizers import quantizers as _quantizer_functions
 
 # Where Keras opens and reads `.weights.h5` and `.weights.json`. `_load_state` accepts only instances of these classes,
 # and they are made inside `load_weights`, so there is no argument through which a lazy store could be passed.
 from keras.src.saving.saving_lib import H5IOStore
+
+# The modules in which `keras.saving.load_model` looks up what reads an Orbax checkpoint (whole, through Orbax), the
+# weights of a `.keras` file (into memory, where there is room) and those of a legacy HDF5 file.
+from keras.src.legacy.saving import legacy_h5_format as _legacy_h5_format
+from keras.src.saving import saving_api as _saving_api
+from keras.src.saving import saving_lib as _saving_lib
+
+# The name that Keras gives to an object without one, up to its number.
+from keras.src.utils.naming import to_snake_case
 
 _PENDING = "uninitialized_variables"
 _GLOBAL_SEED = "global_seed_generator"  # made when first drawn from, and part of no model
@@ -39,13 +48,17 @@ _NAME_COUNTERS = "object_name_uids"  # how Keras numbers automatic names: dense,
 OPS: Any = _ops
 QUANTIZERS: tuple[Any, ...] = (_quantizers, _quantizer_functions)
 
+SAVING_API: Any = _saving_api
+SAVING_LIB: Any = _saving_lib
+LEGACY_H5: Any = _legacy_h5_format
+
 current_scope: Callable[[], Any] = get_stateless_scope
 WeightsStore: Any = H5IOStore
 
 # The class that defines `Variable.__init__` for every backend class; `keras.Variable` itself is the backend's.
 VariableBase: Any = next(cls for cls in keras.Variable.__mro__ if "__init__" in vars(cls))
 
-# The class whose `build` that of every optimizer calls with the variables that it is for. What it keeps of them is private.
+# The class whose `build` that of every optimizer calls with the variables that it is for.
 OptimizerBase: Any = next(cls for cls in keras.optimizers.Optimizer.__mro__ if "build" in vars(cls))
 
 
@@ -83,6 +96,38 @@ def undone_draws() -> Generator[None, None, None]:
 def flat_layers(model: Any, *, include_self: bool = True) -> list[Any]:
     """A model's layers and theirs, in the order in which `Model.quantize` and KerasHub's `enable_lora` visit them."""
     return list(model._flatten_layers(include_self=include_self))
+
+
+def preset_loader_class() -> Any:
+    """The class that reads KerasHub's presets, and decides which dtype a backbone is built with; None without it."""
+    module = sys.modules.get("keras_hub.src.utils.preset_utils")
+    return None if module is None else module.PresetLoader
+
+
+def set_lora_layers(backbone: Any, positions: list[int], rank: int) -> None:
+    """Tells a backbone which of its layers have a LoRA pair, as its `save_lora_weights` wants to know."""
+    backbone._lora_enabled_layers = positions
+    backbone._lora_rank = rank
+
+
+def automatic_name(cls: type) -> str:
+    """The name that Keras gives to objects of a class that have none, up to its number."""
+    return to_snake_case(cls.__name__)
+
+
+def load_weights_file(model: Any, path: str, *, skip_mismatch: bool, objects_to_skip: list[Any]) -> None:
+    """`model.load_weights` of a `.keras`, `.weights.h5` or `.weights.json` file, skipping objects of any of them."""
+    _saving_lib.load_weights_only(model, path, skip_mismatch, objects_to_skip)
+
+
+def model_from_config(text: str, custom_objects: Any, compile: bool, safe_mode: bool) -> Any:
+    """The model that a `config.json` of a `.keras` file or the `model_config` of an Orbax checkpoint describes."""
+    return _saving_lib._model_from_config(text, custom_objects, compile, safe_mode)
+
+
+def load_assets(model: Any, assets: dict[str, Any]) -> None:
+    """Gives a model its files (vocabularies, say) from a nested dict of byte arrays."""
+    _saving_lib._load_assets_from_dict(model, assets)
 
 
 def modules_with_safe_open(safe_open: Any) -> Iterator[Any]:

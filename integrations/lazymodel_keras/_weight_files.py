@@ -1,8 +1,8 @@
 """Weight files as Keras and KerasHub open them, handing out lazy tensors instead of arrays.
 
-Keras reads `.weights.h5` through its `H5IOStore`; KerasHub's Hugging Face and timm converters read through
-`safetensors.safe_open`. While a recording runs, the first returns lazy tensors and the second is replaced by
-`LazySafeOpen`; both are otherwise as upstream has them, failures included, because loaders probe.
+Keras reads `.weights.h5` through its `H5IOStore`, legacy HDF5 files layer by layer and Orbax checkpoints with Orbax;
+KerasHub's Hugging Face and timm converters read through `safetensors.safe_open`. While a recording runs, these return
+lazy tensors instead; they are otherwise as upstream has them, failures included, because loaders probe.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ def patch(undo: contextlib.ExitStack, active: Callable[[], Any]) -> None:
 
     replace(undo, store, "__getitem__", getitem)
     replace(undo, store, "_get_h5_file", get_h5_file)
+    _patch_whole_models(undo, active)
 
     try:
         import safetensors
@@ -129,3 +130,52 @@ def patch(undo: contextlib.ExitStack, active: Callable[[], Any]) -> None:
     for module in _upstream.modules_with_safe_open(original_safe_open):
         replace(undo, module, "safe_open", safe_open)
     replace(undo, safetensors, "safe_open", safe_open)
+
+
+def _patch_whole_models(undo: contextlib.ExitStack, active: Callable[[], Any]) -> None:
+    """The part of `patch` for files of whole models, `.keras`, legacy HDF5 and Orbax."""
+    from lazymodel_keras._recording import replace
+
+    library, legacy, interface = _upstream.SAVING_LIB, _upstream.LEGACY_H5, _upstream.SAVING_API
+    is_memory_sufficient = library.is_memory_sufficient
+    load_subset, load_optimizer = (
+        legacy.load_subset_weights_from_hdf5_group,
+        legacy.load_optimizer_weights_from_hdf5_group,
+    )
+    load_orbax = interface._load_model_from_orbax_checkpoint
+
+    def memory_sufficient(model: Any) -> Any:
+        if active() is None:
+            return is_memory_sufficient(model)
+        # Keras would copy the weights of a `.keras` file into memory or beside the file, and reads them in place where
+        # neither works.
+        raise MemoryError("weights are read in place")
+
+    def lazily(original: Any, group: Any, holder: Any) -> Any:
+        recording = active()
+        if recording is None:
+            return original(group)
+        names = legacy.load_attributes_from_hdf5_group(holder, "weight_names")
+        path = os.fsdecode(holder.file.filename)
+        if not os.path.isfile(path):
+            return original(group)
+        file = recording.open(path, open_checkpoint)
+        return [file[legacy.safe_get_h5_dataset(holder, name).name.lstrip("/")] for name in names]
+
+    def load_weights(group: Any) -> Any:
+        return lazily(load_subset, group, group)
+
+    def load_optimizer_weights(group: Any) -> Any:
+        return lazily(load_optimizer, group, legacy.safe_get_h5_group(group, "optimizer_weights"))
+
+    def load_from_orbax(filepath: Any, custom_objects: Any = None, compile: bool = True, safe_mode: bool = True) -> Any:
+        if active() is None:
+            return load_orbax(filepath, custom_objects, compile, safe_mode)
+        from lazymodel_keras._restore import model_from_orbax
+
+        return model_from_orbax(filepath, custom_objects, compile, safe_mode)
+
+    replace(undo, library, "is_memory_sufficient", memory_sufficient)
+    replace(undo, legacy, "load_subset_weights_from_hdf5_group", load_weights)
+    replace(undo, legacy, "load_optimizer_weights_from_hdf5_group", load_optimizer_weights)
+    replace(undo, interface, "_load_model_from_orbax_checkpoint", load_from_orbax)

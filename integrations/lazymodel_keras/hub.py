@@ -6,7 +6,6 @@ weight was read. KerasHub's own constructors, preset loaders and converters run 
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import warnings
@@ -21,6 +20,7 @@ from lazymodel._materialize import ReportTo
 from lazymodel._report import closest
 from lazymodel._sharding import Rules
 from lazymodel.checkpoints._verify import Verify
+from lazymodel_keras import _lora, _quantize
 from lazymodel_keras._model import abstract_model
 from lazymodel_keras._recording import Recording
 
@@ -37,6 +37,10 @@ def from_preset(
     on_unmatched: str = "warn",
     strict: bool = True,
     verify: Verify = False,
+    quantize: Any = None,
+    quantize_filters: _quantize.Filters = None,
+    lora_rank: int | None = None,
+    lora_targets: str | None = None,
     max_host_memory: int | str | None = None,
     progress: bool | Progress | Callable[[int, int], object] | None = None,
     report: ReportTo = None,
@@ -58,6 +62,15 @@ def from_preset(
         verify: Whether to hash the weight files that are opened, and the index and shards that belong to them, before
             anything of them is used; as in `lazymodel.open_checkpoint`, with names relative to their folder. Other
             files of a preset, such as its configuration and vocabulary, are not hashed.
+        quantize: `"int8"`, `"int4"`, `"float8"` or a `keras.quantizers.QuantizationConfig`: the result is the one of
+            `model.quantize` after loading, but a kernel is quantized while it is read, and never exists whole in
+            floating point. Schemes that calibrate with data (GPTQ, AWQ) need the loaded model. A quantizer of your own
+            in a configuration is run while building, with one layer's weights read at a time.
+        quantize_filters: Which layers, as the `filters` of `model.quantize`.
+        lora_rank: As `model.backbone.enable_lora(lora_rank)` after loading (and quantizing), with every pair
+            initialized on its devices and split like its kernel, unless a rule says otherwise.
+        lora_targets: Regex of whole paths (`re.fullmatch`): the layers whose kernel or embeddings it matches get a
+            pair. None is the query and value projections, or what the backbone says.
         max_host_memory: Ceiling for the host's staging memory in bytes, or text such as `"4GiB"`.
         progress: A progress bar or callback; None shows a bar when a person is watching. See
             `AbstractModel.materialize`.
@@ -69,6 +82,7 @@ def from_preset(
         CheckpointError: The preset, or a file or tensor of it, is missing, corrupt, or does not match the model; with
             `verify`, also a file whose content has another hash, or whose hash nobody states.
         ShardingError: The rules do not fit.
+        LazyModelError: The model cannot be quantized, or given LoRA pairs, in this way.
     """
     abstract = abstract_from_preset(
         *(cls, preset, load_weights),
@@ -77,6 +91,10 @@ def from_preset(
         on_unmatched=on_unmatched,
         strict=strict,
         verify=verify,
+        quantize=quantize,
+        quantize_filters=quantize_filters,
+        lora_rank=lora_rank,
+        lora_targets=lora_targets,
         **kwargs,
     )
     return abstract.materialize(max_host_memory=max_host_memory, progress=progress, report=report)
@@ -92,15 +110,30 @@ def abstract_from_preset(
     on_unmatched: str = "warn",
     strict: bool = True,
     verify: Verify = False,
+    quantize: Any = None,
+    quantize_filters: _quantize.Filters = None,
+    lora_rank: int | None = None,
+    lora_targets: str | None = None,
     **kwargs: Any,
 ) -> AbstractModel:
     """The abstract model that `from_preset` would materialize; it carries its checkpoint.
 
-    Takes and raises the same as `from_preset`. `print(abstract.plan())` shows what would be loaded and initialized.
+    Takes and raises the same as `from_preset`; it has the quantized variables and the LoRA pairs.
+    `print(abstract.plan())` shows what would be loaded and initialized.
     """
     require_rules(mesh, rules)
     check_preset(preset)
-    build = functools.partial(cls.from_preset, preset, load_weights, **kwargs)
+    _quantize.check(quantize, quantize_filters)
+    _lora.check(lora_rank, lora_targets, quantize)
+
+    def build() -> Any:
+        model = cls.from_preset(preset, load_weights, **kwargs)
+        if quantize is not None:
+            _quantize.quantize(model, quantize, quantize_filters)
+        if lora_rank is not None:
+            _lora.enable(model, lora_rank, lora_targets)
+        return model
+
     what = f"{cls.__name__}.from_preset({preset!r})"
     abstract = abstract_build(build, what=what, loads=True, strict=strict, verify=verify)
     return abstract if mesh is None else abstract.shard(mesh, rules, on_unmatched=on_unmatched)  # pyright: ignore[reportArgumentType]

@@ -1,5 +1,6 @@
-"""Rows that the kernel scatters over shards: values, bytes, short and interrupted reads, truncated files."""
+"""Rows of a file that are spread over shards, by copies out of a map or by the kernel: values, bytes, failures."""
 
+import contextlib
 import ctypes
 import errno
 import math
@@ -26,10 +27,16 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @pytest.fixture
-def tensor(tmp_path):
+def mappable(tmp_path):
     path = tmp_path / "weights.bin"
     path.write_bytes(b"12345678" + np.arange(192 * 2048, dtype=np.uint32).tobytes())
     return LazyTensor(FileLeaf("w", FileSource(path), 8, (192, 2048), np.dtype(np.uint32)))
+
+
+@pytest.fixture
+def tensor(mappable):
+    with open(mappable.file, "r+b"):  # somebody may write, so there is no lease and no map
+        yield mappable
 
 
 @pytest.fixture
@@ -73,6 +80,26 @@ def test_columns_are_scattered_by_the_kernel(tensor, calls):
         np.testing.assert_array_equal(out, values[box])
     assert BYTES_READ.count - before == tensor.nbytes
     assert sum(count for count, _ in calls[-2:]) == 192 * 8 and len(calls) == 2  # 1024 runs a call
+
+
+def test_columns_are_copied_out_of_a_map(mappable, calls):
+    values = np.asarray(mappable)
+    with mappable.leaf.source.mapped() as memory:
+        if memory is None:
+            pytest.skip("the file system here grants no leases")
+    for tensor in (mappable, mappable.astype(np.float32), mappable[1::2]):
+        before = BYTES_READ.count
+        expected = np.asarray(tensor)
+        assert BYTES_READ.count - before == tensor.nbytes
+        for box, out in zip(columns(tensor, 8), fill(tensor, columns(tensor, 8)), strict=True):
+            np.testing.assert_array_equal(out, expected[box])
+        assert BYTES_READ.count - before == 2 * tensor.nbytes
+    np.testing.assert_array_equal(np.concatenate(fill(mappable, columns(mappable, 7)), 1), values[:, : 7 * 292])
+    assert calls == []
+    with open(mappable.file, "r+b") as file:
+        file.truncate(8 + 50 * 2048 * 4 + 100)
+    with pytest.raises(CheckpointError, match="changed|truncated"):
+        fill(mappable, columns(mappable, 8))
 
 
 def test_short_rows_conversions_and_little_memory_are_staged(tensor, calls):
@@ -165,7 +192,8 @@ def test_run_axis_counts_only_what_is_contiguous_on_both_sides():
 
 @pytest.mark.parametrize("spec", [(None, "x"), (None, "x", None), (None, None, "x"), ("x", None, "y"), ("y", "x")])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_streams_of_column_shards_are_slices(tmp_path, spec, transposed, monkeypatch):
+@pytest.mark.parametrize("written", [False, True], ids=["quiet", "open for writing"])
+def test_streams_of_column_shards_are_slices(tmp_path, spec, transposed, written, monkeypatch):
     used = []
     real = _lazy_tensor._scatter_runs
     monkeypatch.setattr(_lazy_tensor, "_scatter_runs", lambda *args: used.append(real(*args)) or used[-1])
@@ -177,6 +205,7 @@ def test_streams_of_column_shards_are_slices(tmp_path, spec, transposed, monkeyp
         tensor, spec = tensor.transpose(), spec[::-1] if len(spec) == len(shape) else (None, *spec[::-1])
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("x", "y"))
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    ((_, array),) = stream([StreamItem("w", tensor, tensor.shape, BF16, sharding)])
+    with open(path, "r+b") if written else contextlib.nullcontext():
+        ((_, array),) = stream([StreamItem("w", tensor, tensor.shape, BF16, sharding)])
     np.testing.assert_array_equal(np.asarray(array).view(np.uint16), np.asarray(tensor).view(np.uint16))
     assert not transposed or not any(used)
