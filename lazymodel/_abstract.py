@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lazymodel._auto import Auto
     from lazymodel._init_programs import InitRecipe, ProgramCache
     from lazymodel._lazy_tensor import LazyTensor
-    from lazymodel._load_report import StoredTensor
+    from lazymodel._load_report import MismatchedTensor, StoredTensor
     from lazymodel._materialize import ReportTo
     from lazymodel._optimizer import Derived, Optimizer, StartTraining
     from lazymodel._plan import MemoryPlan
@@ -119,6 +119,7 @@ class AbstractModel(Mapping[str, AbstractVariable]):
         programs: Compiled init programs, shared by every model derived from the same `build_abstract`.
         name: What the model calls itself, for tables.
         unused: Tensors of the checkpoint that the model was built with which no variable takes, for the load report.
+        mismatched: Those that were left out for their shapes, likewise.
         sharding_notes: What `shard` had to say of the rules besides what it says of each variable.
         start_training: How the framework starts an optimizer; None for the way of plain pytrees.
         derived: How to compute the variables that depend on the values of others, once these are there.
@@ -132,6 +133,7 @@ class AbstractModel(Mapping[str, AbstractVariable]):
     programs: ProgramCache
     name: str = "model"
     unused: tuple[StoredTensor, ...] = ()
+    mismatched: tuple[MismatchedTensor, ...] = ()
     sharding_notes: tuple[str, ...] = ()
     start_training: StartTraining | None = None
     derived: Derived | None = None

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 Box: TypeAlias = "tuple[slice[Any, Any, Any], ...]"  # one range of step 1 a dimension
+BoxKey: TypeAlias = "tuple[tuple[int, int], ...]"  # the same, hashable: (start, stop) of each dimension
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,6 +230,16 @@ def runs_in(region: Box, box: Box, out: np.ndarray) -> tuple[np.ndarray, np.ndar
     runs = np.empty((len(places), 2), np.int64)
     runs[:, 0], runs[:, 1] = places, math.prod(out.shape[first:]) * out.itemsize
     return starts, runs
+
+
+def box_key(index: Any, shape: tuple[int, ...]) -> BoxKey:
+    """JAX's index of a shard, slices with open ends or None, as ranges that can be compared and hashed."""
+    return tuple(part.indices(extent)[:2] for part, extent in zip(index or (), shape, strict=True))
+
+
+def box_of(key: BoxKey) -> Box:
+    """The box of such ranges."""
+    return tuple(slice(start, stop) for start, stop in key)
 
 
 def box_shape(box: Box) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from lazymodel._errors import CheckpointError
-from lazymodel._geometry import Box
+from lazymodel._geometry import Box, box_key, box_of
 from lazymodel._lazy_tensor import DividedLeaf, LazyTensor, Leaf
 
 if TYPE_CHECKING:
@@ -213,13 +213,14 @@ def make_report(
             row = dataclasses.replace(row, action="initialize", initializer=variable.origin)
         rows.append(row)
     files = dict.fromkeys(tensor.file for row in rows for tensor in row.tensors if tensor.file)
+    given = {} if checkpoint is None else checkpoint
     return LoadReport(
         name=model.name,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
         rows=tuple(rows),
-        unused=(*model.unused, *unused_tensors({} if checkpoint is None else checkpoint, choice.unused)),
-        mismatched=choice.mismatched,
+        unused=(*model.unused, *unused_tensors(given, choice.unused), *_unmapped(given)),
+        mismatched=(*model.mismatched, *choice.mismatched),
         files={file: _size(file) for file in files},
         needed_nbytes=sum(row.needed_nbytes for row in rows),
         read_nbytes=costs.read_nbytes,
@@ -231,11 +232,8 @@ def make_report(
 
 def local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[Box]:
     """The distinct boxes of an array of this shape that this process's devices hold."""
-    boxes: dict[tuple[tuple[int, int], ...], Box] = {}
-    for index in sharding.addressable_devices_indices_map(shape).values():
-        ranges = tuple(part.indices(extent)[:2] for part, extent in zip(index or (), shape, strict=True))
-        boxes.setdefault(ranges, tuple(slice(start, stop) for start, stop in ranges))
-    return list(boxes.values())
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    return [box_of(key) for key in dict.fromkeys(box_key(index, shape) for index in indices)]
 
 
 def local_nbytes(sharding: Sharding, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
@@ -263,6 +261,11 @@ def stored_tensors(source: Any, name: str) -> tuple[StoredTensor, ...]:
         return (StoredTensor(name, "", array.dtype.name, array.nbytes),)
     found = (StoredTensor(leaf.name, leaf.file, leaf.dtype.name, _leaf_nbytes(leaf)) for leaf in _leaves(source.leaf))
     return tuple(dict.fromkeys(found))
+
+
+def _unmapped(checkpoint: Mapping[str, Any]) -> tuple[StoredTensor, ...]:
+    """What a mapping took nothing from, where the checkpoint is what `map_checkpoint` made of another one."""
+    return unused_tensors(getattr(checkpoint, "source", {}), getattr(checkpoint, "unused", ()))
 
 
 def unused_tensors(checkpoint: Mapping[str, Any], names: Iterable[str]) -> tuple[StoredTensor, ...]:

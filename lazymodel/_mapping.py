@@ -685,12 +685,15 @@ class MappedCheckpoint(Mapping[str, LazyTensor]):
 
     Attributes:
         path: Path of the checkpoint that it was made of, if it has one.
-        unused: Names of that checkpoint's tensors that were not looked at.
+        source: The checkpoint that it was made of.
+        unused: Names of the source's tensors that were not looked at.
     """
 
-    def __init__(self, tensors: Mapping[str, LazyTensor], path: str | None, unused: Sequence[str]) -> None:
+    def __init__(self, tensors: Mapping[str, LazyTensor], source: Any, unused: Sequence[str] = ()) -> None:
+        path = getattr(source, "path", None)
         self._tensors = dict(tensors)
-        self.path = path
+        self.path: str | None = path if isinstance(path, str) else None
+        self.source = source
         self.unused = tuple(unused)
 
     def __getitem__(self, path: str) -> LazyTensor:
@@ -768,12 +771,11 @@ def map_checkpoint(
         >>> map_checkpoint(weights, lambda w: {"dense": {"kernel": w["dense.weight"].T}})["dense/kernel"].shape
         (2, 4)
     """
-    path = getattr(checkpoint, "path", None)
     if not isinstance(mapping, WeightMap):
         watched = _Watched(checkpoint)
         flat = flatten_paths(mapping(watched))
         unused = [name for name in checkpoint if name not in watched.seen]
-        return MappedCheckpoint({name: lazy(value, name) for name, value in flat.items()}, path, unused)
+        return MappedCheckpoint({name: lazy(value, name) for name, value in flat.items()}, checkpoint, unused)
     if abstract is None:
         raise LazyModelError("a WeightMap is applied for a model: pass map_checkpoint the abstract model too")
     mapped, report = mapping._map(checkpoint, abstract)
@@ -782,7 +784,7 @@ def map_checkpoint(
         if strict:
             raise CheckpointError(f"{text}\nMend the table, or pass strict=False to leave these out.")
         warnings.warn(text, LazyModelWarning, stacklevel=2)
-    return MappedCheckpoint(mapped, path, list(report.unused))
+    return MappedCheckpoint(mapped, checkpoint, list(report.unused))
 
 
 def flatten_paths(tree: Any) -> dict[str, Any]:

@@ -30,18 +30,8 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError
 from lazymodel._file_source import Arena, Workspace, empty_aligned, slabs
-from lazymodel._lazy_tensor import (
-    Box,
-    LazyTensor,
-    Part,
-    bounding,
-    box_shape,
-    fill_parts,
-    intersect,
-    lazy,
-    prefers_one_pass,
-    shift,
-)
+from lazymodel._geometry import Box, BoxKey, bounding, box_key, box_of, box_shape, intersect, shift
+from lazymodel._lazy_tensor import LazyTensor, Part, fill_parts, lazy, prefers_one_pass
 
 _jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
@@ -118,7 +108,7 @@ class _Plan:
 
     item: StreamItem
     tensor: LazyTensor
-    boxes: dict[_Key, list[Any]]  # (start, stop) of each dimension → devices
+    boxes: dict[BoxKey, list[Any]]  # which devices hold it
     in_place: bool  # whether the buffers that are filled become the arrays' own memory
     arrays: dict[Any, jax.Array] = dataclasses.field(default_factory=dict[Any, jax.Array])
     array: jax.Array | None = None
@@ -144,15 +134,12 @@ class _Plan:
         )
 
 
-_Key = tuple[tuple[int, int], ...]
-
-
 @dataclasses.dataclass(eq=False)
 class _Job:
     """Boxes of one plan that are filled together, out of one reservation."""
 
     plan: _Plan
-    boxes: list[_Key]
+    boxes: list[BoxKey]
     nbytes: int  # what it reserves
     band: int = 0  # bytes of the pieces in which it goes to its devices; 0 if it goes whole
     one_by_one: bool = False  # whether its parts must not run at the same time, for want of memory
@@ -173,9 +160,9 @@ def _plan(item: StreamItem) -> _Plan:
             f"{item.path!r}: JAX would store {item.dtype.name} as "
             f"{jax.dtypes.canonicalize_dtype(item.dtype).name}; enable 64-bit types (jax_enable_x64) or cast"
         )
-    boxes: dict[_Key, list[Any]] = {}
+    boxes: dict[BoxKey, list[Any]] = {}
     for device, index in cast(Any, item.sharding).addressable_devices_indices_map(tuple(item.shape)).items():
-        boxes.setdefault(_key(index, item.shape), []).append(device)
+        boxes.setdefault(box_key(index, item.shape), []).append(device)
     in_place = all(_is_host(device) for devices in boxes.values() for device in devices)
     return _Plan(item, tensor.astype(item.dtype), boxes, in_place)
 
@@ -249,7 +236,7 @@ class _Stream:
                 nbytes = min(total + temporaries, self._budget)
                 yield _Job(plan, list(sizes), nbytes, one_by_one=temporaries < everyone)
                 continue
-            tiled = prefers_one_pass(plan.tensor, [_box(key) for key in sizes])
+            tiled = prefers_one_pass(plan.tensor, [box_of(key) for key in sizes])
             together = tiled or total + everyone <= self._budget // 4
             for keys in [list(sizes)] if together else [[key] for key in sizes]:
                 nbytes = sum(sizes[key] for key in keys)
@@ -313,7 +300,7 @@ class _Stream:
 
     def _start(self, job: _Job) -> None:
         plan, dtype = job.plan, job.plan.item.dtype
-        boxes = [_box(key) for key in job.boxes]
+        boxes = [box_of(key) for key in job.boxes]
         if job.band:
             job.parts = self._band_parts(job)
         else:
@@ -362,7 +349,7 @@ class _Stream:
             array = jax.make_array_from_callback(
                 plan.item.shape,
                 plan.item.sharding,
-                lambda index: outs[_key(index, plan.item.shape)],
+                lambda index: outs[box_key(index, plan.item.shape)],
                 dtype=plan.item.dtype,
             )
             _jax.block_until_ready(array)
@@ -391,7 +378,7 @@ class _Stream:
 
         Bands go along the file's outermost axis, so that what is one pass over the file stays one.
         """
-        plan, boxes = job.plan, [_box(key) for key in job.boxes]
+        plan, boxes = job.plan, [box_of(key) for key in job.boxes]
         region = bounding(boxes)
         tensor = plan.tensor[region]
         order: list[int] = tensor.file_order()
@@ -415,7 +402,7 @@ class _Stream:
             for part in fill_parts(plan.tensor, [common for _, common in wanted], outs):
                 part.run(workspace)
             for (key, common), out in zip(wanted, outs, strict=True):
-                assembly.put(key, out, shift(common, _box(key)))
+                assembly.put(key, out, shift(common, box_of(key)))
             with last:
                 left -= 1
                 if left:
@@ -441,19 +428,19 @@ class _Stream:
 class _Assembly:
     """Shards that come to their devices in pieces, from any thread."""
 
-    def __init__(self, plan: _Plan, keys: Sequence[_Key]) -> None:
+    def __init__(self, plan: _Plan, keys: Sequence[BoxKey]) -> None:
         self._plan = plan
         dtype = plan.item.dtype
         # As integers: XLA may move small floats through wider ones, which changes signalling NaNs.
         self._bits = dtype if dtype.kind in "biuc" else np.dtype(f"u{dtype.itemsize}")
         self._lock = threading.Lock()
         self._buffers = {
-            (key, device): _zeros(box_shape(_box(key)), self._bits, _placement(plan, device))
+            (key, device): _zeros(box_shape(box_of(key)), self._bits, _placement(plan, device))
             for key in keys
             for device in plan.boxes[key]
         }
 
-    def put(self, key: _Key, piece: np.ndarray, corner: Box) -> None:
+    def put(self, key: BoxKey, piece: np.ndarray, corner: Box) -> None:
         """Puts a piece where it belongs in a shard; `piece` is read completely when this returns."""
         start = [np.int32(part.start) if part.start < 2**31 else np.int64(part.start) for part in corner]
         for device in self._plan.boxes[key]:
@@ -501,15 +488,7 @@ def _placement(plan: _Plan, device: Any) -> SingleDeviceSharding:
     return SingleDeviceSharding(device, memory_kind=plan.item.sharding.memory_kind)
 
 
-def _key(index: Any, shape: tuple[int, ...]) -> _Key:
-    return tuple(part.indices(extent)[:2] for part, extent in zip(index or (), shape, strict=True))
-
-
-def _box(key: _Key) -> Box:
-    return tuple(slice(start, stop) for start, stop in key)
-
-
-def _nbytes(key: _Key, dtype: np.dtype[Any]) -> int:
+def _nbytes(key: BoxKey, dtype: np.dtype[Any]) -> int:
     return math.prod(stop - start for start, stop in key) * dtype.itemsize
 
 

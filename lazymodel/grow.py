@@ -95,7 +95,7 @@ def depth(
             if is_zero(name):
                 pieces = [piece if first[new] else _zeros(piece) for new, piece in enumerate(pieces)]
             grown[name] = _joined(pieces, len(index))
-        return _mapped(grown, checkpoint)
+        return MappedCheckpoint(grown, checkpoint)
     by_layer = _by_layer(matched)
     order = _order(len(by_layer), layers, method, preserve=bool(zeros))
     first = _firsts(order)
@@ -105,7 +105,7 @@ def depth(
             tensor = tensors[name]
             target = template.fill(dict(captures) | {"layer": str(new)})
             grown[target] = tensor if first[new] or not is_zero(name) else _zeros(tensor)
-    return _mapped(grown, checkpoint)
+    return MappedCheckpoint(grown, checkpoint)
 
 
 def width(
@@ -175,7 +175,7 @@ def width(
                 share = _share(start // count, copies, uneven)
                 pieces.append(piece * share if leaves and share != 1 else piece)
         grown[name] = _joined([lazy(piece).astype(tensor.dtype) for piece in pieces], len(index))
-    return _mapped(grown, checkpoint)
+    return MappedCheckpoint(grown, checkpoint)
 
 
 def experts(checkpoint: Any, names: Mapping[str, str], experts: int, *, axis: int = 0) -> MappedCheckpoint:
@@ -223,7 +223,7 @@ def experts(checkpoint: Any, names: Mapping[str, str], experts: int, *, axis: in
                 if copy in grown or (copy in tensors and copy != name):
                     raise LazyModelError(f"experts: {name!r} would become {copy!r}, which there is already")
                 grown[copy] = cast(LazyTensor, value)
-    return _mapped(grown, checkpoint)
+    return MappedCheckpoint(grown, checkpoint)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -233,11 +233,6 @@ def _tensors(checkpoint: Any) -> dict[str, LazyTensor]:
     """Everything by name; arrays on devices stay there."""
     flat = (flat_checkpoint(checkpoint) or {}) if isinstance(checkpoint, Mapping) else _named_arrays(checkpoint)
     return {name: _lazy_array(name, array) for name, array in flat.items()}
-
-
-def _mapped(tensors: Mapping[str, LazyTensor], checkpoint: Any) -> MappedCheckpoint:
-    path = getattr(checkpoint, "path", None)
-    return MappedCheckpoint(tensors, path if isinstance(path, str) else None, ())
 
 
 def _template(pattern: str) -> _Template:

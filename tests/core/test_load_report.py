@@ -404,3 +404,12 @@ def test_a_report_on_nothing() -> None:
         "time: 0.50 s initializing, 2.00 s streaming",
     ]
     assert "<table" not in report._repr_html_()
+
+
+def test_what_a_mapping_leaves_is_unused(tmp_path: Path) -> None:
+    save_file({"w": np.ones((4, 2), np.float32), "rope": np.zeros(3, np.float16)}, tmp_path / "a.safetensors")
+    mapped = lm.map_checkpoint(lm.open_checkpoint(tmp_path / "a.safetensors"), lambda w: {"kernel": w["w"].T})
+    reports: list[lm.LoadReport] = []
+    lm.build_abstract(lambda: {"kernel": jnp.zeros((2, 4))}).materialize(mapped, report=reports.append)
+    assert [(tensor.name, tensor.nbytes) for tensor in reports[0].unused] == [("rope", 6)]
+    assert reports[0].unused[0].file.endswith("a.safetensors")
