@@ -11,6 +11,7 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ["KERAS_BACKEND"] = "jax"
+os.environ["COLUMNS"] = "120"  # tables are as wide as where there is no terminal
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

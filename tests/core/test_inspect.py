@@ -443,7 +443,7 @@ def test_verify(folder):
 
 
 def test_the_report(folder, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "160")
     write(folder / shard(3), {f"layer.{i}.w": np.zeros(256, np.float32) for i in range(3000)})
     write_index(folder, {"a": shard(1), "b": shard(1), **{f"layer.{i}.w": shard(3) for i in range(3000)}})
     text = str(inspect_checkpoint(folder))
