@@ -264,7 +264,8 @@ class AbstractModel(Mapping[str, AbstractVariable]):
         A variable's key is `lazymodel.path_key(key, path)`, so its values do not change when others come, go or are
         renamed, and are bit for bit those of `initializer(path_key(key, path), shape, dtype)`. Variables that no rule
         matches keep their initializers and keys. One that the model was built with a weight for is initialized from
-        now on; a checkpoint given to `materialize` still goes before any initializer.
+        now on; a checkpoint given to `materialize` still goes before any initializer. Optimizer state stays as its
+        optimizer starts it, for the new values where it depends on them.
 
         Args:
             rules: A path regex (`re.fullmatch`) and an initializer; or a mapping of them, of which the first that

@@ -182,7 +182,7 @@ def _choose(model: AbstractModel, rules: Any, initializer: Initializer | None) -
         chosen = _choose_by_pattern(model, cast("Mapping[str, Any]", rules))
     elif callable(rules):
         rule = cast("Callable[[AbstractVariable], Initializer | None]", rules)
-        found = {path: rule(variable) for path, variable in model.items()}
+        found = {path: rule(variable) for path, variable in model.items() if variable.follows is None}
         chosen = {path: _Choice(answer, {}) for path, answer in found.items() if answer is not None}
         if not chosen:
             raise LazyModelError(f"the rule gave no variable of {model.name} an initializer: all its answers are None")
@@ -207,7 +207,9 @@ def _choose_by_pattern(model: AbstractModel, rules: Mapping[str, Any]) -> dict[s
     patterns = {pattern: _compiled(pattern) for pattern in rules}
     alive: set[str] = set()
     chosen: dict[str, _Choice] = {}
-    for path in model:
+    for path, variable in model.items():
+        if variable.follows is not None:
+            continue
         name = rule_path(path)
         for pattern, regex in patterns.items():
             match = regex.fullmatch(name)
@@ -218,6 +220,10 @@ def _choose_by_pattern(model: AbstractModel, rules: Mapping[str, Any]) -> dict[s
                 captures = {name: int(text) if text.isdecimal() else text for name, text in match.groupdict("").items()}
                 chosen[path] = _Choice(rules[pattern], captures)
     if dead := [pattern for pattern in rules if pattern not in alive]:
+        if state := [path for path in model if patterns[dead[0]].fullmatch(rule_path(path))]:
+            raise LazyModelError(
+                f"{dead[0]!r} matches only optimizer state, such as {state[0]!r}, which starts as the optimizer says"
+            )
         raise LazyModelError(
             f"no variable of {model.name} matches {', '.join(map(repr, dead))}{closest(dead[0], model)}. "
             "A pattern matches a whole path."

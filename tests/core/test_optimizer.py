@@ -20,6 +20,7 @@ from ..conftest import ROOT
 
 optax = pytest.importorskip("optax")
 P = jax.P
+ones = jax.nn.initializers.ones
 
 RULES = {r"layers/\d+/w": P(None, "model"), r"layers/\d+/b": P("model"), ".*": P()}
 
@@ -246,3 +247,29 @@ def test_parameters_and_both_moments_take_three_times_the_parameters() -> None:
     report = json.loads(done.stdout)
     assert report["largest_shard_nbytes"] * 8 == report["largest_variable_nbytes"]
     assert report["peak_nbytes"] <= 3 * report["parameter_nbytes"] + report["temporary_nbytes"] + 64 * 2**20
+
+
+@pytest.mark.parametrize(
+    "rules", [{"layers/.*w": ones}, lambda variable: ones if variable.path.endswith("/w") else None]
+)
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_another_initializer_is_for_parameters_and_the_state_starts_from_them(rules: Any, order: str) -> None:
+    """Schedule-free Adam begins with zero moments and a copy of the parameters."""
+    optimizer = optax.contrib.schedule_free_adamw(1e-3)
+    if order == "before":
+        abstract = abstract_model().reinitialize(rules).with_optimizer(optimizer)
+    else:
+        abstract = abstract_model().with_optimizer(optimizer).reinitialize(rules)
+    model, state = abstract.materialize(progress=False)
+    expected = params()
+    for layer in expected["layers"]:
+        layer["w"] = jnp.ones((64, 128))
+    start = optimizer.init(expected)
+    assert jax.tree.structure(state) == jax.tree.structure(start)
+    jax.tree.map(np.testing.assert_array_equal, state, start)
+    jax.tree.map(np.testing.assert_array_equal, model["layers"], expected["layers"])
+
+
+def test_optimizer_state_has_no_initializer_of_its_own() -> None:
+    with pytest.raises(lm.LazyModelError, match="matches only optimizer state, such as 'optimizer/0/mu"):
+        abstract_model().with_optimizer(optax.adam(1e-3)).reinitialize("optimizer/.*w", ones)
