@@ -88,7 +88,10 @@ def run(arguments: argparse.Namespace) -> int:
     with _status(f"building {arguments.model}") as say:
         for dtype in arguments.dtype or [None]:
             say(f"building {arguments.model}{f' in {dtype}' if dtype else ''}")
-            model = _model(arguments.model, arguments.cls, dtype)
+            # What KerasHub builds is built quantized, with the pairs that it then has; of others it is arithmetic.
+            built = arguments.quantize is not None and not _is_factory(arguments.model)
+            quantize, lora_rank = (arguments.quantize, arguments.lora_rank) if built else (None, None)
+            model = _model(arguments.model, arguments.cls, dtype, quantize, lora_rank)
             for topology, axes in itertools.product(arguments.topology or [None], meshes):
                 mesh = _mesh(topology, axes, compiled=arguments.compile is not None)
                 name = ", ".join(filter(None, (topology, _axes_text(axes or {}), dtype))) or "one device"
@@ -96,8 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
                 plans[name] = _sharded(model, mesh).plan(
                     device_memory=arguments.device_memory,
                     optimizer=arguments.optimizer,
-                    lora_rank=arguments.lora_rank,
-                    quantize=arguments.quantize,
+                    lora_rank=None if built else arguments.lora_rank,
+                    quantize=None if built else arguments.quantize,
                     compile=arguments.compile,
                     batch=arguments.batch,
                     sequence=arguments.sequence,
@@ -155,12 +158,17 @@ def _mesh(topology: str | None, axes: Mapping[str, int] | None, *, compiled: boo
     return jax.sharding.Mesh(np.asarray(here[:wanted]).reshape(sizes), names)
 
 
-def _model(source: str, cls: str | None, dtype: str | None) -> AbstractModel:
-    match = re.fullmatch(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)", source)
-    if match is not None and not os.path.exists(source):
+def _is_factory(source: str) -> bool:
+    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source) is not None and not os.path.exists(source)
+
+
+def _model(
+    source: str, cls: str | None, dtype: str | None, quantize: str | None, lora_rank: int | None
+) -> AbstractModel:
+    if _is_factory(source):
         if cls is not None or dtype is not None:
             raise LazyModelError("--class and --dtype are for presets and configurations; a factory decides for itself")
-        return _from_factory(match[1], match[2])
+        return _from_factory(*source.split(":"))
     os.environ.setdefault("KERAS_BACKEND", "jax")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
@@ -171,7 +179,7 @@ def _model(source: str, cls: str | None, dtype: str | None) -> AbstractModel:
             f"presets and configurations are read by KerasHub, and {error.name} is not installed: "
             "pip install 'lazymodel[keras]'"
         ) from error
-    return planning.plan_model(source, cls=cls, dtype=dtype)
+    return planning.plan_model(source, cls=cls, dtype=dtype, quantize=quantize, lora_rank=lora_rank)
 
 
 def _from_factory(module_name: str, name: str) -> AbstractModel:

@@ -92,7 +92,8 @@ class Computation:
         )
         # Cut at the same places whatever the region, so that outputs of one slab find each other.
         whole = tuple(slice(0, extent) for extent in self.source.shape)
-        return [common for slab in self._cut(whole, SLAB) if (common := intersect(slab, region)) is not None]
+        slabs = [common for slab in self._cut(whole, SLAB) if (common := intersect(slab, region)) is not None]
+        return [slab for slab in slabs if any(intersect(box, _coarse(slab, output.ratios)) for box in boxes)]
 
     def compute(
         self, slab: Box, index: int, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: Any, workspace: Workspace
@@ -206,14 +207,12 @@ class ComputedLeaf(DividedLeaf):
         parts: list[Part] = []
         for slab in slabs:
             within = _coarse(slab, output.ratios)
-            common = [intersect(box, within) for box in boxes]
-            elements = sum(math.prod(box_shape(box)) for box in common if box is not None)
-            if elements:
+            elements = sum(math.prod(box_shape(box)) for box in (intersect(box, within) for box in boxes) if box)
 
-                def run(workspace: Workspace, slab: Box = slab) -> None:
-                    computation.compute(slab, index, boxes, outs, steps, workspace)
+            def run(workspace: Workspace, slab: Box = slab) -> None:
+                computation.compute(slab, index, boxes, outs, steps, workspace)
 
-                parts.append(Part(elements * outs[0].itemsize, run))
+            parts.append(Part(elements * outs[0].itemsize, run))
         return parts
 
     def release(self) -> None:

@@ -354,7 +354,8 @@ def _describe(checkpoint: Mapping[str, Any]) -> str:
 
 
 def _origin(source: Source) -> str:
-    return f"tensor {source.name!r} of {source.file}" if isinstance(source, LazyTensor) else "an array"
+    stored = isinstance(source, LazyTensor) and source.file
+    return f"tensor {source.name!r} of {source.file}" if stored else "an array"
 
 
 def describe_sources(sources: Mapping[str, Source]) -> dict[str, str]:

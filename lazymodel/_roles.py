@@ -325,14 +325,13 @@ class _Describer:
             if leaf.endswith("_a"):
                 return (*range(n - 1), None) if shape[:-1] == weight[: n - 1] else None
             return (*(None,) * (n - 1), len(weight) - 1) if shape[-1] == weight[-1] else None
+        packs = role == "scale" and len(shape) == len(weight) == 2 and self._variables[other].dtype == np.int8
+        if packs and any(-(-size // 2) == packed for size, packed in zip(shape, weight, strict=True)):
+            # Two 4-bit numbers share a byte, and a group of them a scale: the same dimensions, of other extents.
+            return (0, 1)
         embedding = "embedding" in self._names[other].split("/")[-1]
         out_first = not embedding and len(weight) == 2 and self._out_first(other, weight)
-        aligned = _aligned(shape, weight, from_left=embedding or out_first)
-        packed = role == "scale" and self._variables[other].dtype == np.int8 and len(shape) == len(weight)
-        if aligned is None and packed:
-            # Two 4-bit numbers share a byte, and a group of them a scale: as many dimensions, in the same order.
-            return tuple(range(len(shape)))
-        return aligned
+        return _aligned(shape, weight, from_left=embedding or out_first)
 
     def _is_weight(self, path: str) -> bool:
         leaf = self._names[path].split("/")[-1]

@@ -11,8 +11,25 @@
 """
 
 from lazymodel_keras._adapter import adapter
+from lazymodel_keras._callbacks import TrainingCheckpoint, TrainingState, training_state
 from lazymodel_keras._deferred import deferred
 from lazymodel_keras._lora import enable_lora
+from lazymodel_keras._restore import load_model, restore
+from lazymodel_keras._saving import streamed_saving
+from lazymodel_keras._training import distribution
 from lazymodel_keras.hub import abstract_from_preset, from_preset
 
-__all__ = ["abstract_from_preset", "adapter", "deferred", "enable_lora", "from_preset"]
+__all__ = [
+    "TrainingCheckpoint",
+    "TrainingState",
+    "abstract_from_preset",
+    "adapter",
+    "deferred",
+    "distribution",
+    "enable_lora",
+    "from_preset",
+    "load_model",
+    "restore",
+    "streamed_saving",
+    "training_state",
+]

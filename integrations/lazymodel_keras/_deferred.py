@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import re
 import sys
 import warnings
@@ -38,9 +39,10 @@ def deferred(
 ) -> Generator[None, None, None]:
     """Within the block, models are built abstractly and every variable is made directly on its devices.
 
-    When a `from_preset` or `load_weights` call inside the block returns, that model is loaded and can be used; models
-    that were only built are initialized on leaving the block. Import `keras_hub` before entering it. An exception
-    leaves Keras' global state as it was; models built in the block are then unusable.
+    When a `from_preset`, `load_weights`, `keras.saving.load_model` or `restore` call inside the block returns, that
+    model is loaded and can be used; models and optimizers that were only built are initialized on leaving the block.
+    Import `keras_hub` before entering it. An exception leaves Keras' global state as it was; models built in the block
+    are then unusable.
 
     Args:
         mesh: Devices for every variable; None uses the active `keras.distribution`, or one device.
@@ -117,7 +119,7 @@ class _BlockRules:
 
 def _install(undo: contextlib.ExitStack) -> None:
     """Wraps the functions that load weights."""
-    replace(undo, keras.Model, "load_weights", _announcing_method(vars(keras.Model)["load_weights"]))
+    replace(undo, keras.Model, "load_weights", _announcing_method(_lazy_orbax(vars(keras.Model)["load_weights"])))
     load_model = _announcing(vars(keras.saving)["load_model"])
     for module in (keras.saving, keras.models):
         replace(undo, module, "load_model", load_model)
@@ -162,6 +164,21 @@ def _announcing(function: Callable[..., Any], *, loaded: Callable[..., Any] = la
             recording.loading = False
             recording.files = outer_files
         return result
+
+    return call
+
+
+def _lazy_orbax(load_weights: Callable[..., Any]) -> Callable[..., Any]:
+    """`Model.load_weights`, which has Orbax read whole arrays, and leaves in silence what it does not find by path."""
+
+    @functools.wraps(load_weights)
+    def call(self: Any, filepath: Any, skip_mismatch: bool = False, **kwargs: Any) -> Any:
+        from lazymodel_keras._restore import is_orbax, read_state
+
+        recording = active()
+        if recording is None or not is_orbax(filepath):
+            return load_weights(self, filepath, skip_mismatch, **kwargs)
+        read_state(recording, self, os.fspath(filepath), strict=not skip_mismatch)
 
     return call
 

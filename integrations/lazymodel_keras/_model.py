@@ -117,7 +117,9 @@ def from_skeleton(skeleton: Skeleton) -> AbstractModel:
             origin = value.origin
         else:
             sources[path] = value if isinstance(value, LazyTensor) else np.asarray(value)
-            origin = f"{value.file}:{value.name}" if isinstance(value, LazyTensor) else "constant"
+            origin = "constant"
+            if isinstance(value, LazyTensor):
+                origin = f"{value.file}:{value.name}" if value.file else "computed"
         abstract = AbstractVariable(
             path=path,
             shape=tuple(variable.shape),
@@ -134,8 +136,9 @@ def from_skeleton(skeleton: Skeleton) -> AbstractModel:
             variables[path] = _with_layout(abstract, variable, distribution)
             continue
         # Placed like the variable that it belongs to, even if that has its values already.
-        follows = paths.get(id(reference), "")
-        sharding = None if follows or reference._value is None else reference._value.sharding
+        placed = reference._value is not None
+        follows = "" if placed else paths.get(id(reference), "")
+        sharding = reference._value.sharding if placed else None
         slots[path] = variables[path] = dataclasses.replace(abstract, follows=follows, sharding=sharding)
     if distribution is not None:
         # Published layout maps know no LoRA pairs and no quantization scales.
@@ -154,6 +157,7 @@ def from_skeleton(skeleton: Skeleton) -> AbstractModel:
         programs=ProgramCache(),
         name=getattr(skeleton.result, "name", None) or "model",
         unused=skeleton.unused(),
+        mismatched=skeleton.recording.mismatched_tensors(variable for variable, _ in skeleton.variables.values()),
     )
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,14 @@ _SEQUENCE = 1024  # tokens, where nothing is said and the model takes as many
 _IMAGE = 224  # pixels a side, where a model takes images of any size
 
 
-def plan_model(source: str, *, cls: str | None = None, dtype: str | None = None) -> AbstractModel:
+def plan_model(
+    source: str,
+    *,
+    cls: str | None = None,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    lora_rank: int | None = None,
+) -> AbstractModel:
     """The abstract model that a preset or a configuration describes.
 
     Args:
@@ -38,6 +46,8 @@ def plan_model(source: str, *, cls: str | None = None, dtype: str | None = None)
             that is not on this machine KerasHub fetches the configuration only.
         cls: The name of a KerasHub class, such as `Gemma3CausalLM`; None is the backbone that the configuration names.
         dtype: The dtype policy, such as `bfloat16`; None is what `from_preset` would take.
+        quantize: The mode to quantize to, as in `from_preset`.
+        lora_rank: The rank of LoRA pairs that the model is to have, as in `from_preset`.
 
     Raises:
         CheckpointError: There is no such preset, file or folder, or KerasHub cannot read it.
@@ -48,7 +58,9 @@ def plan_model(source: str, *, cls: str | None = None, dtype: str | None = None)
     models: Any = keras_hub.models
     target = models.Backbone
     # A task's preprocessor needs vocabularies, and a plan no texts.
-    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    options: dict[str, Any] = {"quantize": quantize, "lora_rank": lora_rank}
+    if dtype is not None:
+        options["dtype"] = dtype
     if cls is not None:
         target = getattr(models, cls, None)
         if target is None:
@@ -68,7 +80,7 @@ def plan_model(source: str, *, cls: str | None = None, dtype: str | None = None)
         has_weights = any(next(Path(source).glob(pattern), None) for pattern in _WEIGHTS)
         return _from_folder(target, source, source, has_weights, options)
     try:
-        return abstract_from_preset(target, source, load_weights=False, **options)
+        return _abstract(target, source, False, options)
     except (CheckpointError, LazyModelError):
         raise
     except Exception as error:  # each of the hubs that KerasHub asks has errors of its own
@@ -76,6 +88,13 @@ def plan_model(source: str, *, cls: str | None = None, dtype: str | None = None)
             f"cannot get the configuration of preset {source!r} ({type(error).__name__}: {error}). It is fetched from "
             "the network unless it was before; give a folder or a config.json instead"
         ) from error
+
+
+def _abstract(target: Any, preset: str, load: bool, options: Mapping[str, Any]) -> AbstractModel:
+    with warnings.catch_warnings():
+        # Keras has one for every normalization layer, and a plan shows what is quantized.
+        warnings.filterwarnings("ignore", message="Layer .* does not have a `quantize`")
+        return abstract_from_preset(target, preset, load_weights=load, **options)
 
 
 def _from_folder(target: Any, folder: str, source: str, load: bool, options: Mapping[str, Any]) -> AbstractModel:
@@ -91,7 +110,7 @@ def _from_folder(target: Any, folder: str, source: str, load: bool, options: Map
                 "model_type (Hugging Face) and architecture (timm)"
             )
     try:
-        return abstract_from_preset(target, folder, load_weights=load, **options)
+        return _abstract(target, folder, load, options)
     except CheckpointError as error:
         raise CheckpointError(str(error).replace(folder, source)) from error
     except (TypeError, AttributeError, IndexError) as error:  # a configuration with values of other types

@@ -11,17 +11,18 @@ import contextlib
 import dataclasses
 import functools
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 
-from lazymodel import CheckpointError, LazyModelError, LazyTensor, StoredTensor
+from lazymodel import CheckpointError, LazyModelError, LazyTensor, MismatchedTensor, StoredTensor
 from lazymodel._file_source import FileSource
-from lazymodel._load_report import unused_tensors
+from lazymodel._load_report import stored_tensors, unused_tensors
 from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel_keras import _upstream, _weight_files
 
@@ -99,7 +100,7 @@ class Recording:
     Attributes:
         recorded: What was recorded, by `id` of the variable, in order of creation.
         files: The weight files that were opened, by path; while `on_loaded` is called, those of that call.
-        problems: Assignments that did not fit their variable.
+        problems: Assignments that did not fit their variable, as errors and as what a report says.
         on_loaded: Where it is wanted at once, called with an object whose weights were just loaded, what loaded them,
             for messages, and whether only some of a file's tensors were wanted.
         loading: Whether a call that loads weights is running; only the outermost one counts.
@@ -110,7 +111,7 @@ class Recording:
         self.verify = verify
         self.recorded: dict[int, RecordedVariable] = {}
         self.files: dict[str, OpenedFile] = {}
-        self.problems: list[tuple[RecordedVariable, CheckpointError]] = []
+        self.problems: list[tuple[RecordedVariable, CheckpointError, MismatchedTensor]] = []
         self.on_loaded: Callable[[Any, str, bool], None] | None = None
         self.loading = False
         self.optimizers: list[tuple[weakref.ref[Any], list[weakref.ref[Any]]]] = []
@@ -215,12 +216,22 @@ class Recording:
             self.recorded[id(variable)] = recorded
             variable.assign = functools.partial(self._assign, recorded)
 
+    def holds_nothing_for(self, variable: Any) -> bool:
+        """Whether a variable is recorded and nothing was assigned to it."""
+        recorded = self.recorded.get(id(variable))
+        return recorded is not None and recorded.reference() is variable and recorded.value is None
+
     def _assign(self, recorded: RecordedVariable, value: Any) -> Any:
         """What `variable.assign` does while the variable is abstract."""
         variable: Any = recorded.reference()
         if _upstream.current_scope() is not self.scope:
             return type(variable).assign(variable, value)  # Keras is tracing: the value belongs to the nested scope
         if isinstance(value, keras.Variable):
+            other = self.recorded.get(id(value))
+            if other is not None and value._value is None and value.shape == variable.shape:
+                # Read from the same tensor, or initialized by the same program: the copy that it would be.
+                recorded.value, recorded.initializer, recorded.seed = other.value, other.initializer, other.seed
+                return value
             value = value.value
         if not isinstance(value, LazyTensor):
             value = value if hasattr(value, "shape") else np.asarray(value)
@@ -230,14 +241,26 @@ class Recording:
                 f"{variable.path!r}: expected shape {tuple(variable.shape)}, found {tuple(value.shape)}{where}; "
                 "is this the checkpoint of another configuration?"
             )
-            self.problems.append((recorded, error))
+            tensor = stored_tensors(value, variable.path)[0]
+            misfit = MismatchedTensor(variable.path, tensor, tuple(variable.shape), tuple(value.shape))
+            self.problems.append((recorded, error, misfit))
             raise error
         recorded.value = value
         return value
 
     def unresolved_problems(self) -> list[CheckpointError]:
         """Mismatches that no later assignment made good; Keras' loader tries several ways, and some may fail."""
-        return list({id(recorded): error for recorded, error in self.problems if recorded.value is None}.values())
+        return list({id(recorded): error for recorded, error, _ in self.problems if recorded.value is None}.values())
+
+    def mismatched_tensors(self, variables: Iterable[Any]) -> tuple[MismatchedTensor, ...]:
+        """The tensors that some variables were left without because of their shapes."""
+        kept = {id(variable) for variable in variables}
+        found = {
+            id(recorded): misfit
+            for recorded, _, misfit in self.problems
+            if recorded.value is None and id(recorded.reference()) in kept
+        }
+        return tuple(found.values())
 
     def forget(self, variable: Any) -> None:
         """Takes a variable out of the recording: from now on it is an ordinary Keras variable."""
@@ -332,6 +355,18 @@ def _install(undo: contextlib.ExitStack) -> None:
             recording.optimizers.append((weakref.ref(self), [weakref.ref(variable) for variable in variables]))
 
     replace(undo, _upstream.OptimizerBase, "build", build)
+    original_copy = _upstream.OPS.copy
+
+    @functools.wraps(original_copy)
+    def copy(x: Any) -> Any:
+        # ScheduleFreeAdamW assigns copies of the variables to its own. What is assigned may as well be the variable:
+        # it has no value yet. Others may keep the copy, so they are given one.
+        recording = active()
+        abstract = recording is not None and isinstance(x, keras.Variable) and id(x) in recording.recorded
+        building = abstract and isinstance(sys._getframe(1).f_locals.get("self"), keras.Optimizer)
+        return x if building and x._value is None else original_copy(x)
+
+    replace(undo, _upstream.OPS, "copy", copy)
     _weight_files.patch(undo, active)
     from lazymodel_keras import _quantize  # which builds on this module
 

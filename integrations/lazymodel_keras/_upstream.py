@@ -26,17 +26,17 @@ from keras.src.backend.common import global_state
 # The scope that is current: assignments made while Keras traces (in a nested scope) are not the model's own values.
 # `keras.StatelessScope` is public, the question "which one am I in" is not.
 from keras.src.backend.common.stateless_scope import get_stateless_scope
-from keras.src.quantizers import quantizers as _quantizer_functions
-
-# Where Keras opens and reads `.weights.h5` and `.weights.json`. `_load_state` accepts only instances of these classes,
-# and they are made inside `load_weights`, so there is no argument through which a lazy store could be passed.
-from keras.src.saving.saving_lib import H5IOStore
 
 # The modules in which `keras.saving.load_model` looks up what reads an Orbax checkpoint (whole, through Orbax), the
 # weights of a `.keras` file (into memory, where there is room) and those of a legacy HDF5 file.
 from keras.src.legacy.saving import legacy_h5_format as _legacy_h5_format
+from keras.src.quantizers import quantizers as _quantizer_functions
 from keras.src.saving import saving_api as _saving_api
 from keras.src.saving import saving_lib as _saving_lib
+
+# Where Keras opens and reads `.weights.h5` and `.weights.json`. `_load_state` accepts only instances of these classes,
+# and they are made inside `load_weights`, so there is no argument through which a lazy store could be passed.
+from keras.src.saving.saving_lib import H5IOStore
 
 # The name that Keras gives to an object without one, up to its number.
 from keras.src.utils.naming import to_snake_case

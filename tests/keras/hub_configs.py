@@ -43,6 +43,7 @@ class HubModel:
         load: What `from_preset` needs besides the preset.
         build_error: A regex of the error with which stock KerasHub fails to build the model. Empty where it does not.
         load_error: The same for saving it as a preset and loading that again.
+        reason: In words, why there is one of these errors.
     """
 
     name: str
@@ -52,6 +53,7 @@ class HubModel:
     load: dict[str, Any] = dataclasses.field(default_factory=dict)
     build_error: str = ""
     load_error: str = ""
+    reason: str = ""
 
 
 def open_inputs(model: Any, **given: Callable[[tuple[int, ...]], Any] | tuple[int, ...]) -> Any:
@@ -160,10 +162,10 @@ _backbone(M.GemmaBackbone, {**_DECODER, "head_dim": 4, "use_post_ffw_norm": True
 _backbone(M.GptOssBackbone, {**_DECODER, "num_experts": 4, "sliding_window": 4, "head_dim": 4})
 _backbone(M.LlamaBackbone, _DECODER)
 _backbone(M.Llama3Backbone, _DECODER)
-# Its configuration does not keep `tie_word_embeddings`.
 _backbone(
     M.Llama3Backbone, {**_DECODER, "tie_word_embeddings": True}, remark="tied",
     load_error="'token_embedding' expected 2 variables, but received 0",
+    reason="`get_config` leaves out `tie_word_embeddings`",
 )  # fmt: skip
 _backbone(M.MistralBackbone, _DECODER)
 _backbone(M.MixtralBackbone, {**_DECODER, "num_experts": 4})
@@ -306,10 +308,9 @@ _EFFICIENT_NET = {
     "stackwise_nores_option": [False, False], "input_shape": (None, None, 3),
 }  # fmt: skip
 _backbone(M.EfficientNetBackbone, _EFFICIENT_NET)
-# Its configuration does not keep `num_features`.
 _backbone(
     M.EfficientNetBackbone, {**_EFFICIENT_NET, "num_features": 16}, remark="narrow",
-    load_error="objects could not be loaded",
+    load_error="objects could not be loaded", reason="`get_config` leaves out `num_features`",
 )  # fmt: skip
 _backbone(M.HGNetV2Backbone, {**_HGNET, "image_shape": (_IMAGE, _IMAGE, 3)})
 _backbone(M.MiTBackbone, _MIT)
@@ -725,8 +726,10 @@ def _task(cls: Any, **fields: Any) -> None:
 
 # Errors of KerasHub's own.
 _TASK_ERRORS: dict[str, dict[str, str]] = {
-    # The preset loader takes every saved dtype for a serialized policy; Moonshine's is a name.
-    "MoonshineAudioToText": {"load_error": "'str' object has no attribute 'get'"},
+    "MoonshineAudioToText": {
+        "load_error": "'str' object has no attribute 'get'",
+        "reason": "the preset loader takes a saved dtype for a serialized policy, and this backbone's is a name",
+    },
 }
 
 for _names in exported(M.Task).values():

@@ -184,6 +184,10 @@ def _decoder(model_type: str, extra: dict[str, Any]) -> tuple[dict[str, Any], di
             f"{layer}.self_attn.v_proj.weight": (kv_heads * head, hidden),
             f"{layer}.self_attn.o_proj.weight": (hidden, heads * head),
         }
+        if model_type in ("qwen3_moe", "gemma3_text"):
+            shapes |= {f"{layer}.self_attn.{name}_norm.weight": (head,) for name in "qk"}
+        if model_type == "gemma3_text":
+            shapes |= {f"{layer}.{name}_feedforward_layernorm.weight": (hidden,) for name in ("pre", "post")}
         if model_type == "mixtral":
             shapes[f"{layer}.block_sparse_moe.gate.weight"] = (4, hidden)
             for expert in range(4):
@@ -192,6 +196,15 @@ def _decoder(model_type: str, extra: dict[str, Any]) -> tuple[dict[str, Any], di
                     f"{prefix}.w1.weight": (inner, hidden),
                     f"{prefix}.w2.weight": (hidden, inner),
                     f"{prefix}.w3.weight": (inner, hidden),
+                }
+        elif model_type == "qwen3_moe":
+            shapes[f"{layer}.mlp.gate.weight"] = (4, hidden)
+            for expert in range(4):
+                prefix = f"{layer}.mlp.experts.{expert}"
+                shapes |= {
+                    f"{prefix}.gate_proj.weight": (inner, hidden),
+                    f"{prefix}.up_proj.weight": (inner, hidden),
+                    f"{prefix}.down_proj.weight": (hidden, inner),
                 }
         else:
             shapes |= {
@@ -283,6 +296,16 @@ _HUGGING_FACE: dict[str, Callable[[], tuple[dict[str, Any], dict[str, tuple[int,
         "mixtral",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 512, "output_router_logits": False},
     ),
+    "mistral": lambda: _decoder("mistral", {}),
+    "qwen3_moe": lambda: _decoder(
+        "qwen3_moe",
+        {
+            "head_dim": 4, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2,
+            "norm_topk_prob": True, "decoder_sparse_step": 1, "sliding_window": None, "router_aux_loss_coef": 0.001,
+        },
+    ),
+    # An embedding model: its last two projections are in files of their own.
+    "gemma3_text": lambda: _decoder("gemma3_text", {"head_dim": 4, "use_bidirectional_attention": True}),
     "bert": _bert,
     "vit": _vit,
-}
+}  # fmt: skip

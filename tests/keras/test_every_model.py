@@ -21,6 +21,7 @@ from lazymodel_keras._model import model_variables, record
 
 from .hub_configs import BACKBONES, TASKS, HubModel, exported
 from .models import assert_same, bits, randomize, seeded
+from .support_table import PAGE, row
 
 # KerasHub's own layers cause these; none of them concerns how variables are made.
 pytestmark = [
@@ -122,6 +123,25 @@ def test_round_trip(name: str, tmp_path: Path, mesh8: Mesh) -> None:
 @pytest.mark.parametrize("name", [name for name in _MODELS if name not in _REPRESENTATIVE])
 def test_all_round_trips(name: str, tmp_path: Path, mesh8: Mesh) -> None:
     _round_trip(name, tmp_path / "preset", mesh8)
+
+
+def test_the_page_has_every_class() -> None:
+    """The table in the documentation, where it is of the KerasHub that is installed."""
+    text = PAGE.read_text()
+    if f"KerasHub {keras_hub.__version__}," not in text:
+        pytest.skip(f"the page is of another version than KerasHub {keras_hub.__version__}")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
+    assert [cells[0].removeprefix("| ") for cells in rows] == list(_MODELS)
+    for cells, model in zip(rows, _MODELS.values(), strict=True):
+        assert (cells[1] == "✓") == (not model.build_error), model.name
+        assert (cells[3] == "✓") == (not model.build_error and not model.load_error), model.name
+        assert bool(model.reason) == bool(model.build_error or model.load_error), model.name
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", _MODELS)
+def test_all_rows_of_the_page(name: str) -> None:
+    assert row(_MODELS[name]) in PAGE.read_text().splitlines()
 
 
 def _nbytes(variable: Any) -> int:

@@ -79,6 +79,25 @@ def test_training_with_lora(config: str, capsys: Any) -> None:
     assert one["parts"]["optimizer state"] == 2 * trainable
 
 
+def test_a_quantized_model(config: str, tmp_path: Path, capsys: Any) -> None:
+    """What is planned is the quantized model itself, whether there are weights or not."""
+    options = ("--mesh", "model=8", "--quantize", "int8")
+    found = plan(capsys, config, *options)
+    paths = {row["path"]: row for row in found["variables"]}
+    assert paths["token_embedding/embeddings"]["dtype"] == "int8"
+    assert paths["token_embedding/embeddings_scale"]["shape"] == [512]
+    assert found["read_nbytes"] == 0
+    floats = plan(capsys, config, "--mesh", "model=8")
+    assert found["device_nbytes"] < 0.3 * floats["device_nbytes"]
+    train = plan(capsys, config, *options, "--lora-rank", "4", "--optimizer", "adam")
+    assert "decoder_block_0/attention/query/lora_kernel_a" in {row["path"] for row in train["variables"]}
+
+    folder = str(save_preset(tmp_path / "gemma", "gemma"))
+    found = plan(capsys, folder, *options)
+    assert found["read_nbytes"] == plan(capsys, folder, "--mesh", "model=8")["read_nbytes"], "the float weights"
+    assert {row["action"] for row in found["variables"]} == {"load"}
+
+
 def test_forward_and_training_are_compiled(config: str, capsys: Any) -> None:
     options = ("--mesh", "data=2,model=4", "--class", "GemmaCausalLM", "--batch", "4", "--sequence", "32")
     forward = plan(capsys, config, *options, "--compile", "forward")

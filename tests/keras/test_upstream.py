@@ -60,3 +60,38 @@ def test_undone_draws() -> None:
     second = keras.layers.Dense(2)
     assert first.name == second.name == "dense"
     assert first.kernel_initializer.seed == second.kernel_initializer.seed
+
+
+def test_every_optimizer_is_built_through_the_method_that_is_patched() -> None:
+    assert issubclass(keras.optimizers.Optimizer, _upstream.OptimizerBase)
+    variable = keras.Variable(np.zeros(3))
+    for name in ("Adam", "Adafactor", "SGD", "Muon"):
+        optimizer = getattr(keras.optimizers, name)()
+        optimizer.build([variable])
+        slots = [slots for slots in vars(optimizer).values() if isinstance(slots, list) and len(slots) == 1]
+        assert name == "SGD" or any(slot.shape == (3,) and slot is not variable for (slot,) in slots)
+
+
+def test_whole_models_are_read_through_functions_that_are_patched() -> None:
+    assert callable(_upstream.SAVING_LIB.is_memory_sufficient)
+    assert callable(_upstream.SAVING_API._load_model_from_orbax_checkpoint)
+    for name in ("load_subset_weights_from_hdf5_group", "load_optimizer_weights_from_hdf5_group"):
+        assert callable(vars(_upstream.LEGACY_H5)[name])
+    for store in (_upstream.SAVING_LIB.H5IOStore, _upstream.SAVING_LIB.ShardedH5IOStore):
+        assert "__setitem__" in vars(store)
+    keras.utils.clear_session()
+    assert _upstream.automatic_name(keras.layers.BatchNormalization) == keras.layers.BatchNormalization().name
+
+
+def test_what_layers_quantize_with_is_what_is_replaced() -> None:
+    for module in _upstream.QUANTIZERS:
+        for name in ("abs_max_quantize", "abs_max_quantize_grouped_with_zero_point", "pack_int4", "unpack_int4"):
+            assert vars(module)[name] is getattr(keras.quantizers, name)
+    for name in ("reshape", "transpose", "squeeze", "expand_dims"):
+        assert vars(_upstream.OPS)[name] is getattr(keras.ops, name)
+
+
+def test_kerashub_forgets_the_dtype_of_quantized_backbones() -> None:
+    """Once it does not, `_quantize.patch` is not needed."""
+    loader = _upstream.preset_loader_class()
+    assert loader({}, {}).get_backbone_kwargs(trainable=True) == ({"dtype": None}, {"trainable": True})

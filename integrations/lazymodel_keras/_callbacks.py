@@ -1,0 +1,221 @@
+"""A checkpoint callback that also saves where training was: epoch, data iterator, metadata of one's own; and how to
+read that back.
+
+Everything else is `keras.callbacks.OrbaxCheckpoint`, which saves sharded arrays from where they are, in the background,
+the best or the newest ones only. It has no place for these, and its steps do not say whether they count epochs or
+batches.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import keras
+
+from lazymodel import CheckpointError, LazyModelError, open_checkpoint
+from lazymodel.checkpoints._checkpoint import read_json_file
+
+_KEY = "lazymodel"  # ours among what else may be in a checkpoint's custom metadata
+_BYTES = "base64"
+_Stock: Any = getattr(keras.callbacks, "OrbaxCheckpoint", keras.callbacks.Callback)
+
+
+class TrainingCheckpoint(_Stock):
+    """`keras.callbacks.OrbaxCheckpoint` that saves the epoch, the state of a data iterator and metadata with each step.
+
+    The checkpoints are those of the stock callback, and are restored with `restore` or by Keras itself; what is added
+    is read with `training_state`.
+
+    Args:
+        directory: Where to save, as for the stock callback.
+        metadata: What else to save, of types that JSON has: a mapping, or a function that is called at each save.
+        **options: Those of the stock callback, such as `save_freq`, `max_to_keep`, `monitor` and `save_best_only`.
+
+    Raises:
+        LazyModelError: This version of Keras has no such callback.
+
+    Example:
+        >>> checkpoint = TrainingCheckpoint("checkpoints", metadata={"run": 3})
+        >>> model.fit(checkpoint.data(iterator), steps_per_epoch=100, epochs=10, shuffle=False, callbacks=[checkpoint])
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        metadata: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> None:
+        if _Stock is keras.callbacks.Callback:
+            raise LazyModelError(
+                f"Keras {keras.__version__} has no keras.callbacks.OrbaxCheckpoint; upgrade it: pip install -U keras"
+            )
+        super().__init__(os.fspath(directory), **options)
+        self.checkpointer = _Describing(self.checkpointer, self._describe)
+        self._metadata = metadata
+        self._epoch = 0
+        self._batch = 0
+        self._trained = 0
+        # (batches taken from the data, its state then), from what was trained on last to what was taken last.
+        self._states: collections.deque[tuple[int, Any]] = collections.deque()
+
+    def data(self, iterator: Any) -> Iterator[Any]:
+        """The batches of an iterator, for `fit`, with its state noted after each.
+
+        `fit` takes batches before it trains on them; what is saved with a step is the state after the last batch that
+        was trained on. Give `fit` `steps_per_epoch`, since it takes this for data without an end, and `shuffle=False`.
+
+        Args:
+            iterator: An iterator with `get_state()`, and `set_state(state)` to go on with, as Grain's have. A state is
+                bytes or of types that JSON has.
+
+        Raises:
+            LazyModelError: It has no `get_state`, or there are several processes, whose iterators have states of their
+                own.
+        """
+        if not callable(getattr(iterator, "get_state", None)):
+            raise LazyModelError(
+                f"expected an iterator with get_state() and set_state(), as Grain's have; got {type(iterator)}"
+            )
+        if jax.process_count() > 1:
+            raise LazyModelError(
+                "a checkpoint keeps the data state of one process only; save each process's own, in files named after "
+                "jax.process_index(), and give fit the iterator itself"
+            )
+        self._trained = 0
+        self._states = collections.deque([(0, iterator.get_state())])
+        return self._noted(iterator)
+
+    def _noted(self, iterator: Any) -> Iterator[Any]:
+        # A generator, which `data` is not so that it complains at once: it is what Keras takes for a stream of batches.
+        states = self._states
+        for count, batch in enumerate(iterator, 1):
+            states.append((count, iterator.get_state()))
+            yield batch
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch, self._batch = epoch, 0
+        super().on_epoch_begin(epoch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._trained += batch + 1 - self._batch
+        self._batch = batch + 1
+        while len(self._states) > 1 and self._states[1][0] <= self._trained:
+            self._states.popleft()
+        super().on_train_batch_end(batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._epoch, self._batch = epoch + 1, 0
+        super().on_epoch_end(epoch, logs)
+
+    def _describe(self) -> dict[str, Any]:
+        """What is saved besides the model."""
+        given = self._metadata() if callable(self._metadata) else self._metadata
+        described: dict[str, Any] = {"epoch": self._epoch, "batch": self._batch, "metadata": dict(given or {})}
+        if self._states:
+            described["data"] = _encode(self._states[0][1])
+        try:
+            json.dumps(described)
+        except (TypeError, ValueError) as error:
+            raise LazyModelError(f"metadata and data states are of types that JSON has, or bytes: {error}") from None
+        return {_KEY: described}
+
+
+class _Describing:
+    """An Orbax checkpointer that adds custom metadata to every step."""
+
+    def __init__(self, checkpointer: Any, describe: Callable[[], dict[str, Any]]) -> None:
+        self._checkpointer = checkpointer
+        self._describe = describe
+
+    def save_checkpointables(self, *args: Any, **options: Any) -> Any:
+        return self._checkpointer.save_checkpointables(*args, custom_metadata=self._describe(), **options)
+
+    def save_checkpointables_async(self, *args: Any, **options: Any) -> Any:
+        return self._checkpointer.save_checkpointables_async(*args, custom_metadata=self._describe(), **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._checkpointer, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingState:
+    """Where training was when a checkpoint was saved.
+
+    Attributes:
+        path: The folder of the step.
+        step: The step's number. The stock callback counts epochs from 0, or batches where `save_freq` is a number.
+        epoch: What to give `fit` as `initial_epoch`: the epochs that were completed. None where the stock callback
+            saved it, and the number of updates does not tell.
+        batch: Batches of the next epoch that were trained on already; 0 where epochs were saved.
+        metadata: What `TrainingCheckpoint` was given to save.
+        data: The state of its data iterator, for `set_state`; None if it had none.
+    """
+
+    path: str
+    step: int
+    epoch: int | None
+    batch: int
+    metadata: dict[str, Any]
+    data: Any
+
+
+def training_state(path: str | os.PathLike[str]) -> TrainingState:
+    """Where training was when an Orbax checkpoint was saved, by `TrainingCheckpoint` or the stock callback.
+
+    Args:
+        path: The folder of a step, or one of steps, of which the newest committed one is taken.
+
+    Raises:
+        CheckpointError: It is no such checkpoint, or what was saved with it cannot be read.
+    """
+    with open_checkpoint(path) as checkpoint:
+        item = getattr(checkpoint, "item", None)
+        folder = None if item is None else Path(item).parent
+        number = None if folder is None else folder.name.rpartition("_")[2]
+        if folder is None or number is None or not number.isdecimal():
+            raise CheckpointError(
+                f"{os.fspath(path)}: expected a step of an Orbax checkpoint, found {checkpoint.format}"
+            )
+        step = int(number)
+        updates = [
+            int(checkpoint[name].read())
+            for name in checkpoint
+            if name.startswith("optimizer_variables/") and name.endswith("/iteration") and checkpoint[name].shape == ()
+        ]
+    file = folder / "_CHECKPOINT_METADATA"
+    custom = read_json_file(file).get("custom_metadata") if file.exists() else None
+    ours = cast("dict[str, Any]", custom).get(_KEY) if isinstance(custom, dict) else None
+    if ours is None:
+        return TrainingState(str(folder), step, _stock_epoch(step, max(updates, default=0)), 0, {}, None)
+    try:
+        data = _decode(ours["data"]) if "data" in ours else None
+        return TrainingState(str(folder), step, int(ours["epoch"]), int(ours["batch"]), dict(ours["metadata"]), data)
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{file}: expected epoch, batch and metadata under {_KEY!r}, found {ours!r}") from error
+
+
+def _stock_epoch(step: int, updates: int) -> int | None:
+    """The epochs that were completed, where the stock callback's step is an epoch's number from 0.
+
+    It is that, or the number of batches. Epochs have the same number of updates each, at least one.
+    """
+    return step + 1 if updates > step and updates % (step + 1) == 0 else None
+
+
+def _encode(state: Any) -> Any:
+    return {_BYTES: base64.b64encode(state).decode()} if isinstance(state, bytes | bytearray) else state
+
+
+def _decode(state: Any) -> Any:
+    if isinstance(state, dict) and list(cast("dict[str, Any]", state)) == [_BYTES]:
+        return base64.b64decode(cast("dict[str, str]", state)[_BYTES], validate=True)
+    return state

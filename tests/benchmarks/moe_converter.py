@@ -1,0 +1,193 @@
+"""A Hugging Face mixture of experts onto 8 devices: stock `from_preset` against `lazymodel_keras.from_preset`.
+
+    python tests/benchmarks/moe_converter.py [--runs 3] [--json]
+
+The folder has the names and shapes of Qwen3-MoE, one tensor for every projection of every expert, in bfloat16: 1.1 GiB
+in 3 shards and an index. KerasHub's converter transposes each, joins two of them and stacks those of a layer; that is
+what is measured. The model is bfloat16 too, with experts split over the devices. Stock and ours take turns, each in its
+own process, with the page cache warm. Seconds are from the call until every array is ready; memory is the peak of
+private memory over what the process held before the call, as a multiple of the model's bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from _measure import Measurement, back_memory, emit, measured, run, virtual_devices
+
+BACKED = 5 << 29  # bytes that each process touches before it is measured, so that both find memory equally ready
+SHARDS = 3
+
+HIDDEN, HEADS, KV_HEADS, HEAD, INNER, EXPERTS, LAYERS, VOCABULARY = 1024, 16, 8, 64, 512, 32, 10, 32000
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "head_dim": HEAD,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "intermediate_size": 4 * HIDDEN,
+    "moe_intermediate_size": INNER,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "router_aux_loss_coef": 0.001,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
+# The published layout of Qwen3-MoE replicates experts: its rules match none of them.
+LAYOUT = {
+    ".*embeddings": ("model", None),
+    ".*(query|key|value)/kernel": (None, "model", None),
+    ".*attention_output/kernel": ("model", None, None),
+    ".*expert_bank.*": ("model", None, None),
+}
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the folder's tensors."""
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCABULARY, HIDDEN),
+    }
+    for index in range(LAYERS):
+        layer = f"model.layers.{index}"
+        found |= {
+            f"{layer}.input_layernorm.weight": (HIDDEN,),
+            f"{layer}.post_attention_layernorm.weight": (HIDDEN,),
+            f"{layer}.self_attn.q_proj.weight": (HEADS * HEAD, HIDDEN),
+            f"{layer}.self_attn.k_proj.weight": (KV_HEADS * HEAD, HIDDEN),
+            f"{layer}.self_attn.v_proj.weight": (KV_HEADS * HEAD, HIDDEN),
+            f"{layer}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD),
+            f"{layer}.self_attn.q_norm.weight": (HEAD,),
+            f"{layer}.self_attn.k_norm.weight": (HEAD,),
+            f"{layer}.mlp.gate.weight": (EXPERTS, HIDDEN),
+        }
+        for expert in range(EXPERTS):
+            prefix = f"{layer}.mlp.experts.{expert}"
+            found |= {
+                f"{prefix}.gate_proj.weight": (INNER, HIDDEN),
+                f"{prefix}.up_proj.weight": (INNER, HIDDEN),
+                f"{prefix}.down_proj.weight": (HIDDEN, INNER),
+            }
+    return found
+
+
+def save(folder: Path) -> None:
+    """Writes the folder, one shard at a time."""
+    import ml_dtypes
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    rng = np.random.default_rng(0)
+    tensors = list(shapes().items())
+    weight_map: dict[str, str] = {}
+    for shard in range(SHARDS):
+        file = f"model-{shard + 1:05}-of-{SHARDS:05}.safetensors"
+        part = tensors[len(tensors) * shard // SHARDS : len(tensors) * (shard + 1) // SHARDS]
+        values = {name: rng.standard_normal(shape, dtype=np.float32).astype(ml_dtypes.bfloat16) for name, shape in part}
+        save_file(values, folder / file)
+        weight_map |= dict.fromkeys(values, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def load(how: str, folder: Path) -> dict[str, Any]:
+    """In the child: one load onto 8 devices."""
+    import jax
+    import keras
+    import keras_hub
+    import numpy as np
+
+    import lazymodel_keras as lk
+
+    mesh = keras.distribution.DeviceMesh((8,), ["model"], keras.distribution.list_devices())
+    layout = keras.distribution.LayoutMap(mesh)
+    for path, axes in LAYOUT.items():
+        layout[path] = axes
+    keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="model"))
+    cls: Any = keras_hub.models.Qwen3MoeBackbone
+    keras.utils.set_random_seed(0)
+    jax.block_until_ready(jax.numpy.zeros(()) + 1)  # the backend itself is not what is measured
+    back_memory(BACKED)
+    with measured() as report:
+        if how == "stock":
+            model = cls.from_preset(str(folder), dtype="bfloat16")
+        else:
+            model = lk.from_preset(cls, str(folder), dtype="bfloat16", progress=False)
+        jax.block_until_ready([variable.value for variable in model.weights])
+        report["nbytes"] = sum(variable.value.nbytes for variable in model.weights)
+    digest = hashlib.sha256()
+    for variable in model.weights:
+        digest.update(np.asarray(variable.value).tobytes())
+    experts = [v.value for v in model.weights if "expert_bank" in v.path]
+    assert len(experts) == 2 * LAYERS and all(not value.sharding.is_fully_replicated for value in experts)
+    return report | {"digest": digest.hexdigest()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--child", nargs=2, metavar=("HOW", "FOLDER"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        how, folder = options.child
+        if how == "save":
+            with measured() as report:
+                save(Path(folder))
+        else:
+            report = load(how, Path(folder))
+        emit(report)
+        return
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = str(Path(temporary) / "qwen3_moe")
+        run([__file__, "--child", "save", folder])
+        results: dict[str, list[Measurement]] = {"stock": [], "ours": []}
+        for _ in range(options.runs):
+            for how, runs in results.items():
+                runs.append(run([__file__, "--child", how, folder], env=virtual_devices()))
+
+    digests = {m.result["digest"] for runs in results.values() for m in runs}
+    if len(digests) != 1:
+        raise SystemExit(f"stock and ours differ: {digests}")
+    nbytes = results["ours"][0].result["nbytes"]
+    summary = {
+        how: {
+            "seconds": statistics.median(m.seconds for m in runs),
+            "peak": statistics.median(m.peak_nbytes for m in runs) / nbytes,
+        }
+        for how, runs in results.items()
+    }
+    pairs = zip(results["stock"], results["ours"], strict=True)
+    summary["ratio"] = {"seconds": statistics.median(stock.seconds / ours.seconds for stock, ours in pairs)}
+    if options.json:
+        print(json.dumps(summary))
+        return
+    print(f"{nbytes / 2**30:.2f} GiB in bfloat16 onto 8 devices, {options.runs} runs each, medians")
+    for how in results:
+        seconds, peak = summary[how]["seconds"], summary[how]["peak"]
+        print(f"  {how:6} {seconds:6.2f} s   peak private memory {peak:.2f} × the model")
+    print("  every value equal bit for bit")
+    print(f"  ours is {summary['ratio']['seconds']:.1f} × as fast (median of pairs)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""A float preset quantized while it is loaded, against stock load-then-quantize; and a LoRA step on the same model.
+
+    python tests/benchmarks/quantize_preset.py [--preset FOLDER] [--mode int8] [--runs 3] [--lora] [--json]
+
+The model is a Gemma2 of 601 million parameters in float32 (2.2 GiB), saved once with `save_to_preset` unless a folder
+is given, and loaded onto 8 CPU devices. Stock and ours take turns, each in its own process, with the page cache warm.
+Seconds are from the call until every array is ready; memory is the peak of private memory over what the process held
+before the call. Values are compared bit for bit. `--lora` instead loads the model in bfloat16 with LoRA pairs of rank 8
+on all query and value projections, trains two steps on 8 devices, and tells what changed and the peaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from _measure import Measurement, back_memory, emit, measured, run, virtual_devices
+
+BACKED = 6 << 30  # bytes that each process touches before it is measured, so that both find memory equally ready
+MIB = 1 << 20
+BATCH, SEQUENCE = 8, 64
+ALLOWANCE = 0.15  # of the quantized size, which a peak may exceed together with the largest layer in float
+
+
+def distribute() -> None:
+    """In the child: 8 devices and KerasHub's own layout map."""
+    import jax
+    import keras
+    import keras_hub
+
+    warnings.simplefilter("ignore")  # of layers that have nothing to quantize
+    mesh = keras.distribution.DeviceMesh((1, 8), ["batch", "model"], keras.distribution.list_devices())
+    layout = keras_hub.models.GemmaBackbone.get_layout_map(mesh)
+    keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch"))
+    keras.utils.set_random_seed(0)
+    jax.block_until_ready(jax.numpy.zeros(()) + 1)  # the backend itself is not what is measured
+    back_memory(BACKED)
+
+
+def quantize(how: str, folder: str, mode: str) -> None:
+    """In the child: one load that ends in a quantized model."""
+    import jax
+    import keras_hub
+    import numpy as np
+
+    import lazymodel_keras as lk
+
+    distribute()
+    cls = keras_hub.models.GemmaBackbone
+    with measured() as report:
+        if how == "stock":
+            model = cls.from_preset(folder)
+            model.quantize(mode)
+        else:
+            model = lk.from_preset(cls, folder, quantize=mode, progress=False)
+        jax.block_until_ready([variable.value for variable in model.weights])
+    digest = hashlib.sha256()
+    for variable in sorted(model.weights, key=lambda variable: variable.path):
+        digest.update(np.asarray(variable.value).tobytes())
+    floats = lk.abstract_from_preset(cls, folder)
+    emit(
+        report
+        | {
+            "digest": digest.hexdigest(),
+            "nbytes": sum(variable.value.nbytes for variable in model.weights),
+            "float_nbytes": floats.nbytes,
+            "largest_nbytes": max(variable.nbytes for variable in floats.values()),
+        }
+    )
+
+
+def lora(folder: str) -> None:
+    """In the child: a load with LoRA pairs, and two steps of training."""
+    import jax
+    import keras
+    import keras_hub
+    import numpy as np
+
+    import lazymodel_keras as lk
+
+    def digests(model: Any) -> dict[str, str]:
+        return {v.path: hashlib.sha256(np.asarray(v.value).tobytes()).hexdigest() for v in model.variables}
+
+    distribute()
+    tokens = np.random.default_rng(0).integers(1, 1000, (BATCH, SEQUENCE + 1)).astype("int32")
+    inputs = {"token_ids": tokens[:, :-1], "padding_mask": np.ones((BATCH, SEQUENCE), "bool")}
+    with measured() as report:
+        start = time.monotonic()
+        model = lk.from_preset(
+            keras_hub.models.GemmaCausalLM,
+            folder,
+            preprocessor=None,
+            dtype="bfloat16",
+            lora_rank=8,
+            progress=False,
+        )
+        jax.block_until_ready([variable.value for variable in model.weights])
+        report["load_seconds"] = time.monotonic() - start
+        before = digests(model)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer=keras.optimizers.Adam(1e-3), loss=loss)
+        fitted = model.fit(inputs, tokens[:, 1:], batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    after = digests(model)
+    emit(
+        report
+        | {
+            "losses": fitted.history["loss"],
+            "nbytes": sum(v.value.nbytes for v in model.variables),
+            "pairs": sum("lora" in path for path in after),
+            "pair_nbytes": sum(v.value.nbytes for v in model.variables if "lora" in v.path),
+            "changed": sorted(path for path in before if before[path] != after[path]),
+            "devices": len({d for v in model.variables for d in v.value.sharding.device_set}),
+        }
+    )
+
+
+def report_quantize(folder: str, mode: str, runs: int) -> tuple[dict[str, Any], str]:
+    """Measures both ways; what they took, as numbers and as text."""
+    results: dict[str, list[Measurement]] = {"stock": [], "ours": []}
+    for _ in range(runs):
+        for how, measurements in results.items():
+            measurements.append(run([__file__, "--child", how, folder, mode], env=virtual_devices()))
+    if len({m.result["digest"] for measurements in results.values() for m in measurements}) != 1:
+        raise SystemExit("stock and ours differ")
+    found = results["ours"][0].result
+    nbytes, largest = found["nbytes"], found["largest_nbytes"]
+    allowed = (1 + ALLOWANCE) * nbytes + largest
+    summary: dict[str, Any] = {
+        how: {
+            "seconds": statistics.median(m.seconds for m in measurements),
+            "peak_nbytes": max(m.peak_nbytes for m in measurements),
+        }
+        for how, measurements in results.items()
+    }
+    summary |= {
+        "nbytes": nbytes,
+        "float_nbytes": found["float_nbytes"],
+        "largest_nbytes": largest,
+        "allowed_nbytes": int(allowed),
+    }
+    lines = [
+        f"{found['float_nbytes'] / MIB:,.0f} MiB in float32 to {nbytes / MIB:,.0f} MiB in {mode} on 8 devices, "
+        f"{runs} runs each; the largest layer has {largest / MIB:,.0f} MiB in float32"
+    ]
+    for how in results:
+        seconds, peak = summary[how]["seconds"], summary[how]["peak_nbytes"]
+        lines.append(
+            f"  {how:6} {seconds:6.2f} s (median)   peak private memory {peak / MIB:,.0f} MiB, "
+            f"{peak / nbytes:.2f} × the quantized model"
+        )
+    within = "within" if summary["ours"]["peak_nbytes"] <= allowed else "ABOVE"
+    lines.append(
+        f"  every value equal bit for bit; ours is {within} {allowed / MIB:,.0f} MiB, the quantized model and "
+        f"{ALLOWANCE:.0%} of it and the largest layer in float32"
+    )
+    return summary, "\n".join(lines)
+
+
+def report_lora(folder: str) -> tuple[dict[str, Any], str]:
+    """Measures a load and two training steps; what they took, as numbers and as text."""
+    measurement = run([__file__, "--child", "lora", folder, ""], env=virtual_devices())
+    found = measurement.result
+    loading = max(nbytes for moment, nbytes in measurement.samples if moment <= found["load_seconds"])
+    strangers = [path for path in found["changed"] if "lora" not in path]
+    if strangers:
+        raise SystemExit(f"training changed {strangers}")
+    text = (
+        f"{found['nbytes'] / MIB:,.0f} MiB in bfloat16 with {found['pairs']} LoRA factors of "
+        f"{found['pair_nbytes'] / MIB:.1f} MiB on {found['devices']} devices\n"
+        f"  loaded in {found['load_seconds']:.2f} s, peak private memory {loading / found['nbytes']:.2f} × the model\n"
+        f"  two steps of {BATCH} × {SEQUENCE} tokens in {measurement.seconds - found['load_seconds']:.2f} s, compiling "
+        f"included, peak {measurement.peak_nbytes / found['nbytes']:.2f} × the model\n"
+        f"  losses {', '.join(f'{loss:.3f}' for loss in found['losses'])}; "
+        f"{len(found['changed'])} of {found['pairs']} factors changed, and nothing else"
+    )
+    summary = {**found, "seconds": measurement.seconds, "peak_nbytes": measurement.peak_nbytes, "load_peak": loading}
+    return summary, text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--preset", metavar="FOLDER", help="a Gemma2 preset in float32; default: one is written")
+    parser.add_argument("--mode", default="int8", choices=("int8", "int4"))
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--child", nargs=3, metavar=("HOW", "FOLDER", "MODE"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        how, folder, mode = options.child
+        if how == "save":
+            from stream import save_preset
+
+            with measured() as report:
+                save_preset(Path(folder))
+            emit(report)
+        elif how == "lora":
+            lora(folder)
+        else:
+            quantize(how, folder, mode)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.preset
+        if folder is None:
+            folder = str(Path(temporary) / "gemma")
+            run([__file__, "--child", "save", folder, ""], env=virtual_devices(1))
+        summary, text = report_lora(folder) if options.lora else report_quantize(folder, options.mode, options.runs)
+    print(json.dumps(summary) if options.json else text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Every model type that KerasHub converts, loaded lazily from a folder in its own names: bit for bit as stock does it.
+
+The default suite does this for a few kinds of converters, `-m large -k converters` for all.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras_hub
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from keras_hub.src.utils.preset_utils import get_preset_loader  # which class a folder is for; not exported
+from keras_hub.src.utils.timm import convert_mobilenetv5  # its table of architectures
+from keras_hub.src.utils.timm.preset_loader import TimmPresetLoader
+from keras_hub.src.utils.transformers import convert_gemma3n  # its table of architectures
+from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader
+from safetensors.numpy import load_file
+
+import lazymodel as lm
+import lazymodel_keras as lk
+
+from ..conftest import child_environment
+from . import hugging_face_models
+from .converter_folders import ASKED_FOR, asked_for, write_asked_for, write_hugging_face
+from .hub_configs import MOBILENET_V5
+from .hugging_face_models import HUGGING_FACE
+from .models import assert_same, save_hugging_face, seeded, write_safetensors_folder
+
+# KerasHub's own layers cause these.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:(?s).*:UserWarning:keras"),
+    pytest.mark.filterwarnings("ignore:(?s).*:UserWarning:keras_hub"),
+]
+
+# Dtype of the file, files, and dtype of the model.
+_WAYS = [
+    (np.float32, 1, None), (ml_dtypes.bfloat16, 3, "bfloat16"), (np.float32, 3, "bfloat16"),
+    (ml_dtypes.bfloat16, 1, None),
+]  # fmt: skip
+
+
+# What converters compute instead of view: GPT-OSS' experts are stored as MXFP4, four bits each.
+_COMPUTED = r"experts/(gate_up|down)_proj$"
+
+
+def _check(
+    cls: Any, write: Callable[..., Path], what: Any, tmp_path: Path, mesh: Mesh, ways: Any = None, **load: Any
+) -> None:
+    """Loads the same folders in both ways."""
+    for index, (dtype, shards, model_dtype) in enumerate(ways or _WAYS):
+        folder = str(write(tmp_path / str(index), what, dtype=dtype, shards=shards))
+        cls = cls or get_preset_loader(folder).check_backbone_class()
+        given = {**load, "dtype": model_dtype} if model_dtype else dict(load)
+        stock = seeded(lambda cls=cls, folder=folder, given=given: cls.from_preset(folder, **given))
+        placed = {"mesh": mesh, "rules": lm.auto(), "on_unmatched": "ignore"} if index % 2 else {}
+        given |= placed
+        abstract = seeded(lambda cls=cls, folder=folder, given=given: lk.abstract_from_preset(cls, folder, **given))
+        eager = [path for path, value in abstract.sources.items() if not isinstance(value, lm.LazyTensor)]
+        # Buffers that models make while they are built are small; converters that compute values hold them.
+        assert [path for path in eager if not re.search(_COMPUTED, path) and abstract[path].nbytes > 4096] == []
+        ours = abstract.materialize()
+        assert_same(stock, ours, outputs=False)
+
+
+def test_every_model_type_is_in_the_tables() -> None:
+    """KerasHub's loaders name what they convert only in their source."""
+    source = inspect.getsource(TransformersPresetLoader.__init__)
+    assert set(re.findall(r'"([a-z][a-z0-9_-]+)"', source)) - {"model_type"} == {
+        *(name.partition(" ")[0] for name in HUGGING_FACE),
+        "gemma3n",
+    }
+    prefixes = set(re.findall(r'"([a-z][a-z0-9]+)"', inspect.getsource(TimmPresetLoader.__init__))) - {"architecture"}
+    assert len(prefixes) > 8
+    assert [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in ASKED_FOR)] == []
+
+
+def test_experts_stay_on_disk_until_they_are_streamed(tmp_path: Path, mesh8: Mesh) -> None:
+    """The converter transposes, joins and stacks them; every byte is read once, for the device that it goes to."""
+    folder = str(save_hugging_face(tmp_path / "moe", "qwen3_moe", dtype=ml_dtypes.bfloat16, shards=3))
+    cls = keras_hub.models.Qwen3MoeBackbone
+    stock = seeded(lambda: cls.from_preset(folder, dtype="bfloat16"))
+    abstract = seeded(lambda: lk.abstract_from_preset(cls, folder, dtype="bfloat16", mesh=mesh8, rules=lm.auto()))
+    experts = [path for path in abstract if "expert_bank" in path]
+    assert len(experts) == 4
+    for path in experts:
+        assert isinstance(abstract.sources[path], lm.LazyTensor)
+        assert abstract[path].shard_nbytes * 8 == abstract[path].nbytes
+    reports: list[lm.LoadReport] = []
+    ours = abstract.materialize(report=reports.append)
+    assert reports[0].read_nbytes == reports[0].needed_nbytes == abstract.nbytes
+    assert_same(stock, ours, outputs=False)
+
+
+def test_a_converter_that_goes_through_a_narrower_dtype(tmp_path: Path) -> None:
+    """Mistral's casts to float16 whatever the file holds: what it loses is lost with us too."""
+    folder = save_hugging_face(tmp_path / "mistral", "mistral")
+    cls = keras_hub.models.MistralBackbone
+    ours = seeded(lambda: lk.from_preset(cls, str(folder)))
+    assert_same(seeded(lambda: cls.from_preset(str(folder))), ours, outputs=False)
+    stored = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    found = np.asarray(ours.get_layer("token_embedding").embeddings.value)
+    assert found.dtype == np.float32
+    assert not np.array_equal(found, stored)
+    np.testing.assert_array_equal(found, stored.astype("float16").astype("float32"))
+
+
+def test_a_converter_that_opens_files_itself(tmp_path: Path, mesh8: Mesh) -> None:
+    """Gemma 3's embedding models have two projections in folders of their own."""
+    folder = save_hugging_face(tmp_path / "gemma3", "gemma3_text")
+    rng = np.random.default_rng(0)
+    shapes = {"2_Dense": (3072, 32), "3_Dense": (32, 3072)}
+    projections = {name: rng.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
+    for name, values in projections.items():
+        write_safetensors_folder(folder / name, {}, {"linear.weight": values})
+    cls = keras_hub.models.Gemma3Backbone
+    ours = seeded(lambda: lk.from_preset(cls, str(folder), mesh=mesh8, rules=lm.auto(), on_unmatched="ignore"))
+    assert_same(seeded(lambda: cls.from_preset(str(folder))), ours, outputs=False)
+    for layer, values in zip(("pooling_dense_1", "embedding_projection"), projections.values(), strict=True):
+        kernel = ours.get_layer(layer).kernel.value
+        np.testing.assert_array_equal(kernel, values.T)
+        assert not kernel.is_fully_replicated
+
+
+def test_timm(tmp_path: Path, mesh8: Mesh) -> None:
+    """Against the tensors themselves: stock takes its time to build and assign a whole ResNet."""
+    made = asked_for("resnet18")
+    folder = str(write_asked_for(tmp_path / "resnet18", "resnet18", dtype=ml_dtypes.bfloat16, shards=2))
+    ours = lk.from_preset(made.cls, folder, mesh=mesh8, rules=lm.auto(), on_unmatched="ignore", **made.load)
+    found = {tuple(v.shape): np.asarray(v.value) for v in ours.weights if v.path.endswith("kernel")}
+    for name, axes in (("conv1.weight", (2, 3, 1, 0)), ("fc.weight", (1, 0))):
+        stored = made.tensors[name].transpose(axes).astype(ml_dtypes.bfloat16).astype("float32")
+        np.testing.assert_array_equal(found[stored.shape], stored)
+
+
+@pytest.fixture
+def tiny_mobilenet_v5(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only architecture of its converter has 294 million parameters."""
+    tiny = {**MOBILENET_V5, "layer_scale_init_value": 1e-5}
+    monkeypatch.setitem(convert_mobilenetv5.MODEL_CONFIGS, "mobilenetv5_300m", {"backbone": tiny})
+    monkeypatch.setitem(convert_gemma3n.MODEL_CONFIGS, "mobilenetv5_300m_enc", tiny)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all of `HUGGING_FACE`."""
+    pytest.importorskip("transformers", reason="needs transformers and torch, which make the original models")
+    out = tmp_path_factory.mktemp("made")
+    subprocess.run([sys.executable, hugging_face_models.__file__, str(out)], check=True, env=child_environment())
+    return out
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_all_of_hugging_face(name: str, made: Path, tmp_path: Path, mesh8: Mesh) -> None:
+    _check(None, write_hugging_face, made / name, tmp_path, mesh8)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", [name for name, original in HUGGING_FACE.items() if original.task])
+def test_all_heads_of_hugging_face(name: str, made: Path, tmp_path: Path, mesh8: Mesh) -> None:
+    cls = getattr(keras_hub.models, HUGGING_FACE[name].task)
+    _check(cls, write_hugging_face, made / name, tmp_path, mesh8, _WAYS[:2], preprocessor=None)
+
+
+# What KerasHub itself fails at, and with which error.
+_UPSTREAM = {"hgnetv2_b0": r"variable.shape=\(\), Received: value.shape=\(1,\)"}  # timm's scales have one axis
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", ASKED_FOR)
+@pytest.mark.usefixtures("tiny_mobilenet_v5")
+def test_all_of_timm(name: str, tmp_path: Path, mesh8: Mesh) -> None:
+    made = asked_for(name)
+    if name in _UPSTREAM:
+        with pytest.raises(ValueError, match=_UPSTREAM[name]):
+            made.cls.from_preset(str(write_asked_for(tmp_path / name, name)), **made.load)
+        return
+    # KerasHub's converter of Gemma 3n finds out which tensors there are by errors that only an index gives.
+    ways = _WAYS[1:3] if name == "gemma3n" else _WAYS[:2]
+    _check(made.cls, write_asked_for, name, tmp_path, mesh8, ways, **made.load)

@@ -1,0 +1,215 @@
+"""LoRA pairs: made on their devices, split like their kernels, and all that training changes."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from pathlib import Path
+from typing import Any
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import lazymodel as lm
+import lazymodel_keras as lk
+from tests.keras.models import assert_same, bits, save_preset, seeded
+
+pytestmark = pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize`:UserWarning")
+
+Backbone = keras_hub.models.Backbone
+GemmaCausalLM = keras_hub.models.GemmaCausalLM
+RULES = {r".*attention/(query|key|value)/kernel": P("model"), "token_embedding/embeddings": P("model")}
+QUERY = "decoder_block_0/attention/query"
+
+
+@pytest.fixture(scope="module")
+def preset(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_preset(tmp_path_factory.mktemp("lora") / "gemma", "gemma"))
+
+
+def batch() -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, 64, (8, 7)).astype("int32")
+    return {"token_ids": tokens[:, :-1], "padding_mask": np.ones((8, 6), "bool")}, tokens[:, 1:]
+
+
+def trained(model: Any) -> set[str]:
+    """Fits two steps; the paths of what changed."""
+    before = {variable.path: bits(variable) for variable in model.variables}
+    model.compile(
+        optimizer=keras.optimizers.Adam(1e-2), loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    )
+    losses = model.fit(*batch(), batch_size=8, epochs=2, shuffle=False, verbose=0).history["loss"]
+    assert np.isfinite(losses).all()
+    return {v.path for v in model.variables if not np.array_equal(before[v.path], bits(v))}
+
+
+def pairs_of(model: Any) -> dict[str, Any]:
+    return {variable.path: variable for variable in model.variables if "lora" in variable.path}
+
+
+@pytest.mark.parametrize("cls", [pytest.param(Backbone, marks=pytest.mark.large), GemmaCausalLM])
+def test_equals_enabling_it_on_the_loaded_model(preset: str, mesh8: Mesh, cls: Any) -> None:
+    options = {} if cls is Backbone else {"preprocessor": None}
+
+    def stock() -> Any:
+        model = cls.from_preset(preset, dtype="bfloat16", **options)
+        getattr(model, "backbone", model).enable_lora(4)
+        return model
+
+    expected = seeded(stock)
+    ours = seeded(
+        lambda: lk.from_preset(cls, preset, dtype="bfloat16", lora_rank=4, mesh=mesh8, rules=lm.auto(), **options)
+    )
+    assert_same(expected, ours, outputs=False)
+    assert [v.path for v in expected.trainable_variables] == [v.path for v in ours.trainable_variables]
+    assert {v.dtype for v in pairs_of(ours).values()} == {"float32"}
+    assert np.asarray(pairs_of(ours)[f"{QUERY}/lora_kernel_a"]).any()
+
+
+def test_pairs_are_split_like_their_kernels(preset: str, mesh8: Mesh) -> None:
+    abstract = lk.abstract_from_preset(Backbone, preset, lora_rank=2, mesh=mesh8, rules=RULES)
+    a, b = abstract[f"{QUERY}/lora_kernel_a"], abstract[f"{QUERY}/lora_kernel_b"]
+    assert (a.shape, a.spec, a.trainable, a.origin) == ((8, 32, 2), P("model"), True, "HeUniform")
+    assert (b.shape, b.spec) == ((2, 4), P())
+    assert not abstract[f"{QUERY}/kernel"].trainable
+    assert "which it belongs to" in str(abstract.explain(f"{QUERY}/lora_kernel_a"))
+    plan = abstract.plan(optimizer="adam")
+    sizes = [v.shard_nbytes for v in abstract.values() if "lora" in v.path]
+    assert plan.parts["optimizer state"] == 2 * sum(sizes)
+    model = abstract.materialize()
+    assert pairs_of(model)[f"{QUERY}/lora_kernel_a"].value.sharding.spec == P("model")
+
+    rules = {**RULES, ".*/lora_kernel_a": P(None, "model")}
+    abstract = lk.abstract_from_preset(Backbone, preset, lora_rank=2, mesh=mesh8, rules=rules)
+    assert abstract[f"{QUERY}/lora_kernel_a"].spec == P(None, "model"), "a rule goes before"
+
+
+def test_layout_maps_of_keras(preset: str, mesh8: Mesh) -> None:
+    devices = keras.distribution.DeviceMesh((1, 8), ("batch", "model"), list(mesh8.devices.flat))
+    layout = keras_hub.models.GemmaBackbone.get_layout_map(devices)
+    with keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch").scope():
+        kernel = lk.abstract_from_preset(Backbone, preset, lora_rank=2)[f"{QUERY}/kernel"].spec
+        model = lk.from_preset(Backbone, preset, lora_rank=2)
+        later = lk.from_preset(Backbone, preset)
+        lk.enable_lora(later, 2)
+    assert kernel == P("model", "batch", None)
+    for pairs in map(pairs_of, (model, later)):
+        variable = pairs[f"{QUERY}/lora_kernel_a"]
+        assert variable.value.sharding.spec == P("model", "batch")
+        variable.assign(np.ones(variable.shape))
+        assert variable.value.sharding.spec == P("model", "batch")
+
+
+@pytest.mark.parametrize("targets", [None, r".*/(query|ffw_linear)/kernel"])
+def test_enabled_afterwards(preset: str, mesh8: Mesh, targets: str | None) -> None:
+    model = lk.from_preset(GemmaCausalLM, preset, preprocessor=None, mesh=mesh8, rules=RULES)
+    lk.enable_lora(model, 2, targets)
+    pairs = pairs_of(model)
+    assert len(pairs) == 8
+    assert pairs[f"{QUERY}/lora_kernel_a"].value.sharding.spec == P("model")
+    assert all(len(variable.value.sharding.device_set) == 8 for variable in pairs.values())
+    assert model.trainable_variables == list(pairs.values())
+    assert_same(
+        seeded(lambda: enabled(lk.from_preset(Backbone, preset, mesh=mesh8, rules=RULES), targets)),
+        seeded(lambda: lk.from_preset(Backbone, preset, mesh=mesh8, rules=RULES, lora_rank=2, lora_targets=targets)),
+        outputs=False,
+    )
+
+
+def enabled(model: Any, targets: str | None) -> Any:
+    lk.enable_lora(model, 2, targets)
+    return model
+
+
+@pytest.mark.parametrize("quantize", [None, pytest.param("int8", marks=pytest.mark.large)])
+def test_training_changes_only_the_pairs(preset: str, mesh8: Mesh, quantize: str | None) -> None:
+    model = lk.from_preset(
+        GemmaCausalLM,
+        preset,
+        preprocessor=None,
+        dtype="bfloat16",
+        lora_rank=2,
+        quantize=quantize,
+        mesh=mesh8,
+        rules=lm.auto(),
+    )
+    kernels = {v.path: v.value.sharding for v in model.variables if v.path.endswith("/kernel")}
+    assert {v.dtype for v in model.non_trainable_variables} <= {"bfloat16", "int8", "uint32"}
+    assert trained(model) == set(pairs_of(model))
+    assert {path: sharding for path, sharding in kernels.items() if not sharding.is_fully_replicated}
+    assert kernels == {v.path: v.value.sharding for v in model.variables if v.path in kernels}
+
+
+def test_pairs_are_saved_and_loaded_alone(tmp_path: Path, preset: str, mesh8: Mesh) -> None:
+    options = {"lora_targets": r".*_1/attention/(key|query)/kernel", "lora_rank": 2}
+    model = lk.from_preset(Backbone, preset, mesh=mesh8, rules=RULES, **options)
+    rng = np.random.default_rng(0)
+    for variable in pairs_of(model).values():
+        variable.assign(rng.standard_normal(variable.shape))
+    assert len(pairs_of(model)) == 4
+    model.save_lora_weights(str(tmp_path / "pairs.lora.h5"))
+    assert (tmp_path / "pairs.lora.h5").stat().st_size < 20_000
+    other = lk.from_preset(Backbone, preset, **options)
+    other.load_lora_weights(str(tmp_path / "pairs.lora.h5"))
+    assert_same(model, other, outputs=False)
+
+    usual = lk.from_preset(Backbone, preset, mesh=mesh8, rules=RULES, lora_rank=2)
+    usual.save_lora_weights(str(tmp_path / "usual.lora.h5"))
+    stock = Backbone.from_preset(preset)
+    stock.load_lora_weights(str(tmp_path / "usual.lora.h5"))  # which enables them
+    assert_same(stock, usual, outputs=False)
+
+
+@pytest.mark.parametrize("how", [pytest.param("int8", marks=pytest.mark.large), "int4"])
+def test_quantized_bases(preset: str, mesh8: Mesh, how: str) -> None:
+    def stock() -> Any:
+        model = Backbone.from_preset(preset)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            gc.freeze()
+            model.quantize(how)
+            gc.unfreeze()
+        model.enable_lora(2)
+        return model
+
+    expected = seeded(stock)
+    ours = seeded(lambda: lk.from_preset(Backbone, preset, quantize=how, lora_rank=2, mesh=mesh8, rules=lm.auto()))
+    assert_same(expected, ours, outputs=False)
+    assert ours.get_layer("decoder_block_0").attention.query_dense.lora_kernel_a.shape == (8, 32, 2)
+
+
+def test_a_plain_model(mesh8: Mesh) -> None:
+    def build() -> Any:
+        return keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(8)])
+
+    abstract = lm.build_abstract(build).shard(mesh8, {".*/kernel": P(None, "model")}, on_unmatched="ignore")
+    model = abstract.materialize()
+    with pytest.raises(lm.LazyModelError, match="no KerasHub model and has no usual LoRA targets; say which"):
+        lk.enable_lora(model, 2)
+    lk.enable_lora(model, 2, ".*/kernel")
+    assert [v.value.sharding.spec for v in model.layers[0].trainable_variables][1:] == [P(), P(None, "model")]
+
+
+def test_errors(preset: str) -> None:
+    def load(**options: Any) -> Any:
+        return lk.abstract_from_preset(Backbone, preset, **options)
+
+    with pytest.raises(lm.LazyModelError, match="positive integer; got 0"):
+        load(lora_rank=0)
+    with pytest.raises(lm.LazyModelError, match="lora_targets was given without lora_rank"):
+        load(lora_targets=".*")
+    with pytest.raises(lm.LazyModelError, match=r"targets '\(' are not a regular expression"):
+        load(lora_rank=2, lora_targets="(")
+    with pytest.raises(lm.LazyModelError, match="gemma_backbone has no LoRA targets: expected variables that match"):
+        load(lora_rank=2, lora_targets="query")
+    model = lk.from_preset(Backbone, preset, lora_rank=2)
+    with pytest.raises(lm.LazyModelError, match="cannot be enabled on gemma_backbone: lora is already enabled"):
+        lk.enable_lora(model, 2)
+    config = keras.quantizers.Float8QuantizationConfig()
+    with pytest.raises(lm.LazyModelError, match="no LoRA for layers quantized with 'float8'"):
+        load(lora_rank=2, quantize=config)
