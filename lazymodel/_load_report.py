@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from lazymodel._computed import ComputedLeaf
 from lazymodel._errors import CheckpointError
 from lazymodel._geometry import Box, box_key, box_of
 from lazymodel._lazy_tensor import DividedLeaf, LazyTensor, Leaf
@@ -205,11 +206,11 @@ def make_report(
         source = choice.sources.get(path)
         if path in initializers:
             row = dataclasses.replace(row, action="initialize", initializer=initializers[path])
-        elif isinstance(source, LazyTensor) or path in choice.given:
+        elif path in choice.given or (isinstance(source, LazyTensor) and not is_initial(source)):
             tensors = stored_tensors(source, path)
             needed = needed_nbytes(source, shardings[path])
             row = dataclasses.replace(row, action="load", tensors=tensors, needed_nbytes=needed)
-        elif source is None:
+        elif source is None or is_initial(source):
             row = dataclasses.replace(row, action="initialize", initializer=variable.origin)
         rows.append(row)
     files = dict.fromkeys(tensor.file for row in rows for tensor in row.tensors if tensor.file)
@@ -266,6 +267,11 @@ def stored_tensors(source: Any, name: str) -> tuple[StoredTensor, ...]:
 def _unmapped(checkpoint: Mapping[str, Any]) -> tuple[StoredTensor, ...]:
     """What a mapping took nothing from, where the checkpoint is what `map_checkpoint` made of another one."""
     return unused_tensors(getattr(checkpoint, "source", {}), getattr(checkpoint, "unused", ()))
+
+
+def is_initial(source: Any) -> bool:
+    """Whether a source is computed from an initial value rather than from what a file has."""
+    return isinstance(source, LazyTensor) and isinstance(source.leaf, ComputedLeaf) and not source.file
 
 
 def unused_tensors(checkpoint: Mapping[str, Any], names: Iterable[str]) -> tuple[StoredTensor, ...]:

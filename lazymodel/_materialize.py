@@ -27,7 +27,15 @@ from lazymodel._file_source import BYTES_READ
 from lazymodel._init_programs import InitRecipe, run_recipes
 from lazymodel._jaxprs import key_impl
 from lazymodel._lazy_tensor import LazyTensor
-from lazymodel._load_report import Costs, LoadReport, MismatchedTensor, local_nbytes, make_report, stored_tensors
+from lazymodel._load_report import (
+    Costs,
+    LoadReport,
+    MismatchedTensor,
+    is_initial,
+    local_nbytes,
+    make_report,
+    stored_tensors,
+)
 from lazymodel._mapping import flat_checkpoint
 from lazymodel._report import Progress, closest, progress_for
 from lazymodel._sharding import device_shardings
@@ -360,7 +368,7 @@ def _origin(source: Source) -> str:
 
 def describe_sources(sources: Mapping[str, Source]) -> dict[str, str]:
     """For each path, where its value is read from, for people."""
-    return {path: _origin(source) for path, source in sources.items()}
+    return {path: _origin(source) for path, source in sources.items() if not is_initial(source)}
 
 
 __all__: Sequence[str] = ("Choice", "ReportTo", "choose", "describe_sources", "make_arrays", "materialize")

@@ -26,7 +26,7 @@ from lazymodel._device_memory import device_memory as known_memory
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._init_programs import InitProgram, InitRecipe, _by_devices
 from lazymodel._lazy_tensor import LazyTensor
-from lazymodel._load_report import stored_itemsize
+from lazymodel._load_report import is_initial, stored_itemsize
 from lazymodel._materialize import Choice, choose, describe_sources
 from lazymodel._plan_use import ACTIVATIONS, GRADIENTS, LORA, OPTIMIZER, PARAMETERS, Optimizer, Use
 from lazymodel._sharding import device_shardings
@@ -609,7 +609,7 @@ def _timeline(steps: Sequence[_Step], signature: Signature) -> Iterator[PlanStep
 
 
 def _action(choice: Choice, path: str) -> str:
-    if path not in choice.sources:
+    if path not in choice.sources or is_initial(choice.sources[path]):
         return "initialize"
     return "load" if isinstance(choice.sources[path], LazyTensor) else "constant"
 

@@ -162,6 +162,7 @@ def _announcing(function: Callable[..., Any], *, loaded: Callable[..., Any] = la
             recording.on_loaded(loaded(args, result), function.__qualname__, partly)
         finally:
             recording.loading = False
+            recording.close_files()
             recording.files = outer_files
         return result
 

@@ -168,6 +168,11 @@ class Recording:
             self.files[path] = OpenedFile(opener(path))
         return self.files[path]
 
+    def close_files(self) -> None:
+        """Closes the weight files that are open, so that they can be written again; tensors open them when read."""
+        for file in self.files.values():
+            file.tensors.close()
+
     def check_content(self, path: str) -> None:
         """Hashes a weight file and what belongs to it, once, where that is wanted; see `open`."""
         if self.verify is False:
@@ -186,7 +191,7 @@ class Recording:
         """Raises CheckpointError where content is to be verified; for values that come from no file that can be."""
         if self.verify is not False:
             self._unverified = CheckpointError(
-                f"cannot verify {what}: expected weights in a file that lazymodel reads itself (.weights.h5, .keras, "
+                f"cannot verify {what}: expected weights in a file that lazymodel reads itself (.h5, .keras, "
                 ".safetensors), found others. Leave verify= out if they are to be trusted."
             )
             raise self._unverified

@@ -76,8 +76,8 @@ def restore(
             for one copy of the state only: what `lazymodel.build_abstract` returned, not materialized yet; or, within
             `deferred()` or a function that is built abstractly, a model whose variables are still abstract.
         path: What `keras.callbacks.OrbaxCheckpoint` or `lk.TrainingCheckpoint` saved (the folder, for the newest step,
-            or a step's); or a `.keras`, `.weights.h5`, `.weights.json` or legacy `.h5` file. Of the latter only the
-            weights are restored; `load_model` restores all of it.
+            or a step's); or a `.keras`, `.weights.h5`, `.weights.json` or legacy `.h5` file, of which the last is
+            restored without its optimizer state.
         weights_only: Whether to leave optimizer, metrics and random states as they are; into an instance with another
             optimizer, say.
         strict: Whether a variable without a tensor, a tensor without a variable and a tensor of another shape are an
@@ -96,7 +96,11 @@ def restore(
     options: Any = {"max_host_memory": max_host_memory, "progress": progress, "report": report}
     where = os.fspath(path)
     if isinstance(model, AbstractModel):
-        return _restore_abstract(model, where, weights_only, strict).materialize(**options)
+        restored, recording = _restore_abstract(model, where, weights_only, strict)
+        try:
+            return restored.materialize(**options)
+        finally:
+            recording.close_files()
     recording = active()
     if recording is not None:
         others, recording.files = recording.files, {}  # this call answers for its own
@@ -120,6 +124,8 @@ def restore(
                 recording.forget(variable)
         _materialize(recording, model, {})
         raise
+    finally:
+        recording.close_files()
     return model
 
 
@@ -140,8 +146,10 @@ def load_model(
 ) -> Any:
     """Does what `keras.saving.load_model` does, with each variable read straight into its shards.
 
-    For `.keras` files and folders, legacy whole-model `.h5` files, and Orbax checkpoints that carry the model's
-    configuration. With `compile`, the optimizer's state is part of it. `deferred()` does the same for unchanged code.
+    For `.keras` files and folders, legacy whole-model `.h5` files (with `compile=False`: Keras builds their optimizers
+    for no variables), and Orbax checkpoints that carry the model's configuration, of which stock Keras leaves every
+    variable that now has another path at its initial value. With `compile`, the optimizer's state is loaded too.
+    `deferred()` does the same for unchanged code.
 
     Args:
         path: The file or folder.
@@ -222,6 +230,7 @@ def model_from_orbax(path: str | os.PathLike[str], custom_objects: Any, compile:
     """
     recording = active()
     assert recording is not None
+    recording.refuse_unverified(os.fspath(path))
     step = _step_folder(os.fspath(path))
     texts = step / "model_config" / "_strings.json"
     config = read_json_file(texts).get("config") if texts.exists() else None
@@ -283,8 +292,10 @@ def _on_mesh(model: Any, variables: Mapping[str, AbstractVariable]) -> dict[str,
     }
 
 
-def _restore_abstract(abstract: AbstractModel, path: str, weights_only: bool, strict: bool) -> AbstractModel:
-    """The abstract model with the checkpoint's tensors as sources, and an optimizer that is built."""
+def _restore_abstract(
+    abstract: AbstractModel, path: str, weights_only: bool, strict: bool
+) -> tuple[AbstractModel, Recording]:
+    """The abstract model with the checkpoint's tensors as sources and an optimizer that is built, and its recording."""
     skeleton = getattr(abstract.rebuild, "__self__", None)
     if not isinstance(skeleton, Skeleton) or skeleton.used:
         raise LazyModelError(
@@ -303,7 +314,7 @@ def _restore_abstract(abstract: AbstractModel, path: str, weights_only: bool, st
     new = from_skeleton(filled)
     own = {path: dataclasses.replace(abstract[path], origin=new[path].origin) for path in abstract}
     state = {path: variable for path, variable in new.items() if path not in own}
-    return dataclasses.replace(
+    restored = dataclasses.replace(
         new,
         variables={**own, **follow(state, own)},
         # The abstract model's own ways of initializing, which may have been changed since it was built.
@@ -311,6 +322,7 @@ def _restore_abstract(abstract: AbstractModel, path: str, weights_only: bool, st
         sources={**abstract.sources, **new.sources},
         programs=abstract.programs,
     )
+    return restored, recording
 
 
 # Keras' own files -----------------------------------------------------------------------------------------------------
@@ -320,7 +332,8 @@ def _read_keras(recording: Recording, model: Any, path: str, weights_only: bool,
     optimizer = getattr(model, "optimizer", None)
     state: list[str] = []
     if path.endswith((".keras", ".weights.h5", ".weights.json")):
-        state = [name for name in open_checkpoint(path) if name.startswith("optimizer/vars/")]
+        with open_checkpoint(path) as file:
+            state = [name for name in file if name.startswith("optimizer/vars/")]
     if optimizer is not None and state and not weights_only:
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
@@ -364,7 +377,7 @@ def _read_orbax(recording: Recording, model: Any, path: str, weights_only: bool,
     optimizer = None if weights_only else getattr(model, "optimizer", None)
     if optimizer is not None and names.get(_OPTIMIZER) and not optimizer.built:
         optimizer.build(model.trainable_variables)
-    automatic = {_upstream.automatic_name(type(layer)) for layer in _parts(model)} | {"seed_generator"}
+    automatic = {_upstream.automatic_name(type(part)) for part in _parts(model)} | {"seed_generator", "variable"}
 
     weights = {variable.path: variable for variable in model.variables}
     if weights_only:

@@ -65,7 +65,8 @@ def from_preset(
         quantize: `"int8"`, `"int4"`, `"float8"` or a `keras.quantizers.QuantizationConfig`: the result is the one of
             `model.quantize` after loading, but a kernel is quantized while it is read, and never exists whole in
             floating point. Schemes that calibrate with data (GPTQ, AWQ) need the loaded model. A quantizer of your own
-            in a configuration is run while building, with one layer's weights read at a time.
+            in a configuration is run while building, with one layer's weights read at a time. `"int4"` stores the
+            kernels of `EinsumDense` as matrices, so rules for their float shapes do not fit; `lazymodel.auto()` does.
         quantize_filters: Which layers, as the `filters` of `model.quantize`.
         lora_rank: As `model.backbone.enable_lora(lora_rank)` after loading (and quantizing), with every pair
             initialized on its devices and split like its kernel, unless a rule says otherwise.

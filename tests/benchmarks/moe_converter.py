@@ -54,7 +54,7 @@ LAYOUT = {
     ".*embeddings": ("model", None),
     ".*(query|key|value)/kernel": (None, "model", None),
     ".*attention_output/kernel": ("model", None, None),
-    ".*expert_bank.*": ("model", None, None),
+    ".*/experts/.*": ("model", None, None),
 }
 
 
@@ -136,7 +136,7 @@ def load(how: str, folder: Path) -> dict[str, Any]:
     digest = hashlib.sha256()
     for variable in model.weights:
         digest.update(np.asarray(variable.value).tobytes())
-    experts = [v.value for v in model.weights if "expert_bank" in v.path]
+    experts = [v.value for v in model.weights if "/experts/" in v.path]
     assert len(experts) == 2 * LAYERS and all(not value.sharding.is_fully_replicated for value in experts)
     return report | {"digest": digest.hexdigest()}
 

@@ -178,7 +178,7 @@ HUGGING_FACE: dict[str, Original] = {
         },
         finish=_untie,
     ),
-    "deit": Original("DeiTForImageClassification", {**_IMAGE, "num_labels": 5}, task="DeiTImageClassifier"),
+    "deit": Original("DeiTForImageClassificationWithTeacher", {**_IMAGE, "num_labels": 5}, task="DeiTImageClassifier"),
     "dinov2": Original("Dinov2Model", {**_IMAGE, "mlp_ratio": 2}),
     "dinov2_with_registers": Original("Dinov2WithRegistersModel", {**_IMAGE, "mlp_ratio": 2}),
     "dinov3_vit": Original("DINOv3ViTModel", _IMAGE),
@@ -275,7 +275,10 @@ HUGGING_FACE: dict[str, Original] = {
     "smollm3": Original("SmolLM3ForCausalLM", _DECODER),
     "swin": Original(
         "SwinForImageClassification",
-        {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "num_labels": 5},
+        {
+            "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4],
+            "window_size": 4, "num_labels": 5,
+        },
         task="SwinTransformerImageClassifier",
     ),
     "t5gemma": Original(

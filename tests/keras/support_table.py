@@ -39,8 +39,8 @@ The tests build a tiny one of each; where a class has several configurations tha
 - **build**: `lm.build_abstract` defers every variable; what is materialized is bit for bit what KerasHub initializes.
 - **shard**: `lm.auto()` has a place for every variable, and the model loads onto 8 devices.
 - **load**: `lk.from_preset` gives bit for bit what `from_preset` gives.
-- **LoRA**: how many layers `enable_lora` adapts by default; – where KerasHub has no default layers for the class.
-- **int8**: how many layers `quantize("int8")` changes; – where none can be.
+- **LoRA**: how many layers of the tiny backbone `enable_lora` adapts by default; – where KerasHub has none to adapt.
+- **int8**: how many of its layers `quantize("int8")` changes; – where none can be.
 
 Where KerasHub itself fails, the cell says how; a test fails once it does not any more.
 """
@@ -59,6 +59,8 @@ def row(model: HubModel) -> str:
     if model.build_error:
         return f"| {model.name} | {reason} | | | | |"
     load = reason if model.load_error else "✓"
+    if model.name in TASKS:
+        return f"| {model.name} | ✓ | ✓ | {load} | as its backbone | as its backbone |"
     return f"| {model.name} | ✓ | ✓ | {load} | {_adapted(model)} | {_quantized(model)} |"
 
 
@@ -75,9 +77,8 @@ def _zeros(model: HubModel) -> Any:
 
 def _adapted(model: HubModel) -> str:
     def adapt(built: Any) -> int:
-        backbone = getattr(built, "backbone", built)
-        backbone.enable_lora(2)
-        return sum(hasattr(layer, "lora_enabled") and layer.lora_enabled for layer in _layers(backbone))
+        built.enable_lora(2)
+        return sum(bool(getattr(layer, "lora_enabled", False)) for layer in _layers(built))
 
     return _counted(model, adapt)
 
@@ -101,7 +102,7 @@ def _counted(model: HubModel, action: Callable[[Any], int]) -> str:
         try:
             return str(action(_zeros(model)) or "–")
         except Exception as error:  # whatever KerasHub raises belongs into the table
-            return _cell(f"KerasHub: {type(error).__name__}: {str(error).splitlines()[0][:80]}")
+            return _cell(f"KerasHub: {type(error).__name__}: {str(error).splitlines()[0].partition('. ')[0]}")
 
 
 def page(rows: list[str]) -> str:
@@ -119,14 +120,13 @@ def main(names: list[str]) -> None:
     if names:
         print("\n".join(row(models()[name]) for name in names))
         return
-    rows = []
+    rows: list[str] = []
     for model in models().values():
         rows.append(row(model))
         print(f"{len(rows)} of {len(models())}: {rows[-1]}", file=sys.stderr, flush=True)
         if len(rows) % 20 == 0:
             jax.clear_caches()
     PAGE.write_text(page(rows))
-    print(f"{len(models())} rows in {PAGE}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ def test_a_quantized_model(config: str, tmp_path: Path, capsys: Any) -> None:
     assert paths["token_embedding/embeddings"]["dtype"] == "int8"
     assert paths["token_embedding/embeddings_scale"]["shape"] == [512]
     assert found["read_nbytes"] == 0
+    assert {row["action"] for row in found["variables"]} == {"initialize"}
     floats = plan(capsys, config, "--mesh", "model=8")
     assert found["device_nbytes"] < 0.3 * floats["device_nbytes"]
     train = plan(capsys, config, *options, "--lora-rank", "4", "--optimizer", "adam")
