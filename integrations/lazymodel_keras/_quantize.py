@@ -290,6 +290,8 @@ _QUANTIZERS: dict[str, Callable[[Any], Any]] = {
 
 def _install(undo: contextlib.ExitStack) -> None:
     for name, wrap in _QUANTIZERS.items():
+        if not hasattr(_upstream.QUANTIZERS[0], name):
+            continue  # Keras before 3.14 has no groups
         replacement = wrap(getattr(_upstream.QUANTIZERS[0], name))
         for module in _upstream.QUANTIZERS:
             replace(undo, module, name, replacement)

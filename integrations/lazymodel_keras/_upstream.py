@@ -126,7 +126,7 @@ def model_from_config(text: str, custom_objects: Any, compile: bool, safe_mode: 
 
 
 def load_assets(model: Any, assets: dict[str, Any]) -> None:
-    """Gives a model its files (vocabularies, say) from a nested dict of byte arrays."""
+    """Gives a model its files (vocabularies, say) from a nested dict of byte arrays; Keras 3.14 saves such."""
     _saving_lib._load_assets_from_dict(model, assets)
 
 

@@ -142,7 +142,7 @@ def _patch_whole_models(undo: contextlib.ExitStack, active: Callable[[], Any]) -
         legacy.load_subset_weights_from_hdf5_group,
         legacy.load_optimizer_weights_from_hdf5_group,
     )
-    load_orbax = interface._load_model_from_orbax_checkpoint
+    load_orbax = getattr(interface, "_load_model_from_orbax_checkpoint", None)
 
     def memory_sufficient(model: Any) -> Any:
         if active() is None:
@@ -170,12 +170,15 @@ def _patch_whole_models(undo: contextlib.ExitStack, active: Callable[[], Any]) -
 
     def load_from_orbax(filepath: Any, custom_objects: Any = None, compile: bool = True, safe_mode: bool = True) -> Any:
         if active() is None:
+            assert load_orbax is not None
             return load_orbax(filepath, custom_objects, compile, safe_mode)
         from lazymodel_keras._restore import model_from_orbax
 
         return model_from_orbax(filepath, custom_objects, compile, safe_mode)
 
     replace(undo, library, "is_memory_sufficient", memory_sufficient)
-    replace(undo, legacy, "load_subset_weights_from_hdf5_group", load_weights)
-    replace(undo, legacy, "load_optimizer_weights_from_hdf5_group", load_optimizer_weights)
-    replace(undo, interface, "_load_model_from_orbax_checkpoint", load_from_orbax)
+    if hasattr(legacy, "safe_get_h5_dataset"):  # else Keras before 3.14, which reads these files whole
+        replace(undo, legacy, "load_subset_weights_from_hdf5_group", load_weights)
+        replace(undo, legacy, "load_optimizer_weights_from_hdf5_group", load_optimizer_weights)
+    if load_orbax is not None:
+        replace(undo, interface, "_load_model_from_orbax_checkpoint", load_from_orbax)

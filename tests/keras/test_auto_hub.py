@@ -29,6 +29,10 @@ SOME = {
     "VGGBackbone": (1, 8),
 }
 WORKING = {name: model for name, model in BACKBONES.items() if not model.build_error}
+# Not compiled as one program: KerasHub looks at values meanwhile, and XLA:CPU cannot compile the FFT of sharded FNet.
+OP_BY_OP = ("StableDiffusion3Backbone", "StableDiffusion3Backbone (T5)", "FNetBackbone")
+# Its images have no inputs of a fixed shape; "Qwen3_5Backbone (text)" is the same without them.
+WITHOUT_INPUTS = ("Qwen3_5Backbone",)
 
 
 def hub_mesh(shape: tuple[int, int]) -> Mesh:
@@ -48,8 +52,10 @@ def check_specs(abstract: lm.AbstractModel, shape: tuple[int, int]) -> lm.Abstra
     return sharded
 
 
-def outputs(model: Any, inputs: Any) -> list[np.ndarray]:
+def outputs(model: Any, inputs: Any, *, op_by_op: bool) -> list[np.ndarray]:
     """What the model gives, by one compiled program: op by op, each op on eight devices would be compiled alone."""
+    if op_by_op:
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(model(inputs, training=False))]
 
     def forward(trainable: list[Any], rest: list[Any], inputs: Any) -> Any:
         return model.stateless_call(trainable, rest, inputs, training=False)[0]
@@ -65,9 +71,10 @@ def check_forward(hub_model: HubModel, shape: tuple[int, int], seed: int = 3) ->
     abstract = lm.build_abstract(hub_model.build)
     alone = abstract.materialize()
     inputs = hub_model.inputs(alone)
-    expected = outputs(alone, inputs)
+    op_by_op = hub_model.name in OP_BY_OP
+    expected = outputs(alone, inputs, op_by_op=op_by_op)
     sharded = check_specs(abstract, shape)
-    found = outputs(sharded.materialize(), inputs)
+    found = outputs(sharded.materialize(), inputs, op_by_op=op_by_op)
     for one, other in zip(expected, found, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-4, err_msg=f"{hub_model.name} {shape}")
 
@@ -87,6 +94,14 @@ def test_every_variable_gets_a_spec(name: str) -> None:
 
 @pytest.mark.large
 @pytest.mark.parametrize("name", WORKING)
+def test_every_variable_of_all_gets_a_spec(name: str) -> None:
+    abstract = lm.build_abstract(WORKING[name].build)
+    for shape in SHAPES:
+        check_specs(abstract, shape)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", [name for name in WORKING if name not in WITHOUT_INPUTS])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_forward_of_all_equals_one_device(name: str, shape: tuple[int, int]) -> None:
     with warnings.catch_warnings():
