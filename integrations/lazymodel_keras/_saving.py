@@ -2,8 +2,9 @@
 
 Keras asks every variable for a NumPy array. JAX makes one of the whole sharded array and keeps it with the array for as
 long as that lives: after `save_weights` or `save_to_preset` the host holds the model once more, and `model.save` writes
-to memory on top of that before it writes to disk. Here each variable is read from its shards into an array that dies
-once it is written. The files are as Keras writes them.
+to memory on top of that before it writes to disk. Here Keras is given stand-ins that know a variable's shape and dtype,
+and where HDF5 would copy one's values, these are written from the shards, a slab at a time. The files are as Keras
+writes them.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ import jax
 import keras
 import numpy as np
 
+from lazymodel._file_source import slabs
 from lazymodel._lazy_tensor import LazyTensor
 from lazymodel._save import DeviceLeaf
 from lazymodel_keras import _upstream
 from lazymodel_keras._recording import SharedPatches, replace
+
+_SLAB = 16 << 20  # bytes written at a time
 
 _thread = threading.local()
 
 
 @contextlib.contextmanager
 def streamed_saving() -> Generator[None, None, None]:
-    """Within the block, what Keras and KerasHub save takes one variable at a time through the host's memory.
+    """Within the block, what Keras and KerasHub save goes through the host's memory a few MiB at a time.
 
     For `model.save_to_preset`, `save_weights` (sharded too), `model.save` and callbacks that call them, such as
     `keras.callbacks.ModelCheckpoint` in a `fit` inside the block. What is in the files is the same. `model.save` of a
@@ -53,9 +57,26 @@ def streamed_saving() -> Generator[None, None, None]:
         _thread.streams = before
 
 
+class _StandIn(np.ndarray):
+    """An array without values of its own, for a variable whose values are to be written from its shards."""
+
+    tensor: LazyTensor
+
+    @classmethod
+    def of(cls, path: str, array: jax.Array) -> _StandIn:
+        tensor = LazyTensor(DeviceLeaf(path, array))
+        made = np.broadcast_to(np.zeros((), tensor.dtype), tensor.shape).view(cls)
+        made.tensor = tensor
+        return made
+
+
 def _install(undo: contextlib.ExitStack) -> None:
+    import h5py
+
     for store in (_upstream.SAVING_LIB.H5IOStore, _upstream.SAVING_LIB.ShardedH5IOStore):
         replace(undo, store, "__setitem__", _setting(vars(store)["__setitem__"]))
+    replace(undo, _upstream.BACKEND, "convert_to_numpy", _converting(_upstream.BACKEND.convert_to_numpy))
+    replace(undo, h5py.Group, "create_dataset", _creating(h5py.Group.create_dataset))
     original = _upstream.SAVING_LIB.is_memory_sufficient
 
     @functools.wraps(original)
@@ -76,14 +97,33 @@ def _streams() -> bool:
 def _setting(original: Any) -> Any:
     @functools.wraps(original)
     def setitem(self: Any, key: str, value: Any) -> None:
-        original(self, key, _on_host(value) if _streams() else value)
+        if _streams() and not isinstance(value, _StandIn):  # a sharded store's calls the other's
+            array = value.value if isinstance(value, keras.Variable) else value
+            if isinstance(array, jax.Array):
+                value = _StandIn.of(getattr(value, "path", "a value"), array)
+        original(self, key, value)
 
     return setitem
 
 
-def _on_host(value: Any) -> Any:
-    """The values in an array that nothing else holds."""
-    array = value.value if isinstance(value, keras.Variable) else value
-    if not isinstance(array, jax.Array):
-        return value
-    return np.asarray(LazyTensor(DeviceLeaf(getattr(value, "path", "a value"), array)))
+def _converting(original: Any) -> Any:
+    @functools.wraps(original)
+    def convert_to_numpy(x: Any) -> Any:
+        return x if isinstance(x, _StandIn) else original(x)
+
+    return convert_to_numpy
+
+
+def _creating(original: Any) -> Any:
+    @functools.wraps(original)
+    def create_dataset(
+        self: Any, name: Any, shape: Any = None, dtype: Any = None, data: Any = None, **options: Any
+    ) -> Any:
+        if not isinstance(data, _StandIn):
+            return original(self, name, shape, dtype, data, **options)
+        dataset = original(self, name, data.shape, data.dtype, **options)
+        for slab in slabs(data.shape, max(_SLAB // data.dtype.itemsize, 1)):
+            dataset[slab] = np.asarray(data.tensor[slab])
+        return dataset
+
+    return create_dataset

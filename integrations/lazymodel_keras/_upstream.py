@@ -14,6 +14,9 @@ from typing import Any
 
 import keras
 
+# Where Keras looks up `convert_to_numpy`, which copies every value whole before it is saved.
+from keras.src import backend as _backend
+
 # Where Keras' layers find the functions that they quantize with, and the operations that lay out the results. They take
 # arrays only, so lazy tensors need them replaced for a while, in every module that has their names.
 from keras.src import ops as _ops
@@ -45,6 +48,7 @@ _PENDING = "uninitialized_variables"
 _GLOBAL_SEED = "global_seed_generator"  # made when first drawn from, and part of no model
 _NAME_COUNTERS = "object_name_uids"  # how Keras numbers automatic names: dense, dense_1, …
 
+BACKEND: Any = _backend
 OPS: Any = _ops
 QUANTIZERS: tuple[Any, ...] = (_quantizers, _quantizer_functions)
 
