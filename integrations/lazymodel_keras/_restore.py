@@ -175,7 +175,7 @@ def load_model(
     ):
         if not is_orbax(path):
             return keras.saving.load_model(os.fspath(path), custom_objects, compile=compile, safe_mode=safe_mode)
-        model = model_from_orbax(path, custom_objects, compile, safe_mode)
+        model = model_from_orbax(path, custom_objects, compile, safe_mode, strict=strict)
         recording = active()
         assert recording is not None and recording.on_loaded is not None
         recording.on_loaded(model, "load_model", True)
@@ -222,7 +222,9 @@ def is_orbax(path: str | os.PathLike[str]) -> bool:
     return os.path.isdir(path) and not os.path.exists(os.path.join(path, "config.json"))
 
 
-def model_from_orbax(path: str | os.PathLike[str], custom_objects: Any, compile: bool, safe_mode: bool) -> Any:
+def model_from_orbax(
+    path: str | os.PathLike[str], custom_objects: Any, compile: bool, safe_mode: bool, *, strict: bool = True
+) -> Any:
     """The model that an Orbax checkpoint carries the configuration of, while a recording runs.
 
     Raises:
@@ -240,7 +242,7 @@ def model_from_orbax(path: str | os.PathLike[str], custom_objects: Any, compile:
             "saved with save_weights_only=True. Build the model and restore it with lazymodel_keras.restore."
         )
     model = _upstream.model_from_config(config, custom_objects, compile, safe_mode)
-    read_state(recording, model, os.fspath(step), weights_only=not compile)
+    read_state(recording, model, os.fspath(step), weights_only=not compile, strict=strict)
     if (step / "assets").is_dir():
         assets: dict[str, Any] = {}
         for name, tensor in open_checkpoint(step / "assets").items():
