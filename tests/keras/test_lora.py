@@ -205,7 +205,7 @@ def test_errors(preset: str) -> None:
         load(lora_targets=".*")
     with pytest.raises(lm.LazyModelError, match=r"targets '\(' are not a regular expression"):
         load(lora_rank=2, lora_targets="(")
-    with pytest.raises(lm.LazyModelError, match=r"gemma_backbone\S* has no LoRA targets: expected variables that match"):
+    with pytest.raises(lm.LazyModelError, match="has no LoRA targets: expected variables that match"):
         load(lora_rank=2, lora_targets="query")
     model = lk.from_preset(Backbone, preset, lora_rank=2)
     with pytest.raises(lm.LazyModelError, match=r"cannot be enabled on gemma_backbone\S*: lora is already enabled"):
