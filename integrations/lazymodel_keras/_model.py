@@ -146,7 +146,6 @@ def from_skeleton(skeleton: Skeleton) -> AbstractModel:
         variables |= follow_weights(variables, without_layout)
         related = {path: slot for path, slot in slots.items() if slot.sharding is None}
         variables |= follow(related, {path: v for path, v in variables.items() if path not in slots})
-    if distribution is not None:
         _warn_replicated(list(variables.values()))
     return AbstractModel(
         variables=variables,

@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import re
+import statistics
 import subprocess
 import sys
 import threading
@@ -70,6 +71,36 @@ def run(command: Sequence[str], *, env: dict[str, str] | None = None) -> Measure
     inside = [(moment - begin, nbytes - base) for moment, nbytes in samples if begin <= moment <= end]
     peak = max([nbytes for _, nbytes in inside] + [report.pop("final") - base])
     return Measurement(end - begin, peak, inside, report)
+
+
+def stock_and_ours(script: str, folder: str, runs: int) -> dict[str, list[Measurement]]:
+    """Runs `script --child stock FOLDER` and `script --child ours FOLDER` in turn; each reports its values' digest."""
+    results: dict[str, list[Measurement]] = {"stock": [], "ours": []}
+    for _ in range(runs):
+        for how, measurements in results.items():
+            measurements.append(run([script, "--child", how, folder], env=virtual_devices()))
+    digests = {m.result["digest"] for measurements in results.values() for m in measurements}
+    if len(digests) != 1:
+        raise SystemExit(f"stock and ours differ: {digests}")
+    return results
+
+
+def show_loads(results: dict[str, list[Measurement]], dtype: str, *, as_json: bool) -> None:
+    """Prints what `stock_and_ours` found of two ways to load a model, whose bytes they report."""
+    nbytes, runs = results["ours"][0].result["nbytes"], len(results["ours"])
+    seconds = {how: statistics.median(m.seconds for m in found) for how, found in results.items()}
+    peaks = {how: statistics.median(m.peak_nbytes for m in found) / nbytes for how, found in results.items()}
+    pairs = zip(results["stock"], results["ours"], strict=True)
+    ratio = statistics.median(stock.seconds / ours.seconds for stock, ours in pairs)
+    if as_json:
+        summary = {how: {"seconds": seconds[how], "peak": peaks[how]} for how in results}
+        print(json.dumps({**summary, "ratio": {"seconds": ratio}}))
+        return
+    print(f"{nbytes / 2**30:.2f} GiB in {dtype} onto 8 devices, {runs} runs each, medians")
+    for how in results:
+        print(f"  {how:6} {seconds[how]:6.2f} s   peak private memory {peaks[how]:.2f} × the model")
+    print("  every value equal bit for bit")
+    print(f"  ours is {ratio:.1f} × as fast (median of pairs)")
 
 
 def back_memory(nbytes: int) -> None:

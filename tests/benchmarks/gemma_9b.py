@@ -22,24 +22,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from _measure import Measurement, emit, measured, run, virtual_devices
+from build_abstract import MODELS
 
-# As the preset gemma2_9b_en has it; `intermediate_dim` counts the gate and its partner together, as KerasHub does.
-CONFIG = {
-    "vocabulary_size": 256000,
-    "num_layers": 42,
-    "num_query_heads": 16,
-    "num_key_value_heads": 8,
-    "hidden_dim": 3584,
-    "intermediate_dim": 28672,
-    "head_dim": 256,
-    "query_head_dim_normalize": True,
-    "use_post_ffw_norm": True,
-    "use_post_attention_norm": True,
-    "final_logit_soft_cap": 30.0,
-    "attention_logit_soft_cap": 50.0,
-    "sliding_window_size": 4096,
-    "use_sliding_window_attention": True,
-}
+CONFIG = MODELS["Gemma2-9B"][1]
 DIGESTS = "digests.json"
 
 

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
-import statistics
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from _measure import Measurement, back_memory, emit, measured, run, virtual_devices
+from _measure import Measurement, back_memory, emit, measured, run, show_loads, stock_and_ours, virtual_devices
 
 BACKED = 4 << 30  # bytes that each process touches before it is measured, so that both find memory equally ready
 
@@ -104,38 +102,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = str(Path(temporary) / "gemma")
         run([__file__, "--child", "save", folder], env=virtual_devices(1))
-        results: dict[str, list[Measurement]] = {"stock": [], "ours": []}
-        for _ in range(options.runs):
-            for how, runs in results.items():
-                runs.append(run([__file__, "--child", how, folder], env=virtual_devices()))
-
-    digests = {m.result["digest"] for runs in results.values() for m in runs}
-    if len(digests) != 1:
-        raise SystemExit(f"stock and ours differ: {digests}")
-    nbytes = results["ours"][0].result["nbytes"]
-    summary = {
-        how: {
-            "seconds": statistics.median(m.seconds for m in runs),
-            "peak": statistics.median(m.peak_nbytes for m in runs) / nbytes,
-        }
-        for how, runs in results.items()
-    }
-    summary["ratio"] = {
-        "seconds": statistics.median(
-            stock.seconds / ours.seconds for stock, ours in zip(results["stock"], results["ours"], strict=True)
-        )
-    }
-    if options.json:
-        print(json.dumps(summary))
-    else:
-        print(f"{nbytes / 2**30:.2f} GiB in float32 onto 8 devices, {options.runs} runs each, medians")
-        for how in results:
-            seconds, peak = summary[how]["seconds"], summary[how]["peak"]
-            print(f"  {how:6} {seconds:6.2f} s   peak private memory {peak:.2f} × the model")
-        print("  every value equal bit for bit")
-        print(f"  ours is {summary['ratio']['seconds']:.1f} × as fast (median of pairs)")
+        results = stock_and_ours(__file__, folder, options.runs)
+    show_loads(results, "float32", as_json=options.json)
     if options.plot:
-        plot(results, nbytes, options.plot)
+        plot(results, results["ours"][0].result["nbytes"], options.plot)
 
 
 def plot(results: dict[str, list[Measurement]], nbytes: int, file: str) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from _measure import Measurement, back_memory, emit, measured, run, virtual_devices
+from _measure import back_memory, emit, measured, run, stock_and_ours, virtual_devices
 
 BACKED = 6 << 30  # bytes that each process touches before it is measured, so that both find memory equally ready
 MIB = 1 << 20
@@ -127,12 +127,7 @@ def lora(folder: str) -> None:
 
 def report_quantize(folder: str, runs: int) -> tuple[dict[str, Any], str]:
     """Measures both ways; what they took, as numbers and as text."""
-    results: dict[str, list[Measurement]] = {"stock": [], "ours": []}
-    for _ in range(runs):
-        for how, measurements in results.items():
-            measurements.append(run([__file__, "--child", how, folder], env=virtual_devices()))
-    if len({m.result["digest"] for measurements in results.values() for m in measurements}) != 1:
-        raise SystemExit("stock and ours differ")
+    results = stock_and_ours(__file__, folder, runs)
     found = results["ours"][0].result
     nbytes, largest = found["nbytes"], found["largest_nbytes"]
     allowed = (1 + ALLOWANCE) * nbytes + largest
