@@ -91,7 +91,6 @@ def work(folder: Path) -> None:
         along_model.materialize(damaged, progress=False)
     except lm.CheckpointError as error:
         say(f"refused, as everywhere: {str(error).splitlines()[0]}")
-    multihost_utils.sync_global_devices("done")
 
 
 def launch() -> int:

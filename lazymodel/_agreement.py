@@ -130,6 +130,8 @@ def _exchange(devices: Sequence[Any], status: int, text: str) -> dict[int, np.nd
         [jax.device_put(report[None], device) for device in own],
     )
     gathered = jax.jit(_identity, out_shardings=NamedSharding(mesh, PartitionSpec()))(gathered)
+    # On all own devices, not only on the one asked below: a process must not end while others still wait for it.
+    jax.block_until_ready(gathered)
     rows = np.asarray(jax.device_get(gathered.addressable_data(0)))
     reports = {device.process_index: row for device, row in zip(devices, rows, strict=True)}
     return dict(sorted(reports.items()))

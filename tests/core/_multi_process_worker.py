@@ -17,8 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
@@ -216,8 +215,11 @@ def main() -> None:
             scenarios.under_a_mesh,
         )
     }
-    # No process was left behind or ran ahead: the next collective operation is the same one everywhere.
-    multihost_utils.sync_global_devices("done")
+    # No process was left behind or ran ahead: the next collective operation is the same one everywhere. It is one over
+    # all devices, and waited for on all of them: with one still in flight in a process that ends, another one hangs.
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("model",)), P("model"))
+    ones = jax.make_array_from_callback((jax.device_count(),), sharding, lambda index: np.ones(1))
+    assert jax.block_until_ready(jax.jit(jnp.sum)(ones)) == jax.device_count()
     (folder / f"outcomes-{process}.json").write_text(json.dumps(outcomes))
 
 
