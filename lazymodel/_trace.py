@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import jax
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from lazymodel._abstract import AbstractModel, AbstractVariable, unique_paths
 from lazymodel._errors import TraceError
@@ -58,6 +59,8 @@ _LARGE = 4096
 _NO_EVALUATION = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "pure_callback"})
 # What only says where a value should be: the shardings that are assigned later decide that.
 _PLACEMENT = frozenset({"device_put", "sharding_constraint", "copy", "copy_p"})
+# On CPUs these take matrices column by column.
+_BY_COLUMNS = frozenset({"qr", "geqrf", "geqp3", "householder_product", "lu", "cholesky", "eigh", "svd"})
 _VECTOR = 16  # elements of the widest vector register in use, 512 bits of float32
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -473,7 +476,11 @@ class _Program:
                     continue
                 if place not in hidden:
                     hidden[place] = _hide(read(place), zero)
-                operands.append(hidden[place])
+                value = hidden[place]
+                if step.name in _BY_COLUMNS:
+                    # Without it XLA computes the value in that order too, vectorized in another way than row by row.
+                    value = with_layout_constraint(value, Layout(tuple(range(value.ndim))))
+                operands.append(value)
             moved = step.name in _PLACEMENT and len(operands) == len(step.results)
             results.append(operands if moved else run_jaxpr(step.jaxpr(), operands))
         return tuple(read(reference) for reference in self._outputs)

@@ -10,6 +10,7 @@
 `lazymodel.build_abstract` takes Keras classes, factories and bound `from_preset` methods.
 """
 
+from lazymodel_keras import _versions as _versions  # first: what follows fails obscurely with versions that are too old
 from lazymodel_keras._adapter import adapter
 from lazymodel_keras._callbacks import TrainingCheckpoint, TrainingState, training_state
 from lazymodel_keras._deferred import deferred

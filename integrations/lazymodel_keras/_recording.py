@@ -121,7 +121,7 @@ class Recording:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Recording:
-        _require_supported_keras()
+        _require_supported_mode()
         if active() is not None:
             raise LazyModelError("models are already being built abstractly here; leave the outer block first")
         with contextlib.ExitStack() as stack:
@@ -276,7 +276,6 @@ class Recording:
             _upstream.set_pending_variables([other for other in pending if other is not variable])
 
 
-_OLDEST_KERAS = (3, 13)
 _thread = threading.local()  # like Keras' own global state
 
 
@@ -373,21 +372,16 @@ def _install(undo: contextlib.ExitStack) -> None:
 
     replace(undo, _upstream.OPS, "copy", copy)
     _weight_files.patch(undo, active)
-    from lazymodel_keras import _quantize  # which builds on this module
+    from lazymodel_keras import _mxfp4, _quantize  # which build on this module
 
+    _mxfp4.patch(undo, active)
     _quantize.patch(undo, active)
 
 
 _patches = SharedPatches(_install)
 
 
-def _require_supported_keras() -> None:
-    version = tuple(int(part) for part in keras.__version__.split(".")[:2])
-    if version < _OLDEST_KERAS:
-        raise LazyModelError(
-            f"lazymodel needs Keras {'.'.join(map(str, _OLDEST_KERAS))} or newer; this is {keras.__version__}. "
-            "Upgrade it: pip install -U keras keras-hub"
-        )
+def _require_supported_mode() -> None:
     if keras.backend.backend() != "jax":
         raise LazyModelError(
             f"lazymodel needs Keras on JAX; the backend is {keras.backend.backend()!r}. "

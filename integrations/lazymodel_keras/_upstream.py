@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import random
 import sys
 from collections.abc import Callable, Generator, Iterator
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import keras
@@ -139,3 +141,55 @@ def modules_with_safe_open(safe_open: Any) -> Iterator[Any]:
     for name, module in list(sys.modules.items()):
         if name.startswith("keras_hub.") and vars(module).get("safe_open") is safe_open:
             yield module
+
+
+def gpt_oss_converter() -> Any:
+    """The module that converts GPT-OSS from Hugging Face, which KerasHub imports when it first needs it; or None."""
+    if "keras_hub" not in sys.modules:
+        return None
+    try:
+        return importlib.import_module("keras_hub.src.utils.transformers.convert_gpt_oss")
+    except ImportError:
+        return None
+
+
+_DECODER, _DECODER_ARGUMENTS = "dequantize_mxfp4", ("blocks", "scales")
+
+
+def with_gpt_oss_decoder(convert_weights: Any, wrap: Callable[[Any], Any]) -> Any:
+    """GPT-OSS' `convert_weights` with the function that decodes MXFP4 replaced by `wrap(it)`; None if there is none.
+
+    That function is defined anew within each of its calls, so no attribute leads to it. What does is the code of the
+    outer one, which is copied with another code in the place of the inner one. What the converter does with the decoded
+    weights remains its own: a converter of ours in its place would go on as before when theirs changes.
+    """
+    decoder = _inner_function(convert_weights, _DECODER)
+    if decoder is None or decoder.__code__.co_varnames[: decoder.__code__.co_argcount] != _DECODER_ARGUMENTS:
+        return None
+
+    def replacement(blocks: Any, scales: Any) -> Any:
+        return lazymodel_decoder(blocks, scales)  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
+
+    # It is made with the free variables of what it replaces, whether it uses them or not.
+    code = replacement.__code__.replace(co_freevars=decoder.__code__.co_freevars)
+    constants = convert_weights.__code__.co_consts
+    replaced = tuple(code if constant is decoder.__code__ else constant for constant in constants)
+    names = {**convert_weights.__globals__, "lazymodel_decoder": wrap(decoder)}
+    return FunctionType(
+        convert_weights.__code__.replace(co_consts=replaced),
+        names,
+        convert_weights.__name__,
+        convert_weights.__defaults__,
+        convert_weights.__closure__,
+    )
+
+
+def _inner_function(function: Any, name: str) -> Any:
+    """A function that is defined in another one and uses no variables of it but such functions; else None."""
+    found = [code for code in function.__code__.co_consts if isinstance(code, CodeType) and code.co_name == name]
+    if len(found) != 1:
+        return None
+    used = [_inner_function(function, other) for other in found[0].co_freevars]
+    if None in used:
+        return None
+    return FunctionType(found[0], function.__globals__, name, None, tuple(CellType(other) for other in used))

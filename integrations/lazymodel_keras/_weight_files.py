@@ -8,6 +8,7 @@ lazy tensors instead; they are otherwise as upstream has them, failures included
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -142,7 +143,10 @@ def _patch_whole_models(undo: contextlib.ExitStack, active: Callable[[], Any]) -
         legacy.load_subset_weights_from_hdf5_group,
         legacy.load_optimizer_weights_from_hdf5_group,
     )
-    load_orbax = getattr(interface, "_load_model_from_orbax_checkpoint", None)
+    load_orbax = getattr(interface, "_load_model_from_orbax_checkpoint", None)  # from Keras 3.14 on
+    # Keras before 3.15 follows any link in a legacy file; ours are checked when `open_checkpoint` reads them.
+    dataset_of: Callable[[Any, str], Any] = getattr(legacy, "safe_get_h5_dataset", operator.getitem)
+    group_of: Callable[[Any, str], Any] = getattr(legacy, "safe_get_h5_group", operator.getitem)
 
     def memory_sufficient(model: Any) -> Any:
         if active() is None:
@@ -160,13 +164,13 @@ def _patch_whole_models(undo: contextlib.ExitStack, active: Callable[[], Any]) -
         if not os.path.isfile(path):
             return original(group)
         file = recording.open(path, open_checkpoint)
-        return [file[legacy.safe_get_h5_dataset(holder, name).name.lstrip("/")] for name in names]
+        return [file[dataset_of(holder, name).name.lstrip("/")] for name in names]
 
     def load_weights(group: Any) -> Any:
         return lazily(load_subset, group, group)
 
     def load_optimizer_weights(group: Any) -> Any:
-        return lazily(load_optimizer, group, legacy.safe_get_h5_group(group, "optimizer_weights"))
+        return lazily(load_optimizer, group, group_of(group, "optimizer_weights"))
 
     def load_from_orbax(filepath: Any, custom_objects: Any = None, compile: bool = True, safe_mode: bool = True) -> Any:
         if active() is None:
@@ -177,8 +181,7 @@ def _patch_whole_models(undo: contextlib.ExitStack, active: Callable[[], Any]) -
         return model_from_orbax(filepath, custom_objects, compile, safe_mode)
 
     replace(undo, library, "is_memory_sufficient", memory_sufficient)
-    if hasattr(legacy, "safe_get_h5_dataset"):  # else Keras before 3.14, which reads these files whole
-        replace(undo, legacy, "load_subset_weights_from_hdf5_group", load_weights)
-        replace(undo, legacy, "load_optimizer_weights_from_hdf5_group", load_optimizer_weights)
+    replace(undo, legacy, "load_subset_weights_from_hdf5_group", load_weights)
+    replace(undo, legacy, "load_optimizer_weights_from_hdf5_group", load_optimizer_weights)
     if load_orbax is not None:
         replace(undo, interface, "_load_model_from_orbax_checkpoint", load_from_orbax)

@@ -1,12 +1,17 @@
 """A Hugging Face mixture of experts onto 8 devices: stock `from_preset` against `lazymodel_keras.from_preset`.
 
-    python tests/benchmarks/moe_converter.py [--runs 3] [--json]
+    python tests/benchmarks/moe_converter.py [--model qwen3_moe|gpt_oss] [--runs 3] [--json]
 
-The folder has the names and shapes of Qwen3-MoE, one tensor for every projection of every expert, in bfloat16: 1.1 GiB
-in 3 shards and an index. KerasHub's converter transposes each, joins two of them and stacks those of a layer; that is
-what is measured. The model is bfloat16 too, with experts split over the devices. Stock and ours take turns, each in its
-own process, with the page cache warm. Seconds are from the call until every array is ready; memory is the peak of
-private memory over what the process held before the call, as a multiple of the model's bytes.
+The folder has the names and shapes of a published model in 3 shards and an index; KerasHub's converter makes the
+layers' experts of it, which is what is measured:
+
+* Qwen3-MoE has one tensor for every projection of every expert, in bfloat16, 1.1 GiB. The converter transposes each,
+  joins two of them and stacks those of a layer.
+* GPT-OSS has its experts in MXFP4, of four bits a number. The converter decodes them to float32 and transposes them.
+
+The model is bfloat16, with experts split over the devices. Stock and ours take turns, each in its own process, with the
+page cache warm. Seconds are from the call until every array is ready; memory is the peak of private memory over what
+the process held before the call, as a multiple of the model's bytes.
 """
 
 from __future__ import annotations
@@ -28,37 +33,52 @@ SHARDS = 3
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER, EXPERTS, LAYERS, VOCABULARY = 1024, 16, 8, 64, 512, 32, 10, 32000
 CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
     "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN,
     "head_dim": HEAD,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
     "num_key_value_heads": KV_HEADS,
-    "intermediate_size": 4 * HIDDEN,
-    "moe_intermediate_size": INNER,
-    "num_experts": EXPERTS,
     "num_experts_per_tok": 4,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "router_aux_loss_coef": 0.001,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
     "tie_word_embeddings": False,
 }
-# The published layout of Qwen3-MoE replicates experts: its rules match none of them.
+CONFIGS = {
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        **CONFIG,
+        "intermediate_size": 4 * HIDDEN,
+        "moe_intermediate_size": INNER,
+        "num_experts": EXPERTS,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "router_aux_loss_coef": 0.001,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        **CONFIG,
+        "intermediate_size": INNER,
+        "num_local_experts": EXPERTS,
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+    },
+}
+CLASSES = {"qwen3_moe": "Qwen3MoeBackbone", "gpt_oss": "GptOssBackbone"}
+# The published layout of Qwen3-MoE replicates experts: its rules match none of them. GPT-OSS has none.
 LAYOUT = {
     ".*embeddings": ("model", None),
     ".*(query|key|value)/kernel": (None, "model", None),
     ".*attention_output/kernel": ("model", None, None),
-    ".*/experts/.*": ("model", None, None),
+    ".*/experts/(expert_feedforward_.*_dense|gate_up_proj|down_proj)": ("model", None, None),
 }
 
 
-def shapes() -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the folder's tensors."""
+def shapes(model: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the folder's tensors; those of integers end in `_blocks` or `_scales`."""
     found: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
         "model.norm.weight": (HIDDEN,),
@@ -73,6 +93,26 @@ def shapes() -> dict[str, tuple[int, ...]]:
             f"{layer}.self_attn.k_proj.weight": (KV_HEADS * HEAD, HIDDEN),
             f"{layer}.self_attn.v_proj.weight": (KV_HEADS * HEAD, HIDDEN),
             f"{layer}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD),
+        }
+        if model == "gpt_oss":
+            experts = f"{layer}.mlp.experts"
+            found |= {
+                f"{layer}.self_attn.q_proj.bias": (HEADS * HEAD,),
+                f"{layer}.self_attn.k_proj.bias": (KV_HEADS * HEAD,),
+                f"{layer}.self_attn.v_proj.bias": (KV_HEADS * HEAD,),
+                f"{layer}.self_attn.o_proj.bias": (HIDDEN,),
+                f"{layer}.self_attn.sinks": (HEADS,),
+                f"{layer}.mlp.router.weight": (EXPERTS, HIDDEN),
+                f"{layer}.mlp.router.bias": (EXPERTS,),
+                f"{experts}.gate_up_proj_blocks": (EXPERTS, 2 * INNER, HIDDEN // 32, 16),
+                f"{experts}.gate_up_proj_scales": (EXPERTS, 2 * INNER, HIDDEN // 32),
+                f"{experts}.gate_up_proj_bias": (EXPERTS, 2 * INNER),
+                f"{experts}.down_proj_blocks": (EXPERTS, HIDDEN, INNER // 32, 16),
+                f"{experts}.down_proj_scales": (EXPERTS, HIDDEN, INNER // 32),
+                f"{experts}.down_proj_bias": (EXPERTS, HIDDEN),
+            }
+            continue
+        found |= {
             f"{layer}.self_attn.q_norm.weight": (HEAD,),
             f"{layer}.self_attn.k_norm.weight": (HEAD,),
             f"{layer}.mlp.gate.weight": (EXPERTS, HIDDEN),
@@ -88,20 +128,27 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 
 def save(folder: Path) -> None:
-    """Writes the folder, one shard at a time."""
+    """Writes the folder of the model that it is named after, one shard at a time."""
     import ml_dtypes
     import numpy as np
     from safetensors.numpy import save_file
 
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIGS[folder.name]))
     rng = np.random.default_rng(0)
-    tensors = list(shapes().items())
+
+    def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if name.endswith(("_blocks", "_scales")):
+            low, high = (0, 256) if name.endswith("_blocks") else (110, 130)
+            return rng.integers(low, high, shape, np.uint8)
+        return rng.standard_normal(shape, dtype=np.float32).astype(ml_dtypes.bfloat16)
+
+    tensors = list(shapes(folder.name).items())
     weight_map: dict[str, str] = {}
     for shard in range(SHARDS):
         file = f"model-{shard + 1:05}-of-{SHARDS:05}.safetensors"
         part = tensors[len(tensors) * shard // SHARDS : len(tensors) * (shard + 1) // SHARDS]
-        values = {name: rng.standard_normal(shape, dtype=np.float32).astype(ml_dtypes.bfloat16) for name, shape in part}
+        values = {name: values_of(name, shape) for name, shape in part}
         save_file(values, folder / file)
         weight_map |= dict.fromkeys(values, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -121,7 +168,7 @@ def load(how: str, folder: Path) -> dict[str, Any]:
     for path, axes in LAYOUT.items():
         layout[path] = axes
     keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="model"))
-    cls: Any = keras_hub.models.Qwen3MoeBackbone
+    cls: Any = getattr(keras_hub.models, CLASSES[folder.name])
     keras.utils.set_random_seed(0)
     jax.block_until_ready(jax.numpy.zeros(()) + 1)  # the backend itself is not what is measured
     back_memory(BACKED)
@@ -135,13 +182,14 @@ def load(how: str, folder: Path) -> dict[str, Any]:
     digest = hashlib.sha256()
     for variable in model.weights:
         digest.update(np.asarray(variable.value).tobytes())
-    experts = [v.value for v in model.weights if "/experts/" in v.path]
+    experts = [v.value for v in model.weights if "/experts/" in v.path and not v.path.endswith("_bias")]
     assert len(experts) == 2 * LAYERS and all(not value.sharding.is_fully_replicated for value in experts)
     return report | {"digest": digest.hexdigest()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=CONFIGS, default="qwen3_moe")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--child", nargs=2, metavar=("HOW", "FOLDER"), help=argparse.SUPPRESS)
@@ -157,7 +205,7 @@ def main() -> None:
         return
 
     with tempfile.TemporaryDirectory() as temporary:
-        folder = str(Path(temporary) / "qwen3_moe")
+        folder = str(Path(temporary) / options.model)
         run([__file__, "--child", "save", folder])
         results = stock_and_ours(__file__, folder, options.runs)
     show_loads(results, "bfloat16", as_json=options.json)

@@ -104,6 +104,17 @@ def test_standard_initializers_equal_whole_tree_jit(name: str, mesh8: Any) -> No
     assert same(array, whole)
 
 
+@pytest.mark.parametrize("shape", [(16, 4), (4, 16), (33, 7)])
+def test_narrow_orthogonal_matrices(mesh8: Any, shape: tuple[int, int]) -> None:
+    """Columns shorter than a vector register, which LAPACK wants one after the other."""
+    init = I.orthogonal()
+    sharding = jax.NamedSharding(mesh8, jax.P())
+    for key in jax.random.split(KEY, 3):
+        model = trace_function(init, (key, shape), {})
+        ((_, array),) = run_recipes(model.recipes, {"value": sharding}, model.programs)
+        assert same(array, init(key, shape))
+
+
 def test_delta_orthogonal(mesh8: Any) -> None:
     init = I.delta_orthogonal()
     model = trace_function(init, (KEY, (3, 3, 16, 32)), {})

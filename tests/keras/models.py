@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -241,11 +242,11 @@ def _bert() -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
         "num_attention_heads": 4,
         "hidden_size": hidden,
         "intermediate_size": inner,
-        "max_position_embeddings": 16,
+        "max_position_embeddings": 512,  # KerasHub before 0.31 takes it for granted
     }
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (64, hidden),
-        "embeddings.position_embeddings.weight": (16, hidden),
+        "embeddings.position_embeddings.weight": (512, hidden),
         "embeddings.token_type_embeddings.weight": (2, hidden),
         "embeddings.LayerNorm.weight": (hidden,),
         "embeddings.LayerNorm.bias": (hidden,),
@@ -255,7 +256,11 @@ def _bert() -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     names = {"attention": "self.", "norm_1": "attention.output.LayerNorm", "norm_2": "output.LayerNorm"}
     for i in range(layers):
         shapes |= _encoder_layer(names, f"encoder.layer.{i}", hidden, inner)
-    return config, {f"bert.{key}": shape for key, shape in shapes.items()}
+    # As in the checkpoints that Google published; newer ones have `weight` and `bias`.
+    older = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    return config, {
+        "bert." + re.sub("|".join(older), lambda found: older[found[0]], key): shape for key, shape in shapes.items()
+    }
 
 
 def _vit() -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
@@ -296,7 +301,7 @@ _HUGGING_FACE: dict[str, Callable[[], tuple[dict[str, Any], dict[str, tuple[int,
         "mixtral",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 512, "output_router_logits": False},
     ),
-    "mistral": lambda: _decoder("mistral", {}),
+    "mistral": lambda: _decoder("mistral", {"sliding_window": 512}),
     "qwen3_moe": lambda: _decoder(
         "qwen3_moe",
         {

@@ -21,6 +21,7 @@ import lazymodel as lm
 import lazymodel_keras as lk
 
 from .models import BACKBONES, assert_same, bits, save_hugging_face, save_preset, seeded
+from .versions import needs_keras_hub
 
 
 # Every large axis of these small models divides by 8 somewhere.
@@ -120,6 +121,7 @@ def test_mesh_and_rules_override_an_active_distribution(tmp_path: Path, mesh42: 
     assert all(len(v.value.sharding.device_set) == 8 for v in replicated.weights)
 
 
+@needs_keras_hub("0.30", "keras_hub.models.BertTextEmbedder")
 def test_task_with_tokenizer_from_hugging_face(minilm: str, mesh8: Mesh) -> None:
     cls = keras_hub.models.BertTextEmbedder
     stock = seeded(lambda: cls.from_preset(minilm))
@@ -131,6 +133,7 @@ def test_task_with_tokenizer_from_hugging_face(minilm: str, mesh8: Mesh) -> None
     )
 
 
+@needs_keras_hub("0.30", "BERT checkpoints whose tensors have no prefix 'bert.'")
 def test_text_classifier_with_tokenizer_and_a_new_head(minilm: str, mesh8: Mesh) -> None:
     cls = keras_hub.models.TextClassifier
     stock = seeded(lambda: cls.from_preset(minilm, num_classes=3))
@@ -180,11 +183,13 @@ def test_causal_lm_generates_the_same(tmp_path: Path, mesh8: Mesh) -> None:
     folder = causal_lm(tmp_path / "gemma_lm")
     cls = keras_hub.models.CausalLM
     stock = seeded(lambda: cls.from_preset(folder))
+    stock.compile(sampler="greedy")
+    # Before TensorFlow's seed is set again, which breaks the tokenizers of older versions of KerasHub.
+    expected = stock.generate("the quick", max_length=10)
     ours = seeded(lambda: lk.from_preset(cls, folder, mesh=mesh8, rules=first_that_divides))
     assert_same(stock, ours, outputs=False)
-    for model in (stock, ours):
-        model.compile(sampler="greedy")
-    assert ours.generate("the quick", max_length=10) == stock.generate("the quick", max_length=10)
+    ours.compile(sampler="greedy")
+    assert ours.generate("the quick", max_length=10) == expected
     assert int(ours.optimizer.iterations.value) == 0
 
 
@@ -256,7 +261,7 @@ def test_the_result_is_an_ordinary_model(tmp_path: Path, mesh8: Mesh) -> None:
         "padding_mask": np.ones((8, 6), "int32"),
     }
     before = bits(kernel)
-    model.fit(x, np.arange(8) % 2, batch_size=8, verbose=0)
+    model.fit(x, np.arange(8, dtype="int32") % 2, batch_size=8, verbose=0)
     assert not np.array_equal(before, bits(kernel))
     assert kernel.value.sharding.is_equivalent_to(sharding, 2)
     slots = [v for v in model.optimizer.variables if v.shape == kernel.shape]

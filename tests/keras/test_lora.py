@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import lazymodel as lm
 import lazymodel_keras as lk
 from tests.keras.models import assert_same, bits, save_preset, seeded
+from tests.keras.versions import KERAS, parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize`:UserWarning")
 
@@ -24,6 +25,8 @@ Backbone = keras_hub.models.Backbone
 GemmaCausalLM = keras_hub.models.GemmaCausalLM
 RULES = {r".*attention/(query|key|value)/kernel": P("model"), "token_embedding/embeddings": P("model")}
 QUERY = "decoder_block_0/attention/query"
+# Older versions make pairs in the dtype of the model, and in bfloat16 stock Adam then changes nothing.
+FLOAT32_PAIRS = parts(KERAS) >= (3, 15)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +70,7 @@ def test_equals_enabling_it_on_the_loaded_model(preset: str, mesh8: Mesh, cls: A
     )
     assert_same(expected, ours, outputs=False)
     assert [v.path for v in expected.trainable_variables] == [v.path for v in ours.trainable_variables]
-    assert {v.dtype for v in pairs_of(ours).values()} == {"float32"}
+    assert {v.dtype for v in pairs_of(ours).values()} == {"float32" if FLOAT32_PAIRS else "bfloat16"}
     assert np.asarray(pairs_of(ours)[f"{QUERY}/lora_kernel_a"]).any()
 
 
@@ -128,18 +131,19 @@ def enabled(model: Any, targets: str | None) -> Any:
 
 @pytest.mark.parametrize("quantize", [None, pytest.param("int8", marks=pytest.mark.large)])
 def test_training_changes_only_the_pairs(preset: str, mesh8: Mesh, quantize: str | None) -> None:
+    dtype = "bfloat16" if FLOAT32_PAIRS else "float32"
     model = lk.from_preset(
         GemmaCausalLM,
         preset,
         preprocessor=None,
-        dtype="bfloat16",
+        dtype=dtype,
         lora_rank=2,
         quantize=quantize,
         mesh=mesh8,
         rules=lm.auto(),
     )
     kernels = {v.path: v.value.sharding for v in model.variables if v.path.endswith("/kernel")}
-    assert {v.dtype for v in model.non_trainable_variables} <= {"bfloat16", "int8", "uint32"}
+    assert {v.dtype for v in model.non_trainable_variables} <= {dtype, "int8", "uint32"}
     assert trained(model) == set(pairs_of(model))
     assert {path: sharding for path, sharding in kernels.items() if not sharding.is_fully_replicated}
     assert kernels == {v.path: v.value.sharding for v in model.variables if v.path in kernels}

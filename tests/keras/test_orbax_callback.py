@@ -6,10 +6,10 @@ import pytest
 
 import lazymodel as lm
 
+from .versions import needs_orbax_callback
+
 pytest.importorskip("orbax.checkpoint")
-pytestmark = pytest.mark.skipif(
-    not hasattr(keras.callbacks, "OrbaxCheckpoint"), reason=f"Keras {keras.__version__} does not export the callback"
-)
+pytestmark = needs_orbax_callback
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ import lazymodel as lm
 import lazymodel_keras as lk
 from lazymodel import _computed
 from tests.keras.models import GEMMA, assert_same, randomize, save_hugging_face, save_preset, seeded
+from tests.keras.versions import needs_keras, needs_saved_tasks
 
 # Keras warns of every layer that it passes over, and so do we.
 pytestmark = [
@@ -74,7 +75,16 @@ HOW: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+blocks = needs_keras("3.14", "int4 in blocks")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(how, marks=blocks if name in ("int4 of columns", "int4 of odd blocks") else (), id=name)
+        for name, how in HOW.items()
+    ],
+)
 def test_equals_quantizing_the_loaded_model(llama: Path, mesh8: Mesh, how: Callable[[], Any]) -> None:
     filters = "feedforward" if how is HOW["int8 of its own range"] else None  # its axis is a matrix' only
     stock = quantized(Backbone.from_preset(str(llama)), how(), filters)
@@ -193,6 +203,9 @@ def test_a_scale_is_split_like_its_weight(preset: Path, mesh8: Mesh) -> None:
     abstract = lk.abstract_from_preset(Backbone, str(preset), quantize="int8", mesh=mesh8, rules=replicated)
     assert abstract["token_embedding/embeddings_scale"].spec == P(), "a rule goes before"
 
+
+@blocks
+def test_scales_of_blocks_are_split_like_their_weight(preset: Path, mesh8: Mesh) -> None:
     config = quantizers.Int4QuantizationConfig(block_size=16)
     rules = {"token_embedding/embeddings": P("model"), r".*ffw_gating/kernel": P(None, "model")}
     abstract = lk.abstract_from_preset(Backbone, str(preset), quantize=config, mesh=mesh8, rules=rules)
@@ -201,6 +214,9 @@ def test_a_scale_is_split_like_its_weight(preset: Path, mesh8: Mesh) -> None:
     assert abstract["decoder_block_0/ffw_gating/kernel_scale"].spec == P(None, "model")
     assert abstract["decoder_block_0/ffw_gating/kernel_zero"].spec == P(None, "model")
 
+
+@needs_keras("3.14", "layout maps whose keys match whole paths")
+def test_a_scale_is_split_like_its_weight_in_a_layout_map(preset: Path, mesh8: Mesh) -> None:
     devices = keras.distribution.DeviceMesh((1, 8), ("batch", "model"), list(mesh8.devices.flat))
     layout = keras_hub.models.GemmaBackbone.get_layout_map(devices)
     with keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch").scope():
@@ -209,7 +225,10 @@ def test_a_scale_is_split_like_its_weight(preset: Path, mesh8: Mesh) -> None:
     assert abstract["token_embedding/embeddings_scale"].spec == P("model")
 
 
-@pytest.mark.parametrize("cls", ["Backbone", "CausalLM"])
+@pytest.mark.parametrize(
+    "cls",
+    ["Backbone", pytest.param("CausalLM", marks=needs_saved_tasks)],
+)
 @pytest.mark.parametrize("how", ["int4", *(pytest.param(how, marks=pytest.mark.large) for how in ("int8", "float8"))])
 def test_presets_saved_quantized(tmp_path: Path, preset: Path, mesh8: Mesh, how: str, cls: str) -> None:
     """Stock loads these into tasks; for backbones it builds float layers and fails."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import keras
 import keras_hub
 import numpy as np
 from keras.src.saving import saving_lib
 
-from lazymodel_keras import _upstream
+from lazymodel_keras import _mxfp4, _upstream
+
+from .versions import KERAS, needs_keras, parts
 
 
 def test_variables_made_in_a_stateless_scope_are_pending() -> None:
@@ -74,7 +79,6 @@ def test_every_optimizer_is_built_through_the_method_that_is_patched() -> None:
 
 def test_whole_models_are_read_through_functions_that_are_patched() -> None:
     assert callable(_upstream.SAVING_LIB.is_memory_sufficient)
-    assert callable(_upstream.SAVING_API._load_model_from_orbax_checkpoint)
     for name in ("load_subset_weights_from_hdf5_group", "load_optimizer_weights_from_hdf5_group"):
         assert callable(vars(_upstream.LEGACY_H5)[name])
     for store in (_upstream.SAVING_LIB.H5IOStore, _upstream.SAVING_LIB.ShardedH5IOStore):
@@ -83,9 +87,21 @@ def test_whole_models_are_read_through_functions_that_are_patched() -> None:
     assert _upstream.automatic_name(keras.layers.BatchNormalization) == keras.layers.BatchNormalization().name
 
 
+@needs_keras("3.14", "whole models in Orbax checkpoints")
+def test_whole_models_in_orbax_are_read_through_a_function_that_is_patched() -> None:
+    assert callable(_upstream.SAVING_API._load_model_from_orbax_checkpoint)
+
+
+@needs_keras("3.15", "checks of links in legacy files")
+def test_legacy_files_are_read_with_checks() -> None:
+    for name in ("safe_get_h5_dataset", "safe_get_h5_group"):
+        assert callable(vars(_upstream.LEGACY_H5)[name])
+
+
 def test_what_layers_quantize_with_is_what_is_replaced() -> None:
+    blocks = ["abs_max_quantize_grouped_with_zero_point"] if parts(KERAS) >= (3, 14) else []
     for module in _upstream.QUANTIZERS:
-        for name in ("abs_max_quantize", "abs_max_quantize_grouped_with_zero_point", "pack_int4", "unpack_int4"):
+        for name in ("abs_max_quantize", *blocks, "pack_int4", "unpack_int4"):
             assert vars(module)[name] is getattr(keras.quantizers, name)
     for name in ("reshape", "transpose", "squeeze", "expand_dims"):
         assert vars(_upstream.OPS)[name] is getattr(keras.ops, name)
@@ -95,3 +111,25 @@ def test_kerashub_forgets_the_dtype_of_quantized_backbones() -> None:
     """Once it does not, `_quantize.patch` is not needed."""
     loader = _upstream.preset_loader_class()
     assert loader({}, {}).get_backbone_kwargs(trainable=True) == ({"dtype": None}, {"trainable": True})
+
+
+def test_what_gpt_oss_is_decoded_with_is_what_is_replaced() -> None:
+    """KerasHub's own function decodes, and the converter calls the one in its place."""
+    convert = _upstream.gpt_oss_converter().convert_weights
+    found: list[Any] = []
+    ours = np.arange(6).reshape(1, 2, 3)
+    changed = _upstream.with_gpt_oss_decoder(convert, lambda decode: found.append(decode) or (lambda *_: ours))
+    assert changed is not None, "KerasHub decodes in another way, and the host holds all experts again"
+    blocks, scales = np.full((1, 1, 1, 16), 0x42, np.uint8), np.full((1, 1, 1), 128, np.uint8)
+    np.testing.assert_array_equal(found[0](blocks, scales), np.tile(np.float32([2, 4]), (1, 1, 16)))
+    assert _mxfp4._table(found[0]) is not None
+    layer, backbone, loader = mock.MagicMock(), mock.MagicMock(num_layers=1), mock.MagicMock()
+    backbone.transformer_layers = [layer]
+    changed(backbone, loader, {})
+    for variable in (layer.sparse_moe_block.experts.gate_up_proj, layer.sparse_moe_block.experts.down_proj):
+        ((assigned,), _) = variable.assign.call_args
+        np.testing.assert_array_equal(assigned, ours.transpose(0, 2, 1))
+
+
+def test_no_other_converter_is_taken_for_that_of_gpt_oss() -> None:
+    assert _upstream.with_gpt_oss_decoder(test_undone_draws, lambda decode: decode) is None

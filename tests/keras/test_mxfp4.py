@@ -1,0 +1,208 @@
+"""GPT-OSS' experts of four bits: equal bit for bit to what KerasHub's converter decodes, and never whole in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras_hub
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save_file
+
+import lazymodel as lm
+import lazymodel_keras as lk
+from lazymodel._file_source import BYTES_READ
+from lazymodel._lazy_tensor import lazy
+from lazymodel._stream import StreamItem, stream
+from lazymodel_keras import _mxfp4, _upstream
+from tests.keras.models import assert_same, bits, seeded, write_safetensors_folder
+
+# KerasHub decodes the largest scale, which stands for no number, with these.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
+
+GptOssBackbone: Any = keras_hub.models.GptOssBackbone
+HIDDEN, INNER, EXPERTS = 64, 96, 8
+CONFIG = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 64, "hidden_size": HIDDEN,
+    "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8,
+    "intermediate_size": INNER, "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "sliding_window": 8,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def _tensors() -> dict[str, np.ndarray]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (64, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (64, HIDDEN),
+    }
+    layer = "model.layers.0"
+    projections = {"q": (64, HIDDEN), "k": (32, HIDDEN), "v": (32, HIDDEN), "o": (HIDDEN, 64)}
+    for name, shape in projections.items():
+        shapes[f"{layer}.self_attn.{name}_proj.weight"] = shape
+        shapes[f"{layer}.self_attn.{name}_proj.bias"] = shape[:1]
+    shapes |= {
+        f"{layer}.self_attn.sinks": (8,),
+        f"{layer}.input_layernorm.weight": (HIDDEN,),
+        f"{layer}.post_attention_layernorm.weight": (HIDDEN,),
+        f"{layer}.mlp.router.weight": (EXPERTS, HIDDEN),
+        f"{layer}.mlp.router.bias": (EXPERTS,),
+    }
+    for name, rows, columns in (("gate_up", 2 * INNER, HIDDEN), ("down", HIDDEN, INNER)):
+        experts = f"{layer}.mlp.experts.{name}_proj"
+        shapes[f"{experts}_blocks"] = (EXPERTS, rows, columns // 32, 16)
+        shapes[f"{experts}_scales"] = (EXPERTS, rows, columns // 32)
+        shapes[f"{experts}_bias"] = (EXPERTS, rows)
+    rng = np.random.default_rng(0)
+    return {
+        # Every byte there is, and every scale, infinite ones and those that lead below the normal numbers as well.
+        name: rng.integers(0, 256, shape, np.uint8)
+        if name.endswith(("_blocks", "_scales"))
+        else rng.standard_normal(shape, dtype=np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_safetensors_folder(tmp_path_factory.mktemp("mxfp4") / "gpt_oss", CONFIG, _tensors(), shards=2))
+
+
+@pytest.fixture(scope="module")
+def stock(folder: str) -> Any:
+    return seeded(lambda: GptOssBackbone.from_preset(folder))
+
+
+@pytest.fixture(scope="module")
+def decode() -> Callable[[Any, Any], np.ndarray]:
+    """What KerasHub decodes with."""
+    found: list[Any] = []
+    _upstream.with_gpt_oss_decoder(_upstream.gpt_oss_converter().convert_weights, found.append)
+    return found[0]
+
+
+# Experts; whole blocks of some rows; and an axis on which shards begin within blocks.
+@pytest.mark.parametrize("spec", [P("model"), P(None, None, "model"), P(None, "model")], ids=str)
+def test_equal_to_stock_and_read_once(folder: str, stock: Any, mesh8: Mesh, spec: P) -> None:
+    rules = {".*/experts/(gate_up|down)_proj": spec}
+    before = BYTES_READ.count
+    abstract = seeded(
+        lambda: lk.abstract_from_preset(GptOssBackbone, folder, mesh=mesh8, rules=rules, on_unmatched="ignore")
+    )
+    assert BYTES_READ.count == before, "nothing is read while it is converted"
+    experts = [path for path in abstract if path.endswith(("/gate_up_proj", "/down_proj"))]
+    assert len(experts) == 2
+    for path in experts:
+        assert isinstance(abstract.sources[path], lm.LazyTensor)
+        assert abstract[path].shard_nbytes * 8 == abstract[path].nbytes
+    reports: list[lm.LoadReport] = []
+    ours = abstract.materialize(report=reports.append, max_host_memory=1 << 20)
+    assert reports[0].read_nbytes == reports[0].needed_nbytes == sum(tensor.nbytes for tensor in _tensors().values())
+    assert_same(stock, ours, outputs=False)
+
+
+def test_narrower_and_in_a_block(folder: str, stock: Any) -> None:
+    """Decoded straight to bfloat16, which is not stored anywhere."""
+
+    def load() -> Any:
+        with lk.deferred():
+            return GptOssBackbone.from_preset(folder, dtype="bfloat16")
+
+    before = BYTES_READ.count
+    ours = seeded(load)
+    assert BYTES_READ.count - before == sum(tensor.nbytes for tensor in _tensors().values())
+    for expected, found in zip(stock.weights, ours.weights, strict=True):
+        values = np.asarray(found.value)
+        assert values.dtype == ml_dtypes.bfloat16
+        with np.errstate(all="ignore"):
+            np.testing.assert_array_equal(
+                bits(found), np.frombuffer(np.asarray(expected.value).astype(values.dtype).tobytes(), np.uint8)
+            )
+
+
+def test_what_the_converter_refuses(tmp_path: Path) -> None:
+    tensors = _tensors()
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    tensors[name] = tensors[name][:, :, :-1].copy()
+    folder = write_safetensors_folder(tmp_path / "short", CONFIG, tensors)
+    with pytest.raises(lm.CheckpointError, match="cannot reshape array"):
+        lk.abstract_from_preset(GptOssBackbone, str(folder))
+
+
+def test_a_box_reads_its_blocks(folder: str, decode: Any) -> None:
+    stored = _tensors()
+    names = [f"model.layers.0.mlp.experts.down_proj_{kind}" for kind in ("blocks", "scales")]
+    expected = decode(*(stored[name] for name in names))
+    with lm.open_checkpoint(folder) as checkpoint:
+        tensor = np.transpose(_lazily(decode, *(checkpoint[name] for name in names)), (0, 2, 1))
+        for box, count in (
+            ((slice(3, 4), slice(0, INNER), slice(0, HIDDEN)), HIDDEN * 3),
+            ((slice(3, 4), slice(0, INNER), slice(8, 24)), 16 * 3),
+            ((slice(7, 8), slice(40, 41), slice(63, 64)), 1),
+        ):
+            before = BYTES_READ.count
+            np.testing.assert_array_equal(tensor.read(box), expected.transpose(0, 2, 1)[box])
+            assert BYTES_READ.count - before == count * 17
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_boxes_of_views(data: st.DataObject, decode: Any) -> None:
+    shape = tuple(data.draw(st.integers(1, limit)) for limit in (3, 7, 4))
+    rng = np.random.default_rng(data.draw(st.integers(0, 9)))
+    blocks, scales = rng.integers(0, 256, (*shape, 16), np.uint8), rng.integers(0, 256, shape, np.uint8)
+    found, expected = _lazily(decode, lazy(blocks), lazy(scales)), decode(blocks, scales)
+    axes = data.draw(st.permutations(range(3)))
+    found, expected = np.transpose(found, axes), np.transpose(expected, axes)
+    if data.draw(st.booleans()):
+        found, expected = found[..., ::2], expected[..., ::2]
+    dtype = data.draw(st.sampled_from(["float32", "float16", "float64"]))
+    with np.errstate(all="ignore"):
+        found, expected = found.astype(dtype), expected.astype(dtype)
+    box = tuple(
+        slice(start, data.draw(st.integers(start, extent)))
+        for extent in expected.shape
+        for start in [data.draw(st.integers(0, extent))]
+    )
+    assert found.read(box).tobytes() == np.ascontiguousarray(expected[box]).tobytes()
+
+
+@pytest.mark.parametrize("budget", [40 << 10, 1 << 20, None])
+def test_within_the_budget(budget: int | None, decode: Any, tmp_path: Path, mesh8: Mesh) -> None:
+    rng = np.random.default_rng(0)
+    shape = (2, 100, 40)
+    stored = {"blocks": rng.integers(0, 256, (*shape, 16), np.uint8), "scales": rng.integers(0, 256, shape, np.uint8)}
+    save_file(stored, tmp_path / "model.safetensors")
+    with lm.open_checkpoint(str(tmp_path / "model.safetensors")) as checkpoint:
+        tensor = np.transpose(_lazily(decode, checkpoint["blocks"], checkpoint["scales"]), (0, 2, 1))
+        item = StreamItem("w", tensor, tensor.shape, np.dtype(np.float32), NamedSharding(mesh8, P(None, "model")))
+        ((_, array),) = stream([item], max_host_memory=budget)
+    assert np.asarray(array).tobytes() == decode(**stored).transpose(0, 2, 1).tobytes()
+
+
+def test_a_decoder_that_cannot_be_looked_up_is_run_as_it_is() -> None:
+    blocks, scales = np.zeros((1, 2, 1, 16), np.uint8), np.ones((1, 2, 1), np.uint8)
+
+    def decode(blocks: Any, scales: Any) -> np.ndarray:
+        values = np.repeat(np.asarray(blocks).reshape(*scales.shape[:-1], -1), 2, axis=-1).astype(np.float32)
+        return values + np.arange(values.shape[-1], dtype=np.float32)
+
+    found = _mxfp4._lazy_decode(decode)(lazy(blocks), lazy(scales))
+    assert isinstance(found, np.ndarray)
+    np.testing.assert_array_equal(found, decode(blocks, scales))
+
+
+def _lazily(decode: Any, blocks: Any, scales: Any) -> Any:
+    found = _mxfp4._lazy_decode(decode)(blocks, scales)
+    assert isinstance(found, lm.LazyTensor)
+    return found

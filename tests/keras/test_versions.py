@@ -1,0 +1,64 @@
+"""Versions that are too old are refused at import, by name; those that are not are what the package declares."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import keras
+import pytest
+
+import lazymodel as lm
+from lazymodel_keras import _versions
+
+from ..conftest import ROOT, child_environment
+
+
+@pytest.mark.parametrize("version", ["2.15.0", "3.9.2", "3.13.1"])
+def test_an_old_keras(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(keras, "__version__", version)
+    expected = f"lazymodel needs Keras 3.13.2 or newer; this is {version}. Upgrade it: pip install -U keras keras-hub"
+    with pytest.raises(lm.LazyModelError) as raised:
+        importlib.reload(_versions)
+    assert str(raised.value) == expected
+
+
+def test_an_old_keras_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", {"keras-hub": "0.25.1"}.__getitem__)
+    with pytest.raises(lm.LazyModelError, match=r"needs KerasHub 0\.26 or newer; this is 0\.25\.1\. Upgrade it: pip"):
+        importlib.reload(_versions)
+
+
+def test_versions_that_are_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    for version in ("3.13.2", "3.14.0rc1", "3.100.0.dev2026", "4.0"):
+        monkeypatch.setattr(keras, "__version__", version)
+        importlib.reload(_versions)
+    monkeypatch.setattr(metadata, "version", none)
+    importlib.reload(_versions)
+
+
+def test_it_is_the_first_that_the_package_does(tmp_path: Path) -> None:
+    """Also where Keras is so old that it has none of the parts that are used."""
+    (tmp_path / "keras.py").write_text("__version__ = '2.15.0'\n")
+    environment = child_environment()
+    folders = [tmp_path, ROOT, ROOT / "integrations"]
+    script = f"import sys; sys.path[:0] = {[str(folder) for folder in folders]}; import lazymodel_keras"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("lazymodel._errors.LazyModelError: lazymodel needs Keras 3.13.2 or")
+
+
+def test_what_is_enforced_is_what_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = project["optional-dependencies"]["keras"]
+    assert f"keras>={_versions.OLDEST_KERAS}" in declared
+    assert f"keras-hub>={_versions.OLDEST_KERAS_HUB}" in declared
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"Keras {_versions.OLDEST_KERAS} and KerasHub {_versions.OLDEST_KERAS_HUB} or newer" in readme
