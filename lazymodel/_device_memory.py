@@ -43,8 +43,10 @@ _TPU_ALIASES = {
 
 # Whole memory of a card in MiB as `nvidia-smi` and `rocm-smi` total it, with error correction on where it can be. The
 # first pattern found in the lower-cased name counts. Where a card is sold in two sizes and the name does not say which,
-# it is the smaller. A device of MI250 is one of the card's two dies.
+# it is the smaller. A device of MI250 is one of the card's two dies. AMD's totals are 16 MiB less than the card has: so
+# MI300X shows it, and so it is taken to be for the others.
 _CARDS = (
+    (r"\bb300\b", 275040),
     (r"\bgb200\b", 189471),
     (r"\bb200\b", 183359),
     (r"\bh200\b", 143771),
@@ -61,6 +63,7 @@ _CARDS = (
     (r"\bt4\b", 15360),
     (r"\bv100\b.*\b32 ?gb\b", 32768),
     (r"\bv100\b", 16384),
+    (r"\brtx pro 6000\b", 97887),
     (r"\brtx 6000 ada\b", 49140),
     (r"\b(?:rtx )?a6000\b", 49140),
     (r"\brtx 5090\b", 32607),

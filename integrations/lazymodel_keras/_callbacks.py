@@ -72,6 +72,8 @@ class TrainingCheckpoint(_Stock):
 
         `fit` takes batches before it trains on them; what is saved with a step is the state after the last batch that
         was trained on. Give `fit` `steps_per_epoch`, since it takes this for data without an end, and `shuffle=False`.
+        The `fit` of KerasHub's tasks takes datasets only: `keras.Model.fit(task, …)` takes this, of batches that are
+        preprocessed already.
 
         Args:
             iterator: An iterator with `get_state()`, and `set_state(state)` to go on with, as Grain's have. A state is

@@ -22,6 +22,8 @@ GIB = 2**30
         ("NVIDIA A100-SXM4-80GB", 80),
         ("NVIDIA H100 80GB HBM3", 80),
         ("NVIDIA H200", 141),
+        ("NVIDIA B300 SXM6 AC", 288),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 96),
         ("NVIDIA L4", 24),
         ("Tesla T4", 16),
         ("Tesla V100-SXM2-32GB", 32),

@@ -1,6 +1,7 @@
 """Trains in a process of its own and kills it in the middle of an epoch; `test_killed.py` starts it.
 
 Usage: _killed_worker.py FOLDER MODEL STEPS_PER_EPOCH KILLED_AFTER_STEPS
+The checkpoints go to FOLDER/killed; the preset of `gemma` is in FOLDER/preset, where the test saved it.
 """
 
 import os
@@ -29,8 +30,9 @@ import lazymodel_keras as lk
 class Batches:
     """Batches of tokens to be told from those before them, by their position in the data."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, masked: bool) -> None:
         self.position = 0
+        self._masked = masked
 
     def __iter__(self) -> "Batches":
         return self
@@ -39,8 +41,11 @@ class Batches:
         rng = np.random.default_rng(self.position)
         self.position += 1
         starts = rng.integers(0, 32, (8, 1))
-        tokens = (starts + 3 * np.arange(17)) % 32
-        return tokens[:, :-1], tokens[:, 1:]
+        tokens = ((starts + 3 * np.arange(17)) % 32).astype("int32")
+        inputs: Any = tokens[:, :-1]
+        if self._masked:
+            inputs = {"token_ids": inputs, "padding_mask": np.ones_like(inputs)}
+        return inputs, tokens[:, 1:]
 
     def get_state(self) -> dict[str, int]:
         return {"position": self.position}
@@ -49,7 +54,7 @@ class Batches:
         self.position = state["position"]
 
 
-def small() -> keras.Model:
+def small(folder: Path) -> keras.Model:
     """A token model with dropout, whose random state matters."""
     layers = keras.layers
     model = keras.Sequential(
@@ -65,17 +70,23 @@ def small() -> keras.Model:
     return compiled(model)
 
 
-def gemma() -> keras.Model:
-    """A KerasHub backbone with a head."""
+def gemma(folder: Path) -> keras.Model:
+    """A KerasHub task whose weights are loaded from a saved preset."""
     import keras_hub
 
+    return compiled(keras_hub.models.GemmaCausalLM.from_preset(str(folder / "preset"), preprocessor=None))
+
+
+def save_preset(folder: Path) -> None:
+    """Saves the preset that `gemma` loads, with stock KerasHub."""
+    import keras_hub
+
+    keras.utils.set_random_seed(1)
     backbone = keras_hub.models.GemmaBackbone(
         vocabulary_size=32, num_layers=2, num_query_heads=4, num_key_value_heads=4, hidden_dim=32,
         intermediate_dim=64, head_dim=8, dropout=0.1,
     )  # fmt: skip
-    tokens = keras.Input((16,), dtype="int32")
-    hidden = backbone({"token_ids": tokens, "padding_mask": keras.ops.ones_like(tokens)})
-    return compiled(keras.Model(tokens, keras.layers.Dense(32, name="head")(hidden), name="gemma"))
+    backbone.save_to_preset(str(folder / "preset"))
 
 
 def compiled(model: keras.Model) -> keras.Model:
@@ -86,7 +97,7 @@ def compiled(model: keras.Model) -> keras.Model:
 MODELS = {"small": small, "gemma": gemma}
 
 
-def abstract(name: str, shape: tuple[int, int]) -> lm.AbstractModel:
+def abstract(name: str, shape: tuple[int, int], folder: Path) -> lm.AbstractModel:
     """The model, sharded over a mesh of this shape."""
     mesh = Mesh(np.array(jax.devices()).reshape(shape), ("batch", "model"))
 
@@ -95,7 +106,7 @@ def abstract(name: str, shape: tuple[int, int]) -> lm.AbstractModel:
         return P(*[None] * (len(variable.shape) - 1), "model") if fits else P()
 
     keras.utils.set_random_seed(0)
-    return lm.build_abstract(MODELS[name]).shard(mesh, rules)
+    return lm.build_abstract(MODELS[name], folder).shard(mesh, rules)
 
 
 class Losses(keras.callbacks.Callback):
@@ -118,17 +129,18 @@ class Losses(keras.callbacks.Callback):
 def train(model: keras.Model, folder: Path, steps: int, epochs: int, watch: Losses, **start: Any) -> dict[int, float]:
     """Trains, saving after each epoch; returns the losses."""
     checkpoint = lk.TrainingCheckpoint(folder, max_to_keep=2)
-    batches = Batches()
+    batches = Batches(masked=not isinstance(model, keras.Sequential))
     if "data" in start:
         batches.set_state(start.pop("data"))
-    model.fit(
-        checkpoint.data(batches), steps_per_epoch=steps, epochs=epochs, shuffle=False, verbose=0,
+    # KerasHub's tasks have a `fit` of their own, which takes no stream of batches.
+    keras.Model.fit(
+        model, checkpoint.data(batches), steps_per_epoch=steps, epochs=epochs, shuffle=False, verbose=0,
         callbacks=[checkpoint, watch], **start,
     )  # fmt: skip
     return watch.losses
 
 
 if __name__ == "__main__":
-    name, steps, killed_after = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    model = abstract(name, (1, 8)).materialize()
-    train(model, Path(sys.argv[1]), steps, 10**6, Losses(killed_after))
+    folder, name, steps, killed_after = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    model = abstract(name, (1, 8), folder).materialize()
+    train(model, folder / "killed", steps, 10**6, Losses(killed_after))

@@ -3,8 +3,8 @@
     python -m tests.keras.support_table            # minutes; writes the page
     python -m tests.keras.support_table NAME ...   # prints the rows of these classes
 
-The first three columns are what `test_every_model` asserts. For the last two the tiny model is built without its
-initializers, given zeros, and asked for what the columns say.
+The first three columns are what `test_every_model` asserts; that the last two hold while loading, `test_every_variant`
+does. For their counts the tiny model is built without its initializers, given zeros, and asked.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ The tests build a tiny one of each; where a class has several configurations tha
 - **build**: `lm.build_abstract` defers every variable; what is materialized is bit for bit what KerasHub initializes.
 - **shard**: `lm.auto()` has a place for every variable, and the model loads onto 8 devices.
 - **load**: `lk.from_preset` gives bit for bit what `from_preset` gives.
-- **LoRA**: how many layers of the tiny backbone `enable_lora` adapts by default; – where KerasHub has none to adapt.
-- **int8**: how many of its layers `quantize("int8")` changes; – where none can be.
+- **LoRA**: how many layers of the tiny backbone `enable_lora` adapts by default, and `lk.from_preset(lora_rank=2)`,
+  with the same values bit for bit; – where KerasHub has none to adapt.
+- **int8**: how many of its layers `quantize("int8")` changes, and `lk.from_preset(quantize="int8")`, likewise; – where
+  none can be.
 
 Where KerasHub itself fails, the cell says how; a test fails once it does not any more.
 """

@@ -14,11 +14,10 @@ import pytest
 import lazymodel_keras as lk
 
 from . import _killed_worker as worker
+from .versions import needs_orbax_callback
 
 pytest.importorskip("orbax.checkpoint")
-pytestmark = pytest.mark.skipif(
-    not hasattr(keras.callbacks, "OrbaxCheckpoint"), reason=f"Keras {keras.__version__} does not export the callback"
-)
+pytestmark = needs_orbax_callback
 
 
 @pytest.mark.parametrize(
@@ -26,18 +25,20 @@ pytestmark = pytest.mark.skipif(
     [("small", 4, 8, 22), pytest.param("gemma", 10, 30, 163, marks=pytest.mark.large)],
 )
 def test_losses_continue(name: str, steps: int, epochs: int, killed_after: int, tmp_path: Path) -> None:
-    command = [sys.executable, worker.__file__, str(tmp_path / "killed"), name, str(steps), str(killed_after)]
+    if name == "gemma":
+        worker.save_preset(tmp_path)
+    command = [sys.executable, worker.__file__, str(tmp_path), name, str(steps), str(killed_after)]
     process = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert process.returncode == -signal.SIGKILL, process.stderr
 
     keras.utils.clear_session()
-    uninterrupted = worker.abstract(name, (1, 8)).materialize()
+    uninterrupted = worker.abstract(name, (1, 8), tmp_path).materialize()
     expected = worker.train(uninterrupted, tmp_path / "whole", steps, epochs, worker.Losses())
 
     state = lk.training_state(tmp_path / "killed")
     assert state.epoch is not None and 0 < state.epoch <= killed_after // steps
     assert state.data == {"position": state.epoch * steps}
-    model = lk.restore(worker.abstract(name, (2, 4)), tmp_path / "killed")
+    model = lk.restore(worker.abstract(name, (2, 4), tmp_path), tmp_path / "killed")
     assert int(model.optimizer.iterations.value) == state.epoch * steps
     assert {len(v.value.sharding.device_set) for v in [*model.variables, *model.optimizer.variables]} == {8}
     found = worker.train(
