@@ -13,12 +13,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from lazymodel import LazyTensor
+from lazymodel import LazyModelWarning, LazyTensor
 from lazymodel._file_source import Convert, Workspace, assign, slabs
 from lazymodel._geometry import Box, bounding, box_shape, intersect, shift
 from lazymodel._lazy_tensor import DividedLeaf, Part, fill_parts
@@ -211,11 +212,19 @@ def patch(undo: contextlib.ExitStack, active: Callable[[], Any]) -> None:
         return
     original = converter.convert_weights
     lazily = _upstream.with_gpt_oss_decoder(original, _lazy_decode)
-    if lazily is None:
-        return  # it decodes in another way, and reads what it needs for that
 
     @functools.wraps(original)
     def convert_weights(*args: Any, **kwargs: Any) -> Any:
-        return (original if active() is None else lazily)(*args, **kwargs)
+        if active() is None:
+            return original(*args, **kwargs)
+        if lazily is None:
+            warnings.warn(
+                "this KerasHub decodes GPT-OSS' experts in a way that lazymodel does not know: the host holds all of "
+                "them decoded, until the model is materialized",
+                LazyModelWarning,
+                stacklevel=2,
+            )
+            return original(*args, **kwargs)
+        return lazily(*args, **kwargs)
 
     replace(undo, converter, "convert_weights", convert_weights)

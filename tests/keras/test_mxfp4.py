@@ -202,6 +202,16 @@ def test_a_decoder_that_cannot_be_looked_up_is_run_as_it_is() -> None:
     np.testing.assert_array_equal(found, decode(blocks, scales))
 
 
+def test_a_converter_that_decodes_in_another_way(folder: str, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(convert_weights: Any, wrap: Any) -> None:
+        return None
+
+    monkeypatch.setattr(_upstream, "with_gpt_oss_decoder", none)
+    with pytest.warns(lm.LazyModelWarning, match="the host holds all of them decoded"):
+        ours = seeded(lambda: lk.from_preset(GptOssBackbone, folder))
+    assert_same(stock, ours, outputs=False)
+
+
 def _lazily(decode: Any, blocks: Any, scales: Any) -> Any:
     found = _mxfp4._lazy_decode(decode)(blocks, scales)
     assert isinstance(found, lm.LazyTensor)
