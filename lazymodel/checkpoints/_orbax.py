@@ -312,17 +312,19 @@ def open_orbax(path: Path, item: Path) -> OrbaxCheckpoint:
     leaves: list[_TreeLeaf] | None = None
     fields: dict[str, Any] = {}
     empty: dict[str, LazyTensor] = {}
+    stores = True
     if (item / _METADATA).exists():
         leaves, fields = _read_tree(item)
         empty = _zero_size(item, fields)
-        if not empty and all(leaf.kind in _TEXT_OR_EMPTY for leaf in leaves):
+        stores = any(leaf.kind not in _TEXT_OR_EMPTY for leaf in leaves)
+        if not stores and not empty:
             raise CheckpointError(
                 f"{item}: expected arrays, found a tree of {len(leaves)} leaves without any; open another item or step"
             )
     ocdbt = (item / _MANIFEST).exists()
     if ocdbt:
         check_pointer(item / _MANIFEST)
-    if not ocdbt and (fields.get("use_ocdbt") or any(name.startswith("ocdbt.process_") for name in files)):
+    if stores and not ocdbt and (fields.get("use_ocdbt") or any(name.startswith("ocdbt.process_") for name in files)):
         raise CheckpointError(
             f"{item}: expected {_MANIFEST}, the index of its arrays, found none; the checkpoint was not copied "
             "completely, or saving it never finished. Copy it again, or open another step."

@@ -37,7 +37,9 @@ def shard_problems(
         if match := _PART.fullmatch(path.name):
             parts.setdefault((match[1], match[3]), {})[path] = int(match[2])
     if not indexed:
-        missing = [message for key, paths in parts.items() for message in _incomplete(folder, *key, set(paths.values()))]
+        missing = [
+            message for key, paths in parts.items() for message in _incomplete(folder, *key, set(paths.values()))
+        ]
         yield from missing
         if len(parts) > 1 and not missing:
             names = ", ".join(f"{stem}-*-of-{total}.safetensors" for stem, total in parts)

@@ -1,7 +1,8 @@
 """Saves that are killed, interrupted or run out of disk at their n-th file operation, and what must be there then.
 
-Used by `test_save_accidents`; run as `python _accidents.py FOLDER STEP WORLD…` it kills real processes with SIGKILL at
-every STEP-th operation and prints, as JSON, how often the old or the new checkpoint was there.
+Used by `test_save_accidents`; `python _accidents.py kill FOLDER STEP WORLD…` ends real processes with SIGKILL at every
+STEP-th operation, `python _accidents.py race FOLDER TIMES WORLD WORLD` lets two savers begin at once; both print, as
+JSON, how often which checkpoint was there.
 """
 
 from __future__ import annotations
@@ -185,9 +186,9 @@ class Accidents:
             setattr(module, name, wrapper)
 
         for name in (
-            "replace rename renames unlink remove mkdir rmdir link symlink write pwrite fsync fdatasync truncate "
-            "ftruncate chmod"
-        ).split():
+            *("replace", "rename", "renames", "unlink", "remove", "mkdir", "rmdir", "link", "symlink", "write"),
+            *("pwrite", "fsync", "fdatasync", "truncate", "ftruncate", "chmod"),
+        ):
             patch(os, name, self._counted(name, getattr(os, name)))
         patch(os, "open", self._os_open(os.open))
         for module in (builtins, io):
@@ -292,8 +293,8 @@ def run(world: World, root: Path, at: int, accident: Callable[[Accidents, str], 
 # Real ones ------------------------------------------------------------------------------------------------------------
 
 
-def forked(work: Callable[[], Any]) -> tuple[int, str]:
-    """Runs a function in a child: its exit status, or minus the signal that ended it, and what it said."""
+def begin(work: Callable[[], Any]) -> tuple[int, int]:
+    """Runs a function in a child: its process, and where what it says can be read."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -307,26 +308,34 @@ def forked(work: Callable[[], Any]) -> tuple[int, str]:
         finally:
             os._exit(status)
     os.close(writer)
+    return child, reader
+
+
+def end(child: int, reader: int) -> tuple[int, str]:
+    """A child's exit status, or minus the signal that ended it, and what it said."""
     with open(reader, "rb") as stream:
         said = stream.read().decode()
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said
 
 
-def main() -> None:
-    folder, step, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    warnings.filterwarnings("ignore", message=".*fork")
+def forked(work: Callable[[], Any]) -> tuple[int, str]:
+    """Runs a function in a child and waits for it."""
+    return end(*begin(work))
+
+
+def kills(folder: Path, step: str, *names: str) -> dict[str, Any]:
+    """Kills a save into each world at every `step`-th operation; how often which checkpoint was there."""
     outcomes: dict[str, Any] = {}
     for name in names:
         world, template = WORLDS[name], folder / name
         status, said = forked(lambda world=world, template=template: create(world, template))
         assert status == 0, said
-        before = everything(template)
         counts: collections.Counter[str] = collections.Counter()
-        for at in itertools.count(1, step):
+        for at in itertools.count(1, int(step)):
             root = folder / f"{name} {at}"
             shutil.copytree(template, root)
             before = everything(root)
-            status, said = forked(lambda world=world, root=root, at=at: bool(run(world, root, at, kill_really)[0]))
+            status, said = forked(lambda world=world, root=root, at=at: run(world, root, at, kill_really)[0])
             if status == 0:
                 assert at > 1 and not json.loads(said), said
                 break
@@ -339,7 +348,55 @@ def main() -> None:
             counts[str(json.loads(said))] += 1
             shutil.rmtree(root)
         outcomes[name] = counts
-    print(json.dumps(outcomes))
+    return outcomes
+
+
+def race(folder: Path, times: str, *names: str) -> dict[str, int]:
+    """Lets two savers begin at the same moment, many times; how often each one's was there, or one was refused."""
+    counts: collections.Counter[str] = collections.Counter()
+    for attempt in range(int(times)):
+        root = folder / str(attempt)
+        status, said = forked(lambda root=root: create(WORLDS[names[0]], root))
+        assert status == 0, said
+        ready, go = os.pipe()
+
+        def saver(fill: int, name: str, root: Path = root, ready: int = ready, go: int = go) -> str:
+            lm.save(arrays(fill), root / "warm" / f"{fill}.safetensors")  # JAX looks for its devices only once
+            os.close(go)
+            os.read(ready, 1)  # returns when the last that could write is closed
+            try:
+                save(WORLDS[name], root, fill, WORLDS[name].new)
+            except lm.LazyModelError as error:
+                return "refused" if "is being saved to by another saver" in str(error) else str(error)
+            return "saved"
+
+        both = [begin(lambda fill=fill, name=name: saver(fill, name)) for fill, name in zip((2, 3), names, strict=True)]
+        os.close(go)
+        os.close(ready)
+        ended = [end(*one) for one in both]
+        assert all(status == 0 for status, _ in ended), ended
+        outcomes = [json.loads(said) for _, said in ended]
+        assert "saved" in outcomes and set(outcomes) <= {"saved", "refused"}, outcomes
+        shutil.rmtree(root / "warm")
+        allowed = {fill for fill, outcome in zip((2, 3), outcomes, strict=True) if outcome == "saved"}
+
+        def look(root: Path = root, allowed: set[int] = allowed) -> None:
+            assert found(root / WORLDS[names[0]].path) in allowed
+            assert not any("saving" in name for name in everything(root)), everything(root)
+            folder = root / "saved"
+            if (folder / "model.safetensors.index.json").exists():
+                assert not (folder / "model.safetensors").exists()
+
+        status, said = forked(look)
+        assert status == 0, f"attempt {attempt}: {said}"
+        counts["refused" if "refused" in outcomes else "both"] += 1
+        shutil.rmtree(root)
+    return counts
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore", message=".*fork")
+    print(json.dumps({"kill": kills, "race": race}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])))
 
 
 if __name__ == "__main__":
