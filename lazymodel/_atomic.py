@@ -72,7 +72,7 @@ def settled(path: Path) -> Path:
     Only file systems that cannot exchange two folders in one step ever have it elsewhere.
     """
     old = staging_folder(path) / _OLD
-    return old if not os.path.lexists(path) and old.is_dir() else path
+    return old if not os.path.lexists(path) and os.path.isdir(old) else path
 
 
 class Staging:
