@@ -77,14 +77,25 @@ def test_a_kill_at_any_operation(folder: Path, name: str) -> None:
     assert {state for state, _ in counts} == {None if WORLDS[name].old is None else OLD, NEW}
 
 
+def check_raised(counts: collections.Counter[tuple[int | None, str]], accident: Any, least: int) -> None:
+    """An error leaves the old checkpoint, as `accidents` asserts; where the new one counts already there is none."""
+    assert sum(counts.values()) >= least
+    expected = {"KeyboardInterrupt"} if accident is _accidents.interrupt else {"LazyModelError", "NoneType"}
+    assert {kind for _, kind in counts} <= expected
+
+
+@pytest.mark.parametrize("accident", [_accidents.interrupt, _accidents.fail, _accidents.fill_disk])
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_raised_at_some_operations(folder: Path, name: str, accident: Any) -> None:
+    first = random.Random(name + accident.__name__).randrange(1, 6)
+    check_raised(accidents(folder, name, accident, step=5, first=first), accident, 3)
+
+
+@pytest.mark.large
 @pytest.mark.parametrize("accident", [_accidents.interrupt, _accidents.fail, _accidents.fill_disk])
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_raised_at_any_operation(folder: Path, name: str, accident: Any) -> None:
-    """An error leaves the old checkpoint; where the new one counts already there is none."""
-    counts = accidents(folder, name, accident)
-    assert sum(counts.values()) >= 15
-    expected = {"KeyboardInterrupt"} if accident is _accidents.interrupt else {"LazyModelError", "NoneType"}
-    assert {kind for _, kind in counts} <= expected
+    check_raised(accidents(folder, name, accident), accident, 15)
 
 
 @pytest.mark.filterwarnings("ignore")  # of what Orbax leaves in the middle of its work
