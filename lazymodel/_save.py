@@ -1,23 +1,23 @@
 """Saving: sharded arrays to files, a piece of a tensor at a time, under a ceiling of host memory.
 
-Responsible for which process writes which bytes, for staging them, and for files that appear complete or not at all.
+Responsible for which process writes which bytes and for staging them; `_destination` for where they go, and for files
+that appear complete or not at all.
 Values go the way that loading takes, backwards: an array is the leaf of a lazy tensor (`DeviceLeaf`), a mapping is
 NumPy on such tensors, and what is written is read out of them box by box, so that nothing is gathered.
 
 The format is safetensors, laid out as Hugging Face does (https://github.com/huggingface/safetensors#format): one
-`model.safetensors`, or `model-00001-of-0000N.safetensors` with `model.safetensors.index.json`. Orbax writes its own.
+`model.safetensors`, or `model-00001-of-0000N.safetensors` with `model.safetensors.index.json`. Orbax writes its own
+(`_save_orbax`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import math
 import os
 import secrets
-import shutil
 import threading
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -33,14 +33,17 @@ from lazymodel._abstract import unique_paths
 from lazymodel._adapters import model_arrays
 from lazymodel._agreement import agreement
 from lazymodel._bytes import format_bytes, parse_bytes
+from lazymodel._destination import SINGLE, FileDestination, FolderDestination, SavedFile
 from lazymodel._errors import LazyModelError
 from lazymodel._file_source import Convert, Workspace, assign, empty_aligned, slabs
 from lazymodel._geometry import Box, box_shape, cover, fresh_view, geometry_of, intersect, normalize, shift
 from lazymodel._lazy_tensor import LazyTensor, Leaf, PiecesLeaf, fill_parts, lazy
 from lazymodel._mapping import WeightMap
 from lazymodel._report import Progress, closest, progress_for
+from lazymodel._save_orbax import save_orbax
 from lazymodel._trace import path_text
 from lazymodel.checkpoints._safetensors import DTYPES, MAX_HEADER
+from lazymodel.checkpoints._shards import SAVE_KEY
 
 _jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
@@ -71,9 +74,10 @@ def save(
     Where several processes share the arrays, all of them must call this with the same arguments. Each writes the
     shards that only it, or it first, holds, into files on a file system that all share; it fails in all or in none.
 
-    Until everything is written, files have temporary names next to their places. A failure removes them and leaves
-    what was there before as it was. The last step renames them; a process that is killed during that step can leave
-    an older checkpoint in the same folder incomplete, never a new file that looks complete.
+    At each instant the path opens as the complete old checkpoint or the complete new one: everything is written to a
+    folder `.*.lazymodel-saving` first, and one rename makes it count. A failure, a full disk or a kill before that
+    leaves what was there, and the next save removes what a killed one left. Files that are not of the checkpoint stay;
+    a second saver of the same path is refused, as is what would hide a checkpoint of another format.
 
     Args:
         model: A mapping of path to array, any pytree of arrays, or a model of a known framework. Paths are those of
@@ -91,11 +95,12 @@ def save(
         metadata: Strings to strings, for the header of every safetensors file. `{"format": "pt"}` is added unless
             `format` is given: Hugging Face's loaders ask for it, and it says that names and layouts are PyTorch's.
         progress: As for `materialize`, in bytes that this process writes.
-        overwrite: Whether a checkpoint that is there already is replaced.
+        overwrite: Whether a checkpoint that is there already is replaced. One of another format never is, nor an Orbax
+            folder with other files in it: both are errors before anything is written.
 
     Raises:
-        LazyModelError: There is a checkpoint already, a dtype does not exist in the format, the mapping does not fit,
-            the disk is full, or a file cannot be written.
+        LazyModelError: There is a checkpoint already, or a saver at work on it; a dtype does not exist in the format,
+            the mapping does not fit, the disk is full, or a file cannot be written. What was there is as it was.
         CheckpointError: Another process failed, or a lazy tensor cannot be read.
     """
     arrays = _named_arrays(model)
@@ -104,33 +109,27 @@ def save(
         raise LazyModelError(f"format is 'safetensors' or 'orbax'; got {format!r}")
     tensors = _map({name: _lazy_array(name, array) for name, array in arrays.items()}, mapping)
     if format == "orbax":
-        _save_orbax(tensors, Path(path), overwrite=overwrite)
+        save_orbax({name: _plain(name, tensor) for name, tensor in tensors.items()}, Path(path), overwrite=overwrite)
         return
     shared = any(not array.is_fully_addressable for array in arrays.values() if isinstance(array, jax.Array))
     leads = not shared or jax.process_index() == min(_processes(shardings))
     budget = _DEFAULT_BUDGET if max_host_memory is None else parse_bytes(max_host_memory)
     terms = {"done": "saved", "given": "tensors differ", "mend": "Save the same model in all processes"}
-    target: _Target | None = None
-    try:
+    with contextlib.ExitStack() as stack:
         with agreement(shardings, **terms) as stage:
             single = Path(path).suffix == ".safetensors"
             shard_size = None if single else parse_bytes(max_shard_size)
-            files = _layout(tensors, shard_size, {"format": "pt"} | dict(metadata or {}))
-            target = _Target(Path(path), files, shared=shared)
+            files, checksum = _layout(tensors, shard_size, {"format": "pt"} | dict(metadata or {}))
             _check_budget(files, budget)
+            target = FileDestination(Path(path), files) if single else FolderDestination(Path(path), files)
             if leads:
-                target.check_free(overwrite=overwrite)
-                target.create()
-            stage.outcome = f"write {len(tensors)} tensors (checksum {target.checksum})"
+                stack.enter_context(target.begun(overwrite=overwrite))
+            stage.outcome = f"write {len(tensors)} tensors (checksum {checksum})"
         with agreement(shardings, **terms):
             _write(target, budget, progress, leads=leads)
         with agreement(shardings, **terms):
             if leads:
                 target.commit()
-    except BaseException:
-        if leads and target is not None:
-            target.remove()
-        raise
 
 
 # Arrays as lazy tensors -----------------------------------------------------------------------------------------------
@@ -253,25 +252,14 @@ class _Named(dict[str, LazyTensor]):
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _File:
-    """One file to write.
+def _layout(
+    tensors: Mapping[str, LazyTensor], shard_size: int | None, metadata: Mapping[str, str]
+) -> tuple[list[SavedFile], int]:
+    """Divides tensors among files, in their order; a single file where `shard_size` is None.
 
-    Attributes:
-        name: Its name in the folder; empty where the destination is the file itself.
-        header: Everything before the tensors.
-        tensors: Name, tensor, and byte in the file.
-        nbytes: Bytes of all of it.
+    Returns:
+        The files, and a checksum of what they will have in them but for the values, the same in every process.
     """
-
-    name: str
-    header: bytes
-    tensors: tuple[tuple[str, LazyTensor, int], ...]
-    nbytes: int
-
-
-def _layout(tensors: Mapping[str, LazyTensor], shard_size: int | None, metadata: Mapping[str, str]) -> list[_File]:
-    """Divides tensors among files, in their order; a single file where `shard_size` is None."""
     if bad := [key for key, value in metadata.items() if not isinstance(cast(Any, value), str)]:
         raise LazyModelError(f"metadata maps strings to strings; found {bad[0]!r}: {metadata[bad[0]]!r}")
     groups: list[dict[str, LazyTensor]] = [{}]
@@ -283,13 +271,16 @@ def _layout(tensors: Mapping[str, LazyTensor], shard_size: int | None, metadata:
             size = 0
         groups[-1][name] = tensor
         size += nbytes
-    if shard_size is None:
-        names = [""]
-    elif len(groups) == 1:
-        names = ["model.safetensors"]
+    metadata = {key: value for key, value in metadata.items() if key != SAVE_KEY}  # copied from another checkpoint
+    save_id = secrets.token_hex(8)
+    if len(groups) == 1:
+        names = [SINGLE]
     else:
         names = [f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
-    return [_file(name, group, metadata) for name, group in zip(names, groups, strict=True)]
+        metadata[SAVE_KEY] = save_id
+    files = [_file(name, group, metadata) for name, group in zip(names, groups, strict=True)]
+    # Only the leading process's headers are written; every process has an id, all of the same length.
+    return files, zlib.crc32(b"".join(file.header.replace(save_id.encode(), b"") for file in files))
 
 
 def _stored_nbytes(name: str, tensor: LazyTensor) -> int:
@@ -308,7 +299,7 @@ def _stored_nbytes(name: str, tensor: LazyTensor) -> int:
     return tensor.size // 2
 
 
-def _file(name: str, tensors: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> _File:
+def _file(name: str, tensors: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> SavedFile:
     # Larger dtypes first, as the reference implementation has it: then every tensor is aligned to its own.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -329,103 +320,7 @@ def _file(name: str, tensors: Mapping[str, LazyTensor], metadata: Mapping[str, s
         raise LazyModelError(f"names and shapes take {format_bytes(len(text))}; safetensors allows {MAX_HEADER} bytes")
     data = len(text) + 8
     placed = [(n, tensor, data + begin) for (n, tensor), begin in zip(ordered, begins, strict=True)]
-    return _File(name, len(text).to_bytes(8, "little") + text, tuple(placed), data + end)
-
-
-class _Target:
-    """Where files go: created under temporary names, put in place at the end.
-
-    Attributes:
-        files: What is written.
-        folder: The temporary folder, which is next to, or in, the destination.
-    """
-
-    def __init__(self, path: Path, files: list[_File], *, shared: bool) -> None:
-        self.path = path
-        self.files = files
-        self._is_file = path.suffix == ".safetensors"
-        # Processes have to agree on a name without talking; one process need not, and may be one of several savers.
-        token = "saving" if shared else f"saving-{secrets.token_hex(4)}"
-        # In a folder that is there already: it may be a link to another file system, where files cannot be moved to.
-        inside = not self._is_file and path.is_dir()
-        self.folder = path / f".{token}" if inside else path.parent / f".{path.name}.{token}"
-        self.checksum = zlib.crc32(b"".join(file.header for file in files))
-        self._created = False
-
-    def file(self, file: _File) -> Path:
-        """A file's temporary place."""
-        return self.folder / (file.name or self.path.name)
-
-    def check_free(self, *, overwrite: bool) -> None:
-        """Raises LazyModelError where there is a checkpoint, or something that is none, in the way."""
-        if self._is_file and self.path.is_dir():
-            raise LazyModelError(f"{self.path} is a folder; give the name of a file, or a folder without .safetensors")
-        if not self._is_file and self.path.exists() and not self.path.is_dir():
-            raise LazyModelError(f"{self.path} is a file; give a folder, or a name that ends with .safetensors")
-        if not overwrite and (found := self._existing()):
-            raise LazyModelError(f"there is a checkpoint already: {found[0]}. Pass overwrite=True to replace it")
-
-    def _existing(self) -> list[Path]:
-        """Files of an earlier checkpoint that this one would replace, its index first."""
-        if self._is_file:
-            return [self.path] if self.path.exists() else []
-        patterns = ("model.safetensors.index.json", "model.safetensors", "model-*-of-*.safetensors")
-        return [path for pattern in patterns for path in sorted(self.path.glob(pattern))]
-
-    def create(self) -> None:
-        """Makes every file with its header and its full length."""
-        total = sum(file.nbytes for file in self.files)
-        try:
-            self.folder.parent.mkdir(parents=True, exist_ok=True)
-            if self.folder.exists():  # of a process that was killed; a random name is never there
-                shutil.rmtree(self.folder)
-            self.folder.mkdir()
-            self._created = True
-            free = shutil.disk_usage(self.folder).free
-            if free < total:
-                raise LazyModelError(
-                    f"{self.path} needs {format_bytes(total)}, and there are {format_bytes(free)} free"
-                )
-            for file in self.files:
-                with open(self.file(file), "wb") as stream:
-                    stream.write(file.header)
-                    stream.truncate(file.nbytes)
-            if len(self.files) > 1:
-                (self.folder / "model.safetensors.index.json").write_text(self._index(), encoding="utf-8")
-        except OSError as error:
-            raise LazyModelError(f"cannot write {self.path}: {error.strerror}") from error
-
-    def _index(self) -> str:
-        weights = {name: file.name for file in self.files for name, _, _ in file.tensors}
-        total = sum(file.nbytes - len(file.header) for file in self.files)
-        return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2, sort_keys=True) + "\n"
-
-    def commit(self) -> None:
-        """Puts complete files in their places; what they replace goes first, the index of it before all."""
-        try:
-            if self._is_file:
-                os.replace(self.file(self.files[0]), self.path)
-                self.folder.rmdir()
-            elif not self.path.exists():
-                os.rename(self.folder, self.path)
-            else:
-                new = [file.name for file in self.files]
-                for old in self._existing():
-                    if old.name not in new:
-                        old.unlink()
-                for name in new:
-                    os.replace(self.folder / name, self.path / name)
-                if len(new) > 1:
-                    index = "model.safetensors.index.json"
-                    os.replace(self.folder / index, self.path / index)
-                self.folder.rmdir()
-        except OSError as error:
-            raise LazyModelError(f"cannot put {self.path} in place: {error.strerror}") from error
-
-    def remove(self) -> None:
-        """Removes what was created, as far as that can be done."""
-        if self._created:
-            shutil.rmtree(self.folder, ignore_errors=True)
+    return SavedFile(name, len(text).to_bytes(8, "little") + text, tuple(placed), data + end)
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -523,7 +418,7 @@ def _owned(tensor: LazyTensor, target: np.ndarray, *, leads: bool) -> Iterator[t
                 yield own, aligned[(*shift(common, covering.box), ...)]
 
 
-def _check_budget(files: Sequence[_File], budget: int) -> None:
+def _check_budget(files: Sequence[SavedFile], budget: int) -> None:
     """Raises LazyModelError where a tensor cannot be read within the budget."""
     for file in files:
         for name, tensor, _ in file.tensors:
@@ -535,7 +430,7 @@ def _check_budget(files: Sequence[_File], budget: int) -> None:
 
 
 def _write(
-    target: _Target,
+    target: FileDestination | FolderDestination,
     budget: int,
     progress: bool | Progress | Callable[[int, int], object] | None,
     *,
@@ -655,28 +550,6 @@ def _pwrite(fd: int, data: np.ndarray, offset: int) -> None:
 
 
 # Orbax ----------------------------------------------------------------------------------------------------------------
-
-
-def _save_orbax(tensors: Mapping[str, LazyTensor], path: Path, *, overwrite: bool) -> None:
-    try:
-        orbax: Any = importlib.import_module("orbax.checkpoint")
-    except ImportError as error:
-        raise LazyModelError("format='orbax' needs orbax-checkpoint: pip install 'lazymodel[orbax]'") from error
-    tree: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        *parents, key = name.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-            if not isinstance(node, dict):
-                raise LazyModelError(f"{name!r}: Orbax saves a tree, and a part of this path is an array itself")
-        if key in node:
-            raise LazyModelError(f"{name!r}: Orbax saves a tree, and this path is also the beginning of another")
-        node[key] = _plain(name, tensor)
-    if path.exists() and not overwrite:
-        raise LazyModelError(f"there is something already: {path}. Pass overwrite=True to replace it")
-    with orbax.StandardCheckpointer() as checkpointer:  # which waits for the end of it
-        checkpointer.save(path.absolute(), tree, force=overwrite)
 
 
 def _plain(name: str, tensor: LazyTensor) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+from lazymodel._atomic import settled
 from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError
 from lazymodel._file_source import FileSource
@@ -155,6 +156,8 @@ def existing(path: str | os.PathLike[str]) -> Path:
     try:
         os.stat(path)
     except (OSError, ValueError) as error:  # a NUL in a name is a ValueError
+        if (old := settled(Path(path))) != Path(path):
+            return old
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise CheckpointError(f"there is no checkpoint at {os.fspath(path)}: {reason}") from error
     return Path(path)

@@ -10,12 +10,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import reprlib
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +34,13 @@ from lazymodel.checkpoints._checkpoint import (
 )
 from lazymodel.checkpoints._hdf5 import open_hdf5
 from lazymodel.checkpoints._orbax import find_item
-from lazymodel.checkpoints._safetensors import open_safetensors
+from lazymodel.checkpoints._safetensors import SafetensorsCheckpoint, open_safetensors
+from lazymodel.checkpoints._shards import shard_problems
 from lazymodel.checkpoints._verify import known_hashes, mismatches, no_hash
 
 _LISTED = 8  # names that one message or line gives before it counts the rest
 _MAX_PROBLEMS = 40  # problems that the text shows; `to_dict` has all
 _MAX_NAME = 240  # characters of a name that the text shows; a file may give a tensor a name of megabytes
-_PART = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.safetensors")  # as Hugging Face numbers the shards of a model
 _FORMATS = {
     ".safetensors": "safetensors",
     ".safetensors.index.json": "safetensors",
@@ -241,24 +239,20 @@ class _Inspection:
     def look_at_loose(self, kind: str, paths: list[Path]) -> None:
         """Files that no index describes; those numbered `k-of-n` must be n."""
         self.format = kind
+        metadata: dict[Path, Mapping[str, str] | None] = dict.fromkeys(paths)
         for path in paths:
             checkpoint = self.open_shard(kind, path)
             if checkpoint is not None:
                 with checkpoint:
                     self.add(checkpoint, checkpoint, path)
-        parts: dict[tuple[str, str], set[int]] = {}
-        for path in paths:
-            if match := _PART.fullmatch(path.name):
-                parts.setdefault((match[1], match[3]), set()).add(int(match[2]))
-        for (stem, total), numbers in parts.items():
-            count = int(total) - sum(1 <= number <= int(total) for number in numbers)
-            lacking = (number for number in range(1, int(total) + 1) if number not in numbers)
-            names = [f"{stem}-{number:0{len(total)}}-of-{total}.safetensors" for number in islice(lacking, _LISTED)]
-            if names:
-                self.problem(
-                    f"{self.root}: expected {int(total)} shards as their names say, found {int(total) - count}; "
-                    f"missing {', '.join(names)}{', …' if count > len(names) else ''}. Download them too."
-                )
+                    metadata[path] = _strings(checkpoint)
+        self.look_for_mixture(self.root, metadata)
+
+    def look_for_mixture(
+        self, where: Path, metadata: Mapping[Path, Mapping[str, str] | None], *, indexed: bool = False
+    ) -> None:
+        for message in shard_problems(where, metadata, indexed=indexed):
+            self.problem(message)
 
     def look_at_index(self, kind: str, index: Path) -> None:
         """An index and the shards that it names, each on its own."""
@@ -274,6 +268,7 @@ class _Inspection:
         self.add_metadata(content.get("metadata"))
         noun = "tensor" if kind == "safetensors" else "group"
         keys = {(key if kind == "safetensors" else key.strip("/")): key for key in weights}
+        metadata: dict[Path, Mapping[str, str] | None] = {}
         for path, expected in self.shards(index, keys, weights).items():
             checkpoint = self.open_shard(kind, path, f"{_some(expected, noun)} as {index.name} says")
             if checkpoint is None:
@@ -296,6 +291,8 @@ class _Inspection:
                     if names:
                         self.problem(f"{path}: {message.format(_some(names, noun), index.name)}", path)
                 self.add(checkpoint, [name for key in expected for name in held.get(key, ())], path)
+                metadata[path] = _strings(checkpoint)
+        self.look_for_mixture(index, metadata, indexed=True)
 
     def shards(self, index: Path, keys: Mapping[str, str], weights: Mapping[str, Any]) -> dict[Path, list[str]]:
         """Path of every shard that an index may name → what it says that the shard has."""
@@ -392,6 +389,11 @@ class _Inspection:
             tensors=tuple(self.tensors.values()),
             problems=tuple(self.problems),
         )
+
+
+def _strings(checkpoint: Checkpoint) -> dict[str, str] | None:
+    """What the header of a safetensors file says about it."""
+    return checkpoint.metadata if isinstance(checkpoint, SafetensorsCheckpoint) else None
 
 
 def _plain(value: Any) -> Any:

@@ -36,6 +36,7 @@ from lazymodel._errors import CheckpointError, LazyModelWarning
 from lazymodel._file_source import Convert, FileSource, assign
 from lazymodel._lazy_tensor import ArrayLeaf, Box, LazyTensor, Leaf, box_shape, shift
 from lazymodel.checkpoints._checkpoint import Checkpoint, check_pointer, read_json_file
+from lazymodel.checkpoints._zero_size import zero_size_tensors
 
 if TYPE_CHECKING:
     from lazymodel._file_source import Workspace
@@ -45,6 +46,10 @@ _STEP_METADATA = "_CHECKPOINT_METADATA"
 _MANIFEST = "manifest.ocdbt"
 _V1_MARK = "orbax.checkpoint"
 _COMMITTED = "commit_success.txt"
+# What Orbax writes into an item or a step, beside arrays and items that have names of their own.
+_OWN = frozenset(
+    (_METADATA, _STEP_METADATA, _MANIFEST, _V1_MARK, _COMMITTED, "_sharding", "_strings.json", "array_metadatas", "d")
+)
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _STEP = re.compile(r"(?:(.+)_)?(\d+)")
 _ALONE = "value"  # the name of a tree that is one array, as in an abstract model
@@ -125,6 +130,21 @@ def find_item(folder: Path) -> Path | None:
     raise CheckpointError(f"{folder}: expected an Orbax item that holds arrays, found {found or 'no folders'}. {mend}")
 
 
+def foreign_entries(folder: Path) -> list[str]:
+    """Names of the files and folders in a folder that are no part of the one Orbax item that it is, or has in it."""
+    return sorted(
+        child.name
+        for child in folder.iterdir()
+        if not (child.name in _OWN or child.name.startswith("ocdbt.process_") or _is_item_or_array(child))
+    )
+
+
+def _is_item_or_array(path: Path) -> bool:
+    if not path.is_dir() or _STEP.fullmatch(path.name):  # a whole step is not a part of anything
+        return False
+    return any((path / mark).exists() for mark in _DRIVERS) or (_is_item(path) and find_item(path.parent) == path)
+
+
 def _folders(folder: Path) -> list[Path]:
     """Folders in a folder, by name."""
     try:
@@ -199,7 +219,12 @@ def _require_committed(folder: Path) -> None:
 def _holds_arrays(item: Path) -> bool:
     if not (item / _METADATA).exists():
         return True
-    return any(leaf.kind not in _TEXT_OR_EMPTY for leaf in _read_tree(item)[0])
+    leaves, fields = _read_tree(item)
+    return any(leaf.kind not in _TEXT_OR_EMPTY for leaf in leaves) or bool(_zero_size(item, fields))
+
+
+def _zero_size(item: Path, fields: dict[str, Any]) -> dict[str, LazyTensor]:
+    return zero_size_tensors(fields.get("custom_metadata"), item / _METADATA)
 
 
 # What is in an item ---------------------------------------------------------------------------------------------------
@@ -286,16 +311,20 @@ def open_orbax(path: Path, item: Path) -> OrbaxCheckpoint:
     files = _list_files(item)
     leaves: list[_TreeLeaf] | None = None
     fields: dict[str, Any] = {}
+    empty: dict[str, LazyTensor] = {}
+    stores = True
     if (item / _METADATA).exists():
         leaves, fields = _read_tree(item)
-        if all(leaf.kind in _TEXT_OR_EMPTY for leaf in leaves):
+        empty = _zero_size(item, fields)
+        stores = any(leaf.kind not in _TEXT_OR_EMPTY for leaf in leaves)
+        if not stores and not empty:
             raise CheckpointError(
                 f"{item}: expected arrays, found a tree of {len(leaves)} leaves without any; open another item or step"
             )
     ocdbt = (item / _MANIFEST).exists()
     if ocdbt:
         check_pointer(item / _MANIFEST)
-    if not ocdbt and (fields.get("use_ocdbt") or any(name.startswith("ocdbt.process_") for name in files)):
+    if stores and not ocdbt and (fields.get("use_ocdbt") or any(name.startswith("ocdbt.process_") for name in files)):
         raise CheckpointError(
             f"{item}: expected {_MANIFEST}, the index of its arrays, found none; the checkpoint was not copied "
             "completely, or saving it never finished. Copy it again, or open another step."
@@ -333,7 +362,10 @@ def open_orbax(path: Path, item: Path) -> OrbaxCheckpoint:
             f"{item}: expected {len(leaves)} arrays and values, found none stored for {len(missing)}: "
             f"{', '.join(missing[:8])}{', …' if len(missing) > 8 else ''}. {mend}"
         )
-    return OrbaxCheckpoint(path, store, names, complete=bool(fields.get("store_array_data_equal_to_fill_value", False)))
+    if twice := sorted(empty.keys() & names.keys()):
+        raise CheckpointError(f"{item / _METADATA}: expected each tensor once, found {twice[0]!r} twice; it is corrupt")
+    complete = bool(fields.get("store_array_data_equal_to_fill_value", False))
+    return OrbaxCheckpoint(path, store, names, complete, empty)
 
 
 class _Store:
@@ -430,11 +462,14 @@ class OrbaxCheckpoint(Checkpoint):
 
     format = "orbax"
 
-    def __init__(self, path: Path, store: _Store, names: dict[str, str], complete: bool) -> None:
+    def __init__(
+        self, path: Path, store: _Store, names: dict[str, str], complete: bool, empty: dict[str, LazyTensor]
+    ) -> None:
         marks = store.arrays()
         first = [store.item / _MANIFEST, store.item / _METADATA, *(Path(file) for file in store.files)]
         source = FileSource(next(file for file in first if file.exists()))
-        super().__init__(path, list(names), [source])
+        super().__init__(path, [*names, *empty], [source])
+        self._tensors.update(empty)
         self.item = str(store.item)
         self._store, self._source, self._complete = store, source, complete
         self._stored = {name: (stored_as, marks[stored_as]) for name, stored_as in names.items()}

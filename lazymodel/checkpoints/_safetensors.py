@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +30,7 @@ from lazymodel.checkpoints._checkpoint import (
     shard_path,
     weight_map,
 )
+from lazymodel.checkpoints._shards import shard_problems
 
 MAX_HEADER = 100_000_000  # bytes; the reference implementation's own limit
 _MAX_DIMENSIONS = 32  # NumPy 1's; no model comes near
@@ -198,9 +199,14 @@ def open_safetensors(path: Path, paths: list[Path]) -> SafetensorsCheckpoint:
     """Opens safetensors files that no index describes.
 
     Raises:
-        CheckpointError: As `SafetensorsFile`, or two files have a tensor of the same name.
+        CheckpointError: As `SafetensorsFile`; or two files have a tensor of the same name; or, in a folder, files are
+            numbered as shards and are not all of them, or not of one save.
     """
+    if folder := path not in paths:
+        _refuse(shard_problems(path, dict.fromkeys(paths)))
     files = [SafetensorsFile(file) for file in paths]
+    if folder:
+        _refuse(shard_problems(path, _metadata(files)))
     names: dict[str, SafetensorsFile] = {}
     for file in files:
         for name in file:
@@ -218,7 +224,7 @@ def open_index(index: Path) -> SafetensorsCheckpoint:
 
     Raises:
         CheckpointError: As `SafetensorsFile`; or a shard is missing or outside the folder, or lacks a tensor that the
-            index says it has.
+            index says it has; or numbered shards are of different saves.
     """
     weights = weight_map(read_json_file(index), index)
     paths: dict[str, Path] = {}
@@ -227,6 +233,7 @@ def open_index(index: Path) -> SafetensorsCheckpoint:
             paths[str(shard)] = shard_path(index, shard)  # which refuses what is no string
     require_shards(index, list(paths.values()))
     files = {shard: SafetensorsFile(path) for shard, path in paths.items()}
+    _refuse(shard_problems(index, _metadata(files.values()), indexed=True))
     names: dict[str, SafetensorsFile] = {}
     for name, shard in weights.items():
         if name not in files[shard]:
@@ -236,6 +243,15 @@ def open_index(index: Path) -> SafetensorsCheckpoint:
             )
         names[name] = files[shard]
     return SafetensorsCheckpoint(index, list(files.values()), names)
+
+
+def _metadata(files: Iterable[SafetensorsFile]) -> dict[Path, dict[str, str]]:
+    return {Path(file.path): file.metadata for file in files}
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    for problem in problems:
+        raise CheckpointError(problem)
 
 
 def _read_header(path: str, size: int) -> tuple[dict[str, Any], int]:
