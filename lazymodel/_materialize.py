@@ -91,16 +91,18 @@ def materialize(
         Exception: Whatever a callable given as `progress` or `report` raises.
     """
     start = time.perf_counter()
-    checkpoint = flat_checkpoint(checkpoint)
     shardings = [variable.sharding for variable in model.variables.values()]
     # Before the first program runs: one that only some processes run can wait forever for the rest.
     with agreement(shardings) as stage:
         deliver = _delivery(report)
+        checkpoint = flat_checkpoint(checkpoint)
         choice = choose(model, checkpoint, initialize=initialize, strict=strict)
         if checkpoint is not None and initialize != "all":
             _warn(model, checkpoint, choice, initialize)
         budget = None if max_host_memory is None else parse_bytes(max_host_memory)
         stage.outcome = _outcome(choice)
+        if jax.process_count() > 1:
+            stage.details = _details(choice)
     with agreement(shardings):
         arrays, costs = make_arrays(model, choice, max_host_memory=budget, progress=progress)
     result = model.rebuild(arrays)
@@ -256,6 +258,12 @@ def _outcome(choice: Choice) -> str:
     return f"load {len(choice.sources)} variables and initialize {len(initialized)}" + (
         f": {', '.join(initialized)}" if initialized else ""
     )
+
+
+def _details(choice: Choice) -> str:
+    """What the tensors are that this process is about to load, which differs where the files are of another kind."""
+    loaded = sorted(choice.sources.items())
+    return "\n".join(f"{path} {getattr(source, 'dtype', '')} {np.shape(source)}" for path, source in loaded)
 
 
 def _match(model: AbstractModel, checkpoint: Mapping[str, Any], *, strict: bool) -> tuple[dict[str, Source], list[str]]:
