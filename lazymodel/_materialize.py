@@ -21,7 +21,7 @@ from jax.experimental.layout import Format
 
 from lazymodel._abstract import AbstractModel, AbstractVariable, Source
 from lazymodel._agreement import agreement
-from lazymodel._bytes import parse_bytes
+from lazymodel._bytes import parse_budget
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
 from lazymodel._file_source import BYTES_READ
 from lazymodel._init_programs import InitRecipe, run_recipes
@@ -99,7 +99,7 @@ def materialize(
         choice = choose(model, checkpoint, initialize=initialize, strict=strict)
         if checkpoint is not None and initialize != "all":
             _warn(model, checkpoint, choice, initialize)
-        budget = None if max_host_memory is None else parse_bytes(max_host_memory)
+        budget = None if max_host_memory is None else parse_budget(max_host_memory)
         stage.outcome = _outcome(choice)
         if jax.process_count() > 1:
             stage.details = _details(choice)
@@ -195,11 +195,12 @@ def make_arrays(
     bar.start(total, f"{model.name}: materializing {len(model)} variables")
     try:
         start = time.perf_counter()
+        arriving = stream(items, max_host_memory=max_host_memory, on_bytes=watcher.advance)  # or refused, at once
         for path, array in run_recipes(choice.recipes, shardings, model.programs):
             arrays[path] = _in_layout(array, model[path])
             watcher.advance(computed[path], path)
         started, read = time.perf_counter(), BYTES_READ.count
-        for path, array in stream(items, max_host_memory=max_host_memory, on_bytes=watcher.advance):
+        for path, array in arriving:
             arrays[path] = _in_layout(_as_declared(array, model[path]), model[path])
             watcher.advance(0, path)
         if derived and model.derived is not None:
