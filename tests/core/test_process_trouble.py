@@ -88,10 +88,9 @@ def test_a_file_that_one_of_three_cannot_open(tmp_path: Path) -> None:
 
 
 def test_one_killed_while_it_streams_is_named_to_the_rest(tmp_path: Path) -> None:
-    ended = run(tmp_path, 3, {2: "killed while streaming"}, wait=1000)
-    assert ended.codes[2] == -signal.SIGKILL
-    for process in (0, 1):
-        ended.check(process, 1, "CheckpointError: process 2 gave no sign of life for 3 seconds, so nothing was mater")
+    ended = run(tmp_path, 2, {1: "killed while streaming"}, wait=1000)
+    assert ended.codes[1] == -signal.SIGKILL
+    ended.check(0, 1, "CheckpointError: process 1 gave no sign of life for 3 seconds, so nothing was materialized here")
 
 
 def test_one_interrupted_is_named_to_the_other(tmp_path: Path) -> None:
@@ -101,9 +100,9 @@ def test_one_interrupted_is_named_to_the_other(tmp_path: Path) -> None:
 
 
 def test_one_killed_before_it_came_is_named_in_time(tmp_path: Path) -> None:
-    ended = run(tmp_path, 2, {1: "killed before"})
+    ended = run(tmp_path, 2, {1: "killed before"}, wait=6)
     assert ended.codes[1] == -signal.SIGKILL
-    ended.check(0, 1, "CheckpointError: process 1 did not come within 10 seconds", "LAZYMODEL_WAIT_SECONDS")
+    ended.check(0, 1, "CheckpointError: process 1 did not come within 6 seconds", "LAZYMODEL_WAIT_SECONDS")
 
 
 @pytest.mark.large
