@@ -34,6 +34,7 @@ from lazymodel._coordination import Store
 from lazymodel._errors import CheckpointError, LazyModelError
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.5  # seconds between two looks; it grows with the time waited so far
+_BETWEEN_CHECKS = 1.0  # seconds
 _TEXT = 1024  # characters of an outcome that are quoted: enough for a message with paths in it
 
 
@@ -48,6 +49,18 @@ class Stage:
 
     outcome: str = ""
     details: str = ""
+    _meeting: _Meeting | None = None
+    _checked: float = dataclasses.field(default_factory=time.monotonic)
+
+    def check(self) -> None:
+        """Raises the CheckpointError that waits at the end of the stage if there is one already.
+
+        For work that takes long: the processes that have failed wait at their exit for the others, and not for ever.
+        Asks the others at most once a second, so it may be called for every piece of the work, from any thread.
+        """
+        if self._meeting is not None and (now := time.monotonic()) - self._checked >= _BETWEEN_CHECKS:
+            self._checked = now
+            self._meeting.check()
 
 
 @contextlib.contextmanager
@@ -92,7 +105,7 @@ def agreement(
             "jax.distributed.initialize() in each of them before anything else"
         )
     meeting = _Meeting(store, members, done, given, mend)
-    stage = Stage()
+    stage = Stage(_meeting=meeting)
     coordination.SIGNS.start(store)
     try:
         try:
@@ -232,7 +245,15 @@ class _Meeting:
 
     def fail(self, error: BaseException) -> None:
         """Says that this process did not."""
-        self._settle(_Verdict(self._nothing(f"process {self._store.process} failed", coordination.excerpt(error))))
+        said = self._nothing(f"process {self._store.process} failed", coordination.excerpt(error))
+        self._heed(self._settle(_Verdict(said)))
+
+    def check(self) -> None:
+        """Raises CheckpointError if the stage has failed elsewhere."""
+        text = self._store.get(f"{self._folder()}verdict")
+        verdict = self._trouble() if text is None else _Verdict.read(text)
+        if verdict is not None and verdict.error:
+            raise CheckpointError(self._settle(verdict).error)
 
     def wait(self) -> _Verdict:
         """The verdict, as soon as there is one."""
@@ -250,14 +271,18 @@ class _Meeting:
         Raises:
             CheckpointError: It says that something went wrong.
         """
-        coordination.give_up(set(verdict.lost) - {self._store.process})
-        if verdict.opening:
-            _count.was_failed_opening(self._members, verdict.opening)
+        self._heed(verdict)
         if verdict.error:
             raise CheckpointError(verdict.error)
         coordination.welcome(set(self._members))
         if self._leads():  # all have come to this stage, so nobody needs what was said at the end of the last one
             self._store.delete(self._folder(self._number - 1))
+
+    def _heed(self, verdict: _Verdict) -> None:
+        """Notes what the verdict says of processes and openings; all processes do, however they come to it."""
+        coordination.give_up(set(verdict.lost) - {self._store.process})
+        if verdict.opening:
+            _count.was_failed_opening(self._members, verdict.opening)
 
     def _folder(self, number: int | None = None) -> str:
         group = f"{zlib.crc32(repr(self._members).encode()):08x}"

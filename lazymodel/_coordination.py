@@ -15,7 +15,6 @@ after a process was killed, whoever has noticed by then. Hence `SILENCE`.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import dataclasses
 import importlib
@@ -150,7 +149,7 @@ class _Signs:
 
     def _show(self, store: Store, stop: threading.Event, interval: float) -> None:
         key = f"{_ALIVE}{store.process}"
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service ended, and with it whoever would look
+        try:
             while True:
                 store.put(key, repr(time.monotonic()))
                 if stop.wait(interval):
@@ -158,6 +157,10 @@ class _Signs:
             with self._lock:
                 if self._stop is None:  # or the next thread is at it already
                     store.put(key, "")
+        except jax.errors.JaxRuntimeError:  # the service ended, and with it whoever would look
+            with self._lock:
+                if self._stop is stop:
+                    self._stop = None
 
 
 SIGNS = _Signs()
@@ -226,6 +229,7 @@ def troubles(store: Store, openings: int) -> dict[int, Trouble]:
 
 # --- leaving ---------------------------------------------------------------------------------------------------------
 
+_PID = os.getpid()
 _given_up: set[int] = set()
 
 
@@ -246,7 +250,7 @@ def _leave() -> None:
     fails after minutes, and JAX then aborts those who wait at it.
     """
     try:
-        if (here := store()) is None:
+        if os.getpid() != _PID or (here := store()) is None:  # a child that was forked is not this process
             return
         SIGNS.stop()
         left = {key.partition("/")[0]: text for key, text in here.folder(_TROUBLE).items() if key.endswith("/left")}

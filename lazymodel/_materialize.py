@@ -103,8 +103,8 @@ def materialize(
         stage.outcome = _outcome(choice)
         if jax.process_count() > 1:
             stage.details = _details(choice)
-    with agreement(shardings):
-        arrays, costs = make_arrays(model, choice, max_host_memory=budget, progress=progress)
+    with agreement(shardings) as stage:
+        arrays, costs = make_arrays(model, choice, max_host_memory=budget, progress=progress, check=stage.check)
     result = model.rebuild(arrays)
     if deliver is not None:
         seconds = time.perf_counter() - start
@@ -171,13 +171,14 @@ def make_arrays(
     *,
     max_host_memory: int | None = None,
     progress: bool | Progress | Callable[[int, int], object] | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, jax.Array], Costs]:
     """Runs the init programs, the stream, and what is computed from other variables.
 
     Returns path to finished array, and what it cost.
 
     Init programs come first: their temporaries are spent while the devices are still empty. Progress is counted in
-    bytes of the distinct shards of this process.
+    bytes of the distinct shards of this process. `check` is called with every piece of work; what it raises ends it.
     """
     shardings = device_shardings(model.variables)
     items = [_stream_item(model[path], source, shardings[path]) for path, source in choice.sources.items()]
@@ -191,7 +192,7 @@ def make_arrays(
     total = sum(computed.values()) + sum(local_nbytes(item.sharding, item.shape, item.dtype) for item in items)
     arrays: dict[str, jax.Array] = {}
     bar = progress_for(progress)
-    watcher = _Watcher(bar)
+    watcher = _Watcher(bar, check)
     bar.start(total, f"{model.name}: materializing {len(model)} variables")
     try:
         start = time.perf_counter()
@@ -225,11 +226,11 @@ class _Watcher:
     """Tells of progress from several threads, one call at a time.
 
     Attributes:
-        error: What the receiver raised, which the stream would otherwise take for a failure of its own.
+        error: What the receiver or the check raised, which the stream would otherwise take for a failure of its own.
     """
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, progress: Progress, check: Callable[[], None]) -> None:
+        self._progress, self._check = progress, check
         self._lock = threading.Lock()
         self.error: Exception | None = None
 
@@ -237,6 +238,7 @@ class _Watcher:
         with self._lock:
             try:
                 self._progress.advance(nbytes, path)
+                self._check()
             except Exception as error:
                 self.error = self.error or error
                 raise

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
 import lazymodel as lm
+from lazymodel import _agreement
 from lazymodel import _coordination as coordination
 from lazymodel._file_source import BYTES_READ
 
@@ -168,6 +170,27 @@ class Scenarios:
             until(self.is_waiting)
         return self.check(self.shared.materialize(ckpt, initialize="missing"), path, shards=DEVICES)
 
+    def stops(self) -> list[Any]:
+        """Process 1 cannot read its file; process 0, which has begun, is given time to hear of it."""
+        ckpt = self.open("stops")
+        if self.process == 1:
+            self.copy("stops").unlink()
+
+        def report(done: int, total: int) -> None:
+            if self.process == 0 and done:
+                until(lambda: self.is_said("stops-1.safetensors"))
+
+        before = BYTES_READ.count
+        with mock.patch.object(_agreement, "_BETWEEN_CHECKS", 0.0):
+            error = self.outcome(lambda: self.shared.materialize(ckpt, initialize="missing", progress=report))
+        return [error, BYTES_READ.count - before]
+
+    def is_said(self, text: str) -> bool:
+        """Whether the verdict on a stage has this text in it."""
+        store = coordination.store()
+        assert store is not None
+        return any(text in value for key, value in store.folder("lazymodel/stages/").items() if key.endswith("verdict"))
+
     def is_waiting(self) -> bool:
         """Whether process 0 is at the end of a stage to which nobody else has come."""
         store = coordination.store()
@@ -246,6 +269,7 @@ def main() -> None:
         heartbeat_timeout_seconds=10,
         shutdown_timeout_seconds=10,
     )
+    _agreement._BETWEEN_CHECKS = 1000.0  # scenarios are about one thing each; `stops` is about this
     assert jax.device_count() == PROCESSES * DEVICES and jax.local_device_count() == DEVICES
     warnings.simplefilter("error")
     scenarios = Scenarios(process, folder)
@@ -264,6 +288,7 @@ def main() -> None:
             scenarios.fallback,
             scenarios.other_dtype,
             scenarios.late,
+            scenarios.stops,
             scenarios.progress,
             scenarios.unsharded,
             scenarios.alone,

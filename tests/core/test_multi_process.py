@@ -64,6 +64,7 @@ def write_copies(folder: Path) -> None:
         "corrupt",
         "all_corrupt",
         "other_dtype",
+        "stops",
         "alone",
     ):
         for process in range(PROCESSES):
@@ -183,6 +184,13 @@ def test_tensors_of_another_dtype_are_another_checkpoint(outcomes: list[Mapping[
             r"Give all processes the same files\.",
             outcome["other_dtype"],
         )
+
+
+def test_a_process_stops_when_another_has_failed(outcomes: list[Mapping[str, Any]]) -> None:
+    error, read = outcomes[0]["stops"]
+    assert error.startswith("process 1 failed, so nothing was materialized here either: ")
+    assert "stops-1.safetensors" in error
+    assert read == 0, "it was told after the first of what is initialized, which comes before what is read"
 
 
 def test_a_late_process_is_waited_for(outcomes: list[Mapping[str, Any]]) -> None:
