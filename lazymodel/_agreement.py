@@ -74,8 +74,8 @@ def agreement(
     """Runs its body as a stage at whose end all processes that hold devices of these shardings wait for each other.
 
     A process in which the body fails raises that error, at once; all others raise a `CheckpointError` that names the
-    process and quotes its message, when they come to the end of their own. Nothing is exchanged where all devices
-    belong to this process, as in one-process runs, so one process may still load a model of its own.
+    process and quotes its message, at the latest when they come to the end of their own. Nothing is exchanged where all
+    devices belong to this process, as in one-process runs, so one process may still load a model of its own.
 
     A process waits for `LAZYMODEL_WAIT_SECONDS` (1800), and for one that was at work and then gave no sign of life, as
     one that was killed, no longer than a minute.

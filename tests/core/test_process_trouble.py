@@ -146,3 +146,10 @@ def test_process_0_does_not_stay_for_one_that_is_later(tmp_path: Path) -> None:
     ended = run(tmp_path, 2, {1: "far too late"})
     ended.check(0, 1, "CheckpointError: process 1 did not come within 10 seconds")
     assert ended.codes[1] == -signal.SIGABRT, "by JAX, whose coordinator was process 0"
+
+
+@pytest.mark.large
+def test_without_process_0_jax_aborts_the_rest_at_once(tmp_path: Path) -> None:
+    """What no library can change, short of its own connection: the coordination service is gone with the process."""
+    ended = run(tmp_path, 3, {0: "killed while streaming"}, wait=1000)
+    assert ended.codes == [-signal.SIGKILL, -signal.SIGABRT, -signal.SIGABRT], str(ended)
