@@ -35,6 +35,7 @@ _DEFAULT_WAIT = 1800.0  # seconds: some hosts download what others have; a job's
 SILENCE = 60.0  # seconds, at most: well below JAX's 100, and longer than anything that keeps Python's threads waiting
 _SIGNS = 12  # signs of life in that time
 _FAREWELL = 60.0  # seconds, at most, that process 0 stays for the others where one was given up
+_QUIET = 2.0  # seconds without a sign of life after which a process that has left is gone
 _MAX_TEXT = 8192  # characters of a message that is passed on
 
 _FOLDER = "lazymodel/"
@@ -134,11 +135,11 @@ class _Signs:
         self._lock = threading.Lock()
         self._stop: threading.Event | None = None
 
-    def start(self, store: Store) -> None:
+    def start(self, store: Store, interval: float | None = None) -> None:
         with self._lock:
             if self._stop is None:
                 self._stop = threading.Event()
-                arguments = (store, self._stop, silence_seconds() / _SIGNS)
+                arguments = (store, self._stop, interval or silence_seconds() / _SIGNS)
                 threading.Thread(target=self._show, args=arguments, name="lazymodel-alive", daemon=True).start()
 
     def stop(self) -> None:
@@ -257,7 +258,10 @@ def _leave() -> None:
         alone = bool(_given_up) or any(json.loads(text)["alone"] for text in left.values())
         here.put(f"{_TROUBLE}{here.process}/left", json.dumps({"why": _why(), "alone": alone}))
         if alone:
-            _see_off(here)
+            if _state().service is None:
+                SIGNS.start(here, _QUIET / 10)  # until the interpreter ends, and the thread with it
+            else:
+                _see_off(here)
             _detach()
     except Exception as error:  # a program that ends must not be kept from it
         print(f"lazymodel: the other processes could not be told that this one ends: {error}", file=sys.stderr)
@@ -270,14 +274,15 @@ def _why() -> str:
 
 
 def _see_off(store: Store) -> None:
-    """Process 0, whose end would abort those who still use its service, waits until they have left."""
-    if _state().service is None:
-        return
+    """Process 0, whose end would abort those who are still connected, waits until they have left and fallen silent."""
     deadline = time.monotonic() + min(wait_seconds(), _FAREWELL)
     expected = set(range(store.processes)) - _given_up
-    while time.monotonic() < deadline:
-        here = {int(key.partition("/")[0]) for key in store.folder(_TROUBLE) if key.endswith("/left")}
-        if expected <= here:
+    signs, changed = store.folder(_ALIVE), time.monotonic()
+    while (now := time.monotonic()) < deadline:
+        left = {int(key.partition("/")[0]) for key in store.folder(_TROUBLE) if key.endswith("/left")}
+        if (latest := store.folder(_ALIVE)) != signs or not expected <= left | {store.process}:
+            signs, changed = latest, now
+        elif now - changed > _QUIET:
             return
         time.sleep(0.05)
 
