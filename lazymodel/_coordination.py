@@ -35,7 +35,7 @@ _DEFAULT_WAIT = 1800.0  # seconds: some hosts download what others have; a job's
 SILENCE = 60.0  # seconds, at most: well below JAX's 100, and longer than anything that keeps Python's threads waiting
 _SIGNS = 12  # signs of life in that time
 _FAREWELL = 60.0  # seconds, at most, that process 0 stays for the others where one was given up
-_QUIET = 2.0  # seconds without a sign of life after which a process that has left is gone
+_QUIET = 3.0  # seconds that a process needs, at most, from its last word to its end
 _MAX_TEXT = 8192  # characters of a message that is passed on
 
 _FOLDER = "lazymodel/"
@@ -134,19 +134,27 @@ class _Signs:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stop: threading.Event | None = None
+        self._thread: threading.Thread | None = None
 
-    def start(self, store: Store, interval: float | None = None) -> None:
+    def start(self, store: Store) -> None:
         with self._lock:
             if self._stop is None:
                 self._stop = threading.Event()
-                arguments = (store, self._stop, interval or silence_seconds() / _SIGNS)
-                threading.Thread(target=self._show, args=arguments, name="lazymodel-alive", daemon=True).start()
+                arguments = (store, self._stop, silence_seconds() / _SIGNS)
+                self._thread = threading.Thread(target=self._show, args=arguments, name="lazymodel-alive", daemon=True)
+                self._thread.start()
 
     def stop(self) -> None:
         with self._lock:
             if self._stop is not None:
                 self._stop.set()
                 self._stop = None
+
+    def end(self) -> None:
+        """Stops for good: an interpreter that ends while a thread is in a call of JAX's aborts the process."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(_QUIET)
 
     def _show(self, store: Store, stop: threading.Event, interval: float) -> None:
         key = f"{_ALIVE}{store.process}"
@@ -253,15 +261,12 @@ def _leave() -> None:
     try:
         if os.getpid() != _PID or (here := store()) is None:  # a child that was forked is not this process
             return
-        SIGNS.stop()
+        SIGNS.end()
         left = {key.partition("/")[0]: text for key, text in here.folder(_TROUBLE).items() if key.endswith("/left")}
         alone = bool(_given_up) or any(json.loads(text)["alone"] for text in left.values())
         here.put(f"{_TROUBLE}{here.process}/left", json.dumps({"why": _why(), "alone": alone}))
         if alone:
-            if _state().service is None:
-                SIGNS.start(here, _QUIET / 10)  # until the interpreter ends, and the thread with it
-            else:
-                _see_off(here)
+            _see_off(here)
             _detach()
     except Exception as error:  # a program that ends must not be kept from it
         print(f"lazymodel: the other processes could not be told that this one ends: {error}", file=sys.stderr)
@@ -274,17 +279,17 @@ def _why() -> str:
 
 
 def _see_off(store: Store) -> None:
-    """Process 0, whose end would abort those who are still connected, waits until they have left and fallen silent."""
+    """Process 0, whose end would abort those who are still connected, waits until they are gone."""
+    if _state().service is None:
+        return
     deadline = time.monotonic() + min(wait_seconds(), _FAREWELL)
     expected = set(range(store.processes)) - _given_up
-    signs, changed = store.folder(_ALIVE), time.monotonic()
-    while (now := time.monotonic()) < deadline:
+    while time.monotonic() < deadline:
         left = {int(key.partition("/")[0]) for key in store.folder(_TROUBLE) if key.endswith("/left")}
-        if (latest := store.folder(_ALIVE)) != signs or not expected <= left | {store.process}:
-            signs, changed = latest, now
-        elif now - changed > _QUIET:
-            return
+        if expected <= left:
+            break
         time.sleep(0.05)
+    time.sleep(_QUIET)
 
 
 def _detach() -> None:
