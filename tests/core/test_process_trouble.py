@@ -145,8 +145,7 @@ def test_one_that_is_later_than_the_time_set(tmp_path: Path) -> None:
 def test_process_0_does_not_stay_for_one_that_is_later(tmp_path: Path) -> None:
     ended = run(tmp_path, 2, {1: "far too late"})
     ended.check(0, 1, "CheckpointError: process 1 did not come within 10 seconds")
-    # It is told the same if it comes while process 0 is about to end, and aborted by JAX, whose coordinator that was, if
-    # it comes later.
+    # It is told the same if it comes while process 0 is about to end; later, JAX aborts it with its coordinator.
     assert ended.codes[1] in (1, -signal.SIGABRT), str(ended)
 
 
