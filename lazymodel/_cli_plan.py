@@ -77,7 +77,7 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plans what the arguments say; returns the exit status."""
     if arguments.device_memory is not None:
-        parse_bytes(arguments.device_memory)  # before any work
+        parse_bytes(arguments.device_memory, name="--device-memory", at_least=1)  # before any work
     meshes = [None if text is None else parse_axes(text) for text in arguments.mesh or [None]]
     if (arguments.batch or arguments.sequence) and arguments.compile not in ("forward", "train"):
         raise LazyModelError("--batch and --sequence are for --compile forward or train")

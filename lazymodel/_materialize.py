@@ -21,7 +21,7 @@ from jax.experimental.layout import Format
 
 from lazymodel._abstract import AbstractModel, AbstractVariable, Source
 from lazymodel._agreement import agreement
-from lazymodel._bytes import parse_bytes
+from lazymodel._bytes import parse_budget
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
 from lazymodel._file_source import BYTES_READ
 from lazymodel._init_programs import InitRecipe, run_recipes
@@ -91,18 +91,20 @@ def materialize(
         Exception: Whatever a callable given as `progress` or `report` raises.
     """
     start = time.perf_counter()
-    checkpoint = flat_checkpoint(checkpoint)
     shardings = [variable.sharding for variable in model.variables.values()]
     # Before the first program runs: one that only some processes run can wait forever for the rest.
     with agreement(shardings) as stage:
         deliver = _delivery(report)
+        checkpoint = flat_checkpoint(checkpoint)
         choice = choose(model, checkpoint, initialize=initialize, strict=strict)
         if checkpoint is not None and initialize != "all":
             _warn(model, checkpoint, choice, initialize)
-        budget = None if max_host_memory is None else parse_bytes(max_host_memory)
+        budget = None if max_host_memory is None else parse_budget(max_host_memory)
         stage.outcome = _outcome(choice)
-    with agreement(shardings):
-        arrays, costs = make_arrays(model, choice, max_host_memory=budget, progress=progress)
+        if jax.process_count() > 1:
+            stage.details = _details(choice)
+    with agreement(shardings) as stage:
+        arrays, costs = make_arrays(model, choice, max_host_memory=budget, progress=progress, check=stage.check)
     result = model.rebuild(arrays)
     if deliver is not None:
         seconds = time.perf_counter() - start
@@ -169,13 +171,14 @@ def make_arrays(
     *,
     max_host_memory: int | None = None,
     progress: bool | Progress | Callable[[int, int], object] | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, jax.Array], Costs]:
     """Runs the init programs, the stream, and what is computed from other variables.
 
     Returns path to finished array, and what it cost.
 
     Init programs come first: their temporaries are spent while the devices are still empty. Progress is counted in
-    bytes of the distinct shards of this process.
+    bytes of the distinct shards of this process. `check` is called with every piece of work; what it raises ends it.
     """
     shardings = device_shardings(model.variables)
     items = [_stream_item(model[path], source, shardings[path]) for path, source in choice.sources.items()]
@@ -189,15 +192,16 @@ def make_arrays(
     total = sum(computed.values()) + sum(local_nbytes(item.sharding, item.shape, item.dtype) for item in items)
     arrays: dict[str, jax.Array] = {}
     bar = progress_for(progress)
-    watcher = _Watcher(bar)
+    watcher = _Watcher(bar, check)
     bar.start(total, f"{model.name}: materializing {len(model)} variables")
     try:
         start = time.perf_counter()
+        arriving = stream(items, max_host_memory=max_host_memory, on_bytes=watcher.advance)  # or refused, at once
         for path, array in run_recipes(choice.recipes, shardings, model.programs):
             arrays[path] = _in_layout(array, model[path])
             watcher.advance(computed[path], path)
         started, read = time.perf_counter(), BYTES_READ.count
-        for path, array in stream(items, max_host_memory=max_host_memory, on_bytes=watcher.advance):
+        for path, array in arriving:
             arrays[path] = _in_layout(_as_declared(array, model[path]), model[path])
             watcher.advance(0, path)
         if derived and model.derived is not None:
@@ -222,11 +226,11 @@ class _Watcher:
     """Tells of progress from several threads, one call at a time.
 
     Attributes:
-        error: What the receiver raised, which the stream would otherwise take for a failure of its own.
+        error: What the receiver or the check raised, which the stream would otherwise take for a failure of its own.
     """
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, progress: Progress, check: Callable[[], None]) -> None:
+        self._progress, self._check = progress, check
         self._lock = threading.Lock()
         self.error: Exception | None = None
 
@@ -234,6 +238,7 @@ class _Watcher:
         with self._lock:
             try:
                 self._progress.advance(nbytes, path)
+                self._check()
             except Exception as error:
                 self.error = self.error or error
                 raise
@@ -256,6 +261,12 @@ def _outcome(choice: Choice) -> str:
     return f"load {len(choice.sources)} variables and initialize {len(initialized)}" + (
         f": {', '.join(initialized)}" if initialized else ""
     )
+
+
+def _details(choice: Choice) -> str:
+    """What the tensors are that this process is about to load, which differs where the files are of another kind."""
+    loaded = sorted(choice.sources.items())
+    return "\n".join(f"{path} {getattr(source, 'dtype', '')} {np.shape(source)}" for path, source in loaded)
 
 
 def _match(model: AbstractModel, checkpoint: Mapping[str, Any], *, strict: bool) -> tuple[dict[str, Source], list[str]]:

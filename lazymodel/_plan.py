@@ -176,7 +176,11 @@ class MemoryPlan:
         Raises:
             DoesNotFitError: It does not; names the variables that take most of a device, and what would fit.
         """
-        limit = self.device_memory if device_memory is None else parse_bytes(device_memory)
+        limit = (
+            self.device_memory
+            if device_memory is None
+            else parse_bytes(device_memory, name="device_memory", at_least=1)
+        )
         if limit is None or self.needed_nbytes <= limit:
             return self
         largest = sorted(self.rows, key=lambda row: -max(row.shard_nbytes, row.used_nbytes))[:_LISTED]
@@ -453,7 +457,9 @@ def make_plan(
         ),
         host_nbytes=max((row.shard_nbytes for row in rows if row.path in choice.sources), default=0),
         num_devices=places.num_devices,
-        device_memory=places.device_memory if device_memory is None else parse_bytes(device_memory),
+        device_memory=places.device_memory
+        if device_memory is None
+        else parse_bytes(device_memory, name="device_memory", at_least=1),
         programs=programs,
         parts=parts,
         timeline=timeline,

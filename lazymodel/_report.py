@@ -444,8 +444,9 @@ def progress_for(progress: bool | Progress | Callable[[int, int], object] | None
 
     Args:
         progress: None for a bar when a person is watching (standard error is a terminal, or this is a notebook) and
-            silence otherwise; True for a bar; False for silence; a `Progress`, which is returned as it is; or a
-            callable `f(done_nbytes, total_nbytes)`, never called by two threads at once.
+            silence otherwise; True for a bar, or for a line every few seconds where none can be drawn; False for
+            silence; a `Progress`, which is returned as it is; or a callable `f(done_nbytes, total_nbytes)`, never
+            called by two threads at once.
 
     Raises:
         LazyModelError: It is none of these.
@@ -453,7 +454,13 @@ def progress_for(progress: bool | Progress | Callable[[int, int], object] | None
     if progress is None:
         progress = _in_notebook() or _is_terminal(sys.stderr)
     if progress is True:
-        return _NotebookBar() if _in_notebook() else _TerminalBar()
+        if _in_notebook():
+            return _NotebookBar()
+        if _is_terminal(sys.stderr):
+            return _TerminalBar()
+        from lazymodel._progress_lines import LogLines  # which needs this module
+
+        return LogLines()
     if progress is False:
         return _Silent()
     if isinstance(progress, Progress):

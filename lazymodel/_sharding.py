@@ -117,7 +117,7 @@ def assign(
     if on_unmatched not in ("warn", "error", "ignore"):
         raise ShardingError(f"on_unmatched is 'warn', 'error' or 'ignore'; got {on_unmatched!r}")
     mesh = _as_mesh(mesh)
-    threshold = parse_bytes(large)
+    threshold = parse_bytes(large, name="large")
     answers, dead, lenient = _read(rules, variables, mesh, threshold)
     notes = tuple(_dead_message(pattern, variables) for pattern in dead)
     if notes and not repair:

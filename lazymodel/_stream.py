@@ -14,6 +14,7 @@ nothing is copied, and it is never written again. Other devices get copies, and 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import math
@@ -88,18 +89,34 @@ def stream(
     plans.sort(key=lambda plan: (plan.tensor.file, plan.tensor.offset))
     ceiling = _default_budget() if max_host_memory is None else max_host_memory
     threads = max(2, min(_THREADS, _cores()))  # two on one core as well: one reads while the other waits for a disk
-    workspace = min(WORKSPACE, ceiling // (4 * threads))
-    budget = ceiling - threads * workspace
+    workspace, budget = _divided(ceiling, threads)
     for plan in plans:
-        # Filling one element of it, and an element to put it in.
-        if (need := plan.unit_nbytes(workspace) + plan.item.dtype.itemsize) > budget:
+        if plan.least_nbytes(workspace) > budget:
+            chunks = " (its chunks are that large)" if plan.unit_nbytes(workspace) else ""
             raise CheckpointError(
                 f"{plan.item.path!r} from {_where(plan.tensor)}: reading any of it takes "
-                f"{format_bytes(plan.tensor.leaf.unit_nbytes)} at once (its chunks are that large), and "
-                f"max_host_memory={format_bytes(ceiling)} leaves {format_bytes(budget)}. Give at least "
-                f"{format_bytes(2 * need)}."
+                f"{format_bytes(plan.least_nbytes(workspace))} at once{chunks}, "
+                f"and max_host_memory={format_bytes(ceiling)} leaves {format_bytes(budget)}. Give at least "
+                f"{_least_ceiling(plans, threads)} bytes."
             )
     return _Stream(plans, budget, [Workspace(workspace) for _ in range(threads)], on_bytes).arrays()
+
+
+def _divided(ceiling: int, threads: int) -> tuple[int, int]:
+    """Of a ceiling in bytes: what each thread has as its workspace, and what is left for all."""
+    workspace = min(WORKSPACE, ceiling // (4 * threads))
+    return workspace, ceiling - threads * workspace
+
+
+def _least_ceiling(plans: Sequence[_Plan], threads: int) -> int:
+    """The smallest ceiling in bytes under which all of them can be read."""
+
+    def enough(ceiling: int) -> bool:
+        workspace, budget = _divided(ceiling, threads)
+        return all(plan.least_nbytes(workspace) <= budget for plan in plans)
+
+    # Half of a ceiling or more is left of it, so twice the need is enough.
+    return bisect.bisect_left(range(2 * max(plan.least_nbytes(0) for plan in plans)), True, key=enough)
 
 
 @dataclasses.dataclass(eq=False)
@@ -121,6 +138,10 @@ class _Plan:
         """Bytes that a thread needs beyond its workspace."""
         unit = self.tensor.leaf.unit_nbytes
         return unit if unit > workspace else 0
+
+    def least_nbytes(self, workspace: int) -> int:
+        """Bytes for filling one element of it, and an element to put it in."""
+        return self.unit_nbytes(workspace) + self.item.dtype.itemsize
 
     def take(self) -> jax.Array:
         """The finished array, which is the caller's alone."""

@@ -444,7 +444,7 @@ def smallest_topology(
                 'confirming by the compiler needs libtpu: pip install "lazymodel[tpu]", or pass confirm=False'
             )
     assert known is not None  # every generation is in the table
-    limit = known if device_memory is None else parse_bytes(device_memory)
+    limit = known if device_memory is None else parse_bytes(device_memory, name="device_memory", at_least=1)
     rows: list[TopologyRow] = []
     for name in names:
         if arithmetic_mesh(name).size > max_devices:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+from lazymodel._agreement import opening
 from lazymodel._atomic import settled
 from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError
@@ -115,6 +116,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: Verify = False) -> 
             the path of a manifest; or a mapping of file name, relative to the checkpoint's folder, to
             `"sha256:<hex>"`. This reads every file once.
 
+    Where several processes run (`jax.distributed`), opening takes part in what they agree on: all of them open the same
+    checkpoints, and where one cannot, its error is raised in the others as well, when they come to materialize or save.
+
     Returns:
         A mapping of tensor name to `LazyTensor`. Names are the file's own: for Keras files the dataset's path, such
         as `layers/dense/vars/0`; for Orbax the keys of the saved tree joined by `/`, such as
@@ -125,7 +129,11 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: Verify = False) -> 
             Orbax checkpoint was never committed, or has several items with arrays, which are then listed; with
             `verify`, also a file whose content has another hash, or whose hash nobody states.
     """
-    where = existing(path)
+    with opening():
+        return _open_verified(existing(path), verify)
+
+
+def _open_verified(where: Path, verify: Verify) -> Checkpoint:
     if verify is False:
         return _open(where)
     with _open(where) as unverified:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,8 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
 import lazymodel as lm
+from lazymodel import _agreement
+from lazymodel import _coordination as coordination
 from lazymodel._file_source import BYTES_READ
 
 PROCESSES = 2
@@ -133,6 +137,68 @@ class Scenarios:
         ckpt = lm.open_checkpoint(self.copy("lacking"))
         return self.outcome(lambda: self.shared.materialize(ckpt, initialize="missing"))
 
+    def corrupt(self) -> str:
+        """The file of process 1 is no checkpoint; it never comes to materialize."""
+        return self.outcome(lambda: self.shared.materialize(self.open("corrupt"), initialize="missing"))
+
+    def open(self, scenario: str) -> lm.Checkpoint:
+        return lm.open_checkpoint(self.copy(scenario))
+
+    def all_corrupt(self) -> list[str]:
+        """No process can open its file; all of them fall back on another one."""
+        first = self.outcome(lambda: self.shared.materialize(self.open("all_corrupt"), initialize="missing"))
+        return [first, self.outcome(lambda: self.shared.materialize(self.open("load"), initialize="missing"))]
+
+    def fallback(self) -> list[str]:
+        """Process 1 alone falls back on another file, and process 0 has loaded its half of the first one."""
+        try:
+            ckpt = self.open("corrupt")
+        except lm.CheckpointError:
+            ckpt = self.open("load")
+        first = self.outcome(lambda: self.shared.materialize(ckpt, initialize="missing")) if self.process == 0 else ""
+        return [first, self.outcome(lambda: self.shared.materialize(self.open("load"), initialize="missing"))]
+
+    def other_dtype(self) -> str:
+        """The file of process 1 has the same tensors in another dtype."""
+        return self.outcome(lambda: self.shared.materialize(self.open("other_dtype"), initialize="missing"))
+
+    def late(self) -> int:
+        """Process 1 comes when process 0 has been seen waiting for it."""
+        path = self.copy("load")
+        ckpt = lm.open_checkpoint(path)
+        if self.process == 1:
+            until(self.is_waiting)
+        return self.check(self.shared.materialize(ckpt, initialize="missing"), path, shards=DEVICES)
+
+    def stops(self) -> list[Any]:
+        """Process 1 cannot read its file; process 0, which has begun, is given time to hear of it."""
+        ckpt = self.open("stops")
+        if self.process == 1:
+            self.copy("stops").unlink()
+
+        def report(done: int, total: int) -> None:
+            if self.process == 0 and done:
+                until(lambda: self.is_said("stops-1.safetensors"))
+
+        before = BYTES_READ.count
+        with mock.patch.object(_agreement, "_BETWEEN_CHECKS", 0.0):
+            error = self.outcome(lambda: self.shared.materialize(ckpt, initialize="missing", progress=report))
+        return [error, BYTES_READ.count - before]
+
+    def is_said(self, text: str) -> bool:
+        """Whether the verdict on a stage has this text in it."""
+        store = coordination.store()
+        assert store is not None
+        return any(text in value for key, value in store.folder("lazymodel/stages/").items() if key.endswith("verdict"))
+
+    def is_waiting(self) -> bool:
+        """Whether process 0 is at the end of a stage to which nobody else has come."""
+        store = coordination.store()
+        assert store is not None
+        keys = store.folder("lazymodel/stages/")
+        stages = {key.split("reports/")[0] for key in keys if key.endswith("reports/0")}
+        return any(f"{stage}reports/1" not in keys and f"{stage}verdict" not in keys for stage in stages)
+
     def progress(self) -> str:
         """An error that is not about the checkpoint, in process 0."""
         ckpt = lm.open_checkpoint(self.copy("load"))
@@ -184,6 +250,13 @@ class Scenarios:
         return sum(jax.tree.leaves(jax.tree.map(compare, model, expected)))
 
 
+def until(condition: Callable[[], bool], patience: float = 30) -> None:
+    deadline = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < deadline, "what this process waits for does not happen"
+        time.sleep(0.02)
+
+
 def main() -> None:
     process, address, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     jax.config.update("jax_num_cpu_devices", DEVICES)
@@ -196,6 +269,7 @@ def main() -> None:
         heartbeat_timeout_seconds=10,
         shutdown_timeout_seconds=10,
     )
+    _agreement._BETWEEN_CHECKS = 1000.0  # scenarios are about one thing each; `stops` is about this
     assert jax.device_count() == PROCESSES * DEVICES and jax.local_device_count() == DEVICES
     warnings.simplefilter("error")
     scenarios = Scenarios(process, folder)
@@ -209,6 +283,12 @@ def main() -> None:
             scenarios.both_missing,
             scenarios.misshapen,
             scenarios.lacking,
+            scenarios.corrupt,
+            scenarios.all_corrupt,
+            scenarios.fallback,
+            scenarios.other_dtype,
+            scenarios.late,
+            scenarios.stops,
             scenarios.progress,
             scenarios.unsharded,
             scenarios.alone,

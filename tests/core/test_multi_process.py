@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -53,13 +54,28 @@ def write_copies(folder: Path) -> None:
     """A copy of the checkpoint for each scenario and process, some with something wrong."""
     right = tensors()
     save_file(right, folder / "right.safetensors")
-    for scenario in ("load", "truncated", "missing", "both_missing", "misshapen", "lacking", "alone"):
+    for scenario in (
+        "load",
+        "truncated",
+        "missing",
+        "both_missing",
+        "misshapen",
+        "lacking",
+        "corrupt",
+        "all_corrupt",
+        "other_dtype",
+        "stops",
+        "alone",
+    ):
         for process in range(PROCESSES):
             shutil.copy(folder / "right.safetensors", folder / f"{scenario}-{process}.safetensors")
     save_file(columns(), folder / "columns.safetensors")
     save_file(right | {"up/bias": np.zeros(23, "float32")}, folder / "misshapen-1.safetensors")
     lacking = {name: value for name, value in right.items() if name != "head/kernel"}
     save_file(lacking, folder / "lacking-1.safetensors")
+    save_file(right | {"up/bias": right["up/bias"].astype("float16")}, folder / "other_dtype-1.safetensors")
+    for name in ("corrupt-1", "all_corrupt-0", "all_corrupt-1"):
+        (folder / f"{name}.safetensors").write_bytes(b"\xff" * 1000)
 
 
 def run_workers(folder: Path) -> None:
@@ -127,6 +143,7 @@ def test_every_shard_has_its_values_and_the_model_computes(outcomes: list[Mappin
         ("missing", 0, "cannot open {folder}/missing-0.safetensors: No such file or directory"),
         ("misshapen", 1, "'up/bias': expected shape (24,), found (23,) in tensor 'up/bias' of"),
         ("progress", 0, "no room on the screen"),
+        ("corrupt", 1, "corrupt-1.safetensors"),
     ],
 )
 def test_what_fails_in_one_process_fails_in_all(
@@ -143,6 +160,41 @@ def test_all_failing_raise_their_own(outcomes: list[Mapping[str, Any]]) -> None:
     for process, outcome in enumerate(outcomes):
         assert f"both_missing-{process}.safetensors: No such file" in outcome["both_missing"]
         assert not outcome["both_missing"].startswith("process")
+
+
+def test_openings_that_fail_in_all_concern_nobody_else(outcomes: list[Mapping[str, Any]]) -> None:
+    for process, outcome in enumerate(outcomes):
+        error, fallback = outcome["all_corrupt"]
+        assert f"all_corrupt-{process}.safetensors" in error and not error.startswith("process")
+        assert fallback == "materialized"
+
+
+def test_a_process_that_falls_back_alone_is_refused_and_all_go_on_in_step(outcomes: list[Mapping[str, Any]]) -> None:
+    first, then = outcomes[0]["fallback"]
+    assert first.startswith("process 1 failed, so nothing was materialized here either: ")
+    assert "corrupt-1.safetensors" in first
+    assert [then, outcomes[1]["fallback"][1]] == ["materialized", "materialized"]
+
+
+def test_tensors_of_another_dtype_are_another_checkpoint(outcomes: list[Mapping[str, Any]]) -> None:
+    said = r"would load 4 variables and initialize 2: new/bias, new/kernel \(checksum [0-9a-f]{8}\)"
+    for outcome in outcomes:
+        assert re.fullmatch(
+            rf"the processes' checkpoints differ: process 0 {said}, process 1 {said}\. "
+            r"Give all processes the same files\.",
+            outcome["other_dtype"],
+        )
+
+
+def test_a_process_stops_when_another_has_failed(outcomes: list[Mapping[str, Any]]) -> None:
+    error, read = outcomes[0]["stops"]
+    assert error.startswith("process 1 failed, so nothing was materialized here either: ")
+    assert "stops-1.safetensors" in error
+    assert read == 0, "it was told after the first of what is initialized, which comes before what is read"
+
+
+def test_a_late_process_is_waited_for(outcomes: list[Mapping[str, Any]]) -> None:
+    assert [outcome["late"] for outcome in outcomes] == [6 * 4, 6 * 4]
 
 
 def test_checkpoints_that_differ_are_refused(outcomes: list[Mapping[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import threading
 
 import jax
@@ -238,9 +239,23 @@ def test_what_cannot_be_read_within_the_budget_is_refused_at_once(source, mesh1)
     tensor, _ = tensor_of(source, (64, 64))
     tensor.leaf.unit_nbytes = 1 << 20  # as a chunk of a compressed file would be
     item = StreamItem("layer/kernel", tensor, (64, 64), F32, NamedSharding(mesh1, P("x")))
-    with pytest.raises(CheckpointError, match=r"'layer/kernel' .*takes 1\.00 MiB at once.*Give at least 2\.00 MiB"):
+    with pytest.raises(CheckpointError, match=r"'layer/kernel' .*takes 1\.00 MiB at once.*Give at least") as caught:
         stream([item], max_host_memory=1 << 20)
-    assert len(list(stream([item], max_host_memory=2 << 20))) == 1
+    least = re.search(r"Give at least (\d+) bytes", str(caught.value))
+    assert least is not None
+    assert len(list(stream([item], max_host_memory=int(least[1])))) == 1
+    with pytest.raises(CheckpointError, match="Give at least"):
+        stream([item], max_host_memory=int(least[1]) - 1)
+
+
+@pytest.mark.parametrize("ceiling", range(4))
+def test_the_least_budget_is_named_for_what_has_no_chunks(source, mesh1, ceiling):
+    tensor, expected = tensor_of(source, (8,))
+    item = StreamItem("w", tensor, (8,), F32, NamedSharding(mesh1, P()))
+    with pytest.raises(CheckpointError, match=r"takes 4 B at once, and .* Give at least (\d+) bytes") as caught:
+        stream([item], max_host_memory=ceiling)
+    least = int(str(caught.value).split()[-2])
+    assert_shards_equal(dict(stream([item], max_host_memory=least))["w"], expected)
 
 
 def test_progress_adds_up_to_the_bytes_of_distinct_shards(source, mesh1):
