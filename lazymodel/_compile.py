@@ -65,7 +65,8 @@ def compile_memory(function: Callable[..., Any], *args: Any, donate: Sequence[in
         LazyModelError: The compiler refuses the program for another reason.
     """
     start = time.perf_counter()
-    lowered = jax.jit(function, donate_argnums=tuple(donate)).lower(*args)
+    # What the function leaves unused is on the device all the same.
+    lowered = jax.jit(function, donate_argnums=tuple(donate), keep_unused=True).lower(*args)
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:

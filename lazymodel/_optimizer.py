@@ -90,6 +90,19 @@ class Derived:
         return jax.jit(some, out_shardings=placed)({path: arrays[path] for path in self.parameters})
 
 
+@dataclasses.dataclass(frozen=True)
+class Optimized:
+    """What an optimizer that a model has trains.
+
+    Attributes:
+        paths: The paths of the parameters.
+        model: The model as it was without the optimizer; None where the framework's own object holds both.
+    """
+
+    paths: tuple[str, ...]
+    model: AbstractModel | None = None
+
+
 def with_optimizer(
     model: AbstractModel, optimizer: Optimizer, trained: Callable[[AbstractVariable], bool] | str | None = None
 ) -> AbstractModel:
@@ -98,7 +111,7 @@ def with_optimizer(
         raise LazyModelError(
             f"with_optimizer takes an Optax gradient transformation, or what has its init(params); got {optimizer!r}"
         )
-    if any(variable.follows is not None for variable in model.values()):
+    if model.optimized is not None:
         raise LazyModelError(f"{model.name} has an optimizer already; chain transformations, or start from the model")
     paths = _trained(model, trained)
     start = model.start_training or default_training(model)
@@ -134,6 +147,7 @@ def with_optimizer(
         structure=structure,
         rebuild=rebuild,
         derived=found.derive(paths),
+        optimized=Optimized(paths, model),
     )
 
 

@@ -28,7 +28,7 @@ from lazymodel._init_programs import InitProgram, InitRecipe, _by_devices
 from lazymodel._lazy_tensor import LazyTensor
 from lazymodel._load_report import is_initial, stored_itemsize
 from lazymodel._materialize import Choice, choose, describe_sources
-from lazymodel._plan_use import ACTIVATIONS, GRADIENTS, LORA, OPTIMIZER, PARAMETERS, Optimizer, Use
+from lazymodel._plan_use import ACTIVATIONS, GRADIENTS, PARAMETERS, Optimizer, Use
 from lazymodel._sharding import device_shardings
 from lazymodel._stream import DEFAULT_BUDGET
 
@@ -58,7 +58,8 @@ class PlanRow:
         action: `"load"` from a checkpoint, `"initialize"` by a program, or `"constant"`.
         source: File and tensor, or the initializer, for people.
         used_nbytes: Bytes that each of its devices holds for it while the model is used: itself, quantized if that was
-            asked for, its LoRA pair, its gradient and its optimizer slots.
+            asked for, its LoRA pair, its gradient and the slots of an optimizer that is only stated. Optimizer state
+            that the model has is rows of its own.
     """
 
     path: str
@@ -126,7 +127,8 @@ class MemoryPlan:
         device_memory: Bytes that one device has, or None where there is no limit to speak of (CPU).
         programs: Number of compiled init programs; 0 where their temporaries are estimated.
         parts: What a device holds while the model is used, on the fullest device, by kind: `"parameters"`, `"LoRA"`,
-            `"optimizer state"`, `"gradients"`, `"activations"` (with all other temporaries of what was compiled).
+            `"optimizer state"`, `"gradients"`, `"activations"` (with all other temporaries of what was compiled, of a
+            training step its gradients too).
         timeline: The steps of materializing, in order.
         hosts: One a process; empty for a mesh without devices.
         device_kind: What the devices are called, or an empty string.
@@ -185,10 +187,11 @@ class MemoryPlan:
             + (" (replicated)" if row.shard_nbytes == row.nbytes and self.num_devices > 1 else "")
             for row in largest
         )
-        use = "; ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in self.parts.items() if kind != PARAMETERS)
+        use = ", ".join(f"{format_bytes(nbytes)} {kind}" for kind, nbytes in self.parts.items())
+        use = f"; in use {format_bytes(self.used_nbytes)}: {use}" if set(self.parts) - {PARAMETERS} else ""
         raise DoesNotFitError(
             f"{self.name} needs {format_bytes(self.needed_nbytes)} on a device ({format_bytes(self.device_nbytes)} "
-            f"once materialized{f'; {use}' if use else ''}) and a device has {format_bytes(limit)}, "
+            f"once materialized{use}) and a device has {format_bytes(limit)}, "
             f"{format_bytes(self.needed_nbytes - limit)} too little. "
             f"Largest on a device: {offenders}. {self.mend(limit)}"
         )
@@ -380,7 +383,7 @@ def make_plan(
             f"compile={compile!r} compiles the model as it is, and quantize={quantize!r} is arithmetic; "
             "plan them one by one, or build the quantized model"
         )
-    if compile == "train" and optimizer is None:
+    if compile == "train" and optimizer is None and model.optimized is None:
         optimizer = "sgd"
     # A plan says in its table what is initialized, so lacking tensors need no warning here.
     choice = choose(model, checkpoint, initialize=initialize or "missing", strict=False)
@@ -393,7 +396,11 @@ def make_plan(
     timeline = tuple(_timeline(steps, signature))
     parts = {kind: sum(amounts.values()) for kind, amounts in use.parts.items() if kind == PARAMETERS or amounts}
     if len(places.signatures) > 1:  # variables on several meshes: what counts is the device that holds most
-        parts = {kind: places.fullest(use.parts[kind])[1] for kind in parts}
+        in_use: collections.Counter[str] = collections.Counter()
+        for amounts in use.parts.values():
+            in_use.update(amounts)
+        fullest, _ = places.fullest(in_use)
+        parts = {kind: places.held(fullest, use.parts[kind]) for kind in parts}
     notes = list(use.notes)
     if any(step.action == "initialize" for step in steps) and not programs:
         notes.append(
@@ -413,10 +420,10 @@ def make_plan(
                 raise
             total, limit, note = error.needed_nbytes, error.limit_nbytes, str(error)
         notes.append(note)
-        # The compiler pads and keeps what it returns; all of that is its own part. Gradients are among its temporaries.
-        parts.pop(GRADIENTS, None)
-        arguments = sum(parts.get(kind, 0) for kind in (PARAMETERS, LORA, OPTIMIZER))
-        parts[ACTIVATIONS] = max(total - arguments, 0)
+        # The compiler pads and keeps what it returns; all of that is its own part.
+        if compile == "train":  # gradients are among its temporaries
+            parts.pop(GRADIENTS, None)
+        parts[ACTIVATIONS] = max(total - use.argument_nbytes(compile), 0)
         if limit is not None:
             device_memory = limit if device_memory is None else device_memory
 
@@ -511,6 +518,10 @@ class _Places:
         held = {signature: sum(by_group.get(group, 0) for group in signature) for signature in self.signatures}
         best = max(held, key=lambda signature: held[signature], default=frozenset[Hashable]())
         return best, held.get(best, 0)
+
+    def held(self, signature: Signature, amounts: Mapping[str, int]) -> int:
+        """How many of these bytes a kind of device holds."""
+        return sum(nbytes for path, nbytes in amounts.items() if self.group[path] in signature)
 
 
 def is_live(device: Any) -> bool:
