@@ -19,6 +19,7 @@ import jax
 
 from lazymodel._bytes import format_bytes
 from lazymodel._errors import DoesNotFitError, LazyModelError
+from lazymodel._live import is_arithmetic
 
 _LISTED = 5  # allocations that a refusal names
 
@@ -62,8 +63,13 @@ def compile_memory(function: Callable[..., Any], *args: Any, donate: Sequence[in
     Raises:
         DoesNotFitError: The compiler finds that the program cannot fit a device. Its `needed_nbytes` and
             `limit_nbytes` are the compiler's numbers, which it rounds to hundredths of a unit.
-        LazyModelError: The compiler refuses the program for another reason.
+        LazyModelError: The compiler refuses the program for another reason, or a mesh is one for arithmetic.
     """
+    if any(is_arithmetic(getattr(leaf, "sharding", None)) for leaf in jax.tree.leaves(args)):
+        raise LazyModelError(
+            "a program is compiled for devices, and an argument is sharded over a mesh without any (as "
+            "lazymodel.arithmetic_mesh makes); make the mesh with lazymodel.topology"
+        )
     start = time.perf_counter()
     # What the function leaves unused is on the device all the same.
     lowered = jax.jit(function, donate_argnums=tuple(donate), keep_unused=True).lower(*args)

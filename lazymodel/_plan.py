@@ -26,6 +26,7 @@ from lazymodel._device_memory import device_memory as known_memory
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._init_programs import InitProgram, InitRecipe, _by_devices
 from lazymodel._lazy_tensor import LazyTensor
+from lazymodel._live import is_arithmetic, is_live
 from lazymodel._load_report import is_initial, stored_itemsize
 from lazymodel._materialize import Choice, choose, describe_sources
 from lazymodel._plan_use import ACTIVATIONS, GRADIENTS, PARAMETERS, Optimizer, Use
@@ -385,6 +386,11 @@ def make_plan(
         )
     if compile == "train" and optimizer is None and model.optimized is None:
         optimizer = "sgd"
+    if compile is not None and any(is_arithmetic(variable.sharding) for variable in model.values()):
+        raise LazyModelError(
+            f"compile={compile!r} needs devices to compile for, and this mesh is one for arithmetic; "
+            "make it with lazymodel.topology, or plan without compile"
+        )
     # A plan says in its table what is initialized, so lacking tensors need no warning here.
     choice = choose(model, checkpoint, initialize=initialize or "missing", strict=False)
     shardings = device_shardings(model.variables)
@@ -522,11 +528,6 @@ class _Places:
     def held(self, signature: Signature, amounts: Mapping[str, int]) -> int:
         """How many of these bytes a kind of device holds."""
         return sum(nbytes for path, nbytes in amounts.items() if self.group[path] in signature)
-
-
-def is_live(device: Any) -> bool:
-    """Whether a device can run anything, and not only be compiled for."""
-    return "CompileOnly" not in type(device.client).__name__
 
 
 def _group(sharding: Sharding) -> Hashable:

@@ -72,15 +72,10 @@ def compile_use(
         sequence: Its sequence length.
 
     Raises:
-        LazyModelError: There is no function, or the mesh has no devices to compile for.
+        LazyModelError: There is no function.
     """
     meshes = [v.sharding.mesh for v in model.values() if isinstance(v.sharding, NamedSharding)]
-    mesh = meshes[0] if meshes else None
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise LazyModelError(
-            f"compile={what!r} needs devices to compile for, and this mesh is one for arithmetic; "
-            "make it with lazymodel.topology, or plan without compile"
-        )
+    mesh = cast("Mesh", meshes[0]) if meshes else None
     if function is None:
         planned = _own(model, what, mesh, batch, sequence)
         function, inputs, description = planned.function, planned.inputs, planned.description
