@@ -198,10 +198,10 @@ class AbstractModel(Mapping[str, AbstractVariable]):
 
         Args:
             mesh: The devices. A `keras.distribution.DeviceMesh` is taken too.
-            rules: `lazymodel.auto()`; path regex (`re.fullmatch`) or `lazymodel.role` to `PartitionSpec`; a callable of
-                a variable; a Keras `LayoutMap`; or Flax logical-axis rules, pairs of logical and mesh axis. None uses
-                the mesh axes that the variables themselves name, as Flax' partitioning metadata does. What nothing
-                matches is replicated.
+            rules: `lazymodel.auto()`, or `"auto"`; path regex (`re.fullmatch`) or `lazymodel.role` to `PartitionSpec`,
+                a tuple of axis names or None; a callable of a variable; a Keras `LayoutMap`; or Flax logical-axis
+                rules, pairs of logical and mesh axis. None uses the mesh axes that the variables themselves name, as
+                Flax' partitioning metadata does. What nothing matches is replicated.
             on_unmatched: `"warn"`, `"error"` or `"ignore"`, for variables of at least `large` bytes that no rule
                 matches, and so would be replicated.
             large: That threshold, in bytes or as `"16MiB"`. `lazymodel.auto()` replicates nothing of this size that can
