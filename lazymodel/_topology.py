@@ -23,8 +23,8 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from lazymodel._bytes import format_bytes, parse_bytes
+from lazymodel._device_memory import CARDS, tpu_generation
 from lazymodel._device_memory import device_memory as known_memory
-from lazymodel._device_memory import tpu_generation
 from lazymodel._errors import DoesNotFitError, LazyModelError, ShardingError
 from lazymodel._report import closest
 
@@ -142,6 +142,11 @@ def topology(name: str, axes: Mapping[str, int] | None = None) -> Mesh:
     Example:
         `abstract.shard(lm.topology("v5e:2x4", {"batch": 2, "model": 4}), rules).plan(compile="init")`
     """
+    if _is_cards(name):
+        raise LazyModelError(
+            f"{name!r} are cards, and no compiler is here for cards that are not; plan for them by arithmetic, on "
+            f"lazymodel.arithmetic_mesh({name!r})"
+        )
     generation, shape = _parse(name)
     sizes = _axis_sizes(axes, generation.num_devices(shape), generation.slice_name(shape))
     devices = list(_devices(generation.name, shape))
@@ -165,8 +170,8 @@ def arithmetic_mesh(name: str, axes: Mapping[str, int] | None = None) -> Abstrac
     Raises:
         LazyModelError: No such slice or card, or axes of another product.
     """
-    card, _, count = name.strip().partition(":")
-    if tpu_generation(card) is None and count.isdecimal() and len(count) < 7 and known_memory(card) is not None:
+    if _is_cards(name):
+        card, _, count = name.strip().partition(":")
         num_devices, device = int(count), AbstractDevice(card, None, "gpu")
         if num_devices < 1:
             raise LazyModelError(f"{name!r} has no devices; write {card}:1 or more")
@@ -193,12 +198,22 @@ def topology_names(device: str) -> list[str]:
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
+def _is_cards(name: Any) -> bool:
+    """Whether it is a card and how many, such as `H100:8`."""
+    if not isinstance(name, str):
+        raise LazyModelError(f"a slice is named, such as 'v5e:2x4' or 'v5e-8'; got {name!r}")
+    card, _, count = name.strip().partition(":")
+    known = tpu_generation(card) is None and known_memory(card) is not None
+    if known and not count:
+        raise LazyModelError(f"{name!r} is a card; say how many, such as '{card}:8'")
+    return known and count.isdecimal() and len(count) < 7
+
+
 def _generation(name: str) -> _Generation:
     found = tpu_generation(name)
     if found is None:
-        raise LazyModelError(
-            f"{name[:40]!r} is no TPU generation{closest(name[:40], _GENERATIONS)}; known are {', '.join(_GENERATIONS)}"
-        )
+        near = closest(name[:40], (*_GENERATIONS, *CARDS))
+        raise LazyModelError(f"{name[:40]!r} is no TPU generation{near}; known are {', '.join(_GENERATIONS)}")
     return _GENERATIONS[found]
 
 
@@ -209,8 +224,9 @@ def _parse(name: str) -> tuple[_Generation, Shape]:
         generation = tpu_generation(name)
         examples = _GENERATIONS[generation] if generation else _GENERATIONS["v5e"]
         shape = examples.shapes[min(2, len(examples.shapes) - 1)]
+        near = "" if generation else closest(re.split("[:-]", name[:40])[0], (*_GENERATIONS, *CARDS))
         raise LazyModelError(
-            f"{name[:40]!r} is no TPU slice; write a generation and its chips, such as "
+            f"{name[:40]!r} is no TPU slice{near}; write a generation and its chips, such as "
             f"{examples.slice_name(shape)!r} or {_rented_name(examples, shape)!r}"
         )
     generation = _generation(match[1])
@@ -251,6 +267,10 @@ def _axis_sizes(axes: Mapping[str, int] | None, num_devices: int, name: str) -> 
     """Axis sizes whose product is the number of devices."""
     if axes is None:
         return {"model": num_devices}
+    if not isinstance(axes, Mapping) or not all(isinstance(axis, str) for axis in axes):
+        raise LazyModelError(
+            f"axes is a mapping of axis name to size, such as {{'model': {num_devices}}}; got {axes!r}"
+        )
     sizes = dict(axes)
     wrong = {axis: size for axis, size in sizes.items() if type(size) is not int or (size < 1 and size != -1)}
     if wrong or not sizes or list(sizes.values()).count(-1) > 1:
@@ -288,8 +308,11 @@ _LIBTPU_ENVIRONMENT = {
 
 
 @contextlib.contextmanager
-def _libtpu_environment() -> Generator[None]:
-    """The variables above, where they are not set and no TPU is here that might be opened later."""
+def libtpu_environment() -> Generator[None]:
+    """The variables above, where they are not set and no TPU is here that might be opened later.
+
+    What libtpu does when it is loaded decides; JAX loads it, too, when it looks for devices.
+    """
     here = glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*")
     added = {} if here else {name: value for name, value in _LIBTPU_ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(added)
@@ -315,7 +338,7 @@ def _devices(generation_name: str, shape: Shape) -> tuple[Any, ...]:
             f'devices of {name} come from libtpu, which is not installed: pip install "lazymodel[tpu]"'
         )
     try:
-        with _libtpu_environment():
+        with libtpu_environment():
             description = topologies.get_topology_desc(
                 f"{generation.libtpu}:{'x'.join(map(str, shape))}",
                 "tpu",
@@ -433,6 +456,8 @@ def smallest_topology(
         DoesNotFitError: It fits on none; names the one that comes nearest, and by how much.
         LazyModelError: The device is unknown, or libtpu is not installed and `confirm` was not turned off.
     """
+    if not isinstance(device, str):
+        raise LazyModelError(f"a TPU generation or a card is named, such as 'v5e' or 'H100'; got {device!r}")
     known = known_memory(device)
     if tpu_generation(device) is None and known is not None:
         names, confirm = [f"{device}:{count}" for count in _CARD_COUNTS], False
