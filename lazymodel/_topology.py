@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections.abc import Generator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import numpy as np
@@ -267,9 +267,10 @@ def _axis_sizes(axes: Mapping[str, int] | None, num_devices: int, name: str) -> 
     """Axis sizes whose product is the number of devices."""
     if axes is None:
         return {"model": num_devices}
-    if not isinstance(axes, Mapping) or not all(isinstance(axis, str) for axis in axes):
+    given: Any = axes
+    if not isinstance(given, Mapping) or not all(isinstance(axis, str) for axis in cast("Mapping[Any, Any]", given)):
         raise LazyModelError(
-            f"axes is a mapping of axis name to size, such as {{'model': {num_devices}}}; got {axes!r}"
+            f"axes is a mapping of axis name to size, such as {{'model': {num_devices}}}; got {given!r}"
         )
     sizes = dict(axes)
     wrong = {axis: size for axis, size in sizes.items() if type(size) is not int or (size < 1 and size != -1)}
@@ -456,8 +457,9 @@ def smallest_topology(
         DoesNotFitError: It fits on none; names the one that comes nearest, and by how much.
         LazyModelError: The device is unknown, or libtpu is not installed and `confirm` was not turned off.
     """
-    if not isinstance(device, str):
-        raise LazyModelError(f"a TPU generation or a card is named, such as 'v5e' or 'H100'; got {device!r}")
+    given: Any = device
+    if not isinstance(given, str):
+        raise LazyModelError(f"a TPU generation or a card is named, such as 'v5e' or 'H100'; got {given!r}")
     known = known_memory(device)
     if tpu_generation(device) is None and known is not None:
         names, confirm = [f"{device}:{count}" for count in _CARD_COUNTS], False

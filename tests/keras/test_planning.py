@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 import lazymodel as lm
 from lazymodel._cli import main
 
+from .models import save_preset
+
 RULES = {".*kernel": P(None, "model"), ".*": P()}
 KERNELS, BIASES, NORM = (16 * 32 + 32 * 8) * 4, (32 + 8) * 4, 2 * 32 * 4  # bytes of the trainable ones
 TRAINED = KERNELS + BIASES + NORM
@@ -154,3 +156,13 @@ def test_the_command_line_refuses_a_second_one(tmp_path: Path, monkeypatch: pyte
     }
     assert main(["plan", "compiled_net:make", "--optimizer", "adamw"]) == 2
     assert "optimizer='adamw' would be a second one: small has an optimizer already" in capsys.readouterr().err
+
+
+def test_a_weights_file_is_planned_by_the_configuration_beside_it(tmp_path: Path, capsys: Any) -> None:
+    folder = save_preset(tmp_path / "gemma", "gemma")
+    assert main(["plan", str(folder), "--mesh", "model=2", "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)
+    assert main(["plan", str(folder / "model.weights.h5"), "--mesh", "model=2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == expected and expected["read_nbytes"] > 0
+    assert "model.weights.h5 holds weights; planning its folder by config.json" in err
