@@ -154,7 +154,7 @@ class AbstractModel(Mapping[str, AbstractVariable]):
         except KeyError:
             from lazymodel._report import closest
 
-            raise KeyError(f"{path!r} is not a variable of {self.name}{closest(path, self.variables)}") from None
+            raise KeyError(f"{path!r} is not a variable of {self.name}{closest(str(path), self.variables)}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.variables)

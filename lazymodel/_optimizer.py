@@ -334,10 +334,15 @@ def _trained(model: AbstractModel, trained: Callable[[AbstractVariable], bool] |
         paths = [path for path in candidates if model[path].trainable]
         what = "that is trainable"
     elif isinstance(trained, str):
-        pattern = re.compile(trained)
+        try:
+            pattern = re.compile(trained)
+        except re.error as error:
+            raise LazyModelError(f"trained={trained!r} is not a regular expression: {error}") from error
         paths = [path for path in candidates if pattern.fullmatch(rule_path(path))]
         what = f"that {trained!r} matches{closest(trained, candidates)}"
     else:
+        if not callable(trained):
+            raise LazyModelError(f"trained is a path regex or a function of a variable; got {trained!r}")
         paths = [path for path in candidates if trained(model[path])]
         what = "that the given function chooses"
     if not paths:

@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
@@ -29,6 +29,7 @@ from lazymodel._lazy_tensor import LazyTensor
 from lazymodel._live import is_arithmetic, is_live
 from lazymodel._load_report import is_initial, stored_itemsize
 from lazymodel._materialize import Choice, choose, describe_sources
+from lazymodel._plan_programs import check_function, compile_use
 from lazymodel._plan_use import ACTIVATIONS, GRADIENTS, PARAMETERS, Optimizer, Use
 from lazymodel._sharding import device_shardings
 from lazymodel._stream import DEFAULT_BUDGET
@@ -228,8 +229,8 @@ class MemoryPlan:
         Example:
             >>> print(plan.by_module(depth=2))
         """
-        if depth < 1:
-            raise LazyModelError(f"depth is a number of path parts, from 1; got {depth}")
+        if type(depth) is not int or depth < 1:
+            raise LazyModelError(f"depth is a number of path parts, from 1; got {depth!r}")
         sums: dict[tuple[str, ...], list[int]] = {}
         for row in self.rows:
             parts = tuple(row.path.split("/"))
@@ -251,7 +252,7 @@ class MemoryPlan:
             A `matplotlib.figure.Figure`.
 
         Raises:
-            LazyModelError: matplotlib is not installed.
+            LazyModelError: matplotlib is not installed, or the file cannot be written.
         """
         from lazymodel._plan_report import plan_figure
 
@@ -355,8 +356,14 @@ def compare_plans(plans: Mapping[str, MemoryPlan]) -> PlanComparison:
     Example:
         >>> lm.compare_plans({f"model={n}": abstract.shard(mesh(n), rules).plan() for n in (4, 8)})
     """
-    if not plans:
+    given: Any = plans
+    if isinstance(given, Mapping) and not given:
         raise LazyModelError("there is no plan to compare; pass a mapping of name to MemoryPlan")
+    named = cast("Mapping[Any, Any]", given) if isinstance(given, Mapping) else {"": None}
+    if not all(isinstance(plan, MemoryPlan) for plan in named.values()):
+        raise LazyModelError(
+            f"plans are a mapping of name to MemoryPlan, such as {{'v5e-8': model.plan()}}; got {type(given).__name__}"
+        )
     return PlanComparison(dict(plans))
 
 
@@ -379,6 +386,7 @@ def make_plan(
     """See `AbstractModel.plan`."""
     if compile not in (None, "init", "forward", "train"):
         raise LazyModelError(f"compile is 'init', 'forward', 'train' or None; got {compile!r}")
+    check_function(compile, function, inputs, batch, sequence)
     if compile in ("forward", "train") and quantize is not None:
         raise LazyModelError(
             f"compile={compile!r} compiles the model as it is, and quantize={quantize!r} is arithmetic; "
@@ -416,8 +424,6 @@ def make_plan(
 
     compiled = None
     if compile in ("forward", "train"):
-        from lazymodel._plan_programs import compile_use
-
         try:
             compiled, note = compile_use(model, use, compile, function, inputs, batch=batch, sequence=sequence)
             total, limit = compiled.peak_nbytes, None

@@ -50,6 +50,36 @@ class _Plannable(Protocol):
     def plan_function(self, what: str, *, batch: int, sequence: int | None) -> PlannedFunction: ...
 
 
+def check_function(compile: str | None, function: Any, inputs: Any, batch: int | None, sequence: int | None) -> None:
+    """Checks what a plan was given to compile.
+
+    Raises:
+        LazyModelError: It is no function or no sequence of inputs, or nothing is to be compiled with it.
+    """
+    if compile not in ("forward", "train"):
+        given = {"function": function, "inputs": inputs if len(inputs) else None, "batch": batch, "sequence": sequence}
+        if named := [name for name, value in given.items() if value is not None]:
+            raise LazyModelError(f"only compile='forward' or 'train' takes {' and '.join(named)}; got {compile=}")
+        return
+    if function is not None and not callable(function):
+        raise LazyModelError(f"function is called with the model's tree and the inputs; got {function!r}")
+    wrong = [inputs] if not isinstance(inputs, list | tuple) else [each for each in inputs if not _is_input(each)]
+    if wrong:
+        got = repr(wrong[0]) if isinstance(wrong[0], str | list | tuple) else type(wrong[0]).__name__
+        raise LazyModelError(
+            "inputs is a tuple of what the function takes after the tree, of arrays or "
+            f"jax.ShapeDtypeStruct(shape, dtype); got {got}"
+        )
+
+
+def _is_input(given: Any) -> bool:
+    """Whether it is a pytree of arrays, structs and numbers, and no shape."""
+    if isinstance(given, list | tuple) and given and all(type(size) is int for size in cast("Sequence[Any]", given)):
+        return False
+    leaves: list[Any] = jax.tree.leaves(given)
+    return all(hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex) for leaf in leaves)
+
+
 def compile_use(
     model: AbstractModel,
     use: Use,
@@ -106,7 +136,13 @@ def compile_use(
             for path in values
         }  # fmt: skip
         value = function(structure(merged), *inputs)
-        return value[0] if isinstance(value, tuple) else value
+        value = value[0] if isinstance(value, tuple) else value
+        if getattr(value, "shape", ()) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            raise LazyModelError(
+                f"compile='train' needs the loss, a floating-point scalar (or a tuple that begins with it); "
+                f"{description} returns {jax.typeof(value)}"
+            )
+        return value
 
     step = _training_step(model, use, loss)
     state = {path: values[path] for path in use.state}

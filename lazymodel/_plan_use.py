@@ -167,7 +167,7 @@ class Use:
         return trained
 
     def _quantize(self, model: AbstractModel, shardings: Mapping[str, Sharding], mode: str) -> None:
-        if mode not in _QUANTIZED_BITS:
+        if mode not in tuple(_QUANTIZED_BITS):
             raise LazyModelError(f"quantize is {' or '.join(map(repr, _QUANTIZED_BITS))}; got {mode!r}")
         roles = describe(model.variables)
         count = 0
@@ -234,16 +234,20 @@ def slot_dtypes(optimizer: Any) -> tuple[Any, ...]:
     try:
         return tuple(jax.numpy.dtype(dtype) for dtype in cast("Sequence[Any]", optimizer))
     except TypeError:
-        raise LazyModelError(f"optimizer is a name, a number of slots or their dtypes; got {optimizer!r}") from None
+        own = "; with_optimizer() takes an optimizer itself, and a plan then counts its state"
+        mend = own if callable(optimizer) or hasattr(optimizer, "init") or hasattr(optimizer, "variables") else ""
+        raise LazyModelError(
+            f"optimizer is a name, a number of slots or their dtypes; got {optimizer!r}{mend}"
+        ) from None
 
 
 def _pairs(model: AbstractModel, shardings: Mapping[str, Sharding], rank: int, targets: str) -> dict[str, Pair]:
     """For each target of shape (…, n) a pair of shapes (…, rank) and (rank, n), as Keras makes them."""
-    if rank < 1:
-        raise LazyModelError(f"lora_rank is a positive number; got {rank}")
+    if type(rank) is not int or rank < 1:
+        raise LazyModelError(f"lora_rank is a positive number; got {rank!r}")
     try:
         regex = re.compile(targets)
-    except re.error as error:
+    except (re.error, TypeError) as error:
         raise LazyModelError(f"lora_targets {targets!r} is not a regular expression: {error}") from error
     pairs: dict[str, Pair] = {}
     for path, variable in model.items():

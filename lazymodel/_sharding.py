@@ -340,11 +340,12 @@ def _read(
             return answer, Reason("callable", f"as the callable {name} says")
 
         return call, [], False
-    if isinstance(rules, Sequence) and not isinstance(rules, str):
+    if isinstance(rules, Sequence) and not isinstance(rules, str | PartitionSpec):
         return _logical_answers(cast("Sequence[Any]", rules), variables), [], False
     raise ShardingError(
         "rules are a mapping of path regex to PartitionSpec, a Keras LayoutMap, a callable taking a variable, "
         f"a sequence of (logical axis, mesh axis) or lm.auto(); got {type(rules).__name__}"
+        + (f". For all variables: {{'.*': {rules!r}}}" if isinstance(rules, PartitionSpec) else "")
     )
 
 
@@ -397,9 +398,11 @@ def _mapping_answers(
 
 def _logical_answers(rules: Sequence[Any], variables: Mapping[str, AbstractVariable]) -> _Answers:
     for rule in rules:
-        if not (isinstance(rule, Sequence) and len(cast("Sequence[Any]", rule)) == 2 and isinstance(rule[0], str)):
+        pair = isinstance(rule, Sequence) and len(cast("Sequence[Any]", rule)) == 2 and isinstance(rule[0], str)
+        if not pair or isinstance(rule[1], PartitionSpec):
             raise ShardingError(
-                f"logical axis rules are pairs of a logical axis and a mesh axis, a tuple of them or None; got {rule!r}"
+                "rules in a sequence are pairs of a logical axis and a mesh axis, a tuple of them or None; got "
+                f"{rule!r}. Rules by path are a mapping, {{path pattern: PartitionSpec}}"
             )
     if not any(variable.logical_axes for variable in variables.values()):
         raise ShardingError(

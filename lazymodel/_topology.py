@@ -27,6 +27,7 @@ from lazymodel._device_memory import CARDS, tpu_generation
 from lazymodel._device_memory import device_memory as known_memory
 from lazymodel._errors import DoesNotFitError, LazyModelError, ShardingError
 from lazymodel._report import closest
+from lazymodel._specs import named_rules
 
 if TYPE_CHECKING:
     from lazymodel._abstract import AbstractModel
@@ -263,15 +264,17 @@ def _no_such_slice(name: str, generation: _Generation, chips: int) -> str:
     return f"there is no TPU slice {name.strip()[:40]!r}; nearest: {nearest}. {generation.name}-N counts {counted}."
 
 
+def _check_axes(axes: Any) -> None:
+    named = isinstance(axes, Mapping) and all(isinstance(axis, str) for axis in cast("Mapping[Any, Any]", axes))
+    if axes is not None and not named:
+        raise LazyModelError(f"axes is a mapping of axis name to size, such as {{'model': 8}}; got {axes!r}")
+
+
 def _axis_sizes(axes: Mapping[str, int] | None, num_devices: int, name: str) -> dict[str, int]:
     """Axis sizes whose product is the number of devices."""
     if axes is None:
         return {"model": num_devices}
-    given: Any = axes
-    if not isinstance(given, Mapping) or not all(isinstance(axis, str) for axis in cast("Mapping[Any, Any]", given)):
-        raise LazyModelError(
-            f"axes is a mapping of axis name to size, such as {{'model': {num_devices}}}; got {given!r}"
-        )
+    _check_axes(axes)
     sizes = dict(axes)
     wrong = {axis: size for axis, size in sizes.items() if type(size) is not int or (size < 1 and size != -1)}
     if wrong or not sizes or list(sizes.values()).count(-1) > 1:
@@ -455,6 +458,7 @@ def smallest_topology(
 
     Raises:
         DoesNotFitError: It fits on none; names the one that comes nearest, and by how much.
+        ShardingError: The rules fit on none.
         LazyModelError: The device is unknown, or libtpu is not installed and `confirm` was not turned off.
     """
     given: Any = device
@@ -472,11 +476,14 @@ def smallest_topology(
             )
     assert known is not None  # every generation is in the table
     limit = known if device_memory is None else parse_bytes(device_memory)
+    _check_axes(axes)
+    rules = named_rules(rules)
     rows: list[TopologyRow] = []
+    misfits: list[ShardingError] = []
     for name in names:
         if arithmetic_mesh(name).size > max_devices:
             break
-        row = _consider(abstract, name, rules, axes, limit, options)
+        row = _consider(abstract, name, rules, axes, limit, options, misfits)
         if row.fits and confirm:
             row = _confirm(abstract, row, rules, limit, {**options, "compile": compile})
         rows.append(row)
@@ -484,6 +491,8 @@ def smallest_topology(
             return TopologyTable(abstract.name, limit, tuple(rows))
         if sum(row.compiled_nbytes is not None for row in rows) >= _CONFIRMED:
             break
+    if misfits and len(misfits) == len(rows):  # no matter of memory
+        raise ShardingError(f"the rules fit on no {device} slice. {rows[0].name}: {misfits[0]}") from misfits[0]
     raise DoesNotFitError(_nowhere(abstract, device, limit, max_devices, rows))
 
 
@@ -494,8 +503,9 @@ def _consider(
     axes: Mapping[str, int] | None,
     limit: int,
     options: Mapping[str, Any],
+    misfits: list[ShardingError],
 ) -> TopologyRow:
-    """One slice by arithmetic."""
+    """One slice by arithmetic; an error of the rules there is appended to `misfits`."""
     size = arithmetic_mesh(name).size
     try:
         mesh = arithmetic_mesh(name, axes)
@@ -508,6 +518,7 @@ def _consider(
     try:
         plan = _plan(abstract, mesh, rules, limit, _arithmetic(options))
     except ShardingError as error:
+        misfits.append(error)
         return TopologyRow(name, size, lengths, None, None, False, _first_line(error))
     needed = plan.needed_nbytes
     return TopologyRow(name, size, lengths, needed, None, needed <= limit, _shortfall(needed, limit))
