@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lazymodel._lazy_tensor import LazyTensor
     from lazymodel._load_report import MismatchedTensor, StoredTensor
     from lazymodel._materialize import ReportTo
-    from lazymodel._optimizer import Derived, Optimizer, StartTraining
+    from lazymodel._optimizer import Derived, Optimized, Optimizer, StartTraining
     from lazymodel._plan import MemoryPlan
     from lazymodel._reinitialize import Initializer, InitRules
     from lazymodel._report import Progress
@@ -123,6 +123,7 @@ class AbstractModel(Mapping[str, AbstractVariable]):
         sharding_notes: What `shard` had to say of the rules besides what it says of each variable.
         start_training: How the framework starts an optimizer; None for the way of plain pytrees.
         derived: How to compute the variables that depend on the values of others, once these are there.
+        optimized: What the optimizer that the model has trains; None without one.
     """
 
     variables: Mapping[str, AbstractVariable]
@@ -137,6 +138,7 @@ class AbstractModel(Mapping[str, AbstractVariable]):
     sharding_notes: tuple[str, ...] = ()
     start_training: StartTraining | None = None
     derived: Derived | None = None
+    optimized: Optimized | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "variables", MappingProxyType(dict(self.variables)))
@@ -152,7 +154,7 @@ class AbstractModel(Mapping[str, AbstractVariable]):
         except KeyError:
             from lazymodel._report import closest
 
-            raise KeyError(f"{path!r} is not a variable of {self.name}{closest(path, self.variables)}") from None
+            raise KeyError(f"{path!r} is not a variable of {self.name}{closest(str(path), self.variables)}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.variables)
@@ -196,10 +198,10 @@ class AbstractModel(Mapping[str, AbstractVariable]):
 
         Args:
             mesh: The devices. A `keras.distribution.DeviceMesh` is taken too.
-            rules: `lazymodel.auto()`; path regex (`re.fullmatch`) or `lazymodel.role` to `PartitionSpec`; a callable of
-                a variable; a Keras `LayoutMap`; or Flax logical-axis rules, pairs of logical and mesh axis. None uses
-                the mesh axes that the variables themselves name, as Flax' partitioning metadata does. What nothing
-                matches is replicated.
+            rules: `lazymodel.auto()`, or `"auto"`; path regex (`re.fullmatch`) or `lazymodel.role` to `PartitionSpec`,
+                a tuple of axis names or None; a callable of a variable; a Keras `LayoutMap`; or Flax logical-axis
+                rules, pairs of logical and mesh axis. None uses the mesh axes that the variables themselves name, as
+                Flax' partitioning metadata does. What nothing matches is replicated.
             on_unmatched: `"warn"`, `"error"` or `"ignore"`, for variables of at least `large` bytes that no rule
                 matches, and so would be replicated.
             large: That threshold, in bytes or as `"16MiB"`. `lazymodel.auto()` replicates nothing of this size that can
@@ -349,6 +351,9 @@ class AbstractModel(Mapping[str, AbstractVariable]):
     ) -> MemoryPlan:
         """Predicts bytes per device and host before any is spent, while materializing and in use.
 
+        What the model has is counted: its parameters, the state of its optimizer (`with_optimizer`, or a Keras model's
+        own that was built), and then the gradients of what that trains.
+
         Init programs are compiled where their devices are here, or with `compile="init"`; else their temporaries are
         estimated, and a plan takes a second or two whatever the model's size.
 
@@ -358,21 +363,23 @@ class AbstractModel(Mapping[str, AbstractVariable]):
             initialize: As for `materialize`.
             device_memory: Bytes of one device, or `"16GiB"`; None is what the devices say or are known to have, and
                 CPUs have no limit.
-            optimizer: Plans training: gradients, and the slots of an optimizer for every trainable parameter. A name
-                such as `"adamw"`, the number of slots, or their dtypes.
+            optimizer: Plans training of a model that has no optimizer: gradients, and the slots of one for every
+                trainable parameter. A name such as `"adamw"`, the number of slots, or their dtypes.
             lora_rank: Rank of LoRA pairs, which are then all that is trained.
             lora_targets: Regex of the paths that get a pair; None is the query and value projections, as in KerasHub.
             quantize: `"int8"` or `"int4"`: what quantizing the materialized model leaves.
             compile: `"init"` compiles the init programs for the mesh's devices, which need not be here
-                (`lazymodel.topology`); `"forward"` a forward pass; `"train"` a training step with `optimizer`.
-            function: `function(tree, *inputs)` for these two, which returns the outputs or the loss; None takes a Keras
-                model's own forward pass.
+                (`lazymodel.topology`); `"forward"` a forward pass; `"train"` a training step with `optimizer`,
+                the model's own, or without either plain gradient descent.
+            function: `function(tree, *inputs)` for these two, which returns the outputs or the loss; `tree` is the
+                model's own, without optimizer state. None takes a Keras model's own forward pass.
             inputs: Its inputs: arrays, or `jax.ShapeDtypeStruct`s with shardings.
             batch: Batch size of a Keras model's own forward pass; None is one for each part of the mesh's data axes.
             sequence: Its sequence length; None is 1024, or the most that the model takes.
 
         Raises:
-            LazyModelError: An argument is none of these; or there is no function, or no device, to compile for.
+            LazyModelError: An argument is none of these; there is no function, or no device, to compile for; or an
+                optimizer or LoRA was stated for a model that has an optimizer.
         """
         from lazymodel._plan import make_plan
 

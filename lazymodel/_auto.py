@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jax.sharding import Mesh, PartitionSpec
 
@@ -163,6 +163,9 @@ def auto(*, tensor: Axes = None, fsdp: Axes = None, expert: Axes = None) -> Auto
 
 
 def _as_axes(axes: Axes) -> tuple[str, ...] | None:
+    given: Any = axes
+    if not isinstance(given, str | Sequence | None):
+        raise ShardingError(f"auto: axes are the name of a mesh axis, a sequence of names or None; got {given!r}")
     return None if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 

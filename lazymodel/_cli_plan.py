@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import itertools
 import json
@@ -24,12 +25,20 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
+from lazymodel import _topology
 from lazymodel._bytes import parse_bytes
 from lazymodel._errors import LazyModelError, LazyModelWarning
+from lazymodel._plan_use import slot_dtypes
 
 if TYPE_CHECKING:
     from lazymodel._abstract import AbstractModel
     from lazymodel._plan import MemoryPlan, PlanComparison
+
+# Files that hold weights and nothing that a model could be built from.
+_WEIGHTS = (
+    ".safetensors", ".safetensors.index.json", ".h5", ".weights.json", ".keras", ".npz", ".npy", ".bin", ".pt", ".pth",
+    ".ckpt", ".gguf", ".msgpack",
+)  # fmt: skip
 
 _DESCRIPTION = """\
 Says whether a model fits, from its configuration: bytes on each device and host, while it is materialized and in use.
@@ -76,25 +85,27 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plans what the arguments say; returns the exit status."""
-    if arguments.device_memory is not None:
-        parse_bytes(arguments.device_memory, name="--device-memory", at_least=1)  # before any work
-    meshes = [None if text is None else parse_axes(text) for text in arguments.mesh or [None]]
-    if (arguments.batch or arguments.sequence) and arguments.compile not in ("forward", "train"):
-        raise LazyModelError("--batch and --sequence are for --compile forward or train")
+    with _topology.libtpu_environment():
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     if _jax.config.jax_platforms is None and not (arguments.compile and not arguments.topology):
         # Nothing runs here: an accelerator that another process uses, or that takes long to wake, is left alone.
         _jax.config.update("jax_platforms", "cpu")
+    _check(arguments)
+    meshes = _meshes(arguments)
+    source = _described(arguments.model)
     plans: dict[str, MemoryPlan] = {}
-    with _status(f"building {arguments.model}") as say:
+    with _status(f"building {source}") as say:
         for dtype in arguments.dtype or [None]:
-            say(f"building {arguments.model}{f' in {dtype}' if dtype else ''}")
+            say(f"building {source}{f' in {dtype}' if dtype else ''}")
             # What KerasHub builds is built quantized, with the pairs that it then has; of others it is arithmetic.
-            built = arguments.quantize is not None and not _is_factory(arguments.model)
+            built = arguments.quantize is not None and not _is_factory(source)
             quantize, lora_rank = (arguments.quantize, arguments.lora_rank) if built else (None, None)
-            model = _model(arguments.model, arguments.cls, dtype, quantize, lora_rank)
-            for topology, axes in itertools.product(arguments.topology or [None], meshes):
-                mesh = _mesh(topology, axes, compiled=arguments.compile is not None)
-                name = ", ".join(filter(None, (topology, _axes_text(axes or {}), dtype))) or "one device"
+            model = _model(source, arguments.cls, dtype, quantize, lora_rank)
+            for place, mesh in meshes.items():
+                name = ", ".join(filter(None, (place, dtype))) or "one device"
                 say(f"{'compiling' if arguments.compile else 'planning'} {name}")
                 plans[name] = _sharded(model, mesh).plan(
                     device_memory=arguments.device_memory,
@@ -112,6 +123,62 @@ def run(arguments: argparse.Namespace) -> int:
 
     print_text(json.dumps(shown.to_dict(), indent=2) if arguments.json else str(shown))
     return 0 if any(plan.fits is not False for plan in plans.values()) else 1
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """What can be found wrong before anything is imported, built or compiled."""
+    if arguments.device_memory is not None:
+        parse_bytes(arguments.device_memory, name="--device-memory", at_least=1)
+    if arguments.optimizer is not None:
+        slot_dtypes(arguments.optimizer)
+    if arguments.lora_rank is not None and arguments.lora_rank < 1:
+        raise LazyModelError(f"--lora-rank is a positive number; got {arguments.lora_rank}")
+    if (arguments.batch or arguments.sequence) and arguments.compile not in ("forward", "train"):
+        raise LazyModelError("--batch and --sequence are for --compile forward or train")
+    if arguments.html and not Path(arguments.html).parent.is_dir():
+        raise LazyModelError(f"cannot write {arguments.html}: {os.strerror(errno.ENOENT)}")
+
+
+def _meshes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The meshes to plan for, by what people call them; all names are checked before the first is made."""
+    wanted = list(
+        itertools.product(
+            arguments.topology or [None],
+            [None if text is None else parse_axes(text) for text in arguments.mesh or [None]],
+        )
+    )
+    for topology, axes in wanted:
+        if topology is not None:
+            _topology.arithmetic_mesh(topology, axes)
+    return {
+        ", ".join(filter(None, (topology, _axes_text(axes or {})))): _mesh(
+            topology, axes, compiled=arguments.compile is not None
+        )
+        for topology, axes in wanted
+    }
+
+
+def _described(source: str) -> str:
+    """What describes the model: the source itself, or the folder of a weights file with its configuration beside it.
+
+    Raises:
+        LazyModelError: It is a weights file alone, or a path to nothing.
+    """
+    weights = source.lower().endswith(_WEIGHTS)
+    is_path = weights or source.endswith(".json") or os.path.isabs(source) or source.startswith(("./", "../"))
+    if is_path and not os.path.exists(source):
+        raise LazyModelError(f"{source} does not exist")
+    if not weights or os.path.isdir(source):
+        return source
+    folder = os.path.dirname(source) or "."
+    if os.path.isfile(os.path.join(folder, "config.json")):
+        print(f"lazymodel: {source} holds weights; planning its folder by config.json", file=sys.stderr)
+        return folder
+    raise LazyModelError(
+        f"{source} holds weights, which do not say what model they are of, and no config.json lies beside them; give "
+        f"the model's folder, its config.json, a preset or module:factory (`lazymodel inspect {source}` lists the "
+        "tensors)"
+    )
 
 
 def parse_axes(text: str) -> dict[str, int]:
@@ -139,8 +206,6 @@ def _axes_text(axes: Mapping[str, int]) -> str:
 def _mesh(topology: str | None, axes: Mapping[str, int] | None, *, compiled: bool) -> Any:
     """The mesh to plan for; None is one device."""
     if topology is not None:
-        from lazymodel import _topology
-
         make: Callable[..., Any] = _topology.topology if compiled else _topology.arithmetic_mesh
         return make(topology, axes)
     if axes is None:

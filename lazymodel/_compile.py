@@ -19,6 +19,7 @@ import jax
 
 from lazymodel._bytes import format_bytes
 from lazymodel._errors import DoesNotFitError, LazyModelError
+from lazymodel._live import is_arithmetic
 
 _LISTED = 5  # allocations that a refusal names
 
@@ -62,10 +63,18 @@ def compile_memory(function: Callable[..., Any], *args: Any, donate: Sequence[in
     Raises:
         DoesNotFitError: The compiler finds that the program cannot fit a device. Its `needed_nbytes` and
             `limit_nbytes` are the compiler's numbers, which it rounds to hundredths of a unit.
-        LazyModelError: The compiler refuses the program for another reason.
+        LazyModelError: The compiler refuses the program for another reason, or a mesh is one for arithmetic.
     """
+    if not callable(function):
+        raise LazyModelError(f"compile_memory takes a function and its arguments; got {function!r}")
+    if any(is_arithmetic(getattr(leaf, "sharding", None)) for leaf in jax.tree.leaves(args)):
+        raise LazyModelError(
+            "a program is compiled for devices, and an argument is sharded over a mesh without any (as "
+            "lazymodel.arithmetic_mesh makes); make the mesh with lazymodel.topology"
+        )
     start = time.perf_counter()
-    lowered = jax.jit(function, donate_argnums=tuple(donate)).lower(*args)
+    # What the function leaves unused is on the device all the same.
+    lowered = jax.jit(function, donate_argnums=tuple(donate), keep_unused=True).lower(*args)
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -186,8 +195,10 @@ def collective_bytes(compiled: jax.stages.Compiled | str) -> dict[str, int]:
         Kind, such as `"all-reduce"`, to bytes; kinds that do not occur are absent.
 
     Raises:
-        LazyModelError: The program cannot be printed.
+        LazyModelError: The program cannot be printed, or was not compiled.
     """
+    if not isinstance(compiled, str) and not hasattr(compiled, "memory_analysis"):
+        raise LazyModelError(f"collectives are read from what jit(f).lower(…).compile() returns; got {compiled!r:.200}")
     text = compiled if isinstance(compiled, str) else _text(compiled)
     computations, entry = _computations(text)
     partitions = re.search(r"\bnum_partitions=(\d+)", text[:100_000])

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from lazymodel._errors import LazyModelError
+
 _MIB = 2**20
 
 # The largest array, in MiB, for which libtpu 0.0.52 compiles an update in place on one device of each generation, found
@@ -41,40 +43,42 @@ _TPU_ALIASES = {
     "ironwood": "v7x",
 }
 
-# Whole memory of a card in MiB as `nvidia-smi` and `rocm-smi` total it, with error correction on where it can be. The
-# first pattern found in the lower-cased name counts. Where a card is sold in two sizes and the name does not say which,
-# it is the smaller. A device of MI250 is one of the card's two dies. AMD's totals are 16 MiB less than the card has: so
-# MI300X shows it, and so it is taken to be for the others.
+# A card as people write it, a pattern of its names, and its whole memory in MiB as `nvidia-smi` and `rocm-smi` total
+# it, with error correction on where it can be. The first pattern found in the lower-cased name counts. Where a card is
+# sold in two sizes and the name does not say which, it is the smaller. A device of MI250 is one of the card's two dies.
+# AMD's totals are 16 MiB less than the card has: so MI300X shows it, and so it is taken to be for the others.
 _CARDS = (
-    (r"\bb300\b", 275040),
-    (r"\bgb200\b", 189471),
-    (r"\bb200\b", 183359),
-    (r"\bh200\b", 143771),
-    (r"\bgh200\b", 97871),
-    (r"\bh20\b", 97871),
-    (r"\bh100[ -]nvl\b", 95830),
-    (r"\bh100\b", 81559),
-    (r"\ba100\b.*\b80 ?gb\b", 81920),
-    (r"\ba100\b", 40960),
-    (r"\bl40s?\b", 46068),
-    (r"\ba40\b", 46068),
-    (r"\ba10g?\b", 23028),
-    (r"\bl4\b", 23034),
-    (r"\bt4\b", 15360),
-    (r"\bv100\b.*\b32 ?gb\b", 32768),
-    (r"\bv100\b", 16384),
-    (r"\brtx pro 6000\b", 97887),
-    (r"\brtx 6000 ada\b", 49140),
-    (r"\b(?:rtx )?a6000\b", 49140),
-    (r"\brtx 5090\b", 32607),
-    (r"\brtx 4090\b", 24564),
-    (r"\brtx 3090\b", 24576),
-    (r"\bmi210\b", 65520),
-    (r"\bmi250x?\b", 65520),
-    (r"\bmi300x\b", 196592),
-    (r"\bmi325x\b", 262128),
-    (r"\bmi35[05]x\b", 294896),
+    ("B300", r"\bb300\b", 275040),
+    ("GB200", r"\bgb200\b", 189471),
+    ("B200", r"\bb200\b", 183359),
+    ("H200", r"\bh200\b", 143771),
+    ("GH200", r"\bgh200\b", 97871),
+    ("H20", r"\bh20\b", 97871),
+    ("H100-NVL", r"\bh100[ -]nvl\b", 95830),
+    ("H100", r"\bh100\b", 81559),
+    ("A100-80GB", r"\ba100\b.*\b80 ?gb\b", 81920),
+    ("A100", r"\ba100\b", 40960),
+    ("L40S", r"\bl40s?\b", 46068),
+    ("A40", r"\ba40\b", 46068),
+    ("A10", r"\ba10g?\b", 23028),
+    ("L4", r"\bl4\b", 23034),
+    ("T4", r"\bt4\b", 15360),
+    ("V100-32GB", r"\bv100\b.*\b32 ?gb\b", 32768),
+    ("V100", r"\bv100\b", 16384),
+    ("RTX PRO 6000", r"\brtx pro 6000\b", 97887),
+    ("RTX 6000 Ada", r"\brtx 6000 ada\b", 49140),
+    ("RTX A6000", r"\b(?:rtx )?a6000\b", 49140),
+    ("RTX 5090", r"\brtx 5090\b", 32607),
+    ("RTX 4090", r"\brtx 4090\b", 24564),
+    ("RTX 3090", r"\brtx 3090\b", 24576),
+    ("MI210", r"\bmi210\b", 65520),
+    ("MI250X", r"\bmi250x?\b", 65520),
+    ("MI300X", r"\bmi300x\b", 196592),
+    ("MI325X", r"\bmi325x\b", 262128),
+    ("MI355X", r"\bmi35[05]x\b", 294896),
 )
+
+CARDS = tuple(name for name, _, _ in _CARDS)
 
 
 def device_memory(device: Any) -> int | None:
@@ -86,9 +90,14 @@ def device_memory(device: Any) -> int | None:
 
     A live device says itself what its allocator may take, which on GPUs is a fraction of the card
     (`XLA_PYTHON_CLIENT_MEM_FRACTION`, three quarters unless set); names give the whole card.
+
+    Raises:
+        LazyModelError: It is neither.
     """
     if isinstance(device, str):
         return _known(device)
+    if not hasattr(device, "memory_stats"):
+        raise LazyModelError(f"a device is a jax.Device or a name such as 'v5e' or 'H100'; got {device!r}")
     try:
         stats = device.memory_stats()
     except RuntimeError:  # JAX's, for a device of another process or one that is only compiled for
@@ -113,4 +122,4 @@ def _known(name: str) -> int | None:
         return _TPU[generation] * _MIB
     # `A100-80GB`, `NVIDIA_H100` and `rtx4090` are ways to write the same as `A100 80GB` …
     text = re.sub(r"\brtx(?=\d)", "rtx ", re.sub(r"[_\-]+", " ", name[:200].lower()))
-    return next((size * _MIB for pattern, size in _CARDS if re.search(pattern, text)), None)
+    return next((size * _MIB for _, pattern, size in _CARDS if re.search(pattern, text)), None)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -797,8 +798,18 @@ def flatten_paths(tree: Any) -> dict[str, Any]:
 
 
 def flat_checkpoint(checkpoint: Any) -> Mapping[str, Any] | None:
-    """What a model is given to load, by path: dicts, lists and other pytrees are flattened, checkpoints are flat."""
+    """What a model is given to load, by path: dicts, lists and other pytrees are flattened, checkpoints are flat.
+
+    Raises:
+        CheckpointError: It is the path of a checkpoint that was not opened, or nothing with tensors.
+    """
+    if isinstance(checkpoint, str | os.PathLike):
+        name = os.fspath(cast("str | os.PathLike[str]", checkpoint))
+        raise CheckpointError(f"{name!r} is a path, not a checkpoint; open it first: lm.open_checkpoint({name!r})")
     flat = checkpoint is None or (isinstance(checkpoint, Mapping) and not isinstance(checkpoint, dict))
+    leaf = not flat and jax.tree_util.all_leaves([checkpoint])
+    if leaf and not hasattr(checkpoint, "dtype"):
+        raise CheckpointError(f"a checkpoint is a mapping of path to tensor, or a pytree; got {checkpoint!r}")
     return cast(Any, checkpoint) if flat else flatten_paths(checkpoint)
 
 

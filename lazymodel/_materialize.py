@@ -27,6 +27,7 @@ from lazymodel._file_source import BYTES_READ
 from lazymodel._init_programs import InitRecipe, run_recipes
 from lazymodel._jaxprs import key_impl
 from lazymodel._lazy_tensor import LazyTensor
+from lazymodel._live import require_live
 from lazymodel._load_report import (
     Costs,
     LoadReport,
@@ -86,11 +87,13 @@ def materialize(
     Where several processes share the model's devices, all of them must call this, and it fails in all or in none.
 
     Raises:
+        LazyModelError: The model is sharded over devices that are only planned for.
         CheckpointError: A tensor is missing (with `initialize="nothing"`), unexpected or of another shape (with
             `strict`), or cannot be read, in this or another process; or the processes' checkpoints have other tensors.
         Exception: Whatever a callable given as `progress` or `report` raises.
     """
     start = time.perf_counter()
+    require_live(model.variables)
     shardings = [variable.sharding for variable in model.variables.values()]
     # Before the first program runs: one that only some processes run can wait forever for the rest.
     with agreement(shardings) as stage:

@@ -90,6 +90,19 @@ class Derived:
         return jax.jit(some, out_shardings=placed)({path: arrays[path] for path in self.parameters})
 
 
+@dataclasses.dataclass(frozen=True)
+class Optimized:
+    """What an optimizer that a model has trains.
+
+    Attributes:
+        paths: The paths of the parameters.
+        model: The model as it was without the optimizer; None where the framework's own object holds both.
+    """
+
+    paths: tuple[str, ...]
+    model: AbstractModel | None = None
+
+
 def with_optimizer(
     model: AbstractModel, optimizer: Optimizer, trained: Callable[[AbstractVariable], bool] | str | None = None
 ) -> AbstractModel:
@@ -98,7 +111,7 @@ def with_optimizer(
         raise LazyModelError(
             f"with_optimizer takes an Optax gradient transformation, or what has its init(params); got {optimizer!r}"
         )
-    if any(variable.follows is not None for variable in model.values()):
+    if model.optimized is not None:
         raise LazyModelError(f"{model.name} has an optimizer already; chain transformations, or start from the model")
     paths = _trained(model, trained)
     start = model.start_training or default_training(model)
@@ -134,6 +147,7 @@ def with_optimizer(
         structure=structure,
         rebuild=rebuild,
         derived=found.derive(paths),
+        optimized=Optimized(paths, model),
     )
 
 
@@ -320,10 +334,15 @@ def _trained(model: AbstractModel, trained: Callable[[AbstractVariable], bool] |
         paths = [path for path in candidates if model[path].trainable]
         what = "that is trainable"
     elif isinstance(trained, str):
-        pattern = re.compile(trained)
+        try:
+            pattern = re.compile(trained)
+        except re.error as error:
+            raise LazyModelError(f"trained={trained!r} is not a regular expression: {error}") from error
         paths = [path for path in candidates if pattern.fullmatch(rule_path(path))]
         what = f"that {trained!r} matches{closest(trained, candidates)}"
     else:
+        if not callable(trained):
+            raise LazyModelError(f"trained is a path regex or a function of a variable; got {trained!r}")
         paths = [path for path in candidates if trained(model[path])]
         what = "that the given function chooses"
     if not paths:

@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
@@ -26,9 +26,11 @@ from lazymodel._device_memory import device_memory as known_memory
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._init_programs import InitProgram, InitRecipe, _by_devices
 from lazymodel._lazy_tensor import LazyTensor
+from lazymodel._live import is_arithmetic, is_live
 from lazymodel._load_report import is_initial, stored_itemsize
 from lazymodel._materialize import Choice, choose, describe_sources
-from lazymodel._plan_use import ACTIVATIONS, GRADIENTS, LORA, OPTIMIZER, PARAMETERS, Optimizer, Use
+from lazymodel._plan_programs import check_function, compile_use
+from lazymodel._plan_use import ACTIVATIONS, GRADIENTS, PARAMETERS, Optimizer, Use
 from lazymodel._sharding import device_shardings
 from lazymodel._stream import DEFAULT_BUDGET
 
@@ -58,7 +60,8 @@ class PlanRow:
         action: `"load"` from a checkpoint, `"initialize"` by a program, or `"constant"`.
         source: File and tensor, or the initializer, for people.
         used_nbytes: Bytes that each of its devices holds for it while the model is used: itself, quantized if that was
-            asked for, its LoRA pair, its gradient and its optimizer slots.
+            asked for, its LoRA pair, its gradient and the slots of an optimizer that is only stated. Optimizer state
+            that the model has is rows of its own.
     """
 
     path: str
@@ -126,7 +129,8 @@ class MemoryPlan:
         device_memory: Bytes that one device has, or None where there is no limit to speak of (CPU).
         programs: Number of compiled init programs; 0 where their temporaries are estimated.
         parts: What a device holds while the model is used, on the fullest device, by kind: `"parameters"`, `"LoRA"`,
-            `"optimizer state"`, `"gradients"`, `"activations"` (with all other temporaries of what was compiled).
+            `"optimizer state"`, `"gradients"`, `"activations"` (with all other temporaries of what was compiled, of a
+            training step its gradients too).
         timeline: The steps of materializing, in order.
         hosts: One a process; empty for a mesh without devices.
         device_kind: What the devices are called, or an empty string.
@@ -189,10 +193,11 @@ class MemoryPlan:
             + (" (replicated)" if row.shard_nbytes == row.nbytes and self.num_devices > 1 else "")
             for row in largest
         )
-        use = "; ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in self.parts.items() if kind != PARAMETERS)
+        use = ", ".join(f"{format_bytes(nbytes)} {kind}" for kind, nbytes in self.parts.items())
+        use = f"; in use {format_bytes(self.used_nbytes)}: {use}" if set(self.parts) - {PARAMETERS} else ""
         raise DoesNotFitError(
             f"{self.name} needs {format_bytes(self.needed_nbytes)} on a device ({format_bytes(self.device_nbytes)} "
-            f"once materialized{f'; {use}' if use else ''}) and a device has {format_bytes(limit)}, "
+            f"once materialized{use}) and a device has {format_bytes(limit)}, "
             f"{format_bytes(self.needed_nbytes - limit)} too little. "
             f"Largest on a device: {offenders}. {self.mend(limit)}"
         )
@@ -228,8 +233,8 @@ class MemoryPlan:
         Example:
             >>> print(plan.by_module(depth=2))
         """
-        if depth < 1:
-            raise LazyModelError(f"depth is a number of path parts, from 1; got {depth}")
+        if type(depth) is not int or depth < 1:
+            raise LazyModelError(f"depth is a number of path parts, from 1; got {depth!r}")
         sums: dict[tuple[str, ...], list[int]] = {}
         for row in self.rows:
             parts = tuple(row.path.split("/"))
@@ -251,7 +256,7 @@ class MemoryPlan:
             A `matplotlib.figure.Figure`.
 
         Raises:
-            LazyModelError: matplotlib is not installed.
+            LazyModelError: matplotlib is not installed, or the file cannot be written.
         """
         from lazymodel._plan_report import plan_figure
 
@@ -355,8 +360,14 @@ def compare_plans(plans: Mapping[str, MemoryPlan]) -> PlanComparison:
     Example:
         >>> lm.compare_plans({f"model={n}": abstract.shard(mesh(n), rules).plan() for n in (4, 8)})
     """
-    if not plans:
+    given: Any = plans
+    if isinstance(given, Mapping) and not given:
         raise LazyModelError("there is no plan to compare; pass a mapping of name to MemoryPlan")
+    named = cast("Mapping[Any, Any]", given) if isinstance(given, Mapping) else {"": None}
+    if not all(isinstance(plan, MemoryPlan) for plan in named.values()):
+        raise LazyModelError(
+            f"plans are a mapping of name to MemoryPlan, such as {{'v5e-8': model.plan()}}; got {type(given).__name__}"
+        )
     return PlanComparison(dict(plans))
 
 
@@ -379,13 +390,19 @@ def make_plan(
     """See `AbstractModel.plan`."""
     if compile not in (None, "init", "forward", "train"):
         raise LazyModelError(f"compile is 'init', 'forward', 'train' or None; got {compile!r}")
+    check_function(compile, function, inputs, batch, sequence)
     if compile in ("forward", "train") and quantize is not None:
         raise LazyModelError(
             f"compile={compile!r} compiles the model as it is, and quantize={quantize!r} is arithmetic; "
             "plan them one by one, or build the quantized model"
         )
-    if compile == "train" and optimizer is None:
+    if compile == "train" and optimizer is None and model.optimized is None:
         optimizer = "sgd"
+    if compile is not None and any(is_arithmetic(variable.sharding) for variable in model.values()):
+        raise LazyModelError(
+            f"compile={compile!r} needs devices to compile for, and this mesh is one for arithmetic; "
+            "make it with lazymodel.topology, or plan without compile"
+        )
     # A plan says in its table what is initialized, so lacking tensors need no warning here.
     choice = choose(model, checkpoint, initialize=initialize or "missing", strict=False)
     shardings = device_shardings(model.variables)
@@ -397,7 +414,11 @@ def make_plan(
     timeline = tuple(_timeline(steps, signature))
     parts = {kind: sum(amounts.values()) for kind, amounts in use.parts.items() if kind == PARAMETERS or amounts}
     if len(places.signatures) > 1:  # variables on several meshes: what counts is the device that holds most
-        parts = {kind: places.fullest(use.parts[kind])[1] for kind in parts}
+        in_use: collections.Counter[str] = collections.Counter()
+        for amounts in use.parts.values():
+            in_use.update(amounts)
+        fullest, _ = places.fullest(in_use)
+        parts = {kind: places.held(fullest, use.parts[kind]) for kind in parts}
     notes = list(use.notes)
     if any(step.action == "initialize" for step in steps) and not programs:
         notes.append(
@@ -407,8 +428,6 @@ def make_plan(
 
     compiled = None
     if compile in ("forward", "train"):
-        from lazymodel._plan_programs import compile_use
-
         try:
             compiled, note = compile_use(model, use, compile, function, inputs, batch=batch, sequence=sequence)
             total, limit = compiled.peak_nbytes, None
@@ -417,10 +436,10 @@ def make_plan(
                 raise
             total, limit, note = error.needed_nbytes, error.limit_nbytes, str(error)
         notes.append(note)
-        # The compiler pads and keeps what it returns; all of that is its own part. Gradients are among its temporaries.
-        parts.pop(GRADIENTS, None)
-        arguments = sum(parts.get(kind, 0) for kind in (PARAMETERS, LORA, OPTIMIZER))
-        parts[ACTIVATIONS] = max(total - arguments, 0)
+        # The compiler pads and keeps what it returns; all of that is its own part.
+        if compile == "train":  # gradients are among its temporaries
+            parts.pop(GRADIENTS, None)
+        parts[ACTIVATIONS] = max(total - use.argument_nbytes(compile), 0)
         if limit is not None:
             device_memory = limit if device_memory is None else device_memory
 
@@ -518,10 +537,9 @@ class _Places:
         best = max(held, key=lambda signature: held[signature], default=frozenset[Hashable]())
         return best, held.get(best, 0)
 
-
-def is_live(device: Any) -> bool:
-    """Whether a device can run anything, and not only be compiled for."""
-    return "CompileOnly" not in type(device.client).__name__
+    def held(self, signature: Signature, amounts: Mapping[str, int]) -> int:
+        """How many of these bytes a kind of device holds."""
+        return sum(nbytes for path, nbytes in amounts.items() if self.group[path] in signature)
 
 
 def _group(sharding: Sharding) -> Hashable:

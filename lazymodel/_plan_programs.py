@@ -50,6 +50,36 @@ class _Plannable(Protocol):
     def plan_function(self, what: str, *, batch: int, sequence: int | None) -> PlannedFunction: ...
 
 
+def check_function(compile: str | None, function: Any, inputs: Any, batch: int | None, sequence: int | None) -> None:
+    """Checks what a plan was given to compile.
+
+    Raises:
+        LazyModelError: It is no function or no sequence of inputs, or nothing is to be compiled with it.
+    """
+    if compile not in ("forward", "train"):
+        given = {"function": function, "inputs": inputs if len(inputs) else None, "batch": batch, "sequence": sequence}
+        if named := [name for name, value in given.items() if value is not None]:
+            raise LazyModelError(f"only compile='forward' or 'train' takes {' and '.join(named)}; got {compile=}")
+        return
+    if function is not None and not callable(function):
+        raise LazyModelError(f"function is called with the model's tree and the inputs; got {function!r}")
+    wrong = [inputs] if not isinstance(inputs, list | tuple) else [each for each in inputs if not _is_input(each)]
+    if wrong:
+        got = repr(wrong[0]) if isinstance(wrong[0], str | list | tuple) else type(wrong[0]).__name__
+        raise LazyModelError(
+            "inputs is a tuple of what the function takes after the tree, of arrays or "
+            f"jax.ShapeDtypeStruct(shape, dtype); got {got}"
+        )
+
+
+def _is_input(given: Any) -> bool:
+    """Whether it is a pytree of arrays, structs and numbers, and no shape."""
+    if isinstance(given, list | tuple) and given and all(type(size) is int for size in cast("Sequence[Any]", given)):
+        return False
+    leaves: list[Any] = jax.tree.leaves(given)
+    return all(hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex) for leaf in leaves)
+
+
 def compile_use(
     model: AbstractModel,
     use: Use,
@@ -72,15 +102,10 @@ def compile_use(
         sequence: Its sequence length.
 
     Raises:
-        LazyModelError: There is no function, or the mesh has no devices to compile for.
+        LazyModelError: There is no function.
     """
     meshes = [v.sharding.mesh for v in model.values() if isinstance(v.sharding, NamedSharding)]
-    mesh = meshes[0] if meshes else None
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise LazyModelError(
-            f"compile={what!r} needs devices to compile for, and this mesh is one for arithmetic; "
-            "make it with lazymodel.topology, or plan without compile"
-        )
+    mesh = cast("Mesh", meshes[0]) if meshes else None
     if function is None:
         planned = _own(model, what, mesh, batch, sequence)
         function, inputs, description = planned.function, planned.inputs, planned.description
@@ -89,50 +114,84 @@ def compile_use(
             raise LazyModelError("batch and sequence are for a model's own forward pass; give inputs of that shape")
         description = getattr(function, "__name__", "the given function")
     values = {path: variable.struct for path, variable in model.items()}
+    own = _without_optimizer(model)
+
+    def structure(mapping: Mapping[str, Any]) -> Any:
+        return own.structure({path: mapping[path] for path in own})
+
     if what == "forward":
         pairs = {path: use.pairs[path] for path in use.pairs}
 
         def forward(values: Mapping[str, Any], pairs: Mapping[str, Any], *inputs: Any) -> Any:
             merged = {**values, **{path: _merge(values[path], pair) for path, pair in pairs.items()}}
-            return function(model.structure(merged), *inputs)
+            return function(structure(merged), *inputs)
 
         return compile_memory(forward, values, pairs, *inputs), f"compiled forward pass: {description}"
 
-    frozen = values if use.pairs else {path: value for path, value in values.items() if path not in use.trained}
-
-    def loss(trained: Mapping[str, Any], frozen: Mapping[str, Any], inputs: Any) -> Any:
+    def loss(trained: Mapping[str, Any], rest: Mapping[str, Any], inputs: Any) -> Any:
         merged = {
-            path: _merge(frozen[path], trained[path]) if path in use.pairs
+            path: _merge(rest[path], trained[path]) if path in use.pairs
             else trained[path][0] if path in trained
-            else frozen[path]
+            else rest[path]
             for path in values
         }  # fmt: skip
-        value = function(model.structure(merged), *inputs)
-        return value[0] if isinstance(value, tuple) else value
+        value = function(structure(merged), *inputs)
+        value = value[0] if isinstance(value, tuple) else value
+        if getattr(value, "shape", ()) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            raise LazyModelError(
+                f"compile='train' needs the loss, a floating-point scalar (or a tuple that begins with it); "
+                f"{description} returns {jax.typeof(value)}"
+            )
+        return value
 
-    def step(trained: Any, slots: Any, frozen: Any, *inputs: Any) -> Any:
-        value, gradients = jax.value_and_grad(loss)(trained, frozen, inputs)
-        updated = {
-            path: [
-                _update(p, g, s, struct)
-                for p, g, s, struct in zip(trained[path], gradients[path], slots[path], use.trained[path], strict=True)
-            ]
-            for path in trained
-        }
-        return (
-            value,
-            {path: tuple(p for p, _ in pieces) for path, pieces in updated.items()},
-            {path: tuple(s for _, s in pieces) for path, pieces in updated.items()},
-        )
-
-    memory = compile_memory(step, dict(use.trained), slot_structs(use), frozen, *inputs, donate=(0, 1))
+    step = _training_step(model, use, loss)
+    state = {path: values[path] for path in use.state}
+    frozen = {p: value for p, value in values.items() if p not in state and (p in use.pairs or p not in use.trained)}
+    memory = compile_memory(step, dict(use.trained), slot_structs(use), state, frozen, *inputs, donate=(0, 1, 2))
     return memory, f"compiled training step: {description}"
+
+
+def _training_step(model: AbstractModel, use: Use, loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Gradients of a loss and an optimizer's update, of what is trained, stated slots, own state, all else, inputs."""
+    moments: dict[str, list[str]] = {path: [] for path in use.trained}  # own state that is updated by a gradient
+    for path in use.state:
+        parameter = model.get(cast("str", model[path].follows))
+        numbers = jnp.issubdtype(model[path].dtype, jnp.inexact)
+        if parameter is not None and parameter.path in moments and numbers and parameter.shape == model[path].shape:
+            moments[parameter.path].append(path)
+
+    def step(trained: Any, slots: Any, state: Any, frozen: Any, *inputs: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(trained, {**frozen, **state}, inputs)
+        new_trained: dict[str, Any] = {}
+        new_slots: dict[str, Any] = {}
+        new_state = dict(state)
+        stated = slot_structs(use)
+        for path, structs in use.trained.items():
+            own = moments[path]
+            updated = [
+                _update(p, g, (*s, *(state[name] for name in own)), (struct, *places, *(model[n].struct for n in own)))
+                for p, g, s, struct, places in zip(
+                    trained[path], gradients[path], slots[path], structs, stated[path], strict=True
+                )
+            ]
+            new_trained[path] = tuple(p for p, _ in updated)
+            new_slots[path] = tuple(s[: len(s) - len(own)] for _, s in updated)
+            for _, s in updated:
+                new_state.update(zip(own, s[len(s) - len(own) :], strict=True))
+        return value, new_trained, new_slots, new_state
+
+    return step
+
+
+def _without_optimizer(model: AbstractModel) -> AbstractModel:
+    """The model whose tree a forward pass or loss takes."""
+    return model if model.optimized is None else model.optimized.model or model
 
 
 def _own(
     model: AbstractModel, what: str, mesh: Mesh | None, batch: int | None, sequence: int | None
 ) -> PlannedFunction:
-    owner: Any = getattr(model.rebuild, "__self__", None)
+    owner: Any = getattr(_without_optimizer(model).rebuild, "__self__", None)
     if not hasattr(owner, "plan_function"):
         expected = "the loss, a scalar" if what == "train" else "the outputs"
         raise LazyModelError(
@@ -167,13 +226,18 @@ def _merge(kernel: Any, pair: Any) -> Any:
     return kernel + jnp.matmul(first, last).astype(kernel.dtype)
 
 
-def _update(parameter: Any, gradient: Any, slots: Sequence[Any], struct: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Takes the memory of an optimizer's step: every slot and the parameter are read once and written once."""
+def _update(parameter: Any, gradient: Any, slots: Sequence[Any], structs: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """Takes the memory of an optimizer's step: every slot and the parameter are read once and written once.
+
+    Results lie where what they replace does (`structs`, of the parameter and of the slots), or they could not take its
+    memory.
+    """
     new = tuple((0.9 * slot + 0.1 * gradient).astype(slot.dtype) for slot in slots)
     change = sum(new, gradient) if new else gradient
     updated = (parameter - 1e-3 * change).astype(parameter.dtype)
-    if isinstance(struct.sharding, NamedSharding):
-        # Results that lie elsewhere than what they replace could not take its memory.
-        updated = jax.lax.with_sharding_constraint(updated, struct.sharding)
-        new = tuple(jax.lax.with_sharding_constraint(slot, struct.sharding) for slot in new)
-    return updated, new
+
+    def placed(value: Any, struct: Any) -> Any:
+        named = isinstance(struct.sharding, NamedSharding)
+        return jax.lax.with_sharding_constraint(value, struct.sharding) if named else value
+
+    return placed(updated, structs[0]), tuple(map(placed, new, structs[1:]))

@@ -201,7 +201,10 @@ def plan_figure(plan: MemoryPlan, path: Any = None) -> Any:
     left.set_ylabel("GiB on the fullest device")
     figure.suptitle(_printable(plan.name).replace("$", r"\$"), fontsize=10)
     if path is not None:
-        figure.savefig(path)
+        try:
+            figure.savefig(path)
+        except (OSError, ValueError) as error:  # no such folder; a suffix of no format
+            raise LazyModelError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
     return figure
 
 

@@ -1,6 +1,9 @@
-"""What using a model adds to its parameters: LoRA pairs, gradients, optimizer slots, or quantization taking away.
+"""What a model holds in use: parameters, optimizer state and gradients, and what would be added or taken away.
 
-Responsible for the arithmetic on shapes, dtypes and shardings, variable by variable, and for the structs that a
+State that the model has (`with_optimizer`, a compiled Keras model) are variables of its own; gradients are of what that
+optimizer trains. What is only stated (an optimizer's name, LoRA, quantization) is arithmetic on what is there.
+
+Responsible for that arithmetic on shapes, dtypes and shardings, variable by variable, and for the structs that a
 training step takes besides the parameters. Whether it fits is said by `_plan`; what the compiler says by
 `_plan_programs`.
 """
@@ -18,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from lazymodel._errors import LazyModelError
 from lazymodel._report import closest
+from lazymodel._roles import describe
 
 if TYPE_CHECKING:
     from lazymodel._abstract import AbstractModel
@@ -58,8 +62,8 @@ class Use:
     Args:
         model: The model.
         shardings: Path to sharding.
-        optimizer: An optimizer's name, the number of slots that it keeps of each trainable parameter, or their dtypes;
-            None plans no training.
+        optimizer: For a model without one: an optimizer's name, the number of slots that it keeps of each trainable
+            parameter, or their dtypes; None plans no training but with the model's own.
         lora_rank: Rank of the pairs that are trained instead of the parameters.
         lora_targets: Regex of the paths that get a pair.
         quantize: `"int8"` or `"int4"`.
@@ -68,12 +72,14 @@ class Use:
         shard_nbytes: Path to the bytes of its shard, as materialized.
         parts: Kind to path to bytes on a device.
         pairs: Path to its LoRA pair.
-        slots: The dtypes of the optimizer's slots, None for the parameter's own; None without training.
+        slots: The dtypes of a stated optimizer's slots, None for the parameter's own; None without one.
+        state: The paths of the optimizer state that the model has.
         trained: Path to what the optimizer updates: its own struct, or its pair.
         notes: How the numbers came to be.
 
     Raises:
-        LazyModelError: The optimizer, the quantization or the rank is none, or no path is a target.
+        LazyModelError: The optimizer, the quantization or the rank is none, no path is a target, or the model has an
+            optimizer and another is stated.
     """
 
     def __init__(
@@ -91,48 +97,96 @@ class Use:
             path: math.prod(shardings[path].shard_shape(variable.shape)) * variable.dtype.itemsize
             for path, variable in model.items()
         }
+        self.state = tuple(path for path, variable in model.items() if variable.follows is not None)
+        self._check_one_optimizer(model, optimizer, lora_rank)
         self.pairs: dict[str, Pair] = {}
         if lora_rank is not None:
             self.pairs = _pairs(model, shardings, lora_rank, lora_targets or _LORA_TARGETS)
             self.notes.append(f"LoRA of rank {lora_rank} on {len(self.pairs)} variables; all others are frozen")
         elif lora_targets is not None:
             raise LazyModelError("lora_targets was given without lora_rank; say both")
-        self.slots = None if optimizer is None else _slot_dtypes(optimizer)
-        self.trained: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {}
-        if self.slots is not None:
-            self.trained = dict(self.pairs) or {
-                path: (jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=shardings[path]),)
-                for path, variable in model.items()
-                if variable.trainable and jax.numpy.issubdtype(variable.dtype, np.inexact)
-            }
-            self.notes.append(
-                f"training: {len(self.slots)} optimizer {'slot' if len(self.slots) == 1 else 'slots'} for each of "
-                f"{sum(map(len, self.trained.values())):,} trainable variables"
-            )
-        slots = self.slots or ()
+        self.slots = None if optimizer is None else slot_dtypes(optimizer)
+        self.trained = self._trained(model, shardings)
+        state = set(self.state)
         self.parts: dict[str, dict[str, int]] = {
-            PARAMETERS: dict(self.shard_nbytes),
+            PARAMETERS: {path: nbytes for path, nbytes in self.shard_nbytes.items() if path not in state},
             LORA: {path: sum(map(_struct_nbytes, pair)) for path, pair in self.pairs.items()},
-            OPTIMIZER: {
-                path: sum(_struct_nbytes(struct, dtype) for struct in structs for dtype in slots)
-                for path, structs in self.trained.items()
-                if slots
-            },
+            OPTIMIZER: {path: self.shard_nbytes[path] for path in self.state},
             GRADIENTS: {path: sum(map(_struct_nbytes, structs)) for path, structs in self.trained.items()},
         }
+        if self.slots:
+            self.parts[OPTIMIZER] |= {
+                path: sum(_struct_nbytes(struct, dtype) for struct in structs for dtype in self.slots)
+                for path, structs in self.trained.items()
+            }
         if quantize is not None:
             self._quantize(model, shardings, quantize)
 
+    def argument_nbytes(self, what: str) -> int:
+        """Bytes on a device that a compiled `"forward"` or `"train"` is given: a forward pass no slots only stated."""
+        kinds = (PARAMETERS, LORA, OPTIMIZER) if what == "train" else (PARAMETERS, LORA)
+        held = sum(sum(self.parts[kind].values()) for kind in kinds)
+        return held if what == "train" else held + sum(self.shard_nbytes[path] for path in self.state)
+
+    def _check_one_optimizer(self, model: AbstractModel, optimizer: Optimizer, lora_rank: int | None) -> None:
+        if model.optimized is None or (optimizer is None and lora_rank is None):
+            return
+        state = f"{len(self.state)} variables of state, such as {self.state[0]!r}" if self.state else "no state"
+        has = f"{model.name} has an optimizer already ({state})"
+        if optimizer is not None:
+            raise LazyModelError(
+                f"optimizer={optimizer!r} would be a second one: {has}, which a plan counts; leave optimizer out, or "
+                "plan the model without its own"
+            )
+        raise LazyModelError(
+            f"lora_rank={lora_rank} plans pairs that are trained in place of the parameters, and {has} for these; "
+            "plan the model without it"
+        )
+
+    def _trained(
+        self, model: AbstractModel, shardings: Mapping[str, Sharding]
+    ) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
+        trained: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {}
+        if self.slots is not None and self.pairs:
+            trained |= self.pairs
+        elif self.slots is not None or model.optimized is not None:
+            paths = model.optimized.paths if model.optimized is not None else _trainable(model)
+            for path in paths:
+                variable = model[path]
+                trained[path] = (jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=shardings[path]),)
+        if self.slots is not None:
+            self.notes.append(
+                f"training: {len(self.slots)} optimizer {'slot' if len(self.slots) == 1 else 'slots'} for each of "
+                f"{sum(map(len, trained.values())):,} trainable variables"
+            )
+        elif model.optimized is not None:
+            self.notes.append(
+                f"training with the model's own optimizer: {len(self.state):,} variables of state for "
+                f"{len(trained):,} trainable variables"
+            )
+        return trained
+
     def _quantize(self, model: AbstractModel, shardings: Mapping[str, Sharding], mode: str) -> None:
-        if mode not in _QUANTIZED_BITS:
+        if mode not in tuple(_QUANTIZED_BITS):
             raise LazyModelError(f"quantize is {' or '.join(map(repr, _QUANTIZED_BITS))}; got {mode!r}")
-        if self.slots is not None and not self.pairs:
-            raise LazyModelError("quantized parameters cannot be trained; add lora_rank, or leave out the optimizer")
+        roles = describe(model.variables)
         count = 0
         for path, variable in model.items():
             floating = jax.numpy.issubdtype(variable.dtype, np.floating) and variable.dtype.itemsize > 1
             if not floating or len(variable.shape) < 2 or variable.size < _SMALLEST_QUANTIZED:
                 continue
+            if variable.follows is not None or roles[path].role == "lora":  # these stay as they are
+                continue
+            if path in self.trained and path not in self.pairs:
+                mend = (
+                    "add lora_rank, or leave out the optimizer"
+                    if model.optimized is None
+                    else "plan the model without its optimizer"
+                )
+                raise LazyModelError(
+                    f"quantize={mode!r} takes {path!r} too, which is trained, and quantized parameters cannot be "
+                    f"trained; {mend}"
+                )
             shard = shardings[path].shard_shape(variable.shape)
             columns = math.prod(shard) // max(shard[-2], 1)
             self.parts[PARAMETERS][path] = -(-math.prod(shard) * _QUANTIZED_BITS[mode] // 8) + columns * _SCALE_NBYTES
@@ -142,8 +196,16 @@ class Use:
         )
 
 
+def _trainable(model: AbstractModel) -> list[str]:
+    return [
+        path
+        for path, variable in model.items()
+        if variable.trainable and variable.follows is None and jax.numpy.issubdtype(variable.dtype, np.inexact)
+    ]
+
+
 def slot_structs(use: Use) -> dict[str, tuple[tuple[jax.ShapeDtypeStruct, ...], ...]]:
-    """Path to the optimizer's slots for each of what is trained there."""
+    """Path to a stated optimizer's slots for each of what is trained there."""
     return {
         path: tuple(
             tuple(jax.ShapeDtypeStruct(s.shape, dtype or s.dtype, sharding=s.sharding) for dtype in use.slots or ())
@@ -153,7 +215,12 @@ def slot_structs(use: Use) -> dict[str, tuple[tuple[jax.ShapeDtypeStruct, ...], 
     }
 
 
-def _slot_dtypes(optimizer: Any) -> tuple[Any, ...]:
+def slot_dtypes(optimizer: Any) -> tuple[Any, ...]:
+    """The dtypes of the slots that a stated optimizer keeps of each parameter, None for the parameter's own.
+
+    Raises:
+        LazyModelError: It is none.
+    """
     if isinstance(optimizer, str):
         slots = _SLOTS.get(optimizer.lower())
         if slots is None:
@@ -167,20 +234,24 @@ def _slot_dtypes(optimizer: Any) -> tuple[Any, ...]:
     try:
         return tuple(jax.numpy.dtype(dtype) for dtype in cast("Sequence[Any]", optimizer))
     except TypeError:
-        raise LazyModelError(f"optimizer is a name, a number of slots or their dtypes; got {optimizer!r}") from None
+        own = "; with_optimizer() takes an optimizer itself, and a plan then counts its state"
+        mend = own if callable(optimizer) or hasattr(optimizer, "init") or hasattr(optimizer, "variables") else ""
+        raise LazyModelError(
+            f"optimizer is a name, a number of slots or their dtypes; got {optimizer!r}{mend}"
+        ) from None
 
 
 def _pairs(model: AbstractModel, shardings: Mapping[str, Sharding], rank: int, targets: str) -> dict[str, Pair]:
     """For each target of shape (…, n) a pair of shapes (…, rank) and (rank, n), as Keras makes them."""
-    if rank < 1:
-        raise LazyModelError(f"lora_rank is a positive number; got {rank}")
+    if type(rank) is not int or rank < 1:
+        raise LazyModelError(f"lora_rank is a positive number; got {rank!r}")
     try:
         regex = re.compile(targets)
-    except re.error as error:
+    except (re.error, TypeError) as error:
         raise LazyModelError(f"lora_targets {targets!r} is not a regular expression: {error}") from error
     pairs: dict[str, Pair] = {}
     for path, variable in model.items():
-        if len(variable.shape) < 2 or not regex.fullmatch(path):
+        if variable.follows is not None or len(variable.shape) < 2 or not regex.fullmatch(path):
             continue
         sharding: Any = shardings[path]
         first = last = sharding

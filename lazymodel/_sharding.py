@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
 
 import jax
 from jax.experimental.layout import Format
@@ -23,6 +23,7 @@ from lazymodel._bytes import format_bytes, parse_bytes
 from lazymodel._errors import LazyModelWarning, ShardingError
 from lazymodel._report import closest
 from lazymodel._roles import Role, describe, rule_path
+from lazymodel._specs import check_is_spec, named_rules, spec_entries
 
 
 @runtime_checkable
@@ -42,7 +43,14 @@ class Proposer(Protocol):
 
 Spec: TypeAlias = PartitionSpec | Sharding | Format | Sequence[Any] | None
 # Keys are path regexes and roles; a Mapping is invariant in them, so `str | Role` would refuse a `dict[str, …]`.
-Rules: TypeAlias = Mapping[Any, Spec] | Callable[[AbstractVariable], Spec] | Sequence[tuple[str, Any]] | Proposer
+Rules: TypeAlias = (
+    Mapping[Any, Spec]
+    | Callable[[AbstractVariable], Spec]
+    | Sequence[tuple[str, Any]]
+    | Proposer
+    | Callable[..., Auto]
+    | Literal["auto"]
+)
 
 _LISTED = 8  # how many paths a message names before it only counts
 
@@ -89,7 +97,7 @@ def assign(
     - a sequence of (logical axis, mesh axis, tuple of them or None), for variables that carry names for their axes, as
       Flax' do. As in Flax, rules are tried in their order, each mesh axis splits one dimension only, and a logical axis
       without a rule is not split.
-    - `auto(...)`, or any other `Proposer`.
+    - `auto(...)`, also as `"auto"`, or any other `Proposer`.
     - None: variables carry names of mesh axes, and these are used.
 
     LoRA pairs and quantization scales that no rule matches are split like the weight that they belong to.
@@ -117,6 +125,7 @@ def assign(
     if on_unmatched not in ("warn", "error", "ignore"):
         raise ShardingError(f"on_unmatched is 'warn', 'error' or 'ignore'; got {on_unmatched!r}")
     mesh = _as_mesh(mesh)
+    rules, repair = named_rules(rules), named_rules(repair, "repair")
     threshold = parse_bytes(large, name="large")
     answers, dead, lenient = _read(rules, variables, mesh, threshold)
     notes = tuple(_dead_message(pattern, variables) for pattern in dead)
@@ -234,7 +243,8 @@ def check_spec(variable: AbstractVariable, spec: Any, mesh: Mesh) -> PartitionSp
         ShardingError: It has more dimensions than the variable, names an axis that the mesh lacks, uses an axis
             twice, or splits a dimension into unequal parts.
     """
-    entries = _entries(spec)
+    check_is_spec(spec, repr(variable.path))
+    entries = spec_entries(spec)
     where = f"{variable.path!r} of shape {variable.shape} with {PartitionSpec(*entries)}"
     if len(entries) > len(variable.shape):
         raise ShardingError(
@@ -324,14 +334,18 @@ def _read(
 
         def call(variable: AbstractVariable) -> tuple[Any, Reason] | None:
             answer = function(variable)
-            return None if answer is None else (answer, Reason("callable", f"as the callable {name} says"))
+            if answer is None:
+                return None
+            check_is_spec(answer, f"the callable {name}, of {variable.path!r}")
+            return answer, Reason("callable", f"as the callable {name} says")
 
         return call, [], False
-    if isinstance(rules, Sequence) and not isinstance(rules, str):
+    if isinstance(rules, Sequence) and not isinstance(rules, str | PartitionSpec):
         return _logical_answers(cast("Sequence[Any]", rules), variables), [], False
     raise ShardingError(
         "rules are a mapping of path regex to PartitionSpec, a Keras LayoutMap, a callable taking a variable, "
         f"a sequence of (logical axis, mesh axis) or lm.auto(); got {type(rules).__name__}"
+        + (f". For all variables: {{'.*': {rules!r}}}" if isinstance(rules, PartitionSpec) else "")
     )
 
 
@@ -339,13 +353,16 @@ def _mapping_answers(
     table: Mapping[str | Role, Any], variables: Mapping[str, AbstractVariable], *, lenient: bool
 ) -> tuple[_Answers, list[str | Role]]:
     patterns: dict[str | Role, re.Pattern[str]] = {}
-    for key in table:
+    for key, spec in table.items():
+        check_is_spec(spec, f"rule {key.name if isinstance(key, Role) else key!r}")
         if isinstance(key, Role):
             continue
         try:
             patterns[key] = re.compile(key)
         except re.error as error:
-            raise ShardingError(f"rule {error.pattern!r} is not a regular expression: {error}") from error
+            raise ShardingError(
+                f"rule {error.pattern!r} is not a regular expression: {error}; `.*` stands for any text"
+            ) from error
         except TypeError as error:
             raise ShardingError(f"a rule's key is a path regex or a role; got {key!r}") from error
     described = describe(variables) if len(patterns) < len(table) else {}
@@ -381,9 +398,11 @@ def _mapping_answers(
 
 def _logical_answers(rules: Sequence[Any], variables: Mapping[str, AbstractVariable]) -> _Answers:
     for rule in rules:
-        if not (isinstance(rule, Sequence) and len(cast("Sequence[Any]", rule)) == 2 and isinstance(rule[0], str)):
+        pair = isinstance(rule, Sequence) and len(cast("Sequence[Any]", rule)) == 2 and isinstance(rule[0], str)
+        if not pair or isinstance(rule[1], PartitionSpec):
             raise ShardingError(
-                f"logical axis rules are pairs of a logical axis and a mesh axis, a tuple of them or None; got {rule!r}"
+                "rules in a sequence are pairs of a logical axis and a mesh axis, a tuple of them or None; got "
+                f"{rule!r}. Rules by path are a mapping, {{path pattern: PartitionSpec}}"
             )
     if not any(variable.logical_axes for variable in variables.values()):
         raise ShardingError(
@@ -445,18 +464,6 @@ def _dead_message(key: str | Role, variables: Mapping[str, AbstractVariable]) ->
     if isinstance(key, Role):
         return f"no variable has the role {key.name!r}"
     return f"rule {key!r} matches no variable{closest(key, [rule_path(path) for path in variables])}"
-
-
-def _entries(spec: Any) -> tuple[Any, ...]:
-    """The entries of any form of spec: PartitionSpec, sequence, None, or Keras' TensorLayout."""
-    if spec is None:
-        return ()
-    if hasattr(spec, "axes"):
-        spec = spec.axes
-    if isinstance(spec, str) or not isinstance(spec, Sequence | PartitionSpec):
-        raise ShardingError(f"a spec is a PartitionSpec or a tuple of axis names; got {spec!r}")
-    entries = cast("Sequence[Any]", spec)
-    return tuple(tuple(cast("list[Any]", entry)) if isinstance(entry, list) else entry for entry in entries)
 
 
 def _as_mesh(mesh: Any) -> Mesh:

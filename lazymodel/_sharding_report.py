@@ -6,13 +6,13 @@ Responsible for gathering and wording it. The reasons themselves come with the v
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from lazymodel._bytes import format_bytes
+from lazymodel._report import _grouped, _printable, _Row
 
 if TYPE_CHECKING:
     from jax.sharding import Sharding
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lazymodel._abstract import AbstractModel, AbstractVariable
     from lazymodel._sharding import Reason
 
-_LISTED = 12  # variables of each kind that a report names before it only counts
+_LISTED = 12  # lines of each kind that a report has before it only counts
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -45,7 +45,7 @@ class Explanation:
         if variable.sharding is None:
             return f"{lines[0]}\n  no sharding was assigned; it goes to one device"
         spec: Any = variable.spec if variable.spec is not None else variable.sharding
-        devices = len(variable.sharding.device_set)
+        devices = variable.sharding.num_devices
         holds = f"each of {devices} devices holds" if devices > 1 else "one device holds"
         lines.append(f"spec: {spec}; {holds} {self.shard_shape}, {format_bytes(variable.shard_nbytes)}")
         if variable.layout is not None:
@@ -145,7 +145,7 @@ def explain_model(model: AbstractModel) -> ShardingReport:
         variable
         for variable in variables
         if variable.sharding is not None
-        and len(variable.sharding.device_set) > 1
+        and variable.sharding.num_devices > 1
         and variable.shard_nbytes == variable.nbytes
     ]
     per_device = _per_device(variables)
@@ -172,22 +172,44 @@ def _words(variable: AbstractVariable) -> str:
 
 
 def _listed(entries: Iterable[tuple[str, str]]) -> list[str]:
-    entries = list(entries)
-    lines = [f"  {path} {text}".rstrip() for path, text in itertools.islice(entries, _LISTED)]
-    return lines if len(entries) <= _LISTED else [*lines, f"  … and {len(entries) - _LISTED} more"]
+    """A line for all paths that differ in numbers only; where several lines would say the same, it is said once."""
+    rows: list[_Row] = []
+    for path, text in entries:
+        what, _, why = text.partition(": ")
+        rows.append(_Row(_printable(path), (what,), 0, _printable(why)))
+    groups = _grouped(rows)
+    sentences: dict[str, list[str]] = {}
+    for group in groups[:_LISTED]:
+        times = f" × {group.count}" if group.count > 1 else ""
+        sentences.setdefault(group.note, []).append(f"{group.name}{times} {group.cells[0]}".rstrip())
+    lines: list[str] = []
+    for why, names in sentences.items():
+        if why and len(names) > 1:
+            lines += [f"  {why}:", *(f"    {name}" for name in names)]
+        else:
+            lines += [f"  {name}: {why}" if why else f"  {name}" for name in names]
+    left = sum(group.count for group in groups[_LISTED:])
+    return [*lines, f"  … and {left:,} more"] if left else lines
 
 
 def _per_device(variables: Iterable[AbstractVariable]) -> dict[Any, int]:
-    """Bytes on each device. Variables of one mesh are added up before its devices are walked."""
+    """Bytes on each device; numbers stand for those of a mesh without.
+
+    Variables of one mesh are added up before its devices are walked.
+    """
     sums: dict[Any, int] = {}
     for variable in variables:
         sharding: Sharding | None = variable.sharding
         if sharding is not None:
-            named = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
-            key: Any = cast(Any, sharding).mesh if named else sharding
+            key: Any = sharding.mesh if isinstance(sharding, NamedSharding) else sharding
             sums[key] = sums.get(key, 0) + variable.shard_nbytes
     found: dict[Any, int] = {}
     for key, nbytes in sums.items():
-        for device in key.devices.flat if isinstance(key, Mesh) else key.device_set:
+        devices: Iterable[Any]
+        if isinstance(key, Mesh):
+            devices = key.devices.flat
+        else:
+            devices = range(key.size) if isinstance(key, AbstractMesh) else key.device_set
+        for device in devices:
             found[device] = found.get(device, 0) + nbytes
     return found

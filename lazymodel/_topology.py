@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections.abc import Generator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import numpy as np
@@ -23,10 +23,11 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from lazymodel._bytes import format_bytes, parse_bytes
+from lazymodel._device_memory import CARDS, tpu_generation
 from lazymodel._device_memory import device_memory as known_memory
-from lazymodel._device_memory import tpu_generation
 from lazymodel._errors import DoesNotFitError, LazyModelError, ShardingError
 from lazymodel._report import closest
+from lazymodel._specs import named_rules
 
 if TYPE_CHECKING:
     from lazymodel._abstract import AbstractModel
@@ -142,6 +143,11 @@ def topology(name: str, axes: Mapping[str, int] | None = None) -> Mesh:
     Example:
         `abstract.shard(lm.topology("v5e:2x4", {"batch": 2, "model": 4}), rules).plan(compile="init")`
     """
+    if _is_cards(name):
+        raise LazyModelError(
+            f"{name!r} are cards, and no compiler is here for cards that are not; plan for them by arithmetic, on "
+            f"lazymodel.arithmetic_mesh({name!r})"
+        )
     generation, shape = _parse(name)
     sizes = _axis_sizes(axes, generation.num_devices(shape), generation.slice_name(shape))
     devices = list(_devices(generation.name, shape))
@@ -165,8 +171,8 @@ def arithmetic_mesh(name: str, axes: Mapping[str, int] | None = None) -> Abstrac
     Raises:
         LazyModelError: No such slice or card, or axes of another product.
     """
-    card, _, count = name.strip().partition(":")
-    if tpu_generation(card) is None and count.isdecimal() and len(count) < 7 and known_memory(card) is not None:
+    if _is_cards(name):
+        card, _, count = name.strip().partition(":")
         num_devices, device = int(count), AbstractDevice(card, None, "gpu")
         if num_devices < 1:
             raise LazyModelError(f"{name!r} has no devices; write {card}:1 or more")
@@ -193,12 +199,22 @@ def topology_names(device: str) -> list[str]:
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
+def _is_cards(name: Any) -> bool:
+    """Whether it is a card and how many, such as `H100:8`."""
+    if not isinstance(name, str):
+        raise LazyModelError(f"a slice is named, such as 'v5e:2x4' or 'v5e-8'; got {name!r}")
+    card, _, count = name.strip().partition(":")
+    known = tpu_generation(card) is None and known_memory(card) is not None
+    if known and not count:
+        raise LazyModelError(f"{name!r} is a card; say how many, such as '{card}:8'")
+    return known and count.isdecimal() and len(count) < 7
+
+
 def _generation(name: str) -> _Generation:
     found = tpu_generation(name)
     if found is None:
-        raise LazyModelError(
-            f"{name[:40]!r} is no TPU generation{closest(name[:40], _GENERATIONS)}; known are {', '.join(_GENERATIONS)}"
-        )
+        near = closest(name[:40], (*_GENERATIONS, *CARDS))
+        raise LazyModelError(f"{name[:40]!r} is no TPU generation{near}; known are {', '.join(_GENERATIONS)}")
     return _GENERATIONS[found]
 
 
@@ -209,8 +225,9 @@ def _parse(name: str) -> tuple[_Generation, Shape]:
         generation = tpu_generation(name)
         examples = _GENERATIONS[generation] if generation else _GENERATIONS["v5e"]
         shape = examples.shapes[min(2, len(examples.shapes) - 1)]
+        near = "" if generation else closest(re.split("[:-]", name[:40])[0], (*_GENERATIONS, *CARDS))
         raise LazyModelError(
-            f"{name[:40]!r} is no TPU slice; write a generation and its chips, such as "
+            f"{name[:40]!r} is no TPU slice{near}; write a generation and its chips, such as "
             f"{examples.slice_name(shape)!r} or {_rented_name(examples, shape)!r}"
         )
     generation = _generation(match[1])
@@ -247,10 +264,17 @@ def _no_such_slice(name: str, generation: _Generation, chips: int) -> str:
     return f"there is no TPU slice {name.strip()[:40]!r}; nearest: {nearest}. {generation.name}-N counts {counted}."
 
 
+def _check_axes(axes: Any) -> None:
+    named = isinstance(axes, Mapping) and all(isinstance(axis, str) for axis in cast("Mapping[Any, Any]", axes))
+    if axes is not None and not named:
+        raise LazyModelError(f"axes is a mapping of axis name to size, such as {{'model': 8}}; got {axes!r}")
+
+
 def _axis_sizes(axes: Mapping[str, int] | None, num_devices: int, name: str) -> dict[str, int]:
     """Axis sizes whose product is the number of devices."""
     if axes is None:
         return {"model": num_devices}
+    _check_axes(axes)
     sizes = dict(axes)
     wrong = {axis: size for axis, size in sizes.items() if type(size) is not int or (size < 1 and size != -1)}
     if wrong or not sizes or list(sizes.values()).count(-1) > 1:
@@ -288,8 +312,11 @@ _LIBTPU_ENVIRONMENT = {
 
 
 @contextlib.contextmanager
-def _libtpu_environment() -> Generator[None]:
-    """The variables above, where they are not set and no TPU is here that might be opened later."""
+def libtpu_environment() -> Generator[None]:
+    """The variables above, where they are not set and no TPU is here that might be opened later.
+
+    What libtpu does when it is loaded decides; JAX loads it, too, when it looks for devices.
+    """
     here = glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*")
     added = {} if here else {name: value for name, value in _LIBTPU_ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(added)
@@ -315,7 +342,7 @@ def _devices(generation_name: str, shape: Shape) -> tuple[Any, ...]:
             f'devices of {name} come from libtpu, which is not installed: pip install "lazymodel[tpu]"'
         )
     try:
-        with _libtpu_environment():
+        with libtpu_environment():
             description = topologies.get_topology_desc(
                 f"{generation.libtpu}:{'x'.join(map(str, shape))}",
                 "tpu",
@@ -431,8 +458,12 @@ def smallest_topology(
 
     Raises:
         DoesNotFitError: It fits on none; names the one that comes nearest, and by how much.
+        ShardingError: The rules fit on none.
         LazyModelError: The device is unknown, or libtpu is not installed and `confirm` was not turned off.
     """
+    given: Any = device
+    if not isinstance(given, str):
+        raise LazyModelError(f"a TPU generation or a card is named, such as 'v5e' or 'H100'; got {given!r}")
     known = known_memory(device)
     if tpu_generation(device) is None and known is not None:
         names, confirm = [f"{device}:{count}" for count in _CARD_COUNTS], False
@@ -445,11 +476,14 @@ def smallest_topology(
             )
     assert known is not None  # every generation is in the table
     limit = known if device_memory is None else parse_bytes(device_memory, name="device_memory", at_least=1)
+    _check_axes(axes)
+    rules = named_rules(rules)
     rows: list[TopologyRow] = []
+    misfits: list[ShardingError] = []
     for name in names:
         if arithmetic_mesh(name).size > max_devices:
             break
-        row = _consider(abstract, name, rules, axes, limit, options)
+        row = _consider(abstract, name, rules, axes, limit, options, misfits)
         if row.fits and confirm:
             row = _confirm(abstract, row, rules, limit, {**options, "compile": compile})
         rows.append(row)
@@ -457,6 +491,8 @@ def smallest_topology(
             return TopologyTable(abstract.name, limit, tuple(rows))
         if sum(row.compiled_nbytes is not None for row in rows) >= _CONFIRMED:
             break
+    if misfits and len(misfits) == len(rows):  # no matter of memory
+        raise ShardingError(f"the rules fit on no {device} slice. {rows[0].name}: {misfits[0]}") from misfits[0]
     raise DoesNotFitError(_nowhere(abstract, device, limit, max_devices, rows))
 
 
@@ -467,8 +503,9 @@ def _consider(
     axes: Mapping[str, int] | None,
     limit: int,
     options: Mapping[str, Any],
+    misfits: list[ShardingError],
 ) -> TopologyRow:
-    """One slice by arithmetic."""
+    """One slice by arithmetic; an error of the rules there is appended to `misfits`."""
     size = arithmetic_mesh(name).size
     try:
         mesh = arithmetic_mesh(name, axes)
@@ -481,6 +518,7 @@ def _consider(
     try:
         plan = _plan(abstract, mesh, rules, limit, _arithmetic(options))
     except ShardingError as error:
+        misfits.append(error)
         return TopologyRow(name, size, lengths, None, None, False, _first_line(error))
     needed = plan.needed_nbytes
     return TopologyRow(name, size, lengths, needed, None, needed <= limit, _shortfall(needed, limit))

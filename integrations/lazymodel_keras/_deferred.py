@@ -78,7 +78,7 @@ def deferred(
         abstract = from_skeleton(skeleton)
         if mesh is not None:
             # Optimizer state of variables that have their values already, and so their place.
-            placed = {path: v for path, v in abstract.items() if v.follows == "" and v.sharding is not None}
+            placed = {p: v for p, v in abstract.items() if v.follows == "" and v.sharding is not None and not v.reason}
             abstract = abstract.shard(mesh, block_rules or rules, on_unmatched=on_unmatched)  # pyright: ignore[reportArgumentType]
             abstract = abstract.with_variables({**abstract.variables, **placed})
         abstract.materialize(max_host_memory=max_host_memory, progress=progress, report=report)

@@ -23,11 +23,11 @@ from lazymodel import (
 )
 from lazymodel._abstract import unique_paths
 from lazymodel._bytes import format_bytes
-from lazymodel._optimizer import follow
+from lazymodel._optimizer import Optimized, follow
 from lazymodel._sharding import check_spec, follow_weights, rule_path
 from lazymodel_keras import _initializers, _upstream
 from lazymodel_keras._recording import RecordedVariable, Recording
-from lazymodel_keras._training import automatic, slot_references
+from lazymodel_keras._training import automatic, optimizer_variables, slot_references, trained_variables
 
 if TYPE_CHECKING:
     from lazymodel._plan_programs import PlannedFunction
@@ -107,6 +107,7 @@ def from_skeleton(skeleton: Skeleton) -> AbstractModel:
     distribution = keras.distribution.distribution()
     slots: dict[str, AbstractVariable] = {}
     references = slot_references(skeleton.recording)
+    state = optimizer_variables(skeleton.recording, skeleton.result)
     paths = {id(variable): path for path, (variable, _) in skeleton.variables.items()}
     for path, (variable, recorded) in skeleton.variables.items():
         value = recorded.value
@@ -132,21 +133,27 @@ def from_skeleton(skeleton: Skeleton) -> AbstractModel:
             variables[path] = slots[path]
             continue
         reference = references.get(id(variable))
-        if reference is None:
+        if reference is None and id(variable) not in state:
             variables[path] = _with_layout(abstract, variable, distribution)
             continue
-        # Placed like the variable that it belongs to, even if that has its values already.
-        placed = reference._value is not None
-        follows = "" if placed else paths.get(id(reference), "")
-        sharding = reference._value.sharding if placed else None
+        # Placed like the variable that it belongs to, even if that has its values already; step counts have none.
+        placed = None if reference is None else reference._value
+        follows = "" if placed is not None else paths.get(id(reference), "")
+        sharding = None if placed is None else placed.sharding
         slots[path] = variables[path] = dataclasses.replace(abstract, follows=follows, sharding=sharding)
     if distribution is not None:
         # Published layout maps know no LoRA pairs and no quantization scales.
         without_layout = [path for path in variables if path not in slots and not has_layout(path, distribution)]
         variables |= follow_weights(variables, without_layout)
         related = {path: slot for path, slot in slots.items() if slot.sharding is None}
-        variables |= follow(related, {path: v for path, v in variables.items() if path not in slots})
+        related = follow(related, {path: v for path, v in variables.items() if path not in slots})
+        variables |= {
+            # An optimizer alone has no variable whose mesh it could take.
+            path: v if v.sharding is not None else _with_layout(v, skeleton.variables[path][0], distribution)
+            for path, v in related.items()
+        }
         _warn_replicated(list(variables.values()))
+    trained = trained_variables(skeleton.recording, paths)
     return AbstractModel(
         variables=variables,
         recipes=tuple(recipes),
@@ -157,6 +164,7 @@ def from_skeleton(skeleton: Skeleton) -> AbstractModel:
         name=getattr(skeleton.result, "name", None) or "model",
         unused=skeleton.unused(),
         mismatched=skeleton.recording.mismatched_tensors(variable for variable, _ in skeleton.variables.values()),
+        optimized=None if trained is None else Optimized(trained),
     )
 
 

@@ -134,6 +134,8 @@ def plan_function(skeleton: Any, what: str, *, batch: int, sequence: int | None)
     """
     model = skeleton.result
     tensors = getattr(model, "input", None) if isinstance(model, keras.Model) else None
+    if tensors is None and isinstance(model, keras.Sequential) and model.built:
+        (tensors,) = model.inputs
     if tensors is None:
         raise LazyModelError(
             f"{getattr(model, 'name', type(model).__name__)} does not say what inputs it takes (it is no functional "

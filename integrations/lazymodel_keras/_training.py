@@ -6,6 +6,7 @@ Keras can train on. Not responsible for the training itself, which is Keras' own
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -40,6 +41,34 @@ def slot_references(recording: Recording) -> dict[int, Any]:
                 if isinstance(slot, keras.Variable) and owner is not None and slot is not owner:
                     references[id(slot)] = owner
     return references
+
+
+def optimizer_variables(recording: Recording, result: Any) -> set[int]:
+    """`id` of every variable of the optimizers that were built, and of those that an object was compiled with."""
+    objects = result if isinstance(result, list | tuple) else (result,)
+    optimizers = [reference() for reference, _ in recording.optimizers]
+    optimizers += [item if isinstance(item, keras.Optimizer) else getattr(item, "optimizer", None) for item in objects]
+    return {id(variable) for optimizer in optimizers for variable in getattr(optimizer, "variables", None) or ()}
+
+
+def trained_variables(recording: Recording, paths: Mapping[int, str]) -> tuple[str, ...] | None:
+    """The paths of what the optimizers among these variables were built for; None where there is none.
+
+    Args:
+        recording: What was recorded.
+        paths: `id` of a variable and its path.
+    """
+    trained: dict[str, None] = {}
+    found = False
+    for reference, variables in recording.optimizers:
+        optimizer = reference()
+        if optimizer is None or not any(id(variable) in paths for variable in optimizer.variables):
+            continue
+        found = True
+        for variable in (each() for each in variables):
+            if variable is not None and variable.trainable and id(variable) in paths:
+                trained[paths[id(variable)]] = None
+    return tuple(trained) if found else None
 
 
 def automatic(array: jax.Array) -> jax.Array:

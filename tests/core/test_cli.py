@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lazymodel import _cli
+from lazymodel import _cli, _cli_plan
 from lazymodel._cli import main
+from lazymodel._errors import LazyModelError
+from lazymodel._topology import has_libtpu
 
 ROOT = Path(__file__).parents[2]
 
@@ -217,6 +219,73 @@ def test_plan_of_what_is_not_there(factory, capsys):
     assert f"module {module} has no function 'makes'; closest: 'make'" in capsys.readouterr().err
     assert main(["plan", "no_such_module:make"]) == 2
     assert "there is no module 'no_such_module'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--topology", "v5f:2x4"], "'v5f' is no TPU generation; closest: 'v5p', 'v5e'"),
+        (["--topology", "v5e-8", "--topology", "v5e-9"], "there is no TPU slice 'v5e-9'"),
+        (["--topology", "H100"], "'H100' is a card; say how many"),
+        (["--topology", "H100:8", "--compile", "init"], "plan for them by arithmetic"),
+        (["--topology", "v5e-8", "--mesh", "model=6"], "do not make the 8 devices"),
+        (["--mesh", "model"], "cannot read mesh 'model'"),
+        (["--optimizer", "adams"], "optimizer 'adams' is not known"),
+        (["--lora-rank", "0"], "--lora-rank is a positive number; got 0"),
+        (["--device-memory", "lots"], "cannot read 'lots' as bytes"),
+        (["--html", "absent/plan.html"], "cannot write absent/plan.html: No such file or directory"),
+    ],
+)
+def test_plan_refuses_before_it_builds(monkeypatch, capsys, options, message):
+    def build(*args):
+        raise AssertionError("nothing is built for arguments that are wrong")
+
+    monkeypatch.setattr(_cli_plan, "_model", build)
+    assert main(["plan", "gemma2_9b_en", *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("lazymodel: error: ") and message in err
+
+
+@pytest.mark.parametrize(
+    "name", ["x.safetensors", "model.weights.h5", "model.safetensors.index.json", "model.keras", "weights.npz", "w.BIN"]
+)
+def test_plan_of_weights_asks_for_what_describes_them(tmp_path, monkeypatch, capsys, name):
+    planned = []
+
+    def build(source, *args):
+        planned.append(source)
+        raise LazyModelError("built")
+
+    monkeypatch.setattr(_cli_plan, "_model", build)
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", name]) == 2
+    assert f"error: {name} does not exist" in capsys.readouterr().err
+    (tmp_path / name).write_bytes(b"\0" * 8)
+    assert main(["plan", name]) == 2
+    err = capsys.readouterr().err
+    assert f"{name} holds weights, which do not say what model they are of, and no config.json lies beside" in err
+    assert f"`lazymodel inspect {name}`" in err and planned == []
+    (tmp_path / "config.json").write_text("{}")
+    for given, folder in ((name, "."), (str(tmp_path / name), str(tmp_path))):
+        assert main(["plan", given]) == 2
+        assert f"{given} holds weights; planning its folder by config.json\n" in capsys.readouterr().err
+        assert planned.pop() == folder
+    main(["plan", str(tmp_path)])
+    assert planned.pop() == str(tmp_path)
+    for absent in ("absent.json", "./absent", str(tmp_path / "absent")):
+        assert main(["plan", absent]) == 2
+        assert f"error: {absent} does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not has_libtpu(), reason='needs libtpu: pip install "lazymodel[tpu]"')
+def test_plan_is_silent_where_jax_looks_for_a_tpu(factory):
+    """With libtpu and without a TPU, JAX's search for devices prints lines of libtpu's unless it is told not to."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_", "XLA_"))}
+    command = [sys.executable, "-m", "lazymodel", "plan", factory, "--mesh", "model=1", "--compile", "init"]
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, *sys.path)))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("make: plan for 1 variable")
 
 
 def test_no_framework_is_imported(checkpoint):

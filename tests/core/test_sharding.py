@@ -245,3 +245,41 @@ def test_axis_names_without_rules_or_with_the_wrong_ones(mesh8: Mesh) -> None:
         build(a=(8,)).shard(mesh8, [("embed", "model")])
     with pytest.raises(lm.ShardingError, match=r"pairs of a logical axis and a mesh axis.*got \('embed',\)"):
         build(a=(8,)).shard(mesh8, [("embed",)])
+
+
+def test_explain_says_a_sentence_once(mesh8: Mesh) -> None:
+    shapes = {f"layers_{index}/{name}": (16, 10) for index in range(20) for name in ("down", "up")}
+    report = build(table=(8, 4), **shapes).shard(mesh8, {"table": P("model")}, on_unmatched="ignore", large=1).explain()
+    lines = str(report).splitlines()
+    assert lines[1:] == [
+        "replicated: 40 variables, 25.00 KiB each",
+        "  replicated, since no rule matches it:",
+        "    layers_{0..19}/down × 20 (16, 10), 640 B",
+        "    layers_{0..19}/up × 20 (16, 10), 640 B",
+        "matched by no rule: 40 variables",
+        "  layers_{0..19}/down × 20",
+        "  layers_{0..19}/up × 20",
+    ]
+    assert len(report.replicated) == 40  # each by itself for programs
+    # What differs in more than numbers, or in its sentence, has a line of its own, up to a dozen.
+    words = [
+        "alpha",
+        "beta",
+        "gamma",
+        "delta",
+        "epsilon",
+        "zeta",
+        "eta",
+        "theta",
+        "iota",
+        "kappa",
+        "lambda",
+        "mu",
+        "nu",
+    ]
+    many = build(**dict.fromkeys(words, (8, 10))).shard(mesh8, {".*": P()}).explain()
+    lines = str(many).splitlines()
+    assert lines[2] == "  rule '.*' matches:"
+    assert len(lines) == 3 + 12 + 1 and lines[-1] == "  … and 1 more"
+    hostile = build(**{"bad\x1b[2Jname": (8, 10)}).shard(mesh8, {".*": P()}).explain()
+    assert "\x1b" not in str(hostile)

@@ -11,8 +11,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from lazymodel import _topology
-from lazymodel._device_memory import device_memory
+from lazymodel import _device_memory, _topology
+from lazymodel._device_memory import CARDS, device_memory
 from lazymodel._topology import arithmetic_mesh, has_libtpu, smallest_topology, topology, topology_names
 
 GIB = 2**30
@@ -73,12 +73,50 @@ def test_devices_of_a_name(name: str, devices: int) -> None:
         ("", "'' is no TPU slice; write"),
         ("v5e:2x4x" + "9" * 10_000, "is no TPU slice; write"),
         ("H100:0", "has no devices"),
+        ("H100", "'H100' is a card; say how many, such as 'H100:8'"),
+        ("H101:8", "'H101:8' is no TPU slice; closest: 'H100'"),
+        ("v5f", "'v5f' is no TPU slice; closest: .*'v5e'"),
+        (8, "a slice is named, such as 'v5e:2x4' or 'v5e-8'; got 8"),
+        (None, "a slice is named, .*; got None"),
     ],
 )
 def test_a_name_that_is_none_gets_the_nearest_that_works(name: str, message: str) -> None:
     with pytest.raises(lm.LazyModelError, match=message) as caught:
         arithmetic_mesh(name)
     assert len(str(caught.value)) < 300
+
+
+def test_cards_are_not_compiled_for() -> None:
+    with pytest.raises(lm.LazyModelError, match=r"'H100:8' are cards, .*lazymodel\.arithmetic_mesh\('H100:8'\)"):
+        topology("H100:8")
+    with pytest.raises(lm.LazyModelError, match="'H101' is no TPU generation; closest: 'H100'"):
+        smallest_topology(_model(), "H101", _RULES)
+    for name in (8, None):
+        with pytest.raises(lm.LazyModelError, match="a slice is named"):
+            topology(name)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(lm.LazyModelError, match="a TPU generation or a card is named, such as 'v5e' or 'H100'"):
+            smallest_topology(_model(), name, _RULES)  # pyright: ignore[reportArgumentType]
+
+
+def test_every_card_goes_by_the_name_that_errors_give_it() -> None:
+    sizes = [device_memory(name) for name in CARDS]
+    assert sizes == [size * 2**20 for _, _, size in _device_memory._CARDS]
+    with pytest.raises(lm.LazyModelError, match="a device is a jax.Device or a name such as 'v5e' or 'H100'; got 8"):
+        device_memory(8)
+
+
+def test_libtpu_is_told_what_is_not_set_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_topology.glob, "glob", lambda pattern: [])
+    monkeypatch.setenv("TPU_STDERR_LOG_LEVEL", "0")
+    monkeypatch.delenv("TPU_LOG_DIR", raising=False)
+    before = dict(os.environ)
+    with _topology.libtpu_environment():
+        assert os.environ["TPU_STDERR_LOG_LEVEL"] == "0"
+        assert os.environ["TPU_LOG_DIR"] == "disabled"
+    assert dict(os.environ) == before
+    monkeypatch.setattr(_topology.glob, "glob", lambda pattern: ["/dev/accel0"])  # a TPU is here
+    with _topology.libtpu_environment():
+        assert dict(os.environ) == before
 
 
 def test_axes_take_what_the_slice_has() -> None:
@@ -96,6 +134,10 @@ def test_axes_take_what_the_slice_has() -> None:
         ({"a": True, "b": 8}, "positive sizes"),
         ({"a": -1, "b": -1}, "one of which may be -1"),
         ({}, "positive sizes"),
+        ("model=8", r"axes is a mapping of axis name to size, such as \{'model': 8\}; got 'model=8'"),
+        (("data", "model"), "axes is a mapping of axis name to size"),
+        ({0: 8}, "axes is a mapping of axis name to size"),
+        (8, "axes is a mapping of axis name to size"),
     ],
 )
 def test_axes_of_another_product(axes: dict[str, int], message: str) -> None:

@@ -1,0 +1,131 @@
+"""What people type first and is wrong: one error each, of ours, with the mend. Values are tested where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+import lazymodel as lm
+
+optax = pytest.importorskip("optax")
+ADAM = optax.adam(1e-3)
+
+
+def init(key: Any) -> dict[str, Any]:
+    return {"a": {"kernel": jax.random.normal(key, (64, 512))}, "b": jnp.zeros((512,))}
+
+
+MODEL = lm.build_abstract(init, jax.random.key(0))
+MESH = AbstractMesh((8,), ("model",))
+X = jax.ShapeDtypeStruct((4, 64), jnp.float32)
+
+
+def shard(rules: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: MODEL.shard(MESH, rules, **options)  # pyright: ignore[reportArgumentType]
+
+
+def plan(*args: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: MODEL.plan(*args, **options)
+
+
+def forward(**options: Any) -> Callable[[], Any]:
+    return plan(compile="forward", **options)
+
+
+def train(function: Any) -> Callable[[], Any]:
+    return plan(compile="train", function=function)
+
+
+def with_optimizer(optimizer: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: MODEL.with_optimizer(optimizer, **options)
+
+
+def smallest(*args: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: lm.smallest_topology(MODEL, *args, confirm=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (shard([(".*kernel", P("model"))]), "Rules by path are a mapping, {path pattern: PartitionSpec}"),
+        (shard((".*", P())), "Rules by path are a mapping"),
+        (shard(P("model")), "got P ... For all variables: {'.*': P"),
+        (lambda: lm.auto(tensor=3), "axes are the name of a mesh axis, a sequence of names or None; got 3"),  # pyright: ignore
+        (plan("model.safetensors"), "'model.safetensors' is a path, not a checkpoint; open it first"),
+        (plan(Path("model.safetensors")), "is a path, not a checkpoint"),
+        (lambda: MODEL.materialize("folder"), "lm.open_checkpoint('folder')"),  # pyright: ignore
+        (plan(MESH), "a checkpoint is a mapping of path to tensor, or a pytree; got AbstractMesh"),
+        (plan(optimizer=ADAM), "with_optimizer() takes an optimizer itself, and a plan then counts its state"),
+        (plan(optimizer=optax.adam), "with_optimizer() takes an optimizer itself"),
+        (plan(optimizer=2.0), "optimizer is a name, a number of slots or their dtypes; got 2.0"),
+        (plan(lora_rank="8"), "lora_rank is a positive number; got '8'"),
+        (plan(lora_rank=True), "lora_rank is a positive number; got True"),
+        (plan(lora_rank=8, lora_targets=["a"]), "lora_targets ['a'] is not a regular expression"),
+        (plan(quantize=["int8"]), "quantize is 'int8' or 'int4'; got ['int8']"),
+        (plan(quantize=np.int8), "quantize is 'int8' or 'int4'"),
+        (plan(batch=4), "only compile='forward' or 'train' takes batch; got compile=None"),
+        (plan(compile="init", function=len, inputs=(X,)), "takes function and inputs; got compile='init'"),
+        (forward(function="f"), "function is called with the model's tree and the inputs; got 'f'"),
+        (forward(function=len, inputs=X), "inputs is a tuple of what the function takes ... got ShapeDtypeStruct"),
+        (forward(function=len, inputs=[(4, 64)]), "jax.ShapeDtypeStruct(shape, dtype); got (4, 64)"),
+        (forward(function=len, inputs=("x",)), "jax.ShapeDtypeStruct(shape, dtype); got 'x'"),
+        (train(lambda tree: tree["b"]), "needs the loss, a floating-point scalar ... <lambda> returns float32[512]"),
+        (train(lambda tree: jnp.ones((), "int32")), "needs the loss, ... <lambda> returns int32[]"),
+        (lambda: MODEL.plan().by_module("2"), "depth is a number of path parts, from 1; got '2'"),  # pyright: ignore
+        (lambda: lm.compare_plans([MODEL.plan()]), "plans are a mapping of name to MemoryPlan ... ; got list"),  # pyright: ignore
+        (lambda: lm.compare_plans({"a": MODEL}), "plans are a mapping of name to MemoryPlan"),  # pyright: ignore
+        (lambda: lm.compare_plans({}), "there is no plan to compare"),
+        (with_optimizer("adam"), "takes an Optax gradient transformation"),
+        (with_optimizer(ADAM, trained="("), "trained='(' is not a regular expression"),
+        (with_optimizer(ADAM, trained=["a/kernel"]), "a path regex or a function of a variable; got ['a/kernel']"),
+        (smallest("v5e"), "the rules fit on no v5e slice. v5e:1x1: shard() without rules"),
+        (smallest("v5e", "atuo"), "rules='atuo' is not known; closest: 'auto'"),
+        (smallest("v5e", {".*": P("modle")}), "the rules fit on no v5e slice. v5e:1x1: 'a/kernel' ... no axis 'modle'"),
+        (smallest("v5e", "auto", axes=["model"]), "axes is a mapping of axis name to size"),
+        (lambda: lm.compile_memory(3), "compile_memory takes a function and its arguments; got 3"),  # pyright: ignore
+        (lambda: lm.collective_bytes(jax.jit(jnp.sin).lower(1.0)), "lower(…).compile() returns; got"),  # pyright: ignore
+    ],
+)  # fmt: skip
+def test_an_error_of_ours_names_it_and_the_mend(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(lm.LazyModelError) as raised:
+        call()
+    assert all(piece in str(raised.value) for piece in message.split(" ... ")), str(raised.value)
+
+
+def test_figures_that_cannot_be_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(lm.LazyModelError, match=r"cannot write .*absent/plan\.png: No such file or directory"):
+        MODEL.plan().plot(tmp_path / "absent" / "plan.png")
+    with pytest.raises(lm.LazyModelError, match="Format 'zzz' is not supported"):
+        MODEL.plan().plot(tmp_path / "plan.zzz")
+
+
+def test_a_path_that_is_no_text_is_no_variable() -> None:
+    with pytest.raises(KeyError, match="3 is not a variable of init"):
+        MODEL.explain(3)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def test_numbers_are_inputs_too(mesh8: Mesh) -> None:
+    sharded = MODEL.shard(mesh8, "auto")
+    found = sharded.plan(compile="forward", function=lambda tree, x, k: x @ tree["a"]["kernel"] * k, inputs=(X, 2.0))
+    assert found.compiled is not None
+
+
+def test_explicit_axes_are_taken(mesh8: Mesh) -> None:
+    """`jax.make_mesh` makes them."""
+    mesh = jax.make_mesh((8,), ("model",))
+    rules = {".*kernel": P(None, "model"), "b": P("model")}
+    sharded = MODEL.shard(mesh, rules).with_optimizer(ADAM)
+    assert sharded.plan().device_nbytes == MODEL.shard(mesh8, rules).with_optimizer(ADAM).plan().device_nbytes
+    params, state = sharded.materialize()
+    assert params["a"]["kernel"].sharding == state[0].mu["a"]["kernel"].sharding == sharded["a/kernel"].sharding
+    np.testing.assert_array_equal(params["a"]["kernel"], init(jax.random.key(0))["a"]["kernel"])
+    assert "each of 8 devices" in str(sharded.explain("b"))
