@@ -27,12 +27,13 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from lazymodel._boxes import boxes_for
 from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError
 from lazymodel._file_source import Arena, Workspace, empty_aligned, slabs
 from lazymodel._geometry import Box, BoxKey, bounding, box_key, box_of, box_shape, intersect, shift
 from lazymodel._lazy_tensor import LazyTensor, Part, fill_parts, lazy, prefers_one_pass
-from lazymodel._small_tensors import Group, Small, boxes_for, groups, small
+from lazymodel._small_tensors import Group, Small, groups, small
 
 _jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
