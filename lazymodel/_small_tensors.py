@@ -18,9 +18,9 @@ from jax.sharding import Sharding
 
 from lazymodel._boxes import Boxes
 from lazymodel._errors import CheckpointError
-from lazymodel._file_source import ALIGNMENT, assign
+from lazymodel._file_source import ALIGNMENT, FileSource, Workspace, assign
 from lazymodel._geometry import box_shape, geometry_of
-from lazymodel._lazy_tensor import ArrayLeaf, FileLeaf, LazyTensor
+from lazymodel._lazy_tensor import FileLeaf, LazyTensor, Leaf, fill_parts
 
 _jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
@@ -36,8 +36,9 @@ class Small:
         tensor: What it is, of its variable's dtype.
         sharding: Where it goes.
         boxes: The parts that devices hold.
-        start: First byte of its elements in the leaf, which has nothing else up to the last one.
-        stored_nbytes: Bytes that are read for it: 0 for an array in memory.
+        start: First byte of its elements in the leaf, if that is a range of a file with nothing else in it; None for
+            what is read in its own way, whole: a part of a tensor, what is compressed or joined, an array in memory.
+        stored_nbytes: Bytes of that range; 0 where there is none.
         placed_nbytes: Bytes of all its boxes, each with a cache line to begin with.
         spent_nbytes: Bytes of temporaries that converting it takes.
     """
@@ -45,7 +46,7 @@ class Small:
     tensor: LazyTensor
     sharding: Sharding
     boxes: Boxes
-    start: int
+    start: int | None
     stored_nbytes: int
     placed_nbytes: int
     spent_nbytes: int
@@ -57,28 +58,33 @@ class Small:
 
 
 def small(tensor: LazyTensor, sharding: Sharding, boxes: Boxes) -> Small | None:
-    """How a tensor can be part of a group, if it can: its bytes lie together, few, and all of them are wanted."""
-    leaf, size, itemsize = tensor.leaf, tensor.size, tensor.itemsize
-    stored = size * tensor.itemsize_stored
-    if not boxes.whole or not size or max(stored, size * itemsize) > SMALL:
-        return None
-    start = 0
-    if type(leaf) is FileLeaf:
-        geometry = geometry_of(tensor._view)
-        start, span = geometry.start, tensor.itemsize_stored
-        for extent, stride in zip(geometry.shape, geometry.strides, strict=True):
-            if extent > 1 and not stride:
-                return None  # repeated, so that something else may lie between its elements
-            span += (extent - 1) * abs(stride)
-            start += min((extent - 1) * stride, 0)
-        if span != stored:
-            return None
-    elif type(leaf) is not ArrayLeaf or leaf.array.nbytes > SMALL:
+    """How a tensor can be part of a group, if it can: it is small, and all of it is wanted here."""
+    size, itemsize = tensor.size, tensor.itemsize
+    nbytes, stored_nbytes = size * itemsize, size * tensor.itemsize_stored
+    if not boxes.whole or not size or max(stored_nbytes, nbytes) > SMALL:
         return None
     placed = sum(_padded(elements * itemsize) for elements in boxes.sizes)
+    # What goes into a conversion, what comes out, and a mask or the like.
     widest = max([tensor.itemsize_stored, *(step.dtype.itemsize for step in tensor.steps)])
-    spent = 3 * size * widest if tensor.steps else 0  # what goes in, what comes out, and a mask or the like
-    return Small(tensor, sharding, boxes, start, stored if isinstance(leaf, FileLeaf) else 0, placed, spent)
+    spent = 3 * size * widest if tensor.steps else 0
+    start = _dense_start(tensor)
+    if start is None:
+        spent += nbytes + tensor.leaf.unit_nbytes
+    return Small(tensor, sharding, boxes, start, 0 if start is None else stored_nbytes, placed, spent)
+
+
+def _dense_start(tensor: LazyTensor) -> int | None:
+    """The first byte of its elements in the leaf, if that is a range of a file with nothing else in it."""
+    if type(tensor.leaf) is not FileLeaf:
+        return None
+    geometry = geometry_of(tensor._view)
+    start, span = geometry.start, tensor.itemsize_stored
+    for extent, stride in zip(geometry.shape, geometry.strides, strict=True):
+        if extent > 1 and not stride:
+            return None  # repeated, so that something else may lie between its elements
+        span += (extent - 1) * abs(stride)
+        start += min((extent - 1) * stride, 0)
+    return start if span == tensor.size * tensor.itemsize_stored else None
 
 
 class Group:
@@ -100,7 +106,7 @@ class Group:
         self.nbytes += max(member.spent_nbytes for member in members)
         self.current = 0
 
-    def arrays(self, buffer: np.ndarray) -> list[jax.Array]:
+    def arrays(self, buffer: np.ndarray, workspace: Workspace) -> list[jax.Array]:
         """Reads all members into a 64-byte-aligned buffer of `placed_nbytes` bytes, and makes their arrays.
 
         Where devices use the host's memory the arrays live in the buffer, which must not be written to again. On
@@ -115,29 +121,32 @@ class Group:
         read = placed = 0
         for number, member in enumerate(self.members):
             self.current = number
-            values = _values(member, raw, read)
+            values = _values(member, raw, read, workspace)
             arrays.append(_array(member, values, buffer, placed))
             read += member.stored_nbytes
             placed += member.placed_nbytes
+            member.tensor.leaf.release()
         _jax.block_until_ready(arrays)
         return arrays
 
     def _read(self, raw: np.ndarray) -> None:
-        """Reads what is stored: with one call what lies side by side."""
-        first = done = 0
+        """Reads the members that are ranges of files: with one call what lies side by side."""
+        ranges = [(number, member.tensor.leaf) for number, member in enumerate(self.members) if member.stored_nbytes]
         try:
-            while first < len(self.members):
-                leaf, last = self.members[first].tensor.leaf, first + 1
-                if isinstance(leaf, FileLeaf):
-                    begin = self._offset(first)
-                    end = begin + self.members[first].stored_nbytes
-                    while last < len(self.members) and self._follows(last, leaf, end):
-                        end += self.members[last].stored_nbytes
-                        last += 1
-                    leaf.source.read_into(begin, raw[done : done + end - begin])
-                    done += end - begin
+            first = done = 0
+            while first < len(ranges):
+                source, last = _source(ranges[first][1]), first
+                begin = end = self._offset(ranges[first][0])
+                while last < len(ranges) and _source(ranges[last][1]) is source:
+                    number, _ = ranges[last]
+                    if self._offset(number) != end:
+                        break
+                    end += self.members[number].stored_nbytes
+                    last += 1
+                source.read_into(begin, raw[done : done + end - begin])
+                done += end - begin
                 first = last
-            for source in {id(source): source for member in self.members if (source := _source(member))}.values():
+            for source in {id(source): source for _, leaf in ranges if (source := _source(leaf))}.values():
                 source.check_unchanged()
         except CheckpointError:
             self._find_unreadable()
@@ -147,18 +156,14 @@ class Group:
         """Raises the error of the first member that cannot be read, if it still cannot be."""
         for number, member in enumerate(self.members):
             self.current = number
-            leaf = member.tensor.leaf
-            if isinstance(leaf, FileLeaf):
+            if member.start is not None:
+                leaf = cast(FileLeaf, member.tensor.leaf)
                 leaf.fill_runs(member.start, [np.empty(member.stored_nbytes, np.uint8)])
         self.current = 0
 
-    def _follows(self, number: int, leaf: FileLeaf, end: int) -> bool:
-        """Whether a member begins at a byte of the file that a leaf is in."""
-        return _source(self.members[number]) is leaf.source and self._offset(number) == end
-
     def _offset(self, number: int) -> int:
         member = self.members[number]
-        return member.tensor.leaf.offset + member.start
+        return member.tensor.leaf.offset + (member.start or 0)
 
 
 def groups(smalls: Sequence[Small | None], limit: int) -> Iterator[tuple[range, Group | None]]:
@@ -187,20 +192,21 @@ def groups(smalls: Sequence[Small | None], limit: int) -> Iterator[tuple[range, 
             first = number + 1
 
 
-def _source(member: Small) -> Any:
-    """The file that a member is in, or None for an array in memory."""
-    leaf = member.tensor.leaf
-    return leaf.source if isinstance(leaf, FileLeaf) else None
+def _source(leaf: Leaf) -> FileSource:
+    return cast(FileLeaf, leaf).source
 
 
-def _values(member: Small, raw: np.ndarray, position: int) -> np.ndarray:
+def _values(member: Small, raw: np.ndarray, position: int, workspace: Workspace) -> np.ndarray:
     """A member's elements, converted."""
-    tensor, leaf = member.tensor, member.tensor.leaf
+    tensor = member.tensor
+    if member.start is None:
+        values = np.empty(tensor.shape, tensor.dtype)
+        for part in fill_parts(tensor, [tuple(slice(0, extent) for extent in tensor.shape)], [values]):
+            part.run(workspace)
+        return values
     geometry = geometry_of(tensor._view)
-    memory, offset = raw, position + geometry.start - member.start
-    if isinstance(leaf, ArrayLeaf):
-        memory, offset = np.ascontiguousarray(leaf.array), geometry.start
-    stored = np.ndarray(geometry.shape, leaf.dtype, cast(Any, memory), offset, geometry.strides)
+    offset = position + geometry.start - member.start
+    stored = np.ndarray(geometry.shape, tensor.leaf.dtype, cast(Any, raw), offset, geometry.strides)
     if not tensor.steps:
         return stored
     values = np.empty(geometry.shape, tensor.dtype)

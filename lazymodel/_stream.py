@@ -401,7 +401,7 @@ class _Stream:
         job.outs = [empty((group.placed_nbytes,), np.dtype(np.uint8))]
 
         def run(workspace: Workspace) -> None:
-            job.arrays = group.arrays(job.outs.pop())  # the arrays' own from now on
+            job.arrays = group.arrays(job.outs.pop(), workspace)  # the arrays' own from now on
 
         return Part(group.values_nbytes, run)
 
