@@ -128,6 +128,8 @@ def _written_as_usual(data: bytes, start: int, available: int) -> Header | None:
         metadata: Any = None
         if text.startswith(_METADATA):
             metadata, end = json.JSONDecoder(object_pairs_hook=_no_repeats).raw_decode(text, len(_METADATA))
+            if "\\u" in text[:end]:
+                return None  # perhaps half a character, which the slower way refuses
             text = text[end:]
         else:
             text = "," + text.removeprefix("{") if text.startswith("{") else ""
