@@ -524,10 +524,6 @@ def _copy_to(placement: Sharding, values: np.ndarray) -> jax.Array:
     return _jax.device_put(values, placement)
 
 
-def _is_host(device: Any) -> bool:
-    return device.platform == "cpu"
-
-
 def _placement(plan: _Plan, device: Any) -> SingleDeviceSharding:
     return SingleDeviceSharding(device, memory_kind=plan.item.sharding.memory_kind)
 
