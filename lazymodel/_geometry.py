@@ -59,6 +59,7 @@ class Addresses(np.ndarray):
     __str__ = __repr__
 
 
+@functools.lru_cache(maxsize=4096)  # NumPy takes its time, and of thousands of tensors most share their shape
 def fresh_view(shape: tuple[int, ...], itemsize: int) -> Addresses:
     """The addresses of a C-contiguous array that starts at byte 0."""
     strides: list[int] = []

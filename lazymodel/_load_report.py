@@ -17,9 +17,10 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from lazymodel._boxes import boxes_for
 from lazymodel._computed import ComputedLeaf
 from lazymodel._errors import CheckpointError
-from lazymodel._geometry import Box, box_key, box_of
+from lazymodel._geometry import Box
 from lazymodel._lazy_tensor import DividedLeaf, LazyTensor, Leaf
 
 if TYPE_CHECKING:
@@ -233,14 +234,12 @@ def make_report(
 
 def local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[Box]:
     """The distinct boxes of an array of this shape that this process's devices hold."""
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    return [box_of(key) for key in dict.fromkeys(box_key(index, shape) for index in indices)]
+    return boxes_for(sharding, shape).boxes
 
 
 def local_nbytes(sharding: Sharding, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
     """Bytes of all distinct shards that this process's devices hold."""
-    boxes = local_boxes(sharding, shape)
-    return sum(math.prod(part.stop - part.start for part in box) for box in boxes) * dtype.itemsize
+    return sum(boxes_for(sharding, shape).sizes) * dtype.itemsize
 
 
 def needed_nbytes(source: Any, sharding: Sharding) -> int:

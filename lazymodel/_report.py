@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import heapq
 import html
 import io
@@ -128,28 +129,31 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    name: str
+    rows: Sequence[_Row]
     count: int
     cells: tuple[str, ...]
     nbytes: int  # of the whole group
-    note: str
+
+    @property
+    def name(self) -> str:
+        """All paths as one; asked for the groups that are shown only, because it takes a while."""
+        return fold([row.path for row in self.rows])
+
+    @property
+    def note(self) -> str:
+        """All notes as one."""
+        return fold(list(dict.fromkeys(row.note for row in self.rows)))
 
 
 def _grouped(rows: Iterable[_Row]) -> list[_Group]:
     """Rows folded into groups, in the order in which each group first appears."""
     members: dict[Hashable, list[_Row]] = {}
+    templates: dict[str, tuple[str, ...]] = {}  # of notes, such as a file's name, of which there are few
     for row in rows:
-        members.setdefault((_template(row.path), row.cells, _template(row.note)), []).append(row)
-    return [
-        _Group(
-            name=fold([row.path for row in group]),
-            count=len(group),
-            cells=group[0].cells,
-            nbytes=sum(row.nbytes for row in group),
-            note=fold([row.note for row in group]),
-        )
-        for group in members.values()
-    ]
+        if row.note not in templates:
+            templates[row.note] = _template(row.note)
+        members.setdefault((_template(row.path), row.cells, templates[row.note]), []).append(row)
+    return [_Group(group, len(group), group[0].cells, sum(row.nbytes for row in group)) for group in members.values()]
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -245,7 +249,8 @@ def _html(table: _Table) -> str:
     return "".join(parts)
 
 
-def _shape_text(shape: Sequence[int]) -> str:
+@functools.lru_cache(maxsize=1024)
+def _shape_text(shape: tuple[int, ...]) -> str:
     return f"({', '.join(map(str, shape))})"
 
 

@@ -28,11 +28,13 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from lazymodel._boxes import boxes_for
 from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError
 from lazymodel._file_source import Arena, Workspace, empty_aligned, slabs
 from lazymodel._geometry import Box, BoxKey, bounding, box_key, box_of, box_shape, intersect, shift
 from lazymodel._lazy_tensor import LazyTensor, Part, fill_parts, lazy, prefers_one_pass
+from lazymodel._small_tensors import Group, Small, groups, small
 
 _jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
@@ -127,6 +129,7 @@ class _Plan:
     tensor: LazyTensor
     boxes: dict[BoxKey, list[Any]]  # which devices hold it
     in_place: bool  # whether the buffers that are filled become the arrays' own memory
+    small: Small | None  # how it can share a job with its neighbours
     arrays: dict[Any, jax.Array] = dataclasses.field(default_factory=dict[Any, jax.Array])
     array: jax.Array | None = None
 
@@ -157,7 +160,7 @@ class _Plan:
 
 @dataclasses.dataclass(eq=False)
 class _Job:
-    """Boxes of one plan that are filled together, out of one reservation."""
+    """Boxes of one plan, or small plans, that are filled together, out of one reservation."""
 
     plan: _Plan
     boxes: list[BoxKey]
@@ -167,6 +170,14 @@ class _Job:
     outs: list[np.ndarray] = dataclasses.field(default_factory=list[np.ndarray])
     parts: list[Part] = dataclasses.field(default_factory=list[Part])
     unfinished: int = 0
+    group: Group | None = None
+    plans: Sequence[_Plan] = ()  # those of the group
+    arrays: list[jax.Array] = dataclasses.field(default_factory=list[jax.Array])  # likewise, when they are complete
+
+    @property
+    def in_place(self) -> bool:
+        """Whether all buffers of a group become the arrays' own memory."""
+        return all(plan.in_place for plan in self.plans)
 
 
 def _plan(item: StreamItem) -> _Plan:
@@ -181,11 +192,9 @@ def _plan(item: StreamItem) -> _Plan:
             f"{item.path!r}: JAX would store {item.dtype.name} as "
             f"{jax.dtypes.canonicalize_dtype(item.dtype).name}; enable 64-bit types (jax_enable_x64) or cast"
         )
-    boxes: dict[BoxKey, list[Any]] = {}
-    for device, index in cast(Any, item.sharding).addressable_devices_indices_map(tuple(item.shape)).items():
-        boxes.setdefault(box_key(index, item.shape), []).append(device)
-    in_place = all(_is_host(device) for devices in boxes.values() for device in devices)
-    return _Plan(item, tensor.astype(item.dtype), boxes, in_place)
+    boxes = boxes_for(item.sharding, tuple(item.shape))
+    tensor = tensor.astype(item.dtype)
+    return _Plan(item, tensor, boxes.devices, boxes.on_host, small(tensor, item.sharding, boxes))
 
 
 class _Stream:
@@ -246,32 +255,40 @@ class _Stream:
 
     def _make_jobs(self) -> Iterator[_Job]:
         """Divides plans into what is filled together; each job reserves what it needs, and at most the budget."""
-        for plan in self._plans:
-            sizes = {key: _nbytes(key, plan.item.dtype) for key in plan.boxes}
-            total = sum(sizes.values())
-            unit = plan.unit_nbytes(self._workspace)
-            everyone = unit * len(self._threads)
-            if plan.in_place:
-                # The arrays' own memory: what exceeds the budget only keeps others from being read ahead.
-                temporaries = everyone if everyone <= self._budget else unit
-                nbytes = min(total + temporaries, self._budget)
-                yield _Job(plan, list(sizes), nbytes, one_by_one=temporaries < everyone)
+        for numbers, group in groups([plan.small for plan in self._plans], self._budget // 4):
+            plans = self._plans[numbers.start : numbers.stop]
+            if group is None:
+                yield from self._jobs_of(plans[0])
+            else:
+                yield _Job(plans[0], [], group.nbytes, group=group, plans=plans)
+
+    def _jobs_of(self, plan: _Plan) -> Iterator[_Job]:
+        """The jobs of one plan by itself."""
+        sizes = {key: _nbytes(key, plan.item.dtype) for key in plan.boxes}
+        total = sum(sizes.values())
+        unit = plan.unit_nbytes(self._workspace)
+        everyone = unit * len(self._threads)
+        if plan.in_place:
+            # The arrays' own memory: what exceeds the budget only keeps others from being read ahead.
+            temporaries = everyone if everyone <= self._budget else unit
+            nbytes = min(total + temporaries, self._budget)
+            yield _Job(plan, list(sizes), nbytes, one_by_one=temporaries < everyone)
+            return
+        tiled = prefers_one_pass(plan.tensor, [box_of(key) for key in sizes])
+        together = tiled or total + everyone <= self._budget // 4
+        for keys in [list(sizes)] if together else [[key] for key in sizes]:
+            nbytes = sum(sizes[key] for key in keys)
+            if nbytes + unit <= self._budget:
+                serial = nbytes + everyone > self._budget
+                yield _Job(plan, keys, nbytes + (unit if serial else everyone), one_by_one=serial)
                 continue
-            tiled = prefers_one_pass(plan.tensor, [box_of(key) for key in sizes])
-            together = tiled or total + everyone <= self._budget // 4
-            for keys in [list(sizes)] if together else [[key] for key in sizes]:
-                nbytes = sum(sizes[key] for key in keys)
-                if nbytes + unit <= self._budget:
-                    serial = nbytes + everyone > self._budget
-                    yield _Job(plan, keys, nbytes + (unit if serial else everyone), one_by_one=serial)
-                    continue
-                # Threads that each hold a piece and what filling it takes.
-                threads = len(self._threads)
-                serial = threads * unit + threads * plan.item.dtype.itemsize > self._budget // 2
-                band = (self._budget - unit) if serial else (self._budget - everyone) // threads
-                band = max(min(band, BAND), plan.item.dtype.itemsize)
-                reserve = min(unit + band if serial else threads * (unit + band), self._budget)
-                yield _Job(plan, keys, reserve, band=band, one_by_one=serial)
+            # Threads that each hold a piece and what filling it takes.
+            threads = len(self._threads)
+            serial = threads * unit + threads * plan.item.dtype.itemsize > self._budget // 2
+            band = (self._budget - unit) if serial else (self._budget - everyone) // threads
+            band = max(min(band, BAND), plan.item.dtype.itemsize)
+            reserve = min(unit + band if serial else threads * (unit + band), self._budget)
+            yield _Job(plan, keys, reserve, band=band, one_by_one=serial)
 
     # In the threads
 
@@ -322,7 +339,9 @@ class _Stream:
     def _start(self, job: _Job) -> None:
         plan, dtype = job.plan, job.plan.item.dtype
         boxes = [box_of(key) for key in job.boxes]
-        if job.band:
+        if job.group is not None:
+            job.parts = [self._group_part(job, job.group)]
+        elif job.band:
             job.parts = self._band_parts(job)
         else:
             job.outs = [self._buffer(plan, box_shape(box), dtype) for box in boxes]
@@ -360,6 +379,9 @@ class _Stream:
             job.unfinished -= 1
             if job.unfinished or self._stopped:
                 return
+        if job.group is not None:
+            self._deliver(job, job.group)
+            return
         plan, array = job.plan, None
         if job.band:
             pass  # its pieces are there already
@@ -392,6 +414,28 @@ class _Stream:
                 plan.tensor.leaf.release()
             if array is None:
                 self._in_flight -= job.nbytes
+            self._changed.notify_all()
+
+    def _group_part(self, job: _Job, group: Group) -> Part:
+        """The part that fills a group."""
+        empty = self._arena.empty if job.in_place else empty_aligned
+        job.outs = [empty((group.placed_nbytes,), np.dtype(np.uint8))]
+
+        def run(workspace: Workspace) -> None:
+            job.arrays = group.arrays(job.outs.pop(), workspace)  # the arrays' own from now on
+
+        return Part(group.values_nbytes, run)
+
+    def _deliver(self, job: _Job, group: Group) -> None:
+        """Hands over the arrays of a group."""
+        with self._changed:
+            self._in_flight -= job.nbytes
+            for plan, array, member in zip(job.plans, job.arrays, group.members, strict=True):
+                plan.array = array
+                if job.in_place:
+                    self._held[plan] = member.placed_nbytes
+                    self._in_flight += member.placed_nbytes
+            job.arrays = []
             self._changed.notify_all()
 
     def _band_parts(self, job: _Job) -> list[Part]:
@@ -436,7 +480,7 @@ class _Stream:
         return [Part(math.prod(box_shape(piece)) * size, functools.partial(run, piece=piece)) for piece in pieces]
 
     def _fail(self, job: _Job, error: Exception) -> None:
-        plan = job.plan
+        plan = job.plan if job.group is None else job.plans[job.group.current]
         message = f"{plan.item.path!r} from {_where(plan.tensor)}: {error or type(error).__name__}"
         wrapped = CheckpointError(message)
         wrapped.__cause__ = error
@@ -499,10 +543,6 @@ def _bitcast(buffer: jax.Array, dtype: Any) -> jax.Array:
 def _copy_to(placement: Sharding, values: np.ndarray) -> jax.Array:
     """A copy on a device that is no host; when it is ready, `values` may be written again."""
     return _jax.device_put(values, placement)
-
-
-def _is_host(device: Any) -> bool:
-    return device.platform == "cpu"
 
 
 def _placement(plan: _Plan, device: Any) -> SingleDeviceSharding:

@@ -5,13 +5,16 @@ Formats live in their own modules and are imported only when a path turns out to
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import reprlib
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, KeysView, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
+
+import numpy as np
 
 from lazymodel._agreement import opening
 from lazymodel._atomic import settled
@@ -33,11 +36,21 @@ _NPY = b"\x93NUMPY"
 MAX_JSON = 100 << 20  # bytes; an index of a million tensors is below this
 
 
+@dataclasses.dataclass(frozen=True)
+class TensorHeader:
+    """What a checkpoint's headers say of one tensor: its dtype in memory, shape, bytes in memory, and its file."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    nbytes: int
+    file: str
+
+
 class Checkpoint(Mapping[str, LazyTensor]):
     """An open checkpoint: tensor name → `LazyTensor`. Opening and looking up read headers only.
 
-    Subclasses provide `_tensor` and pass the names they have. Usable in a `with` statement; closing releases file
-    descriptors, and tensors that are still around open them again when read.
+    Subclasses provide `_tensor` and pass the names they have, as a list or as the keys of a dict of theirs. Usable in
+    a `with` statement; closing releases file descriptors, and tensors that are still around open them again when read.
 
     Attributes:
         path: The path that was opened.
@@ -46,9 +59,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     format: ClassVar[str] = "unknown"
 
-    def __init__(self, path: str | os.PathLike[str], names: list[str], sources: list[FileSource]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], names: list[str] | dict[str, Any], sources: list[FileSource]
+    ) -> None:
         self.path = os.fspath(path)
-        self._names = dict.fromkeys(names)
+        self._names: dict[str, Any] = names if isinstance(names, dict) else dict.fromkeys(names)
         self._sources = sources
         self._tensors: dict[str, LazyTensor] = {}
 
@@ -70,6 +85,15 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._names  # Mapping's own would make the tensor
+
+    def describe(self, name: str) -> TensorHeader:
+        """What the headers say of a tensor that is there; formats that can tell make no tensor for it."""
+        tensor = self[name]
+        return TensorHeader(tensor.dtype, tensor.shape, tensor.nbytes, tensor.file)
+
+    def keys(self) -> KeysView[str]:
+        """The names; not the general view, which would ask for each name in Python."""
+        return self._names.keys()
 
     @property
     def files(self) -> list[str]:
@@ -273,7 +297,11 @@ def read_json_object(data: bytes, file: str) -> dict[str, Any]:
 
     try:
         text = data.decode()  # json by itself would take UTF-16 as well
-        parsed = json.loads(text, object_pairs_hook=unique)
+        parsed = json.loads(text)
+        # Each pair of key and value takes a colon. Where there are no more colons than keys that came out, no key was
+        # repeated; where there are, in strings or deeper in, a slower parser looks at each pair.
+        if text.count(":") > _count_keys(parsed):
+            parsed = json.loads(text, object_pairs_hook=unique)
         if "\\u" in text:  # half of a surrogate pair is no character, and fails to be written anywhere
             json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -283,6 +311,14 @@ def read_json_object(data: bytes, file: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{file}: expected a JSON object, found a {type(parsed).__name__}; it is corrupt")
     return cast("dict[str, Any]", parsed)
+
+
+def _count_keys(parsed: Any) -> int:
+    """The keys of an object and of the objects in it, without those further down."""
+    if not isinstance(parsed, dict):
+        return 0
+    values = cast("dict[str, Any]", parsed).values()
+    return len(values) + sum(len(cast("dict[str, Any]", value)) for value in values if isinstance(value, dict))
 
 
 def read_json_file(file: Path) -> dict[str, Any]:

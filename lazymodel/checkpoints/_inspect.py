@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
 from lazymodel._report import _plural, _printable, _Row, _shape_text, _table, _text
@@ -54,7 +56,7 @@ _FORMATS = {
 _SHARDS = {"safetensors": ".safetensors", "hdf5": ".weights.h5"}  # what shards are called, where no index says
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class TensorSummary:
     """One tensor: its name, dtype, shape, bytes, and the file that has it (relative to the checkpoint's folder)."""
 
@@ -127,7 +129,7 @@ class CheckpointSummary:
             "dtypes": self.dtypes,
             "metadata": self.metadata,
             "files": [{**vars(file), "verified": list(file.verified)} for file in self.files],
-            "tensors": [{**vars(tensor), "shape": list(tensor.shape)} for tensor in self.tensors],
+            "tensors": [{**dataclasses.asdict(tensor), "shape": list(tensor.shape)} for tensor in self.tensors],
             "problems": [vars(problem).copy() for problem in self.problems],
         }
 
@@ -333,17 +335,24 @@ class _Inspection:
         """Notes tensors of a checkpoint, and that some were found before."""
         self.add_metadata(getattr(checkpoint, "metadata", None))
         again: dict[str, list[str]] = {}
+        relative: dict[str, str] = {}  # a million tensors may lie in one file, and have one dtype
+        dtypes: dict[np.dtype[Any], str] = {}
         for name in names:
             try:
-                tensor = checkpoint[name]
+                tensor = checkpoint.describe(name)
             except LazyModelError as error:
                 self.problem(str(error), path)
                 continue
             if name in self.tensors:
                 again.setdefault(self.tensors[name].file, []).append(name)
                 continue
-            file = self.relative(tensor.file or path)
-            self.tensors[name] = TensorSummary(name, tensor.dtype.name, tensor.shape, tensor.nbytes, file)
+            if tensor.file not in relative:
+                relative[tensor.file] = self.relative(tensor.file or path)
+            if tensor.dtype not in dtypes:
+                dtypes[tensor.dtype] = tensor.dtype.name
+            self.tensors[name] = TensorSummary(
+                name, dtypes[tensor.dtype], tensor.shape, tensor.nbytes, relative[tensor.file]
+            )
         for other, twice in again.items():
             self.problem(f"{path} and {other} both have {_some(twice)}; keep one of them, or add an index", path)
 
