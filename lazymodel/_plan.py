@@ -27,7 +27,8 @@ from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._init_programs import InitProgram, InitRecipe, _by_devices
 from lazymodel._lazy_tensor import LazyTensor
 from lazymodel._load_report import is_initial, stored_itemsize
-from lazymodel._materialize import Choice, choose, describe_sources
+from lazymodel._mapping import flat_checkpoint
+from lazymodel._materialize import Choice, choose, describe_sources, refused_casts
 from lazymodel._plan_use import ACTIVATIONS, GRADIENTS, LORA, OPTIMIZER, PARAMETERS, Optimizer, Use
 from lazymodel._sharding import device_shardings
 from lazymodel._stream import DEFAULT_BUDGET
@@ -383,7 +384,9 @@ def make_plan(
     if compile == "train" and optimizer is None:
         optimizer = "sgd"
     # A plan says in its table what is initialized, so lacking tensors need no warning here.
-    choice = choose(model, checkpoint, initialize=initialize or "missing", strict=False)
+    # Nor does what is refused keep it from being a plan: it is noted.
+    choice = choose(model, checkpoint, initialize=initialize or "missing", strict=False, cast="unsafe")
+    refused = refused_casts(model, flat_checkpoint(checkpoint), choice.sources, choice.given)
     shardings = device_shardings(model.variables)
     use = Use(model, shardings, optimizer=optimizer, lora_rank=lora_rank, lora_targets=lora_targets, quantize=quantize)
     places = _Places(shardings)
@@ -395,6 +398,9 @@ def make_plan(
     if len(places.signatures) > 1:  # variables on several meshes: what counts is the device that holds most
         parts = {kind: places.fullest(use.parts[kind])[1] for kind in parts}
     notes = list(use.notes)
+    if refused:
+        more = f" ({len(refused)} tensors)" if len(refused) > 1 else ""
+        notes.append(f"materialize refuses this checkpoint: {refused[0]}{more}")
     if any(step.action == "initialize" for step in steps) and not programs:
         notes.append(
             "temporaries of init programs are estimated: "
