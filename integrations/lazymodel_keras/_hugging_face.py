@@ -165,7 +165,10 @@ class Leftovers:
         """What nobody asked for and no converter leaves out on purpose, as messages."""
         messages: list[str] = []
         for folder, unused in self.by_folder.items():
-            on_purpose = _on_purpose(_config(folder))
+            config = _config(folder)
+            if not (config.get("model_type") or config.get("architecture")):
+                continue  # a file that someone's own code takes what it wants from
+            on_purpose = _on_purpose(config)
             names = [
                 name
                 for path, names in unused.items()

@@ -75,6 +75,16 @@ class OpenedFile:
         return [name for name in self.tensors if name not in self.asked]
 
 
+class _Names:
+    """The names of the tensors of all opened files, to look one up in."""
+
+    def __init__(self, files: Iterable[OpenedFile]) -> None:
+        self._files = files
+
+    def __contains__(self, name: object) -> bool:
+        return any(name in file.tensors for file in self._files)
+
+
 class _RecordingScope(keras.StatelessScope):
     """A StatelessScope in which variables that have a value behave as if there were no scope."""
 
@@ -126,6 +136,7 @@ class Recording:
         self.scope = _RecordingScope(self)
         self._hashed: dict[str, FileSource] = {}  # by absolute path, as they were when their hash was taken
         self._unverified: CheckpointError | None = None
+        self._refused: CheckpointError | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Recording:
@@ -205,14 +216,17 @@ class Recording:
             raise self._unverified
 
     def refuse(self, error: CheckpointError) -> None:
-        """Raises an error, now and from `require_verified`, for a file that nothing may be taken from."""
-        self._unverified = self._unverified or error
+        """Raises an error for a file that nothing may be taken from, and once more from `require_verified`."""
+        self._refused = error
         raise error
 
     def require_verified(self) -> None:
         """Raises what files were refused with, their hash or `refuse`, which loaders may take for any failure."""
         if self._unverified is not None:
             raise self._unverified
+        if (refused := self._refused) is not None:
+            self._refused = None  # another file may be loaded in the same block
+            raise refused
 
     def unused_tensors(self) -> tuple[StoredTensor, ...]:
         """What the opened files hold and nothing asked for."""
@@ -234,8 +248,7 @@ class Recording:
         """Why a value from a file is not cast to a dtype; an empty string where it may be."""
         if not isinstance(value, LazyTensor) or not value.file or value.dtype == dtype:
             return ""
-        names = {name for file in self.files.values() for name in file.tensors}
-        return refusal(path, value, dtype, f"tensor {value.name!r} of {value.file}", names)
+        return refusal(path, value, dtype, f"tensor {value.name!r} of {value.file}", _Names(self.files.values()))
 
     def add(self, variable: Any, initializer: Any) -> None:
         """Notes a variable that was just created without a value."""
