@@ -405,6 +405,7 @@ class AbstractModel(Mapping[str, AbstractVariable]):
         *,
         initialize: str | None = None,
         strict: bool = True,
+        cast: str = "safe",
         max_host_memory: int | str | None = None,
         progress: bool | Progress | Callable[[int, int], object] | None = None,
         report: ReportTo = None,
@@ -419,6 +420,12 @@ class AbstractModel(Mapping[str, AbstractVariable]):
                 variable, is an error. If not, such tensors are left out with a warning that lists them, and a
                 variable whose tensor was left out is treated like one that the checkpoint lacks. With
                 `initialize="nothing"` another shape is an error all the same.
+            cast: `"safe"` makes it an error where a tensor's values could lose what they mean in its variable's dtype:
+                floats into integers, numbers into bool, complex into real, quantized numbers (integers or eight-bit
+                floats with a scale beside them) into floats. Floats become other floats, narrower ones too, and beyond
+                their range infinite; integers anything that has all values of their dtype, and if they are few enough
+                (16 MiB) anything that has all their values. `"unsafe"` casts as `ndarray.astype` does. What a mapping
+                casts with `astype` was asked for.
             max_host_memory: Ceiling for the host's staging memory in bytes, or `"4GiB"`.
             progress: True or False for a bar, None for a bar when a person is watching, a callable
                 `f(done_nbytes, total_nbytes)` or a `Progress` for your own. Bytes are those of the distinct shards of
@@ -433,6 +440,7 @@ class AbstractModel(Mapping[str, AbstractVariable]):
             checkpoint,
             initialize=initialize,
             strict=strict,
+            cast=cast,
             max_host_memory=max_host_memory,
             progress=progress,
             report=report,

@@ -215,6 +215,15 @@ def _require_equal(shapes: Sequence[tuple[int, ...]], what: str) -> None:
             raise ValueError(f"tensors {what} differ in shape: {list(shapes[0])}, and number {index} is {list(shape)}")
 
 
+def _require_one_kind(tensors: Sequence[Any]) -> None:
+    """Joined by NumPy, integers and floats would become floats that need not have all of the integers."""
+    dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
+    kinds = {bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact)) for dtype in dtypes}
+    if len(kinds) > 1:
+        names = " and ".join(dtype.name for dtype in dtypes)
+        raise ValueError(f"tensors of one variable are {names}; is one of them a scale?")
+
+
 class From:
     """What a variable is made of: the names of one or several tensors, and steps, applied from left to right.
 
@@ -336,6 +345,7 @@ class From:
             # Checked here: what NumPy is to raise for lazy tensors, it would read them for.
             _require_equal([(*piece.shape[:axis], *piece.shape[axis + 1 :]) for piece in pieces], "beside the axis")
             found = tuple(piece.shape[axis] for piece in pieces)
+            _require_one_kind(pieces)
             if self._sizes is not None and found != self._sizes:
                 raise ValueError(f"the tensors have extents {found} along axis {self._axis}, not {self._sizes}")
             return np.concatenate(pieces, axis)
@@ -345,6 +355,7 @@ class From:
         count = max(tensors.count(template, step.capture, captures) for template in self._templates)
         layers = [self._read(captures | {step.capture: str(index)}, tensors, steps - 1) for index in range(count)]
         _require_equal([layer.shape for layer in layers], f"of {{{step.capture}}}")
+        _require_one_kind(layers)
         return np.stack(layers, _axis(step.axis, layers[0].ndim + 1))
 
     # Out

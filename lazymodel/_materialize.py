@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -22,11 +22,12 @@ from jax.experimental.layout import Format
 from lazymodel._abstract import AbstractModel, AbstractVariable, Source
 from lazymodel._agreement import agreement
 from lazymodel._bytes import parse_budget
+from lazymodel._casting import SAFE, UNSAFE, check_mode, converted, refusal, weights
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
 from lazymodel._file_source import BYTES_READ
 from lazymodel._init_programs import InitRecipe, run_recipes
 from lazymodel._jaxprs import key_impl
-from lazymodel._lazy_tensor import LazyTensor
+from lazymodel._lazy_tensor import LazyTensor, lazy
 from lazymodel._live import require_live
 from lazymodel._load_report import (
     Costs,
@@ -37,7 +38,8 @@ from lazymodel._load_report import (
     make_report,
     stored_tensors,
 )
-from lazymodel._mapping import flat_checkpoint
+from lazymodel._mapping import MappedCheckpoint, flat_checkpoint
+from lazymodel._quantized import scales_beside
 from lazymodel._report import Progress, closest, progress_for
 from lazymodel._sharding import device_shardings
 from lazymodel._stream import StreamItem, stream
@@ -61,6 +63,7 @@ class Choice:
         lacking: Variables that it has no tensor for.
         unused: Names of its tensors that no variable takes.
         mismatched: Its tensors that are left out, as if it lacked them, because of their shapes.
+        cast: How values become their variables' dtypes; see `_casting`.
     """
 
     recipes: tuple[InitRecipe, ...]
@@ -69,6 +72,7 @@ class Choice:
     lacking: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     mismatched: tuple[MismatchedTensor, ...] = ()
+    cast: str = SAFE
 
 
 def materialize(
@@ -77,6 +81,7 @@ def materialize(
     *,
     initialize: str | None = None,
     strict: bool = True,
+    cast: str = SAFE,
     max_host_memory: int | str | None = None,
     progress: bool | Progress | Callable[[int, int], object] | None = None,
     report: ReportTo = None,
@@ -89,7 +94,8 @@ def materialize(
     Raises:
         LazyModelError: The model is sharded over devices that are only planned for.
         CheckpointError: A tensor is missing (with `initialize="nothing"`), unexpected or of another shape (with
-            `strict`), or cannot be read, in this or another process; or the processes' checkpoints have other tensors.
+            `strict`), would lose what it means in its variable's dtype (unless `cast="unsafe"`), or cannot be read, in
+            this or another process; or the processes' checkpoints have other tensors.
         Exception: Whatever a callable given as `progress` or `report` raises.
     """
     start = time.perf_counter()
@@ -99,7 +105,7 @@ def materialize(
     with agreement(shardings) as stage:
         deliver = _delivery(report)
         checkpoint = flat_checkpoint(checkpoint)
-        choice = choose(model, checkpoint, initialize=initialize, strict=strict)
+        choice = choose(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
         if checkpoint is not None and initialize != "all":
             _warn(model, checkpoint, choice, initialize)
         budget = None if max_host_memory is None else parse_budget(max_host_memory)
@@ -121,6 +127,7 @@ def choose(
     *,
     initialize: str | None = None,
     strict: bool = True,
+    cast: str = SAFE,
 ) -> Choice:
     """Decides for every variable whether it is loaded or initialized, and checks that what is loaded fits.
 
@@ -131,6 +138,7 @@ def choose(
     """
     if initialize not in (None, "missing", "nothing", "all"):
         raise CheckpointError(f"initialize is 'missing', 'nothing', 'all' or None; got {initialize!r}")
+    check_mode(cast)
     checkpoint = flat_checkpoint(checkpoint)
     sources = dict(model.sources)
     by_recipe = {path for recipe in model.recipes for path in recipe.paths}
@@ -158,6 +166,9 @@ def choose(
         raise CheckpointError(f"there is no checkpoint, and initialize='nothing' leaves {lacking[0]!r} without a value")
     for path, source in sources.items():
         _check_source(model[path], source)
+    if cast == SAFE and (refused := refused_casts(model, checkpoint, sources, given)):
+        more = f" ({len(refused)} tensors are refused)" if len(refused) > 1 else ""
+        raise CheckpointError(f"{refused[0]}{more}.")
     needed = [path for path in model if path not in sources]
     wanted = set(needed)
     recipes = tuple(
@@ -165,7 +176,45 @@ def choose(
         for recipe in model.recipes
         if wanted.intersection(recipe.paths)
     )
-    return Choice(recipes, sources, frozenset(given), tuple(lacking), tuple(unused), tuple(mismatched))
+    return Choice(recipes, sources, frozenset(given), tuple(lacking), tuple(unused), tuple(mismatched), cast)
+
+
+def refused_casts(
+    model: AbstractModel,
+    checkpoint: Mapping[str, Any] | None,
+    sources: Mapping[str, Source],
+    given: Container[str],
+) -> list[str]:
+    """What is wrong with the dtypes of the tensors that variables take, and with the scales that none takes.
+
+    Args:
+        model: The variables.
+        checkpoint: What tensors are taken from.
+        sources: Path to tensor or array.
+        given: The paths among these that the checkpoint has. What else is in memory the user's own code made.
+    """
+    mapped = isinstance(checkpoint, MappedCheckpoint)
+    names = {*(checkpoint or ()), *(checkpoint.source if mapped else ())}
+    refused: list[str] = []
+    taken: dict[str, np.dtype[Any]] = {}  # quantized tensors by name, as they are stored
+    for path, source in sources.items():
+        if path not in given and not (isinstance(source, LazyTensor) and source.file):
+            continue
+        tensor, expected = lazy(source, path), _stored_dtype(model[path])
+        if tensor.dtype != expected:
+            why = refusal(path, tensor, expected, _origin(source), names)
+            refused += [why] if why else []
+        if path in given:
+            taken |= {leaf.name: leaf.dtype for leaf in weights(tensor) if leaf.dtype == tensor.dtype}
+    left = {name for name in checkpoint or () if name not in given} | set(checkpoint.unused if mapped else ())
+    for name, dtype in taken.items():
+        if scales := scales_beside(name, left):
+            refused.append(
+                f"{_describe(checkpoint or {})}: tensor {name!r} is {dtype.name} and {scales[0]!r} is beside it, which "
+                f"{model.name} has no variable for: quantized numbers, which mean nothing without their scale. Give it "
+                "a variable, or load a dequantized copy; cast='unsafe' takes the bare numbers"
+            )
+    return refused
 
 
 def make_arrays(
@@ -184,7 +233,7 @@ def make_arrays(
     bytes of the distinct shards of this process. `check` is called with every piece of work; what it raises ends it.
     """
     shardings = device_shardings(model.variables)
-    items = [_stream_item(model[path], source, shardings[path]) for path, source in choice.sources.items()]
+    items = [_stream_item(model[path], source, shardings[path], choice) for path, source in choice.sources.items()]
     computed = {
         path: local_nbytes(shardings[path], model[path].shape, model[path].dtype)
         for recipe in choice.recipes
@@ -347,12 +396,18 @@ def _key_data(variable: AbstractVariable) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(jax.random.key_data, variable.struct)
 
 
-def _stream_item(variable: AbstractVariable, source: Source, sharding: Sharding) -> StreamItem:
+def _stored_dtype(variable: AbstractVariable) -> np.dtype[Any]:
+    """The dtype that its values are read in."""
+    return np.dtype(_key_data(variable).dtype if _is_key(variable) else variable.dtype)
+
+
+def _stream_item(variable: AbstractVariable, source: Source, sharding: Sharding, choice: Choice) -> StreamItem:
     """What the stream reads. Keys are read as their key data, whose trailing dimension no spec names."""
-    if not _is_key(variable):
-        return StreamItem(variable.path, source, variable.shape, np.dtype(variable.dtype), sharding)
-    data = _key_data(variable)
-    return StreamItem(variable.path, source, data.shape, np.dtype(data.dtype), sharding)
+    dtype = _stored_dtype(variable)
+    # What the user's own code made is cast as that would cast it.
+    stored = variable.path in choice.given or (isinstance(source, LazyTensor) and bool(source.file))
+    tensor = converted(lazy(source, variable.path), dtype, choice.cast if stored else UNSAFE)
+    return StreamItem(variable.path, tensor, _stored_shape(variable), dtype, sharding)
 
 
 def _as_declared(array: jax.Array, variable: AbstractVariable) -> jax.Array:
@@ -385,4 +440,12 @@ def describe_sources(sources: Mapping[str, Source]) -> dict[str, str]:
     return {path: _origin(source) for path, source in sources.items() if not is_initial(source)}
 
 
-__all__: Sequence[str] = ("Choice", "ReportTo", "choose", "describe_sources", "make_arrays", "materialize")
+__all__: Sequence[str] = (
+    "Choice",
+    "ReportTo",
+    "choose",
+    "describe_sources",
+    "make_arrays",
+    "materialize",
+    "refused_casts",
+)

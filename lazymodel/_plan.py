@@ -28,7 +28,8 @@ from lazymodel._init_programs import InitProgram, InitRecipe, _by_devices
 from lazymodel._lazy_tensor import LazyTensor
 from lazymodel._live import is_arithmetic, is_live
 from lazymodel._load_report import is_initial, stored_itemsize
-from lazymodel._materialize import Choice, choose, describe_sources
+from lazymodel._mapping import flat_checkpoint
+from lazymodel._materialize import Choice, choose, describe_sources, refused_casts
 from lazymodel._plan_programs import check_function, compile_use
 from lazymodel._plan_use import ACTIVATIONS, GRADIENTS, PARAMETERS, Optimizer, Use
 from lazymodel._sharding import device_shardings
@@ -404,7 +405,9 @@ def make_plan(
             "make it with lazymodel.topology, or plan without compile"
         )
     # A plan says in its table what is initialized, so lacking tensors need no warning here.
-    choice = choose(model, checkpoint, initialize=initialize or "missing", strict=False)
+    # Nor does what is refused keep it from being a plan: it is noted.
+    choice = choose(model, checkpoint, initialize=initialize or "missing", strict=False, cast="unsafe")
+    refused = refused_casts(model, flat_checkpoint(checkpoint), choice.sources, choice.given)
     shardings = device_shardings(model.variables)
     use = Use(model, shardings, optimizer=optimizer, lora_rank=lora_rank, lora_targets=lora_targets, quantize=quantize)
     places = _Places(shardings)
@@ -420,6 +423,9 @@ def make_plan(
         fullest, _ = places.fullest(in_use)
         parts = {kind: places.held(fullest, use.parts[kind]) for kind in parts}
     notes = list(use.notes)
+    if refused:
+        more = f" ({len(refused)} tensors)" if len(refused) > 1 else ""
+        notes.append(f"materialize refuses this checkpoint: {refused[0]}{more}")
     if any(step.action == "initialize" for step in steps) and not programs:
         notes.append(
             "temporaries of init programs are estimated: "

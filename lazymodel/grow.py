@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
+import jax.numpy as jnp
 import numpy as np
 
 from lazymodel._errors import LazyModelError
@@ -139,8 +140,8 @@ def width(
             is the same.
 
     Raises:
-        LazyModelError: No tensor matches, a name is both, the extents differ or exceed `units`, or `uneven` is no such
-            number.
+        LazyModelError: No tensor matches, a name is both, the extents differ or exceed `units`, an outgoing tensor has
+            no floating-point numbers, or `uneven` is no such number.
     """
     if not 0 <= uneven < 1:
         raise LazyModelError(f"uneven is a number from 0 to below 1; got {uneven!r}")
@@ -161,6 +162,10 @@ def width(
     grown = dict(tensors)
     for name, (axis, leaves) in axes.items():
         tensor = tensors[name]
+        if leaves and units > count and not jnp.issubdtype(tensor.dtype, jnp.inexact):
+            raise LazyModelError(
+                f"width: {name!r} has {tensor.dtype.name} numbers, which cannot be divided among copies"
+            )
         index = (slice(None),) * _axis(tensor, name, axis)
         pieces: list[Any] = []
         for start in range(0, units, count):

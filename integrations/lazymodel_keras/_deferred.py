@@ -32,6 +32,7 @@ def deferred(
     rules: Rules | None = None,
     on_unmatched: str = "warn",
     strict: bool = True,
+    cast: str = "safe",
     verify: Verify = False,
     max_host_memory: int | str | None = None,
     progress: bool | Progress | Callable[[int, int], object] | None = None,
@@ -49,9 +50,10 @@ def deferred(
         rules: Sharding rules that go with the mesh; see `AbstractModel.shard`. They hold for every model of the block,
             so a pattern need not match in each; one that matched in none is warned about at the end.
         on_unmatched: As in `AbstractModel.shard`.
-        strict: Whether weights in a Keras file that the model it is loaded into has no variable for are an error; if
-            not, they are left out with a warning. Where `load_weights` is told to take only some (`skip_mismatch`,
-            `objects_to_skip`), the rest is neither.
+        strict: As in `from_preset`: whether weights that the model they are loaded into has no variable for are an
+            error; if not, they are left out with a warning. Where `load_weights` is told to take only some
+            (`skip_mismatch`, `objects_to_skip`), the rest is neither.
+        cast: As in `from_preset`, for every file that is loaded in the block.
         verify: As in `from_preset`, for every weight file that is opened in the block.
         max_host_memory: As in `AbstractModel.materialize`.
         progress: As in `AbstractModel.materialize`.
@@ -88,7 +90,7 @@ def deferred(
             recording.refuse_unverified(what)
         materialize(result, None if partly else what, only_own=True)
 
-    with Recording(verify) as recording:
+    with Recording(verify, cast) as recording:
         recording.on_loaded = materialize_loaded
         with _hooks.needed():
             yield

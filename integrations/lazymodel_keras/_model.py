@@ -15,6 +15,7 @@ import numpy as np
 from lazymodel import (
     AbstractModel,
     AbstractVariable,
+    CheckpointError,
     InitRecipe,
     LazyModelWarning,
     LazyTensor,
@@ -100,7 +101,11 @@ def abstract_model(build: Callable[[], Any], recording: Recording, result: Any) 
 
 
 def from_skeleton(skeleton: Skeleton) -> AbstractModel:
-    """Variables, recipes and sources of a skeleton; shardings come from the active `keras.distribution`."""
+    """Variables, recipes and sources of a skeleton; shardings come from the active `keras.distribution`.
+
+    Raises:
+        CheckpointError: A tensor can lose what it means in its variable's dtype.
+    """
     variables: dict[str, AbstractVariable] = {}
     recipes: list[InitRecipe] = []
     sources: dict[str, Any] = {}
@@ -109,6 +114,7 @@ def from_skeleton(skeleton: Skeleton) -> AbstractModel:
     references = slot_references(skeleton.recording)
     state = optimizer_variables(skeleton.recording, skeleton.result)
     paths = {id(variable): path for path, (variable, _) in skeleton.variables.items()}
+    refused: list[str] = []
     for path, (variable, recorded) in skeleton.variables.items():
         value = recorded.value
         if value is None:
@@ -128,6 +134,8 @@ def from_skeleton(skeleton: Skeleton) -> AbstractModel:
             origin=origin,
             trainable=bool(variable.trainable),
         )
+        if why := skeleton.recording.refused_cast(path, value, abstract.dtype):
+            refused.append(why)
         if variable._value is not None:  # another value for a variable that has its place, whatever rules say
             slots[path] = dataclasses.replace(abstract, follows="", sharding=variable._value.sharding)
             variables[path] = slots[path]
@@ -141,6 +149,9 @@ def from_skeleton(skeleton: Skeleton) -> AbstractModel:
         follows = "" if placed is not None else paths.get(id(reference), "")
         sharding = None if placed is None else placed.sharding
         slots[path] = variables[path] = dataclasses.replace(abstract, follows=follows, sharding=sharding)
+    if refused:
+        more = f" ({len(refused)} tensors are refused)" if len(refused) > 1 else ""
+        raise CheckpointError(f"{refused[0]}{more}.")
     if distribution is not None:
         # Published layout maps know no LoRA pairs and no quantization scales.
         without_layout = [path for path in variables if path not in slots and not has_layout(path, distribution)]

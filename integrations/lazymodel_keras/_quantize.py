@@ -26,7 +26,7 @@ from lazymodel import LazyModelError, LazyTensor
 from lazymodel._computed import Computation, ComputedLeaf, Output
 from lazymodel._file_source import Convert, Workspace, assign
 from lazymodel._geometry import Box
-from lazymodel._lazy_tensor import Leaf, lazy
+from lazymodel._lazy_tensor import Leaf
 from lazymodel._small import on_host
 from lazymodel_keras import _initializers, _upstream
 from lazymodel_keras._recording import RecordedVariable, SharedPatches, active, replace
@@ -154,7 +154,7 @@ def _weight(value: Any) -> LazyTensor | None:
         return None
     if recorded.value is None:
         return LazyTensor(_InitialLeaf(value, recorded))
-    return lazy(recorded.value, value.path).astype(_dtype(value._dtype))
+    return recording.as_assigned(value.path, recorded.value, _dtype(value._dtype))
 
 
 def _dtype(name: str) -> np.dtype[Any]:

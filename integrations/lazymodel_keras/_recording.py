@@ -17,14 +17,18 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 
 from lazymodel import CheckpointError, LazyModelError, LazyTensor, MismatchedTensor, StoredTensor
+from lazymodel._casting import SAFE, UNSAFE, check_mode, converted, refusal
 from lazymodel._file_source import FileSource
+from lazymodel._lazy_tensor import lazy
 from lazymodel._load_report import stored_tensors, unused_tensors
 from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel_keras import _upstream, _weight_files
+from lazymodel_keras._hugging_face import Leftovers
 
 
 class GivenValue:
@@ -71,6 +75,16 @@ class OpenedFile:
         return [name for name in self.tensors if name not in self.asked]
 
 
+class _Names:
+    """The names of the tensors of all opened files, to look one up in."""
+
+    def __init__(self, files: Iterable[OpenedFile]) -> None:
+        self._files = files
+
+    def __contains__(self, name: object) -> bool:
+        return any(name in file.tensors for file in self._files)
+
+
 class _RecordingScope(keras.StatelessScope):
     """A StatelessScope in which variables that have a value behave as if there were no scope."""
 
@@ -96,6 +110,8 @@ class Recording:
 
     Args:
         verify: Whether weight files are hashed before anything of them is believed; as in `lazymodel.open_checkpoint`.
+        cast: Whether what is assigned may lose what it means: `"safe"` or `"unsafe"`, as in
+            `AbstractModel.materialize`.
 
     Attributes:
         recorded: What was recorded, by `id` of the variable, in order of creation.
@@ -107,8 +123,10 @@ class Recording:
         optimizers: The optimizers that were built, and for which variables, both weakly.
     """
 
-    def __init__(self, verify: Verify = False) -> None:
+    def __init__(self, verify: Verify = False, cast: str = SAFE) -> None:
+        check_mode(cast)
         self.verify = verify
+        self.cast = cast
         self.recorded: dict[int, RecordedVariable] = {}
         self.files: dict[str, OpenedFile] = {}
         self.problems: list[tuple[RecordedVariable, CheckpointError, MismatchedTensor]] = []
@@ -118,6 +136,7 @@ class Recording:
         self.scope = _RecordingScope(self)
         self._hashed: dict[str, FileSource] = {}  # by absolute path, as they were when their hash was taken
         self._unverified: CheckpointError | None = None
+        self._refused: CheckpointError | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Recording:
@@ -196,14 +215,40 @@ class Recording:
             )
             raise self._unverified
 
+    def refuse(self, error: CheckpointError) -> None:
+        """Raises an error for a file that nothing may be taken from, and once more from `require_verified`."""
+        self._refused = error
+        raise error
+
     def require_verified(self) -> None:
-        """Raises what `open` raised for want of the right hash, which Keras' loaders may take for any failure."""
+        """Raises what files were refused with, their hash or `refuse`, which loaders may take for any failure."""
         if self._unverified is not None:
             raise self._unverified
+        if (refused := self._refused) is not None:
+            self._refused = None  # another file may be loaded in the same block
+            raise refused
 
     def unused_tensors(self) -> tuple[StoredTensor, ...]:
         """What the opened files hold and nothing asked for."""
-        return tuple(tensor for file in self.files.values() for tensor in unused_tensors(file.tensors, file.unused))
+        opened = (tensor for file in self.files.values() for tensor in unused_tensors(file.tensors, file.unused))
+        return (*opened, *Leftovers(self.files).unopened)
+
+    def as_assigned(self, path: str, value: Any, dtype: np.dtype[Any]) -> LazyTensor:
+        """What was assigned to a variable, in its dtype.
+
+        Raises:
+            CheckpointError: It comes from a file, and the cast can lose what it means.
+        """
+        tensor = lazy(value, path)
+        if why := self.refused_cast(path, value, dtype):
+            raise CheckpointError(why)
+        return converted(tensor, dtype, SAFE if tensor.file else UNSAFE)
+
+    def refused_cast(self, path: str, value: Any, dtype: np.dtype[Any]) -> str:
+        """Why a value from a file is not cast to a dtype; an empty string where it may be."""
+        if not isinstance(value, LazyTensor) or not value.file or value.dtype == dtype:
+            return ""
+        return refusal(path, value, dtype, f"tensor {value.name!r} of {value.file}", _Names(self.files.values()))
 
     def add(self, variable: Any, initializer: Any) -> None:
         """Notes a variable that was just created without a value."""
@@ -250,6 +295,8 @@ class Recording:
             misfit = MismatchedTensor(variable.path, tensor, tuple(variable.shape), tuple(value.shape))
             self.problems.append((recorded, error, misfit))
             raise error
+        if self.cast == UNSAFE and isinstance(value, LazyTensor):
+            value = converted(value, jax.numpy.dtype(variable._dtype), UNSAFE)
         recorded.value = value
         return value
 

@@ -34,6 +34,7 @@ from lazymodel import (
     open_checkpoint,
 )
 from lazymodel._abstract import unique_paths
+from lazymodel._casting import UNSAFE, check_mode
 from lazymodel._materialize import ReportTo
 from lazymodel._optimizer import follow
 from lazymodel._report import closest
@@ -60,6 +61,7 @@ def restore(
     *,
     weights_only: bool = False,
     strict: bool = True,
+    cast: str = "safe",
     max_host_memory: int | str | None = None,
     progress: bool | Progress | Callable[[int, int], object] | None = None,
     report: ReportTo = None,
@@ -82,6 +84,7 @@ def restore(
             optimizer, say.
         strict: Whether a variable without a tensor, a tensor without a variable and a tensor of another shape are an
             error; if not, these variables stay as they are or are initialized, with a warning that lists them.
+        cast: As in `AbstractModel.materialize`. Within a block or build function that casts unsafely, so does this.
         max_host_memory: As in `AbstractModel.materialize`; within a block or build function its own holds.
         progress: Likewise.
         report: Likewise.
@@ -93,10 +96,11 @@ def restore(
         CheckpointError: The checkpoint is missing, corrupt, or does not fit; nothing was restored then.
         LazyModelError: The model has no variables yet.
     """
+    check_mode(cast)
     options: Any = {"max_host_memory": max_host_memory, "progress": progress, "report": report}
     where = os.fspath(path)
     if isinstance(model, AbstractModel):
-        restored, recording = _restore_abstract(model, where, weights_only, strict)
+        restored, recording = _restore_abstract(model, where, weights_only, strict, cast)
         try:
             return restored.materialize(**options)
         finally:
@@ -104,14 +108,16 @@ def restore(
     recording = active()
     if recording is not None:
         others, recording.files = recording.files, {}  # this call answers for its own
+        outer, recording.cast = recording.cast, UNSAFE if cast == UNSAFE else recording.cast
         try:
             read_state(recording, model, where, weights_only=weights_only, strict=strict)
             if recording.on_loaded is not None:
                 recording.on_loaded(model, "restore", True)
         finally:
             recording.files = {**others, **recording.files}
+            recording.cast = outer
         return model
-    recording = Recording()
+    recording = Recording(cast=cast)
     try:
         with recording:
             read_state(recording, model, where, weights_only=weights_only, strict=strict)
@@ -139,6 +145,7 @@ def load_model(
     rules: Rules | None = None,
     on_unmatched: str = "warn",
     strict: bool = True,
+    cast: str = "safe",
     verify: Verify = False,
     max_host_memory: int | str | None = None,
     progress: bool | Progress | Callable[[int, int], object] | None = None,
@@ -156,8 +163,8 @@ def load_model(
         custom_objects: As for Keras.
         compile: As for Keras: whether to compile the model as it was, and load the optimizer's state.
         safe_mode: As for Keras: whether to refuse code in the file.
-        mesh: As in `from_preset`, and so are `rules`, `on_unmatched`, `strict`, `verify`, `max_host_memory`, `progress`
-            and `report`.
+        mesh: As in `from_preset`, and so are `rules`, `on_unmatched`, `strict`, `cast`, `verify`, `max_host_memory`,
+            `progress` and `report`.
 
     Raises:
         CheckpointError: The file is corrupt, or its weights do not fit its configuration.
@@ -168,6 +175,7 @@ def load_model(
         rules=rules,
         on_unmatched=on_unmatched,
         strict=strict,
+        cast=cast,
         verify=verify,
         max_host_memory=max_host_memory,
         progress=progress,
@@ -295,7 +303,7 @@ def _on_mesh(model: Any, variables: Mapping[str, AbstractVariable]) -> dict[str,
 
 
 def _restore_abstract(
-    abstract: AbstractModel, path: str, weights_only: bool, strict: bool
+    abstract: AbstractModel, path: str, weights_only: bool, strict: bool, cast: str
 ) -> tuple[AbstractModel, Recording]:
     """The abstract model with the checkpoint's tensors as sources and an optimizer that is built, and its recording."""
     skeleton = getattr(abstract.rebuild, "__self__", None)
@@ -306,6 +314,7 @@ def _restore_abstract(
         )
     recording = skeleton.recording
     skeleton.used = True  # an optimizer is built that the abstract model knows nothing of
+    recording.cast = cast
     with recording:
         read_state(recording, skeleton.result, path, weights_only=weights_only, strict=strict)
     known = {id(variable) for variable, _ in skeleton.variables.values()}

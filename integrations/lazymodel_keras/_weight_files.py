@@ -18,6 +18,7 @@ from lazymodel import CheckpointError, LazyTensor, open_checkpoint
 from lazymodel.checkpoints import SafetensorsFile
 from lazymodel.checkpoints._checkpoint import read_json_file, require_shards, shard_path, weight_map
 from lazymodel_keras import _upstream
+from lazymodel_keras._hugging_face import refuse_quantized
 
 
 class LazySafeOpen:
@@ -126,7 +127,12 @@ def patch(undo: contextlib.ExitStack, active: Callable[[], Any]) -> None:
         recording = active()
         if recording is None:
             return original_safe_open(filename, *args, **kwargs)
-        return LazySafeOpen(recording.open(os.fspath(filename), SafetensorsFile))
+        path = os.fspath(filename)
+        try:
+            refuse_quantized(path)
+        except CheckpointError as error:
+            recording.refuse(error)  # converters probe
+        return LazySafeOpen(recording.open(path, SafetensorsFile))
 
     for module in _upstream.modules_with_safe_open(original_safe_open):
         replace(undo, module, "safe_open", safe_open)

@@ -21,6 +21,7 @@ from lazymodel._report import closest
 from lazymodel._sharding import Rules
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _lora, _quantize
+from lazymodel_keras._hugging_face import Leftovers
 from lazymodel_keras._model import abstract_model
 from lazymodel_keras._recording import Recording
 
@@ -36,6 +37,7 @@ def from_preset(
     rules: Rules | None = None,
     on_unmatched: str = "warn",
     strict: bool = True,
+    cast: str = "safe",
     verify: Verify = False,
     quantize: Any = None,
     quantize_filters: _quantize.Filters = None,
@@ -57,8 +59,13 @@ def from_preset(
         mesh: The devices; None uses the active `keras.distribution` if there is one, else one device.
         rules: Sharding rules that go with `mesh`; see `AbstractModel.shard`.
         on_unmatched: What to do about large variables without a rule; see `AbstractModel.shard`.
-        strict: Whether weights in a Keras file that the model has no variable for are an error; if not, they are left
-            out with a warning that lists them.
+        strict: Whether weights that the model has no variable for are an error; if not, they are left out with a
+            warning that lists them. Of a Hugging Face or timm folder, this is what KerasHub's converter did not ask
+            for, in all shards, but for what converters leave out on purpose: buffers such as rotary tables, tied
+            weights that are stored twice, heads of other tasks. Scales and other parts of quantized weights that
+            nothing takes are an error even then.
+        cast: As in `AbstractModel.materialize`: `"safe"` makes it an error where a tensor of a file could lose what it
+            means in its variable's dtype, which stock Keras casts in silence; `"unsafe"` casts as Keras does.
         verify: Whether to hash the weight files that are opened, and the index and shards that belong to them, before
             anything of them is used; as in `lazymodel.open_checkpoint`, with names relative to their folder. Other
             files of a preset, such as its configuration and vocabulary, are not hashed.
@@ -80,8 +87,9 @@ def from_preset(
         **kwargs: Passed on to KerasHub, such as `dtype` or `num_classes`.
 
     Raises:
-        CheckpointError: The preset, or a file or tensor of it, is missing, corrupt, or does not match the model; with
-            `verify`, also a file whose content has another hash, or whose hash nobody states.
+        CheckpointError: The preset, or a file or tensor of it, is missing, corrupt, quantized in a way that is not
+            read, or does not match the model, or has what the model has no variable for (with `strict`); with `verify`,
+            also a file whose content has another hash, or whose hash nobody states.
         ShardingError: The rules do not fit.
         LazyModelError: The model cannot be quantized, or given LoRA pairs, in this way.
     """
@@ -91,6 +99,7 @@ def from_preset(
         rules=rules,
         on_unmatched=on_unmatched,
         strict=strict,
+        cast=cast,
         verify=verify,
         quantize=quantize,
         quantize_filters=quantize_filters,
@@ -110,6 +119,7 @@ def abstract_from_preset(
     rules: Rules | None = None,
     on_unmatched: str = "warn",
     strict: bool = True,
+    cast: str = "safe",
     verify: Verify = False,
     quantize: Any = None,
     quantize_filters: _quantize.Filters = None,
@@ -136,11 +146,13 @@ def abstract_from_preset(
         return model
 
     what = f"{cls.__name__}.from_preset({preset!r})"
-    abstract = abstract_build(build, what=what, loads=True, strict=strict, verify=verify)
+    abstract = abstract_build(build, what=what, loads=True, strict=strict, cast=cast, verify=verify)
     return abstract if mesh is None else abstract.shard(mesh, rules, on_unmatched=on_unmatched)  # pyright: ignore[reportArgumentType]
 
 
-def abstract_build(build: Any, *, what: str, loads: bool, strict: bool = True, verify: Verify = False) -> AbstractModel:
+def abstract_build(
+    build: Any, *, what: str, loads: bool, strict: bool = True, cast: str = "safe", verify: Verify = False
+) -> AbstractModel:
     """Runs something that builds a model; failures to load it become one `CheckpointError`.
 
     Args:
@@ -149,12 +161,13 @@ def abstract_build(build: Any, *, what: str, loads: bool, strict: bool = True, v
         loads: Whether loading is all it is for; if not, only what fails once a weight file was opened is a failure to
             load, and other errors are the user's own.
         strict: As in `from_preset`.
+        cast: As in `from_preset`.
         verify: As in `from_preset`.
 
     Raises:
         CheckpointError: As `from_preset`.
     """
-    recording = Recording(verify)
+    recording = Recording(verify, cast)
     try:
         try:
             with recording:
@@ -224,10 +237,14 @@ def _builtin_presets() -> list[str]:
 
 
 def check_all_used(recording: Recording, what: str, *, strict: bool) -> None:
-    """Warns where Keras weight files hold tensors that nothing asked for, or with `strict` raises CheckpointError.
+    """Warns where weight files hold tensors that nothing asked for, or with `strict` raises CheckpointError.
 
-    Converters of other formats choose what they take, so only Keras' own files are held to this.
+    What converters of other formats than Keras' own leave out on purpose is no matter; what is left of quantized
+    weights is an error whatever `strict` says.
     """
+    leftovers = Leftovers(recording.files)
+    if quantized := leftovers.quantized():
+        raise CheckpointError(f"{what}: {'; '.join(quantized)}.")
     messages: list[str] = []
     for path, file in recording.files.items():
         if not path.endswith((".weights.h5", ".keras")):
@@ -241,6 +258,7 @@ def check_all_used(recording: Recording, what: str, *, strict: bool) -> None:
         if unused:
             listed = ", ".join(unused[:_LISTED]) + (", …" if len(unused) > _LISTED else "")
             messages.append(f"{path} holds {len(unused)} tensors that the model has no variable for: {listed}")
+    messages += leftovers.unexpected()
     if messages and strict:
         raise CheckpointError(f"{what}: {'; '.join(messages)}. Pass strict=False to leave them out.")
     if messages:

@@ -227,12 +227,15 @@ def test_a_report_names_what_keras_did_not_ask_for(tmp_path: Path) -> None:
 
 
 def test_a_report_names_what_a_converter_left_out(tmp_path: Path) -> None:
-    """A converter takes what it wants: no error and no warning, but a line in the report."""
+    """A converter takes what it wants; what that leaves is an error, a warning, and a line in the report."""
     cls, _ = BACKBONES["llama3"]
     folder = save_hugging_face(tmp_path / "llama3", "llama3", shards=2)
     shard = sorted(folder.glob("*.safetensors"))[0]
     save_file(load_file(shard) | {"lm_head.extra": np.zeros((4, 4), "float16")}, shard)
-    abstract = lk.abstract_from_preset(cls, str(folder))
+    with pytest.raises(lm.CheckpointError, match=r"holds 1 tensors .*: lm_head\.extra\. .* Pass strict=False"):
+        lk.abstract_from_preset(cls, str(folder))
+    with pytest.warns(lm.LazyModelWarning, match=r"holds 1 tensors .*: lm_head\.extra\."):
+        abstract = lk.abstract_from_preset(cls, str(folder), strict=False)
     assert abstract.unused == (lm.StoredTensor("lm_head.extra", str(shard), "float16", 32),)
     reports: list[lm.LoadReport] = []
     abstract.shard(Mesh(jax.devices()[:1], ("model",)), lambda _: P()).materialize(report=reports.append)
