@@ -34,6 +34,7 @@ from lazymodel import (
     open_checkpoint,
 )
 from lazymodel._abstract import unique_paths
+from lazymodel._auto import Auto
 from lazymodel._materialize import ReportTo
 from lazymodel._optimizer import follow
 from lazymodel._report import closest
@@ -41,7 +42,7 @@ from lazymodel._sharding import Rules
 from lazymodel.checkpoints._checkpoint import read_json_file
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _upstream
-from lazymodel_keras._deferred import deferred
+from lazymodel_keras._deferred import block
 from lazymodel_keras._model import Skeleton, from_skeleton, model_variables
 from lazymodel_keras._recording import Recording, active
 from lazymodel_keras.hub import _levels_to_caller, check_all_used
@@ -138,6 +139,8 @@ def load_model(
     mesh: jax.sharding.Mesh | None = None,
     rules: Rules | None = None,
     on_unmatched: str = "warn",
+    large: int | str = "1MiB",
+    repair: bool | Auto = False,
     strict: bool = True,
     verify: Verify = False,
     max_host_memory: int | str | None = None,
@@ -156,22 +159,18 @@ def load_model(
         custom_objects: As for Keras.
         compile: As for Keras: whether to compile the model as it was, and load the optimizer's state.
         safe_mode: As for Keras: whether to refuse code in the file.
-        mesh: As in `from_preset`, and so are `rules`, `on_unmatched`, `strict`, `verify`, `max_host_memory`, `progress`
-            and `report`.
+        mesh: As in `from_preset`, and so are `rules`, `on_unmatched`, `large`, `repair`, `strict`, `verify`,
+            `max_host_memory`, `progress` and `report`.
 
     Raises:
         CheckpointError: The file is corrupt, or its weights do not fit its configuration.
         ShardingError: The rules do not fit.
     """
-    with deferred(
-        mesh=mesh,
-        rules=rules,
-        on_unmatched=on_unmatched,
-        strict=strict,
-        verify=verify,
-        max_host_memory=max_host_memory,
-        progress=progress,
-        report=report,
+    with block(
+        *(mesh, rules, strict, verify),
+        sharding={"on_unmatched": on_unmatched, "large": large, "repair": repair},
+        materializing={"max_host_memory": max_host_memory, "progress": progress, "report": report},
+        one_model=True,
     ):
         if not is_orbax(path):
             return keras.saving.load_model(os.fspath(path), custom_objects, compile=compile, safe_mode=safe_mode)
