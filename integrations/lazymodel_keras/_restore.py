@@ -95,7 +95,7 @@ def restore(
         LazyModelError: The model has no variables yet.
     """
     options: Any = {"max_host_memory": max_host_memory, "progress": progress, "report": report}
-    where = os.fspath(path)
+    where = os.path.expanduser(os.fspath(path))
     if isinstance(model, AbstractModel):
         restored, recording = _restore_abstract(model, where, weights_only, strict)
         try:
@@ -166,15 +166,16 @@ def load_model(
         CheckpointError: The file is corrupt, or its weights do not fit its configuration.
         ShardingError: The rules do not fit.
     """
+    where = os.path.expanduser(os.fspath(path))
     with block(
         *(mesh, rules, strict, verify),
         sharding={"on_unmatched": on_unmatched, "large": large, "repair": repair},
         materializing={"max_host_memory": max_host_memory, "progress": progress, "report": report},
         one_model=True,
     ):
-        if not is_orbax(path):
-            return keras.saving.load_model(os.fspath(path), custom_objects, compile=compile, safe_mode=safe_mode)
-        model = model_from_orbax(path, custom_objects, compile, safe_mode, strict=strict)
+        if not is_orbax(where):
+            return keras.saving.load_model(where, custom_objects, compile=compile, safe_mode=safe_mode)
+        model = model_from_orbax(where, custom_objects, compile, safe_mode, strict=strict)
         recording = active()
         assert recording is not None and recording.on_loaded is not None
         recording.on_loaded(model, "load_model", True)
