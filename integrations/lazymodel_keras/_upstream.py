@@ -117,6 +117,14 @@ def hub_models() -> Any:
     return None if module is None else module.models
 
 
+def saved_to_presets() -> list[Any]:
+    """The classes of KerasHub that define a `save_to_preset`; some of them save parts of a preset only."""
+    hub: Any = sys.modules["keras_hub"]
+    bases = [hub.models.Backbone, hub.models.Task, hub.models.Preprocessor, hub.tokenizers.Tokenizer]
+    bases += [getattr(hub.layers, f"{kind}Converter", None) for kind in ("Audio", "Image", "Video")]
+    return [cls for cls in bases if cls is not None and "save_to_preset" in vars(cls)]
+
+
 def classes_of_preset(cls: Any, preset: Any) -> tuple[Any, Any]:
     """The class that `cls.from_preset(preset)` makes an object of, and that of its backbone, None where it is unknown.
 
