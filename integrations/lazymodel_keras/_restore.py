@@ -45,6 +45,7 @@ from lazymodel_keras import _upstream
 from lazymodel_keras._deferred import block
 from lazymodel_keras._model import Skeleton, from_skeleton, model_variables
 from lazymodel_keras._recording import Recording, active
+from lazymodel_keras._saved_models import check_saved_model
 from lazymodel_keras.hub import _levels_to_caller, check_all_used
 
 _LISTED = 8
@@ -163,10 +164,11 @@ def load_model(
             `max_host_memory`, `progress` and `report`.
 
     Raises:
-        CheckpointError: The file is corrupt, or its weights do not fit its configuration.
+        CheckpointError: There is no saved model, it is corrupt, or its weights do not fit its configuration.
         ShardingError: The rules do not fit.
     """
     where = os.path.expanduser(os.fspath(path))
+    check_saved_model(where)
     with block(
         *(mesh, rules, strict, verify),
         sharding={"on_unmatched": on_unmatched, "large": large, "repair": repair},
