@@ -26,6 +26,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from lazymodel._bytes import parse_bytes
 from lazymodel._errors import LazyModelError, LazyModelWarning
+from lazymodel._quiet import quiet_libtpu, quiet_tensorflow
 
 if TYPE_CHECKING:
     from lazymodel._abstract import AbstractModel
@@ -81,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     meshes = [None if text is None else parse_axes(text) for text in arguments.mesh or [None]]
     if (arguments.batch or arguments.sequence) and arguments.compile not in ("forward", "train"):
         raise LazyModelError("--batch and --sequence are for --compile forward or train")
+    quiet_libtpu()
     if _jax.config.jax_platforms is None and not (arguments.compile and not arguments.topology):
         # Nothing runs here: an accelerator that another process uses, or that takes long to wake, is left alone.
         _jax.config.update("jax_platforms", "cpu")
@@ -170,10 +172,10 @@ def _model(
             raise LazyModelError("--class and --dtype are for presets and configurations; a factory decides for itself")
         return _from_factory(*source.split(":"))
     os.environ.setdefault("KERAS_BACKEND", "jax")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
-        planning: Any = importlib.import_module("lazymodel_keras._planning")
-        importlib.import_module("keras_hub")
+        with quiet_tensorflow():
+            planning: Any = importlib.import_module("lazymodel_keras._planning")
+            importlib.import_module("keras_hub")
     except ModuleNotFoundError as error:
         raise LazyModelError(
             f"presets and configurations are read by KerasHub, and {error.name} is not installed: "
