@@ -161,6 +161,11 @@ class Staging:
             sync(self.destination)  # only then may go what counted before
             self._tidy()
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether what `replace_files` replaced could not all be removed, and still has to be."""
+        return (self.folder / _JOURNAL).exists()
+
     def _write_journal(self, journal: dict[str, Any]) -> None:
         written = self.folder / f"{_NEW}.{_JOURNAL}"
         written.write_text(json.dumps(journal), encoding="utf-8")
