@@ -59,6 +59,11 @@ def build_abstract(build: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
         >>> abstract["w"].shape
         (8, 4)
     """
+    if isinstance(build, str):
+        raise LazyModelError(
+            f"build_abstract takes something that builds a model, then its arguments; got the string {build!r}. "
+            "Pass the class or function itself, not its name"
+        )
     if not callable(build) and not hasattr(build, "init"):
         raise LazyModelError(f"build_abstract takes something that builds a model, then its arguments; got {build!r}")
     for adapter in _adapters():

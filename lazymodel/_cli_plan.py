@@ -29,6 +29,7 @@ from lazymodel import _topology
 from lazymodel._bytes import parse_bytes
 from lazymodel._errors import LazyModelError, LazyModelWarning
 from lazymodel._plan_use import slot_dtypes
+from lazymodel._quiet import quiet_tensorflow
 
 if TYPE_CHECKING:
     from lazymodel._abstract import AbstractModel
@@ -235,10 +236,10 @@ def _model(
             raise LazyModelError("--class and --dtype are for presets and configurations; a factory decides for itself")
         return _from_factory(*source.split(":"))
     os.environ.setdefault("KERAS_BACKEND", "jax")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
-        planning: Any = importlib.import_module("lazymodel_keras._planning")
-        importlib.import_module("keras_hub")
+        with quiet_tensorflow():
+            planning: Any = importlib.import_module("lazymodel_keras._planning")
+            importlib.import_module("keras_hub")
     except ModuleNotFoundError as error:
         raise LazyModelError(
             f"presets and configurations are read by KerasHub, and {error.name} is not installed: "

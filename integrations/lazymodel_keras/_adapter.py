@@ -15,6 +15,7 @@ import numpy as np
 from lazymodel import AbstractModel
 from lazymodel._abstract import unique_paths
 from lazymodel_keras import _upstream, hub
+from lazymodel_keras._keywords import check_constructor, check_from_preset
 from lazymodel_keras._model import model_variables
 from lazymodel_keras._recording import Recording
 
@@ -53,6 +54,7 @@ class KerasAdapter:
 
     def build_abstract(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractModel:
         """Runs `build(*args, **kwargs)` with every variable left abstract."""
+        _check_keywords(build, args, kwargs)
         name = getattr(build, "__qualname__", type(build).__name__)
         return hub.abstract_build(functools.partial(build, *args, **kwargs), what=name, loads=False)
 
@@ -63,6 +65,18 @@ class KerasAdapter:
         variables = list({id(variable): variable for variable in model_variables(model)}.values())
         values = [variable.value for variable in variables]
         return dict(zip(unique_paths([variable.path for variable in variables]), values, strict=True))
+
+
+def _check_keywords(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises LazyModelError where a class of KerasHub, or its `from_preset`, would drop a keyword argument."""
+    while isinstance(build, functools.partial):
+        build, args, kwargs = build.func, (*build.args, *args), {**build.keywords, **kwargs}
+    check_constructor(build, kwargs)
+    cls = getattr(build, "__self__", None)
+    if inspect.isclass(cls) and build.__name__ == "from_preset" and _upstream.hub_models() is not None:
+        given = dict(kwargs)
+        preset = args[0] if args else given.pop("preset", None)
+        check_from_preset(cls, preset, given, dict.fromkeys(hub.OURS, "lazymodel_keras.from_preset"))
 
 
 def _returns_layers(build: Any) -> bool:

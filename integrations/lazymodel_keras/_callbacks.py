@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import base64
 import collections
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,12 +36,15 @@ class TrainingCheckpoint(_Stock):
     is read with `training_state`.
 
     Args:
-        directory: Where to save, as for the stock callback.
+        directory: Where to save. Unlike the stock callback's, for which no step is ever committed then, it may be
+            relative to the folder that is current when this is made, or begin with `~`.
         metadata: What else to save, of types that JSON has: a mapping, or a function that is called at each save.
         **options: Those of the stock callback, such as `save_freq`, `max_to_keep`, `monitor` and `save_best_only`.
 
     Raises:
         LazyModelError: This version of Keras has no such callback.
+        CheckpointError: From `fit`: a step could not be saved. What fails in the background is raised when the next
+            step is saved, or at the end of training, where the stock callback may say nothing. Earlier steps stay.
 
     Example:
         >>> checkpoint = TrainingCheckpoint("checkpoints", metadata={"run": 3})
@@ -58,8 +62,11 @@ class TrainingCheckpoint(_Stock):
             raise LazyModelError(
                 f"Keras {keras.__version__} has no keras.callbacks.OrbaxCheckpoint; upgrade it: pip install -U keras"
             )
-        super().__init__(os.fspath(directory), **options)
-        self.checkpointer = _Describing(self.checkpointer, self._describe)
+        where = os.path.expanduser(os.fspath(directory))
+        if "://" not in where:
+            where = os.path.abspath(where)  # Orbax takes a relative folder, and then fails to write to it
+        super().__init__(where, **options)
+        self.checkpointer = _Describing(self.checkpointer, self._describe, where)
         self._metadata = metadata
         self._epoch = 0
         self._batch = 0
@@ -118,6 +125,21 @@ class TrainingCheckpoint(_Stock):
         self._epoch, self._batch = epoch + 1, 0
         super().on_epoch_end(epoch, logs)
 
+    def on_train_end(self, logs: Any = None) -> None:
+        try:
+            self.checkpointer.settle()
+        finally:
+            super().on_train_end(logs)  # which closes the checkpointer, and drops what that raises
+
+    def wait_until_finished(self) -> None:
+        """Waits until what was saved is on disk.
+
+        Raises:
+            CheckpointError: A step could not be saved.
+        """
+        self.checkpointer.settle()
+        super().wait_until_finished()
+
     def _describe(self) -> dict[str, Any]:
         """What is saved besides the model."""
         given = self._metadata() if callable(self._metadata) else self._metadata
@@ -132,17 +154,47 @@ class TrainingCheckpoint(_Stock):
 
 
 class _Describing:
-    """An Orbax checkpointer that adds custom metadata to every step."""
+    """An Orbax checkpointer that adds custom metadata to every step, and tells of every step that was not saved."""
 
-    def __init__(self, checkpointer: Any, describe: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, checkpointer: Any, describe: Callable[[], dict[str, Any]], directory: str) -> None:
         self._checkpointer = checkpointer
         self._describe = describe
+        self._directory = directory
+        self._saving: list[tuple[int, Any]] = []
 
-    def save_checkpointables(self, *args: Any, **options: Any) -> Any:
-        return self._checkpointer.save_checkpointables(*args, custom_metadata=self._describe(), **options)
+    def save_checkpointables(self, step: int, *args: Any, **options: Any) -> Any:
+        described = self._describe()
+        with self._naming(step):
+            return self._checkpointer.save_checkpointables(step, *args, custom_metadata=described, **options)
 
-    def save_checkpointables_async(self, *args: Any, **options: Any) -> Any:
-        return self._checkpointer.save_checkpointables_async(*args, custom_metadata=self._describe(), **options)
+    def save_checkpointables_async(self, step: int, *args: Any, **options: Any) -> Any:
+        self.settle()  # Orbax waits for the step before, too
+        described = self._describe()
+        with self._naming(step):
+            saving = self._checkpointer.save_checkpointables_async(step, *args, custom_metadata=described, **options)
+        if saving is not None:  # it was not skipped
+            self._saving.append((step, saving))
+        return saving
+
+    def settle(self) -> None:
+        """Waits for what is saved in the background.
+
+        Raises:
+            CheckpointError: It was not saved.
+        """
+        while self._saving:
+            step, saving = self._saving.pop()
+            with self._naming(step):
+                saving.result()
+
+    @contextlib.contextmanager
+    def _naming(self, step: int) -> Generator[None, None, None]:
+        try:
+            yield
+        except Exception as error:  # Orbax' own, tensorstore's, the system's
+            raise CheckpointError(
+                f"step {step} was not saved to {self._directory}: {error or type(error).__name__}"
+            ) from error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._checkpointer, name)
@@ -174,12 +226,12 @@ def training_state(path: str | os.PathLike[str]) -> TrainingState:
     """Where training was when an Orbax checkpoint was saved, by `TrainingCheckpoint` or the stock callback.
 
     Args:
-        path: The folder of a step, or one of steps, of which the newest committed one is taken.
+        path: The folder of a step, or one of steps, of which the newest committed one is taken; `~` is the home folder.
 
     Raises:
         CheckpointError: It is no such checkpoint, or what was saved with it cannot be read.
     """
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(os.path.expanduser(os.fspath(path))) as checkpoint:
         item = getattr(checkpoint, "item", None)
         folder = None if item is None else Path(item).parent
         number = None if folder is None else folder.name.rpartition("_")[2]

@@ -16,13 +16,15 @@ import jax
 import keras
 from jax.sharding import PartitionSpec
 
-from lazymodel import AbstractVariable, CheckpointError, LazyModelWarning, Progress
+from lazymodel import AbstractVariable, CheckpointError, LazyModelError, LazyModelWarning, Progress
+from lazymodel._auto import Auto
 from lazymodel._materialize import ReportTo
 from lazymodel._sharding import Rules, rule_path
 from lazymodel.checkpoints._verify import Verify
+from lazymodel_keras._keywords import check_from_preset
 from lazymodel_keras._model import Skeleton, from_skeleton
 from lazymodel_keras._recording import Recording, SharedPatches, active, replace
-from lazymodel_keras.hub import check_all_used, require_rules
+from lazymodel_keras.hub import OURS, check_all_used, require_rules
 
 
 @contextlib.contextmanager
@@ -31,6 +33,8 @@ def deferred(
     mesh: jax.sharding.Mesh | None = None,
     rules: Rules | None = None,
     on_unmatched: str = "warn",
+    large: int | str = "1MiB",
+    repair: bool | Auto = False,
     strict: bool = True,
     cast: str = "safe",
     verify: Verify = False,
@@ -49,7 +53,7 @@ def deferred(
         mesh: Devices for every variable; None uses the active `keras.distribution`, or one device.
         rules: Sharding rules that go with the mesh; see `AbstractModel.shard`. They hold for every model of the block,
             so a pattern need not match in each; one that matched in none is warned about at the end.
-        on_unmatched: As in `AbstractModel.shard`.
+        on_unmatched: As in `AbstractModel.shard`, and so are `large` and `repair`.
         strict: As in `from_preset`: whether weights that the model they are loaded into has no variable for are an
             error; if not, they are left out with a warning. Where `load_weights` is told to take only some
             (`skip_mismatch`, `objects_to_skip`), the rest is neither.
@@ -63,15 +67,46 @@ def deferred(
     Raises:
         CheckpointError: As `from_preset`, from the call that loads.
         ShardingError: The rules do not fit.
+        LazyModelError: From a `from_preset`: it was given an argument that nobody takes.
 
     Example:
         >>> with deferred():
         ...     model = keras_hub.models.CausalLM.from_preset("gemma2_9b_en")
     """
-    require_rules(mesh, rules)
+    with block(
+        *(mesh, rules, strict, cast, verify),
+        sharding={"on_unmatched": on_unmatched, "large": large, "repair": repair},
+        materializing={"max_host_memory": max_host_memory, "progress": progress, "report": report},
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def block(
+    mesh: jax.sharding.Mesh | None,
+    rules: Rules | None,
+    strict: bool,
+    cast: str,
+    verify: Verify,
+    *,
+    sharding: dict[str, Any],
+    materializing: dict[str, Any],
+    one_model: bool = False,
+) -> Generator[None, None, None]:
+    """What `deferred` does; with `one_model`, rules are those of the first model that is loaded, as in `from_preset`.
+
+    Args:
+        mesh: As for `deferred`, and so are `rules`, `strict`, `cast` and `verify`.
+        sharding: Further arguments of `AbstractModel.shard`.
+        materializing: Further arguments of `AbstractModel.materialize`.
+        one_model: Whether a pattern that matches nothing in the first model is an error.
+    """
+    require_rules(mesh, rules, sharding["repair"])
     block_rules = _BlockRules(rules) if isinstance(rules, Mapping) and not hasattr(rules, "device_mesh") else None
+    current = rules if one_model else block_rules or rules
 
     def materialize(result: Any, what: str | None, *, only_own: bool) -> None:
+        nonlocal current
         skeleton = Skeleton(None, recording, result, only_own=only_own)
         if not skeleton.variables:
             return
@@ -81,9 +116,10 @@ def deferred(
         if mesh is not None:
             # Optimizer state of variables that have their values already, and so their place.
             placed = {p: v for p, v in abstract.items() if v.follows == "" and v.sharding is not None and not v.reason}
-            abstract = abstract.shard(mesh, block_rules or rules, on_unmatched=on_unmatched)  # pyright: ignore[reportArgumentType]
+            abstract = abstract.shard(mesh, current, **sharding)
             abstract = abstract.with_variables({**abstract.variables, **placed})
-        abstract.materialize(max_host_memory=max_host_memory, progress=progress, report=report)
+            current = block_rules or rules  # of what is left, one model or not, there may be anything
+        abstract.materialize(**materializing)
 
     def materialize_loaded(result: Any, what: str, partly: bool) -> None:
         if what.endswith("load_weights") and not recording.files:
@@ -95,10 +131,10 @@ def deferred(
         with _hooks.needed():
             yield
     materialize(None, None, only_own=False)
-    if block_rules is not None and block_rules.unused:
+    if block_rules is not None and block_rules.unused and not one_model:
         listed = ", ".join(repr(pattern) for pattern in block_rules.unused)
         warnings.warn(
-            f"no model of the block has a variable that these rules match: {listed}", LazyModelWarning, stacklevel=3
+            f"no model of the block has a variable that these rules match: {listed}", LazyModelWarning, stacklevel=5
         )
 
 
@@ -128,7 +164,7 @@ def _install(undo: contextlib.ExitStack) -> None:
     if "keras_hub" in sys.modules:
         models = sys.modules["keras_hub"].models
         for cls in (models.Backbone, models.Task):
-            replace(undo, cls, "from_preset", classmethod(_announcing(vars(cls)["from_preset"].__func__)))
+            replace(undo, cls, "from_preset", classmethod(_checking(_announcing(vars(cls)["from_preset"].__func__))))
 
 
 _hooks = SharedPatches(_install)
@@ -171,6 +207,21 @@ def _announcing(function: Callable[..., Any], *, loaded: Callable[..., Any] = la
     return call
 
 
+def _checking(from_preset: Callable[..., Any]) -> Any:
+    """A `from_preset` that refuses arguments that nobody takes where it is the outermost call that loads."""
+
+    @functools.wraps(from_preset)
+    def call(cls: Any, preset: Any, *args: Any, **kwargs: Any) -> Any:
+        recording = active()
+        if recording is not None and recording.on_loaded is not None and not recording.loading:
+            here = inspect.signature(deferred).parameters
+            ours = {name: f"lazymodel_keras.{'deferred' if name in here else 'from_preset'}" for name in OURS}
+            check_from_preset(cls, preset, kwargs, ours)
+        return from_preset(cls, preset, *args, **kwargs)
+
+    return call
+
+
 def _lazy_orbax(load_weights: Callable[..., Any]) -> Callable[..., Any]:
     """`Model.load_weights`, which has Orbax read whole arrays, and leaves in silence what it does not find by path."""
 
@@ -181,6 +232,8 @@ def _lazy_orbax(load_weights: Callable[..., Any]) -> Callable[..., Any]:
         recording = active()
         if recording is None or not is_orbax(filepath):
             return load_weights(self, filepath, skip_mismatch, **kwargs)
+        if given := [name for name, value in kwargs.items() if value is not None]:
+            raise LazyModelError(f"load_weights takes no argument {given[0]!r} for an Orbax checkpoint: {filepath}")
         read_state(recording, self, os.fspath(filepath), strict=not skip_mismatch)
 
     return call

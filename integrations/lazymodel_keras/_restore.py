@@ -34,6 +34,7 @@ from lazymodel import (
     open_checkpoint,
 )
 from lazymodel._abstract import unique_paths
+from lazymodel._auto import Auto
 from lazymodel._casting import UNSAFE, check_mode
 from lazymodel._materialize import ReportTo
 from lazymodel._optimizer import follow
@@ -42,9 +43,10 @@ from lazymodel._sharding import Rules
 from lazymodel.checkpoints._checkpoint import read_json_file
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _upstream
-from lazymodel_keras._deferred import deferred
+from lazymodel_keras._deferred import block
 from lazymodel_keras._model import Skeleton, from_skeleton, model_variables
 from lazymodel_keras._recording import Recording, active
+from lazymodel_keras._saved_models import check_saved_model
 from lazymodel_keras.hub import _levels_to_caller, check_all_used
 
 _LISTED = 8
@@ -98,7 +100,7 @@ def restore(
     """
     check_mode(cast)
     options: Any = {"max_host_memory": max_host_memory, "progress": progress, "report": report}
-    where = os.fspath(path)
+    where = os.path.expanduser(os.fspath(path))
     if isinstance(model, AbstractModel):
         restored, recording = _restore_abstract(model, where, weights_only, strict, cast)
         try:
@@ -144,6 +146,8 @@ def load_model(
     mesh: jax.sharding.Mesh | None = None,
     rules: Rules | None = None,
     on_unmatched: str = "warn",
+    large: int | str = "1MiB",
+    repair: bool | Auto = False,
     strict: bool = True,
     cast: str = "safe",
     verify: Verify = False,
@@ -163,27 +167,24 @@ def load_model(
         custom_objects: As for Keras.
         compile: As for Keras: whether to compile the model as it was, and load the optimizer's state.
         safe_mode: As for Keras: whether to refuse code in the file.
-        mesh: As in `from_preset`, and so are `rules`, `on_unmatched`, `strict`, `cast`, `verify`, `max_host_memory`,
-            `progress` and `report`.
+        mesh: As in `from_preset`, and so are `rules`, `on_unmatched`, `large`, `repair`, `strict`, `cast`, `verify`,
+            `max_host_memory`, `progress` and `report`.
 
     Raises:
-        CheckpointError: The file is corrupt, or its weights do not fit its configuration.
+        CheckpointError: There is no saved model, it is corrupt, or its weights do not fit its configuration.
         ShardingError: The rules do not fit.
     """
-    with deferred(
-        mesh=mesh,
-        rules=rules,
-        on_unmatched=on_unmatched,
-        strict=strict,
-        cast=cast,
-        verify=verify,
-        max_host_memory=max_host_memory,
-        progress=progress,
-        report=report,
+    where = os.path.expanduser(os.fspath(path))
+    check_saved_model(where)
+    with block(
+        *(mesh, rules, strict, cast, verify),
+        sharding={"on_unmatched": on_unmatched, "large": large, "repair": repair},
+        materializing={"max_host_memory": max_host_memory, "progress": progress, "report": report},
+        one_model=True,
     ):
-        if not is_orbax(path):
-            return keras.saving.load_model(os.fspath(path), custom_objects, compile=compile, safe_mode=safe_mode)
-        model = model_from_orbax(path, custom_objects, compile, safe_mode, strict=strict)
+        if not is_orbax(where):
+            return keras.saving.load_model(where, custom_objects, compile=compile, safe_mode=safe_mode)
+        model = model_from_orbax(where, custom_objects, compile, safe_mode, strict=strict)
         recording = active()
         assert recording is not None and recording.on_loaded is not None
         recording.on_loaded(model, "load_model", True)

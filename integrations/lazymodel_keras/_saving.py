@@ -22,7 +22,7 @@ import numpy as np
 from lazymodel._file_source import slabs
 from lazymodel._lazy_tensor import LazyTensor
 from lazymodel._save import DeviceLeaf
-from lazymodel_keras import _upstream
+from lazymodel_keras import _upstream, _whole_saving
 from lazymodel_keras._recording import SharedPatches, replace
 
 _SLAB = 16 << 20  # bytes written at a time
@@ -38,11 +38,18 @@ def streamed_saving() -> Generator[None, None, None]:
     `keras.callbacks.ModelCheckpoint` in a `fit` inside the block. What is in the files is the same. `model.save` of a
     `.keras` file needs the weights' size once more on disk, in a temporary file beside it.
 
+    Each call replaces what is there completely or not at all: at every moment the path opens as what was saved before
+    or as what is saved now, whatever fails or is killed, and other files in the folder stay. A second saver of the same
+    path is refused. What a killed one left (`.NAME.lazymodel-saving` beside a path, `.lazymodel-saving` beside sharded
+    weights) the next one removes. A preset, and a model saved with `zipped=False`, is a new folder in the place of the
+    old one, with links to the files that it keeps: it cannot be a mount point, and needs room for both. So do others.
+
     All of the model has to be on this process's devices; with several processes, save with `lazymodel.save` or
     `keras.callbacks.OrbaxCheckpoint`.
 
     Raises:
-        LazyModelError: From the call that saves: a part of a variable is on another process's devices.
+        LazyModelError: From the call that saves: a part of a variable is on another process's devices, another saver
+            is at the same path, or the system refuses to write there.
 
     Example:
         >>> with streamed_saving():
@@ -85,6 +92,7 @@ def _install(undo: contextlib.ExitStack) -> None:
         return not _streams() and original(model)
 
     replace(undo, _upstream.SAVING_LIB, "is_memory_sufficient", is_memory_sufficient)
+    _whole_saving.install(undo, _streams)
 
 
 _patches = SharedPatches(_install)

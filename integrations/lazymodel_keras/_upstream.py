@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import inspect
 import random
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -108,6 +109,47 @@ def preset_loader_class() -> Any:
     """The class that reads KerasHub's presets, and decides which dtype a backbone is built with; None without it."""
     module = sys.modules.get("keras_hub.src.utils.preset_utils")
     return None if module is None else module.PresetLoader
+
+
+def hub_models() -> Any:
+    """`keras_hub.models`; None where KerasHub was not imported."""
+    module = sys.modules.get("keras_hub")
+    return None if module is None else module.models
+
+
+def saved_to_presets() -> list[Any]:
+    """The classes of KerasHub that define a `save_to_preset`; some of them save parts of a preset only."""
+    hub: Any = sys.modules["keras_hub"]
+    bases = [hub.models.Backbone, hub.models.Task, hub.models.Preprocessor, hub.tokenizers.Tokenizer]
+    bases += [getattr(hub.layers, f"{kind}Converter", None) for kind in ("Audio", "Image", "Video")]
+    return [cls for cls in bases if cls is not None and "save_to_preset" in vars(cls)]
+
+
+def classes_of_preset(cls: Any, preset: Any) -> tuple[Any, Any]:
+    """The class that `cls.from_preset(preset)` makes an object of, and that of its backbone, None where it is unknown.
+
+    KerasHub decides this inside `from_preset`, with the arguments gone when it returns. Where it fails it will fail
+    again there, and say more.
+    """
+    module = sys.modules.get("keras_hub.src.utils.preset_utils")
+    if module is None or hub_models() is None:
+        return cls, None
+    try:
+        backbone = module.get_preset_loader(preset).check_backbone_class()
+        if not issubclass(cls, hub_models().Task):
+            return backbone if issubclass(backbone, cls) else cls, backbone
+        of_another = issubclass(backbone, hub_models().Backbone) and cls.backbone_cls != backbone
+        return module.find_subclass(preset, cls, backbone) if of_another else cls, backbone
+    except Exception:  # each of the hubs that KerasHub asks has errors of its own
+        return cls, None
+
+
+def backbone_keywords() -> frozenset[str]:
+    """The arguments that the loader of a task gives to its backbone; it takes them by name out of its `**kwargs`."""
+    loader = preset_loader_class()
+    # A recording wraps it.
+    constants = () if loader is None else inspect.unwrap(loader.get_backbone_kwargs).__code__.co_consts
+    return frozenset(constant for constant in constants if isinstance(constant, str))
 
 
 def set_lora_layers(backbone: Any, positions: list[int], rank: int) -> None:

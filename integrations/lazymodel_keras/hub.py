@@ -6,6 +6,7 @@ weight was read. KerasHub's own constructors, preset loaders and converters run 
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import warnings
@@ -16,12 +17,14 @@ import jax
 import keras
 
 from lazymodel import AbstractModel, CheckpointError, LazyModelWarning, Progress, ShardingError
+from lazymodel._auto import Auto
 from lazymodel._materialize import ReportTo
 from lazymodel._report import closest
 from lazymodel._sharding import Rules
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _lora, _quantize
 from lazymodel_keras._hugging_face import Leftovers
+from lazymodel_keras._keywords import check_class, check_from_preset
 from lazymodel_keras._model import abstract_model
 from lazymodel_keras._recording import Recording
 
@@ -30,12 +33,14 @@ _LISTED = 8
 
 def from_preset(
     cls: Any,
-    preset: str,
+    preset: str | os.PathLike[str],
     load_weights: bool = True,
     *,
     mesh: jax.sharding.Mesh | None = None,
     rules: Rules | None = None,
     on_unmatched: str = "warn",
+    large: int | str = "1MiB",
+    repair: bool | Auto = False,
     strict: bool = True,
     cast: str = "safe",
     verify: Verify = False,
@@ -59,6 +64,9 @@ def from_preset(
         mesh: The devices; None uses the active `keras.distribution` if there is one, else one device.
         rules: Sharding rules that go with `mesh`; see `AbstractModel.shard`.
         on_unmatched: What to do about large variables without a rule; see `AbstractModel.shard`.
+        large: From how many bytes on a variable is large, likewise.
+        repair: Whether what the rules do not fit, and large variables without one, are sharded as `lazymodel.auto()`
+            proposes, likewise.
         strict: Whether weights that the model has no variable for are an error; if not, they are left out with a
             warning that lists them. Of a Hugging Face or timm folder, this is what KerasHub's converter did not ask
             for, in all shards, but for what converters leave out on purpose: buffers such as rotary tables, tied
@@ -84,20 +92,23 @@ def from_preset(
             `AbstractModel.materialize`.
         report: True prints a `lazymodel.LoadReport` once the model is complete; a callable, such as `reports.append`,
             is given it instead.
-        **kwargs: Passed on to KerasHub, such as `dtype` or `num_classes`.
+        **kwargs: Passed on to KerasHub, such as `dtype` or `num_classes`. What neither its loader nor the class takes
+            is an error; KerasHub would leave it out in silence.
 
     Raises:
         CheckpointError: The preset, or a file or tensor of it, is missing, corrupt, quantized in a way that is not
             read, or does not match the model, or has what the model has no variable for (with `strict`); with `verify`,
             also a file whose content has another hash, or whose hash nobody states.
         ShardingError: The rules do not fit.
-        LazyModelError: The model cannot be quantized, or given LoRA pairs, in this way.
+        LazyModelError: The model cannot be quantized, or given LoRA pairs, in this way; or nobody takes an argument.
     """
     abstract = abstract_from_preset(
         *(cls, preset, load_weights),
         mesh=mesh,
         rules=rules,
         on_unmatched=on_unmatched,
+        large=large,
+        repair=repair,
         strict=strict,
         cast=cast,
         verify=verify,
@@ -112,12 +123,14 @@ def from_preset(
 
 def abstract_from_preset(
     cls: Any,
-    preset: str,
+    preset: str | os.PathLike[str],
     load_weights: bool = True,
     *,
     mesh: jax.sharding.Mesh | None = None,
     rules: Rules | None = None,
     on_unmatched: str = "warn",
+    large: int | str = "1MiB",
+    repair: bool | Auto = False,
     strict: bool = True,
     cast: str = "safe",
     verify: Verify = False,
@@ -132,8 +145,12 @@ def abstract_from_preset(
     Takes and raises the same as `from_preset`; it has the quantized variables and the LoRA pairs.
     `print(abstract.plan())` shows what would be loaded and initialized.
     """
-    require_rules(mesh, rules)
+    check_class(cls)
+    preset = os.fspath(preset)  # KerasHub takes strings only
+    require_rules(mesh, rules, repair)
     check_preset(preset)
+    here = inspect.signature(abstract_from_preset).parameters
+    check_from_preset(cls, preset, kwargs, {name: "" if name in here else "materialize()" for name in OURS})
     _quantize.check(quantize, quantize_filters)
     _lora.check(lora_rank, lora_targets, quantize)
 
@@ -147,7 +164,9 @@ def abstract_from_preset(
 
     what = f"{cls.__name__}.from_preset({preset!r})"
     abstract = abstract_build(build, what=what, loads=True, strict=strict, cast=cast, verify=verify)
-    return abstract if mesh is None else abstract.shard(mesh, rules, on_unmatched=on_unmatched)  # pyright: ignore[reportArgumentType]
+    if mesh is None:
+        return abstract
+    return abstract.shard(mesh, rules, on_unmatched=on_unmatched, large=large, repair=repair)
 
 
 def abstract_build(
@@ -198,32 +217,33 @@ def abstract_build(
     return abstract_model(build, recording, result)
 
 
-def check_preset(preset: Any) -> None:
+def check_preset(preset: str) -> None:
     """Raises CheckpointError for a preset folder that is not there or not a preset, before anything is built."""
-    text = os.fspath(preset) if isinstance(preset, os.PathLike) else preset
-    if not isinstance(text, str) or "://" in text:
+    if "://" in preset:
         return
-    if not os.path.isdir(text):
-        looks_local = text.startswith((".", os.sep, "~")) or os.sep in text
-        if os.path.exists(text):
-            raise CheckpointError(f"{text} is a file; a preset is a folder with a config.json")
+    if not os.path.isdir(preset):
+        looks_local = preset.startswith((".", os.sep, "~")) or os.sep in preset
+        if os.path.exists(preset):
+            raise CheckpointError(f"{preset} is a file; a preset is a folder with a config.json")
         if looks_local:
-            raise CheckpointError(f"preset folder {text} does not exist")
+            raise CheckpointError(f"preset folder {preset} does not exist")
         known = set(_builtin_presets())
-        if text not in known:
+        if preset not in known:
             raise CheckpointError(
-                f"{text!r} is neither a folder nor a preset that KerasHub knows{closest(text, sorted(known))}"
+                f"{preset!r} is neither a folder nor a preset that KerasHub knows{closest(preset, sorted(known))}"
             )
         return
-    if not os.path.exists(os.path.join(text, "config.json")):
+    if not os.path.exists(os.path.join(preset, "config.json")):
         raise CheckpointError(
-            f"preset folder {text} has no config.json; a preset is a folder that `save_to_preset` wrote or a "
+            f"preset folder {preset} has no config.json; a preset is a folder that `save_to_preset` wrote or a "
             "Hugging Face model folder"
         )
 
 
-def require_rules(mesh: Any, rules: Any) -> None:
-    """Raises ShardingError where a mesh comes without rules or rules without a mesh."""
+def require_rules(mesh: Any, rules: Any, repair: Any = False) -> None:
+    """Raises ShardingError where a mesh comes without rules, or rules or their repair without a mesh."""
+    if repair and mesh is None:
+        raise ShardingError("repair was given without mesh; it mends rules, so pass mesh and rules, too")
     if (mesh is None) != (rules is None):
         given, lacking = ("rules", "mesh") if mesh is None else ("mesh", "rules")
         raise ShardingError(f"{given} was given without {lacking}; pass both, or neither to use keras.distribution")
@@ -276,5 +296,8 @@ def _levels_to_caller() -> int:
         level, frame = level + 1, frame.f_back
     return level
 
+
+# The arguments of this package's that may have been meant by one that nobody takes.
+OURS = tuple(name for name in inspect.signature(from_preset).parameters if name not in ("cls", "preset", "kwargs"))
 
 __all__ = ["abstract_from_preset", "from_preset"]
