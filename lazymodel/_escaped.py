@@ -88,12 +88,12 @@ def find(root: Any) -> Escaped | None:
     return None
 
 
-def refuse_escaped(leaves: Iterable[tuple[str, Any]], treedef: Any) -> None:
+def refuse_escaped(leaves: Iterable[tuple[str, Any]], treedef: Any = None) -> None:
     """Checks what a traced function returned besides arrays.
 
     Args:
         leaves: Path and leaf, of all leaves that are no arrays.
-        treedef: The structure of the result, whose static parts may hold traced arrays too.
+        treedef: The structure of the result, if it has one, whose static parts may hold traced arrays too.
 
     Raises:
         TraceError: There is a traced array in one of them, or one of them has yet to be run.
@@ -288,7 +288,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 def _static_parts(treedef: Any) -> Iterator[tuple[type, Any]]:
     """The static data of every node of a structure that is not one of Python's own containers."""
-    waiting = [treedef]
+    waiting = [] if treedef is None else [treedef]
     while waiting:
         node = waiting.pop()
         kind, static = node.node_data() or (None, None)
