@@ -53,6 +53,10 @@ class AbstractVariable:
         reason: Why it has its sharding; `AbstractModel.explain` tells it.
         follows: For optimizer state, the path of the parameter that it belongs to and is sharded like, or an empty
             string where it belongs to none, as a step count; None for the model's own variables.
+        weak_type: Whether its array is weakly typed, as JAX makes those of Python scalars (`jnp.full((4,), 2.0)`): with
+            another array of lower precision the result has that precision. Loaded or initialized, it is of this type,
+            as an array is after `parameter[...] = loaded`.
+        on_host: Whether it is a NumPy array, which comes back as one unless its sharding splits it over devices.
     """
 
     path: str
@@ -65,6 +69,8 @@ class AbstractVariable:
     layout: Layout | None = None
     reason: Reason | None = None
     follows: str | None = None
+    weak_type: bool = False
+    on_host: bool = False
 
     @property
     def size(self) -> int:
@@ -92,7 +98,7 @@ class AbstractVariable:
     def struct(self) -> jax.ShapeDtypeStruct:
         """The variable as a `jax.ShapeDtypeStruct`, its sharding (and layout) included."""
         placed: Any = self.sharding if self.layout is None else Format(self.layout, self.sharding)
-        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=placed)
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=placed, weak_type=self.weak_type)
 
     def __repr__(self) -> str:
         spec = "" if self.sharding is None else f", {self.spec if self.spec is not None else self.sharding}"

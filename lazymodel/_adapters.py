@@ -13,7 +13,7 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from lazymodel._abstract import AbstractModel
 from lazymodel._errors import LazyModelError
@@ -43,16 +43,22 @@ def build_abstract(build: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
 
     Args:
         build: A JAX function that returns any pytree of arrays; a Flax NNX module class or factory, a Flax Linen
-            module; a Keras class, factory or bound `from_preset` method.
-        *args: Its arguments. For JAX functions, arrays (PRNG keys first of all) are run-time inputs of the init
-            programs; everything else is a constant of the build.
+            module; a Haiku `Transformed` pair or another object with `init` and `apply`, of which `init` is run; a
+            Keras class, factory or bound `from_preset` method.
+        *args: Its arguments. For JAX functions, `jax.Array`s (PRNG keys first of all) are run-time inputs of the init
+            programs; everything else, NumPy arrays too, is a constant of the build.
         **kwargs: Its keyword arguments.
 
     Returns:
         The abstract model; `shard`, `plan` and `materialize` take it from there.
 
     Raises:
-        TraceError: The function cannot be traced with shapes alone; the message names the operation.
+        TraceError: The function cannot be traced with shapes alone; the message names the operation. Or what it returns
+            has arrays in objects that are no pytrees, or no arrays where it should; the message names the place.
+        LazyModelError: `build` is nothing that builds a model.
+
+    Warns:
+        LazyModelWarning: The function left traced arrays in an argument, a global or a closure.
 
     Example:
         >>> abstract = build_abstract(lambda key: {"w": jax.random.normal(key, (8, 4))}, jax.random.key(0))
@@ -64,14 +70,40 @@ def build_abstract(build: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
             f"build_abstract takes something that builds a model, then its arguments; got the string {build!r}. "
             "Pass the class or function itself, not its name"
         )
-    if not callable(build) and not hasattr(build, "init"):
-        raise LazyModelError(f"build_abstract takes something that builds a model, then its arguments; got {build!r}")
     for adapter in _adapters():
         if adapter.matches(build, args, kwargs):
             return adapter.build_abstract(build, args, kwargs)
+    from lazymodel._escaped import watched
     from lazymodel._trace import trace_function
 
-    return trace_function(build, args, kwargs)
+    function, name = _init_function(build)
+    with watched(function, args, kwargs):
+        return trace_function(function, args, kwargs, name=name)
+
+
+def _init_function(build: Any) -> tuple[Callable[..., Any], str | None]:
+    """What is run to build a model that no adapter knows, and what to call it; None for its own name.
+
+    Raises:
+        LazyModelError: Nothing of it can be.
+    """
+    if not isinstance(build, type) and callable(init := getattr(build, "init", None)):
+        if callable(getattr(build, "apply", None)):  # as Haiku has it
+            return init, type(build).__name__
+        if callable(getattr(build, "update", None)):  # as Optax has it
+            raise LazyModelError(
+                "build_abstract got an optimizer: build the model, and `abstract.with_optimizer(optimizer)` adds its "
+                "state; or pass `optimizer.init` and parameters"
+            )
+    if callable(build):
+        return build, None
+    mend = ""
+    if isinstance(build, tuple) and callable(next(iter(cast("tuple[Any, ...]", build)), None)):
+        mend = "; of an (init, apply) pair pass `init`, the first of them"
+    raise LazyModelError(
+        f"build_abstract takes something that builds a model, then its arguments; got {type(build).__name__} "
+        f"{build!r}{mend}"
+    )
 
 
 def model_arrays(model: Any) -> dict[str, Any] | None:

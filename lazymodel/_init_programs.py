@@ -95,12 +95,14 @@ class InitProgram:
         output_nbytes: Bytes it leaves on each device.
         temp_nbytes: Bytes of temporaries on each device while it runs, as the compiler says.
         x64: Whether it was compiled with 64-bit types, and so must be called with them.
+        sharding_dependent: Whether its values depend on the sharding, since its random bits do.
     """
 
     compiled: jax.stages.Compiled
     output_nbytes: int
     temp_nbytes: int
     x64: bool = False
+    sharding_dependent: bool = False
 
     def __call__(self, inputs: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
         """Runs it; returns at once, the arrays being computed in the background."""
@@ -138,10 +140,6 @@ class ProgramCache:
         Args:
             recipe: What to compute.
             shardings: One for each of its paths, all over the same devices.
-
-        Warns:
-            LazyModelWarning: The values will depend on the sharding: keys of a generator other than threefry, or
-                `jax_threefry_partitionable` is off.
         """
         key = _key(recipe, shardings)
         with self._lock:
@@ -208,10 +206,15 @@ def run_recipes(
 
     Yields:
         Path and array, in the order computed. The array may still be computing; `jax.block_until_ready` waits.
+
+    Warns:
+        LazyModelWarning: Once: values depend on the sharding, for keys of a generator other than threefry, or because
+            `jax_threefry_partitionable` is off.
     """
     split = [part for recipe in recipes for part in _by_devices(recipe, shardings)]
     wanted = [(recipe, [shardings[path] for path in recipe.paths]) for recipe in split]
     programs = cache.get_all(wanted)
+    _warn_of_dependence(split, programs)
     order = sorted(range(len(split)), key=lambda index: -programs[index].temp_nbytes)
     in_flight: collections.deque[tuple[int, tuple[jax.Array, ...]]] = collections.deque()
     held = 0
@@ -229,6 +232,24 @@ def run_recipes(
             if on_done is not None:
                 on_done(path, array)
             yield path, array
+
+
+def _warn_of_dependence(recipes: Sequence[InitRecipe], programs: Sequence[InitProgram]) -> None:
+    paths = [
+        path
+        for recipe, program in zip(recipes, programs, strict=True)
+        if program.sharding_dependent
+        for path in recipe.paths
+    ]
+    if paths:
+        others = f" and {len(paths) - 1} more variables are" if len(paths) > 1 else " is"
+        warnings.warn(
+            f"{paths[0]!r}{others} initialized sharded from random bits whose values depend on the sharding. Use "
+            "threefry keys, jax.random.key(seed, impl='threefry2x32'), with jax_threefry_partitionable on (both are "
+            "JAX's defaults) for values that do not.",
+            LazyModelWarning,
+            stacklevel=3,
+        )
 
 
 def _by_devices(recipe: InitRecipe, shardings: Mapping[str, Sharding]) -> Iterator[InitRecipe]:
@@ -263,7 +284,7 @@ def _x64(enabled: bool) -> contextlib.AbstractContextManager[Any]:
 
 def _compile(recipe: InitRecipe, shardings: tuple[Sharding, ...]) -> InitProgram:
     structs = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in recipe.inputs]
-    x64 = _wants_x64(recipe)
+    x64, dependent = _wants_x64(recipe), False
     with _x64(x64):
         traced = jax.jit(recipe.function, out_shardings=shardings).trace(*structs)
         if any(len(sharding.device_set) > 1 for sharding in shardings):
@@ -273,14 +294,8 @@ def _compile(recipe: InitRecipe, shardings: tuple[Sharding, ...]) -> InitProgram
             if not partitionable:
                 whole = _run_whole(recipe.function, shardings)
                 traced = jax.jit(whole, out_shardings=shardings).trace(*structs)
-            elif depends_on_sharding(traced.jaxpr) and not all(s.is_fully_replicated for s in shardings):
-                warnings.warn(
-                    f"{recipe.paths[0]!r} is initialized sharded from random bits whose values depend on the "
-                    "sharding. Use threefry keys, jax.random.key(seed, impl='threefry2x32'), with "
-                    "jax_threefry_partitionable on (both are JAX's defaults) for values that do not.",
-                    LazyModelWarning,
-                    stacklevel=2,
-                )
+            elif not all(sharding.is_fully_replicated for sharding in shardings):
+                dependent = depends_on_sharding(traced.jaxpr)
         compiled = traced.lower().compile()
     memory = compiled.memory_analysis()
     return InitProgram(
@@ -288,6 +303,7 @@ def _compile(recipe: InitRecipe, shardings: tuple[Sharding, ...]) -> InitProgram
         output_nbytes=0 if memory is None else int(memory.output_size_in_bytes),
         temp_nbytes=0 if memory is None else int(memory.temp_size_in_bytes),
         x64=x64,
+        sharding_dependent=dependent,
     )
 
 

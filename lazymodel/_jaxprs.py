@@ -15,6 +15,7 @@ from typing import Any, cast
 import jax
 import jax.extend.core as jex
 import numpy as np
+from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import partial_eval
 
 _jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
@@ -159,6 +160,19 @@ def run_jaxpr(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     return _jax.core.eval_jaxpr(jaxpr, (), *values)
 
 
+def is_weak(aval: Any) -> bool:
+    """Whether values of a type are weakly typed."""
+    return bool(getattr(aval, "weak_type", False))
+
+
+def with_weak_type(value: Any, weak: bool) -> Any:
+    """The same array, weakly typed, as those of Python scalars are, or not; eagerly or under a trace."""
+    if is_key(value.dtype) or is_weak(_jax.typeof(value)) == weak:
+        return value
+    # No function of JAX makes an array weak, but jitted functions and this primitive keep it so.
+    return convert_element_type_p.bind(value, new_dtype=value.dtype, weak_type=weak, sharding=None)
+
+
 class _Identity:
     """An object known by identity alone; holding it keeps its id from being used again."""
 
@@ -205,7 +219,7 @@ class Canonical:
     def aval(self, aval: Any) -> Hashable:
         """Shape, dtype, weak type and, on explicit meshes, sharding."""
         sharding = getattr(aval, "sharding", None)
-        return (aval.shape, aval.dtype, bool(getattr(aval, "weak_type", False)), sharding)
+        return (aval.shape, aval.dtype, is_weak(aval), sharding)
 
     def context(self, eqn: Any) -> Hashable:
         """Settings that JAX keeps with an equation: compute type, threefry variant, metadata."""

@@ -7,6 +7,7 @@ described in `_load_report`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -25,8 +26,9 @@ from lazymodel._bytes import parse_budget
 from lazymodel._casting import SAFE, UNSAFE, check_mode, converted, refusal, weights
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
 from lazymodel._file_source import BYTES_READ
+from lazymodel._host_arrays import host_array, is_narrowed, stays_on_host
 from lazymodel._init_programs import InitRecipe, run_recipes
-from lazymodel._jaxprs import key_impl
+from lazymodel._jaxprs import is_weak, key_impl, with_weak_type
 from lazymodel._lazy_tensor import LazyTensor, lazy
 from lazymodel._live import require_live
 from lazymodel._load_report import (
@@ -224,25 +226,31 @@ def make_arrays(
     max_host_memory: int | None = None,
     progress: bool | Progress | Callable[[int, int], object] | None = None,
     check: Callable[[], None] = lambda: None,
-) -> tuple[dict[str, jax.Array], Costs]:
+) -> tuple[dict[str, Any], Costs]:
     """Runs the init programs, the stream, and what is computed from other variables.
 
-    Returns path to finished array, and what it cost.
+    Returns path to finished array, of JAX or (see `_host_arrays`) of NumPy, and what it cost.
 
     Init programs come first: their temporaries are spent while the devices are still empty. Progress is counted in
     bytes of the distinct shards of this process. `check` is called with every piece of work; what it raises ends it.
     """
     shardings = device_shardings(model.variables)
-    items = [_stream_item(model[path], source, shardings[path], choice) for path, source in choice.sources.items()]
+    on_host = {path: source for path, source in choice.sources.items() if stays_on_host(model[path])}
+    items = [
+        _stream_item(model[path], source, shardings[path], choice)
+        for path, source in choice.sources.items()
+        if path not in on_host
+    ]
     computed = {
         path: local_nbytes(shardings[path], model[path].shape, model[path].dtype)
         for recipe in choice.recipes
         for path in recipe.paths
     }
     derived = [path for path in model if path not in computed and path not in choice.sources]
-    computed.update({path: local_nbytes(shardings[path], model[path].shape, model[path].dtype) for path in derived})
+    apart = [*derived, *on_host]
+    computed.update({path: local_nbytes(shardings[path], model[path].shape, model[path].dtype) for path in apart})
     total = sum(computed.values()) + sum(local_nbytes(item.sharding, item.shape, item.dtype) for item in items)
-    arrays: dict[str, jax.Array] = {}
+    arrays: dict[str, Any] = {}
     bar = progress_for(progress)
     watcher = _Watcher(bar, check)
     bar.start(total, f"{model.name}: materializing {len(model)} variables")
@@ -256,10 +264,15 @@ def make_arrays(
         for path, array in arriving:
             arrays[path] = _in_layout(_as_declared(array, model[path]), model[path])
             watcher.advance(0, path)
+        for path, source in on_host.items():
+            arrays[path] = host_array(model[path], _read_as(model[path], source, choice))
+            watcher.advance(computed[path], path)
         if derived and model.derived is not None:
             for path, array in model.derived.compute(derived, arrays, shardings).items():
                 arrays[path] = _in_layout(array, model[path])
                 watcher.advance(computed[path], path)
+        # In the model's order, since every process has to run a program for all at the same turn.
+        arrays.update({path: _as_weak(arrays[path], model[path]) for path in model if model[path].weak_type})
         jax.block_until_ready([arrays[item.path] for item in items])
         streamed = time.perf_counter()
         jax.block_until_ready(list(arrays.values()))  # the init programs, which ran on while files were read
@@ -403,15 +416,33 @@ def _stored_dtype(variable: AbstractVariable) -> np.dtype[Any]:
 
 def _stream_item(variable: AbstractVariable, source: Source, sharding: Sharding, choice: Choice) -> StreamItem:
     """What the stream reads. Keys are read as their key data, whose trailing dimension no spec names."""
+    tensor = lazy(_read_as(variable, source, choice), variable.path)
+    return StreamItem(variable.path, tensor, _stored_shape(variable), _stored_dtype(variable), sharding)
+
+
+def _read_as(variable: AbstractVariable, source: Source, choice: Choice) -> Any:
+    """A source's values in the variable's dtype; what the user's own code made is cast as that would cast it."""
     dtype = _stored_dtype(variable)
-    # What the user's own code made is cast as that would cast it.
-    stored = variable.path in choice.given or (isinstance(source, LazyTensor) and bool(source.file))
-    tensor = converted(lazy(source, variable.path), dtype, choice.cast if stored else UNSAFE)
-    return StreamItem(variable.path, tensor, _stored_shape(variable), dtype, sharding)
+    if variable.path in choice.given or (isinstance(source, LazyTensor) and source.file):
+        return converted(lazy(source, variable.path), dtype, choice.cast)
+    return source if source.dtype == dtype else converted(lazy(source, variable.path), dtype, UNSAFE)
 
 
 def _as_declared(array: jax.Array, variable: AbstractVariable) -> jax.Array:
     return jax.random.wrap_key_data(array, impl=key_impl(variable.dtype)) if _is_key(variable) else array
+
+
+def _as_weak(array: Any, variable: AbstractVariable) -> Any:
+    """The array weakly typed, in the same buffers."""
+    if isinstance(array, np.ndarray) or is_weak(jax.typeof(array)):
+        return array
+    placed = array.sharding if variable.layout is None else array.format
+    with jax.enable_x64(True) if is_narrowed(array.dtype) else contextlib.nullcontext():
+        return jax.jit(_weakened, donate_argnums=0, out_shardings=placed)(array)
+
+
+def _weakened(array: jax.Array) -> jax.Array:
+    return with_weak_type(array, True)
 
 
 def _in_layout(array: jax.Array, variable: AbstractVariable) -> jax.Array:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lazymodel._abstract import AbstractModel, AbstractVariable, unique_paths
 from lazymodel._errors import LazyModelError
+from lazymodel._host_arrays import kept_on_host
 from lazymodel._init_programs import InitRecipe
 from lazymodel._report import closest
 from lazymodel._roles import rule_path
@@ -115,7 +116,7 @@ def with_optimizer(
         raise LazyModelError(f"{model.name} has an optimizer already; chain transformations, or start from the model")
     paths = _trained(model, trained)
     start = model.start_training or default_training(model)
-    structs = {path: jax.ShapeDtypeStruct(model[path].shape, model[path].dtype) for path in paths}
+    structs = {path: dataclasses.replace(model[path], sharding=None, layout=None).struct for path in paths}
     found = _start(start, optimizer, structs)
     if taken := [path for path in found.structs if path in model.variables]:
         raise LazyModelError(f"{model.name} has a variable of its own at {taken[0]!r}, where optimizer state would go")
@@ -129,9 +130,20 @@ def with_optimizer(
         origin = traced[path].origin if path in traced else "of parameters"
         if origin == "constant":
             origin = "value"
+        on_host = path in traced and traced[path].on_host
         state[path] = AbstractVariable(
-            path, tuple(struct.shape), struct.dtype, origin=origin, trainable=False, follows=found.follows[path]
+            path,
+            tuple(struct.shape),
+            traced[path].dtype if on_host else struct.dtype,
+            origin=origin,
+            trainable=False,
+            follows=found.follows[path],
+            weak_type=bool(getattr(struct, "weak_type", False)),
+            on_host=on_host,
         )
+
+    on_host = {path: source for path, source in traced.sources.items() if traced[path].on_host}
+    constants = {path: source for path, source in traced.sources.items() if path not in on_host}
 
     def structure(mapping: Mapping[str, Any]) -> Any:
         return model.structure(mapping), found.unflatten(mapping)
@@ -143,7 +155,8 @@ def with_optimizer(
     return dataclasses.replace(
         model,
         variables={**model.variables, **follow(state, model.variables)},
-        recipes=(*model.recipes, *traced.recipes, *map(_recipe, traced.sources.items())),
+        recipes=(*model.recipes, *traced.recipes, *map(_recipe, constants.items())),
+        sources={**model.sources, **on_host},
         structure=structure,
         rebuild=rebuild,
         derived=found.derive(paths),
@@ -194,7 +207,7 @@ def shard(
         placed, more = assign(ruled, mesh, state_rules, on_unmatched=on_unmatched, large=large, repair=repair)
         following |= placed
         notes += more
-    return {**assigned, **following}, notes
+    return kept_on_host({**assigned, **following}), notes
 
 
 @dataclasses.dataclass(frozen=True)

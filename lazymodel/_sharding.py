@@ -62,7 +62,7 @@ class Reason:
     Attributes:
         kind: `rule` (of a mapping), `callable`, `logical` (axis rules), `metadata` (the variable's own), `proposed`
             (by `auto` or another proposer), `follows` (the weight that it belongs to), `repaired`, `optimizer` (state,
-            as its parameter), or `unmatched`.
+            as its parameter), `host` (a NumPy array that devices cannot hold), or `unmatched`.
         text: The reason, for people.
         role: What `auto` or a rule by role took the variable for.
         labels: What each of its dimensions is, where that is known.

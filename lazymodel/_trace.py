@@ -27,6 +27,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from lazymodel._abstract import AbstractModel, AbstractVariable, unique_paths
 from lazymodel._errors import TraceError
+from lazymodel._escaped import is_iterator, refuse_empty, refuse_escaped
+from lazymodel._host_arrays import is_host_variable
 from lazymodel._init_programs import InitRecipe, ProgramCache
 from lazymodel._jaxprs import (
     CALLS,
@@ -39,11 +41,13 @@ from lazymodel._jaxprs import (
     is_cheap,
     is_dropped,
     is_key,
+    is_weak,
     key_impl,
     live_part,
     one_equation,
     opened,
     run_jaxpr,
+    with_weak_type,
 )
 from lazymodel._small import evaluate, on_host, to_host, unpack_keys
 from lazymodel._trace_errors import explain
@@ -78,26 +82,38 @@ def trace_function(
     Args:
         function: Any function that JAX can trace. Outputs that are no arrays (strings, Python numbers, objects) are
             handed back as they are.
-        args: Its arguments. Arrays and typed PRNG keys in them are run-time inputs of the init programs; a
-            `jax.ShapeDtypeStruct` stands for an array whose values no variable needs; the rest is static.
+        args: Its arguments. `jax.Array`s and typed PRNG keys in them are run-time inputs of the init programs; a
+            `jax.ShapeDtypeStruct` stands for an array whose values no variable needs; the rest is static, and NumPy
+            arrays are the function's to use as they are.
         kwargs: Its keyword arguments, likewise.
         name: What to call the model; the function's name by default.
         path_of: Names a leaf of the result from its `jax.tree_util` key path; by default the keys joined by `/`.
 
     Returns:
         An abstract model with a variable for every distinct array of the result. An array that occurs twice is one
-        variable under its first path, and the same array in both places once rebuilt.
+        variable under its first path, and the same array in both places once rebuilt. Arrays are weakly typed where
+        the function's own are. NumPy arrays stay such (see `_host_arrays`), and are not trained by default.
 
     Raises:
-        TraceError: The function needs a value that tracing does not have; names the line of code.
+        TraceError: The function needs a value that tracing does not have; names the line of code. Or its result has
+            arrays where JAX does not look for them, or has none at all; names the place and the mend.
     """
-    outputs = _trace(function, args, kwargs, path_of or path_text)
+    called: str = name or getattr(function, "__name__", type(function).__name__)
+    outputs = _trace(function, args, kwargs, path_of or path_text, called)
     with on_host():
         graph = _Graph(outputs.jaxpr, outputs.inputs)
     variables: dict[str, AbstractVariable] = {}
     sources: dict[str, np.ndarray[Any, Any]] = {}
     computed: list[tuple[str, _Value]] = []
-    for path, value in zip(outputs.paths, graph.results, strict=True):
+    results = dict(zip(outputs.traced, graph.results, strict=True))
+    for path in outputs.paths:
+        if path in outputs.on_host:
+            array = sources[path] = outputs.on_host[path]
+            variables[path] = AbstractVariable(
+                path, array.shape, array.dtype, origin="constant", trainable=False, on_host=True
+            )
+            continue
+        value = results[path]
         origin = "init"
         if value.step is None and value.data is None:
             raise TraceError(
@@ -109,7 +125,8 @@ def trace_function(
             origin = "constant"
         else:
             computed.append((path, value))
-        variables[path] = AbstractVariable(path, tuple(value.aval.shape), value.aval.dtype, origin=origin)
+        shape, weak = tuple(value.aval.shape), is_weak(value.aval)
+        variables[path] = AbstractVariable(path, shape, value.aval.dtype, origin=origin, weak_type=weak)
     recipes = graph.recipes(computed)
     for recipe in recipes:
         for path in recipe.paths:
@@ -126,7 +143,7 @@ def trace_function(
         rebuild=structure,
         structure=structure,
         programs=ProgramCache(),
-        name=name or getattr(function, "__name__", type(function).__name__),
+        name=called,
     )
 
 
@@ -142,9 +159,10 @@ class _Outputs:
     """A traced function.
 
     Attributes:
-        jaxpr: Of the array arguments, in order, to the distinct arrays of the result.
+        jaxpr: Of the array arguments, in order, to the distinct `jax.Array`s of the result.
         inputs: The array arguments.
-        paths: A path for each output of the jaxpr.
+        paths: A path for each distinct array.
+        on_host: Those of NumPy arrays, with the arrays.
         leaves: The result's leaves: a slot for each array, everything else as it is.
         treedef: The result's structure.
     """
@@ -152,8 +170,14 @@ class _Outputs:
     jaxpr: Any
     inputs: list[Any]
     paths: list[str]
+    on_host: dict[str, np.ndarray[Any, Any]]
     leaves: list[Any]
     treedef: Any
+
+    @property
+    def traced(self) -> list[str]:
+        """A path for each output of the jaxpr."""
+        return [path for path in self.paths if path not in self.on_host]
 
 
 def known_value(model: AbstractModel, path: str) -> np.ndarray[Any, Any] | None:
@@ -184,11 +208,13 @@ def _trace(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     path_of: Callable[[Sequence[Any]], str],
+    name: str,
 ) -> _Outputs:
     arguments, in_tree = jax.tree.flatten((tuple(args), dict(kwargs)))
     where = [index for index, leaf in enumerate(arguments) if _is_input(leaf)]
     inputs = [arguments[index] for index in where]
     paths: list[str] = []
+    on_host: dict[str, np.ndarray[Any, Any]] = {}
     leaves: list[Any] = []
     treedefs: list[Any] = []
 
@@ -197,19 +223,27 @@ def _trace(
         for index, array in zip(where, arrays, strict=True):
             filled[index] = array
         positional, named = jax.tree.unflatten(in_tree, filled)
-        found, treedef = jax.tree_util.tree_flatten_with_path(function(*positional, **named))
+        result = function(*positional, **named)
+        found, treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_iterator)
         names = _unique([path_of(path) for path, _ in found])
         slots: dict[int, _Slot] = {}
         results: list[Any] = []
-        for name, (_, leaf) in zip(names, found, strict=True):
-            if not isinstance(leaf, (jax.Array, np.ndarray)):
-                leaves.append(leaf)
-                continue
+        for path, (_, leaf) in zip(names, found, strict=True):
             if id(leaf) not in slots:  # `found` keeps every leaf alive, so ids are not used twice
-                slots[id(leaf)] = _Slot(name)
-                paths.append(name)
-                results.append(leaf)
+                if is_host_variable(leaf):
+                    on_host[path] = leaf
+                elif isinstance(leaf, jax.Array):
+                    results.append(leaf)
+                else:
+                    leaves.append(leaf)
+                    continue
+                slots[id(leaf)] = _Slot(path)
+                paths.append(path)
             leaves.append(slots[id(leaf)])
+        named_leaves = [(path, leaf) for path, (_, leaf) in zip(names, found, strict=True) if id(leaf) not in slots]
+        refuse_escaped(named_leaves, treedef)
+        if not slots:
+            refuse_empty(result, named_leaves, name)
         treedefs.append(treedef)
         return results
 
@@ -220,11 +254,12 @@ def _trace(
         if explained is None:
             raise
         raise explained from error
-    return _Outputs(jaxpr, inputs, paths, leaves, treedefs[-1])
+    return _Outputs(jaxpr, inputs, paths, on_host, leaves, treedefs[-1])
 
 
 def _is_input(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+    # NumPy arrays are not: eager execution computes with them in NumPy, and in 64 bits, until JAX is given them.
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
 
 def _unique(paths: list[str]) -> list[str]:
@@ -417,13 +452,14 @@ class _Graph:
             form.append((self._step_form(step), tuple(canonical)))
         outputs = tuple(refer(value) for _, value in group)
         types = tuple((self._canonical.aval(value.aval)) for value in where if where[value][0] == "input")
-        signature = Interned((tuple(form), outputs, types, uses_zero))
+        weak = tuple(is_weak(value.aval) for _, value in group)
+        signature = Interned((tuple(form), outputs, types, uses_zero, weak))
         if uses_zero:
             inputs.append(np.zeros((), np.uint32))
         return InitRecipe(
             paths=tuple(path for path, _ in group),
             signature=signature,
-            function=_Program(plan, outputs, kinds, uses_zero),
+            function=_Program(plan, outputs, kinds, uses_zero, weak),
             inputs=tuple(inputs),
             origin=_origin(steps),
             x64=self._x64,
@@ -447,7 +483,9 @@ class _Program:
         outputs: Sequence[tuple[Any, ...]],
         kinds: Sequence[Any],
         uses_zero: bool,
+        weak: Sequence[bool],
     ):
+        self._weak = weak
         self._plan = plan
         self._outputs = outputs
         self._kinds = kinds
@@ -483,7 +521,8 @@ class _Program:
                 operands.append(value)
             moved = step.name in _PLACEMENT and len(operands) == len(step.results)
             results.append(operands if moved else run_jaxpr(step.jaxpr(), operands))
-        return tuple(read(reference) for reference in self._outputs)
+        # What is computed from inputs, which are strongly typed, lost its weak type on the way.
+        return tuple(with_weak_type(read(output), weak) for output, weak in zip(self._outputs, self._weak, strict=True))
 
 
 def _hide(value: Any, zero: Any) -> Any:

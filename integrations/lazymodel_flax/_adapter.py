@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lazymodel import AbstractModel
+from lazymodel._escaped import watched
 from lazymodel_flax import linen, nnx
 
 
@@ -23,10 +24,12 @@ class FlaxAdapter:
         """Builds it abstractly; see `linen.build_abstract` and `nnx.build_abstract`.
 
         Raises:
-            TraceError: Building needs a value that tracing does not have.
+            TraceError: Building needs a value that tracing does not have, or hides arrays where JAX does not look.
+            LazyModelError: `build` is a Linen class, or an NNX module that is built already.
         """
         module = linen if linen.matches(build) else nnx
-        return module.build_abstract(build, args, kwargs)
+        with watched(build, args, kwargs):
+            return module.build_abstract(build, args, kwargs)
 
     def arrays(self, model: Any) -> dict[str, Any] | None:
         """The arrays of an NNX module, of a pytree with NNX objects in it, or of Linen variables in their boxes."""

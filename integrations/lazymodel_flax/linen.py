@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from flax import linen
 
-from lazymodel import AbstractModel
+from lazymodel import AbstractModel, LazyModelError
 from lazymodel._optimizer import Optimizer, Training
 from lazymodel._trace import path_text, trace_function
 from lazymodel_flax._logical import with_logical_axes
@@ -23,8 +23,8 @@ _PARAMS = "params/"  # how the paths of the collection that Flax trains begin
 
 
 def matches(build: Any) -> bool:
-    """Whether this is a Linen module (an instance: a class has no sizes yet)."""
-    return isinstance(build, linen.Module)
+    """Whether this is a Linen module, or the class of one."""
+    return isinstance(build, linen.Module) or (isinstance(build, type) and issubclass(build, linen.Module))
 
 
 def build_abstract(module: linen.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractModel:
@@ -40,7 +40,13 @@ def build_abstract(module: linen.Module, args: tuple[Any, ...], kwargs: dict[str
 
     Raises:
         TraceError: Initializing depends on the values of the inputs.
+        LazyModelError: `module` is a class, which has no sizes yet.
     """
+    if isinstance(module, type):
+        raise LazyModelError(
+            f"build_abstract got the Linen class {module.__name__}: pass a module, {module.__name__}(…), then the "
+            "arguments of its init, a key and inputs"
+        )
 
     def init(*args: Any, **kwargs: Any) -> Any:
         return module.init(*args, **kwargs)

@@ -4,6 +4,7 @@ The `nnx.Rngs` among the arguments become run-time inputs: their keys are traced
 The module's structure (its graph definition) is static, its state leaves are the variables, with paths such as
 `layers/0/attention/kernel`. A module that is used twice is one set of variables, as `nnx.split` has it.
 The axis names of `nnx.with_partitioning` are the variables' `logical_axes`. What is trained is every `nnx.Param`.
+How variables are kept (`nnx.var_defaults`, eager sharding) is `_variable_modes`' matter.
 """
 
 from __future__ import annotations
@@ -16,16 +17,27 @@ import jax
 import numpy as np
 from flax import nnx
 
-from lazymodel import AbstractModel
+from lazymodel import AbstractModel, LazyModelError
+from lazymodel._escaped import is_iterator, refuse_empty, refuse_escaped
 from lazymodel._optimizer import Optimizer, Training
 from lazymodel._trace import known_value, path_text, trace_function
 from lazymodel_flax._logical import with_logical_axes
+from lazymodel_flax._variable_modes import (
+    Modes,
+    as_plain,
+    refuse_references,
+    resolve_sharding,
+    suspend_sharding,
+    update_counts,
+)
 
 
 def matches(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether this is an NNX class, is given NNX objects such as `nnx.Rngs`, or is a function, which may return one."""
     if isinstance(build, type):
         return issubclass(build, nnx.Pytree)
+    if _is_node(build):
+        return True
     leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_node)
     return callable(build) and (any(_is_node(leaf) for leaf in leaves) or not hasattr(build, "init"))
 
@@ -46,13 +58,17 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         An abstract model whose `materialize` returns the module.
 
     Raises:
-        TraceError: Building needs a value that tracing does not have.
+        TraceError: Building needs a value that tracing does not have, or hides arrays in objects that are no pytrees.
+        LazyModelError: `build` is built already, or makes a variable a reference on its own.
     """
+    if _is_node(build):
+        raise LazyModelError(f"build_abstract got a {type(build).__name__} that is built already: pass its class")
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
     where = [index for index, leaf in enumerate(leaves) if _is_node(leaf)]
     given = tuple(leaves[index] for index in where)
+    modes = Modes.current()
     # Split together, so that one object given twice stays one.
-    graphdef, counts, state = nnx.split(given, nnx.RngCount, ...)
+    graphdef, counts, state = nnx.split(as_plain(given), nnx.RngCount, ...)
     rest = [None if _is_node(leaf) else leaf for leaf in leaves]
     built: list[_Built] = []
 
@@ -64,22 +80,25 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         for index, node in zip(where, nodes, strict=True):
             filled[index] = node
         args, kwargs = jax.tree.unflatten(treedef, filled)
-        # A variable with axis names would be put on a mesh right here, and there need not be one yet.
-        eager = nnx.using_eager_sharding()
-        with nnx.use_eager_sharding(False):
+        with modes.suspended():
             result = build(*args, **kwargs)
-        plain: dict[int, np.ndarray[Any, Any]] = {}  # a count that two places hold stays one array
-        after = [_as_plain(leaf, plain) for leaf in jax.tree.leaves(nnx.state(nodes))]
-        if not any(_is_node(leaf) for leaf in jax.tree.leaves(result, is_leaf=_is_node)):
+        known: dict[int, jax.Array] = {}  # a count that two places hold stays one array
+        after = [_as_count(leaf, known) for leaf in jax.tree.leaves(nnx.state(nodes))]
+        leaves = jax.tree.leaves(result, is_leaf=lambda leaf: _is_node(leaf) or is_iterator(leaf))
+        if not any(_is_node(leaf) for leaf in leaves):
             built.append(_Built(None, None, (), {}, frozenset()))
+            _check_plain(result, leaves, _name(build))
             return result, after
+        refuse_references(result)
         _mark_buffers(result)
-        _shard_eagerly(result, eager)  # each remembers it
+        resolve_sharding(result)
         structure, found = nnx.split(result)
         flat, found_def = jax.tree_util.tree_flatten_with_path(found)
         paths = tuple(_path(keys) for keys, _ in flat)
+        if not any(isinstance(leaf, (jax.Array, np.ndarray)) for _, leaf in flat):
+            refuse_empty(result, list(zip(paths, (leaf for _, leaf in flat), strict=True)), _name(build))
         built.append(_Built(structure, found_def, paths, _axis_names(found), _params(found)))
-        return [_as_plain(leaf, plain) for _, leaf in flat], after
+        return [_as_count(leaf, known) for _, leaf in flat], after
 
     def path_of(keys: Sequence[Any]) -> str:
         if keys[0].idx == 1:
@@ -90,14 +109,14 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     # None is a pytree without leaves, so the holes that nodes leave in `rest` trace to themselves.
     model = trace_function(pure, (rest, state), {}, name=_name(build), path_of=path_of)
     _advance(given, model)
-    return with_logical_axes(_as_module(model, built[-1]), built[-1].axes)
+    return with_logical_axes(_as_module(model, built[-1], modes), built[-1].axes)
 
 
 def arrays(model: Any) -> dict[str, Any] | None:
     """The arrays of a module, or of a pytree with NNX objects in it, by path; None for what has none."""
     if not any(_is_node(leaf) for leaf in jax.tree.leaves(model, is_leaf=_is_node)):
         return None
-    found, _ = jax.tree_util.tree_flatten_with_path(nnx.split(model)[1])
+    found, _ = jax.tree_util.tree_flatten_with_path(nnx.split(as_plain(model))[1])
     return {_path(keys): array for keys, array in found}
 
 
@@ -139,8 +158,12 @@ def _count(value: Any) -> _Count:
     return np.array(value).view(_Count)
 
 
-def _as_plain(leaf: Any, plain: dict[int, np.ndarray[Any, Any]]) -> Any:
-    return plain.setdefault(id(leaf), np.array(leaf, subok=False)) if isinstance(leaf, _Count) else leaf
+def _as_count(leaf: Any, known: dict[int, jax.Array]) -> Any:
+    """A count as the array that it is in eager execution, with its value."""
+    if not isinstance(leaf, _Count):
+        return leaf
+    with jax.ensure_compile_time_eval():
+        return known.setdefault(id(leaf), jax.numpy.asarray(np.array(leaf, subok=False)))
 
 
 def _name(build: Any) -> str:
@@ -168,39 +191,56 @@ def _axis_names(state: Any) -> dict[str, tuple[Any, Any]]:
     return names
 
 
+def _check_plain(result: Any, leaves: Sequence[Any], name: str) -> None:
+    """Checks a result without NNX objects as the core would; what it has besides arrays is checked there."""
+    if not any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves):
+        flat, treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_iterator)
+        named = [(path_text(keys), leaf) for keys, leaf in flat]
+        refuse_escaped(named, treedef)
+        refuse_empty(result, named, name)
+
+
 def _mark_buffers(result: Any) -> None:
     """Marks plain arrays that modules hold as data, which NNX does by itself for concrete arrays only.
 
     Otherwise they would count as static, and the tracers would escape in the graph definition.
+
+    Raises:
+        TraceError: One is in an attribute that is static for NNX, and so lost.
     """
-    for _, node in nnx.iter_graph(result):
-        if isinstance(node, nnx.Pytree):
-            for name, value in list(vars(node).items()):
-                if isinstance(value, jax.Array):
-                    setattr(node, name, nnx.data(value))
+    for path, node in nnx.iter_graph(result):
+        if not isinstance(node, nnx.Pytree):
+            continue
+        for name, value in list(vars(node).items()):
+            if isinstance(value, jax.Array):
+                setattr(node, name, nnx.data(value))
+            elif name not in _OF_NNX and not _is_data(node, name):
+                refuse_escaped([("/".join(map(str, (*path, name))), value)])
 
 
-def _shard_eagerly(nodes: Any, eager: bool) -> None:
-    """Says of all variables whether making another one of their kind puts it on the mesh of the context."""
-    for _, node in nnx.iter_graph(nodes):
-        if isinstance(node, nnx.Variable):
-            node.set_metadata(eager_sharding=eager)
+# What NNX itself keeps in a module, its trace among them.
+_OF_NNX = ("_pytree__state", "_pytree__nodes")
+
+
+def _is_data(node: nnx.Pytree, name: str) -> bool:
+    """Whether NNX goes into an attribute by itself."""
+    return bool(getattr(node, "_pytree__nodes", {}).get(name, False))
 
 
 def _advance(given: tuple[Any, ...], model: AbstractModel) -> None:
     """Updates the counts of the user's own `nnx.Rngs`, as building eagerly would have."""
     _, after = model.structure({path: path for path in model})
-    state = nnx.state(given)
+    state = nnx.state(as_plain(given))
     leaves, treedef = jax.tree.flatten(state)
     # Only counts: keys do not change, and other state is not known before it is materialized.
     known = [
         known_value(model, path) if leaf.dtype == np.uint32 else None for path, leaf in zip(after, leaves, strict=True)
     ]
     updated = [leaf if value is None else jax.numpy.asarray(value) for value, leaf in zip(known, leaves, strict=True)]
-    nnx.update(given, jax.tree.unflatten(treedef, updated))
+    update_counts(given, jax.tree.unflatten(treedef, updated))
 
 
-def _as_module(model: AbstractModel, built: _Built) -> AbstractModel:
+def _as_module(model: AbstractModel, built: _Built, modes: Modes) -> AbstractModel:
     """The model without what is not the module's own, rebuilding the module itself."""
     own = {path: variable for path, variable in model.items() if not path.startswith(_AFTER)}
     if built.graphdef is not None:
@@ -211,24 +251,30 @@ def _as_module(model: AbstractModel, built: _Built) -> AbstractModel:
         result, _ = model.structure(_Filled(mapping))
         return result if built.graphdef is None else jax.tree.unflatten(built.state_def, result)
 
-    def rebuild(mapping: Mapping[str, Any]) -> Any:
+    def plain(mapping: Mapping[str, Any]) -> Any:
         state = structure(mapping)
         return state if built.graphdef is None else nnx.merge(built.graphdef, state)
+
+    def rebuild(mapping: Mapping[str, Any]) -> Any:
+        return plain(mapping) if built.graphdef is None else modes.applied(plain(mapping))
 
     def start_training(optimizer: Optimizer, leaves: Mapping[str, Any]) -> Training:
         structs = {path: variable.struct for path, variable in own.items()}
         trained = nnx.Param if frozenset(leaves) == built.params else _Trained(frozenset(leaves))
         filled: dict[str, Any] = {**structs, **leaves}
-        module = rebuild(filled)
+        module, own_modes = plain(filled), Modes.current()
         # State takes over the axis names of its parameters, and would be put on a mesh right here too.
-        eager = nnx.using_eager_sharding()
-        _shard_eagerly(module, False)
-        with nnx.use_eager_sharding(False):
+        suspend_sharding(module)
+        with own_modes.suspended():
             started = nnx.Optimizer(module, cast(Any, optimizer), wrt=trained)
-        _shard_eagerly(started, eager)
+        resolve_sharding(started)
         graphdef, state = nnx.split(started)
         places = {path: path for path in leaves}
-        return Training(state, lambda module, state: (module, nnx.merge(graphdef, state)), _state_path, places)
+
+        def finish(module: Any, state: Any) -> Any:
+            return module, own_modes.applied(nnx.merge(graphdef, state))
+
+        return Training(state, finish, _state_path, places)
 
     return dataclasses.replace(
         model,

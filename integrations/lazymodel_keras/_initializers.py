@@ -97,7 +97,9 @@ def _make_template(initializer: Any, shape: tuple[int, ...], dtype: str, seed: n
     """Traces the initializer; a second time with another seed, to see which inputs the seed decides."""
 
     def traced(seed: np.ndarray | None) -> tuple[InitRecipe | None, np.ndarray | None]:
-        model = trace_function(_function(initializer, shape, dtype), () if seed is None else (seed,), {})
+        # A NumPy array would be a constant of the function, rather than an input.
+        seeds = () if seed is None else (jnp.asarray(seed),)
+        model = trace_function(_function(initializer, shape, dtype), seeds, {})
         (path,) = model
         return (None, model.sources[path]) if path in model.sources else (model.recipes[0], None)
 

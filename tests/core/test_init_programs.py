@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any
 
 import jax
@@ -215,6 +216,22 @@ def test_values_that_depend_on_the_sharding_warn(mesh8: Any) -> None:
     replicated = jax.NamedSharding(mesh8, jax.P())
     model = trace_function(lambda k: jax.random.normal(k, (128, 16)), (KEY,), {})
     list(run_recipes(model.recipes, {"value": replicated}, model.programs))  # filterwarnings: an error if it warned
+
+
+def test_values_that_depend_on_the_sharding_warn_once_a_model_and_for_every_model(mesh8: Any) -> None:
+    def init(key: Any) -> Any:
+        return [jax.random.normal(jax.random.fold_in(key, rows), (rows, 16)) for rows in (64, 128, 256)]
+
+    ProgramCache.clear_shared()
+    sharding = jax.NamedSharding(mesh8, jax.P("model"))
+    for _ in range(2):  # the second model finds its programs compiled
+        model = trace_function(init, (jax.random.key(0, impl="rbg"),), {})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            list(run_recipes(model.recipes, dict.fromkeys(model, sharding), model.programs))
+        (warning,) = caught
+        assert warning.category is LazyModelWarning
+        assert "'0' and 2 more variables" in str(warning.message) and "threefry" in str(warning.message)
 
 
 def test_subsets_and_empty_arrays(mesh8: Any) -> None:
