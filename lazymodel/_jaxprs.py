@@ -44,6 +44,14 @@ _APPROXIMATE = _names(
     zeta
     """
 )
+# Of those, what chooses among values, or changes signs: nothing is rounded.
+_EXACT = _names(
+    """
+    abs argmax argmin bitcast_convert_type clamp complex conj copy copy_p cummax cummin device_put imag max min name neg
+    nextafter optimization_barrier real reduce_max reduce_min select_n sharding_constraint sign sort stop_gradient
+    """
+)
+_OVER_DEVICES = _names("shard_map xla_pmap mesh_cast reshard all_gather psum ppermute all_to_all")
 # Data movement: values are moved or repeated, never computed with.
 STRUCTURAL = _names(
     """
@@ -308,6 +316,28 @@ def is_partitionable(jaxpr: Any) -> bool:
         elif name not in ELEMENTWISE and name not in STRUCTURAL and name not in _ORDERLESS:
             return False
     return True
+
+
+def rounds(eqn: Any) -> bool:
+    """Whether an equation that calls no other computes floating-point numbers, rather than choosing or moving them."""
+    name = eqn.primitive.name
+    if name in STRUCTURAL or name in _EXACT:
+        return False
+    if name == "convert_element_type" and not _is_floating(eqn.invars[0].aval):
+        return False
+    return any(_is_floating(var.aval) for var in eqn.outvars)
+
+
+def _is_floating(aval: Any) -> bool:
+    return not is_key(aval.dtype) and bool(_jax.numpy.issubdtype(aval.dtype, np.inexact))
+
+
+def names_devices(jaxpr: Any) -> bool:
+    """Whether a computation says itself over which devices it is split."""
+    return any(
+        eqn.primitive.name in _OVER_DEVICES or any(names_devices(inner) for inner in inner_jaxprs(eqn))
+        for eqn in opened(jaxpr)[0].eqns
+    )
 
 
 def is_approximate(jaxpr: Any) -> bool:

@@ -17,8 +17,9 @@ Compiling and running is in `_init_programs`; nothing here allocates more than k
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -28,6 +29,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from lazymodel._abstract import AbstractModel, AbstractVariable, unique_paths
 from lazymodel._errors import TraceError
 from lazymodel._init_programs import InitRecipe, ProgramCache
+from lazymodel._inlined import comes_apart, keep_inlined
 from lazymodel._jaxprs import (
     CALLS,
     JIT,
@@ -39,12 +41,15 @@ from lazymodel._jaxprs import (
     is_cheap,
     is_dropped,
     is_key,
+    is_partitionable,
     key_impl,
     live_part,
+    names_devices,
     one_equation,
     opened,
     run_jaxpr,
 )
+from lazymodel._kernels import Line, kernels_of
 from lazymodel._small import evaluate, on_host, to_host, unpack_keys
 from lazymodel._trace_errors import explain
 
@@ -214,7 +219,8 @@ def _trace(
         return results
 
     try:
-        jaxpr = jax.make_jaxpr(flat)(*inputs)
+        with keep_inlined():
+            jaxpr = jax.make_jaxpr(flat)(*inputs)
     except Exception as error:
         explained = explain(error)
         if explained is None:
@@ -310,6 +316,7 @@ class _Graph:
         self._x64 = bool(cast(Any, jax.config).jax_enable_x64)
         self._canonical = Canonical()
         self._equations: dict[int, Any] = {}
+        self._apart: dict[int, tuple[Any, bool]] = {}
         jaxpr, consts = opened(closed)
         values = [
             _Value(var.aval, _host_value(value, var.aval)) for var, value in zip(jaxpr.invars, inputs, strict=True)
@@ -332,6 +339,10 @@ class _Graph:
         for eqn in jaxpr.eqns:
             operands = [read(atom) for atom in eqn.invars]
             name = eqn.primitive.name
+            if self._comes_apart(eqn):
+                inner, inner_consts = opened(inner_jaxpr(eqn))
+                env.update(zip(eqn.outvars, self._walk(inner, inner_consts, operands, unit), strict=True))
+                continue
             if all(value.data is not None for value in operands) and _is_small(eqn, unit):
                 results = evaluate(eqn, [value.data for value in operands])
                 for var, data in zip(eqn.outvars, results, strict=True):
@@ -353,6 +364,14 @@ class _Graph:
             env.update(zip(eqn.outvars, step.results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
+    def _comes_apart(self, eqn: Any) -> bool:
+        if eqn.primitive.name not in JIT:
+            return False
+        inner = inner_jaxpr(eqn)
+        if id(inner) not in self._apart:  # the jaxpr is kept, so its id stays its own
+            self._apart[id(inner)] = (inner, comes_apart(eqn))
+        return self._apart[id(inner)][1]
+
     def recipes(self, computed: Sequence[tuple[str, _Value]]) -> tuple[InitRecipe, ...]:
         """The init recipes of some results, in order of their first path."""
         for step in self._live({value for _, value in computed}):
@@ -370,7 +389,8 @@ class _Graph:
             needed = [value for value in step.results if value in live]
             if not needed:
                 continue
-            parts = [_cut(step, value) for value in needed] if step.name == "scan" and len(step.results) > 1 else [step]
+            cut = step.name == "scan" and len(step.results) > 1 and is_partitionable(step.jaxpr())
+            parts = [_cut(step, value) for value in needed] if cut else [step]
             for part in parts:
                 live.update(part.operands)
             kept.extend(reversed(parts))
@@ -420,6 +440,9 @@ class _Graph:
         signature = Interned((tuple(form), outputs, types, uses_zero))
         if uses_zero:
             inputs.append(np.zeros((), np.uint32))
+        kernels = None
+        if not all(is_partitionable(step.jaxpr()) or names_devices(step.jaxpr()) for step in steps):
+            kernels = kernels_of([_line(step, *known) for step, known in zip(steps, form, strict=True)], outputs, kinds)
         return InitRecipe(
             paths=tuple(path for path, _ in group),
             signature=signature,
@@ -428,6 +451,7 @@ class _Graph:
             origin=_origin(steps),
             x64=self._x64,
             keys=(*kinds, *(None,) * uses_zero),
+            kernels=kernels,
         )
 
     def _step_form(self, step: _Step) -> Any:
@@ -484,6 +508,18 @@ class _Program:
             moved = step.name in _PLACEMENT and len(operands) == len(step.results)
             results.append(operands if moved else run_jaxpr(step.jaxpr(), operands))
         return tuple(read(reference) for reference in self._outputs)
+
+
+def _line(step: _Step, form: Hashable, operands: Sequence[tuple[Any, ...]]) -> Line:
+    """A step for `kernels_of`, with the form that the program's signature has of it."""
+    places = tuple(place if place[0] == "fixed" else place[:-1] for place in operands)  # without whether it is hidden
+    moved = step.name in _PLACEMENT and len(places) == len(step.results)
+    run = None if moved else functools.partial(_run_step, step)
+    return Line(step.unit, form, run, places, len(step.results))
+
+
+def _run_step(step: _Step, *operands: Any) -> list[Any]:
+    return run_jaxpr(step.jaxpr(), operands)
 
 
 def _hide(value: Any, zero: Any) -> Any:
