@@ -87,7 +87,7 @@ CALLS = frozenset(
         "remat2",
     }
 )
-_CONTROL = frozenset({"scan", "while", "cond"})
+CONTROL = frozenset({"scan", "while", "cond"})
 # Parameters that only differentiation looks at, or that name a place in the source.
 _IGNORED_PARAMS = _names(
     """
@@ -307,7 +307,7 @@ def is_partitionable(jaxpr: Any) -> bool:
     """
     for eqn in opened(jaxpr)[0].eqns:
         name = eqn.primitive.name
-        if name in JIT or name in CALLS or name in _CONTROL:
+        if name in JIT or name in CALLS or name in CONTROL:
             if not all(is_partitionable(inner) for inner in inner_jaxprs(eqn)):
                 return False
         elif name in _INTEGER_ORDERLESS:
@@ -323,12 +323,13 @@ def rounds(eqn: Any) -> bool:
     name = eqn.primitive.name
     if name in STRUCTURAL or name in _EXACT:
         return False
-    if name == "convert_element_type" and not _is_floating(eqn.invars[0].aval):
+    if name == "convert_element_type" and not is_floating(eqn.invars[0].aval):
         return False
-    return any(_is_floating(var.aval) for var in eqn.outvars)
+    return any(is_floating(var.aval) for var in eqn.outvars)
 
 
-def _is_floating(aval: Any) -> bool:
+def is_floating(aval: Any) -> bool:
+    """Whether a type is a floating-point one."""
     return not is_key(aval.dtype) and bool(_jax.numpy.issubdtype(aval.dtype, np.inexact))
 
 

@@ -16,7 +16,7 @@ import collections
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, ClassVar, cast
 
 import jax
@@ -90,15 +90,20 @@ class Line:
     results: int
 
 
-def kernels_of(lines: Sequence[Line], outputs: Sequence[tuple[Any, ...]], kinds: Sequence[Any]) -> Kernels:
+def kernels_of(
+    lines: Sequence[Line], outputs: Sequence[tuple[Any, ...]], kept: Set[tuple[Any, ...]], kinds: Sequence[Any]
+) -> Kernels:
     """Cuts a recipe into kernels.
 
     Args:
         lines: Its equations in order; those of one unit follow one another.
         outputs: Where each of its outputs comes from.
+        kept: Results that eager execution keeps, and so do the kernels that compute them, even if nothing uses them.
         kinds: For each of its inputs, the dtype of the keys that it is the data of, or None.
     """
-    used = {place for line in lines for place in line.operands} | set(outputs)
+    used = set(outputs) | kept
+    for line in lines:  # what only its own function uses is no result of a kernel
+        used.update(place for place in line.operands if place[0] == "step" and _leaves(lines[place[1]], line))
     where: dict[tuple[Any, ...], Reference] = {}  # of lines' results outside their kernel
 
     def outside(place: tuple[Any, ...]) -> Reference:
@@ -118,6 +123,10 @@ def kernels_of(lines: Sequence[Line], outputs: Sequence[tuple[Any, ...]], kinds:
         kernels.append(_kernel(part, within, results, outside, kinds))
         where.update((place, ("kernel", len(kernels) - 1, index)) for index, place in enumerate(results))
     return Kernels(tuple(kernels), tuple(outside(place) for place in outputs))
+
+
+def _leaves(computing: Line, using: Line) -> bool:
+    return computing.unit is None or computing.unit != using.unit
 
 
 def _kernel(

@@ -32,6 +32,7 @@ from lazymodel._init_programs import InitRecipe, ProgramCache
 from lazymodel._inlined import comes_apart, keep_inlined
 from lazymodel._jaxprs import (
     CALLS,
+    CONTROL,
     JIT,
     STRUCTURAL,
     Canonical,
@@ -40,6 +41,7 @@ from lazymodel._jaxprs import (
     inner_jaxprs,
     is_cheap,
     is_dropped,
+    is_floating,
     is_key,
     is_partitionable,
     key_impl,
@@ -52,6 +54,7 @@ from lazymodel._jaxprs import (
 from lazymodel._kernels import Line, kernels_of
 from lazymodel._small import evaluate, on_host, to_host, unpack_keys
 from lazymodel._trace_errors import explain
+from lazymodel._units import Units
 
 # A result of at most this many keys or integers is data: a split for every layer of a deep stack, and 32 KiB at most.
 _SMALL_INTEGERS = 4096
@@ -272,6 +275,11 @@ class _Value:
         return self
 
 
+def _run_time(value: _Value) -> _Value:
+    """An operand of a compiled function or a loop: eagerly a run-time input of it, even if it is a literal."""
+    return _Value(value.aval, value.data) if value.fixed else value
+
+
 class _Step:
     """An equation to be computed by a program.
 
@@ -313,6 +321,7 @@ class _Graph:
     def __init__(self, closed: Any, inputs: Sequence[Any]):
         self.steps: list[_Step] = []
         self._units = itertools.count()
+        self._compiled = Units(_needed)
         self._x64 = bool(cast(Any, jax.config).jax_enable_x64)
         self._canonical = Canonical()
         self._equations: dict[int, Any] = {}
@@ -332,7 +341,7 @@ class _Graph:
         def read(atom: Any) -> _Value:
             if hasattr(atom, "val"):  # a literal
                 # Only scalars were fixed in an eager kernel's own code; larger literals are inputs of the program.
-                fixed = not atom.aval.shape and (unit is not None or not _is_floating(atom.aval))
+                fixed = not atom.aval.shape and (unit is not None or not is_floating(atom.aval))
                 return _Value(atom.aval, _host_value(atom.val, atom.aval), fixed=fixed)
             return env[atom]
 
@@ -352,12 +361,14 @@ class _Graph:
             if name in CALLS or (name in JIT and sum(not is_dropped(var) for var in eqn.outvars) > 1):
                 inner, inner_consts = opened(inner_jaxpr(eqn))
                 within = next(self._units) if name in JIT and unit is None else unit
-                # The operands of a compiled function are its run-time inputs, literals too.
-                passed = [
-                    _Value(value.aval, value.data) if value.fixed and unit is None else value for value in operands
-                ]
-                env.update(zip(eqn.outvars, self._walk(inner, inner_consts, passed, within), strict=True))
+                passed = [_run_time(value) if unit is None else value for value in operands]
+                returned = self._walk(inner, inner_consts, passed, within)
+                if within is not None and unit is None:
+                    self._compiled.add(within, returned)
+                env.update(zip(eqn.outvars, returned, strict=True))
                 continue
+            if unit is None and (name in JIT or name in CONTROL):
+                operands = [_run_time(value) for value in operands]
             step = _Step(eqn, operands, unit, len(self.steps))
             step.results = tuple(_Value(var.aval, step=step, index=index) for index, var in enumerate(eqn.outvars))
             self.steps.append(step)
@@ -398,7 +409,12 @@ class _Graph:
         return kept
 
     def _recipe(self, group: Sequence[tuple[str, _Value]]) -> InitRecipe:
-        steps = _needed([value for _, value in group])
+        values = [value for _, value in group]
+        steps = _needed(values)
+        by_kernel = not all(is_partitionable(step.jaxpr()) or names_devices(step.jaxpr()) for step in steps)
+        if by_kernel:
+            values = self._compiled.completed(values)
+            steps = _needed(values)
         inputs: list[np.ndarray[Any, Any]] = []
         kinds: list[Any] = []  # key dtype or None, for each input
         where: dict[_Value, tuple[Any, ...]] = {}
@@ -441,8 +457,9 @@ class _Graph:
         if uses_zero:
             inputs.append(np.zeros((), np.uint32))
         kernels = None
-        if not all(is_partitionable(step.jaxpr()) or names_devices(step.jaxpr()) for step in steps):
-            kernels = kernels_of([_line(step, *known) for step, known in zip(steps, form, strict=True)], outputs, kinds)
+        if by_kernel:
+            lines = [_line(step, *known) for step, known in zip(steps, form, strict=True)]
+            kernels = kernels_of(lines, outputs, {where[value] for value in values if value in where}, kinds)
         return InitRecipe(
             paths=tuple(path for path, _ in group),
             signature=signature,
@@ -546,13 +563,9 @@ def _width(dtype: Any) -> int:
 
 def _crosses_kernels(value: _Value, step: _Step) -> bool:
     """Whether a float goes from one eager kernel to another that computes with it."""
-    if value.step is None or not step.computes() or not _is_floating(value.aval):
+    if value.step is None or not step.computes() or not is_floating(value.aval):
         return False
     return step.unit is None or value.step.unit != step.unit
-
-
-def _is_floating(aval: Any) -> bool:
-    return not is_key(aval.dtype) and bool(jax.numpy.issubdtype(aval.dtype, np.inexact))
 
 
 def _host_value(value: Any, aval: Any) -> Any:
@@ -574,7 +587,7 @@ def _is_small(eqn: Any, unit: int | None) -> bool:
             allowed = _SMALL_RESULTS if few else _SMALL_INTEGERS
         else:
             # Inside a compiled function XLA fuses floats, so evaluating them one by one might change a bit.
-            allowed = _SMALL_FLOATS if unit is None and _is_floating(var.aval) else -1
+            allowed = _SMALL_FLOATS if unit is None and is_floating(var.aval) else -1
         if size > allowed:
             return False
     return name not in CALLS and not eqn.effects and bool(eqn.outvars) and not _calls_back(eqn)
