@@ -323,7 +323,9 @@ def rounds(eqn: Any) -> bool:
     name = eqn.primitive.name
     if name in STRUCTURAL or name in _EXACT:
         return False
-    if name == "convert_element_type" and not is_floating(eqn.invars[0].aval):
+    if name == "convert_element_type" and (
+        not is_floating(eqn.invars[0].aval) or eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
+    ):
         return False
     return any(is_floating(var.aval) for var in eqn.outvars)
 
