@@ -7,8 +7,9 @@ makes them from a JAX function, an adapter from whatever its framework keeps.
 
 A program's values do not depend on the sharding. Elementwise computations and counter-based random bits are split
 over the devices. A computation with floating-point sums in it (a norm, a matrix product, a factorization) would add
-up partial sums in another order, so it runs whole on every device, which then keeps its own shard: the same bits for
-the memory of the whole variable, which the program's `temp_nbytes` shows.
+up partial sums in another order. If its recipe says how eager execution cuts it into kernels, one device of each
+process runs these and its result is cut into shards (`_kernels`); else it runs whole on every device, which then keeps
+its own shard. Either takes the memory of the whole variable, which the program's `temp_nbytes` shows.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class ProgramCache:
         compiled: Number of programs compiled so far; the others came from another model.
     """
 
-    _shared: ClassVar[collections.OrderedDict[Hashable, InitProgram]] = collections.OrderedDict()
+    _shared: ClassVar[collections.OrderedDict[Hashable, AnyProgram]] = collections.OrderedDict()
     _shared_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:

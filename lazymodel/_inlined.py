@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, cast
 
 import jax
@@ -36,7 +36,7 @@ _STEPWISE = ("custom_jvp", "custom_vjp")
 
 
 @contextlib.contextmanager
-def keep_inlined() -> Iterator[None]:
+def keep_inlined() -> Generator[None]:
     """The outermost traces of this thread keep compiled functions that JAX would inline."""
     before = getattr(_keeping, "on", False)
     _keeping.on = True

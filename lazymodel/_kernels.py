@@ -283,8 +283,8 @@ def _shared(kernel: Kernel, operands: Sequence[jax.ShapeDtypeStruct], device: An
 
 def _device(sharding: Sharding) -> Any:
     """Where to compute: a device of this process, if the sharding has one."""
-    mine = sharding.addressable_devices or sharding.device_set
-    return min(mine, key=lambda device: device.id)
+    mine: dict[int, Any] = {device.id: device for device in sharding.addressable_devices or sharding.device_set}
+    return mine[min(mine)]
 
 
 def _last_used(kernels: Kernels, needed: Sequence[int]) -> dict[int, tuple[int, ...]]:

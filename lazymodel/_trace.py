@@ -9,7 +9,14 @@ Values are those of *eager* execution, bit for bit. Executed eagerly, every top-
 whose scalars are run-time values; `jax.jit` of the whole function would fuse multiplications into additions, fold
 constants and reassociate, each of which may change the last bit. So a slice takes top-level scalars as inputs (which
 also lets layers with different scales share one program) and hides what flows from one kernel to the next behind
-an exclusive or with a run-time zero, which no compiler can see through and every compiler can fuse.
+an exclusive or with a run-time zero, which no compiler can see through and every compiler can fuse. That is enough
+where each element is computed by itself. A slice that adds up, multiplies or factorizes computed floats is cut into
+eager execution's own kernels (`_kernels`), which one device runs; functions that JAX would inline are kept together for
+that (`_inlined`), as are the results of one compiled function that share floats (`_units`).
+
+Not held: what depends on more than the equations. A scan of which only some results are used, and a compiled function
+whose results share no floats, are compiled without the rest; derivatives are those of the trace; and programs for
+other kinds of devices than CPUs are not compared.
 
 Compiling and running is in `_init_programs`; nothing here allocates more than keys and scalars.
 """
