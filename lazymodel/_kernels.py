@@ -244,7 +244,12 @@ def compile_kernels(
         int(np.prod(sharding.shard_shape(struct.shape), dtype=np.int64)) * _itemsize(struct)
         for struct, sharding in zip(whole, shardings, strict=True)
     )
-    peak = max(_peak(steps, types), sum(map(_nbytes, whole)) + left)
+    here = SingleDeviceSharding(device)
+    copied = any(
+        not sharding.is_equivalent_to(here, len(struct.shape))
+        for struct, sharding in zip(whole, shardings, strict=True)
+    )
+    peak = max(_peak(steps, types), sum(map(_nbytes, whole)) + (left if copied else 0))
     return KernelProgram(steps, kernels.outputs, tuple(shardings), left, peak - left, x64)
 
 
@@ -327,6 +332,8 @@ def _read(place: Reference, inputs: Sequence[Any], values: Mapping[int, Sequence
 
 def _placed(value: Any, sharding: Sharding) -> jax.Array:
     """A whole array of this process, cut into the shards of its devices."""
+    if isinstance(value, jax.Array) and value.sharding.is_equivalent_to(sharding, value.ndim):
+        return value
     if sharding.is_fully_addressable:
         # Not aliased: a shard must not keep the whole array.
         return jax.device_put(value, sharding, may_alias=False)
@@ -334,7 +341,7 @@ def _placed(value: Any, sharding: Sharding) -> jax.Array:
         data = _placed(jax.random.key_data(value), sharding)  # of one more dimension, which no sharding names
         return jax.random.wrap_key_data(data, impl=key_impl(value.dtype))
     host = np.asarray(value)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))
 
 
 __all__: Sequence[str] = ("Kernel", "KernelProgram", "Kernels", "Line", "clear", "compile_kernels", "kernels_of")
