@@ -407,7 +407,9 @@ class _Graph:
             needed = [value for value in step.results if value in live]
             if not needed:
                 continue
-            cut = step.name == "scan" and len(step.results) > 1 and is_partitionable(step.jaxpr())
+            # A scan that is all needed and adds up floats stays whole; else what nobody needs is not computed.
+            cut = step.name == "scan" and len(step.results) > 1
+            cut = cut and (len(needed) < len(step.results) or is_partitionable(step.jaxpr()))
             parts = [_cut(step, value) for value in needed] if cut else [step]
             for part in parts:
                 live.update(part.operands)

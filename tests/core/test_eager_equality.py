@@ -189,7 +189,7 @@ INITIALIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["t", "dirichlet", "multivariate_svd", "choice", "lognormal", "permutation"])
+@pytest.mark.parametrize("name", ["dirichlet", "multivariate_svd", "lognormal"])
 def test_draws(name: str, mesh8: Any) -> None:
     assert_eager(lambda key: DRAWS[name](key, (16, 7)), mesh8)
 
@@ -262,7 +262,7 @@ def random_function(seed: int, widest: int) -> Callable[[Any], Any]:
     return init
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_functions(seed: int, mesh8: Any) -> None:
     assert_eager(random_function(seed, 100), mesh8, key=jax.random.key(seed), seed=seed)
 
