@@ -7,8 +7,9 @@ makes them from a JAX function, an adapter from whatever its framework keeps.
 
 A program's values do not depend on the sharding. Elementwise computations and counter-based random bits are split
 over the devices. A computation with floating-point sums in it (a norm, a matrix product, a factorization) would add
-up partial sums in another order, so it runs whole on every device, which then keeps its own shard: the same bits for
-the memory of the whole variable, which the program's `temp_nbytes` shows.
+up partial sums in another order. If its recipe says how eager execution cuts it into kernels, one device of each
+process runs these and its result is cut into shards (`_kernels`); else it runs whole on every device, which then keeps
+its own shard. Either takes the memory of the whole variable, which the program's `temp_nbytes` shows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -29,6 +30,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from lazymodel._errors import LazyModelWarning
 from lazymodel._jaxprs import depends_on_sharding, is_approximate, is_partitionable
+from lazymodel._kernels import KernelProgram, Kernels, compile_kernels
+from lazymodel._kernels import clear as clear_kernels
 
 _jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
@@ -56,6 +59,7 @@ class InitRecipe:
         origin: What it does, for people, such as `normal` or `GlorotUniform`.
         x64: Whether it computes with 64-bit types; None follows `jax.config.jax_enable_x64` when it is compiled.
         keys: For each input, the dtype of the PRNG keys that it is the data of, or None; empty where that is not known.
+        kernels: The same computation cut into the kernels of eager execution, if its values depend on the cuts.
     """
 
     paths: tuple[str, ...]
@@ -65,6 +69,7 @@ class InitRecipe:
     origin: str = "init"
     x64: bool | None = None
     keys: tuple[Any, ...] = ()
+    kernels: Kernels | None = None
 
     def restricted_to(self, paths: Sequence[str]) -> InitRecipe:
         """The same recipe computing only some of its variables; what is unused is never computed."""
@@ -83,6 +88,7 @@ class InitRecipe:
             paths=tuple(self.paths[index] for index in keep),
             signature=(self.signature, "outputs", keep),
             function=function,
+            kernels=None if self.kernels is None else self.kernels.restricted_to(keep),
         )
 
 
@@ -110,6 +116,9 @@ class InitProgram:
             return tuple(self.compiled(*inputs))
 
 
+AnyProgram: TypeAlias = "InitProgram | KernelProgram"
+
+
 class ProgramCache:
     """Compiled init programs by signature and sharding; one for all models derived from one `build_abstract`.
 
@@ -121,11 +130,11 @@ class ProgramCache:
         compiled: Number of programs compiled so far; the others came from another model.
     """
 
-    _shared: ClassVar[collections.OrderedDict[Hashable, InitProgram]] = collections.OrderedDict()
+    _shared: ClassVar[collections.OrderedDict[Hashable, AnyProgram]] = collections.OrderedDict()
     _shared_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
-        self._programs: dict[Hashable, InitProgram] = {}
+        self._programs: dict[Hashable, AnyProgram] = {}
         self._lock = threading.Lock()
         self._pending: dict[Hashable, threading.Lock] = {}
         self.compile_seconds = 0.0
@@ -134,7 +143,7 @@ class ProgramCache:
     def __len__(self) -> int:
         return len(self._programs)
 
-    def get(self, recipe: InitRecipe, shardings: Sequence[Sharding]) -> InitProgram:
+    def get(self, recipe: InitRecipe, shardings: Sequence[Sharding]) -> AnyProgram:
         """The program for a recipe whose outputs get these shardings, compiled on first use.
 
         Args:
@@ -154,7 +163,7 @@ class ProgramCache:
                 self._pending.pop(key, None)
         return program
 
-    def get_all(self, wanted: Sequence[tuple[InitRecipe, Sequence[Sharding]]]) -> list[InitProgram]:
+    def get_all(self, wanted: Sequence[tuple[InitRecipe, Sequence[Sharding]]]) -> list[AnyProgram]:
         """`get` for many, distinct programs compiled in parallel; in the order asked for."""
         distinct = {_key(recipe, shardings): (recipe, shardings) for recipe, shardings in wanted}
         with self._lock:
@@ -169,8 +178,9 @@ class ProgramCache:
         """Forgets the programs kept for the process; caches keep what they have handed out."""
         with cls._shared_lock:
             cls._shared.clear()
+        clear_kernels()
 
-    def _shared_or_compiled(self, key: Hashable, recipe: InitRecipe, shardings: Sequence[Sharding]) -> InitProgram:
+    def _shared_or_compiled(self, key: Hashable, recipe: InitRecipe, shardings: Sequence[Sharding]) -> AnyProgram:
         with self._shared_lock:
             if (program := self._shared.get(key)) is not None:
                 self._shared.move_to_end(key)
@@ -268,8 +278,11 @@ def _by_devices(recipe: InitRecipe, shardings: Mapping[str, Sharding]) -> Iterat
 def _key(recipe: InitRecipe, shardings: Sequence[Sharding]) -> Hashable:
     inputs = tuple((value.shape, value.dtype) for value in recipe.inputs)
     # What changes the meaning of a trace but is not in it.
-    settings = (_wants_x64(recipe), _jax.config.jax_threefry_partitionable, _jax.config.jax_default_matmul_precision)
-    return (recipe.signature, inputs, settings, tuple(shardings))
+    return (recipe.signature, inputs, _settings(recipe), tuple(shardings))
+
+
+def _settings(recipe: InitRecipe) -> Hashable:
+    return (_wants_x64(recipe), _jax.config.jax_threefry_partitionable, _jax.config.jax_default_matmul_precision)
 
 
 def _wants_x64(recipe: InitRecipe) -> bool:
@@ -282,10 +295,12 @@ def _x64(enabled: bool) -> contextlib.AbstractContextManager[Any]:
     return jax.enable_x64(enabled)
 
 
-def _compile(recipe: InitRecipe, shardings: tuple[Sharding, ...]) -> InitProgram:
+def _compile(recipe: InitRecipe, shardings: tuple[Sharding, ...]) -> AnyProgram:
     structs = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in recipe.inputs]
     x64, dependent = _wants_x64(recipe), False
     with _x64(x64):
+        if recipe.kernels is not None:
+            return compile_kernels(recipe.kernels, structs, shardings, _settings(recipe), x64=x64)
         traced = jax.jit(recipe.function, out_shardings=shardings).trace(*structs)
         if any(len(sharding.device_set) > 1 for sharding in shardings):
             partitionable = is_partitionable(traced.jaxpr)

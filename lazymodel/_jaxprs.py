@@ -45,6 +45,14 @@ _APPROXIMATE = _names(
     zeta
     """
 )
+# Of those, what chooses among values, or changes signs: nothing is rounded.
+_EXACT = _names(
+    """
+    abs argmax argmin bitcast_convert_type clamp complex conj copy copy_p cummax cummin device_put imag max min name neg
+    nextafter optimization_barrier real reduce_max reduce_min select_n sharding_constraint sign sort stop_gradient
+    """
+)
+_OVER_DEVICES = _names("shard_map xla_pmap mesh_cast reshard all_gather psum ppermute all_to_all")
 # Data movement: values are moved or repeated, never computed with.
 STRUCTURAL = _names(
     """
@@ -80,7 +88,7 @@ CALLS = frozenset(
         "remat2",
     }
 )
-_CONTROL = frozenset({"scan", "while", "cond"})
+CONTROL = frozenset({"scan", "while", "cond"})
 # Parameters that only differentiation looks at, or that name a place in the source.
 _IGNORED_PARAMS = _names(
     """
@@ -313,7 +321,7 @@ def is_partitionable(jaxpr: Any) -> bool:
     """
     for eqn in opened(jaxpr)[0].eqns:
         name = eqn.primitive.name
-        if name in JIT or name in CALLS or name in _CONTROL:
+        if name in JIT or name in CALLS or name in CONTROL:
             if not all(is_partitionable(inner) for inner in inner_jaxprs(eqn)):
                 return False
         elif name in _INTEGER_ORDERLESS:
@@ -322,6 +330,31 @@ def is_partitionable(jaxpr: Any) -> bool:
         elif name not in ELEMENTWISE and name not in STRUCTURAL and name not in _ORDERLESS:
             return False
     return True
+
+
+def rounds(eqn: Any) -> bool:
+    """Whether an equation that calls no other computes floating-point numbers, rather than choosing or moving them."""
+    name = eqn.primitive.name
+    if name in STRUCTURAL or name in _EXACT:
+        return False
+    if name == "convert_element_type" and (
+        not is_floating(eqn.invars[0].aval) or eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
+    ):
+        return False
+    return any(is_floating(var.aval) for var in eqn.outvars)
+
+
+def is_floating(aval: Any) -> bool:
+    """Whether a type is a floating-point one."""
+    return not is_key(aval.dtype) and bool(_jax.numpy.issubdtype(aval.dtype, np.inexact))
+
+
+def names_devices(jaxpr: Any) -> bool:
+    """Whether a computation says itself over which devices it is split."""
+    return any(
+        eqn.primitive.name in _OVER_DEVICES or any(names_devices(inner) for inner in inner_jaxprs(eqn))
+        for eqn in opened(jaxpr)[0].eqns
+    )
 
 
 def is_approximate(jaxpr: Any) -> bool:

@@ -24,7 +24,7 @@ from lazymodel._abstract import AbstractModel
 from lazymodel._bytes import format_bytes, parse_bytes
 from lazymodel._device_memory import device_memory as known_memory
 from lazymodel._errors import DoesNotFitError, LazyModelError
-from lazymodel._init_programs import InitProgram, InitRecipe, _by_devices
+from lazymodel._init_programs import AnyProgram, InitRecipe, _by_devices
 from lazymodel._lazy_tensor import LazyTensor
 from lazymodel._live import is_arithmetic, is_live
 from lazymodel._load_report import is_initial, stored_itemsize
@@ -587,7 +587,7 @@ def _steps(
     """What materializing does, in the order in which it does it; and the number of programs that were compiled."""
     shard = {path: _shard_nbytes(shardings[path], model[path].shape, model[path].dtype) for path in model}
     computed: list[_Step] = []
-    programs: list[InitProgram] = []
+    programs: list[AnyProgram] = []
     if compile_programs and choice.recipes:
         recipes = [part for recipe in choice.recipes for part in _by_devices(recipe, shardings)]
         wanted = [(recipe, [shardings[path] for path in recipe.paths]) for recipe in recipes]

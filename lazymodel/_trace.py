@@ -9,7 +9,14 @@ Values are those of *eager* execution, bit for bit. Executed eagerly, every top-
 whose scalars are run-time values; `jax.jit` of the whole function would fuse multiplications into additions, fold
 constants and reassociate, each of which may change the last bit. So a slice takes top-level scalars as inputs (which
 also lets layers with different scales share one program) and hides what flows from one kernel to the next behind
-an exclusive or with a run-time zero, which no compiler can see through and every compiler can fuse.
+an exclusive or with a run-time zero, which no compiler can see through and every compiler can fuse. That is enough
+where each element is computed by itself. A slice that adds up, multiplies or factorizes computed floats is cut into
+eager execution's own kernels (`_kernels`), which one device runs; functions that JAX would inline are kept together for
+that (`_inlined`), as are the results of one compiled function that share floats (`_units`).
+
+Not held: what depends on more than the equations. A scan of which only some results are used, and a compiled function
+whose results share no floats, are compiled without the rest; derivatives are those of the trace; and programs for
+other kinds of devices than CPUs are not compared.
 
 Compiling and running is in `_init_programs`; nothing here allocates more than keys and scalars.
 """
@@ -17,8 +24,9 @@ Compiling and running is in `_init_programs`; nothing here allocates more than k
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -30,8 +38,10 @@ from lazymodel._errors import TraceError
 from lazymodel._escaped import is_iterator, refuse_empty, refuse_escaped
 from lazymodel._host_arrays import is_host_variable
 from lazymodel._init_programs import InitRecipe, ProgramCache
+from lazymodel._inlined import comes_apart, keep_inlined
 from lazymodel._jaxprs import (
     CALLS,
+    CONTROL,
     JIT,
     STRUCTURAL,
     Canonical,
@@ -40,17 +50,22 @@ from lazymodel._jaxprs import (
     inner_jaxprs,
     is_cheap,
     is_dropped,
+    is_floating,
     is_key,
+    is_partitionable,
     is_weak,
     key_impl,
     live_part,
+    names_devices,
     one_equation,
     opened,
     run_jaxpr,
     with_weak_type,
 )
+from lazymodel._kernels import Line, kernels_of
 from lazymodel._small import evaluate, on_host, to_host, unpack_keys
 from lazymodel._trace_errors import explain
+from lazymodel._units import Units
 
 # A result of at most this many keys or integers is data: a split for every layer of a deep stack, and 32 KiB at most.
 _SMALL_INTEGERS = 4096
@@ -248,7 +263,8 @@ def _trace(
         return results
 
     try:
-        jaxpr = jax.make_jaxpr(flat)(*inputs)
+        with keep_inlined():
+            jaxpr = jax.make_jaxpr(flat)(*inputs)
     except Exception as error:
         explained = explain(error)
         if explained is None:
@@ -301,6 +317,11 @@ class _Value:
         return self
 
 
+def _run_time(value: _Value) -> _Value:
+    """An operand of a compiled function or a loop: eagerly a run-time input of it, even if it is a literal."""
+    return _Value(value.aval, value.data) if value.fixed else value
+
+
 class _Step:
     """An equation to be computed by a program.
 
@@ -342,9 +363,11 @@ class _Graph:
     def __init__(self, closed: Any, inputs: Sequence[Any]):
         self.steps: list[_Step] = []
         self._units = itertools.count()
+        self._compiled = Units(_needed)
         self._x64 = bool(cast(Any, jax.config).jax_enable_x64)
         self._canonical = Canonical()
         self._equations: dict[int, Any] = {}
+        self._apart: dict[int, tuple[Any, bool]] = {}
         jaxpr, consts = opened(closed)
         values = [
             _Value(var.aval, _host_value(value, var.aval)) for var, value in zip(jaxpr.invars, inputs, strict=True)
@@ -360,13 +383,17 @@ class _Graph:
         def read(atom: Any) -> _Value:
             if hasattr(atom, "val"):  # a literal
                 # Only scalars were fixed in an eager kernel's own code; larger literals are inputs of the program.
-                fixed = not atom.aval.shape and (unit is not None or not _is_floating(atom.aval))
+                fixed = not atom.aval.shape and (unit is not None or not is_floating(atom.aval))
                 return _Value(atom.aval, _host_value(atom.val, atom.aval), fixed=fixed)
             return env[atom]
 
         for eqn in jaxpr.eqns:
             operands = [read(atom) for atom in eqn.invars]
             name = eqn.primitive.name
+            if self._comes_apart(eqn):
+                inner, inner_consts = opened(inner_jaxpr(eqn))
+                env.update(zip(eqn.outvars, self._walk(inner, inner_consts, operands, unit), strict=True))
+                continue
             if all(value.data is not None for value in operands) and _is_small(eqn, unit):
                 results = evaluate(eqn, [value.data for value in operands])
                 for var, data in zip(eqn.outvars, results, strict=True):
@@ -376,17 +403,27 @@ class _Graph:
             if name in CALLS or (name in JIT and sum(not is_dropped(var) for var in eqn.outvars) > 1):
                 inner, inner_consts = opened(inner_jaxpr(eqn))
                 within = next(self._units) if name in JIT and unit is None else unit
-                # The operands of a compiled function are its run-time inputs, literals too.
-                passed = [
-                    _Value(value.aval, value.data) if value.fixed and unit is None else value for value in operands
-                ]
-                env.update(zip(eqn.outvars, self._walk(inner, inner_consts, passed, within), strict=True))
+                passed = [_run_time(value) if unit is None else value for value in operands]
+                returned = self._walk(inner, inner_consts, passed, within)
+                if within is not None and unit is None:
+                    self._compiled.add(within, returned)
+                env.update(zip(eqn.outvars, returned, strict=True))
                 continue
+            if unit is None and (name in JIT or name in CONTROL):
+                operands = [_run_time(value) for value in operands]
             step = _Step(eqn, operands, unit, len(self.steps))
             step.results = tuple(_Value(var.aval, step=step, index=index) for index, var in enumerate(eqn.outvars))
             self.steps.append(step)
             env.update(zip(eqn.outvars, step.results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+    def _comes_apart(self, eqn: Any) -> bool:
+        if eqn.primitive.name not in JIT:
+            return False
+        inner = inner_jaxpr(eqn)
+        if id(inner) not in self._apart:  # the jaxpr is kept, so its id stays its own
+            self._apart[id(inner)] = (inner, comes_apart(eqn))
+        return self._apart[id(inner)][1]
 
     def recipes(self, computed: Sequence[tuple[str, _Value]]) -> tuple[InitRecipe, ...]:
         """The init recipes of some results, in order of their first path."""
@@ -405,7 +442,10 @@ class _Graph:
             needed = [value for value in step.results if value in live]
             if not needed:
                 continue
-            parts = [_cut(step, value) for value in needed] if step.name == "scan" and len(step.results) > 1 else [step]
+            # A scan that is all needed and adds up floats stays whole; else what nobody needs is not computed.
+            cut = step.name == "scan" and len(step.results) > 1
+            cut = cut and (len(needed) < len(step.results) or is_partitionable(step.jaxpr()))
+            parts = [_cut(step, value) for value in needed] if cut else [step]
             for part in parts:
                 live.update(part.operands)
             kept.extend(reversed(parts))
@@ -413,7 +453,12 @@ class _Graph:
         return kept
 
     def _recipe(self, group: Sequence[tuple[str, _Value]]) -> InitRecipe:
-        steps = _needed([value for _, value in group])
+        values = [value for _, value in group]
+        steps = _needed(values)
+        by_kernel = not all(is_partitionable(step.jaxpr()) or names_devices(step.jaxpr()) for step in steps)
+        if by_kernel:
+            values = self._compiled.completed(values)
+            steps = _needed(values)
         inputs: list[np.ndarray[Any, Any]] = []
         kinds: list[Any] = []  # key dtype or None, for each input
         where: dict[_Value, tuple[Any, ...]] = {}
@@ -456,6 +501,10 @@ class _Graph:
         signature = Interned((tuple(form), outputs, types, uses_zero, weak))
         if uses_zero:
             inputs.append(np.zeros((), np.uint32))
+        kernels = None
+        if by_kernel:
+            lines = [_line(step, *known) for step, known in zip(steps, form, strict=True)]
+            kernels = kernels_of(lines, outputs, {where[value] for value in values if value in where}, kinds)
         return InitRecipe(
             paths=tuple(path for path, _ in group),
             signature=signature,
@@ -464,6 +513,7 @@ class _Graph:
             origin=_origin(steps),
             x64=self._x64,
             keys=(*kinds, *(None,) * uses_zero),
+            kernels=kernels,
         )
 
     def _step_form(self, step: _Step) -> Any:
@@ -525,6 +575,18 @@ class _Program:
         return tuple(with_weak_type(read(output), weak) for output, weak in zip(self._outputs, self._weak, strict=True))
 
 
+def _line(step: _Step, form: Hashable, operands: Sequence[tuple[Any, ...]]) -> Line:
+    """A step for `kernels_of`, with the form that the program's signature has of it."""
+    places = tuple(place if place[0] == "fixed" else place[:-1] for place in operands)  # without whether it is hidden
+    moved = step.name in _PLACEMENT and len(places) == len(step.results)
+    run = None if moved else functools.partial(_run_step, step)
+    return Line(step.unit, form, run, places, len(step.results))
+
+
+def _run_step(step: _Step, *operands: Any) -> list[Any]:
+    return run_jaxpr(step.jaxpr(), operands)
+
+
 def _hide(value: Any, zero: Any) -> Any:
     """The same value, of which the compiler cannot know how it was computed."""
     bits = _BITS.get(value.dtype.itemsize)
@@ -549,13 +611,9 @@ def _width(dtype: Any) -> int:
 
 def _crosses_kernels(value: _Value, step: _Step) -> bool:
     """Whether a float goes from one eager kernel to another that computes with it."""
-    if value.step is None or not step.computes() or not _is_floating(value.aval):
+    if value.step is None or not step.computes() or not is_floating(value.aval):
         return False
     return step.unit is None or value.step.unit != step.unit
-
-
-def _is_floating(aval: Any) -> bool:
-    return not is_key(aval.dtype) and bool(jax.numpy.issubdtype(aval.dtype, np.inexact))
 
 
 def _host_value(value: Any, aval: Any) -> Any:
@@ -577,7 +635,7 @@ def _is_small(eqn: Any, unit: int | None) -> bool:
             allowed = _SMALL_RESULTS if few else _SMALL_INTEGERS
         else:
             # Inside a compiled function XLA fuses floats, so evaluating them one by one might change a bit.
-            allowed = _SMALL_FLOATS if unit is None and _is_floating(var.aval) else -1
+            allowed = _SMALL_FLOATS if unit is None and is_floating(var.aval) else -1
         if size > allowed:
             return False
     return name not in CALLS and not eqn.effects and bool(eqn.outvars) and not _calls_back(eqn)

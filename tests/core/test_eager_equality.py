@@ -1,0 +1,279 @@
+"""Initial values are those of eager execution, bit for bit, whatever is computed and however it is sharded."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lazymodel as lm
+
+KEY = jax.random.key(3)
+SIZES = (1, 7, 16, 100, 256, 1000)
+I = jax.nn.initializers  # noqa: E741 (short, in a long table)
+
+
+def assert_eager(init: Callable[[Any], Any], *meshes: Any, key: Any = KEY, seed: int = 0) -> None:
+    """Compares every leaf on one device and on each mesh, sharded at random, with the function itself."""
+    expected = init(key)
+    for mesh in (None, *meshes):
+        model = lm.build_abstract(init, key)
+        if mesh is not None:
+            rng = random.Random(seed)
+            model = model.shard(mesh, lambda variable, rng=rng, mesh=mesh: _spec(rng, variable.shape, mesh))
+        found = model.materialize(progress=False)
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(found)[0], jax.tree.leaves(expected), strict=True):
+            if mesh is not None and _name(path) in model:  # not so the second place of one array
+                assert a.sharding.is_equivalent_to(model[_name(path)].sharding, a.ndim)
+            a, b = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (a, b))
+            assert (a.shape, a.dtype) == (b.shape, b.dtype), path
+            differing = int(np.sum(np.asarray(a).view(np.uint8) != np.asarray(b).view(np.uint8)))
+            assert not differing, f"{differing} bytes of {path} differ, mesh {mesh and mesh.shape}"
+
+
+def _name(path: Any) -> str:
+    return "/".join(str(getattr(key, "idx", getattr(key, "key", ""))) for key in path) or "value"
+
+
+def _spec(rng: random.Random, shape: tuple[int, ...], mesh: Any) -> jax.P:
+    """A random spec that divides the shape."""
+    axes: list[Any] = [None] * len(shape)
+    for axis in rng.sample(mesh.axis_names, len(mesh.axis_names)):
+        places = [i for i, size in enumerate(shape) if axes[i] is None and size % mesh.shape[axis] == 0]
+        if places:
+            axes[rng.choice(places)] = axis
+    return jax.P(*axes)
+
+
+def normal(key: Any, *shape: int) -> jax.Array:
+    return jax.random.normal(key, shape)
+
+
+def power_iteration(w: jax.Array) -> jax.Array:
+    """Divides a matrix by an estimate of its largest singular value."""
+
+    def step(u: Any, _: Any) -> Any:
+        v = u @ w
+        u = w @ (v / jnp.linalg.norm(v))
+        return u / jnp.linalg.norm(u), None
+
+    u, _ = jax.lax.scan(step, jnp.ones(w.shape[0]), None, length=4)
+    return w / (u @ w @ (w.T @ u) / jnp.linalg.norm(w.T @ u))
+
+
+# Functions of a key and a width that compute with what they have computed.
+REDUCING: dict[str, Callable[[Any, int], Any]] = {
+    "centered": lambda k, n: (lambda x: x - x.mean(0))(normal(k, 33, n)),
+    "variance": lambda k, n: normal(k, 33, n).var(1),
+    "standard_deviation": lambda k, n: normal(k, 33, n).std(0) * 0.3 + 1.0,
+    "layer_norm": lambda k, n: (lambda x: (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5))(
+        normal(k, 33, n)
+    ),
+    "unit_columns": lambda k, n: (lambda x: x / jnp.linalg.norm(x, axis=0))(normal(k, 33, n)),
+    "gram": lambda k, n: (lambda a: a.T @ a)(normal(k, 256, min(n, 256))),
+    "cholesky": lambda k, n: (lambda a: jnp.linalg.cholesky(a @ a.T + jnp.eye(33)))(normal(k, 33, n)),
+    "ball": lambda k, n: jax.random.ball(k, n, 2.0, (5,)),
+    "softmax": lambda k, n: jax.nn.softmax(normal(k, 33, n) * 3.0),
+    "logsumexp": lambda k, n: jax.nn.logsumexp(normal(k, 33, n), axis=0) / 7.0,
+    "cumulative": lambda k, n: jnp.cumsum(normal(k, 33, n) * 0.1, axis=1),
+    "einsum": lambda k, n: jnp.einsum("abc,cd->bad", normal(k, 4, 8, n), normal(k, n, 8)) / n,
+    "convolved": lambda k, n: jnp.convolve(normal(k, 64 + n), normal(k, n) / 3.0),
+    "svd": lambda k, n: (lambda u, s, v: {"u": u, "s": s / s.max(), "v": v})(
+        *jnp.linalg.svd(normal(k, 24, n) * 0.1, full_matrices=False)
+    ),
+    "eigh": lambda k, n: (lambda a: jnp.linalg.eigh(a @ a.T))(normal(k, 24, n))[1],
+    "qr": lambda k, n: jnp.linalg.qr(normal(k, 48, n) * 0.5),
+    "solved": lambda k, n: jnp.linalg.solve(jnp.eye(16) * 3 + normal(k, 16, 16) * 0.1, normal(k, 16, n)),
+    "spectral": lambda k, n: power_iteration(normal(k, 20, n)),
+    "half": lambda k, n: (lambda x: x - x.mean(0))(jax.random.normal(k, (33, n), jnp.bfloat16)) * 0.3,
+    "whitened_jit": lambda k, n: jax.jit(lambda x: {"mean": x.mean(0), "scaled": (x - x.mean(0)) / x.std(0)})(
+        normal(k, 33, n) / 3.0
+    ),
+    "shared": lambda k, n: (lambda w: {"w": w, "norm": jnp.linalg.norm(w, axis=0), "key": jax.random.split(k)})(
+        normal(k, 64, n) * 0.02
+    ),
+    "vmapped": lambda k, n: jax.vmap(lambda row: (row - row.mean()) / row.std())(normal(k, 16, n)),
+}
+IN_BRIEF = [
+    ("centered", 1), ("centered", 7), ("variance", 7), ("layer_norm", 100), ("gram", 128), ("cholesky", 16),
+    ("ball", 7), ("whitened_jit", 100), ("shared", 100), ("spectral", 16), ("half", 7),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "width"), IN_BRIEF)
+def test_what_is_computed_from_computed_values(name: str, width: int, mesh8: Any) -> None:
+    assert_eager(lambda key: REDUCING[name](key, width), mesh8)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", REDUCING)
+def test_what_is_computed_from_computed_values_of_many_shapes(name: str, mesh8: Any, mesh42: Any) -> None:
+    for width in SIZES:
+        if name in ("eigh", "convolved") and width > 256:
+            continue
+        for number, key in enumerate(jax.random.split(KEY, 2)):
+            assert_eager(lambda key, width=width: REDUCING[name](key, width), mesh8, mesh42, key=key, seed=number)
+
+
+# --- jax.random and jax.nn.initializers -----------------------------------------------------------------------------
+
+DRAWS: dict[str, Callable[..., Any]] = {
+    "ball": lambda k, s: jax.random.ball(k, s[-1], shape=s[:-1]),
+    "bernoulli": lambda k, s: jax.random.bernoulli(k, 0.3, s),
+    "beta": lambda k, s: jax.random.beta(k, 2.0, 3.0, s),
+    "binomial": lambda k, s: jax.random.binomial(k, 10.0, 0.3, s),
+    "bits": lambda k, s: jax.random.bits(k, s),
+    "categorical": lambda k, s: jax.random.categorical(k, jnp.arange(9.0) / 7, shape=s),
+    "cauchy": lambda k, s: jax.random.cauchy(k, s),
+    "chisquare": lambda k, s: jax.random.chisquare(k, 3.0, shape=s),
+    "choice": lambda k, s: jax.random.choice(k, jnp.arange(99.0), s, p=jnp.arange(99.0) / 4851),
+    "choice_without": lambda k, s: jax.random.choice(k, 5000, (s[-1],), replace=False),
+    "dirichlet": lambda k, s: jax.random.dirichlet(k, jnp.ones(s[-1]) * 0.7, s[:-1]),
+    "double_sided_maxwell": lambda k, s: jax.random.double_sided_maxwell(k, 0.1, 2.0, s),
+    "exponential": lambda k, s: jax.random.exponential(k, s),
+    "f": lambda k, s: jax.random.f(k, 3.0, 4.0, s),
+    "gamma": lambda k, s: jax.random.gamma(k, 2.5, s),
+    "generalized_normal": lambda k, s: jax.random.generalized_normal(k, 1.5, s),
+    "geometric": lambda k, s: jax.random.geometric(k, 0.2, s),
+    "gumbel": lambda k, s: jax.random.gumbel(k, s),
+    "laplace": lambda k, s: jax.random.laplace(k, s),
+    "loggamma": lambda k, s: jax.random.loggamma(k, 0.4, s),
+    "logistic": lambda k, s: jax.random.logistic(k, s),
+    "lognormal": lambda k, s: jax.random.lognormal(k, 0.5, s),
+    "maxwell": lambda k, s: jax.random.maxwell(k, s),
+    "multinomial": lambda k, s: jax.random.multinomial(k, 20, jnp.ones(9) / 9, shape=(s[0], 9)),
+    "multivariate_normal": lambda k, s: jax.random.multivariate_normal(
+        k, jnp.zeros(8), jnp.eye(8) * 2 + 0.3, s[:-1], method="cholesky"
+    ),
+    "multivariate_svd": lambda k, s: jax.random.multivariate_normal(
+        k, jnp.zeros(8), jnp.eye(8) * 2 + 0.3, s[:-1], method="svd"
+    ),
+    "normal": lambda k, s: jax.random.normal(k, s) * 0.02 + 1.0,
+    "orthogonal": lambda k, s: jax.random.orthogonal(k, min(s[-1], 64), s[:1]),
+    "pareto": lambda k, s: jax.random.pareto(k, 2.0, s),
+    "permutation": lambda k, s: jax.random.permutation(k, jnp.arange(float(s[0] * s[1])).reshape(s), independent=True),
+    "poisson": lambda k, s: jax.random.poisson(k, 4.0, s),
+    "rademacher": lambda k, s: jax.random.rademacher(k, s, jnp.float32) * 0.1,
+    "randint": lambda k, s: jax.random.randint(k, s, 0, 1000) / 7,
+    "rayleigh": lambda k, s: jax.random.rayleigh(k, 0.5, s),
+    "t": lambda k, s: jax.random.t(k, 4.0, s) * 0.01,
+    "triangular": lambda k, s: jax.random.triangular(k, 0.0, 0.3, 1.0, s),
+    "truncated_normal": lambda k, s: jax.random.truncated_normal(k, -2, 2, s) * 0.02,
+    "uniform": lambda k, s: jax.random.uniform(k, s, minval=-0.3, maxval=0.3),
+    "wald": lambda k, s: jax.random.wald(k, 1.5, s),
+    "weibull": lambda k, s: jax.random.weibull_min(k, 1.0, 2.0, s),
+}
+INITIALIZERS: dict[str, Callable[..., Any]] = {
+    "constant": I.constant(0.3),
+    "glorot_normal": I.glorot_normal(),
+    "glorot_uniform": I.glorot_uniform(),
+    "he_normal": I.he_normal(),
+    "he_uniform": I.he_uniform(),
+    "lecun_normal": I.lecun_normal(),
+    "lecun_uniform": I.lecun_uniform(),
+    "normal": I.normal(0.02),
+    "ones": I.ones,
+    "orthogonal": I.orthogonal(1.3),
+    "truncated_normal": I.truncated_normal(0.02),
+    "uniform": I.uniform(0.1),
+    "variance_scaling": I.variance_scaling(2.0, "fan_avg", "uniform"),
+    "zeros": I.zeros,
+    "delta_orthogonal": lambda k, s: I.delta_orthogonal()(k, (3, min(s), max(s))),
+    "half": lambda k, s: I.lecun_normal()(k, s, jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", ["dirichlet", "multivariate_svd", "lognormal"])
+def test_draws(name: str, mesh8: Any) -> None:
+    assert_eager(lambda key: DRAWS[name](key, (16, 7)), mesh8)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_of_many_shapes(name: str, mesh8: Any, mesh42: Any) -> None:
+    for number, shape in enumerate([(1, 7), (16, 100), (7, 256), (8, 1000), (256, 16)]):
+        assert_eager(lambda key, shape=shape: DRAWS[name](key, shape), mesh8, mesh42, seed=number)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", INITIALIZERS)
+def test_initializers_of_many_shapes(name: str, mesh8: Any, mesh42: Any) -> None:
+    for number, shape in enumerate([(1, 7), (16, 100), (7, 256), (1000, 8), (256, 16), (256, 1000), (100, 100)]):
+        assert_eager(lambda key, shape=shape: INITIALIZERS[name](key, shape), mesh8, mesh42, seed=number)
+
+
+# --- at random ------------------------------------------------------------------------------------------------------
+
+UNARY: list[Callable[[Any], Any]] = [
+    lambda x: x * 0.37, lambda x: x + 1.25, lambda x: x / 3.0, lambda x: 2 - x, jnp.tanh, jnp.exp, jax.nn.gelu,
+    jax.nn.softmax, jnp.square, lambda x: x**3, lambda x: jnp.sqrt(jnp.abs(x)), lambda x: jnp.log1p(jnp.abs(x)),
+    lambda x: x.T, lambda x: x[::-1], lambda x: x[: max(1, x.shape[0] // 2)], lambda x: jnp.roll(x, 3, -1),
+    lambda x: x - x.mean(0), lambda x: x - x.mean(), lambda x: x / (jnp.linalg.norm(x) + 1e-3),
+    lambda x: x / (x.std(-1, keepdims=True) + 0.1), lambda x: jnp.cumsum(x, 0) * 0.1, lambda x: jnp.sort(x, -1),
+    lambda x: x.sum(0, keepdims=True) * 0.01, lambda x: x.max(-1, keepdims=True) - x, lambda x: x.prod(0) + x,
+    lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), lambda x: (x.astype(jnp.bfloat16) * 0.3).astype(jnp.float32),
+    lambda x: x @ x.T / x.shape[1], lambda x: (x.T @ x)[:1] + x, lambda x: jnp.linalg.qr(x)[0],
+    lambda x: jnp.linalg.cholesky(jnp.eye(x.shape[0]) + (x @ x.T) / 99.0), jax.nn.relu, jax.nn.standardize,
+    jax.jit(lambda x: x * 0.3 + 0.1), jax.jit(lambda x: (x - x.mean(0)) / (x.var(0) + 1.0)),
+    jax.checkpoint(lambda x: jnp.sin(x) * x.mean()), jax.vmap(lambda row: row / (jnp.sum(row**2) + 1.0)),
+    lambda x: jax.lax.scan(lambda c, row: (c * 0.9 + row, c), jnp.zeros(x.shape[1:]), x)[1],
+    lambda x: jax.lax.fori_loop(0, 3, lambda i, y: y * 0.5 + jnp.tanh(y), x),
+    lambda x: jax.lax.cond(x[0, 0] > 0, lambda y: y * 0.3, lambda y: y + y.mean(), x),
+    lambda x: jnp.where(x > 0, x * 0.2, x.mean()),
+]  # fmt: skip
+BINARY: list[Callable[[Any, Any], Any]] = [
+    jnp.add, jnp.multiply, lambda a, b: a - 0.5 * b, lambda a, b: jnp.where(a > b, a, b * 0.1),
+    lambda a, b: a * b + a, jax.jit(lambda a, b: a * b + a.mean(0)), lambda a, b: jnp.outer(a[0], b[0])[: a.shape[0]],
+]  # fmt: skip
+
+
+def random_function(seed: int, widest: int) -> Callable[[Any], Any]:
+    """A function of a key: random draws of a few shapes, operations on what came before, some of it returned."""
+    rng = random.Random(seed)
+    sizes = [size for size in SIZES if size <= widest]
+    rows, columns = rng.choice([size for size in sizes if size <= 256]), rng.choice(sizes)
+    draws = [rng.choice(["normal", "uniform", "laplace"]) for _ in range(rng.randint(1, 3))]
+    steps = [
+        (rng.choice(UNARY), (rng.random(),))
+        if rng.random() < 0.7
+        else (rng.choice(BINARY), (rng.random(), rng.random()))
+        for _ in range(rng.randint(2, 7))
+    ]
+    kept = [rng.random() for _ in range(rng.randint(1, 3))]
+
+    def init(key: Any) -> Any:
+        keys = jax.random.split(key, len(draws))
+        values = [getattr(jax.random, name)(k, (rows, columns)) * 0.7 for name, k in zip(draws, keys, strict=True)]
+        for operation, places in steps:
+            operands = [values[int(place * len(values))] for place in places]
+            if len(operands) == 2 and operands[0].shape != operands[1].shape:
+                operands[1] = operands[0] * 0.25
+            result = operation(*operands)
+            if result.ndim == 2:
+                values.append(result)
+        return [values[int(place * len(values))] for place in kept] + values[-1:]
+
+    return init
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_functions(seed: int, mesh8: Any) -> None:
+    assert_eager(random_function(seed, 100), mesh8, key=jax.random.key(seed), seed=seed)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("first", range(100, 500, 20))
+def test_many_random_functions(first: int, mesh8: Any, mesh42: Any) -> None:
+    wrong = []
+    for seed in range(first, first + 20):
+        try:
+            assert_eager(random_function(seed, 1000), mesh8, mesh42, key=jax.random.key(seed), seed=seed)
+        except AssertionError as error:
+            wrong.append((seed, str(error).splitlines()[0]))
+    assert not wrong
