@@ -244,7 +244,7 @@ def run_recipes(
             yield path, array
 
 
-def _warn_of_dependence(recipes: Sequence[InitRecipe], programs: Sequence[InitProgram]) -> None:
+def _warn_of_dependence(recipes: Sequence[InitRecipe], programs: Sequence[AnyProgram]) -> None:
     paths = [
         path
         for recipe, program in zip(recipes, programs, strict=True)

@@ -187,7 +187,10 @@ class KernelProgram:
         output_nbytes: Bytes it leaves on each device.
         temp_nbytes: Bytes beyond these that its first device holds at most: other devices hold none.
         x64: Whether it was compiled with 64-bit types, and so must be called with them.
+        sharding_dependent: False: values are made whole and then cut.
     """
+
+    sharding_dependent: ClassVar[bool] = False
 
     steps: tuple[tuple[_Compiled, tuple[Reference, ...], int, tuple[int, ...]], ...]
     outputs: tuple[Reference, ...]

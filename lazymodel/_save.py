@@ -32,7 +32,7 @@ import numpy as np
 from lazymodel._abstract import unique_paths
 from lazymodel._adapters import model_arrays
 from lazymodel._agreement import agreement
-from lazymodel._bytes import format_bytes, parse_bytes
+from lazymodel._bytes import format_bytes, parse_budget, parse_bytes
 from lazymodel._destination import SINGLE, FileDestination, FolderDestination, SavedFile
 from lazymodel._errors import LazyModelError
 from lazymodel._file_source import Convert, Workspace, assign, empty_aligned, slabs
@@ -113,20 +113,20 @@ def save(
         return
     shared = any(not array.is_fully_addressable for array in arrays.values() if isinstance(array, jax.Array))
     leads = not shared or jax.process_index() == min(_processes(shardings))
-    budget = _DEFAULT_BUDGET if max_host_memory is None else parse_bytes(max_host_memory)
+    budget = _DEFAULT_BUDGET if max_host_memory is None else parse_budget(max_host_memory)
     terms = {"done": "saved", "given": "tensors differ", "mend": "Save the same model in all processes"}
     with contextlib.ExitStack() as stack:
         with agreement(shardings, **terms) as stage:
             single = Path(path).suffix == ".safetensors"
-            shard_size = None if single else parse_bytes(max_shard_size)
+            shard_size = None if single else parse_bytes(max_shard_size, name="max_shard_size", at_least=1)
             files, checksum = _layout(tensors, shard_size, {"format": "pt"} | dict(metadata or {}))
             _check_budget(files, budget)
             target = FileDestination(Path(path), files) if single else FolderDestination(Path(path), files)
             if leads:
                 stack.enter_context(target.begun(overwrite=overwrite))
             stage.outcome = f"write {len(tensors)} tensors (checksum {checksum})"
-        with agreement(shardings, **terms):
-            _write(target, budget, progress, leads=leads)
+        with agreement(shardings, **terms) as stage:
+            _write(target, budget, progress, stage.check, leads=leads)
         with agreement(shardings, **terms):
             if leads:
                 target.commit()
@@ -433,10 +433,11 @@ def _write(
     target: FileDestination | FolderDestination,
     budget: int,
     progress: bool | Progress | Callable[[int, int], object] | None,
+    check: Callable[[], None],
     *,
     leads: bool,
 ) -> None:
-    """Writes what is this process's, in file order."""
+    """Writes what is this process's, in file order; what `check`, called with every piece, raises ends it."""
     pieces = [
         (file, [piece for name, tensor, at in file.tensors for piece in _pieces(name, tensor, at, leads=leads)])
         for file in target.files
@@ -451,7 +452,7 @@ def _write(
             where = target.file(file)
             try:
                 with _descriptor(where) as fd:
-                    _write_file(fd, group, threads, band, unit, bar)
+                    _write_file(fd, group, threads, band, unit, bar, check)
             except OSError as error:
                 raise LazyModelError(_failure(target.path, where, error)) from error
     finally:
@@ -475,7 +476,9 @@ def _descriptor(path: Path) -> Generator[int]:
         os.close(fd)
 
 
-def _write_file(fd: int, pieces: Sequence[_Piece], threads: int, band: int, unit: int, bar: Progress) -> None:
+def _write_file(
+    fd: int, pieces: Sequence[_Piece], threads: int, band: int, unit: int, bar: Progress, check: Callable[[], None]
+) -> None:
     jobs = _jobs(pieces, band)
     lock, stopped = threading.Lock(), threading.Event()
 
@@ -498,6 +501,7 @@ def _write_file(fd: int, pieces: Sequence[_Piece], threads: int, band: int, unit
                 _put(fd, piece, box, values)
                 with lock:
                     bar.advance(nbytes, piece.name)
+                    check()
                     others.remove(box)
                     if not others:
                         piece.tensor.leaf.release()

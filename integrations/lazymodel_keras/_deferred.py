@@ -103,7 +103,7 @@ def block(
     """
     require_rules(mesh, rules, sharding["repair"])
     block_rules = _BlockRules(rules) if isinstance(rules, Mapping) and not hasattr(rules, "device_mesh") else None
-    current = rules if one_model else block_rules or rules
+    current: Rules | None = rules if one_model else block_rules or rules
 
     def materialize(result: Any, what: str | None, *, only_own: bool) -> None:
         nonlocal current
