@@ -17,7 +17,6 @@ class Boxes:
     Attributes:
         devices: Each distinct box to the devices that hold it.
         whole: Whether together they are the whole array.
-        on_host: Whether all devices use the host's memory.
     """
 
     def __init__(self, sharding: Sharding, shape: tuple[int, ...]) -> None:
@@ -29,9 +28,14 @@ class Boxes:
         self.whole = (
             bool(self.boxes) and box_shape(bounding(self.boxes)) == shape and sum(self.sizes) == math.prod(shape)
         )
-        self.on_host = all(device.platform == "cpu" for devices in self.devices.values() for device in devices)
+        self._on_host = all(device.platform == "cpu" for devices in self.devices.values() for device in devices)
         self._shape = shape
         self._numbers: dict[Any, int] = {}
+
+    @property
+    def on_host(self) -> bool:
+        """Whether all devices use the host's memory."""
+        return self._on_host
 
     def number(self, index: Any) -> int:
         """Which of the boxes JAX's index of a shard means."""

@@ -42,7 +42,7 @@ from lazymodel._load_report import (
 )
 from lazymodel._mapping import MappedCheckpoint, flat_checkpoint
 from lazymodel._quantized import scales_beside
-from lazymodel._report import Progress, closest, progress_for
+from lazymodel._report import Progress, closest, folded_names, progress_for
 from lazymodel._sharding import device_shardings
 from lazymodel._stream import StreamItem, stream
 
@@ -383,7 +383,7 @@ def _warn(model: AbstractModel, checkpoint: Mapping[str, Any], choice: Choice, i
 
 def _lacks(model: AbstractModel, checkpoint: Mapping[str, Any], lacking: Sequence[str]) -> str:
     described = _describe(checkpoint)
-    return f"{described} has no tensor for {len(lacking)} of {len(model)} variables: {_listed(lacking)}"
+    return f"{described} has no tensor for {len(lacking)} of {len(model)} variables: {_listed(folded_names(lacking))}"
 
 
 def _listed(names: Iterable[str]) -> str:

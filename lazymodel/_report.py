@@ -391,7 +391,7 @@ def _load_lines(report: LoadReport) -> list[str]:
     lines.append(f"time: {report.initialize_seconds:.2f} s initializing, {report.stream_seconds:.2f} s streaming")
     if report.unused:
         nbytes = sum(tensor.nbytes or 0 for tensor in report.unused)
-        listed = _listed(_folded(tensor.name for tensor in report.unused))
+        listed = _listed(folded_names(tensor.name for tensor in report.unused))
         lines.append(f"unused: {_plural(len(report.unused), 'tensor')}, {format_bytes(nbytes)}: {listed}")
     if report.mismatched:
         listed = _listed([str(mismatch) for mismatch in report.mismatched])
@@ -404,7 +404,7 @@ def _load_lines(report: LoadReport) -> list[str]:
     return lines
 
 
-def _folded(names: Iterable[str]) -> list[str]:
+def folded_names(names: Iterable[str]) -> list[str]:
     """Names that differ only in numbers as one, in the order in which each first appears."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in names:

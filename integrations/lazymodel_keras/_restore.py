@@ -38,7 +38,7 @@ from lazymodel._auto import Auto
 from lazymodel._casting import UNSAFE, check_mode
 from lazymodel._materialize import ReportTo
 from lazymodel._optimizer import follow
-from lazymodel._report import closest
+from lazymodel._report import closest, folded_names
 from lazymodel._sharding import Rules
 from lazymodel.checkpoints._checkpoint import read_json_file
 from lazymodel.checkpoints._verify import Verify
@@ -451,7 +451,8 @@ def _require_complete(
     lacking = [variable_path for variable_path in wanted if variable_path not in taken]
     parts: list[str] = []
     if lacking:
-        listed = ", ".join(lacking[:_LISTED]) + (", …" if len(lacking) > _LISTED else "")
+        folded = folded_names(lacking)
+        listed = ", ".join(folded[:_LISTED]) + (", …" if len(folded) > _LISTED else "")
         names = [name.partition("/")[2] for name in sorted(unused)]
         parts.append(
             f"has no tensor for {len(lacking)} variables of {model.name!r}: {listed}{closest(lacking[0], names)}"

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,11 +50,28 @@ class LazySafeOpen:
         """The tensor, unread."""
         if name not in self._file.tensors:
             # As safetensors does: converters probe for names and catch this.
-            raise CheckpointError(f"{self._file.tensors.path} has no tensor {name!r}")
+            raise CheckpointError(
+                f"{self._file.tensors.path} has no tensor {name!r}{known_layers(name, self._file.tensors.keys())}"
+            )
         return self._file[name]
 
     # A slice of a lazy tensor is a lazy tensor.
     get_slice = get_tensor
+
+
+def known_layers(name: str, names: Iterable[str]) -> str:
+    """What to add about a lacking tensor whose like exist for lower numbers only: that layers are lacking."""
+    stored = list(names)
+    for number in re.finditer(r"(?<![0-9])[0-9]{1,9}(?![0-9])", name):
+        before, after = re.escape(name[: number.start()]), re.escape(name[number.end() :])
+        like = re.compile(rf"(?:.*\.)?{before}([0-9]{{1,9}}){after}")
+        found = sorted(int(match[1]) for match in map(like.fullmatch, stored) if match)
+        if found and int(number[0]) > found[-1]:
+            return (
+                f", nor any like it from number {number[0]} on: it has those of {found[0]} to {found[-1]}. Does the "
+                "configuration have more layers than the checkpoint?"
+            )
+    return ""
 
 
 def checkpoint_files(path: str) -> list[str]:

@@ -10,7 +10,8 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,14 +20,16 @@ import keras
 from lazymodel import AbstractModel, CheckpointError, LazyModelWarning, Progress, ShardingError
 from lazymodel._auto import Auto
 from lazymodel._materialize import ReportTo
-from lazymodel._report import closest
+from lazymodel._report import closest, folded_names
 from lazymodel._sharding import Rules
+from lazymodel.checkpoints._checkpoint import read_json_file, weight_map
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _lora, _quantize
 from lazymodel_keras._hugging_face import Leftovers
 from lazymodel_keras._keywords import check_class, check_from_preset
 from lazymodel_keras._model import abstract_model
 from lazymodel_keras._recording import Recording
+from lazymodel_keras._weight_files import known_layers
 
 _LISTED = 8
 
@@ -207,14 +210,25 @@ def abstract_build(
                 for variable, recorded in recording.variables()
                 if recorded.value is None and keras.backend.is_float_dtype(variable._dtype)
             ]
-            listed = ", ".join(lacking[:_LISTED]) + (", …" if len(lacking) > _LISTED else "")
+            folded = folded_names(lacking)
+            listed = ", ".join(folded[:_LISTED]) + (", …" if len(folded) > _LISTED else "")
             raise CheckpointError(
                 f"{what}: {files} has no matching tensors for {len(lacking)} variables: {listed}; "
                 "is this the checkpoint of another configuration or version?"
             ) from error
-        raise CheckpointError(f"{what} failed{f' ({files})' if files else ''}: {error}") from error
+        layers = (
+            known_layers(str(error.args[0]), _indexed_names(recording.files)) if isinstance(error, KeyError) else ""
+        )
+        raise CheckpointError(f"{what} failed{f' ({files})' if files else ''}: {error}{layers}") from error
     check_all_used(recording, what, strict=strict)
     return abstract_model(build, recording, result)
+
+
+def _indexed_names(files: Iterable[str]) -> list[str]:
+    """The tensors that the indexes beside some files list."""
+    folders = dict.fromkeys(Path(file).parent for file in files)
+    indexes = [index for folder in folders for index in folder.glob("*.safetensors.index.json")]
+    return [name for index in indexes for name in weight_map(read_json_file(index), index)]
 
 
 def check_preset(preset: str) -> None:

@@ -180,6 +180,17 @@ def test_another_shape_is_left_out_unless_strict(tmp_path: Path, mesh8: Mesh) ->
     assert [str(warning.message).partition(" They")[0] for warning in caught] == [left_out, lacks]
 
 
+def test_layers_that_the_checkpoint_lacks_are_one_range() -> None:
+    def layers(key: jax.Array) -> list[dict[str, jax.Array]]:
+        return [{"kernel": jax.random.normal(k, (4, 4)), "bias": jax.numpy.zeros(4)} for k in jax.random.split(key, 40)]
+
+    values = {f"{n}/{name}": np.zeros(s, "float32") for n in range(30) for name, s in (("kernel", (4, 4)), ("bias", 4))}
+    with pytest.raises(
+        lm.CheckpointError, match=r"no tensor for 20 of 80 variables: \{30\.\.39\}/bias, \{30\.\.39\}/kernel"
+    ):
+        lm.build_abstract(layers, jax.random.key(0)).materialize(values, initialize="nothing")
+
+
 def test_a_plan_shows_another_shape_in_its_row(tmp_path: Path) -> None:
     path, _ = checkpoint(tmp_path, embedding=np.zeros((60, 16), "float32"))
     plan = lm.build_abstract(init, jax.random.key(0)).plan(lm.open_checkpoint(path))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from lazymodel import _stream
+from lazymodel._boxes import Boxes
 from lazymodel._errors import CheckpointError
 from lazymodel._file_source import BYTES_READ, FileSource
 from lazymodel._lazy_tensor import FileLeaf, LazyTensor
@@ -173,7 +174,7 @@ def accelerator(monkeypatch):
 
 
 def as_accelerator(patch):
-    patch.setattr(_stream, "_is_host", lambda device: False)
+    patch.setattr(Boxes, "on_host", False)
     patch.setattr(_stream, "_copy_to", lambda placement, values: jax.device_put(values.copy(), placement))
 
 

@@ -48,6 +48,13 @@ def refused(folder: str, cls: Any = LLAMA3, **given: Any) -> str:
 # Tensors that nothing asked for ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_configuration_with_more_layers(shards: int, tmp_path: Path) -> None:
+    text = refused(rewritten(tmp_path, "llama3", shards=shards, num_hidden_layers=4))
+    assert "model.layers.2." in text
+    assert "nor any like it from number 2 on: it has those of 0 to 1. Does the configuration have more layers" in text
+
+
 @pytest.mark.parametrize("shards", [1, 2, 30])
 def test_a_configuration_with_fewer_layers(shards: int, tmp_path: Path) -> None:
     """With 30 shards, most of the second layer's are never opened."""
