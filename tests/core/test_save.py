@@ -251,7 +251,7 @@ def test_an_older_checkpoint_stays_until_the_new_one_is_complete(tmp_path: Path,
         ({"w": np.zeros(2)}, {"mapping": lambda a: {"w": {"v": a["w"]}}}, "a flat dict of tensor name to tensor"),
         ({"w": np.zeros(2)}, {"mapping": lambda a: [a["w"]]}, "returns a dict of tensor name to tensor"),
         ({"w": np.zeros(2)}, {"mapping": WeightMap({"v": "v"})}, "variable 'w' has no entry in the table"),
-        ({"w": np.zeros(2)}, {"max_host_memory": 8}, "'w': reading any of it takes"),
+        ({"w": np.zeros(2)}, {"max_host_memory": 8}, "max_host_memory"),
         (
             {"w": np.zeros(2)},
             {"format": "orbax", "mapping": lambda a: {"w": a["w"][:1]}},
@@ -363,3 +363,10 @@ def test_two_processes_write_one_checkpoint(processes: Path) -> None:
     assert all("tensors differ" in outcome["differ"] for outcome in outcomes)
     kept = [path.name for path in processes.iterdir() if path.is_dir()]
     assert sorted(kept) == ["mapped", "plain"], "failures left nothing"
+
+
+def test_what_cannot_be_read_within_the_budget_is_not_begun(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "a.npz", w=np.zeros(1 << 18, np.float32))
+    with pytest.raises(LazyModelError, match=r"'w': reading any of it takes .* more than max_host_memory=1\.00 KiB"):
+        lm.save(lm.open_checkpoint(tmp_path / "a.npz"), tmp_path / "out", max_host_memory=1024)
+    assert not (tmp_path / "out").exists()
