@@ -367,6 +367,6 @@ def test_two_processes_write_one_checkpoint(processes: Path) -> None:
 
 def test_what_cannot_be_read_within_the_budget_is_not_begun(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "a.npz", w=np.zeros(1 << 18, np.float32))
-    with pytest.raises(LazyModelError, match=r"'w': reading any of it takes .* more than max_host_memory=1\.00 KiB"):
+    with pytest.raises(lm.LazyModelError, match=r"'w': reading any of it takes .* more than max_host_memory=1\.00 KiB"):
         lm.save(lm.open_checkpoint(tmp_path / "a.npz"), tmp_path / "out", max_host_memory=1024)
     assert not (tmp_path / "out").exists()
