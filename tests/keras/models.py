@@ -310,7 +310,9 @@ _HUGGING_FACE: dict[str, Callable[[], tuple[dict[str, Any], dict[str, tuple[int,
         },
     ),
     # An embedding model: its last two projections are in files of their own.
-    "gemma3_text": lambda: _decoder("gemma3_text", {"head_dim": 4, "use_bidirectional_attention": True}),
+    "gemma3_text": lambda: _decoder(
+        "gemma3_text", {"head_dim": 4, "use_bidirectional_attention": True, "tie_word_embeddings": True}
+    ),
     "bert": _bert,
     "vit": _vit,
 }  # fmt: skip
