@@ -13,6 +13,7 @@ elementwise functions, `comes_apart` says so.
 from __future__ import annotations
 
 import contextlib
+import enum
 import threading
 from collections.abc import Generator, Iterator
 from typing import Any, cast
@@ -76,9 +77,17 @@ def _has_constant(eqn: Any) -> bool:
 
 
 def _rule(trace: Any, *args: Any, **params: Any) -> Any:
-    if params.get("inline") and getattr(_keeping, "on", False) and _runs_stepwise(trace):
-        params = {**params, "inline": False, "name": INLINED + params["name"]}
+    kept = _kept(params["inline"]) if getattr(_keeping, "on", False) else None
+    if kept is not None and _runs_stepwise(trace):
+        params = {**params, "inline": kept, "name": INLINED + params["name"]}
     return _usual(trace, *args, **params)
+
+
+def _kept(inline: Any) -> Any:
+    """The parameter of a function that JAX does not inline, or None where it would not anyway."""
+    if isinstance(inline, enum.Enum):  # since JAX 0.12
+        return inline.__class__["AUTO"] if inline.name == "JAX_EARLY" else None
+    return False if inline else None
 
 
 def _runs_stepwise(trace: Any) -> bool:
