@@ -293,11 +293,13 @@ def check_all_used(recording: Recording, what: str, *, strict: bool) -> None:
             listed = ", ".join(unused[:_LISTED]) + (", …" if len(unused) > _LISTED else "")
             messages.append(f"{path} holds {len(unused)} tensors that the model has no variable for: {listed}")
     messages += leftovers.unexpected()
-    if messages and strict:
-        raise CheckpointError(f"{what}: {'; '.join(messages)}. Pass strict=False to leave them out.")
-    if messages:
-        message = f"{what}: {'; '.join(messages)}. They are left out."
-        warnings.warn(message, LazyModelWarning, stacklevel=_levels_to_caller())
+    if not messages:
+        return
+    message = f"{what}: {'; '.join(messages)}"
+    message += " " if message.endswith("?") else ". "
+    if strict:
+        raise CheckpointError(f"{message}Pass strict=False to leave them out.")
+    warnings.warn(f"{message}They are left out.", LazyModelWarning, stacklevel=_levels_to_caller())
 
 
 def _levels_to_caller() -> int:
