@@ -11,9 +11,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from lazymodel import _device_memory, _topology
-from lazymodel._device_memory import CARDS, device_memory
-from lazymodel._topology import arithmetic_mesh, has_libtpu, smallest_topology, topology, topology_names
+from lazymodel import _hardware, _plan_search, _topology
+from lazymodel._hardware import CARDS, device_memory
+from lazymodel._plan_search import smallest_topology
+from lazymodel._topology import arithmetic_mesh, has_libtpu, topology, topology_names
 
 GIB = 2**30
 needs_libtpu = pytest.mark.skipif(not has_libtpu(), reason='needs libtpu: pip install "lazymodel[tpu]"')
@@ -100,7 +101,7 @@ def test_cards_are_not_compiled_for() -> None:
 
 def test_every_card_goes_by_the_name_that_errors_give_it() -> None:
     sizes = [device_memory(name) for name in CARDS]
-    assert sizes == [size * 2**20 for _, _, size in _device_memory._CARDS]
+    assert sizes == [size * 2**20 for _, _, size in _hardware._CARDS]
     with pytest.raises(lm.LazyModelError, match="a device is a jax.Device or a name such as 'v5e' or 'H100'; got 8"):
         device_memory(8)
 
@@ -156,11 +157,12 @@ def test_slices_of_a_generation_ascend_to_the_pod() -> None:
 
 
 def test_without_libtpu_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_topology, "has_libtpu", lambda: False)
+    for module in (_topology, _plan_search):
+        monkeypatch.setattr(module, "has_libtpu", lambda: False)
     _topology._devices.cache_clear()
     with pytest.raises(lm.LazyModelError, match=r'^devices of v5e:2x4 .* pip install "lazymodel\[tpu\]"$'):
         topology("v5e:2x4")
-    with pytest.raises(lm.LazyModelError, match=r'pip install "lazymodel\[tpu\]", or pass confirm=False'):
+    with pytest.raises(lm.LazyModelError, match=r'pip install "lazymodel\[tpu\]", or pass compile=None'):
         smallest_topology(_model(), "v5e", _RULES)
 
 
@@ -232,7 +234,7 @@ def test_two_processes_at_a_time_and_nothing_on_stderr() -> None:
 
 @needs_libtpu
 def test_init_programs_compile_for_devices_that_are_not_here() -> None:
-    plan = _model().shard(topology("v5e:2x4"), _RULES).plan(compile="init")
+    plan = _model().shard(topology("v5e:2x4"), _RULES).plan(compile=lm.Compile("init"))
     assert plan.device_nbytes == _WIDTH * _WIDTH * 4 * _LAYERS // 8
     assert plan.device_memory == device_memory("v5e")
     assert plan.fits
@@ -253,21 +255,22 @@ def _model() -> lm.AbstractModel:
 
 
 def test_the_smallest_by_arithmetic() -> None:
-    table = smallest_topology(_model(), "v5e", _RULES, confirm=False)
+    table = smallest_topology(_model(), "v5e", _RULES, compile=None)
     assert [(row.name, row.fits) for row in table.rows] == [("v5e:1x1", False), ("v5e:2x2", True)]
     assert table.smallest.device_nbytes == 6 * GIB
     assert table.smallest.compiled_nbytes is None
     assert "24.00 GiB a device even if everything is split" in repr(table)
-    assert "v5e:2x2   4        model 4  6.00 GiB    –         yes" in repr(table)
+    assert ["v5e:2x2", "4", "model=4", "6.00", "GiB", "–", "yes"] in [line.split() for line in repr(table).splitlines()]
+    assert "<td" in table._repr_html_()
 
 
 def test_less_memory_needs_more_devices() -> None:
-    table = smallest_topology(_model(), "v5e", _RULES, confirm=False, device_memory="4GiB")
+    table = smallest_topology(_model(), "v5e", _RULES, device_memory="4GiB", compile=None)
     assert (table.smallest.name, table.smallest.device_nbytes) == ("v5e:2x4", 3 * GIB)
 
 
 def test_an_optimizer_needs_more_devices() -> None:
-    table = smallest_topology(_model(), "v5e", _RULES, confirm=False, optimizer="adam")
+    table = smallest_topology(_model(), "v5e", _RULES, what_if=lm.WhatIf(optimizer="adam"), compile=None)
     assert table.smallest.name == "v5e:2x4"
     assert table.smallest.device_nbytes == 12 * GIB  # parameters, two moments, gradients
 
@@ -279,7 +282,7 @@ def test_cards_are_counted_by_arithmetic() -> None:
 
 
 def test_a_slice_on_which_the_rules_or_axes_do_not_fit_is_passed_over() -> None:
-    table = smallest_topology(_model(), "v5e", _RULES, confirm=False, axes={"batch": 8, "model": -1})
+    table = smallest_topology(_model(), "v5e", _RULES, axes={"batch": 8, "model": -1}, compile=None)
     # Only one of eight parts of the mesh splits the model, so 24 GiB need two of them.
     assert (table.smallest.name, dict(table.smallest.axes)) == ("v5e:4x4", {"batch": 8, "model": 2})
     assert "do not make the 1 devices of v5e:1x1" in table.rows[0].reason
@@ -288,11 +291,11 @@ def test_a_slice_on_which_the_rules_or_axes_do_not_fit_is_passed_over() -> None:
 def test_what_fits_nowhere_says_what_comes_nearest() -> None:
     replicated = {".*": P()}
     with pytest.raises(lm.DoesNotFitError, match=r"fits on no v5e slice .* nearest is v5e:2x2 with 24\.00 GiB"):
-        smallest_topology(_model(), "v5e", replicated, confirm=False)
+        smallest_topology(_model(), "v5e", replicated, compile=None)
     with pytest.raises(lm.DoesNotFitError, match=r"at most 1 devices.*24\.00 GiB a device even if everything is split"):
-        smallest_topology(_model(), "v5e", _RULES, confirm=False, max_devices=1)
+        smallest_topology(_model(), "v5e", _RULES, max_devices=1, compile=None)
     with pytest.raises(lm.DoesNotFitError, match="the smallest slice has more"):
-        smallest_topology(_model(), "v5p", _RULES, confirm=False, max_devices=1)
+        smallest_topology(_model(), "v5p", _RULES, max_devices=1, compile=None)
     with pytest.raises(lm.LazyModelError, match="'v9' is no TPU generation"):
         smallest_topology(_model(), "v9", _RULES)
 
@@ -318,4 +321,4 @@ def test_what_the_compiler_refuses_is_passed_over() -> None:
     # 20 GiB of input on every device: no v5e has room, though the variables alone would fit.
     x = jax.ShapeDtypeStruct((20 * 16384, 16384), jnp.float32)
     with pytest.raises(lm.DoesNotFitError, match="fits on no v5e slice"):
-        smallest_topology(_model(), "v5e", _RULES, compile="forward", function=forward, inputs=(x,), max_devices=4)
+        smallest_topology(_model(), "v5e", _RULES, max_devices=4, compile=lm.Compile("forward", forward, (x,)))
