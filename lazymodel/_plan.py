@@ -68,6 +68,11 @@ class PlanRow:
     source: str
     used_nbytes: int = 0
 
+    @property
+    def most_nbytes(self) -> int:
+        """Bytes that each of its devices must have for it, materializing or in use."""
+        return max(self.shard_nbytes, self.used_nbytes)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as in `MemoryPlan.to_dict`."""
 
@@ -183,35 +188,33 @@ class MemoryPlan(Tabled):
         Raises:
             DoesNotFitError: It does not; names the variables that take most of a device, and what would fit.
         """
-        limit = (
-            self.device_memory
-            if device_memory is None
-            else parse_bytes(device_memory, name="device_memory", at_least=1)
-        )
+        limit = self.device_memory
+        if device_memory is not None:
+            limit = parse_bytes(device_memory, name="device_memory", at_least=1)
         if limit is None or self.needed_nbytes <= limit:
             return self
-        largest = sorted(self.rows, key=lambda row: -max(row.shard_nbytes, row.used_nbytes))[:_OFFENDERS]
-        offenders = ", ".join(
-            f"{row.path} {format_bytes(max(row.shard_nbytes, row.used_nbytes))}"
-            + (" (replicated)" if row.shard_nbytes == row.nbytes and self.num_devices > 1 else "")
-            for row in largest
-        )
-        use = (
-            f"; in use {format_bytes(self.used_nbytes)}: {self._listed_parts()}"
-            if set(self.parts) - {PARAMETERS}
-            else ""
-        )
+        in_use = f"; in use {format_bytes(self.used_nbytes)}: {self._listed_parts()}"
+        use = in_use if set(self.parts) - {PARAMETERS} else ""
         raise DoesNotFitError(
             f"{self.name} needs {format_bytes(self.needed_nbytes)} on a device ({format_bytes(self.device_nbytes)} "
             f"once materialized{use}) and a device has {format_bytes(limit)}, "
             f"{format_bytes(self.needed_nbytes - limit)} too little. "
-            f"Largest on a device: {offenders}. {self.mend(limit)}"
+            f"Largest on a device: {self._largest(_OFFENDERS)}. {self.mend(limit)}"
+        )
+
+    def _replicated(self, row: PlanRow) -> bool:
+        return row.shard_nbytes == row.nbytes and self.num_devices > 1
+
+    def _largest(self, count: int) -> str:
+        """The variables that take most of a device."""
+        return ", ".join(
+            f"{row.path} {format_bytes(row.most_nbytes)}{' (replicated)' if self._replicated(row) else ''}"
+            for row in heapq.nlargest(count, self.rows, key=lambda row: row.most_nbytes)
         )
 
     def mend(self, device_memory: int) -> str:
         """What would make it fit devices of this many bytes, by arithmetic, as a sentence or two."""
-        whole = [row for row in self.rows if row.shard_nbytes == row.nbytes and self.num_devices > 1]
-        replicated = sum(max(row.shard_nbytes, row.used_nbytes) for row in whole)
+        replicated = sum(row.most_nbytes for row in self.rows if self._replicated(row))
         if replicated > device_memory // 2:
             return (
                 f"{format_bytes(replicated)} are replicated on every device, which no number of devices mends: "
@@ -320,9 +323,7 @@ class MemoryPlan(Tabled):
         if self.device_memory is not None:
             yield f"device memory: {format_bytes(self.device_memory)}; {self._verdict()}"
             if not self.fits:
-                largest = heapq.nlargest(_LARGEST, self.rows, key=lambda row: row.shard_nbytes)
-                listed = ", ".join(f"{row.path} ({format_bytes(row.shard_nbytes)})" for row in largest)
-                yield f"largest on a device: {listed}"
+                yield f"largest on a device: {self._largest(_LARGEST)}"
                 yield self.mend(self.device_memory)
 
     def _host_lines(self) -> Iterable[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -149,14 +150,14 @@ def _read(
     model: AbstractModel, choice: Choice, placement: Placement
 ) -> tuple[collections.Counter[int], dict[tuple[int, str], int]]:
     """Bytes that each process reads, and those of the distinct shards of its variables that are not computed."""
-    boxes = _Boxes()
+    counts = functools.cache(_distinct_shards)  # many variables have the same shape and sharding
     read: collections.Counter[int] = collections.Counter()
     distinct: dict[tuple[int, str], int] = {}
     for path, source in choice.sources.items():
         variable, sharding = model[path], placement.shardings[path]
         if is_arithmetic(sharding):
             continue
-        for process, count in boxes.counts(sharding, variable.shape).items():
+        for process, count in counts(sharding, variable.shape).items():
             if not stays_on_host(variable):
                 distinct[process, path] = count * resident_nbytes(variable)
             if isinstance(source, LazyTensor):
@@ -165,22 +166,14 @@ def _read(
     return read, distinct
 
 
-class _Boxes:
-    """Numbers of distinct shards by process, counted once for each shape and sharding."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, Mapping[int, int]] = {}
-
-    def counts(self, sharding: Sharding, shape: tuple[int, ...]) -> Mapping[int, int]:
-        key = (sharding, shape)
-        if key not in self._known:
-            found: dict[int, set[Any]] = {}
-            indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
-            for device, index in indices.items():
-                box = tuple((part.start, part.stop) for part in index or ())
-                found.setdefault(device.process_index, set()).add(box)
-            self._known[key] = {process: len(boxes) for process, boxes in found.items()}
-        return self._known[key]
+def _distinct_shards(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[int, int]:
+    """How many there are in each process."""
+    found: dict[int, set[Any]] = {}
+    indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+    for device, index in indices.items():
+        box = tuple((part.start, part.stop) for part in index or ())
+        found.setdefault(device.process_index, set()).add(box)
+    return {process: len(boxes) for process, boxes in found.items()}
 
 
 def read_anywhere(choice: Choice, placement: Placement) -> int:

@@ -105,7 +105,7 @@ def test_plan_text_names_what_does_not_fit():
     rows = [make_row("small", shape=(8, 8)), make_row("embeddings", shape=(4096, 1024))]
     text = repr(make_plan(rows, device_memory=GIB))
     assert "device memory: 1.00 GiB; does not fit, 3.00 GiB short" in text
-    assert "largest on a device: embeddings (1.00 MiB), small (16 B)" in text
+    assert "largest on a device: embeddings 2.00 MiB, small 32 B" in text
     assert "it would fit 32 such devices" in text
 
 
