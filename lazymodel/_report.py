@@ -1,7 +1,7 @@
 """What people read: tables of models and loads, the closest names in an error, and progress while work goes on.
 
 Responsible for presentation only: it computes no sizes that the model or load report does not already state, and
-nothing decides anything by what is written here; `_plan_report` shows plans in the same tables. A model has thousands
+nothing decides anything by what is written here; `_plan` shows plans in the same tables. A model has thousands
 of variables and a person reads about forty lines, so variables whose paths differ only in numbers are folded into one
 row (`block_{0..25}/query/kernel`, 26 of them).
 
