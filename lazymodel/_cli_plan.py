@@ -146,29 +146,19 @@ def _plans(
 
 def _meshes(arguments: argparse.Namespace) -> dict[str, Any]:
     """The meshes to plan for, by what people call them; all names are checked before the first is made."""
-    wanted = list(
-        itertools.product(
-            arguments.topology or [None],
-            [None if text is None else parse_axes(text) for text in arguments.mesh or [None]],
-        )
-    )
-    for topology, axes in wanted:
-        if topology is not None:
-            arithmetic_mesh(topology, axes)
-    return {
-        ", ".join(filter(None, (topology, _axes_text(axes or {})))): _mesh(
-            topology, axes, compiled=arguments.compile is not None
-        )
-        for topology, axes in wanted
-    }
+    all_axes = [None if text is None else parse_axes(text) for text in arguments.mesh or [None]]
+    wanted = list(itertools.product(arguments.topology or [None], all_axes))
+
+    def meshes(compiled: bool) -> dict[str, Any]:
+        names = [", ".join(filter(None, (topology, _axes_text(axes or {})))) for topology, axes in wanted]
+        return dict(zip(names, (_mesh(*each, compiled=compiled) for each in wanted), strict=True))
+
+    arithmetic = meshes(False)
+    return arithmetic if arguments.compile is None else meshes(True)
 
 
 def _described(source: str) -> str:
-    """What describes the model: the source itself, or the folder of a weights file with its configuration beside it.
-
-    Raises:
-        LazyModelError: It is a weights file alone, or a path to nothing.
-    """
+    """What describes the model: the source itself, or the folder of a weights file with its configuration beside it."""
     weights = source.lower().endswith(_WEIGHTS)
     is_path = weights or source.endswith(".json") or os.path.isabs(source) or source.startswith(("./", "../"))
     if is_path and not os.path.exists(source):
@@ -187,11 +177,7 @@ def _described(source: str) -> str:
 
 
 def parse_axes(text: str) -> dict[str, int]:
-    """`data=2,model=4` as a mapping of axis name to size.
-
-    Raises:
-        LazyModelError: It is nothing like that.
-    """
+    """`data=2,model=4` as a mapping of axis name to size."""
     axes: dict[str, int] = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(\d{1,7})\s*", part)

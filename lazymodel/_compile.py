@@ -110,12 +110,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def out_of_memory(message: str, name: str) -> DoesNotFitError:
-    """The error for what a compiler wrote about memory, its numbers read.
-
-    Args:
-        message: The compiler's own text.
-        name: What was compiled, for people.
-    """
+    """The error for what a compiler wrote about memory when it was given `name`, its numbers read."""
     found = next((match for pattern in _REFUSALS if (match := pattern.search(message))), None)
     if found is None:
         return DoesNotFitError(f"{name} does not fit, says the compiler: {message.splitlines()[0]}")

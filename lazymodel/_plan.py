@@ -156,7 +156,7 @@ class MemoryPlan(Tabled):
     num_devices: int
     device_memory: int | None
     programs: int
-    parts: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
+    parts: Mapping[str, int]
     timeline: tuple[PlanStep, ...] = ()
     hosts: tuple[HostPlan, ...] = ()
     device_kind: str = ""
@@ -167,7 +167,7 @@ class MemoryPlan(Tabled):
     @property
     def used_nbytes(self) -> int:
         """Bytes of the fullest device while the model is used: the sum of `parts`."""
-        return sum(self.parts.values()) if self.parts else self.device_nbytes
+        return sum(self.parts.values())
 
     @property
     def needed_nbytes(self) -> int:
@@ -269,7 +269,7 @@ class MemoryPlan(Tabled):
         """
         return figure(
             self.name,
-            self._drawn_parts,
+            self.parts,
             [(step.held_nbytes, step.peak_nbytes) for step in self.timeline],
             held=self.device_nbytes,
             peak=self.peak_nbytes,
@@ -289,10 +289,6 @@ class MemoryPlan(Tabled):
             "modules": [dataclasses.asdict(module) for module in self.by_module(depth=2)],
             "variables": [row.to_dict() for row in self.rows],
         }
-
-    @property
-    def _drawn_parts(self) -> Mapping[str, int]:
-        return self.parts or {PARAMETERS: self.device_nbytes}
 
     def table(self) -> _Table:
         """What is shown: the variables, and a summary below them."""
@@ -357,7 +353,7 @@ class MemoryPlan(Tabled):
         modules = self.by_module(depth=2)
         more = f"<details><summary>by module</summary>{modules._repr_html_()}</details>" if len(modules) > 1 else ""
         full = max(self.needed_nbytes, self.device_memory or 0, 1)
-        return f"{bar(self._drawn_parts, full)}{super()._repr_html_()}{more}"
+        return f"{bar(self.parts, full)}{super()._repr_html_()}{more}"
 
 
 @dataclasses.dataclass(frozen=True)

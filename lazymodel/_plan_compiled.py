@@ -47,7 +47,7 @@ class _Plannable(Protocol):
     def plan_function(self, what: str, *, batch: int, sequence: int | None) -> PlannedFunction: ...
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Compile:
     """What a plan compiles for the model's devices, which need not be here (`lazymodel.topology`), and never runs.
 
@@ -96,6 +96,8 @@ class Compile:
             raise LazyModelError(f"batch and sequence are positive numbers; got {wrong}")
         if self.function is not None and not callable(self.function):
             raise LazyModelError(f"function is called with the model's tree and the inputs; got {self.function!r}")
+        if self.function is None and self.inputs:
+            raise LazyModelError("inputs are for a function of yours, which goes before them")
         if self.function is not None and sizes:
             raise LazyModelError("batch and sequence are for a model's own forward pass; give inputs of that shape")
 
@@ -114,16 +116,7 @@ def _is_input(given: Any) -> bool:
 
 
 def compile_use(model: AbstractModel, use: Use, compile: Compile) -> tuple[CompiledMemory, str]:
-    """Compiles a forward pass or a training step; returns its memory on one device, and what was compiled.
-
-    Args:
-        model: The model; all its variables on one mesh, or none on any.
-        use: What is trained, and the optimizer's slots.
-        compile: Which of the two, and of what.
-
-    Raises:
-        LazyModelError: There is no function.
-    """
+    """Compiles a forward pass or a training step; returns its memory on one device, and what was compiled."""
     function, inputs = compile.function, compile.inputs
     if function is None:
         planned = _own(model, compile)

@@ -48,20 +48,7 @@ def figure(
     limit: int | None,
     path: Any = None,
 ) -> Any:
-    """Draws a device in use and once materialized beside the timeline of materializing; returns the figure.
-
-    Args:
-        name: The title.
-        parts: Kind to bytes in use.
-        timeline: Bytes held after each step, and at most during it.
-        held: Bytes once materialized.
-        peak: Most bytes on the way there.
-        limit: Bytes that the device has.
-        path: A file to write; None only returns the figure.
-
-    Raises:
-        LazyModelError: matplotlib is not installed, or the file cannot be written.
-    """
+    """Draws a device in use and once materialized (`held`, `peak`) beside what it holds after and during each step."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -114,12 +114,12 @@ def plan(
 
 def _checked(model: AbstractModel, what_if: WhatIf | None, compile: Compile | None) -> WhatIf:
     """What is stated, with the optimizer that a compiled training step has; refuses what does not go together."""
-    for given, name, expected, such in (
-        (what_if, "what_if", WhatIf, 'WhatIf(optimizer="adamw")'),
-        (compile, "compile", Compile, 'Compile("forward")'),
+    given: Any = (what_if, compile)
+    for value, name, cls, such in zip(
+        given, ("what_if", "compile"), (WhatIf, Compile), ('(optimizer="adamw")', '("forward")'), strict=True
     ):
-        if not isinstance(given, expected | None):
-            raise LazyModelError(f"{name} is a lazymodel.{expected.__name__}, such as {such}; got {given!r}")
+        if not isinstance(value, cls | None):
+            raise LazyModelError(f"{name} is a lazymodel.{cls.__name__}, such as {cls.__name__}{such}; got {value!r}")
     what_if = what_if or WhatIf()
     if compile is None:
         return what_if

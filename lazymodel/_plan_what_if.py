@@ -113,9 +113,6 @@ class Use:
         state: The paths of the optimizer state that the model has.
         trained: Path to what the optimizer updates: its own struct, or its pair.
         notes: How the numbers came to be.
-
-    Raises:
-        LazyModelError: No path is a target, or the model has an optimizer and another, or LoRA, is stated.
     """
 
     def __init__(self, model: AbstractModel, shardings: Mapping[str, Sharding], what_if: WhatIf) -> None:
@@ -208,11 +205,8 @@ class Use:
             if variable.follows is not None or roles[path].role == "lora" or stays_on_host(variable):
                 continue
             if path in self.trained and path not in self.pairs:
-                mend = (
-                    "add lora_rank, or leave out the optimizer"
-                    if model.optimized is None
-                    else "plan the model without its optimizer"
-                )
+                mend = "add lora_rank, or leave out the optimizer"
+                mend = mend if model.optimized is None else "plan the model without its optimizer"
                 raise LazyModelError(
                     f"quantize={mode!r} takes {path!r} too, which is trained, and quantized parameters cannot be "
                     f"trained; {mend}"
@@ -235,11 +229,7 @@ def _trainable(model: AbstractModel) -> list[str]:
 
 
 def slot_dtypes(optimizer: Any) -> tuple[Any, ...]:
-    """The dtypes of the slots that a stated optimizer keeps of each parameter, None for the parameter's own.
-
-    Raises:
-        LazyModelError: It is none.
-    """
+    """The dtypes of the slots that a stated optimizer keeps of each parameter, None for the parameter's own."""
     if isinstance(optimizer, str):
         slots = _SLOTS.get(optimizer.lower())
         if slots is None:

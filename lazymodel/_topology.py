@@ -90,11 +90,7 @@ def arithmetic_mesh(name: str, axes: Mapping[str, int] | None = None) -> Abstrac
 
 
 def topology_names(device: str) -> list[str]:
-    """Names of the slices of a generation, smallest first, one for each number of chips.
-
-    Raises:
-        LazyModelError: No such generation.
-    """
+    """Names of the slices of a generation, smallest first, one for each number of chips."""
     generation = _generation(device)
     return [generation.slice_name(shape) for shape in generation.candidates]
 

@@ -29,6 +29,7 @@ def make_plan(rows: list[PlanRow], **changes: Any) -> MemoryPlan:
         num_devices=8,
         device_memory=16 * GIB,
         programs=7,
+        parts={"parameters": 3 * GIB},
     )
     return dataclasses.replace(made, **changes)
 

@@ -187,6 +187,7 @@ def test_what_is_stated_is_checked_when_it_is(options, message):
         (("fast",), {}, "what is compiled is 'init', 'forward' or 'train'; got 'fast'"),
         (("forward",), {"batch": 0}, "batch and sequence are positive numbers; got {'batch': 0}"),
         (("forward",), {"sequence": True}, "batch and sequence are positive numbers; got {'sequence': True}"),
+        (("forward",), {"inputs": (jnp.ones(2),)}, "inputs are for a function of yours"),
         (("train", len), {"batch": 4}, "batch and sequence are for a model's own forward pass"),
     ],
 )
