@@ -42,7 +42,7 @@ from lazymodel._mapping import WeightMap
 from lazymodel._report import Progress, closest, progress_for
 from lazymodel._save_orbax import save_orbax
 from lazymodel._trace import path_text
-from lazymodel.checkpoints._safetensors import DTYPES, MAX_HEADER
+from lazymodel.checkpoints._safetensors_header import DTYPES, MAX_HEADER
 from lazymodel.checkpoints._shards import SAVE_KEY
 
 _jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete

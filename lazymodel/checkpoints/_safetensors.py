@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +18,10 @@ from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError
 from lazymodel._file_source import Convert, FileSource, Workspace, assign, slabs
 from lazymodel._lazy_tensor import Box, FileLeaf, LazyTensor, Leaf, box_shape
-from lazymodel.checkpoints._checkpoint import (
-    Checkpoint,
-    TensorHeader,
-    check_pointer,
-    read_json_file,
-    require_shards,
-    shard_path,
-    weight_map,
-)
-from lazymodel.checkpoints._safetensors_header import DTYPES, FLOAT4, MAX_HEADER, Kind, read_header
+from lazymodel.checkpoints._checkpoint import Checkpoint, TensorHeader
+from lazymodel.checkpoints._safetensors_header import FLOAT4, Kind, read_header
 from lazymodel.checkpoints._shards import shard_problems
+from lazymodel.checkpoints._untrusted import check_pointer, read_json_file, require_shards, shard_path, weight_map
 
 _PACKED_UNIT = 16 << 10  # bytes of workspace for packed values, at least: rows of some thousand elements
 
@@ -108,8 +101,8 @@ class SafetensorsFile(Mapping[str, LazyTensor]):
 
     Attributes:
         path: The file's path.
+        header: What its header says.
         metadata: The header's `__metadata__`, strings to strings.
-        names: Its tensors' names, in file order, to their numbers.
         source: Its bytes; `source.bytes_read` counts what was read of the tensors.
 
     Raises:
@@ -121,39 +114,29 @@ class SafetensorsFile(Mapping[str, LazyTensor]):
         self.path = os.fspath(path)
         check_pointer(Path(path))
         self.source = FileSource(path)
-        self._entries = read_header(self.path, self.source.size)
-        self.metadata = self._entries.metadata
-        self.names: Mapping[str, int] = self._entries.names
+        self.header = read_header(self.path, self.source.size)
+        self.metadata = self.header.metadata
 
     def __getitem__(self, name: str) -> LazyTensor:
-        try:
-            kind, offset = self._entries.find(name)
-        except KeyError:
-            raise KeyError(f"{name!r} is not a tensor of {self.path}") from None
+        if name not in self.header.names:
+            raise KeyError(f"{name!r} is not a tensor of {self.path}")
+        kind, offset = self.header.find(name)
         if kind.dtype == FLOAT4:
             return LazyTensor(PackedLeaf(name, self.source, offset, kind.shape))
         return LazyTensor(FileLeaf(name, self.source, offset, kind.shape, kind.dtype))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
+        return iter(self.header.names)
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.header.names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.names
+        return name in self.header.names
 
     def keys(self) -> KeysView[str]:
         """Its tensors' names; not the general view, which would ask for each name in Python."""
-        return self.names.keys()
-
-    def nbytes(self, names: Iterable[str]) -> int:
-        """Bytes of some of its tensors."""
-        return self._entries.nbytes(names)
-
-    def kind(self, name: str) -> Kind:
-        """A tensor's dtype and shape, without making the tensor."""
-        return self._entries.find(name)[0]
+        return self.header.names.keys()
 
     def close(self) -> None:
         """Releases the file descriptor; a later read opens it again."""
@@ -177,7 +160,8 @@ class SafetensorsCheckpoint(Checkpoint):
         return self._files[name][name]
 
     def describe(self, name: str) -> TensorHeader:
-        file, kind = self._files[name], self._files[name].kind(name)
+        file = self._files[name]
+        kind: Kind = file.header.find(name)[0]
         return TensorHeader(kind.dtype, kind.shape, kind.nbytes, file.path)
 
     @property
@@ -186,21 +170,16 @@ class SafetensorsCheckpoint(Checkpoint):
         names: dict[int, list[str]] = {}
         for name, file in self._files.items():
             names.setdefault(id(file), []).append(name)
-        return sum(self._files[held[0]].nbytes(held) for held in names.values())
+        return sum(self._files[held[0]].header.nbytes(held) for held in names.values())
 
 
 def open_safetensors(path: Path, paths: list[Path]) -> SafetensorsCheckpoint:
-    """Opens safetensors files that no index describes.
-
-    Raises:
-        CheckpointError: As `SafetensorsFile`; or two files have a tensor of the same name; or, in a folder, files are
-            numbered as shards and are not all of them, or not of one save.
-    """
+    """Opens files that no index describes: one, which `path` is, or those of a folder, all shards of one save."""
     if folder := path not in paths:
-        _refuse(shard_problems(path, dict.fromkeys(paths)))
+        _require_one_save(path, dict.fromkeys(paths))
     files = [SafetensorsFile(file) for file in paths]
     if folder:
-        _refuse(shard_problems(path, _metadata(files)))
+        _require_one_save(path, _metadata(files))
     names: dict[str, SafetensorsFile] = {}
     for file in files:
         if not names.keys().isdisjoint(file.keys()):
@@ -209,17 +188,12 @@ def open_safetensors(path: Path, paths: list[Path]) -> SafetensorsCheckpoint:
                 f"tensor {name!r} is in both {names[name].path} and {file.path}; open one of the files, or add the "
                 "index file that says which one counts"
             )
-        names |= dict.fromkeys(file.names, file)
+        names |= dict.fromkeys(file.keys(), file)
     return SafetensorsCheckpoint(path, files, names)
 
 
 def open_index(index: Path) -> SafetensorsCheckpoint:
-    """Opens the shards that an `*.safetensors.index.json` names. Tensors that it does not list are left out.
-
-    Raises:
-        CheckpointError: As `SafetensorsFile`; or a shard is missing or outside the folder, or lacks a tensor that the
-            index says it has; or numbered shards are of different saves.
-    """
+    """Opens the shards that an `*.safetensors.index.json` names. Tensors that it does not list are left out."""
     weights = weight_map(read_json_file(index), index)
     paths: dict[str, Path] = {}
     for shard in weights.values():
@@ -227,7 +201,7 @@ def open_index(index: Path) -> SafetensorsCheckpoint:
             paths[str(shard)] = shard_path(index, shard)  # which refuses what is no string
     require_shards(index, list(paths.values()))
     files = {shard: SafetensorsFile(path) for shard, path in paths.items()}
-    _refuse(shard_problems(index, _metadata(files.values()), indexed=True))
+    _require_one_save(index, _metadata(files.values()), indexed=True)
     names: dict[str, SafetensorsFile] = {}
     held = {shard: file.keys() for shard, file in files.items()}
     for name, shard in weights.items():
@@ -244,17 +218,6 @@ def _metadata(files: Iterable[SafetensorsFile]) -> dict[Path, dict[str, str]]:
     return {Path(file.path): file.metadata for file in files}
 
 
-def _refuse(problems: Iterable[str]) -> None:
-    for problem in problems:
+def _require_one_save(where: Path, metadata: Mapping[Path, dict[str, str] | None], *, indexed: bool = False) -> None:
+    for problem in shard_problems(where, metadata, indexed=indexed):
         raise CheckpointError(problem)
-
-
-__all__: Sequence[str] = (
-    "DTYPES",
-    "MAX_HEADER",
-    "PackedLeaf",
-    "SafetensorsCheckpoint",
-    "SafetensorsFile",
-    "open_index",
-    "open_safetensors",
-)

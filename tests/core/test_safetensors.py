@@ -18,7 +18,7 @@ from lazymodel._errors import CheckpointError
 from lazymodel._file_source import Convert, Workspace
 from lazymodel._stream import StreamItem, stream
 from lazymodel.checkpoints import SafetensorsFile, open_checkpoint
-from lazymodel.checkpoints._safetensors import DTYPES
+from lazymodel.checkpoints._safetensors_header import DTYPES
 
 FLOAT4 = np.dtype(ml_dtypes.float4_e2m1fn)
 

@@ -425,7 +425,7 @@ def test_a_file_that_changes_between_hash_and_load(folder, monkeypatch, name):
         os.replace(new, folder / name)
         return sources
 
-    monkeypatch.setattr("lazymodel.checkpoints._checkpoint.verify_files", then_replaced)
+    monkeypatch.setattr("lazymodel.checkpoints._open.verify_files", then_replaced)
     with pytest.raises(CheckpointError, match=f"{name} changed while it was being read"):
         open_checkpoint(folder, verify=True)
 
