@@ -15,7 +15,7 @@ from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5, open_sharded_hd
 from lazymodel.checkpoints._numpy import open_npy, open_npz
 from lazymodel.checkpoints._orbax import open_orbax
 from lazymodel.checkpoints._orbax_folder import find_item
-from lazymodel.checkpoints._safetensors import open_index, open_safetensors
+from lazymodel.checkpoints._safetensors import SafetensorsFile, open_index, open_safetensors
 from lazymodel.checkpoints._untrusted import check_pointer
 from lazymodel.checkpoints._verify import Verify, verify_files
 
@@ -34,11 +34,7 @@ class Format(NamedTuple):
     shard: Format | None = None
 
 
-def _open_alone(path: Path) -> Checkpoint:
-    return open_safetensors(path, [path])
-
-
-SAFETENSORS = Format("safetensors", (".safetensors",), None, _open_alone)
+SAFETENSORS = Format("safetensors", (".safetensors",), None, SafetensorsFile)
 _HDF5 = Format("hdf5", (".weights.h5", ".h5", ".hdf5"), b"\x89HDF\r\n\x1a\n", open_hdf5)
 # The first one that a file's name or content fits is its format.
 _FORMATS = (

@@ -12,6 +12,7 @@ import os
 import reprlib
 import stat
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +30,7 @@ _LFS = b"version https://git-lfs.github.com/spec/v1"
 _LOCAL_HEADER = 30  # bytes of a member's local file header, before its name
 
 
-def listed(names: list[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """The first few of some names."""
     return ", ".join(names[:LISTED]) + (", …" if len(names) > LISTED else "")
 
