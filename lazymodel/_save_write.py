@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 
 from lazymodel._bytes import format_bytes
-from lazymodel._destination import FileDestination, FolderDestination, SavedFile
+from lazymodel._destination import Destination, SavedFile
 from lazymodel._device_leaf import DeviceLeaf
 from lazymodel._errors import LazyModelError
 from lazymodel._file_source import Workspace, empty_aligned, slabs
@@ -136,7 +136,7 @@ def check_budget(files: Sequence[SavedFile], budget: int) -> None:
 
 
 def write_files(
-    target: FileDestination | FolderDestination,
+    target: Destination,
     budget: int,
     progress: bool | Progress | Callable[[int, int], object] | None,
     check: Callable[[], None],
@@ -155,7 +155,7 @@ def write_files(
     bar.start(sum(piece.tensor.nbytes for _, group in pieces for piece in group), f"{target.path.name}: saving")
     try:
         for file, group in pieces:
-            where = target.file(file)
+            where = target.place(file)
             try:
                 with _descriptor(where) as fd:
                     _write_file(fd, group, threads, band, unit, bar, check)
