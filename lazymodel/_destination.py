@@ -19,19 +19,17 @@ import os
 import shutil
 from collections.abc import Generator, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lazymodel._atomic import Staging, staging, staging_folder, writing
+from lazymodel._atomic import Staging, staging, writing
 from lazymodel._bytes import format_bytes
 from lazymodel._errors import LazyModelError
-from lazymodel.checkpoints._open import weight_files
+from lazymodel._lazy_tensor import LazyTensor
+from lazymodel.checkpoints._open import staging_folder, weight_files
 from lazymodel.checkpoints._orbax_folder import find_item
 from lazymodel.checkpoints._safetensors import open_safetensors
 from lazymodel.checkpoints._shards import is_numbered
 from lazymodel.checkpoints._untrusted import read_json_file, shard_path, weight_map
-
-if TYPE_CHECKING:
-    from lazymodel._lazy_tensor import LazyTensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -39,19 +37,12 @@ INDEX = "model.safetensors.index.json"
 
 @dataclasses.dataclass(frozen=True)
 class SavedFile:
-    """One file to write.
-
-    Attributes:
-        name: Its name in a folder.
-        header: Everything before the tensors.
-        tensors: Name, tensor, and byte in the file.
-        nbytes: Bytes of all of it.
-    """
+    """One file to write."""
 
     name: str
-    header: bytes
-    tensors: tuple[tuple[str, LazyTensor, int], ...]
-    nbytes: int
+    header: bytes  # everything before the tensors
+    tensors: tuple[tuple[str, LazyTensor, int], ...]  # name, tensor, and byte in the file
+    nbytes: int  # of all of it
 
 
 class Destination:
