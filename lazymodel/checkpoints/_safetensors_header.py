@@ -82,21 +82,13 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a header says.
-
-    Attributes:
-        metadata: Its `__metadata__`, strings to strings.
-        names: Names of the tensors, in the order in which the file has them, to their numbers.
-        kinds: The kinds that there are.
-        codes: Number of a tensor → number of its kind.
-        begins: Number of a tensor → its first byte in the file.
-    """
+    """What a header says."""
 
     metadata: dict[str, str]
-    names: dict[str, int]
+    names: dict[str, int]  # of the tensors, in the order in which the file has them, to their numbers
     kinds: list[Kind]
-    codes: np.ndarray
-    begins: np.ndarray
+    codes: np.ndarray  # number of a tensor → number of its kind
+    begins: np.ndarray  # number of a tensor → its first byte in the file
 
     def find(self, name: str) -> tuple[Kind, int]:
         """Dtype and shape of a tensor that is there, and its first byte in the file."""
