@@ -29,8 +29,20 @@ from typing import Any, cast
 import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from lazymodel import _coordination as coordination
-from lazymodel._coordination import Store
+from lazymodel._coordination import (
+    SIGNS,
+    WAIT,
+    Store,
+    Watch,
+    excerpt,
+    give_up,
+    post_failed_opening,
+    run_store,
+    silence_seconds,
+    troubles,
+    wait_seconds,
+    welcome,
+)
 from lazymodel._errors import CheckpointError, LazyModelError
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.5  # seconds between two looks; it grows with the time waited so far
@@ -98,7 +110,7 @@ def agreement(
     if not members:
         yield Stage()
         return
-    store = coordination.store()
+    store = run_store()
     if store is None:
         raise LazyModelError(
             f"processes {members} share the model's devices and have no way to tell each other what fails; call "
@@ -106,7 +118,7 @@ def agreement(
         )
     meeting = _Meeting(store, members, done, given, mend)
     stage = Stage(_meeting=meeting)
-    coordination.SIGNS.start(store)
+    SIGNS.start(store)
     try:
         try:
             _within.stage = True
@@ -124,22 +136,22 @@ def agreement(
             raise
         meeting.close(verdict)
     finally:
-        coordination.SIGNS.stop()
+        SIGNS.stop()
 
 
 @contextlib.contextmanager
 def opening() -> Generator[None, None, None]:
     """Runs the opening of a checkpoint: where it fails, the processes that wait for this one get to know."""
-    store = coordination.store()
+    store = run_store()
     if store is None or _within.stage:  # what fails in a stage is said at its end
         yield
         return
-    coordination.SIGNS.start(store)  # from here on the others may be waiting
+    SIGNS.start(store)  # from here on the others may be waiting
     try:
         yield
     except Exception as error:
         try:
-            coordination.post_failed_opening(store, _count.failed_opening(), coordination.excerpt(error))
+            post_failed_opening(store, _count.failed_opening(), excerpt(error))
         except Exception as unreachable:
             error.add_note(f"The other processes could not be told: {unreachable}")
         raise
@@ -195,9 +207,7 @@ _count = _Count()
 
 
 class _Within(threading.local):
-    """Whether this thread is in a stage."""
-
-    stage = False
+    stage = False  # whether this thread is in one
 
 
 _within = _Within()
@@ -208,17 +218,11 @@ _within = _Within()
 
 @dataclasses.dataclass(frozen=True)
 class _Verdict:
-    """What is true of a stage for all processes.
+    """What is true of a stage for all processes."""
 
-    Attributes:
-        error: What went wrong, or nothing.
-        opening: Which failed opening it was, or 0.
-        lost: Processes that nobody waits for any more.
-    """
-
-    error: str = ""
-    opening: int = 0
-    lost: tuple[int, ...] = ()
+    error: str = ""  # what went wrong, or nothing
+    opening: int = 0  # which failed opening it was, or 0
+    lost: tuple[int, ...] = ()  # processes that nobody waits for any more
 
     @classmethod
     def read(cls, text: str) -> _Verdict:
@@ -232,10 +236,10 @@ class _Meeting:
     def __init__(self, store: Store, members: tuple[int, ...], done: str, given: str, mend: str) -> None:
         self._store, self._members = store, members
         self._done, self._given, self._mend = done, given, mend
-        self._limit, self._silence = coordination.wait_seconds(), coordination.silence_seconds()
+        self._limit, self._silence = wait_seconds(), silence_seconds()
         self._openings = _count.openings
         self._number = _count.stage(members)
-        self._watch = coordination.Watch()
+        self._watch = Watch()
 
     def report(self, stage: Stage) -> None:
         """Says that this process got through."""
@@ -245,7 +249,7 @@ class _Meeting:
 
     def fail(self, error: BaseException) -> None:
         """Says that this process did not."""
-        said = self._nothing(f"process {self._store.process} failed", coordination.excerpt(error))
+        said = self._nothing(f"process {self._store.process} failed", excerpt(error))
         self._heed(self._settle(_Verdict(said)))
 
     def check(self) -> None:
@@ -266,21 +270,17 @@ class _Meeting:
         return _Verdict.read(text)
 
     def close(self, verdict: _Verdict) -> None:
-        """Does as the verdict says.
-
-        Raises:
-            CheckpointError: It says that something went wrong.
-        """
+        """Does as the verdict says: raises CheckpointError where something went wrong."""
         self._heed(verdict)
         if verdict.error:
             raise CheckpointError(verdict.error)
-        coordination.welcome(set(self._members))
+        welcome(set(self._members))
         if self._leads():  # all have come to this stage, so nobody needs what was said at the end of the last one
             self._store.delete(self._folder(self._number - 1))
 
     def _heed(self, verdict: _Verdict) -> None:
         """Notes what the verdict says of processes and openings; all processes do, however they come to it."""
-        coordination.give_up(set(verdict.lost) - {self._store.process})
+        give_up(set(verdict.lost) - {self._store.process})
         if verdict.opening:
             _count.was_failed_opening(self._members, verdict.opening)
 
@@ -296,7 +296,7 @@ class _Meeting:
         return _Verdict.read(self._store.put_first(f"{self._folder()}verdict", json.dumps(dataclasses.asdict(verdict))))
 
     def _trouble(self) -> _Verdict | None:
-        for process, trouble in coordination.troubles(self._store, self._openings).items():
+        for process, trouble in troubles(self._store, self._openings).items():
             if process in self._members:
                 return _Verdict(self._nothing(f"process {process} {trouble.what}", trouble.why), trouble.opening)
         return None
@@ -317,7 +317,7 @@ class _Meeting:
             return self._lost(
                 missing,
                 f"did not come within {self._limit:g} seconds",
-                f"killed before, hanging, or at something else ({coordination.WAIT} sets how long to wait)",
+                f"killed before, hanging, or at something else ({WAIT} sets how long to wait)",
             )
         if silent := self._watch.silent(self._store, missing, self._silence):
             return self._lost(

@@ -40,9 +40,9 @@ from pathlib import Path
 from typing import Any
 
 from lazymodel._errors import LazyModelError, LazyModelWarning
+from lazymodel.checkpoints._open import OLD, SAVING, staging_folder
 
-_SUFFIX = ".lazymodel-saving"
-_LOCK, _NEW, _OLD, _TRASH, _JOURNAL = "lock", "new", "old", "trash", "files.json"
+_LOCK, _NEW, _TRASH, _JOURNAL = "lock", "new", "trash", "files.json"
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK}  # of some network file systems
 _NO_EXCHANGE = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF}  # folders of file systems that have none
@@ -61,20 +61,6 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def staging_folder(destination: Path, *, inside: bool = False) -> Path:
-    """Where a saver of a destination has its folder; the same in every process."""
-    return destination / _SUFFIX if inside else destination.parent / f".{destination.name}{_SUFFIX}"
-
-
-def settled(path: Path) -> Path:
-    """A path to open; for a folder that a saver is just replacing, or was when it was killed, where the old one is.
-
-    Only file systems that cannot exchange two folders in one step ever have it elsewhere.
-    """
-    old = staging_folder(path) / _OLD
-    return old if not os.path.lexists(path) and os.path.isdir(old) else path
-
-
 class Staging:
     """A saver's own folder; `staging` makes one.
 
@@ -90,11 +76,7 @@ class Staging:
         self.new = self.folder / _NEW
 
     def replace_file(self, name: str) -> None:
-        """Moves a file from `new` to the destination, which is one.
-
-        Raises:
-            LazyModelError: It cannot be done, and the destination is what it was.
-        """
+        """Moves a file from `new` to the destination, which is one; where it cannot be done that is what it was."""
         with writing(self.destination):
             sync(self.new / name)
             os.replace(self.new / name, self.destination)
@@ -105,7 +87,7 @@ class Staging:
         """Puts the folder `new` in the place of the destination, which is a folder or does not exist.
 
         Everything that was in it is gone afterwards; `carry_over` keeps what is to stay. Where the file system cannot
-        exchange two folders, the destination does not exist for the time between two renames: `settled` says what to
+        exchange two folders, the destination does not exist for the time between two renames: `existing` says what to
         open then.
 
         Raises:
@@ -119,7 +101,7 @@ class Staging:
             if not exists:
                 os.rename(self.new, self.destination)
             elif not exchange(self.new, self.destination):
-                os.rename(self.destination, self.folder / _OLD)
+                os.rename(self.destination, self.folder / OLD)
                 os.rename(self.new, self.destination)
         with _afterwards(self.destination):
             sync(self.destination.parent)
@@ -194,7 +176,7 @@ class Staging:
         Raises:
             OSError: Something cannot be removed; what counts does.
         """
-        old, trash = self.folder / _OLD, self.folder / _TRASH
+        old, trash = self.folder / OLD, self.folder / _TRASH
         if old.exists() and not os.path.lexists(self.destination):  # between the two renames of `replace_folder`
             os.rename(old, self.destination)
         self._tidy()
@@ -299,11 +281,7 @@ def _busy(destination: Path, folder: Path) -> LazyModelError:
 
 @contextlib.contextmanager
 def _lock(folder: Path, destination: Path) -> Generator[None, None, None]:
-    """Makes a saver's folder and holds its lock.
-
-    Raises:
-        LazyModelError: Another saver has it, or the folder cannot be made.
-    """
+    """Makes a saver's folder and holds its lock."""
     fd = None
     try:
         with writing(destination):
@@ -418,7 +396,7 @@ def carry_over(old: Path, new: Path, *, leave: Iterable[str] = ()) -> None:
         for name in [*folders, *names]:
             path = os.path.normpath(os.path.join(within, name))
             source, target = old / path, new / path
-            if path.replace(os.sep, "/") in left or name.endswith(_SUFFIX):
+            if path.replace(os.sep, "/") in left or name.endswith(SAVING):
                 if name in folders:
                     folders.remove(name)  # which `os.walk` then does not enter
             elif source.is_symlink():

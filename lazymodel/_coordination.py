@@ -44,11 +44,7 @@ _TROUBLE = _FOLDER + "trouble/"  # …/process/left: how it ended; …/process/n
 
 
 def wait_seconds() -> float:
-    """How long a process waits for another one: `LAZYMODEL_WAIT_SECONDS`, or 1800 seconds.
-
-    Raises:
-        LazyModelError: It is set to something that is no positive number.
-    """
+    """How long a process waits for another one: `LAZYMODEL_WAIT_SECONDS`, or 1800 seconds."""
     text = os.environ.get(WAIT)
     if text is None:
         return _DEFAULT_WAIT
@@ -67,12 +63,7 @@ def silence_seconds() -> float:
 
 
 class Store:
-    """Texts by key, the same in all processes.
-
-    Attributes:
-        process: The index of this process.
-        processes: How many there are.
-    """
+    """Texts by key, the same in all processes: this one is number `process` of `processes`."""
 
     def __init__(self, client: Any, process: int, processes: int) -> None:
         self._client = client
@@ -107,7 +98,7 @@ class Store:
         self._client.key_value_delete(folder)
 
 
-def store() -> Store | None:
+def run_store() -> Store | None:
     """The store of this run, or None where this process is alone."""
     if not jax.distributed.is_initialized():
         return None
@@ -210,17 +201,11 @@ def post_failed_opening(store: Store, number: int, message: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Trouble:
-    """Why a process will not come.
+    """Why a process will not come."""
 
-    Attributes:
-        what: A verb phrase.
-        why: What it said, or nothing.
-        opening: Which of its failed openings it was, or 0.
-    """
-
-    what: str
-    why: str
-    opening: int = 0
+    what: str  # a verb phrase
+    why: str  # what it said, or nothing
+    opening: int = 0  # which of its failed openings it was, or 0
 
 
 def troubles(store: Store, openings: int) -> dict[int, Trouble]:
@@ -259,7 +244,7 @@ def _leave() -> None:
     fails after minutes, and JAX then aborts those who wait at it.
     """
     try:
-        if os.getpid() != _PID or (here := store()) is None:  # a child that was forked is not this process
+        if os.getpid() != _PID or (here := run_store()) is None:  # a child that was forked is not this process
             return
         SIGNS.end()
         left = {key.partition("/")[0]: text for key, text in here.folder(_TROUBLE).items() if key.endswith("/left")}

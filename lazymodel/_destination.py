@@ -19,19 +19,17 @@ import os
 import shutil
 from collections.abc import Generator, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lazymodel._atomic import Staging, staging, staging_folder, writing
+from lazymodel._atomic import Staging, staging, writing
 from lazymodel._bytes import format_bytes
 from lazymodel._errors import LazyModelError
-from lazymodel.checkpoints._open import weight_files
+from lazymodel._lazy_tensor import LazyTensor
+from lazymodel.checkpoints._open import staging_folder, weight_files
 from lazymodel.checkpoints._orbax_folder import find_item
 from lazymodel.checkpoints._safetensors import open_safetensors
 from lazymodel.checkpoints._shards import is_numbered
 from lazymodel.checkpoints._untrusted import read_json_file, shard_path, weight_map
-
-if TYPE_CHECKING:
-    from lazymodel._lazy_tensor import LazyTensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -39,115 +37,115 @@ INDEX = "model.safetensors.index.json"
 
 @dataclasses.dataclass(frozen=True)
 class SavedFile:
-    """One file to write.
-
-    Attributes:
-        name: Its name in a folder.
-        header: Everything before the tensors.
-        tensors: Name, tensor, and byte in the file.
-        nbytes: Bytes of all of it.
-    """
+    """One file to write."""
 
     name: str
-    header: bytes
-    tensors: tuple[tuple[str, LazyTensor, int], ...]
-    nbytes: int
+    header: bytes  # everything before the tensors
+    tensors: tuple[tuple[str, LazyTensor, int], ...]  # name, tensor, and byte in the file
+    nbytes: int  # of all of it
 
 
-class FileDestination:
-    """A single file, `x.safetensors`.
-
-    Attributes:
-        path: Where it goes.
-        files: The one file that is written.
-    """
-
-    def __init__(self, path: Path, files: list[SavedFile]) -> None:
-        self.path, self.files = path, files
-        self._stage = Staging(path, inside=False)
-
-    def file(self, file: SavedFile) -> Path:
-        """The file's temporary place, the same in every process."""
-        del file
-        return self._stage.new / self.path.name
-
-    @contextlib.contextmanager
-    def begun(self, *, overwrite: bool) -> Generator[None, None, None]:
-        """Locks the destination and makes the file with its header and its full length, until the block ends.
-
-        Raises:
-            LazyModelError: Something else is there, another saver is at it, or there is no room.
-        """
-        folder = self.path.parent
-        with staging(self.path, rivals=[staging_folder(folder, inside=True)] if self.path.name == SINGLE else []) as s:
-            if self.path.is_dir():
-                raise LazyModelError(
-                    f"{self.path} is a folder; give the name of a file, or a folder without .safetensors"
-                )
-            for index in sorted(folder.glob("*.safetensors.index.json")):
-                if self.path.name in _listed(index) or (self.path.name, index.name) == (SINGLE, INDEX):
-                    raise LazyModelError(
-                        f"{self.path} would change the sharded checkpoint of {index}, or be hidden by it; save to the "
-                        f"folder, {folder}, or to another name"
-                    )
-            if os.path.lexists(self.path) and not overwrite:
-                raise _there(self.path)
-            _allocate(self.path, [(self.file(file), file) for file in self.files])
-            self._stage = s
-            yield
-
-    def commit(self) -> None:
-        """Puts the file in place.
-
-        Raises:
-            LazyModelError: It cannot be done, and what was there is as it was.
-        """
-        self._stage.replace_file(self.path.name)
-
-
-class FolderDestination:
-    """A folder: `model.safetensors`, or shards with their index. Other files in it stay.
+class Destination:
+    """Where files go, and the steps there.
 
     Attributes:
-        path: The folder.
+        path: The file, or the folder.
         files: The files that are written.
     """
 
+    _inside: bool  # whether the path is a folder that files are put into
+
     def __init__(self, path: Path, files: list[SavedFile]) -> None:
         self.path, self.files = path, files
-        # In the folder: it may be a link to another file system, where files cannot be moved to.
-        self._stage = Staging(path, inside=True)
-        self._old: list[str] = []
+        self._stage = Staging(path, inside=self._inside)
 
-    def file(self, file: SavedFile) -> Path:
+    def place(self, file: SavedFile) -> Path:
         """A file's temporary place, the same in every process."""
         return self._stage.new / file.name
 
     @contextlib.contextmanager
     def begun(self, *, overwrite: bool) -> Generator[None, None, None]:
-        """Locks the folder and makes every file with its header and its full length, until the block ends.
+        """Locks the destination and makes every file with its header and its full length, until the block ends.
 
         Raises:
             LazyModelError: There is a checkpoint, or something that is none, in the way; another saver is at it; or
                 there is no room.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise LazyModelError(f"{self.path} is a file; give a folder, or a name that ends with .safetensors")
-        beside = self.path.parent / self.path.resolve().name if self.path.is_symlink() else self.path
-        rivals = [staging_folder(beside), staging_folder(self.path.resolve()), staging_folder(self.path / SINGLE)]
-        with staging(self.path, inside=True, rivals=rivals) as self._stage:
-            self._old = _old_files(self.path)
-            if self._old and not overwrite:
-                raise _there(self.path / self._old[0])
-            _allocate(self.path, [(self.file(file), file) for file in self.files])
+        with staging(self.path, inside=self._inside, rivals=self._rivals()) as self._stage:
+            if (there := self._there()) is not None and not overwrite:
+                raise LazyModelError(f"there is a checkpoint already: {there}. Pass overwrite=True to replace it")
+            self._allocate()
             yield
 
     def commit(self) -> None:
-        """Puts complete files in their places and removes those of the old checkpoint.
+        """Puts the complete files in place; where that cannot be done, what was there is as it was."""
+        raise NotImplementedError
 
-        Raises:
-            LazyModelError: It cannot be done, and the old checkpoint is what counts.
-        """
+    def _rivals(self) -> list[Path]:
+        """The staging folders of destinations that have files in common with this one."""
+        raise NotImplementedError
+
+    def _there(self) -> Path | None:
+        """What is to be replaced, if anything; raises LazyModelError for what must not be."""
+        raise NotImplementedError
+
+    def _allocate(self) -> None:
+        total = sum(file.nbytes for file in self.files)
+        with writing(self.path):
+            free = shutil.disk_usage(self._stage.new).free
+            if free < total:
+                raise LazyModelError(
+                    f"{self.path} needs {format_bytes(total)}, and there are {format_bytes(free)} free"
+                )
+            for file in self.files:
+                with open(self.place(file), "wb") as stream:
+                    stream.write(file.header)
+                    stream.truncate(file.nbytes)
+
+
+class FileDestination(Destination):
+    """A single file, `x.safetensors`."""
+
+    _inside = False
+
+    def __init__(self, path: Path, files: list[SavedFile]) -> None:
+        super().__init__(path, [dataclasses.replace(file, name=path.name) for file in files])
+
+    def _rivals(self) -> list[Path]:
+        return [staging_folder(self.path.parent, inside=True)] if self.path.name == SINGLE else []
+
+    def _there(self) -> Path | None:
+        folder = self.path.parent
+        if self.path.is_dir():
+            raise LazyModelError(f"{self.path} is a folder; give the name of a file, or a folder without .safetensors")
+        for index in sorted(folder.glob("*.safetensors.index.json")):
+            if self.path.name in _listed(index) or (self.path.name, index.name) == (SINGLE, INDEX):
+                raise LazyModelError(
+                    f"{self.path} would change the sharded checkpoint of {index}, or be hidden by it; save to the "
+                    f"folder, {folder}, or to another name"
+                )
+        return self.path if os.path.lexists(self.path) else None
+
+    def commit(self) -> None:
+        self._stage.replace_file(self.path.name)
+
+
+class FolderDestination(Destination):
+    """A folder: `model.safetensors`, or shards with their index. Other files in it stay."""
+
+    _inside = True  # it may be a link to another file system, where files cannot be moved to
+
+    def _rivals(self) -> list[Path]:
+        if self.path.exists() and not self.path.is_dir():
+            raise LazyModelError(f"{self.path} is a file; give a folder, or a name that ends with .safetensors")
+        beside = self.path.parent / self.path.resolve().name if self.path.is_symlink() else self.path
+        return [staging_folder(beside), staging_folder(self.path.resolve()), staging_folder(self.path / SINGLE)]
+
+    def _there(self) -> Path | None:
+        self._old = _old_files(self.path)
+        return self.path / self._old[0] if self._old else None
+
+    def commit(self) -> None:
         with writing(self.path):
             if len(self.files) == 1:
                 self._commit_single()
@@ -243,25 +241,8 @@ def _listed(index: Path) -> list[str]:
         return []
 
 
-def _there(path: Path) -> LazyModelError:
-    return LazyModelError(f"there is a checkpoint already: {path}. Pass overwrite=True to replace it")
-
-
 def _other(folder: Path, what: str) -> LazyModelError:
     return LazyModelError(
         f"there is a checkpoint already in {folder}, of another format or other names: {what}. Files of this one would "
         "hide it, or be hidden by it: save to another folder, or remove it first"
     )
-
-
-def _allocate(path: Path, files: list[tuple[Path, SavedFile]]) -> None:
-    """Makes files with their headers and their full lengths."""
-    total = sum(file.nbytes for _, file in files)
-    with writing(path):
-        free = shutil.disk_usage(files[0][0].parent).free
-        if free < total:
-            raise LazyModelError(f"{path} needs {format_bytes(total)}, and there are {format_bytes(free)} free")
-        for place, file in files:
-            with open(place, "wb") as stream:
-                stream.write(file.header)
-                stream.truncate(file.nbytes)

@@ -17,8 +17,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lazymodel._agreement import agreement
-from lazymodel._atomic import Staging, staging, staging_folder, writing
+from lazymodel._atomic import Staging, staging, writing
 from lazymodel._errors import LazyModelError
+from lazymodel.checkpoints._open import staging_folder
 from lazymodel.checkpoints._orbax_folder import foreign_entries, zero_size_metadata
 
 

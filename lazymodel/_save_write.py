@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 
 from lazymodel._bytes import format_bytes
-from lazymodel._destination import FileDestination, FolderDestination, SavedFile
+from lazymodel._destination import Destination, SavedFile
 from lazymodel._device_leaf import DeviceLeaf
 from lazymodel._errors import LazyModelError
 from lazymodel._file_source import Workspace, empty_aligned, slabs
@@ -34,21 +34,13 @@ _THREADS = 4  # one disk is saturated by fewer; they overlap transfers, transpos
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """Elements to write: a lazy tensor, and where each of its elements goes.
+    """Elements to write: a lazy tensor, and where each of its elements goes."""
 
-    Attributes:
-        name: The tensor that they belong to, for messages.
-        tensor: Its axes are in file order.
-        start: Byte in the file of its first element.
-        strides: Bytes in the file, descending but for axes of extent 1.
-        packed: Whether two elements are a byte; then it has one dimension.
-    """
-
-    name: str
-    tensor: LazyTensor
-    start: int
-    strides: tuple[int, ...]
-    packed: bool = False
+    name: str  # of the tensor that they belong to, for messages
+    tensor: LazyTensor  # its axes are in file order
+    start: int  # byte in the file of its first element
+    strides: tuple[int, ...]  # bytes in the file, descending but for axes of extent 1
+    packed: bool = False  # whether two elements are a byte; then it has one dimension
 
 
 def _pieces(name: str, tensor: LazyTensor, offset: int, *, leads: bool) -> Iterator[_Piece]:
@@ -59,8 +51,7 @@ def _pieces(name: str, tensor: LazyTensor, offset: int, *, leads: bool) -> Itera
         if leads and tensor.dtype == FLOAT4:
             yield _Piece(name, tensor.reshape(-1), offset, (1,), packed=True)
         elif leads:
-            strides = fresh_view(tensor.shape, tensor.itemsize).strides
-            yield _Piece(name, tensor, offset, strides)
+            yield _Piece(name, tensor, offset, fresh_view(tensor.shape, tensor.itemsize).strides)
         return
     if tensor.dtype == FLOAT4:
         raise LazyModelError(
@@ -136,7 +127,7 @@ def check_budget(files: Sequence[SavedFile], budget: int) -> None:
 
 
 def write_files(
-    target: FileDestination | FolderDestination,
+    target: Destination,
     budget: int,
     progress: bool | Progress | Callable[[int, int], object] | None,
     check: Callable[[], None],
@@ -155,21 +146,16 @@ def write_files(
     bar.start(sum(piece.tensor.nbytes for _, group in pieces for piece in group), f"{target.path.name}: saving")
     try:
         for file, group in pieces:
-            where = target.file(file)
+            where = target.place(file)
             try:
                 with _descriptor(where) as fd:
                     _write_file(fd, group, threads, band, unit, bar, check)
             except OSError as error:
-                raise LazyModelError(_failure(target.path, where, error)) from error
+                hint = "; with several processes the path must be on a file system that all of them share"
+                hint = hint if isinstance(error, FileNotFoundError) else ""
+                raise LazyModelError(f"cannot write {target.path} ({where.name}): {error.strerror}{hint}") from error
     finally:
         bar.finish()
-
-
-def _failure(path: Path, where: Path, error: OSError) -> str:
-    hint = ""
-    if isinstance(error, FileNotFoundError):
-        hint = "; with several processes the path must be on a file system that all of them share"
-    return f"cannot write {path} ({where.name}): {error.strerror}{hint}"
 
 
 @contextlib.contextmanager
@@ -223,16 +209,13 @@ def _write_file(
 def _jobs(pieces: Sequence[_Piece], band: int) -> Iterator[tuple[_Piece, Box, list[Box]]]:
     """Each piece in bands, with the list of those that are still to be done."""
     for piece in pieces:
-        boxes = list(slabs(piece.tensor.shape, _elements(piece, band)))
+        elements = max(band // piece.tensor.itemsize, 1)
+        if piece.packed:  # two are a byte
+            elements = max(elements - elements % 2, 2)
+        boxes = list(slabs(piece.tensor.shape, elements))
         others = boxes[:]
         for box in boxes:
             yield piece, box, others
-
-
-def _elements(piece: _Piece, band: int) -> int:
-    """Elements of a band; an even number where two are a byte."""
-    elements = max(band // piece.tensor.itemsize, 1)
-    return max(elements - elements % 2, 2) if piece.packed else elements
 
 
 def _put(fd: int, piece: _Piece, box: Box, values: np.ndarray) -> None:

@@ -86,15 +86,10 @@ class Window(io.RawIOBase):
 
 
 class H5File:
-    """An HDF5 file, or a member of an archive, that is opened when needed.
-
-    Attributes:
-        source: Its bytes, for direct reads.
-        size: Its size in bytes; of the member, in an archive.
-    """
+    """An HDF5 file, or a member of an archive, that is opened when needed."""
 
     def __init__(self, path: str, base: int = 0, size: int | None = None) -> None:
-        self.source = FileSource(path, base=base)
+        self.source = FileSource(path, base=base)  # for direct reads
         self.size = self.source.size - base if size is None else size
         self._handle: Any = None
         self._lock = threading.Lock()
@@ -288,14 +283,7 @@ class DatasetLeaf(Leaf):
 
 
 class _Filters:
-    """How the chunks of a dataset are encoded.
-
-    Attributes:
-        any: Whether they are at all.
-        compressing: Whether they may be shorter than their values.
-        known: Whether `DatasetLeaf` can decode them: of the filters shuffle, deflate and Fletcher-32 each at most
-            once, in this order, on values that are stored as they are in memory.
-    """
+    """How the chunks of a dataset are encoded."""
 
     def __init__(self, dataset: Any) -> None:
         h5z = import_h5py().h5z
@@ -309,7 +297,10 @@ class _Filters:
         }
         self._bits = [1 << codes.index(code) if code in codes else 0 for code in allowed]
         self.any = bool(codes)
+        # Whether they may be shorter than their values.
         self.compressing = any(code not in (h5z.FILTER_SHUFFLE, h5z.FILTER_FLETCHER32) for code in codes)
+        # Whether `DatasetLeaf` can decode them: of the filters shuffle, deflate and Fletcher-32 each at most once, in
+        # this order, on values that are stored as they are in memory.
         self.known = (
             codes == [code for code in allowed if code in codes]
             and all(tuple(values) in allowed[code] for code, _, values, _ in filters)
@@ -338,11 +329,7 @@ def _has_fill_value(dataset: Any) -> bool:
 
 
 def _inflate(encoded: np.ndarray, out: np.ndarray) -> int:
-    """Inflates a zlib stream into `out`; returns its length, or one byte more than there is room for and stops there.
-
-    Raises:
-        zlib.error: It is none, is damaged, or ends early.
-    """
+    """Inflates a zlib stream into `out`; returns its length, or one more than there is room for and stops there."""
     decoder = zlib.decompressobj()
     done = 0
     for start in range(0, encoded.size, _INFLATE_IN):

@@ -62,13 +62,7 @@ def open_npy(path: Path) -> NumpyCheckpoint:
 
 
 def open_npz(path: Path) -> NumpyCheckpoint:
-    """Opens a `.npz` archive. Members that are no arrays, which `np.load` gives as bytes, are left out.
-
-    Raises:
-        CheckpointError: The archive is truncated or corrupt; two members have one name or overlap; a member is
-            encrypted, compressed in another way than by deflate, larger than its compressed bytes can hold, or
-            holds something else than the numbers its header declares.
-    """
+    """Opens a `.npz` archive. Members that are no arrays, which `np.load` gives as bytes, are left out."""
     source = FileSource(path)
     members = [zip_member(path, info) for info in zip_directory(path, ".npz")]
     tensors: dict[str, LazyTensor] = {}
@@ -146,21 +140,13 @@ def _array(name: str, what: str, head: bytes, source: FileSource, start: int, si
 
 @dataclasses.dataclass(eq=False)
 class _Cursor:
-    """A place in a deflated stream from which decompressing can go on.
-
-    Attributes:
-        decoder: zlib's state there.
-        taken: Compressed bytes that were read from the file.
-        tail: Those of them that the decoder has not used yet.
-        position: Decompressed bytes that lie before.
-        crc: Their checksum.
-    """
+    """A place in a deflated stream from which decompressing can go on."""
 
     decoder: Any = dataclasses.field(default_factory=lambda: zlib.decompressobj(-zlib.MAX_WBITS))
-    taken: int = 0
-    tail: bytes = b""
-    position: int = 0
-    crc: int = 0
+    taken: int = 0  # compressed bytes that were read from the file
+    tail: bytes = b""  # those of them that the decoder has not used yet
+    position: int = 0  # decompressed bytes that lie before
+    crc: int = 0  # their checksum
 
     def copy(self) -> _Cursor:
         return _Cursor(self.decoder.copy(), self.taken, self.tail, self.position, self.crc)

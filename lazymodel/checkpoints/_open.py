@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lazymodel._agreement import opening
-from lazymodel._atomic import settled
 from lazymodel._errors import CheckpointError
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5, open_sharded_hdf5
@@ -18,6 +17,9 @@ from lazymodel.checkpoints._orbax_folder import find_item
 from lazymodel.checkpoints._safetensors import SafetensorsFile, open_index, open_safetensors
 from lazymodel.checkpoints._untrusted import check_pointer
 from lazymodel.checkpoints._verify import Verify, verify_files
+
+SAVING = ".lazymodel-saving"  # what the names of savers' own folders end in
+OLD = "old"  # in one: the folder that is being replaced, where the file system cannot exchange two in one step
 
 
 class Format(NamedTuple):
@@ -115,12 +117,18 @@ def content_files(checkpoint: Checkpoint) -> list[str]:
     return list(dict.fromkeys([*index, *checkpoint.files]))
 
 
+def staging_folder(destination: Path, *, inside: bool = False) -> Path:
+    """Where a saver of a destination has its folder; the same in every process."""
+    return destination / SAVING if inside else destination.parent / f".{destination.name}{SAVING}"
+
+
 def existing(path: str | os.PathLike[str]) -> Path:
     """A path at which something is; CheckpointError if nothing is, or what is there must not be looked at."""
     try:
         os.stat(path)
     except (OSError, ValueError) as error:  # a NUL in a name is a ValueError
-        if (old := settled(Path(path))) != Path(path):
+        old = staging_folder(Path(path)) / OLD
+        if not os.path.lexists(path) and os.path.isdir(old):
             return old
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise CheckpointError(f"there is no checkpoint at {os.fspath(path)}: {reason}") from error

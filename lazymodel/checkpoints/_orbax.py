@@ -53,12 +53,7 @@ def _tensorstore() -> Any:
 
 
 def open_orbax(path: Path, item: Path) -> OrbaxCheckpoint:
-    """Opens an item that `find_item` found.
-
-    Raises:
-        CheckpointError: tensorstore is missing; metadata or manifest are missing or corrupt; an array that the
-            metadata names is missing; or two leaves have one name.
-    """
+    """Opens an item that `find_item` found."""
     files = files_inside(item)
     tree = read_tree(item)
     require_complete(item, tree, files)
@@ -233,8 +228,7 @@ class OrbaxCheckpoint(Checkpoint):
 class ChunkedLeaf(Leaf):
     """A zarr array, read through tensorstore in boxes made of whole chunks.
 
-    Attributes:
-        chunk: Extents of the smallest box that can be decoded alone (in zarr 3, an inner chunk of a shard).
+    `chunk` is the smallest box that can be decoded alone (in zarr 3, an inner chunk of a shard).
     """
 
     def __init__(

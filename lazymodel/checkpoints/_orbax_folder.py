@@ -27,7 +27,7 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError
 from lazymodel._lazy_tensor import LazyTensor, lazy
-from lazymodel.checkpoints._untrusted import counts, is_number, listed, read_json_file
+from lazymodel.checkpoints._untrusted import counts, is_number, listed, read_json_file, reading
 
 METADATA = "_METADATA"
 MANIFEST = "manifest.ocdbt"
@@ -109,10 +109,8 @@ def _is_item_or_array(path: Path) -> bool:
 
 def _folders(folder: Path) -> list[Path]:
     """Folders in a folder, by name."""
-    try:
+    with reading(folder, "list"):
         return sorted(child for child in folder.iterdir() if child.is_dir())
-    except OSError as error:
-        raise CheckpointError(f"cannot list {folder}: {error.strerror}") from error
 
 
 def _is_array(folder: Path) -> bool:

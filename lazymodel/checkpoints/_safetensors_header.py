@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel.checkpoints._untrusted import MAX_DIMENSIONS, counts, read_json_object
+from lazymodel.checkpoints._untrusted import MAX_DIMENSIONS, counts, read_json_object, reading
 
 MAX_HEADER = 100_000_000  # bytes; the reference implementation's own limit
 _MAX_NBYTES = 2**63  # what NumPy can address, even where an extent of 0 leaves nothing to hold
@@ -82,21 +82,13 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a header says.
-
-    Attributes:
-        metadata: Its `__metadata__`, strings to strings.
-        names: Names of the tensors, in the order in which the file has them, to their numbers.
-        kinds: The kinds that there are.
-        codes: Number of a tensor → number of its kind.
-        begins: Number of a tensor → its first byte in the file.
-    """
+    """What a header says."""
 
     metadata: dict[str, str]
-    names: dict[str, int]
+    names: dict[str, int]  # of the tensors, in the order in which the file has them, to their numbers
     kinds: list[Kind]
-    codes: np.ndarray
-    begins: np.ndarray
+    codes: np.ndarray  # number of a tensor → number of its kind
+    begins: np.ndarray  # number of a tensor → its first byte in the file
 
     def find(self, name: str) -> tuple[Kind, int]:
         """Dtype and shape of a tensor that is there, and its first byte in the file."""
@@ -137,23 +129,20 @@ def read_header(path: str, size: int) -> Header:
 
 
 def _read(path: str, size: int) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(prefix := file.read(8), "little")
-            if len(prefix) < 8:
-                raise CheckpointError(f"{path} is no safetensors file: expected at least 8 bytes, found {size}")
-            if length > MAX_HEADER:
-                raise CheckpointError(
-                    f"{path} is no safetensors file, or corrupt: expected a header of at most {MAX_HEADER} bytes, "
-                    f"found a length of {length}"
-                )
-            if 8 + length > size or len(data := file.read(length)) < length:
-                raise CheckpointError(
-                    f"{path} is truncated: expected a header up to byte {8 + length}, found a file of {size} bytes. "
-                    "Download or copy it again."
-                )
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    with reading(path), open(path, "rb") as file:
+        length = int.from_bytes(prefix := file.read(8), "little")
+        if len(prefix) < 8:
+            raise CheckpointError(f"{path} is no safetensors file: expected at least 8 bytes, found {size}")
+        if length > MAX_HEADER:
+            raise CheckpointError(
+                f"{path} is no safetensors file, or corrupt: expected a header of at most {MAX_HEADER} bytes, found a "
+                f"length of {length}"
+            )
+        if 8 + length > size or len(data := file.read(length)) < length:
+            raise CheckpointError(
+                f"{path} is truncated: expected a header up to byte {8 + length}, found a file of {size} bytes. "
+                "Download or copy it again."
+            )
     return data
 
 

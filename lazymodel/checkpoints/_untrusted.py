@@ -6,13 +6,14 @@ sections 4.3.7 and 4.4. Everything raises `CheckpointError` for what is corrupt,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import reprlib
 import stat
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,20 +49,27 @@ def counts(value: Any) -> tuple[int, ...] | None:
     return tuple(items) if all(type(item) is int and 0 <= item < 2**63 for item in items) else None
 
 
+@contextlib.contextmanager
+def reading(path: str | os.PathLike[str], verb: str = "read") -> Generator[None]:
+    """Within the block, what the operating system refuses is a CheckpointError that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot {verb} {os.fspath(path)}: {error.strerror}") from error
+
+
 def check_pointer(file: Path) -> bytes:
     """The first bytes of a file that is no Git LFS pointer, a small text file in the place of the real one.
 
     Only regular files are opened: a pipe would block whoever opens it, and opening a device can do anything.
     """
-    try:
+    with reading(file, "open"):
         if not stat.S_ISREG(os.stat(file).st_mode):
             raise CheckpointError(
                 f"{file}: expected a file, found a folder, a pipe or a device; do not trust this checkpoint"
             )
         with open(file, "rb") as stream:
             head = stream.read(512)
-    except OSError as error:
-        raise CheckpointError(f"cannot open {file}: {error.strerror}") from error
     if head.startswith(_LFS):
         size = next((line[5:].decode() for line in head.splitlines() if line.startswith(b"size ")), "unknown")
         raise CheckpointError(
@@ -73,15 +81,12 @@ def check_pointer(file: Path) -> bytes:
 
 def read_at_most(file: Path, limit: int, what: str) -> bytes:
     """All bytes of a file, unless they are more than a limit."""
-    try:
-        size = file.stat().st_size
-        if size > limit:
+    with reading(file):
+        if (size := file.stat().st_size) > limit:
             raise CheckpointError(
                 f"{file}: expected {what} of at most {format_bytes(limit)}, found {format_bytes(size)}"
             )
         return file.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
 
 
 # JSON -----------------------------------------------------------------------------------------------------------------

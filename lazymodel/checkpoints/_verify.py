@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._file_source import FileSource
-from lazymodel.checkpoints._untrusted import LISTED, listed, read_at_most
+from lazymodel.checkpoints._untrusted import LISTED, listed, read_at_most, reading
 
 Verify = bool | str | os.PathLike[str] | Mapping[str, str]
 """What `verify=` takes: whether to use the hashes that the folder states, a manifest's path, or name → hash."""
@@ -175,7 +175,10 @@ def _beside(file: str, root: str, manifests: dict[str, dict[str, list[Hash]]]) -
         if folder not in manifests:
             manifests[folder] = _manifests_in(folder)
         hashes += manifests[folder].get(path, ())
-    return list({(hash.algorithm, hash.digest): hash for hash in reversed(hashes)}.values())[::-1]
+    unique: dict[tuple[str, str], Hash] = {}
+    for hash in hashes:
+        unique.setdefault((hash.algorithm, hash.digest), hash)
+    return list(unique.values())
 
 
 def _from_cache(path: str) -> Hash | None:
@@ -191,11 +194,8 @@ def _from_download(path: str) -> Hash | None:
     for parent in Path(path).parents:
         metadata = parent / ".cache" / "huggingface" / "download" / f"{os.path.relpath(path, parent)}.metadata"
         if os.path.isfile(metadata):  # which, unlike pathlib's, is no error where the name gets too long
-            try:
-                with open(metadata, "rb") as stream:
-                    lines = stream.read(_MAX_METADATA).decode(errors="replace").split("\n")
-            except OSError as error:
-                raise CheckpointError(f"cannot read {metadata}: {error.strerror}") from error
+            with reading(metadata), open(metadata, "rb") as stream:
+                lines = stream.read(_MAX_METADATA).decode(errors="replace").split("\n")
             etag = lines[1].strip() if len(lines) > 1 else ""
             return _parse(etag, _BY_ETAG_LENGTH.get(len(etag)), str(metadata))
     return None
@@ -203,10 +203,8 @@ def _from_download(path: str) -> Hash | None:
 
 def _manifests_in(folder: str) -> dict[str, list[Hash]]:
     """Absolute path → hashes, of all manifests in a folder that are named as such."""
-    try:
+    with reading(folder, "list"):
         names = sorted(os.listdir(folder))
-    except OSError as error:
-        raise CheckpointError(f"cannot list {folder}: {error.strerror}") from error
     stated: dict[str, list[Hash]] = {}
     for name in names:
         manifest = Path(folder, name)
@@ -283,15 +281,12 @@ def _digests(file: str, algorithms: Iterable[str], stop: threading.Event) -> dic
     # These compare, they do not sign: md5 is fine where a system's policy forbids it for security.
     hashers = {name: hashlib.new(name.removeprefix("git-"), usedforsecurity=False) for name in algorithms}
     buffer = memoryview(bytearray(_BUFFER))
-    try:
-        with open(file, "rb", buffering=0) as stream:
-            if "git-sha1" in hashers:  # https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
-                hashers["git-sha1"].update(b"blob %d\0" % os.fstat(stream.fileno()).st_size)
-            while count := stream.readinto(buffer):
-                if stop.is_set():
-                    raise _Stopped
-                for hasher in hashers.values():
-                    hasher.update(buffer[:count])
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+    with reading(file), open(file, "rb", buffering=0) as stream:
+        if "git-sha1" in hashers:  # https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
+            hashers["git-sha1"].update(b"blob %d\0" % os.fstat(stream.fileno()).st_size)
+        while count := stream.readinto(buffer):
+            if stop.is_set():
+                raise _Stopped
+            for hasher in hashers.values():
+                hasher.update(buffer[:count])
     return {name: hasher.hexdigest() for name, hasher in hashers.items()}

@@ -187,13 +187,13 @@ class Scenarios:
 
     def is_said(self, text: str) -> bool:
         """Whether the verdict on a stage has this text in it."""
-        store = coordination.store()
+        store = coordination.run_store()
         assert store is not None
         return any(text in value for key, value in store.folder("lazymodel/stages/").items() if key.endswith("verdict"))
 
     def is_waiting(self) -> bool:
         """Whether process 0 is at the end of a stage to which nobody else has come."""
-        store = coordination.store()
+        store = coordination.run_store()
         assert store is not None
         keys = store.folder("lazymodel/stages/")
         stages = {key.split("reports/")[0] for key in keys if key.endswith("reports/0")}

@@ -33,7 +33,7 @@ def die() -> None:
 
 
 def others_left() -> bool:
-    store = coordination.store()
+    store = coordination.run_store()
     assert store is not None
     return any(key.endswith("/left") for key in store.folder("lazymodel/trouble/"))
 

@@ -55,7 +55,7 @@ def test_jax_has_what_is_asked_of_it():
 
 
 def test_one_process_has_no_store():
-    assert _coordination.store() is None
+    assert _coordination.run_store() is None
 
 
 @pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan", "inf", "1 minute"])
