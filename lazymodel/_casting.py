@@ -49,7 +49,7 @@ def check_mode(cast: Any) -> None:
 
 
 def refusal(path: str, tensor: LazyTensor, expected: np.dtype[Any], where: str, names: Container[str] = ()) -> str:
-    """Why a tensor is not cast into a variable, or an empty string where it may be.
+    """Why a tensor is not cast into a variable's dtype, or an empty string where it may be.
 
     Args:
         path: The variable's path.
@@ -179,6 +179,3 @@ def _fitting(values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
             "cast='unsafe' casts as NumPy's astype does"
         )
     return cast
-
-
-__all__ = ("SAFE", "SMALL", "UNSAFE", "check_mode", "converted", "refusal", "weights")

@@ -249,7 +249,7 @@ def _model(
 
 
 def _from_factory(module_name: str, name: str) -> AbstractModel:
-    from lazymodel._adapters import build_abstract
+    from lazymodel._build import build_abstract
     from lazymodel._report import closest
 
     sys.path.insert(0, os.getcwd())  # as `python -m` has it

@@ -28,7 +28,8 @@ from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
 from lazymodel._file_source import BYTES_READ
 from lazymodel._host_arrays import host_array, is_narrowed, stays_on_host
 from lazymodel._init_programs import InitRecipe, run_recipes
-from lazymodel._jaxprs import is_weak, key_impl, with_weak_type
+from lazymodel._jaxprs import is_weak, with_weak_type
+from lazymodel._keys import key_impl
 from lazymodel._lazy_tensor import LazyTensor, lazy
 from lazymodel._live import require_live
 from lazymodel._load_report import (

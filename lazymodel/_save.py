@@ -41,7 +41,7 @@ from lazymodel._lazy_tensor import LazyTensor, Leaf, PiecesLeaf, fill_parts, laz
 from lazymodel._mapping import WeightMap
 from lazymodel._report import Progress, closest, progress_for
 from lazymodel._save_orbax import save_orbax
-from lazymodel._trace import path_text
+from lazymodel._trace_function import path_text
 from lazymodel.checkpoints._safetensors import DTYPES, MAX_HEADER
 from lazymodel.checkpoints._shards import SAVE_KEY
 

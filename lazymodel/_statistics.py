@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lazymodel._errors import LazyModelError
-from lazymodel._jaxprs import is_key
+from lazymodel._keys import is_key
 from lazymodel._report import _html, _plural, _printable, _Table, _template, _text, closest, fold
 from lazymodel._save import _named_arrays
 
