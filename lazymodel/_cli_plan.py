@@ -19,7 +19,7 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from jax.sharding import AbstractMesh, AxisType
 from lazymodel import _topology
 from lazymodel._bytes import parse_bytes
 from lazymodel._errors import LazyModelError, LazyModelWarning
+from lazymodel._jaxprs import CONFIG
 from lazymodel._plan_use import slot_dtypes
 from lazymodel._quiet import quiet_tensorflow
 
@@ -91,9 +92,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if _jax.config.jax_platforms is None and not (arguments.compile and not arguments.topology):
+    if CONFIG.jax_platforms is None and not (arguments.compile and not arguments.topology):
         # Nothing runs here: an accelerator that another process uses, or that takes long to wake, is left alone.
-        _jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_platforms", "cpu")
     _check(arguments)
     meshes = _meshes(arguments)
     source = _described(arguments.model)
@@ -195,9 +196,6 @@ def parse_axes(text: str) -> dict[str, int]:
             raise LazyModelError(f"cannot read mesh {text!r}; write names and sizes, such as model=8 or data=2,model=4")
         axes[match[1]] = int(match[2])
     return axes
-
-
-_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
 
 def _axes_text(axes: Mapping[str, int]) -> str:

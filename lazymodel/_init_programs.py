@@ -91,21 +91,13 @@ class InitRecipe:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InitProgram:
-    """A compiled recipe.
+    """A compiled recipe."""
 
-    Attributes:
-        compiled: The executable; called with the recipe's inputs.
-        output_nbytes: Bytes it leaves on each device.
-        temp_nbytes: Bytes of temporaries on each device while it runs, as the compiler says.
-        x64: Whether it was compiled with 64-bit types, and so must be called with them.
-        sharding_dependent: Whether its values depend on the sharding, since its random bits do.
-    """
-
-    compiled: jax.stages.Compiled
-    output_nbytes: int
-    temp_nbytes: int
-    x64: bool = False
-    sharding_dependent: bool = False
+    compiled: jax.stages.Compiled  # called with the recipe's inputs
+    output_nbytes: int  # left on each device
+    temp_nbytes: int  # of temporaries on each device while it runs, as the compiler says
+    x64: bool = False  # whether it was compiled with 64-bit types, and so must be called with them
+    sharding_dependent: bool = False  # whether its values depend on the sharding, since its random bits do
 
     def __call__(self, inputs: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
         """Runs it; returns at once, the arrays being computed in the background."""

@@ -35,27 +35,16 @@ _SHARED_KERNELS = 1024
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernel:
-    """What eager execution compiles as one program.
+    """What eager execution compiles as one program."""
 
-    Attributes:
-        form: Two kernels with equal forms compute the same function of operands of the same types.
-        function: A traceable function of its operands; a list of results.
-        operands: Where they come from; the raw data for keys that are inputs of the recipe.
-    """
-
-    form: Hashable
-    function: Callable[..., list[Any]]
-    operands: tuple[Reference, ...]
+    form: Hashable  # equal for kernels that compute the same function of operands of the same types
+    function: Callable[..., list[Any]]  # traceable; of its operands, to a list of results
+    operands: tuple[Reference, ...]  # the raw data for keys that are inputs of the recipe
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernels:
-    """A recipe as kernels, in the order in which they run.
-
-    Attributes:
-        kernels: Each uses inputs of the recipe and results of earlier ones.
-        outputs: Where each output of the recipe comes from.
-    """
+    """A recipe as kernels, in the order in which they run; each uses inputs of the recipe and earlier results."""
 
     kernels: tuple[Kernel, ...]
     outputs: tuple[Reference, ...]
@@ -75,21 +64,13 @@ class Kernels:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One equation of a recipe, for `kernels_of`.
+    """One equation of a recipe, for `kernels_of`."""
 
-    Attributes:
-        unit: The compiled function that it belongs to; None for an equation that eager execution runs by itself.
-        form: What it computes, without its operands.
-        function: Runs it: the operands that are not constants, to a list of results. None if it only hands them on.
-        operands: ("input", number), ("step", number of the line, which result), or ("fixed", …) for constants.
-        results: How many it has.
-    """
-
-    unit: int | None
-    form: Hashable
-    function: Callable[..., list[Any]] | None
-    operands: tuple[tuple[Any, ...], ...]
-    results: int
+    unit: int | None  # the compiled function that it belongs to; None if eager execution runs it by itself
+    form: Hashable  # what it computes, without its operands
+    function: Callable[..., list[Any]] | None  # of operands that are no constants; None if it only hands them on
+    operands: tuple[tuple[Any, ...], ...]  # ("input", number), ("step", number of the line, which result), ("fixed", …)
+    results: int  # how many it has
 
 
 def kernels_of(
@@ -183,23 +164,16 @@ _RunStep = tuple[_Compiled, tuple[Reference, ...], int, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KernelProgram:
-    """Compiled kernels that together compute a recipe; called as an `InitProgram` is.
+    """Compiled kernels that together compute a recipe; called as an `InitProgram` is."""
 
-    Attributes:
-        output_nbytes: Bytes it leaves on each device.
-        temp_nbytes: Bytes beyond these that its first device holds at most: other devices hold none.
-        x64: Whether it was compiled with 64-bit types, and so must be called with them.
-        sharding_dependent: False: values are made whole and then cut.
-    """
-
-    sharding_dependent: ClassVar[bool] = False
+    sharding_dependent: ClassVar[bool] = False  # values are made whole and then cut
 
     steps: tuple[_RunStep, ...]
     outputs: tuple[Reference, ...]
     shardings: tuple[Sharding, ...]
-    output_nbytes: int
-    temp_nbytes: int
-    x64: bool
+    output_nbytes: int  # left on each device
+    temp_nbytes: int  # beyond these held by its first device at most; others hold none
+    x64: bool  # whether it was compiled with 64-bit types, and so must be called with them
 
     def __call__(self, inputs: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
         """Runs it; returns when what it computes has been cut into shards."""
@@ -223,12 +197,7 @@ def compile_kernels(
 ) -> KernelProgram:
     """Compiles the kernels of a recipe that are not compiled yet, under the current settings.
 
-    Args:
-        kernels: What to compute.
-        inputs: Types of the recipe's inputs.
-        shardings: One for each output.
-        settings: What else changes the meaning of a trace.
-        x64: Whether 64-bit types are on, as they are now.
+    `settings` is what else changes the meaning of a trace; `x64` whether 64-bit types are on, as they are now.
     """
     device = _device(shardings[0])
     types: dict[int, tuple[jax.ShapeDtypeStruct, ...]] = {}

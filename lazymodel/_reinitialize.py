@@ -26,8 +26,6 @@ from lazymodel._roles import rule_path
 from lazymodel._small import on_host
 from lazymodel._trace_function import trace_function
 
-_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
-
 Initializer: TypeAlias = "Callable[..., Any]"
 InitRules: TypeAlias = "Mapping[str, Initializer] | Callable[[AbstractVariable], Initializer | None]"
 

@@ -35,26 +35,18 @@ def trace_function(
     name: str | None = None,
     path_of: Callable[[Sequence[Any]], str] | None = None,
 ) -> AbstractModel:
-    """Builds abstractly what `function(*args, **kwargs)` would return.
+    """What `build_abstract(function, *args, **kwargs)` does for a function that JAX can trace.
+
+    A `jax.ShapeDtypeStruct` among the arguments stands for an array whose values no variable needs. An array that
+    occurs twice in the result is one variable under its first path, and the same array in both places once rebuilt.
+    Arrays are weakly typed where the function's own are; outputs that are no arrays are handed back as they are.
 
     Args:
-        function: Any function that JAX can trace. Outputs that are no arrays (strings, Python numbers, objects) are
-            handed back as they are.
-        args: Its arguments. `jax.Array`s and typed PRNG keys in them are run-time inputs of the init programs; a
-            `jax.ShapeDtypeStruct` stands for an array whose values no variable needs; the rest is static, and NumPy
-            arrays are the function's to use as they are.
-        kwargs: Its keyword arguments, likewise.
+        function: The function.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
         name: What to call the model; the function's name by default.
         path_of: Names a leaf of the result from its `jax.tree_util` key path; by default the keys joined by `/`.
-
-    Returns:
-        An abstract model with a variable for every distinct array of the result. An array that occurs twice is one
-        variable under its first path, and the same array in both places once rebuilt. Arrays are weakly typed where
-        the function's own are. NumPy arrays stay such (see `_host_arrays`), and are not trained by default.
-
-    Raises:
-        TraceError: The function needs a value that tracing does not have; names the line of code. Or its result has
-            arrays where JAX does not look for them, or has none at all; names the place and the mend.
     """
     called: str = name or getattr(function, "__name__", type(function).__name__)
     outputs = _trace(function, args, kwargs, path_of or path_text, called)
@@ -137,23 +129,16 @@ class _Slot:
 
 @dataclasses.dataclass
 class _Outputs:
-    """A traced function.
+    """A traced function."""
 
-    Attributes:
-        inputs: The array arguments.
-        jaxpr: Of these, in order, to the distinct `jax.Array`s of the result.
-        paths: A path for each distinct array.
-        on_host: Those of NumPy arrays, with the arrays.
-        leaves: The result's leaves: a slot for each array, everything else as it is.
-        treedef: The result's structure.
-    """
-
-    inputs: list[Any]
-    jaxpr: Any = None
-    paths: list[str] = dataclasses.field(default_factory=list)
-    on_host: dict[str, np.ndarray[Any, Any]] = dataclasses.field(default_factory=dict)
-    leaves: list[Any] = dataclasses.field(default_factory=list)
-    treedef: Any = None
+    inputs: list[Any]  # the array arguments
+    jaxpr: Any = None  # of these, in order, to the distinct `jax.Array`s of the result
+    paths: list[str] = dataclasses.field(default_factory=list)  # for each distinct array
+    on_host: dict[str, np.ndarray[Any, Any]] = dataclasses.field(default_factory=dict)  # those of them that are NumPy's
+    leaves: list[Any] = dataclasses.field(
+        default_factory=list
+    )  # the result's: a slot for each array, all else as it is
+    treedef: Any = None  # the result's structure
 
 
 def _trace(

@@ -16,6 +16,7 @@ import jax
 from flax import nnx
 
 from lazymodel import LazyModelError
+from lazymodel._jaxprs import CONFIG
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +125,7 @@ def _own_traces() -> Generator[None]:
     that are not put on a mesh, or get ours from a trace in which they are. The default device is a part of the key that
     traces are remembered under, and makes no other difference to a trace.
     """
-    config = cast(Any, jax).config
-    device = config.jax_default_device
+    device = CONFIG.jax_default_device
     first = jax.local_devices()[0]
     other = first if device is None else None if device == first else device
     with jax.default_device(cast(Any, other)):
