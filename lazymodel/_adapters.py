@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from lazymodel._errors import LazyModelError
+
 # Framework module → (the module that exposes `adapter`, the extra that installs what it needs).
 _KNOWN = {"keras": "lazymodel_keras", "flax": "lazymodel_flax"}
 
@@ -41,6 +43,24 @@ def model_arrays(model: Any) -> dict[str, Any] | None:
         if (found := adapter.arrays(model)) is not None:
             return found
     return None
+
+
+def named(framework: str) -> Any:
+    """The adapter of a framework, which is imported for it; that of Keras has a `from_config` besides.
+
+    Raises:
+        LazyModelError: There is none, or what it needs is not installed.
+    """
+    modules = dict((*_KNOWN.items(), *_registered()))
+    if framework not in modules:
+        raise LazyModelError(f"there is no adapter for {framework!r}; known are {', '.join(modules)}")
+    try:
+        return importlib.import_module(modules[framework]).adapter
+    except ModuleNotFoundError as error:
+        raise LazyModelError(
+            f"the adapter for {framework} needs {error.name}, which is not installed: "
+            f"pip install 'lazymodel[{framework}]'"
+        ) from error
 
 
 def adapters() -> Iterator[Adapter]:

@@ -14,6 +14,7 @@ from lazymodel._abstract import unique_paths
 from lazymodel_keras import _factories, _upstream, hub
 from lazymodel_keras._keywords import check_constructor, check_from_preset
 from lazymodel_keras._model import model_variables
+from lazymodel_keras._planning import plan_model
 
 
 class KerasAdapter:
@@ -35,6 +36,10 @@ class KerasAdapter:
             return _factories.build_abstract(build, args, kwargs, name)
         _check_keywords(build, args, kwargs)
         return hub.abstract_build(functools.partial(build, *args, **kwargs), what=name, loads=False)
+
+    def from_config(self, source: str, **options: Any) -> AbstractModel:
+        """The abstract model that a preset, a folder or a `config.json` describes; see `plan_model`."""
+        return plan_model(source, **options)
 
     def arrays(self, model: Any) -> dict[str, Any] | None:
         """The values of the variables of a model or layer, its optimizer's and metrics' included."""
