@@ -28,6 +28,7 @@ class WayOut:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+        self._trace = None  # who keeps this keeps nothing that was traced
 
     def take(self) -> bool:
         """Leaves the trace, if it is the one that runs; False if something was traced, and so has no value outside."""

@@ -38,11 +38,10 @@ class _Left(BaseException):  # no Exception: nothing on the way out of the trace
 
 
 class _Returned(BaseException):
-    """Ends a recording of what returned no layer; `made` says whether it made something of Keras'."""
+    """Ends a recording in which nothing of Keras' was made."""
 
-    def __init__(self, result: Any, made: bool) -> None:
+    def __init__(self, result: Any) -> None:
         self.result = result
-        self.made = made
 
 
 def may_be_keras(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -58,14 +57,7 @@ def may_be_keras(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 
 def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> AbstractModel:
-    """What `build(*args, **kwargs)` builds, whosever it is.
-
-    Args:
-        build: The factory.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        what: What to call it in messages.
-    """
+    """What `build(*args, **kwargs)`, called `what` in messages, builds, whosever it is."""
 
     def as_keras() -> AbstractModel:
         return hub.abstract_build(functools.partial(build, *args, **kwargs), what=what, loads=False)
@@ -73,11 +65,9 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wh
     def traced(*args: Any, **kwargs: Any) -> Any:
         return _run(functools.partial(build, *args, **kwargs), what, as_keras, as_other)
 
-    def plain(*args: Any, **kwargs: Any) -> Any:
-        return build(*args, **kwargs)
-
     def as_other() -> AbstractModel:
-        return lazymodel.build_abstract(_named(plain, build), *args, **kwargs)
+        plain = _named(lambda *args, **kwargs: build(*args, **kwargs), build)
+        return lazymodel.build_abstract(plain, *args, **kwargs)
 
     try:
         return lazymodel.build_abstract(_named(traced, build), *args, **kwargs)
@@ -113,10 +103,10 @@ def _run(
             return build()
         with _watched(made):
             result = build()
-        if not any(isinstance(leaf, keras.layers.Layer) for leaf in jax.tree.leaves(result)):
-            recording = active()
-            raise _Returned(result, way_out.left or (recording is not None and bool(recording.recorded)))
-        return result
+        if any(isinstance(leaf, keras.layers.Layer) for leaf in jax.tree.leaves(result)):
+            return result
+        recording = active()
+        raise again(as_other) if way_out.left or (recording and recording.recorded) else _Returned(result)
 
     finished = False
     with WayOut() as way_out:
@@ -124,8 +114,6 @@ def _run(
             model = hub.abstract_build(recorded, what=what, loads=False)
             finished = True
         except _Returned as returned:
-            if returned.made:
-                raise again(as_other) from None
             return returned.result
         except Exception as error:
             if way_out.left:
