@@ -92,10 +92,9 @@ def _leaves(tensor: LazyTensor) -> list[Leaf]:
 
 
 def converted(tensor: LazyTensor, dtype: np.dtype[Any], cast: str = SAFE) -> LazyTensor:
-    """The tensor in another dtype, converted while it is read.
+    """The tensor in another dtype, converted while it is read, if `refusal` has nothing against it.
 
-    With `"safe"`, reading raises CheckpointError at a value that the dtype does not have, where values decide; whether
-    the cast is allowed at all, `refusal` says.
+    With `"safe"`, reading raises CheckpointError at a value that the dtype does not have, where values decide.
     """
     if _kind(tensor.dtype) == _COMPLEX and _kind(dtype) in (_INTEGER, _FLOATING):
         # The same bits as astype's, which would warn from whichever thread reads.
