@@ -11,8 +11,9 @@ The core knows JAX only. Flax and Keras have their own packages, `lazymodel_flax
 
 from lazymodel import grow, initializers
 from lazymodel._abstract import AbstractModel, AbstractVariable
-from lazymodel._adapters import Adapter, build_abstract
+from lazymodel._adapters import Adapter
 from lazymodel._auto import Auto, Proposal, auto
+from lazymodel._build import build_abstract
 from lazymodel._compile import CompiledMemory, collective_bytes, compile_memory
 from lazymodel._errors import (
     CheckpointError,

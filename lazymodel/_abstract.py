@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 import numpy as np
@@ -101,7 +101,7 @@ class AbstractVariable:
         """The variable as a `jax.ShapeDtypeStruct`, with its sharding, layout and the dtype that JAX traces."""
         placed: Any = self.sharding if self.layout is None else Format(self.layout, self.sharding)
         # What stays a NumPy array is traced with the dtype that JAX has for it; newer ones warn of another.
-        dtype = cast(Any, jax).dtypes.canonicalize_dtype(self.dtype) if self.on_host else self.dtype
+        dtype = jax.dtypes.canonicalize_dtype(self.dtype) if self.on_host else self.dtype
         return jax.ShapeDtypeStruct(self.shape, dtype, sharding=placed, weak_type=self.weak_type)
 
     def __repr__(self) -> str:

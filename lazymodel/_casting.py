@@ -49,7 +49,7 @@ def check_mode(cast: Any) -> None:
 
 
 def refusal(path: str, tensor: LazyTensor, expected: np.dtype[Any], where: str, names: Container[str] = ()) -> str:
-    """Why a tensor is not cast into a variable, or an empty string where it may be.
+    """Why a tensor is not cast into a variable's dtype, or an empty string where it may be.
 
     Args:
         path: The variable's path.
@@ -92,10 +92,9 @@ def _leaves(tensor: LazyTensor) -> list[Leaf]:
 
 
 def converted(tensor: LazyTensor, dtype: np.dtype[Any], cast: str = SAFE) -> LazyTensor:
-    """The tensor in another dtype, converted while it is read.
+    """The tensor in another dtype, converted while it is read, if `refusal` has nothing against it.
 
-    With `"safe"`, reading raises CheckpointError at a value that the dtype does not have, where values decide; whether
-    the cast is allowed at all, `refusal` says.
+    With `"safe"`, reading raises CheckpointError at a value that the dtype does not have, where values decide.
     """
     if _kind(tensor.dtype) == _COMPLEX and _kind(dtype) in (_INTEGER, _FLOATING):
         # The same bits as astype's, which would warn from whichever thread reads.
@@ -179,6 +178,3 @@ def _fitting(values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
             "cast='unsafe' casts as NumPy's astype does"
         )
     return cast
-
-
-__all__ = ("SAFE", "SMALL", "UNSAFE", "check_mode", "converted", "refusal", "weights")

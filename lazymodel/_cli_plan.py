@@ -19,7 +19,7 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,11 +28,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from lazymodel._abstract import AbstractModel
-from lazymodel._adapters import build_abstract, named
+from lazymodel._adapters import named
 from lazymodel._auto import auto
+from lazymodel._build import build_abstract
 from lazymodel._bytes import parse_bytes
 from lazymodel._cli_inspect import print_text
 from lazymodel._errors import LazyModelError, LazyModelWarning
+from lazymodel._jaxprs import CONFIG
 from lazymodel._plan import MemoryPlan, compare_plans
 from lazymodel._plan_compiled import Compile
 from lazymodel._plan_what_if import WhatIf
@@ -40,8 +42,6 @@ from lazymodel._quiet import quiet_tensorflow
 from lazymodel._report import closest
 from lazymodel._topology import arithmetic_mesh, libtpu_environment
 from lazymodel._topology import topology as compiled_mesh
-
-_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
 # Files that hold weights and nothing that a model could be built from.
 _WEIGHTS = (
@@ -94,9 +94,9 @@ def add_plan_parser(commands: Any) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     with libtpu_environment():
-        if _jax.config.jax_platforms is None and not (arguments.compile and not arguments.topology):
+        if CONFIG.jax_platforms is None and not (arguments.compile and not arguments.topology):
             # Nothing runs here: an accelerator that another process uses, or that takes long to wake, is left alone.
-            _jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_platforms", "cpu")
         what_if, compile = _stated(arguments)
         meshes = _meshes(arguments)
         source = _described(arguments.model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,9 +11,8 @@ import numpy as np
 from lazymodel._errors import LazyModelError
 from lazymodel._file_source import Convert, Workspace, assign, slabs
 from lazymodel._geometry import Box, box_shape, intersect, shift
+from lazymodel._keys import is_key
 from lazymodel._lazy_tensor import LazyTensor, Leaf, lazy
-
-_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
 
 class DeviceLeaf(Leaf):
@@ -67,12 +66,12 @@ def _sliced(array: jax.Array, start: Sequence[Any], shape: tuple[int, ...]) -> j
     return jax.lax.dynamic_slice(array, start, shape)
 
 
-_slice = _jax.jit(_sliced, static_argnums=2)
+_slice = jax.jit(_sliced, static_argnums=2)
 
 
 def _lazy_array(name: str, array: Any) -> LazyTensor:
     if not isinstance(array, jax.Array):
         return lazy(array, name)
-    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_key(array.dtype):
         array = jax.random.key_data(array)
     return LazyTensor(DeviceLeaf(name, array))

@@ -17,6 +17,7 @@ import dataclasses
 import enum
 import functools
 import gc
+import inspect
 import itertools
 import types
 import warnings
@@ -25,12 +26,13 @@ from typing import Any, cast
 
 import jax
 import numpy as np
+from jax import core
 
 from lazymodel._errors import LazyModelWarning, TraceError
 
 # Objects that a search looks at; some µs each, so about a second where somebody returns the whole world.
 _LIMIT = 100_000
-_TRACER = cast(Any, jax).core.Tracer
+_TRACER = core.Tracer
 _DATA = (
     *(str, bytes, bytearray, int, float, complex, bool, type(None), type(Ellipsis), enum.Enum, np.generic, np.dtype),
     *(jax.Array, jax.ShapeDtypeStruct, jax.sharding.Mesh, jax.sharding.Sharding, jax.sharding.PartitionSpec),
@@ -57,17 +59,11 @@ _MENDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Escaped:
-    """A traced array where it cannot be followed.
+    """A traced array where it cannot be followed."""
 
-    Attributes:
-        place: How to get to it from where the search began, such as `.layers[0].w`.
-        kind: Its dtype and shape.
-        holder: The innermost object on the way that has a type of its own.
-    """
-
-    place: str
-    kind: str
-    holder: Any
+    place: str  # how to get to it from where the search began, such as `.layers[0].w`
+    kind: str  # its dtype and shape
+    holder: Any  # the innermost object on the way that has a type of its own
 
 
 def find(root: Any) -> Escaped | None:
@@ -89,14 +85,11 @@ def find(root: Any) -> Escaped | None:
 
 
 def refuse_escaped(leaves: Iterable[tuple[str, Any]], treedef: Any = None) -> None:
-    """Checks what a traced function returned besides arrays.
+    """Raises TraceError where what a traced function returned holds traced arrays, or has yet to be run.
 
     Args:
         leaves: Path and leaf, of all leaves that are no arrays.
         treedef: The structure of the result, if it has one, whose static parts may hold traced arrays too.
-
-    Raises:
-        TraceError: There is a traced array in one of them, or one of them has yet to be run.
     """
     for path, leaf in leaves:
         if isinstance(leaf, _DATA):
@@ -118,15 +111,9 @@ def refuse_escaped(leaves: Iterable[tuple[str, Any]], treedef: Any = None) -> No
 
 
 def refuse_empty(result: Any, leaves: Sequence[tuple[str, Any]], name: str) -> None:
-    """Checks a result without a single array: a model that really has no variables has nothing but plain data.
+    """Raises TraceError for a result without an array that is no model, or abstract already.
 
-    Args:
-        result: What the function returned.
-        leaves: Its leaves, by path.
-        name: The function's name.
-
-    Raises:
-        TraceError: It is None or something else that is no model, or abstract already.
+    A model that really has no variables has nothing but plain data.
     """
     for path, leaf in leaves:
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -154,14 +141,10 @@ def watched(build: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gener
         LazyModelWarning: There is one, which any later use will fail on.
     """
     yield
-    _warn_of_side_effects(build, args, kwargs)
-
-
-def _warn_of_side_effects(build: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    places: list[tuple[str, Any]] = [(f"argument {index}", value) for index, value in enumerate(args)]
-    places += [(f"argument {name!r}", value) for name, value in kwargs.items()]
-    places += list(_surroundings(build))
-    for place, value in places:
+    places: list[tuple[str, Any]] = [
+        (f"argument {index!r}", value) for index, value in (*enumerate(args), *kwargs.items())
+    ]
+    for place, value in (*places, *_surroundings(build)):
         if isinstance(value, (*_DATA, *_ITERATORS)) and not isinstance(value, _TRACER):
             continue
         if (found := find(value)) is not None:
@@ -170,7 +153,7 @@ def _warn_of_side_effects(build: Any, args: Sequence[Any], kwargs: Mapping[str, 
                 f"{called} left a traced {found.kind} in {place}{found.place}. It has no value, so what is kept there "
                 "fails when it is used; return arrays, or keep them once they are materialized",
                 LazyModelWarning,
-                stacklevel=6,
+                stacklevel=5,
             )
             return
 
@@ -181,7 +164,7 @@ def is_iterator(leaf: Any) -> bool:
 
 
 def _kind(tracer: Any) -> str:
-    aval = cast(Any, jax).typeof(tracer)
+    aval = jax.typeof(tracer)
     return f"{getattr(aval.dtype, 'name', aval.dtype)}{list(aval.shape)}" if hasattr(aval, "dtype") else str(aval)
 
 
@@ -249,13 +232,14 @@ def _closure(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 def _surroundings(build: Any) -> Iterator[tuple[str, Any]]:
     """What a function knows besides its arguments: place and value."""
+    build = inspect.unwrap(build) if isinstance(build, types.FunctionType) else build
     while isinstance(build, functools.partial):
         yield "the partial's arguments", (build.args, build.keywords)
         build = cast("functools.partial[Any]", build).func
     if isinstance(build, types.MethodType) and not isinstance(build.__self__, type):
         yield "the object that it is a method of", build.__self__
     function = build.__init__ if isinstance(build, type) else build
-    function = getattr(function, "__func__", getattr(function, "__wrapped__", function))
+    function = getattr(function, "__func__", inspect.unwrap(function))
     if not isinstance(function, types.FunctionType):
         return
     package = _package(function)
@@ -305,14 +289,9 @@ def _refusal(path: str, leaf: Any, found: Escaped) -> str:
 def _article(leaf: Any) -> str:
     if isinstance(leaf, (types.FunctionType, types.MethodType)):
         return f"the function {leaf.__qualname__}"
-    return f"{'an' if type(leaf).__name__[:1] in 'AEIOUaeiou' else 'a'} {_type_name(leaf)}"
-
-
-def _type_name(leaf: Any) -> str:
     kind = type(leaf)
-    return (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+    return f"{'an' if kind.__name__[:1] in 'AEIOUaeiou' else 'a'} {module}{kind.__qualname__}"
 
 
 def _mend(leaf: Any, holder: Any) -> str:

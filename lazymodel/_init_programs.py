@@ -2,8 +2,8 @@
 
 An `InitRecipe` says how to compute one variable (or a few that share a large intermediate). Recipes whose
 signatures and shardings are equal are one program: compiled once, run once each with their own inputs (seeds,
-keys, scalars), writing every shard directly on its device. Where recipes come from is not decided here: `_trace`
-makes them from a JAX function, an adapter from whatever its framework keeps.
+keys, scalars), writing every shard directly on its device. Where recipes come from is not decided here:
+`_trace_function` makes them from a JAX function, an adapter from whatever its framework keeps.
 
 A program's values do not depend on the sharding. Elementwise computations and counter-based random bits are split
 over the devices. A computation with floating-point sums in it (a norm, a matrix product, a factorization) would add
@@ -29,11 +29,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from lazymodel._errors import LazyModelWarning
-from lazymodel._jaxprs import depends_on_sharding, is_approximate, is_partitionable
-from lazymodel._kernels import KernelProgram, Kernels, compile_kernels
-from lazymodel._kernels import clear as clear_kernels
-
-_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
+from lazymodel._jaxprs import CONFIG, depends_on_sharding, is_approximate, is_partitionable, uses_x64
+from lazymodel._kernels import KernelProgram, Kernels, clear_kernels, compile_kernels
 
 # Programs kept for other models of the same process. A decoder has about ten; CPU executables are some 100 KiB each.
 _SHARED_PROGRAMS = 512
@@ -94,21 +91,13 @@ class InitRecipe:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InitProgram:
-    """A compiled recipe.
+    """A compiled recipe."""
 
-    Attributes:
-        compiled: The executable; called with the recipe's inputs.
-        output_nbytes: Bytes it leaves on each device.
-        temp_nbytes: Bytes of temporaries on each device while it runs, as the compiler says.
-        x64: Whether it was compiled with 64-bit types, and so must be called with them.
-        sharding_dependent: Whether its values depend on the sharding, since its random bits do.
-    """
-
-    compiled: jax.stages.Compiled
-    output_nbytes: int
-    temp_nbytes: int
-    x64: bool = False
-    sharding_dependent: bool = False
+    compiled: jax.stages.Compiled  # called with the recipe's inputs
+    output_nbytes: int  # left on each device
+    temp_nbytes: int  # of temporaries on each device while it runs, as the compiler says
+    x64: bool = False  # whether it was compiled with 64-bit types, and so must be called with them
+    sharding_dependent: bool = False  # whether its values depend on the sharding, since its random bits do
 
     def __call__(self, inputs: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
         """Runs it; returns at once, the arrays being computed in the background."""
@@ -144,12 +133,7 @@ class ProgramCache:
         return len(self._programs)
 
     def get(self, recipe: InitRecipe, shardings: Sequence[Sharding]) -> AnyProgram:
-        """The program for a recipe whose outputs get these shardings, compiled on first use.
-
-        Args:
-            recipe: What to compute.
-            shardings: One for each of its paths, all over the same devices.
-        """
+        """The program for a recipe whose outputs get these shardings, all over the same devices; compiled once."""
         key = _key(recipe, shardings)
         with self._lock:
             if (program := self._programs.get(key)) is not None:
@@ -201,18 +185,11 @@ def run_recipes(
     recipes: Sequence[InitRecipe],
     shardings: Mapping[str, Sharding],
     cache: ProgramCache,
-    on_done: Callable[[str, jax.Array], None] | None = None,
 ) -> Iterator[tuple[str, jax.Array]]:
     """Computes every variable of some recipes, each shard directly on its device.
 
     Programs run in order of descending temporaries, while the devices are emptiest, and the next one is dispatched
     only when the temporaries in flight allow it, so the peak is that of one large variable.
-
-    Args:
-        recipes: What to compute.
-        shardings: A sharding for each of their paths.
-        cache: Where compiled programs are found and kept.
-        on_done: Called with path and array as each is delivered.
 
     Yields:
         Path and array, in the order computed. The array may still be computing; `jax.block_until_ready` waits.
@@ -238,19 +215,12 @@ def run_recipes(
         arrays = program(recipe.inputs)
         held += program.temp_nbytes
         in_flight.append((program.temp_nbytes, arrays))
-        for path, array in zip(recipe.paths, arrays, strict=True):
-            if on_done is not None:
-                on_done(path, array)
-            yield path, array
+        yield from zip(recipe.paths, arrays, strict=True)
 
 
 def _warn_of_dependence(recipes: Sequence[InitRecipe], programs: Sequence[AnyProgram]) -> None:
-    paths = [
-        path
-        for recipe, program in zip(recipes, programs, strict=True)
-        if program.sharding_dependent
-        for path in recipe.paths
-    ]
+    pairs = zip(recipes, programs, strict=True)
+    paths = [path for recipe, program in pairs if program.sharding_dependent for path in recipe.paths]
     if paths:
         others = f" and {len(paths) - 1} more variables are" if len(paths) > 1 else " is"
         warnings.warn(
@@ -282,17 +252,15 @@ def _key(recipe: InitRecipe, shardings: Sequence[Sharding]) -> Hashable:
 
 
 def _settings(recipe: InitRecipe) -> Hashable:
-    return (_wants_x64(recipe), _jax.config.jax_threefry_partitionable, _jax.config.jax_default_matmul_precision)
+    return (_wants_x64(recipe), CONFIG.jax_threefry_partitionable, CONFIG.jax_default_matmul_precision)
 
 
 def _wants_x64(recipe: InitRecipe) -> bool:
-    return bool(_jax.config.jax_enable_x64) if recipe.x64 is None else recipe.x64
+    return uses_x64() if recipe.x64 is None else recipe.x64
 
 
 def _x64(enabled: bool) -> contextlib.AbstractContextManager[Any]:
-    if enabled == bool(_jax.config.jax_enable_x64):
-        return contextlib.nullcontext()
-    return jax.enable_x64(enabled)
+    return contextlib.nullcontext() if enabled == uses_x64() else jax.enable_x64(enabled)
 
 
 def _compile(recipe: InitRecipe, shardings: tuple[Sharding, ...]) -> AnyProgram:

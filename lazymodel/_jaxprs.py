@@ -1,4 +1,4 @@
-"""What `_trace` and `_init_programs` need to know about jaxprs: run one equation, name it, classify it.
+"""What tracing and init programs need to know about jaxprs: run one equation, name it, classify it.
 
 Everything that touches JAX's own representation is here, through `jax.extend.core` and `jax.core.eval_jaxpr`, so
 that a new JAX release changes this module and no other. What to do with the answers is decided elsewhere.
@@ -7,7 +7,6 @@ that a new JAX release changes this module and no other. What to do with the ans
 from __future__ import annotations
 
 import enum
-import functools
 import hashlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -15,10 +14,13 @@ from typing import Any, cast
 import jax
 import jax.extend.core as jex
 import numpy as np
+from jax import core
 from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import partial_eval
 
-_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
+from lazymodel._keys import is_key, key_data
+
+CONFIG: Any = jax.config  # whose settings are not annotated
 
 
 def _names(text: str) -> frozenset[str]:
@@ -69,56 +71,20 @@ _ORDERLESS = _names(
     """
 )
 # Sums are exact, and so orderless, for integers only.
-_INTEGER_ORDERLESS = _names(
-    """
-    reduce_sum reduce_prod cumsum cumprod scatter_add scatter_mul dot_general
-    """
-)
+_INTEGER_ORDERLESS = _names("reduce_sum reduce_prod cumsum cumprod scatter_add scatter_mul dot_general")
 # Equations that only run an inner jaxpr. Eagerly, the first kind is one compiled unit; the second runs step by step.
-JIT = frozenset({"jit", "pjit"})
-CALLS = frozenset(
-    {
-        "closed_call",
-        "core_call",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "custom_vjp_call_jaxpr",
-        "remat",
-        "checkpoint",
-        "remat2",
-    }
-)
-CONTROL = frozenset({"scan", "while", "cond"})
+JIT = _names("jit pjit")
+CALLS = _names("closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat checkpoint remat2")
+CONTROL = _names("scan while cond")
 # Parameters that only differentiation looks at, or that name a place in the source.
 _IGNORED_PARAMS = _names(
-    """
-    jvp_jaxpr_fun jvp_jaxpr_thunk fwd_jaxpr_thunk bwd out_trees symbolic_zeros debug_info debug num_consts_bwd
-    """
+    "jvp_jaxpr_fun jvp_jaxpr_thunk fwd_jaxpr_thunk bwd out_trees symbolic_zeros debug_info debug num_consts_bwd"
 )
 
 
-def is_key(dtype: Any) -> bool:
-    """Whether a dtype is a typed PRNG key's."""
-    return bool(_jax.dtypes.issubdtype(dtype, _jax.dtypes.prng_key))
-
-
-@functools.lru_cache(maxsize=64)
-def key_impl(dtype: Any) -> Any:
-    """The PRNG implementation of a key dtype, as `jax.random.wrap_key_data` takes it."""
-    found: list[Any] = []
-
-    def look(keys: jax.Array) -> jax.Array:
-        # `key_impl` takes arrays and tracers only, so it is asked while tracing.
-        found.append(jax.random.key_impl(keys))
-        return keys
-
-    jax.eval_shape(look, jax.ShapeDtypeStruct((), dtype))
-    return found[0]
-
-
-def key_data(keys: Any) -> np.ndarray:
-    """The raw `uint32` data of a typed key array: one more, trailing, dimension."""
-    return np.asarray(jax.random.key_data(keys))
+def uses_x64() -> bool:
+    """Whether 64-bit types are on, in this thread and context."""
+    return bool(CONFIG.jax_enable_x64)
 
 
 def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
@@ -165,7 +131,7 @@ def live_part(jaxpr: Any, index: int) -> tuple[Any, list[bool]]:
 
 def run_jaxpr(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     """Evaluates an open jaxpr without constants, eagerly or under a trace."""
-    return _jax.core.eval_jaxpr(jaxpr, (), *values)
+    return core.eval_jaxpr(jaxpr, (), *values)
 
 
 def is_weak(aval: Any) -> bool:
@@ -175,7 +141,7 @@ def is_weak(aval: Any) -> bool:
 
 def with_weak_type(value: Any, weak: bool) -> Any:
     """The same array, weakly typed, as those of Python scalars are, or not; eagerly or under a trace."""
-    if is_key(value.dtype) or is_weak(_jax.typeof(value)) == weak:
+    if is_key(value.dtype) or is_weak(jax.typeof(value)) == weak:
         return value
     # No function of JAX makes an array weak, but jitted functions and this primitive keep it so.
     return convert_element_type_p.bind(value, new_dtype=value.dtype, weak_type=weak, sharding=None)
@@ -226,14 +192,12 @@ class Canonical:
 
     def aval(self, aval: Any) -> Hashable:
         """Shape, dtype, weak type and, on explicit meshes, sharding."""
-        sharding = getattr(aval, "sharding", None)
-        return (aval.shape, aval.dtype, is_weak(aval), sharding)
+        return (aval.shape, aval.dtype, is_weak(aval), getattr(aval, "sharding", None))
 
     def context(self, eqn: Any) -> Hashable:
         """Settings that JAX keeps with an equation: compute type, threefry variant, metadata."""
-        context = eqn.ctx
         names = ("compute_type", "threefry_partitionable", "cur_abstract_mesh", "xla_metadata")
-        return tuple(self.parameter(getattr(context, name, None)) for name in names)
+        return tuple(self.parameter(getattr(eqn.ctx, name, None)) for name in names)
 
     def equation(self, eqn: Any) -> Hashable:
         """An equation without its operands: primitive, parameters, result types."""
@@ -246,8 +210,7 @@ class Canonical:
 
     def jaxpr(self, closed: Any) -> Interned:
         """A whole jaxpr, its variables numbered in order of appearance."""
-        known = self._jaxprs.get(id(closed))
-        if known is not None:
+        if (known := self._jaxprs.get(id(closed))) is not None:
             return known[1]
         jaxpr, consts = opened(closed)
         numbers: dict[Any, int] = {}
@@ -297,9 +260,8 @@ class Canonical:
         if is_key(value.dtype):
             return ("key", value.dtype, self._array(key_data(value)))
         array = np.asarray(value)
-        weak = bool(getattr(value, "weak_type", False))
         digest = hashlib.sha256(np.ascontiguousarray(array).view(np.uint8).tobytes()).digest() if array.size else b""
-        return ("array", type(value).__name__, array.shape, str(array.dtype), weak, digest)
+        return ("array", type(value).__name__, array.shape, str(array.dtype), is_weak(value), digest)
 
     def _object(self, value: Any) -> Hashable:
         # JAX's own value objects (shardings, PRNG implementations, dimension numbers) compare by value. An equality
@@ -313,18 +275,25 @@ class Canonical:
         return _Identity(value)
 
 
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr, each before those inside it."""
+    for eqn in opened(jaxpr)[0].eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from equations(inner)
+
+
 def is_partitionable(jaxpr: Any) -> bool:
     """Whether XLA may split a computation over devices without changing a bit of its result.
 
     True for elementwise operations, data movement, counter-based random bits and whatever is exact in any order.
     Floating-point sums, contractions and factorizations are not: partial sums would be added in another order.
     """
-    for eqn in opened(jaxpr)[0].eqns:
+    for eqn in equations(jaxpr):
         name = eqn.primitive.name
         if name in JIT or name in CALLS or name in CONTROL:
-            if not all(is_partitionable(inner) for inner in inner_jaxprs(eqn)):
-                return False
-        elif name in _INTEGER_ORDERLESS:
+            continue
+        if name in _INTEGER_ORDERLESS:
             if not all(np.issubdtype(var.aval.dtype, np.integer) or var.aval.dtype == bool for var in eqn.outvars):
                 return False
         elif name not in ELEMENTWISE and name not in STRUCTURAL and name not in _ORDERLESS:
@@ -346,40 +315,38 @@ def rounds(eqn: Any) -> bool:
 
 def is_floating(aval: Any) -> bool:
     """Whether a type is a floating-point one."""
-    return not is_key(aval.dtype) and bool(_jax.numpy.issubdtype(aval.dtype, np.inexact))
+    return not is_key(aval.dtype) and bool(jax.numpy.issubdtype(aval.dtype, np.inexact))
 
 
 def names_devices(jaxpr: Any) -> bool:
     """Whether a computation says itself over which devices it is split."""
-    return any(
-        eqn.primitive.name in _OVER_DEVICES or any(names_devices(inner) for inner in inner_jaxprs(eqn))
-        for eqn in opened(jaxpr)[0].eqns
-    )
+    return any(eqn.primitive.name in _OVER_DEVICES for eqn in equations(jaxpr))
 
 
 def is_approximate(jaxpr: Any) -> bool:
     """Whether a computation has functions in it that are not correctly rounded."""
-    return any(
-        eqn.primitive.name in _APPROXIMATE or any(is_approximate(inner) for inner in inner_jaxprs(eqn))
-        for eqn in opened(jaxpr)[0].eqns
-    )
+    return any(eqn.primitive.name in _APPROXIMATE for eqn in equations(jaxpr))
+
+
+def calls_back(eqn: Any) -> bool:
+    """Whether an equation, or one inside it, calls Python."""
+    inside = (inner for jaxpr in inner_jaxprs(eqn) for inner in equations(jaxpr))
+    return any(each.primitive.name == "pure_callback" for each in (eqn, *inside))
 
 
 def depends_on_sharding(jaxpr: Any) -> bool:
     """Whether random bits are drawn by a generator whose values change with the sharding: not counter-based."""
-    for eqn in opened(jaxpr)[0].eqns:
+    for eqn in equations(jaxpr):
         name = eqn.primitive.name
-        if name == "rng_bit_generator" or name == "rng_uniform":
+        if name in ("rng_bit_generator", "rng_uniform"):
             return True
         if name == "random_bits":
             partitionable = getattr(eqn.ctx, "threefry_partitionable", None)
             if partitionable is None:
-                partitionable = _jax.config.jax_threefry_partitionable
+                partitionable = CONFIG.jax_threefry_partitionable
             if "fry" not in eqn.invars[0].aval.dtype.name or not partitionable:
                 return True
-        elif name == "threefry2x32" and not _jax.config.jax_threefry_partitionable:
-            return True
-        if any(depends_on_sharding(inner) for inner in inner_jaxprs(eqn)):
+        elif name == "threefry2x32" and not CONFIG.jax_threefry_partitionable:
             return True
     return False
 

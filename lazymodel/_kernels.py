@@ -7,7 +7,7 @@ its own, on one device of this process, from operands that lie in memory as they
 into shards. Equal kernels are compiled once for the whole process.
 
 The cost is that the first device holds such a variable whole while it is computed, with its operands:
-`KernelProgram.temp_nbytes` counts that. Which recipes run this way is decided in `_trace`.
+`KernelProgram.temp_nbytes` counts that. Which recipes run this way is decided in `_trace_graph`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, ClassVar, cast
@@ -23,7 +24,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from lazymodel._jaxprs import Interned, is_key, key_impl
+from lazymodel._jaxprs import Interned
+from lazymodel._keys import as_keys, is_key
 
 # Where a value comes from: ("input", number) or ("kernel", number, which of its results).
 Reference = tuple[Any, ...]
@@ -33,27 +35,16 @@ _SHARED_KERNELS = 1024
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernel:
-    """What eager execution compiles as one program.
+    """What eager execution compiles as one program."""
 
-    Attributes:
-        form: Two kernels with equal forms compute the same function of operands of the same types.
-        function: A traceable function of its operands; a list of results.
-        operands: Where they come from; the raw data for keys that are inputs of the recipe.
-    """
-
-    form: Hashable
-    function: Callable[..., list[Any]]
-    operands: tuple[Reference, ...]
+    form: Hashable  # equal for kernels that compute the same function of operands of the same types
+    function: Callable[..., list[Any]]  # traceable; of its operands, to a list of results
+    operands: tuple[Reference, ...]  # the raw data for keys that are inputs of the recipe
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernels:
-    """A recipe as kernels, in the order in which they run.
-
-    Attributes:
-        kernels: Each uses inputs of the recipe and results of earlier ones.
-        outputs: Where each output of the recipe comes from.
-    """
+    """A recipe as kernels, in the order in which they run; each uses inputs of the recipe and earlier results."""
 
     kernels: tuple[Kernel, ...]
     outputs: tuple[Reference, ...]
@@ -73,21 +64,13 @@ class Kernels:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One equation of a recipe, for `kernels_of`.
+    """One equation of a recipe, for `kernels_of`."""
 
-    Attributes:
-        unit: The compiled function that it belongs to; None for an equation that eager execution runs by itself.
-        form: What it computes, without its operands.
-        function: Runs it: the operands that are not constants, to a list of results. None if it only hands them on.
-        operands: ("input", number), ("step", number of the line, which result), or ("fixed", …) for constants.
-        results: How many it has.
-    """
-
-    unit: int | None
-    form: Hashable
-    function: Callable[..., list[Any]] | None
-    operands: tuple[tuple[Any, ...], ...]
-    results: int
+    unit: int | None  # the compiled function that it belongs to; None if eager execution runs it by itself
+    form: Hashable  # what it computes, without its operands
+    function: Callable[..., list[Any]] | None  # of operands that are no constants; None if it only hands them on
+    operands: tuple[tuple[Any, ...], ...]  # ("input", number), ("step", number of the line, which result), ("fixed", …)
+    results: int  # how many it has
 
 
 def kernels_of(
@@ -144,8 +127,7 @@ def _kernel(
             return place
         if place in within:
             return ("own", place[1] - first, place[2])
-        reference = outside(place)
-        return ("operand", operands.setdefault(reference, len(operands)))
+        return ("operand", operands.setdefault(outside(place), len(operands)))
 
     body = [(line, tuple(local(place) for place in line.operands)) for _, line in part]
     outputs = tuple(local(place) for place in results)
@@ -153,10 +135,7 @@ def _kernel(
     form = Interned((tuple((line.form, places) for line, places in body), outputs, wrapped))
 
     def function(*values: Any) -> list[Any]:
-        given = [
-            value if kind is None else jax.random.wrap_key_data(value, impl=key_impl(kind))
-            for value, kind in zip(values, wrapped, strict=True)
-        ]
+        given = [as_keys(value, kind) for value, kind in zip(values, wrapped, strict=True)]
         own: list[list[Any]] = []
 
         def read(place: tuple[Any, ...]) -> Any:
@@ -179,25 +158,22 @@ class _Compiled:
     temp_nbytes: int
 
 
+# A kernel, where its operands come from, its number, and the kernels whose results nothing needs after it.
+_RunStep = tuple[_Compiled, tuple[Reference, ...], int, tuple[int, ...]]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class KernelProgram:
-    """Compiled kernels that together compute a recipe; called as an `InitProgram` is.
+    """Compiled kernels that together compute a recipe; called as an `InitProgram` is."""
 
-    Attributes:
-        output_nbytes: Bytes it leaves on each device.
-        temp_nbytes: Bytes beyond these that its first device holds at most: other devices hold none.
-        x64: Whether it was compiled with 64-bit types, and so must be called with them.
-        sharding_dependent: False: values are made whole and then cut.
-    """
+    sharding_dependent: ClassVar[bool] = False  # values are made whole and then cut
 
-    sharding_dependent: ClassVar[bool] = False
-
-    steps: tuple[tuple[_Compiled, tuple[Reference, ...], int, tuple[int, ...]], ...]
+    steps: tuple[_RunStep, ...]
     outputs: tuple[Reference, ...]
     shardings: tuple[Sharding, ...]
-    output_nbytes: int
-    temp_nbytes: int
-    x64: bool
+    output_nbytes: int  # left on each device
+    temp_nbytes: int  # beyond these held by its first device at most; others hold none
+    x64: bool  # whether it was compiled with 64-bit types, and so must be called with them
 
     def __call__(self, inputs: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
         """Runs it; returns when what it computes has been cut into shards."""
@@ -221,71 +197,54 @@ def compile_kernels(
 ) -> KernelProgram:
     """Compiles the kernels of a recipe that are not compiled yet, under the current settings.
 
-    Args:
-        kernels: What to compute.
-        inputs: Types of the recipe's inputs.
-        shardings: One for each output.
-        settings: Settings that change the meaning of a trace.
-        x64: Whether 64-bit types are on, as they are now.
+    `settings` is what else changes the meaning of a trace; `x64` whether 64-bit types are on, as they are now.
     """
     device = _device(shardings[0])
-    needed = kernels.needed()
     types: dict[int, tuple[jax.ShapeDtypeStruct, ...]] = {}
-    compiled: list[_Compiled] = []
+    needed = kernels.needed()
+    last = _last_used(kernels, needed)
+    steps: list[_RunStep] = []
     for number in needed:
         kernel = kernels.kernels[number]
-        operands = [inputs[place[1]] if place[0] == "input" else types[place[1]][place[2]] for place in kernel.operands]
-        compiled.append(_shared(kernel, operands, device, settings))
-        types[number] = compiled[-1].results
-    last = _last_used(kernels, needed)
-    steps = tuple(
-        (program, kernels.kernels[number].operands, number, last[number])
-        for program, number in zip(compiled, needed, strict=True)
-    )
-    whole = [inputs[place[1]] if place[0] == "input" else types[place[1]][place[2]] for place in kernels.outputs]
-    left = sum(
-        int(np.prod(sharding.shard_shape(struct.shape), dtype=np.int64)) * _itemsize(struct)
-        for struct, sharding in zip(whole, shardings, strict=True)
-    )
+        compiled = _shared(kernel, [_read(place, inputs, types) for place in kernel.operands], device, settings)
+        types[number] = compiled.results
+        steps.append((compiled, kernel.operands, number, last[number]))
+    whole = [_read(place, inputs, types) for place in kernels.outputs]
+    pairs = list(zip(whole, shardings, strict=True))
+    left = sum(math.prod(sharding.shard_shape(struct.shape)) * struct.dtype.itemsize for struct, sharding in pairs)
     here = SingleDeviceSharding(device)
-    copied = any(
-        not sharding.is_equivalent_to(here, len(struct.shape))
-        for struct, sharding in zip(whole, shardings, strict=True)
-    )
+    copied = any(not sharding.is_equivalent_to(here, len(struct.shape)) for struct, sharding in pairs)
     peak = max(_peak(steps, types), sum(map(_nbytes, whole)) + (left if copied else 0))
-    return KernelProgram(steps, kernels.outputs, tuple(shardings), left, peak - left, x64)
+    return KernelProgram(tuple(steps), kernels.outputs, tuple(shardings), left, peak - left, x64)
 
 
-def clear() -> None:
+def clear_kernels() -> None:
     """Forgets the compiled kernels; programs keep theirs."""
-    with _Shared.lock:
-        _Shared.kernels.clear()
+    with _lock:
+        _compiled_kernels.clear()
 
 
-class _Shared:
-    """The compiled kernels of the process, the last used last."""
-
-    kernels: ClassVar[collections.OrderedDict[Hashable, _Compiled]] = collections.OrderedDict()
-    lock: ClassVar[threading.Lock] = threading.Lock()
+# The compiled kernels of the process, the last used last.
+_compiled_kernels: collections.OrderedDict[Hashable, _Compiled] = collections.OrderedDict()
+_lock = threading.Lock()
 
 
 def _shared(kernel: Kernel, operands: Sequence[jax.ShapeDtypeStruct], device: Any, settings: Hashable) -> _Compiled:
     key = (kernel.form, tuple((struct.shape, struct.dtype) for struct in operands), device, settings)
-    with _Shared.lock:
-        if (known := _Shared.kernels.get(key)) is not None:
-            _Shared.kernels.move_to_end(key)
+    with _lock:
+        if (known := _compiled_kernels.get(key)) is not None:
+            _compiled_kernels.move_to_end(key)
             return known
     # Two threads may compile the same one, which is rare and costs milliseconds.
-    jitted = jax.jit(kernel.function, out_shardings=SingleDeviceSharding(device))
-    lowered = jitted.lower(*operands)
+    lowered = jax.jit(kernel.function, out_shardings=SingleDeviceSharding(device)).lower(*operands)
     results = tuple(jax.ShapeDtypeStruct(info.shape, info.dtype) for info in cast(Any, lowered.out_info))
     run = lowered.compile()
     memory = run.memory_analysis()
     compiled = _Compiled(run, results, 0 if memory is None else int(memory.temp_size_in_bytes))
-    with _Shared.lock:
-        _Shared.kernels[key] = compiled
-        while len(_Shared.kernels) > _SHARED_KERNELS:
-            _Shared.kernels.popitem(last=False)
+    with _lock:
+        _compiled_kernels[key] = compiled
+        while len(_compiled_kernels) > _SHARED_KERNELS:
+            _compiled_kernels.popitem(last=False)
     return compiled
 
 
@@ -309,10 +268,7 @@ def _last_used(kernels: Kernels, needed: Sequence[int]) -> dict[int, tuple[int, 
     return {number: tuple(numbers) for number, numbers in gone.items()}
 
 
-def _peak(
-    steps: Sequence[tuple[_Compiled, tuple[Reference, ...], int, tuple[int, ...]]],
-    types: Mapping[int, Sequence[jax.ShapeDtypeStruct]],
-) -> int:
+def _peak(steps: Sequence[_RunStep], types: Mapping[int, Sequence[jax.ShapeDtypeStruct]]) -> int:
     held = peak = 0
     for compiled, _, number, last_used in steps:
         held += sum(map(_nbytes, types[number]))
@@ -322,11 +278,7 @@ def _peak(
 
 
 def _nbytes(struct: Any) -> int:
-    return int(np.prod(struct.shape, dtype=np.int64)) * _itemsize(struct)
-
-
-def _itemsize(struct: Any) -> int:
-    return int(struct.dtype.itemsize)
+    return math.prod(struct.shape) * struct.dtype.itemsize
 
 
 def _read(place: Reference, inputs: Sequence[Any], values: Mapping[int, Sequence[Any]]) -> Any:
@@ -342,9 +294,6 @@ def _placed(value: Any, sharding: Sharding) -> jax.Array:
         return jax.device_put(value, sharding, may_alias=False)
     if is_key(value.dtype):
         data = _placed(jax.random.key_data(value), sharding)  # of one more dimension, which no sharding names
-        return jax.random.wrap_key_data(data, impl=key_impl(value.dtype))
+        return as_keys(data, value.dtype)
     host = np.asarray(value)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))
-
-
-__all__: Sequence[str] = ("Kernel", "KernelProgram", "Kernels", "Line", "clear", "compile_kernels", "kernels_of")

@@ -32,7 +32,7 @@ from lazymodel._abstract import AbstractModel, AbstractVariable, unique_paths
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
 from lazymodel._lazy_tensor import LazyTensor, lazy
 from lazymodel._report import closest
-from lazymodel._trace import path_text
+from lazymodel._trace_function import path_text
 
 _LISTED = 8  # findings of one kind that a message lists before it only counts
 _PERMUTED = 5  # dimensions up to which permutations are tried for a suggestion: 120 of them

@@ -29,7 +29,8 @@ from lazymodel._file_source import BYTES_READ
 from lazymodel._hardware import require_live
 from lazymodel._host_arrays import host_array
 from lazymodel._init_programs import InitRecipe, run_recipes
-from lazymodel._jaxprs import is_weak, key_impl, with_weak_type
+from lazymodel._jaxprs import is_weak, with_weak_type
+from lazymodel._keys import as_keys, stored_struct
 from lazymodel._lazy_tensor import LazyTensor, lazy
 from lazymodel._load_report import (
     Costs,
@@ -202,7 +203,7 @@ def refused_casts(
     for path, source in sources.items():
         if path not in given and not (isinstance(source, LazyTensor) and source.file):
             continue
-        tensor, expected = lazy(source, path), _stored_dtype(model[path])
+        tensor, expected = lazy(source, path), _stored(model[path]).dtype
         if tensor.dtype != expected:
             why = refusal(path, tensor, expected, _origin(source), names)
             refused += [why] if why else []
@@ -262,7 +263,7 @@ def make_arrays(
             watcher.advance(computed[path], path)
         started, read = time.perf_counter(), BYTES_READ.count
         for path, array in arriving:
-            arrays[path] = _in_layout(_as_declared(array, model[path]), model[path])
+            arrays[path] = _in_layout(as_keys(array, model[path].dtype), model[path])
             watcher.advance(0, path)
         for path, source in on_host.items():
             arrays[path] = host_array(model[path], _read_as(model[path], source, choice))
@@ -350,7 +351,7 @@ def _take_mismatched(model: AbstractModel, given: dict[str, Source]) -> list[Mis
     """Takes tensors of another shape than their variable's out of `given`."""
     mismatched: list[MismatchedTensor] = []
     for path, source in list(given.items()):
-        expected, found = _stored_shape(model[path]), tuple(np.shape(source))
+        expected, found = _stored(model[path]).shape, tuple(np.shape(source))
         if expected != found:
             mismatched.append(MismatchedTensor(path, stored_tensors(source, path)[0], expected, found))
             del given[path]
@@ -392,7 +393,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _check_source(variable: AbstractVariable, source: Source) -> None:
-    expected, found = _stored_shape(variable), tuple(np.shape(source))
+    expected, found = _stored(variable).shape, tuple(np.shape(source))
     if found != expected:
         raise CheckpointError(
             f"{variable.path!r}: expected shape {expected}, found {found} in {_origin(source)}; "
@@ -400,36 +401,24 @@ def _check_source(variable: AbstractVariable, source: Source) -> None:
         )
 
 
-def _stored_shape(variable: AbstractVariable) -> tuple[int, ...]:
-    """The shape that its values are read in."""
-    return _key_data(variable).shape if _is_key(variable) else variable.shape
-
-
-def _key_data(variable: AbstractVariable) -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(jax.random.key_data, variable.struct)
-
-
-def _stored_dtype(variable: AbstractVariable) -> np.dtype[Any]:
-    """The dtype that its values are read in."""
-    return np.dtype(_key_data(variable).dtype if _is_key(variable) else variable.dtype)
+def _stored(variable: AbstractVariable) -> jax.ShapeDtypeStruct:
+    """The shape and dtype that its values are read in."""
+    return stored_struct(variable.shape, variable.dtype)
 
 
 def _stream_item(variable: AbstractVariable, source: Source, sharding: Sharding, choice: Choice) -> StreamItem:
     """What the stream reads. Keys are read as their key data, whose trailing dimension no spec names."""
     tensor = lazy(_read_as(variable, source, choice), variable.path)
-    return StreamItem(variable.path, tensor, _stored_shape(variable), _stored_dtype(variable), sharding)
+    stored = _stored(variable)
+    return StreamItem(variable.path, tensor, stored.shape, stored.dtype, sharding)
 
 
 def _read_as(variable: AbstractVariable, source: Source, choice: Choice) -> Any:
     """A source's values in the variable's dtype; what the user's own code made is cast as that would cast it."""
-    dtype = _stored_dtype(variable)
+    dtype = _stored(variable).dtype
     if variable.path in choice.given or (isinstance(source, LazyTensor) and source.file):
         return converted(lazy(source, variable.path), dtype, choice.cast)
     return source if source.dtype == dtype else converted(lazy(source, variable.path), dtype, UNSAFE)
-
-
-def _as_declared(array: jax.Array, variable: AbstractVariable) -> jax.Array:
-    return jax.random.wrap_key_data(array, impl=key_impl(variable.dtype)) if _is_key(variable) else array
 
 
 def _as_weak(array: Any, variable: AbstractVariable) -> Any:
@@ -450,10 +439,6 @@ def _in_layout(array: jax.Array, variable: AbstractVariable) -> jax.Array:
     if variable.layout is None:
         return array
     return jax.device_put(array, Format(variable.layout, array.sharding), donate=True)
-
-
-def _is_key(variable: AbstractVariable) -> bool:
-    return jax.numpy.issubdtype(variable.dtype, jax.dtypes.prng_key)
 
 
 def _describe(checkpoint: Mapping[str, Any]) -> str:

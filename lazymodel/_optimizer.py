@@ -24,8 +24,8 @@ from lazymodel._init_programs import InitRecipe
 from lazymodel._report import closest
 from lazymodel._roles import rule_path
 from lazymodel._sharding import Reason, assign
-from lazymodel._trace import path_text, trace_function
 from lazymodel._trace_errors import explain
+from lazymodel._trace_function import path_text, trace_function
 
 if TYPE_CHECKING:
     from lazymodel._auto import Auto

@@ -27,7 +27,7 @@ def device_shardings(variables: Mapping[str, AbstractVariable]) -> dict[str, Sha
 
 def is_narrowed(dtype: Any) -> bool:
     """Whether arrays of a NumPy dtype lose bits on their way to a device."""
-    return bool(np.dtype(dtype) != cast(Any, jax).dtypes.canonicalize_dtype(dtype))
+    return bool(np.dtype(dtype) != jax.dtypes.canonicalize_dtype(dtype))
 
 
 def stays_on_host(variable: AbstractVariable) -> bool:

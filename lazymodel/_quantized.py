@@ -20,18 +20,8 @@ import numpy as np
 # What is added to a tensor's own name, and what stands beside it in its module.
 _ADDED = (
     *("_scale", "_scale_inv", "_scales", "_scale_2", "_scale_inverse", "_zero_point", "_zero_points", "_zeros"),
-    *(
-        "_absmax",
-        ".absmax",
-        ".quant_map",
-        ".nested_absmax",
-        ".SCB",
-        "._scale",
-        ".scale",
-        ".scales",
-        "/scale",
-        "/scales",
-    ),
+    *("_absmax", ".absmax", ".quant_map", ".nested_absmax", ".SCB", "._scale", ".scale", ".scales", "/scale"),
+    "/scales",
 )
 _BESIDE = (
     *("scale", "scales", "scale_inv", "zero_point", "zeros", "qzeros", "g_idx", "absmax", "SCB", "qscale"),
@@ -64,11 +54,8 @@ def is_marker(name: str) -> bool:
 
 def scales_beside(name: str, names: Container[str]) -> list[str]:
     """The names of a checkpoint that look like the scales or zero points of one of its tensors."""
-    candidates = [name + added for added in _ADDED]
-    module, separator, leaf = re.fullmatch(r"(?:(.*)([./]))?(.*)", name, re.DOTALL).groups()  # pyright: ignore[reportOptionalMemberAccess]
-    for beside in _BESIDE:
-        candidates.append(f"{module}{separator}{beside}" if separator else beside)
-    for ending, other in _REPLACED:
-        if leaf.endswith(ending):
-            candidates.append(name.removesuffix(ending) + other)
+    module = name[: max(name.rfind("."), name.rfind("/")) + 1]
+    candidates = [*(name + added for added in _ADDED), *(module + beside for beside in _BESIDE)]
+    leaf = name.removeprefix(module)
+    candidates += [name.removesuffix(ending) + other for ending, other in _REPLACED if leaf.endswith(ending)]
     return [candidate for candidate in dict.fromkeys(candidates) if candidate != name and candidate in names]

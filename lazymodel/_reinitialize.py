@@ -20,13 +20,11 @@ import numpy as np
 from lazymodel._abstract import AbstractModel, AbstractVariable
 from lazymodel._errors import LazyModelError, TraceError
 from lazymodel._init_programs import InitRecipe
-from lazymodel._jaxprs import is_key, key_data
+from lazymodel._keys import is_key, key_data
 from lazymodel._report import closest
 from lazymodel._roles import rule_path
 from lazymodel._small import on_host
-from lazymodel._trace import trace_function
-
-_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
+from lazymodel._trace_function import trace_function
 
 Initializer: TypeAlias = "Callable[..., Any]"
 InitRules: TypeAlias = "Mapping[str, Initializer] | Callable[[AbstractVariable], Initializer | None]"

@@ -29,7 +29,7 @@ from lazymodel._report import Progress, closest
 from lazymodel._save_orbax import save_orbax
 from lazymodel._save_safetensors import layout
 from lazymodel._save_write import check_budget, write_files
-from lazymodel._trace import path_text
+from lazymodel._trace_function import path_text
 
 _DEFAULT_BUDGET = 256 << 20  # bytes; all threads with all they take, beyond which nothing gets faster
 

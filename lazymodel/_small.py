@@ -3,29 +3,26 @@
 An init function derives a key for every variable: thousands of tiny equations, each with parameters of its own (the
 third key, the fourth key), which JAX would compile one by one. Data movement, integer arithmetic and the correctly
 rounded float operations give the same bits in NumPy, so NumPy does them; everything else is run by JAX on the CPU,
-as eager execution would. Which equations are small is decided in `_trace`.
-
-PRNG key arrays are held as NumPy arrays of an opaque (void) dtype in the keys' own shape, so that NumPy moves them
-like any other element.
+as eager execution would. Which equations are small is decided in `_trace_graph`.
+PRNG keys are held as `pack_keys` packs them, which NumPy moves like any other element.
 """
 
+# pyright: reportUnknownLambdaType=false
 from __future__ import annotations
 
 import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
 
-from lazymodel._jaxprs import is_key, key_data, key_impl, one_equation, run_jaxpr
+from lazymodel._jaxprs import one_equation, run_jaxpr
+from lazymodel._keys import as_keys, is_key, key_data, pack_keys, unpack_keys
 
 Array = np.ndarray[Any, Any]
-
-
-_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
 
 def on_host() -> contextlib.AbstractContextManager[Any]:
@@ -37,22 +34,9 @@ def on_host() -> contextlib.AbstractContextManager[Any]:
     return jax.default_device(cpu)
 
 
-def to_host(value: Any, dtype: Any = None) -> Array:
+def to_host(value: Any, dtype: Any) -> Array:
     """An array, or an array of typed keys, as host data."""
-    if is_key(value.dtype):
-        return pack_keys(key_data(value))
-    return np.asarray(value, dtype)
-
-
-def pack_keys(data: Array) -> Array:
-    """Raw key data, `uint32` with one trailing dimension, as opaque elements."""
-    opaque = np.dtype((np.void, data.shape[-1] * data.itemsize))
-    return np.ascontiguousarray(data).view(opaque).reshape(data.shape[:-1])
-
-
-def unpack_keys(keys: Array) -> Array:
-    """The inverse of `pack_keys`."""
-    return np.frombuffer(keys.tobytes(), np.uint32).reshape((*keys.shape, keys.itemsize // 4))
+    return pack_keys(key_data(value)) if is_key(dtype) else np.asarray(value, dtype)
 
 
 def evaluate(eqn: Any, values: Sequence[Array]) -> list[Array]:
@@ -64,17 +48,11 @@ def evaluate(eqn: Any, values: Sequence[Array]) -> list[Array]:
         if results is not None:
             return results
     operands = [
-        _jax.random.wrap_key_data(unpack_keys(value), impl=key_impl(atom.aval.dtype))
-        if is_key(atom.aval.dtype)
-        else value
+        as_keys(unpack_keys(value), atom.aval.dtype) if is_key(atom.aval.dtype) else value
         for atom, value in zip(eqn.invars, values, strict=True)
     ]
     results = run_jaxpr(one_equation(eqn, [False] * len(eqn.invars)), operands)
-    return [to_host(result) for result in results]
-
-
-def _identity(eqn: Any, *values: Array) -> list[Array]:
-    return list(values)
+    return [to_host(result, result.dtype) for result in results]
 
 
 def _slice(eqn: Any, value: Array) -> list[Array]:
@@ -145,72 +123,45 @@ def _arithmetic(operation: Callable[..., Any], kinds: str) -> Callable[..., list
     return fast
 
 
-def _squeeze(eqn: Any, value: Array) -> list[Array]:
-    return [np.squeeze(value, tuple(eqn.params["dimensions"]))]
-
-
-def _transpose(eqn: Any, value: Array) -> list[Array]:
-    return [np.transpose(value, eqn.params["permutation"])]
-
-
-def _concatenate(eqn: Any, *values: Array) -> list[Array]:
-    return [np.concatenate(values, eqn.params["dimension"])]
-
-
-def _wrap(eqn: Any, data: Array) -> list[Array]:
-    return [pack_keys(data)]
-
-
-def _unwrap(eqn: Any, keys: Array) -> list[Array]:
-    return [unpack_keys(keys)]
-
-
 @functools.lru_cache(maxsize=256)
-def _compiled_split(dtype: Any, shape: tuple[int, ...]) -> Callable[..., jax.Array]:
-    def split(data: Any) -> jax.Array:
-        return _jax.random.key_data(_jax.random.split(_jax.random.wrap_key_data(data, impl=key_impl(dtype)), shape))
-
-    return jax.jit(split)
-
-
-@functools.lru_cache(maxsize=16)
-def _compiled_fold_in(dtype: Any) -> Callable[..., jax.Array]:
-    def fold_in(data: Any, count: Any) -> jax.Array:
-        return _jax.random.key_data(_jax.random.fold_in(_jax.random.wrap_key_data(data, impl=key_impl(dtype)), count))
-
-    return jax.jit(fold_in)
+def _compiled(function: Callable[..., jax.Array], dtype: Any, *last: Any) -> Callable[..., jax.Array]:
+    """A function of keys to keys, as one of key data."""
+    return jax.jit(lambda data, *rest: jax.random.key_data(function(as_keys(data, dtype), *rest, *last)))
 
 
 def _split(eqn: Any, keys: Array) -> list[Array] | None:
     if keys.ndim or not eqn.ctx.threefry_partitionable:
         return None
-    data = _compiled_split(eqn.invars[0].aval.dtype, tuple(eqn.params["shape"]))(unpack_keys(keys))
-    return [pack_keys(np.asarray(data))]
+    split = _compiled(jax.random.split, eqn.invars[0].aval.dtype, tuple(eqn.params["shape"]))
+    return [pack_keys(np.asarray(split(unpack_keys(keys))))]
 
 
 def _fold_in(eqn: Any, keys: Array, count: Array) -> list[Array] | None:
     if keys.ndim or count.ndim:
         return None
-    return [pack_keys(np.asarray(_compiled_fold_in(eqn.invars[0].aval.dtype)(unpack_keys(keys), count)))]
+    fold_in = _compiled(jax.random.fold_in, eqn.invars[0].aval.dtype)
+    return [pack_keys(np.asarray(fold_in(unpack_keys(keys), count)))]
 
 
+_IDENTITIES = (
+    *("copy", "copy_p", "stop_gradient", "random_clone", "device_put", "sharding_constraint"),
+    *("optimization_barrier", "name"),
+)
+# What NumPy does, or None where it would not do the same.
 _FAST: dict[str, Callable[..., list[Array] | None]] = {
-    **dict.fromkeys(
-        ("copy", "copy_p", "stop_gradient", "random_clone", "device_put", "sharding_constraint"), _identity
-    ),
-    **dict.fromkeys(("optimization_barrier", "name"), _identity),
+    **dict.fromkeys(_IDENTITIES, lambda eqn, *values: list(values)),
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "broadcast_in_dim": _broadcast_in_dim,
     "reshape": _reshape,
-    "squeeze": _squeeze,
-    "transpose": _transpose,
-    "concatenate": _concatenate,
+    "squeeze": lambda eqn, value: [np.squeeze(value, tuple(eqn.params["dimensions"]))],
+    "transpose": lambda eqn, value: [np.transpose(value, eqn.params["permutation"])],
+    "concatenate": lambda eqn, *values: [np.concatenate(values, eqn.params["dimension"])],
     "unstack": _unstack,
     "iota": _iota,
     "convert_element_type": _convert,
-    "random_wrap": _wrap,
-    "random_unwrap": _unwrap,
+    "random_wrap": lambda eqn, data: [pack_keys(data)],
+    "random_unwrap": lambda eqn, keys: [unpack_keys(keys)],
     "random_split": _split,
     "random_fold_in": _fold_in,
     "add": _arithmetic(np.add, "iuf"),

@@ -22,11 +22,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lazymodel._errors import LazyModelError
-from lazymodel._jaxprs import is_key
+from lazymodel._jaxprs import uses_x64
+from lazymodel._keys import is_key
 from lazymodel._report import _html, _plural, _printable, _Table, _template, _text, closest, fold
 from lazymodel._save import _named_arrays
-
-_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
 _ITERATIONS = 24  # of the Lanczos process: the largest singular value of a random matrix to some 1e-3
 _BREAKDOWN = 1e-6  # a residual this small beside the norm so far means that the rest of the process is rounding
@@ -242,7 +241,7 @@ def _measured(array: Any, *, layered: bool, spectral: bool) -> Any:
     values = _unplaced(array) if isinstance(array, jax.Array) else np.asarray(array)
     sharding = values.sharding if isinstance(values, jax.Array) else None
     everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-    with jax.enable_x64(True) if values.dtype.itemsize == 8 else jax.enable_x64(bool(_jax.config.jax_enable_x64)):
+    with jax.enable_x64(True) if values.dtype.itemsize == 8 else jax.enable_x64(uses_x64()):
         return _program(layered, spectral, everywhere)(values)
 
 
@@ -283,7 +282,7 @@ def _program(layered: bool, spectral: bool, everywhere: NamedSharding | None) ->
     def measure(values: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         return _numbers(values), _bidiagonal(values) if spectral and _is_matrix(values) else None
 
-    return _jax.jit(jax.vmap(measure) if layered else measure, out_shardings=everywhere)
+    return jax.jit(jax.vmap(measure) if layered else measure, out_shardings=everywhere)
 
 
 def _is_matrix(values: jax.Array) -> bool:

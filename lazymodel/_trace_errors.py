@@ -44,17 +44,16 @@ def explain(error: Exception) -> TraceError | None:
 
 def _user_line(trace: TracebackType | None) -> str:
     """The innermost line outside libraries, as `file.py:12 in init: 'source'`."""
-    own = os.path.dirname(os.path.abspath(__file__))
-    roots = [own]
-    for library in ("jax", "jaxlib", "numpy", "flax", "lazymodel_flax"):
-        file = getattr(sys.modules.get(library), "__file__", None)
-        if file:
-            roots.append(os.path.dirname(os.path.abspath(file)))
-    standard = os.path.dirname(os.path.abspath(os.__file__))
+    libraries = [
+        sys.modules.get(name)
+        for name in ("lazymodel", "jax", "jaxlib", "numpy", "flax", "lazymodel_flax", "lazymodel_keras")
+    ]
+    files = [file for library in libraries if (file := getattr(library, "__file__", None))]
+    roots = [os.path.dirname(os.path.abspath(file)) + os.sep for file in files]
+    standard = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
     for frame in reversed(traceback.extract_tb(trace)):
         path = os.path.abspath(frame.filename)
-        library = any(path.startswith(root + os.sep) for root in roots)
-        standard_module = path.startswith(standard + os.sep) and "site-packages" not in path
-        if not library and not standard_module and not frame.filename.startswith("<"):
+        standard_module = path.startswith(standard) and "site-packages" not in path
+        if not path.startswith(tuple(roots)) and not standard_module and not frame.filename.startswith("<"):
             return f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()!r}"
     return "the init function"

@@ -15,11 +15,7 @@ from lazymodel._jaxprs import is_floating, is_partitionable
 
 
 class Units:
-    """The compiled functions of a trace, by number.
-
-    Args:
-        needed: The steps that some values depend on, in order.
-    """
+    """The compiled functions of a trace, by number; `needed` gives the steps that some values depend on, in order."""
 
     def __init__(self, needed: Callable[[Sequence[Any]], list[Any]]) -> None:
         self._needed = needed

@@ -15,18 +15,12 @@ class FlaxAdapter:
     def matches(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether `build` is a Linen module, an NNX class, or a function, which may return an NNX module.
 
-        What a function returns is known only once it is traced. A function that returns no NNX module is traced as
-        the core would trace it, so matching it costs nothing.
+        A function that returns none is traced as the core would trace it, so matching it costs nothing.
         """
         return linen.matches(build) or nnx.matches(build, args, kwargs)
 
     def build_abstract(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractModel:
-        """Builds it abstractly; see `linen.build_abstract` and `nnx.build_abstract`.
-
-        Raises:
-            TraceError: Building needs a value that tracing does not have, or hides arrays where JAX does not look.
-            LazyModelError: `build` is a Linen class, or an NNX module that is built already.
-        """
+        """Builds it abstractly; see `linen.build_abstract` and `nnx.build_abstract`."""
         module = linen if linen.matches(build) else nnx
         with watched(build, args, kwargs):
             return module.build_abstract(build, args, kwargs)

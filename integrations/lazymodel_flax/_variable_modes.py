@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any, cast
 
 import jax
 from flax import nnx
 
 from lazymodel import LazyModelError
+from lazymodel._jaxprs import CONFIG
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,17 +34,11 @@ class _Later:
 
 @dataclasses.dataclass(frozen=True)
 class Modes:
-    """How new variables are kept.
+    """How new variables are kept."""
 
-    Attributes:
-        hijax: Whether as hijax objects.
-        ref: Whether their arrays are references.
-        eager: Whether those with axis names are put on the mesh of the context.
-    """
-
-    hijax: bool
-    ref: bool
-    eager: bool
+    hijax: bool  # as hijax objects
+    ref: bool  # their arrays as references
+    eager: bool  # those with axis names on the mesh of the context
 
     @classmethod
     def current(cls) -> Modes:
@@ -82,31 +77,29 @@ def update_counts(nodes: Any, state: Any) -> None:
 
 
 def _is_special(nodes: Any) -> bool:
-    return any(isinstance(node, nnx.Variable) and (node.hijax or node.ref) for _, node in nnx.iter_graph(nodes))
+    return any(node.hijax or node.ref for node in _variables(nodes))
+
+
+def _variables(nodes: Any) -> Iterator[Any]:
+    return (node for _, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Variable))
 
 
 def suspend_sharding(nodes: Any) -> None:
     """Keeps variables that are put on a mesh from it for now, with what is made in their likeness."""
-    for _, node in nnx.iter_graph(nodes):
-        if isinstance(node, nnx.Variable) and node.get_metadata("eager_sharding", False) is True:
+    for node in _variables(nodes):
+        if node.get_metadata("eager_sharding", False) is True:
             node.set_metadata(eager_sharding=_Later(True))
 
 
 def resolve_sharding(nodes: Any) -> None:
     """Says of every variable whether one like it is put on a mesh, as eager construction would have."""
-    for _, node in nnx.iter_graph(nodes):
-        if isinstance(node, nnx.Variable):
-            mode = node.get_metadata("eager_sharding", False)
-            if isinstance(mode, _Later):
-                node.set_metadata(eager_sharding=mode.value)
+    for node in _variables(nodes):
+        if isinstance(mode := node.get_metadata("eager_sharding", False), _Later):
+            node.set_metadata(eager_sharding=mode.value)
 
 
 def refuse_references(result: Any) -> None:
-    """Checks that no variable insists on being a reference or a hijax object.
-
-    Raises:
-        LazyModelError: One does.
-    """
+    """Raises LazyModelError where a variable insists on being a reference or a hijax object."""
     for path, node in nnx.iter_graph(result):
         if isinstance(node, nnx.Variable) and (node.hijax or node.ref):
             kind = "hijax" if node.hijax else "ref"
@@ -124,8 +117,7 @@ def _own_traces() -> Generator[None]:
     that are not put on a mesh, or get ours from a trace in which they are. The default device is a part of the key that
     traces are remembered under, and makes no other difference to a trace.
     """
-    config = cast(Any, jax).config
-    device = config.jax_default_device
+    device = CONFIG.jax_default_device
     first = jax.local_devices()[0]
     other = first if device is None else None if device == first else device
     with jax.default_device(cast(Any, other)):

@@ -16,7 +16,7 @@ from flax import linen
 
 from lazymodel import AbstractModel, LazyModelError
 from lazymodel._optimizer import Optimizer, Training
-from lazymodel._trace import path_text, trace_function
+from lazymodel._trace_function import path_text, trace_function
 from lazymodel_flax._logical import with_logical_axes
 
 _PARAMS = "params/"  # how the paths of the collection that Flax trains begin
@@ -28,19 +28,12 @@ def matches(build: Any) -> bool:
 
 
 def build_abstract(module: linen.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractModel:
-    """What `module.init(*args, **kwargs)` would return.
+    """What `module.init(*args, **kwargs)` would return; `materialize` returns the variables dict.
 
     Args:
-        module: An unbound Linen module.
+        module: An unbound Linen module; a class, which has no sizes yet, is a LazyModelError.
         args: The PRNG key or dict of keys, then the inputs of the module; inputs may be `jax.ShapeDtypeStruct`.
         kwargs: Keyword arguments of `init`.
-
-    Returns:
-        An abstract model whose `materialize` returns the variables dict.
-
-    Raises:
-        TraceError: Initializing depends on the values of the inputs.
-        LazyModelError: `module` is a class, which has no sizes yet.
     """
     if isinstance(module, type):
         raise LazyModelError(
@@ -48,10 +41,7 @@ def build_abstract(module: linen.Module, args: tuple[Any, ...], kwargs: dict[str
             "arguments of its init, a key and inputs"
         )
 
-    def init(*args: Any, **kwargs: Any) -> Any:
-        return module.init(*args, **kwargs)
-
-    model = trace_function(init, args, kwargs, name=type(module).__name__, path_of=_path)
+    model = trace_function(module.init, args, kwargs, name=type(module).__name__, path_of=_path)
     tree = model.structure({path: path for path in model})
     boxes = [box for box in jax.tree.leaves(tree, is_leaf=_is_box) if isinstance(box, linen.Partitioned)]
     model = with_logical_axes(model, {box.value: (box.names, getattr(box, "rules", None)) for box in boxes})

@@ -20,7 +20,7 @@ from flax import nnx
 from lazymodel import AbstractModel, LazyModelError
 from lazymodel._escaped import is_iterator, refuse_empty, refuse_escaped
 from lazymodel._optimizer import Optimizer, Training
-from lazymodel._trace import known_value, path_text, trace_function
+from lazymodel._trace_function import known_value, path_text, trace_function
 from lazymodel_flax._logical import with_logical_axes
 from lazymodel_flax._variable_modes import (
     Modes,
@@ -43,22 +43,13 @@ def matches(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractModel:
-    """What `build(*args, **kwargs)` would build.
+    """What `build(*args, **kwargs)` would build: a module, or any pytree with NNX objects in it, or without.
 
     NNX objects among the arguments are left as eager construction would leave them: the counts of an `nnx.Rngs` have
     advanced, so the next module built with it gets other keys.
 
-    Args:
-        build: An NNX module class, or a function that returns one, or any pytree with NNX objects in it, such as
-            (model, optimizer). For other results this is `trace_function`.
-        args: Its arguments. `nnx.Rngs` may be anywhere in them.
-        kwargs: Its keyword arguments, likewise.
-
-    Returns:
-        An abstract model whose `materialize` returns the module.
-
     Raises:
-        TraceError: Building needs a value that tracing does not have, or hides arrays in objects that are no pytrees.
+        TraceError: As `trace_function`.
         LazyModelError: `build` is built already, or makes a variable a reference on its own.
     """
     if _is_node(build):
@@ -126,21 +117,13 @@ _AFTER = "\0after/"
 
 @dataclasses.dataclass(frozen=True)
 class _Built:
-    """What tracing found.
+    """What tracing found."""
 
-    Attributes:
-        graphdef: The result's graph definition; None where there are no NNX objects in it.
-        state_def: The structure of its state.
-        paths: A path for each leaf of the state.
-        axes: See `_axis_names`.
-        params: The paths of what an `nnx.Param` holds.
-    """
-
-    graphdef: Any
-    state_def: Any
-    paths: tuple[str, ...]
-    axes: Mapping[str, tuple[Any, Any]]
-    params: frozenset[str]
+    graphdef: Any  # the result's graph definition; None where there are no NNX objects in it
+    state_def: Any  # the structure of its state
+    paths: tuple[str, ...]  # a path for each leaf of the state
+    axes: Mapping[str, tuple[Any, Any]]  # see `_axis_names`
+    params: frozenset[str]  # the paths of what an `nnx.Param` holds
 
 
 def _is_node(leaf: Any) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 
 from lazymodel import InitRecipe
 from lazymodel._small import on_host
-from lazymodel._trace import trace_function
+from lazymodel._trace_function import trace_function
 from lazymodel_keras._recording import GivenValue, RecordedVariable
 
 # Callables that are not Keras initializers (such as the one that sets a SeedGenerator's state) are run at once up to

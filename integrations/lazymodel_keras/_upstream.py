@@ -85,19 +85,29 @@ def global_seed_state() -> Any:
     return None if generator is None else generator.state
 
 
-@contextlib.contextmanager
-def undone_draws() -> Generator[None, None, None]:
-    """Undoes what building takes from process-wide sources: automatic names, and seeds from Python's generator.
+def remembered_draws() -> Callable[[], None]:
+    """Undoes, once called, what was taken from process-wide sources since: automatic names, and Python's random seeds.
 
     For a build whose result is thrown away, so that the one that counts is named and seeded as if it were the only.
     """
     names = copy.deepcopy(global_state.get_global_attribute(_NAME_COUNTERS))
     state = random.getstate()
+
+    def undo() -> None:
+        random.setstate(state)
+        global_state.set_global_attribute(_NAME_COUNTERS, names)
+
+    return undo
+
+
+@contextlib.contextmanager
+def undone_draws() -> Generator[None, None, None]:
+    """Undoes what building inside it takes; see `remembered_draws`."""
+    undo = remembered_draws()
     try:
         yield
     finally:
-        random.setstate(state)
-        global_state.set_global_attribute(_NAME_COUNTERS, names)
+        undo()
 
 
 def flat_layers(model: Any, *, include_self: bool = True) -> list[Any]:

@@ -13,7 +13,7 @@ import pytest
 
 from lazymodel._errors import LazyModelWarning
 from lazymodel._init_programs import InitRecipe, ProgramCache, run_recipes
-from lazymodel._trace import trace_function
+from lazymodel._trace_function import trace_function
 
 I = jax.nn.initializers  # noqa: E741 (short, in a long table)
 KEY = jax.random.key(11)
@@ -190,17 +190,11 @@ def test_the_shared_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(cache) == 3
 
 
-def test_largest_temporaries_first_and_on_done() -> None:
+def test_largest_temporaries_first() -> None:
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     model = trace_function(lambda k: [jax.random.normal(k, (n, n)) for n in (8, 200, 90)], (KEY,), {})
-    done: list[str] = []
-    order = [
-        path
-        for path, _ in run_recipes(
-            model.recipes, dict.fromkeys(model, device), model.programs, lambda path, array: done.append(path)
-        )
-    ]
-    assert order == done == ["1", "2", "0"]
+    order = [path for path, _ in run_recipes(model.recipes, dict.fromkeys(model, device), model.programs)]
+    assert order == ["1", "2", "0"]
 
 
 def test_values_that_depend_on_the_sharding_warn(mesh8: Any) -> None:

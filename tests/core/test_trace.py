@@ -19,7 +19,7 @@ import pytest
 from lazymodel._abstract import AbstractModel
 from lazymodel._errors import TraceError
 from lazymodel._init_programs import ProgramCache, run_recipes
-from lazymodel._trace import trace_function
+from lazymodel._trace_function import trace_function
 
 KEY = jax.random.key(0)
 
@@ -458,5 +458,5 @@ def test_tracing_from_many_threads() -> None:
 
 
 def test_core_does_not_import_flax() -> None:
-    code = "import sys, lazymodel._trace; assert not {'flax', 'keras', 'torch'} & set(sys.modules)"
+    code = "import sys, lazymodel._trace_function; assert not {'flax', 'keras', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

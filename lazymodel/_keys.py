@@ -1,0 +1,55 @@
+"""PRNG keys as data: what is a typed key, the raw numbers that it is stored and loaded as, and back."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether a dtype is a typed PRNG key's."""
+    return bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+@functools.lru_cache(maxsize=64)
+def key_impl(dtype: Any) -> Any:
+    """The PRNG implementation of a key dtype, as `jax.random.wrap_key_data` takes it."""
+    found: list[Any] = []
+
+    def look(keys: jax.Array) -> jax.Array:
+        # `key_impl` takes arrays and tracers only, so it is asked while tracing.
+        found.append(jax.random.key_impl(keys))
+        return keys
+
+    jax.eval_shape(look, jax.ShapeDtypeStruct((), dtype))
+    return found[0]
+
+
+def key_data(keys: Any) -> np.ndarray:
+    """The raw `uint32` data of a typed key array: one more, trailing, dimension."""
+    return np.asarray(jax.random.key_data(keys))
+
+
+def as_keys(data: Any, dtype: Any) -> Any:
+    """The inverse of `key_data`, eagerly or under a trace; the data itself where `dtype` is None or no key's."""
+    return jax.random.wrap_key_data(data, impl=key_impl(dtype)) if dtype is not None and is_key(dtype) else data
+
+
+def stored_struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """In which shape and dtype values are stored: themselves, or key data for PRNG keys."""
+    struct = jax.ShapeDtypeStruct(shape, dtype)
+    return jax.eval_shape(jax.random.key_data, struct) if is_key(dtype) else struct
+
+
+def pack_keys(data: np.ndarray) -> np.ndarray[Any, Any]:
+    """Key data as opaque (void) elements in the keys' own shape, which NumPy moves like any other."""
+    opaque = np.dtype((np.void, data.shape[-1] * data.itemsize))
+    return np.ascontiguousarray(data).view(opaque).reshape(data.shape[:-1])
+
+
+def unpack_keys(keys: np.ndarray) -> np.ndarray[Any, Any]:
+    """The inverse of `pack_keys`."""
+    return np.frombuffer(keys.tobytes(), np.uint32).reshape((*keys.shape, keys.itemsize // 4))
