@@ -30,7 +30,7 @@ from lazymodel.checkpoints._safetensors import open_safetensors
 from lazymodel.checkpoints._shards import is_numbered
 
 if TYPE_CHECKING:
-    from lazymodel._lazy_tensor import LazyTensor
+    from lazymodel._lazy import LazyTensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -21,19 +21,19 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from lazymodel._abstract import AbstractModel
+from lazymodel._buffers import DEFAULT_BUDGET
 from lazymodel._bytes import format_bytes, parse_bytes
 from lazymodel._device_memory import device_memory as known_memory
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._init_programs import AnyProgram, InitRecipe, _by_devices
-from lazymodel._lazy_tensor import LazyTensor
+from lazymodel._lazy import LazyTensor
 from lazymodel._live import is_arithmetic, is_live
-from lazymodel._load_report import is_initial, stored_itemsize
 from lazymodel._mapping import flat_checkpoint
 from lazymodel._materialize import Choice, choose, describe_sources, refused_casts
 from lazymodel._plan_programs import check_function, compile_use
 from lazymodel._plan_use import ACTIVATIONS, GRADIENTS, PARAMETERS, Optimizer, Use
 from lazymodel._sharding import device_shardings
-from lazymodel._stream import DEFAULT_BUDGET
+from lazymodel._stored import is_initial, stored_itemsize
 
 if TYPE_CHECKING:
     from lazymodel._compile import CompiledMemory

@@ -32,12 +32,15 @@ import numpy as np
 from lazymodel._abstract import unique_paths
 from lazymodel._adapters import model_arrays
 from lazymodel._agreement import agreement
+from lazymodel._buffers import Workspace, empty_aligned
 from lazymodel._bytes import format_bytes, parse_budget, parse_bytes
 from lazymodel._destination import SINGLE, FileDestination, FolderDestination, SavedFile
+from lazymodel._device_leaf import DeviceLeaf, lazy_array
 from lazymodel._errors import LazyModelError
-from lazymodel._file_source import Convert, Workspace, assign, empty_aligned, slabs
-from lazymodel._geometry import Box, box_shape, cover, fresh_view, geometry_of, intersect, normalize, shift
-from lazymodel._lazy_tensor import LazyTensor, Leaf, PiecesLeaf, fill_parts, lazy
+from lazymodel._fill import fill_parts
+from lazymodel._geometry import Box, box_shape, clip, cover, fresh_view, geometry_of, normalize, shift, slabs
+from lazymodel._lazy import LazyTensor, PiecesLeaf
+from lazymodel._leaves import Leaf
 from lazymodel._mapping import WeightMap
 from lazymodel._report import Progress, closest, progress_for
 from lazymodel._save_orbax import save_orbax
@@ -107,7 +110,7 @@ def save(
     shardings = [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
     if format not in ("safetensors", "orbax"):
         raise LazyModelError(f"format is 'safetensors' or 'orbax'; got {format!r}")
-    tensors = _map({name: _lazy_array(name, array) for name, array in arrays.items()}, mapping)
+    tensors = _map({name: lazy_array(name, array) for name, array in arrays.items()}, mapping)
     if format == "orbax":
         save_orbax({name: _plain(name, tensor) for name, tensor in tensors.items()}, Path(path), overwrite=overwrite)
         return
@@ -130,71 +133,6 @@ def save(
         with agreement(shardings, **terms):
             if leads:
                 target.commit()
-
-
-# Arrays as lazy tensors -----------------------------------------------------------------------------------------------
-
-
-class DeviceLeaf(Leaf):
-    """An array on devices, of which this process may hold only a part.
-
-    Attributes:
-        array: The array.
-        complete: Whether all of it is on this process's devices.
-        owned: The boxes that this process is to write where several hold the array: those of its first replicas.
-    """
-
-    def __init__(self, name: str, array: jax.Array) -> None:
-        self.name, self.file, self.offset, self.array = name, "", 0, array
-        self.shape, self.dtype = tuple(array.shape), np.dtype(array.dtype)
-        self.complete = array.is_fully_addressable
-        self._shards: dict[Any, tuple[Box, Any]] = {}
-        self.owned: list[Box] = []
-        for shard in array.addressable_shards:
-            key = tuple(part.indices(extent)[:2] for part, extent in zip(shard.index, self.shape, strict=True))
-            box = tuple(slice(start, stop) for start, stop in key)
-            if key not in self._shards:
-                self._shards[key] = (box, shard)
-            if shard.replica_id == 0:
-                self.owned.append(box)
-
-    def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
-        filled = 0
-        for where, shard in self._shards.values():
-            common = intersect(box, where) if self.shape else box
-            if common is None:
-                continue
-            target = out[(*shift(common, box), ...)]
-            filled += target.size
-            within = shift(common, where)
-            if shard.device.platform == "cpu":
-                assign(target, np.asarray(shard.data)[(*within, ...)], steps)  # not a copy
-                continue
-            # Copies of pieces that die here: NumPy's copy of a whole shard would stay with the array.
-            for piece in slabs(target.shape, max(workspace.room // (2 * self.dtype.itemsize), 1)):
-                start = [w.start + p.start for w, p in zip(within, piece, strict=True)]
-                values = np.asarray(_slice(shard.data, start, box_shape(piece)))
-                assign(target[(*piece, ...)], values, steps)
-        if filled < out.size:
-            raise LazyModelError(
-                f"{self.name!r}: a part of it is on another process's devices, so it cannot be read here. With several "
-                "processes, a function for saving may only use views, np.stack, np.concatenate and scalars"
-            )
-
-
-def _sliced(array: jax.Array, start: Sequence[Any], shape: tuple[int, ...]) -> jax.Array:
-    return jax.lax.dynamic_slice(array, start, shape)
-
-
-_slice = _jax.jit(_sliced, static_argnums=2)
-
-
-def _lazy_array(name: str, array: Any) -> LazyTensor:
-    if not isinstance(array, jax.Array):
-        return lazy(array, name)
-    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)
-    return LazyTensor(DeviceLeaf(name, array))
 
 
 def _named_arrays(model: Any) -> dict[str, Any]:
@@ -238,7 +176,7 @@ def _map(arrays: dict[str, LazyTensor], mapping: WeightMap | WriteFunction | Non
             raise LazyModelError(
                 f"a function for saving returns a flat dict of tensor name to tensor; got {name!r}: {type(value)}"
             )
-        tensors[name] = _lazy_array(name, value)
+        tensors[name] = lazy_array(name, value)
     return tensors
 
 
@@ -391,8 +329,7 @@ def _owned(tensor: LazyTensor, target: np.ndarray, *, leads: bool) -> Iterator[t
             yield from _owned(tensor[(*index, position)], target[(*index, position, ...)], leads=leads)
         return
     covering = cover(geometry, leaf.shape, leaf.dtype.itemsize)
-    aligned = covering.align(view)
-    if aligned is None:
+    if covering.inner is not None:
         # No plain box of the leaf: halves of it become one sooner or later, a single element at the latest.
         order: list[int] = tensor.file_order()
         axis = next(axis for axis in order if tensor.shape[axis] > 1)
@@ -401,21 +338,14 @@ def _owned(tensor: LazyTensor, target: np.ndarray, *, leads: bool) -> Iterator[t
         for part in (slice(0, half), slice(half, None)):
             yield from _owned(tensor[(*index, part)], target[(*index, part, ...)], leads=leads)
     elif isinstance(leaf, PiecesLeaf):
-        start = 0
-        for piece in leaf.pieces:
-            end = start + piece.shape[leaf.axis] if leaf.shape else 1
-            within = tuple(slice(start, end) if i == leaf.axis else slice(0, n) for i, n in enumerate(leaf.shape))
-            common = intersect(covering.box, within) if leaf.shape else ()
-            if common is not None:
-                own = piece[shift(common, within)].converted(tensor.steps)
-                yield from _owned(own, aligned[(*shift(common, covering.box), ...)], leads=leads)
-            start = end
+        for piece, within in leaf.places():
+            for common, out in clip([(covering.box, covering.align(view))], within):
+                own = piece.box(shift(common, within)).converted(tensor.steps)
+                yield from _owned(own, out, leads=leads)
     else:
         for box in cast(DeviceLeaf, leaf).owned:
-            common = intersect(covering.box, box) if leaf.shape else ()
-            if common is not None:
-                own = LazyTensor(leaf)[common].converted(tensor.steps)
-                yield own, aligned[(*shift(common, covering.box), ...)]
+            for common, out in clip([(covering.box, covering.align(view))], box):
+                yield LazyTensor(leaf).box(common).converted(tensor.steps), out
 
 
 def _check_budget(files: Sequence[SavedFile], budget: int) -> None:

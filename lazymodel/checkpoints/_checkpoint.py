@@ -20,8 +20,8 @@ from lazymodel._agreement import opening
 from lazymodel._atomic import settled
 from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError
-from lazymodel._file_source import FileSource
-from lazymodel._lazy_tensor import LazyTensor
+from lazymodel._files import FileSource
+from lazymodel._lazy import LazyTensor
 from lazymodel.checkpoints._verify import Verify, verify_files
 
 SUPPORTED = (

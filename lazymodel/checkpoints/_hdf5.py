@@ -26,9 +26,12 @@ from typing import Any, BinaryIO, cast
 import ml_dtypes
 import numpy as np
 
+from lazymodel._buffers import Convert, Workspace, assign
 from lazymodel._errors import CheckpointError
-from lazymodel._file_source import Convert, FileSource, Workspace, assign, slabs
-from lazymodel._lazy_tensor import ArrayLeaf, Box, FileLeaf, LazyTensor, Leaf, box_shape, intersect, shift
+from lazymodel._files import FileSource
+from lazymodel._geometry import Box, Geometry, box_shape, c_strides, intersect, normalize, shift, slabs
+from lazymodel._lazy import LazyTensor
+from lazymodel._leaves import ArrayLeaf, FileLeaf, Leaf
 from lazymodel.checkpoints._checkpoint import (
     MAX_JSON,
     Checkpoint,
@@ -257,13 +260,9 @@ class DatasetLeaf(Leaf):
         shuffle, deflate, checksum = self._filters.applied(mask)
         if not (shuffle or deflate or checksum):
             self._check_length(size)
-            strides = [self._bits.itemsize * math.prod(chunks[axis + 1 :]) for axis in range(len(chunks))]
-            offset += sum(part.start * stride for part, stride in zip(box, strides, strict=True))
-            axes = [axis for axis, extent in enumerate(out.shape) if extent > 1]
-            index = tuple(slice(None) if extent > 1 else 0 for extent in out.shape)
-            self._h5.source.read_strided(
-                offset, tuple(strides[axis] for axis in axes), self.dtype, out[(*index, ...)], steps, workspace
-            )
+            strides = c_strides(chunks, self._bits.itemsize)
+            place, target, _ = normalize(Geometry(offset, chunks, tuple(strides)).box(box), out)
+            self._h5.source.read_strided(place, self.dtype, target, steps, workspace)
             return True
         unfiltered = partial and size == self._chunk_nbytes
         if unfiltered and not deflate:

@@ -23,8 +23,10 @@ from typing import Any, cast
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._file_source import FileSource
-from lazymodel._lazy_tensor import ArrayLeaf, FileLeaf, LazyTensor
+from lazymodel._files import FileSource
+from lazymodel._lazy import LazyTensor
+from lazymodel._leaves import ArrayLeaf, FileLeaf
+from lazymodel._source import Source
 from lazymodel.checkpoints._checkpoint import Checkpoint, check_pointer
 
 _MAX_RATIO = 1100  # deflate cannot compress further than 1032 : 1 (https://zlib.net/zlib_tech.html)
@@ -110,7 +112,7 @@ def open_npz(path: Path) -> NumpyCheckpoint:
     return NumpyCheckpoint(path, source, tensors)
 
 
-def _array(name: str, what: str, head: bytes, source: FileSource, start: int, size: int) -> LazyTensor:
+def _array(name: str, what: str, head: bytes, source: Source, start: int, size: int) -> LazyTensor:
     """A tensor from the first bytes of a `.npy` file of `size` bytes that begins at `start` of a source."""
     stream = io.BytesIO(head)
     try:
@@ -168,7 +170,7 @@ class _Member:
     crc: int
     deflated: bool
 
-    def source(self) -> FileSource:
+    def source(self) -> Source:
         """Its decompressed bytes, the first of them at `start`."""
         return _DeflatedSource(self) if self.deflated else self.file
 
@@ -239,10 +241,8 @@ class _Cursor:
         return _Cursor(self.decoder.copy(), self.taken, self.tail, self.position, self.crc)
 
 
-class _DeflatedSource(FileSource):
+class _DeflatedSource(Source):
     """The decompressed bytes of a member, in the addresses that they would have were they stored from `start` on."""
-
-    plain = False
 
     def __init__(self, member: _Member) -> None:
         super().__init__(member.file.path)
@@ -256,6 +256,9 @@ class _DeflatedSource(FileSource):
             self._idle: list[_Cursor] = []  # where reads stopped; the newest last
             self._resume: list[_Cursor] = [_Cursor()]  # never moved, only copied; ascending
             self._spacing = _SPACING
+
+    def check_unchanged(self) -> None:
+        self._member.file.check_unchanged()
 
     def read_into(self, offset: int, *outs: np.ndarray) -> None:
         for out in outs:

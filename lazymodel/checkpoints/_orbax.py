@@ -32,14 +32,17 @@ from typing import TYPE_CHECKING, Any, cast
 import ml_dtypes
 import numpy as np
 
+from lazymodel._buffers import Convert, assign
 from lazymodel._errors import CheckpointError, LazyModelWarning
-from lazymodel._file_source import Convert, FileSource, assign
-from lazymodel._lazy_tensor import ArrayLeaf, Box, LazyTensor, Leaf, box_shape, shift
+from lazymodel._files import FileSource
+from lazymodel._geometry import Box, box_shape, shift
+from lazymodel._lazy import LazyTensor
+from lazymodel._leaves import ArrayLeaf, Leaf
 from lazymodel.checkpoints._checkpoint import Checkpoint, check_pointer, read_json_file
 from lazymodel.checkpoints._zero_size import zero_size_tensors
 
 if TYPE_CHECKING:
-    from lazymodel._file_source import Workspace
+    from lazymodel._buffers import Workspace
 
 _METADATA = "_METADATA"
 _STEP_METADATA = "_CHECKPOINT_METADATA"

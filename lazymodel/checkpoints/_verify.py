@@ -26,7 +26,7 @@ from typing import Any, cast
 
 from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError, LazyModelError
-from lazymodel._file_source import FileSource
+from lazymodel._files import FileSource
 
 Verify = bool | str | os.PathLike[str] | Mapping[str, str]
 """What `verify=` takes: whether to use the hashes that the folder states, a manifest's path, or name → hash."""

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._lazy_tensor import LazyTensor, lazy
+from lazymodel._lazy import LazyTensor, lazy
 
 ZERO_SIZE = "lazymodel_zero_size"
 
