@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     from lazymodel._auto import Auto
     from lazymodel._init_programs import InitRecipe, ProgramCache
-    from lazymodel._lazy_tensor import LazyTensor
-    from lazymodel._load_report import MismatchedTensor, StoredTensor
+    from lazymodel._lazy import LazyTensor
     from lazymodel._materialize import ReportTo
     from lazymodel._optimizer import Derived, Optimized, Optimizer, StartTraining
     from lazymodel._plan import MemoryPlan
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from lazymodel._report import Progress
     from lazymodel._sharding import Reason, Rules
     from lazymodel._sharding_report import Explanation, ShardingReport
+    from lazymodel._stored import MismatchedTensor, StoredTensor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from typing import Any
 from lazymodel._atomic import Staging, staging, writing
 from lazymodel._bytes import format_bytes
 from lazymodel._errors import LazyModelError
-from lazymodel._lazy_tensor import LazyTensor
+from lazymodel._lazy import LazyTensor
 from lazymodel.checkpoints._open import staging_folder, weight_files
 from lazymodel.checkpoints._orbax_folder import find_item
 from lazymodel.checkpoints._safetensors import open_safetensors

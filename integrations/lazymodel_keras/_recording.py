@@ -23,9 +23,9 @@ import numpy as np
 
 from lazymodel import CheckpointError, LazyModelError, LazyTensor, MismatchedTensor, StoredTensor
 from lazymodel._casting import SAFE, UNSAFE, check_mode, converted, refusal
-from lazymodel._file_source import FileSource
-from lazymodel._lazy_tensor import lazy
-from lazymodel._load_report import stored_tensors, unused_tensors
+from lazymodel._files import FileSource
+from lazymodel._lazy import lazy
+from lazymodel._stored import stored_tensors, unused_tensors, where
 from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel_keras import _upstream, _weight_files
 from lazymodel_keras._hugging_face import Leftovers
@@ -248,7 +248,7 @@ class Recording:
         """Why a value from a file is not cast to a dtype; an empty string where it may be."""
         if not isinstance(value, LazyTensor) or not value.file or value.dtype == dtype:
             return ""
-        return refusal(path, value, dtype, f"tensor {value.name!r} of {value.file}", _Names(self.files.values()))
+        return refusal(path, value, dtype, where(value), _Names(self.files.values()))
 
     def add(self, variable: Any, initializer: Any) -> None:
         """Notes a variable that was just created without a value."""
@@ -286,10 +286,9 @@ class Recording:
         if not isinstance(value, LazyTensor):
             value = value if hasattr(value, "shape") else np.asarray(value)
         if tuple(value.shape) != tuple(variable.shape):
-            where = f" in tensor {value.name!r} of {value.file}" if isinstance(value, LazyTensor) else ""
             error = CheckpointError(
-                f"{variable.path!r}: expected shape {tuple(variable.shape)}, found {tuple(value.shape)}{where}; "
-                "is this the checkpoint of another configuration?"
+                f"{variable.path!r}: expected shape {tuple(variable.shape)}, found {tuple(value.shape)} in "
+                f"{where(value)}; is this the checkpoint of another configuration?"
             )
             tensor = stored_tensors(value, variable.path)[0]
             misfit = MismatchedTensor(variable.path, tensor, tuple(variable.shape), tuple(value.shape))
