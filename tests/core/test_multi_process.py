@@ -7,7 +7,6 @@ starting them is what takes the time, and because a scenario that left them out 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import socket
@@ -22,6 +21,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+
+from tests.conftest import child_environment
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -83,7 +84,7 @@ def run_workers(folder: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    environment = child_environment() | {"JAX_PLATFORMS": "cpu"}
     logs = [folder / f"log-{process}.txt" for process in range(PROCESSES)]
     workers: list[subprocess.Popen[bytes]] = []
     try:

@@ -6,7 +6,6 @@ left as they are: it aborts whoever is left 100 seconds after a process was kill
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -18,6 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+
+from tests.conftest import child_environment
 
 WORKER = Path(__file__).with_name("_process_trouble_worker.py")
 WAIT = 10  # seconds that a process waits for another
@@ -55,8 +56,7 @@ def run(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment |= {"JAX_PLATFORMS": "cpu", "LAZYMODEL_WAIT_SECONDS": str(wait)}
+    environment = child_environment() | {"JAX_PLATFORMS": "cpu", "LAZYMODEL_WAIT_SECONDS": str(wait)}
     logs = [folder / f"log-{process}.txt" for process in range(processes)]
     workers: list[subprocess.Popen[bytes]] = []
     codes: list[int | None] = []

@@ -27,6 +27,7 @@ import lazymodel as lm
 from lazymodel import From, WeightMap, _save_write
 from lazymodel._buffers import Workspace
 from lazymodel.checkpoints._safetensors_header import DTYPES
+from tests.conftest import child_environment
 
 WORKER = Path(__file__).with_name("_save_worker.py")
 PATIENCE = 50  # seconds, both processes together
@@ -320,7 +321,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    environment = child_environment() | {"JAX_PLATFORMS": "cpu"}
     logs = [folder / f"log-{process}.txt" for process in range(2)]
     workers: list[subprocess.Popen[bytes]] = []
     try:

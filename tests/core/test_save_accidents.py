@@ -22,7 +22,7 @@ import pytest
 import lazymodel as lm
 from lazymodel import _atomic
 from lazymodel.checkpoints._inspect import inspect_checkpoint
-from tests.conftest import ROOT
+from tests.conftest import ROOT, child_environment
 from tests.core import _accidents
 from tests.core._accidents import NEW, NEXT, OLD, ORBAX, WORLDS, Killed, arrays, create, everything, found
 
@@ -115,7 +115,7 @@ def test_what_is_raised_at_any_operation_of_orbax(folder: Path, name: str, accid
 
 
 def worker(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
+    environment = child_environment() | {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }

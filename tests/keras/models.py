@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import keras
 import keras_hub
 import numpy as np
@@ -63,10 +67,18 @@ def randomize(model: Any, seed: int = 0) -> Any:
     return model
 
 
+@functools.cache
+def _presets() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="presets-")
+
+
 def save_preset(folder: Path, name: str, **save: Any) -> Path:
-    """A KerasHub preset of one of `BACKBONES`."""
-    cls, config = BACKBONES[name]
-    randomize(cls(**config)).save_to_preset(str(folder), **save)
+    """A KerasHub preset of one of `BACKBONES`: a copy of the one that this process has saved with these options."""
+    saved = Path(_presets().name) / json.dumps([name, save])
+    if not saved.exists():
+        cls, config = BACKBONES[name]
+        randomize(cls(**config)).save_to_preset(str(saved), **save)
+    shutil.copytree(saved, folder, dirs_exist_ok=True)
     return folder
 
 
@@ -97,15 +109,33 @@ def assert_same(stock: Any, ours: Any, *, outputs: bool = True) -> None:
         assert "assign" not in vars(found), found.path
         np.testing.assert_array_equal(bits(expected), bits(found), err_msg=expected.path)
     if outputs:
-        for expected, found in zip(
-            keras.tree.flatten(stock.predict(inputs_of(stock), verbose=0)),
-            keras.tree.flatten(ours.predict(inputs_of(ours), verbose=0)),
-            strict=True,
-        ):
+        for expected, found in zip(outputs_of(stock), outputs_of(ours), strict=True):
             if all(e.value.sharding == f.value.sharding for e, f in zip(stock.variables, ours.variables, strict=True)):
                 np.testing.assert_array_equal(expected, found)
             else:  # sums are split over devices
                 np.testing.assert_allclose(expected, found, rtol=2e-4, atol=2e-4)
+
+
+_programs: dict[str, Any] = {}
+
+
+def outputs_of(model: Any) -> list[np.ndarray]:
+    """What a model computes. Models whose programs are the same, constants and shardings included, share one."""
+    inputs = inputs_of(model)
+    if isinstance(model, keras.Sequential):
+        return keras.tree.flatten(model.predict(inputs, verbose=0))
+
+    def values(variables: list[Any]) -> list[Any]:
+        # On one device they may be committed to it or not, which the program would say.
+        arrays = [variable.value for variable in variables]
+        return [array if len(array.sharding.device_set) > 1 else np.asarray(array) for array in arrays]
+
+    arguments = values(model.trainable_variables), values(model.non_trainable_variables), inputs
+    lowered = jax.jit(lambda *arguments: model.stateless_call(*arguments, training=False)[0]).lower(*arguments)
+    program = lowered.as_text()
+    if program not in _programs:
+        _programs[program] = lowered.compile()
+    return [np.asarray(output) for output in keras.tree.flatten(_programs[program](*arguments))]
 
 
 def bits(variable: Any) -> np.ndarray:
