@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -32,8 +33,29 @@ if TYPE_CHECKING:
     from lazymodel._plan import MemoryPlan
     from lazymodel._reinitialize import Initializer, InitRules
     from lazymodel._report import Progress
-    from lazymodel._sharding import Reason, Rules
+    from lazymodel._sharding import Rules
     from lazymodel._sharding_report import Explanation, ShardingReport
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why a variable has its sharding.
+
+    Attributes:
+        kind: `rule` (of a mapping), `callable`, `logical` (axis rules), `metadata` (the variable's own), `proposed`
+            (by `auto` or another proposer), `follows` (the weight that it belongs to), `repaired`, `optimizer` (state,
+            as its parameter), `host` (a NumPy array that devices cannot hold), or `unmatched`.
+        text: The reason, for people.
+        role: What `auto` or a rule by role took the variable for.
+        labels: What each of its dimensions is, where that is known.
+        tried: What was considered before and does not fit.
+    """
+
+    kind: str
+    text: str
+    role: str = ""
+    labels: tuple[str, ...] = ()
+    tried: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -463,6 +485,11 @@ class AbstractModel(Mapping[str, AbstractVariable]):
         from lazymodel._report import model_html
 
         return model_html(self)
+
+
+def rule_path(path: str) -> str:
+    """The path without the `#2` that keeps equal paths apart."""
+    return re.sub(r"#\d+$", "", path)
 
 
 def unique_paths(paths: Sequence[str]) -> list[str]:

@@ -17,12 +17,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from lazymodel._abstract import AbstractModel, AbstractVariable, unique_paths
+from lazymodel._abstract import AbstractModel, AbstractVariable, rule_path, unique_paths
 from lazymodel._errors import LazyModelError
 from lazymodel._host_arrays import kept_on_host
 from lazymodel._init_programs import InitRecipe
 from lazymodel._report import closest
-from lazymodel._roles import rule_path
 from lazymodel._sharding import Reason, assign
 from lazymodel._trace import path_text, trace_function
 from lazymodel._trace_errors import explain

@@ -19,9 +19,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from lazymodel._describe import describe
 from lazymodel._errors import LazyModelError
 from lazymodel._report import closest
-from lazymodel._roles import describe
 
 if TYPE_CHECKING:
     from lazymodel._abstract import AbstractModel

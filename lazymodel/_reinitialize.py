@@ -17,12 +17,11 @@ from typing import Any, TypeAlias, cast
 import jax
 import numpy as np
 
-from lazymodel._abstract import AbstractModel, AbstractVariable
+from lazymodel._abstract import AbstractModel, AbstractVariable, rule_path
 from lazymodel._errors import LazyModelError, TraceError
 from lazymodel._init_programs import InitRecipe
 from lazymodel._jaxprs import is_key, key_data
 from lazymodel._report import closest
-from lazymodel._roles import rule_path
 from lazymodel._small import on_host
 from lazymodel._trace import trace_function
 

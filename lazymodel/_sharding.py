@@ -17,12 +17,13 @@ import jax
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from lazymodel._abstract import AbstractVariable
+from lazymodel._abstract import AbstractVariable, Reason, rule_path
 from lazymodel._auto import Auto, Proposal
 from lazymodel._bytes import format_bytes, parse_bytes
+from lazymodel._describe import describe
 from lazymodel._errors import LazyModelWarning, ShardingError
 from lazymodel._report import closest
-from lazymodel._roles import Role, describe, rule_path
+from lazymodel._roles import Role
 from lazymodel._specs import check_is_spec, named_rules, spec_entries
 
 
@@ -53,27 +54,6 @@ Rules: TypeAlias = (
 )
 
 _LISTED = 8  # how many paths a message names before it only counts
-
-
-@dataclasses.dataclass(frozen=True)
-class Reason:
-    """Why a variable has its sharding.
-
-    Attributes:
-        kind: `rule` (of a mapping), `callable`, `logical` (axis rules), `metadata` (the variable's own), `proposed`
-            (by `auto` or another proposer), `follows` (the weight that it belongs to), `repaired`, `optimizer` (state,
-            as its parameter), `host` (a NumPy array that devices cannot hold), or `unmatched`.
-        text: The reason, for people.
-        role: What `auto` or a rule by role took the variable for.
-        labels: What each of its dimensions is, where that is known.
-        tried: What was considered before and does not fit.
-    """
-
-    kind: str
-    text: str
-    role: str = ""
-    labels: tuple[str, ...] = ()
-    tried: tuple[str, ...] = ()
 
 
 def assign(
