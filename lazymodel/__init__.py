@@ -23,6 +23,7 @@ from lazymodel._errors import (
     ShardingError,
     TraceError,
 )
+from lazymodel._explain import Explanation, ShardingReport
 from lazymodel._init_programs import InitRecipe, ProgramCache
 from lazymodel._lazy_tensor import LazyTensor
 from lazymodel._load_report import LoadReport, LoadRow, MismatchedTensor, StoredTensor
@@ -32,7 +33,6 @@ from lazymodel._reinitialize import path_key
 from lazymodel._report import Progress
 from lazymodel._roles import role
 from lazymodel._save import save
-from lazymodel._sharding_report import Explanation, ShardingReport
 from lazymodel._statistics import Statistics, VariableStatistics, statistics
 from lazymodel._topology import TopologyRow, TopologyTable, arithmetic_mesh, smallest_topology, topology
 from lazymodel.checkpoints import Checkpoint, open_checkpoint

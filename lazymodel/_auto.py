@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 from jax.sharding import Mesh, PartitionSpec
 
 from lazymodel._abstract import AbstractVariable
-from lazymodel._bytes import format_bytes
 from lazymodel._describe import Described, describe
 from lazymodel._errors import ShardingError
 from lazymodel._roles import ROLES, Role
+from lazymodel._text import format_bytes
 
 Axes: TypeAlias = "str | Sequence[str] | None"
 
@@ -185,10 +185,7 @@ class _Placement:
 
     @property
     def spec(self) -> PartitionSpec:
-        entries = [axes[0] if len(axes) == 1 else axes or None for axes in self.axes]
-        while entries and entries[-1] is None:
-            entries.pop()
-        return PartitionSpec(*entries)
+        return trimmed([axes[0] if len(axes) == 1 else axes or None for axes in self.axes])
 
     def text(self) -> str:
         """`heads (16) in 8 parts over 'model'`, for every dimension that is split."""
@@ -313,6 +310,12 @@ class _Proposer:
         dims = sorted(range(len(labels)), key=lambda dim: (labels[dim] == "layers", -placement.shape[dim], dim))
         for axes in (self._tensor, (*self._fsdp, *self._expert)):
             placement.place(axes, dims, whole_units=False)
+
+
+def trimmed(entries: Sequence[Any]) -> PartitionSpec:
+    """A spec without the last entries that split nothing."""
+    count = max((index + 1 for index, entry in enumerate(entries) if entry is not None), default=0)
+    return PartitionSpec(*entries[:count])
 
 
 def _names(axes: Sequence[str]) -> str:

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping
 import jax
 import numpy as np
 
-from lazymodel._abstract import AbstractVariable, rule_path
+from lazymodel._abstract import AbstractVariable
+from lazymodel._paths import rule_path
 from lazymodel._roles import FUSED_HEADS, HEADS, ROLES
 
 _WEIGHT = r"(_?kernel|weight|weights|w|embeddings?)$"

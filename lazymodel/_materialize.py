@@ -41,9 +41,9 @@ from lazymodel._load_report import (
     stored_tensors,
 )
 from lazymodel._mapping import MappedCheckpoint, flat_checkpoint
+from lazymodel._placement import device_shardings
 from lazymodel._quantized import scales_beside
 from lazymodel._report import Progress, closest, folded_names, progress_for
-from lazymodel._sharding import device_shardings
 from lazymodel._stream import StreamItem, stream
 
 if TYPE_CHECKING:

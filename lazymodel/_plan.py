@@ -30,9 +30,9 @@ from lazymodel._live import is_arithmetic, is_live
 from lazymodel._load_report import is_initial, stored_itemsize
 from lazymodel._mapping import flat_checkpoint
 from lazymodel._materialize import Choice, choose, describe_sources, refused_casts
+from lazymodel._placement import device_shardings
 from lazymodel._plan_programs import check_function, compile_use
 from lazymodel._plan_use import ACTIVATIONS, GRADIENTS, PARAMETERS, Optimizer, Use
-from lazymodel._sharding import device_shardings
 from lazymodel._stream import DEFAULT_BUDGET
 
 if TYPE_CHECKING:

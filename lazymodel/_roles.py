@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from lazymodel._errors import ShardingError
-from lazymodel._report import closest
+from lazymodel._text import closest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,12 +27,12 @@ from lazymodel._device_memory import CARDS, tpu_generation
 from lazymodel._device_memory import device_memory as known_memory
 from lazymodel._errors import DoesNotFitError, LazyModelError, ShardingError
 from lazymodel._report import closest
-from lazymodel._specs import named_rules
+from lazymodel._rules import named_rules
 
 if TYPE_CHECKING:
     from lazymodel._abstract import AbstractModel
     from lazymodel._plan import MemoryPlan
-    from lazymodel._sharding import Rules
+    from lazymodel._rules import Rules
 
 Shape = tuple[int, ...]
 

@@ -36,10 +36,10 @@ from lazymodel import (
 from lazymodel._abstract import unique_paths
 from lazymodel._auto import Auto
 from lazymodel._casting import UNSAFE, check_mode
+from lazymodel._follow import follow
 from lazymodel._materialize import ReportTo
-from lazymodel._optimizer import follow
 from lazymodel._report import closest, folded_names
-from lazymodel._sharding import Rules
+from lazymodel._rules import Rules
 from lazymodel.checkpoints._checkpoint import read_json_file
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _upstream
