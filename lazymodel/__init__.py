@@ -14,7 +14,6 @@ from lazymodel._abstract import AbstractModel, AbstractVariable, Reason
 from lazymodel._adapters import Adapter, build_abstract
 from lazymodel._auto import Auto, Proposal, auto
 from lazymodel._compile import CompiledMemory, collective_bytes, compile_memory
-from lazymodel._device_memory import device_memory
 from lazymodel._errors import (
     CheckpointError,
     DoesNotFitError,
@@ -24,17 +23,21 @@ from lazymodel._errors import (
     TraceError,
 )
 from lazymodel._explain import Explanation, ShardingReport
+from lazymodel._hardware import device_memory
 from lazymodel._init_programs import InitRecipe, ProgramCache
 from lazymodel._lazy_tensor import LazyTensor
 from lazymodel._load_report import LoadReport, LoadRow, MismatchedTensor, StoredTensor
 from lazymodel._mapping import From, MappedCheckpoint, MappingReport, WeightMap, flatten_paths, map_checkpoint
 from lazymodel._plan import MemoryPlan, PlanComparison, PlanRow, compare_plans
+from lazymodel._plan_compiled import Compile
+from lazymodel._plan_search import TopologyRow, TopologyTable, smallest_topology
+from lazymodel._plan_what_if import WhatIf
 from lazymodel._reinitialize import path_key
 from lazymodel._report import Progress
 from lazymodel._roles import role
 from lazymodel._save import save
 from lazymodel._statistics import Statistics, VariableStatistics, statistics
-from lazymodel._topology import TopologyRow, TopologyTable, arithmetic_mesh, smallest_topology, topology
+from lazymodel._topology import arithmetic_mesh, topology
 from lazymodel.checkpoints import Checkpoint, open_checkpoint
 
 __version__ = "0.1.0"
@@ -46,6 +49,7 @@ __all__ = [
     "Auto",
     "Checkpoint",
     "CheckpointError",
+    "Compile",
     "CompiledMemory",
     "DoesNotFitError",
     "Explanation",
@@ -75,6 +79,7 @@ __all__ = [
     "TraceError",
     "VariableStatistics",
     "WeightMap",
+    "WhatIf",
     "arithmetic_mesh",
     "auto",
     "build_abstract",
