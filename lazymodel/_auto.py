@@ -30,10 +30,6 @@ _DATA_NAMES = ("data", "batch", "dp", "data_parallel")
 _EXPERT_NAMES = ("expert", "experts", "ep", "expert_parallel")
 
 
-# Roles of which little is gained by splitting a small one: gathering it costs a message, keeping it almost nothing.
-_SMALL = "{role} of {nbytes}, less than {large}: replicated, a copy costs less than gathering it"
-
-
 @dataclasses.dataclass(frozen=True)
 class Proposal:
     """A spec and why it was chosen.
@@ -196,64 +192,53 @@ class _Placement:
         )
 
 
+@dataclasses.dataclass
 class _Proposer:
-    def __init__(
-        self,
-        variables: Mapping[str, AbstractVariable],
-        tensor: tuple[str, ...],
-        fsdp: tuple[str, ...],
-        expert: tuple[str, ...],
-        mesh: Mesh,
-        large: int,
-    ) -> None:
-        self._variables, self._mesh, self._large = variables, mesh, large
-        self._tensor, self._fsdp, self._expert = tensor, fsdp, expert
-        self._described = describe(variables)
-        self._placed: dict[str, _Placement] = {}
-        self._why: dict[str, str] = {}
+    variables: Mapping[str, AbstractVariable]
+    tensor: tuple[str, ...]
+    fsdp: tuple[str, ...]
+    expert: tuple[str, ...]
+    mesh: Mesh
+    large: int
+
+    def __post_init__(self) -> None:
+        self.described = describe(self.variables)
+        self.placed: dict[str, _Placement] = {}
+        self.why: dict[str, str] = {}
 
     def all(self) -> dict[str, Proposal]:
         proposals: dict[str, Proposal] = {}
-        for path, described in self._described.items():
+        for path, described in self.described.items():
             placement = self._placement(path)
-            text = placement.text()
-            why = self._why[path]
-            proposals[path] = Proposal(
-                placement.spec,
-                "; ".join(part for part in (text, why) if part),
-                described.role,
-                described.labels,
-                tuple(placement.tried),
-            )
+            text = "; ".join(part for part in (placement.text(), self.why[path]) if part)
+            tried = tuple(placement.tried)
+            proposals[path] = Proposal(placement.spec, text, described.role, described.labels, tried)
         return proposals
 
     def _placement(self, path: str) -> _Placement:
         """The placement of a variable, after that of the variable that it follows."""
-        if path in self._placed:
-            return self._placed[path]
-        variable, described = self._variables[path], self._described[path]
-        placement = self._placed[path] = _Placement(described, variable.shape, self._mesh)
-        large = variable.nbytes >= self._large
-        if self._mesh.size == 1:
-            self._why[path] = "the mesh has one device"
+        if path in self.placed:
+            return self.placed[path]
+        variable, described, row = self.variables[path], self.described[path], ROLES[self.described[path].role]
+        placement = self.placed[path] = _Placement(described, variable.shape, self.mesh)
+        large = variable.nbytes >= self.large
+        if self.mesh.size == 1:
+            self.why[path] = "the mesh has one device"
         elif described.follows is not None:
-            self._why[path] = self._follow(placement, large=large)
-        elif ROLES[described.role].tensor:
-            self._why[path] = self._order(placement, ROLES[described.role])
+            self.why[path] = self._follow(placement, large=large)
+        elif row.tensor:
+            self.why[path] = self._order(placement, row)
         elif not large:
-            self._why[path] = (
-                "a scalar"
-                if not variable.shape
-                else _SMALL.format(
-                    role=described.role, nbytes=format_bytes(variable.nbytes), large=format_bytes(self._large)
-                )
-            )
+            # Gathering a small one costs a message, keeping it almost nothing.
+            less = f"{row.name} of {format_bytes(variable.nbytes)}, less than {format_bytes(self.large)}"
+            small = f"{less}: replicated, a copy costs less than gathering it"
+            self.why[path] = small if variable.shape else "a scalar"
         else:
-            self._why[path] = "large, so it is stored in pieces"
-        if large and self._mesh.size > 1 and not any(placement.axes):
+            self.why[path] = "large, so it is stored in pieces"
+        if large and self.mesh.size > 1 and not any(placement.axes):
             self._anywhere(placement)
             if not any(placement.axes):
-                self._why[path] = "replicated: no dimension divides by any axis of the mesh"
+                self.why[path] = "replicated: no dimension divides by any axis of the mesh"
         return placement
 
     def _order(self, placement: _Placement, order: Role) -> str:
@@ -263,18 +248,18 @@ class _Proposer:
             return [dim for label in wanted for dim, found in enumerate(labels) if found == label]
 
         placed = True
-        fsdp = self._fsdp if expert else (*self._fsdp, *self._expert)
-        if expert and self._expert:
+        fsdp = self.fsdp if expert else (*self.fsdp, *self.expert)
+        if expert and self.expert:
             # If there are too few experts for the axis, it splits what is inside them.
-            placed = placement.place(self._expert, dims(order.tensor))
-            placed &= placement.place(self._tensor, dims((*order.tensor[1:], "experts")))
+            placed = placement.place(self.expert, dims(order.tensor))
+            placed &= placement.place(self.tensor, dims((*order.tensor[1:], "experts")))
         else:
-            placed = placement.place(self._tensor, dims(order.tensor))
+            placed = placement.place(self.tensor, dims(order.tensor))
         first = dims(order.tensor[:1])
-        why = order.why if first and any(set(self._tensor) & set(placement.axes[dim]) for dim in first) else ""
+        why = order.why if first and any(set(self.tensor) & set(placement.axes[dim]) for dim in first) else ""
         # Alone, it takes columns: over rows, XLA may add up activations of the whole batch instead of gathering the
         # much smaller weight (half the bytes for the queries of a compiled Gemma block).
-        alone = order.fsdp[0] == "in" and not any(self._mesh.shape[axis] > 1 for axis in self._tensor)
+        alone = order.fsdp[0] == "in" and not any(self.mesh.shape[axis] > 1 for axis in self.tensor)
         stored = dims(order.tensor if alone else order.fsdp)
         # A head stays whole in storage too, as long as there is another way.
         if not placement.place(fsdp, stored):
@@ -292,7 +277,7 @@ class _Proposer:
         other = self._placement(follows)
         # Of small ones only what saves communication: a bias stays with its columns, and is not stored in pieces.
         slot = placement.described.role == "optimizer_slot"
-        keep = {axis for axis in self._mesh.axis_names if slot or large or axis in (*self._tensor, *self._expert)}
+        keep = {axis for axis in self.mesh.axis_names if slot or large or axis in (*self.tensor, *self.expert)}
         for dim, source in enumerate(dims):
             if source is not None:
                 axes = tuple(axis for axis in other.axes[source] if axis in keep)
@@ -308,7 +293,7 @@ class _Proposer:
         """Stores a large variable in pieces, along whatever divides: the largest dimension first, layers last."""
         labels = placement.described.labels
         dims = sorted(range(len(labels)), key=lambda dim: (labels[dim] == "layers", -placement.shape[dim], dim))
-        for axes in (self._tensor, (*self._fsdp, *self._expert)):
+        for axes in (self.tensor, (*self.fsdp, *self.expert)):
             placement.place(axes, dims, whole_units=False)
 
 

@@ -26,7 +26,7 @@ class Role:
         labels: What its dimensions are; a label with a star stands for as many as there are.
         turns: Whether the labels are the other way round where a weight is stored as (out, in).
         tensor: Labels in the order in which tensor parallelism tries them: first what needs the least communication.
-        fsdp: The same for fully-sharded data parallelism: first what tensor parallelism leaves.
+        fsdp: The same for fully-sharded data parallelism: first what tensor parallelism leaves, the other way round.
         why: What the first choice of `tensor` is good for.
     """
 
@@ -39,6 +39,9 @@ class Role:
     tensor: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     fsdp: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     why: str = dataclasses.field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fsdp", self.fsdp or self.tensor[::-1])
 
     def label(self, ndim: int, *, out_first: bool = False) -> tuple[str, ...]:
         """One label for each of so many dimensions."""
@@ -77,7 +80,6 @@ _ROWS = (
         labels=("in", "vocabulary"),
         turns=True,
         tensor=("vocabulary", "in"),
-        fsdp=("in", "vocabulary"),
         why="each device computes its own logits",
     ),
     Role(
@@ -87,7 +89,6 @@ _ROWS = (
         (2,),
         labels=("vocabulary", "features"),
         tensor=("vocabulary", "features"),
-        fsdp=("features", "vocabulary"),
         why="each device looks its own tokens up",
     ),
     Role(
@@ -121,7 +122,6 @@ _ROWS = (
         (3, 4, 5),
         labels=("space*", "out", "multiplier"),
         tensor=("out",),
-        fsdp=("out",),
         why="each device computes its own channels",
     ),
     Role(
@@ -131,7 +131,6 @@ _ROWS = (
         labels=("space*", "in", "out"),
         turns=True,
         tensor=("out", "in"),
-        fsdp=("in", "out"),
         why="each device computes its own channels",
     ),
     Role("bias", r"(^|/)([a-z\d_]*bias|b)$", (1, 2, 3)),
@@ -152,7 +151,6 @@ _ROWS = (
         (2, 3),
         "attention",
         tensor=(HEADS, "in"),
-        fsdp=("in", HEADS),
         why="each device computes whole heads",
     ),
     Role(
@@ -162,7 +160,6 @@ _ROWS = (
         (2, 3),
         "attention",
         tensor=(HEADS, "out"),
-        fsdp=("out", HEADS),
         why="each device has whole heads as input",
     ),
     Role(
@@ -173,7 +170,6 @@ _ROWS = (
         labels=("in", "out"),
         turns=True,
         tensor=("out", "in"),
-        fsdp=("in", "out"),
         why="split by columns: no communication before the next layer",
     ),
     Role(
@@ -184,7 +180,6 @@ _ROWS = (
         labels=("in", "out"),
         turns=True,
         tensor=("in", "out"),
-        fsdp=("out", "in"),
         why="split by rows: takes what columns before it left on the device",
     ),
     Role("optimizer_slot", labels=("of its variable*",)),
