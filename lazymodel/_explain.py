@@ -37,7 +37,7 @@ def explain(model: AbstractModel, path: str | None = None) -> Explanation | Shar
     Raises:
         KeyError: There is no such variable.
     """
-    return _explain_model(model) if path is None else _explain_variable(model[path])
+    return _explain_model(model) if path is None else Explanation(model[path])
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -45,37 +45,43 @@ class Explanation:
     """Why a variable has its sharding; prints as a few lines.
 
     Attributes:
-        variable: The variable, with its sharding.
-        reason: What decided, or None where it has no sharding or was given one by something else than `shard`.
-        shard_shape: The shape of what one device holds.
-        alternatives: For each axis of the mesh, the dimensions that it divides.
+        variable: The variable, with its sharding and the reason for it.
     """
 
     variable: AbstractVariable
-    reason: Reason | None
-    shard_shape: tuple[int, ...]
-    alternatives: Mapping[str, tuple[int, ...]]
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """The shape of what one device holds."""
+        sharding = self.variable.sharding
+        return self.variable.shape if sharding is None else tuple(sharding.shard_shape(self.variable.shape))
+
+    @property
+    def alternatives(self) -> Mapping[str, tuple[int, ...]]:
+        """For each axis of the mesh and its size, the dimensions that it divides."""
+        sharding, shape = self.variable.sharding, self.variable.shape
+        axes = sharding.mesh.shape if isinstance(sharding, NamedSharding) else {}
+        return {
+            f"{axis!r} ({size})": tuple(dim for dim, length in enumerate(shape) if length and length % size == 0)
+            for axis, size in axes.items()
+            if size > 1
+        }
 
     def __str__(self) -> str:
-        variable, reason = self.variable, self.reason
+        variable, sharding = self.variable, self.variable.sharding
         lines = [f"{variable.path}: {variable.dtype.name} {variable.shape}, {format_bytes(variable.nbytes)}"]
-        if variable.sharding is None:
+        if sharding is None:
             return f"{lines[0]}\n  no sharding was assigned; it goes to one device"
-        spec: Any = variable.spec if variable.spec is not None else variable.sharding
-        devices = variable.sharding.num_devices
-        holds = f"each of {devices} devices holds" if devices > 1 else "one device holds"
+        reason = variable.reason or Reason("given", "an active distribution, or the model's builder, gave it")
+        spec: Any = variable.spec if variable.spec is not None else sharding
+        holds = f"each of {sharding.num_devices} devices holds" if sharding.num_devices > 1 else "one device holds"
         lines.append(f"spec: {spec}; {holds} {self.shard_shape}, {format_bytes(variable.shard_nbytes)}")
         if variable.layout is not None:
             lines.append(f"layout: dimensions from major to minor {variable.layout.major_to_minor}")
-        if reason is not None and reason.role:
-            labels = f"; dimensions: {', '.join(reason.labels)}" if reason.labels else ""
-            lines.append(f"role: {reason.role}{labels}")
-        elif reason is not None and reason.labels:
-            lines.append(f"dimensions: {', '.join(reason.labels)}")
-        why = "an active distribution, or the model's builder, gave it" if reason is None else reason.text
-        lines.append(f"why ({'given' if reason is None else reason.kind}): {why}")
-        if reason is not None:
-            lines.extend(f"considered: {text}" for text in reason.tried)
+        known = {"role": reason.role, "dimensions": ", ".join(reason.labels)}
+        if any(known.values()):
+            lines.append("; ".join(f"{what}: {text}" for what, text in known.items() if text))
+        lines += [f"why ({reason.kind}): {reason.text}", *(f"considered: {text}" for text in reason.tried)]
         for axis, dims in self.alternatives.items():
             numbers = f"dimension{'s' if len(dims) > 1 else ''} {', '.join(map(str, dims))}" if dims else "no dimension"
             lines.append(f"axis {axis} divides {numbers}")
@@ -134,18 +140,6 @@ class ShardingReport:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     __repr__ = __str__
-
-
-def _explain_variable(variable: AbstractVariable) -> Explanation:
-    alternatives: dict[str, tuple[int, ...]] = {}
-    sharding = variable.sharding
-    if isinstance(sharding, NamedSharding):
-        for axis, size in sharding.mesh.shape.items():
-            if size > 1:
-                dims = tuple(dim for dim, length in enumerate(variable.shape) if length and length % size == 0)
-                alternatives[f"{axis!r} ({size})"] = dims
-    shard_shape = variable.shape if sharding is None else tuple(sharding.shard_shape(variable.shape))
-    return Explanation(variable, variable.reason, shard_shape, alternatives)
 
 
 def _explain_model(model: AbstractModel) -> ShardingReport:
