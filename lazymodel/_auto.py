@@ -10,16 +10,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from jax.sharding import Mesh, PartitionSpec
 
-from lazymodel._bytes import format_bytes
+from lazymodel._abstract import AbstractVariable
+from lazymodel._describe import Described, describe
 from lazymodel._errors import ShardingError
-from lazymodel._roles import Described, describe
-
-if TYPE_CHECKING:
-    from lazymodel._abstract import AbstractVariable
+from lazymodel._roles import ROLES, Role
+from lazymodel._text import format_bytes
 
 Axes: TypeAlias = "str | Sequence[str] | None"
 
@@ -29,42 +28,6 @@ _TENSOR_NAMES = ("model", "tensor", "tp", "mp", "tensor_parallel", "model_parall
 _FSDP_NAMES = ("fsdp", "zero", "fully_sharded")
 _DATA_NAMES = ("data", "batch", "dp", "data_parallel")
 _EXPERT_NAMES = ("expert", "experts", "ep", "expert_parallel")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Order:
-    """The order in which a role's dimensions are tried, by label.
-
-    Attributes:
-        tensor: For tensor parallelism: first the dimension whose split needs the least communication.
-        fsdp: For fully-sharded data parallelism: first the one that tensor parallelism leaves.
-        why: What the first choice of `tensor` is good for.
-    """
-
-    tensor: tuple[str, ...]
-    fsdp: tuple[str, ...]
-    why: str = ""
-
-
-_HEADS = "heads"
-_FUSED_HEADS = "heads of queries, keys and values"
-_ORDERS: Mapping[str, _Order] = {
-    "embedding": _Order(("vocabulary", "features"), ("features", "vocabulary"), "each device looks its own tokens up"),
-    "output_head": _Order(("vocabulary", "in"), ("in", "vocabulary"), "each device computes its own logits"),
-    "query_key_value": _Order((_HEADS, "in"), ("in", _HEADS), "each device computes whole heads"),
-    "fused_query_key_value": _Order(
-        (_HEADS, "in", _FUSED_HEADS), ("in", "parts", _HEADS, _FUSED_HEADS), "each device computes whole heads"
-    ),
-    "attention_output": _Order((_HEADS, "out"), ("out", _HEADS), "each device has whole heads as input"),
-    "mlp_up": _Order(("out", "in"), ("in", "out"), "split by columns: no communication before the next layer"),
-    "mlp_down": _Order(("in", "out"), ("out", "in"), "split by rows: takes what columns before it left on the device"),
-    "expert_up": _Order(("experts", "out", "in"), ("in", "out", "parts", "experts"), "each device has whole experts"),
-    "expert_down": _Order(("experts", "in", "out"), ("out", "in", "parts", "experts"), "each device has whole experts"),
-    "convolution": _Order(("out", "in"), ("in", "out"), "each device computes its own channels"),
-    "depthwise_convolution": _Order(("out",), ("out",), "each device computes its own channels"),
-}
-# Roles of which little is gained by splitting a small one: gathering it costs a message, keeping it almost nothing.
-_SMALL = "{role} of {nbytes}, less than {large}: replicated, a copy costs less than gathering it"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,10 +181,7 @@ class _Placement:
 
     @property
     def spec(self) -> PartitionSpec:
-        entries = [axes[0] if len(axes) == 1 else axes or None for axes in self.axes]
-        while entries and entries[-1] is None:
-            entries.pop()
-        return PartitionSpec(*entries)
+        return trimmed([axes[0] if len(axes) == 1 else axes or None for axes in self.axes])
 
     def text(self) -> str:
         """`heads (16) in 8 parts over 'model'`, for every dimension that is split."""
@@ -232,85 +192,74 @@ class _Placement:
         )
 
 
+@dataclasses.dataclass
 class _Proposer:
-    def __init__(
-        self,
-        variables: Mapping[str, AbstractVariable],
-        tensor: tuple[str, ...],
-        fsdp: tuple[str, ...],
-        expert: tuple[str, ...],
-        mesh: Mesh,
-        large: int,
-    ) -> None:
-        self._variables, self._mesh, self._large = variables, mesh, large
-        self._tensor, self._fsdp, self._expert = tensor, fsdp, expert
-        self._described = describe(variables)
-        self._placed: dict[str, _Placement] = {}
-        self._why: dict[str, str] = {}
+    variables: Mapping[str, AbstractVariable]
+    tensor: tuple[str, ...]
+    fsdp: tuple[str, ...]
+    expert: tuple[str, ...]
+    mesh: Mesh
+    large: int
+
+    def __post_init__(self) -> None:
+        self.described = describe(self.variables)
+        self.placed: dict[str, _Placement] = {}
+        self.why: dict[str, str] = {}
 
     def all(self) -> dict[str, Proposal]:
         proposals: dict[str, Proposal] = {}
-        for path, described in self._described.items():
+        for path, described in self.described.items():
             placement = self._placement(path)
-            text = placement.text()
-            why = self._why[path]
-            proposals[path] = Proposal(
-                placement.spec,
-                "; ".join(part for part in (text, why) if part),
-                described.role,
-                described.labels,
-                tuple(placement.tried),
-            )
+            text = "; ".join(part for part in (placement.text(), self.why[path]) if part)
+            tried = tuple(placement.tried)
+            proposals[path] = Proposal(placement.spec, text, described.role, described.labels, tried)
         return proposals
 
     def _placement(self, path: str) -> _Placement:
         """The placement of a variable, after that of the variable that it follows."""
-        if path in self._placed:
-            return self._placed[path]
-        variable, described = self._variables[path], self._described[path]
-        placement = self._placed[path] = _Placement(described, variable.shape, self._mesh)
-        large = variable.nbytes >= self._large
-        if self._mesh.size == 1:
-            self._why[path] = "the mesh has one device"
+        if path in self.placed:
+            return self.placed[path]
+        variable, described, row = self.variables[path], self.described[path], ROLES[self.described[path].role]
+        placement = self.placed[path] = _Placement(described, variable.shape, self.mesh)
+        large = variable.nbytes >= self.large
+        if self.mesh.size == 1:
+            self.why[path] = "the mesh has one device"
         elif described.follows is not None:
-            self._why[path] = self._follow(placement, large=large)
-        elif described.role in _ORDERS:
-            self._why[path] = self._order(placement, _ORDERS[described.role], expert="expert_" in described.role)
+            self.why[path] = self._follow(placement, large=large)
+        elif row.tensor:
+            self.why[path] = self._order(placement, row)
         elif not large:
-            self._why[path] = (
-                "a scalar"
-                if not variable.shape
-                else _SMALL.format(
-                    role=described.role, nbytes=format_bytes(variable.nbytes), large=format_bytes(self._large)
-                )
-            )
+            # Gathering a small one costs a message, keeping it almost nothing.
+            less = f"{row.name} of {format_bytes(variable.nbytes)}, less than {format_bytes(self.large)}"
+            small = f"{less}: replicated, a copy costs less than gathering it"
+            self.why[path] = small if variable.shape else "a scalar"
         else:
-            self._why[path] = "large, so it is stored in pieces"
-        if large and self._mesh.size > 1 and not any(placement.axes):
+            self.why[path] = "large, so it is stored in pieces"
+        if large and self.mesh.size > 1 and not any(placement.axes):
             self._anywhere(placement)
             if not any(placement.axes):
-                self._why[path] = "replicated: no dimension divides by any axis of the mesh"
+                self.why[path] = "replicated: no dimension divides by any axis of the mesh"
         return placement
 
-    def _order(self, placement: _Placement, order: _Order, *, expert: bool) -> str:
-        labels = placement.described.labels
+    def _order(self, placement: _Placement, order: Role) -> str:
+        labels, expert = placement.described.labels, order.tensor[0] == "experts"
 
         def dims(wanted: Sequence[str]) -> list[int]:
             return [dim for label in wanted for dim, found in enumerate(labels) if found == label]
 
         placed = True
-        fsdp = self._fsdp if expert else (*self._fsdp, *self._expert)
-        if expert and self._expert:
+        fsdp = self.fsdp if expert else (*self.fsdp, *self.expert)
+        if expert and self.expert:
             # If there are too few experts for the axis, it splits what is inside them.
-            placed = placement.place(self._expert, dims(order.tensor))
-            placed &= placement.place(self._tensor, dims((*order.tensor[1:], "experts")))
+            placed = placement.place(self.expert, dims(order.tensor))
+            placed &= placement.place(self.tensor, dims((*order.tensor[1:], "experts")))
         else:
-            placed = placement.place(self._tensor, dims(order.tensor))
+            placed = placement.place(self.tensor, dims(order.tensor))
         first = dims(order.tensor[:1])
-        why = order.why if first and any(set(self._tensor) & set(placement.axes[dim]) for dim in first) else ""
+        why = order.why if first and any(set(self.tensor) & set(placement.axes[dim]) for dim in first) else ""
         # Alone, it takes columns: over rows, XLA may add up activations of the whole batch instead of gathering the
         # much smaller weight (half the bytes for the queries of a compiled Gemma block).
-        alone = order.fsdp[0] == "in" and not any(self._mesh.shape[axis] > 1 for axis in self._tensor)
+        alone = order.fsdp[0] == "in" and not any(self.mesh.shape[axis] > 1 for axis in self.tensor)
         stored = dims(order.tensor if alone else order.fsdp)
         # A head stays whole in storage too, as long as there is another way.
         if not placement.place(fsdp, stored):
@@ -328,7 +277,7 @@ class _Proposer:
         other = self._placement(follows)
         # Of small ones only what saves communication: a bias stays with its columns, and is not stored in pieces.
         slot = placement.described.role == "optimizer_slot"
-        keep = {axis for axis in self._mesh.axis_names if slot or large or axis in (*self._tensor, *self._expert)}
+        keep = {axis for axis in self.mesh.axis_names if slot or large or axis in (*self.tensor, *self.expert)}
         for dim, source in enumerate(dims):
             if source is not None:
                 axes = tuple(axis for axis in other.axes[source] if axis in keep)
@@ -344,8 +293,14 @@ class _Proposer:
         """Stores a large variable in pieces, along whatever divides: the largest dimension first, layers last."""
         labels = placement.described.labels
         dims = sorted(range(len(labels)), key=lambda dim: (labels[dim] == "layers", -placement.shape[dim], dim))
-        for axes in (self._tensor, (*self._fsdp, *self._expert)):
+        for axes in (self.tensor, (*self.fsdp, *self.expert)):
             placement.place(axes, dims, whole_units=False)
+
+
+def trimmed(entries: Sequence[Any]) -> PartitionSpec:
+    """A spec without the last entries that split nothing."""
+    count = max((index + 1 for index, entry in enumerate(entries) if entry is not None), default=0)
+    return PartitionSpec(*entries[:count])
 
 
 def _names(axes: Sequence[str]) -> str:

@@ -28,9 +28,10 @@ from typing import Any, TypeAlias, cast
 import jax
 import numpy as np
 
-from lazymodel._abstract import AbstractModel, AbstractVariable, unique_paths
+from lazymodel._abstract import AbstractModel, AbstractVariable
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
 from lazymodel._lazy import LazyTensor, lazy
+from lazymodel._paths import unique_paths
 from lazymodel._report import closest
 from lazymodel._trace_function import path_text
 

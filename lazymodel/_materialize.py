@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.experimental.layout import Format
 
-from lazymodel._abstract import AbstractModel, AbstractVariable, Source
+from lazymodel._abstract import AbstractModel, AbstractVariable
 from lazymodel._agreement import agreement
 from lazymodel._bytes import parse_budget
 from lazymodel._casting import SAFE, UNSAFE, check_mode, converted, refusal, weights
@@ -36,7 +36,7 @@ from lazymodel._mapping import MappedCheckpoint, flat_checkpoint
 from lazymodel._placement import device_shardings, is_narrowed, stays_on_host
 from lazymodel._quantized import scales_beside
 from lazymodel._report import Progress, closest, folded_names, progress_for
-from lazymodel._source import BYTES_READ
+from lazymodel._source import BYTES_READ, Source
 from lazymodel._stored import MismatchedTensor, is_initial, local_nbytes, stored_tensors, where
 from lazymodel._stream import StreamItem, stream
 

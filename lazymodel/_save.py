@@ -15,7 +15,6 @@ from typing import Any, TypeAlias, cast
 import jax
 import numpy as np
 
-from lazymodel._abstract import unique_paths
 from lazymodel._adapters import model_arrays
 from lazymodel._agreement import agreement
 from lazymodel._bytes import parse_budget, parse_bytes
@@ -25,6 +24,7 @@ from lazymodel._errors import LazyModelError
 from lazymodel._geometry import fresh_view, geometry_of
 from lazymodel._lazy import LazyTensor
 from lazymodel._mapping import WeightMap
+from lazymodel._paths import unique_paths
 from lazymodel._report import Progress, closest
 from lazymodel._save_orbax import save_orbax
 from lazymodel._save_safetensors import layout

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lazymodel._abstract import AbstractModel, AbstractVariable, unique_paths
+from lazymodel._abstract import AbstractModel, AbstractVariable
 from lazymodel._errors import TraceError
 from lazymodel._escaped import is_iterator, refuse_empty, refuse_escaped
 from lazymodel._host_arrays import is_host_variable
@@ -21,6 +21,7 @@ from lazymodel._init_programs import ProgramCache
 from lazymodel._inlined import keep_inlined
 from lazymodel._jaxprs import is_weak
 from lazymodel._keys import is_key
+from lazymodel._paths import unique_paths
 from lazymodel._small import on_host
 from lazymodel._trace_errors import explain
 from lazymodel._trace_graph import Graph

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from lazymodel import AbstractModel
-from lazymodel._abstract import unique_paths
+from lazymodel._paths import unique_paths
 from lazymodel_keras import _factories, _upstream, hub
 from lazymodel_keras._keywords import check_constructor, check_from_preset
 from lazymodel_keras._model import model_variables

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec
 from lazymodel import AbstractVariable, CheckpointError, LazyModelError, LazyModelWarning, Progress
 from lazymodel._auto import Auto
 from lazymodel._materialize import ReportTo
-from lazymodel._roles import rule_path
-from lazymodel._sharding import Rules
+from lazymodel._paths import rule_path
+from lazymodel._rules import Rules
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras._keywords import check_from_preset
 from lazymodel_keras._model import Skeleton, from_skeleton

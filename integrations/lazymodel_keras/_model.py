@@ -22,11 +22,11 @@ from lazymodel import (
     ProgramCache,
     StoredTensor,
 )
-from lazymodel._abstract import unique_paths
 from lazymodel._bytes import format_bytes
-from lazymodel._optimizer import Optimized, follow
-from lazymodel._roles import rule_path
-from lazymodel._sharding import check_spec, follow_weights
+from lazymodel._follow import follow, follow_weights
+from lazymodel._paths import rule_path, unique_paths
+from lazymodel._shard import check_spec
+from lazymodel._with_optimizer import Optimized
 from lazymodel_keras import _initializers, _upstream
 from lazymodel_keras._recording import RecordedVariable, Recording
 from lazymodel_keras._training import automatic, optimizer_variables, slot_references, trained_variables

@@ -33,13 +33,13 @@ from lazymodel import (
     Progress,
     open_checkpoint,
 )
-from lazymodel._abstract import unique_paths
 from lazymodel._auto import Auto
 from lazymodel._casting import UNSAFE, check_mode
+from lazymodel._follow import follow
 from lazymodel._materialize import ReportTo
-from lazymodel._optimizer import follow
+from lazymodel._paths import unique_paths
 from lazymodel._report import closest, folded_names
-from lazymodel._sharding import Rules
+from lazymodel._rules import Rules
 from lazymodel.checkpoints._untrusted import read_json_file
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _upstream

@@ -1,25 +1,43 @@
-"""What the sharding pass did, for people: why one variable is where it is, and how a whole model spreads over devices.
+"""The verb `explain`: why one variable is where it is, and how a whole model spreads over its devices.
 
-Responsible for gathering and wording it. The reasons themselves come with the variables, from `_sharding` and `_auto`.
+Responsible for gathering and wording it. The reasons themselves come with the variables, from `_shard` and `_auto`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, overload
 
 from jax.sharding import NamedSharding
 
-from lazymodel._bytes import format_bytes
+from lazymodel._abstract import AbstractModel, AbstractVariable, Reason
 from lazymodel._placement import device_nbytes
-from lazymodel._report import _grouped, _printable, _Row
-
-if TYPE_CHECKING:
-    from lazymodel._abstract import AbstractModel, AbstractVariable
-    from lazymodel._sharding import Reason
+from lazymodel._table import Row, grouped
+from lazymodel._text import format_bytes, printable
 
 _LISTED = 12  # lines of each kind that a report has before it only counts
+
+
+@overload
+def explain(model: AbstractModel, path: str) -> Explanation: ...
+@overload
+def explain(model: AbstractModel, path: None = None) -> ShardingReport: ...
+def explain(model: AbstractModel, path: str | None = None) -> Explanation | ShardingReport:
+    """Why a variable has its sharding, or without a path how the whole model spreads over its devices.
+
+    Args:
+        path: A variable's path.
+
+    Returns:
+        Both print as text. For a variable: its spec, shard bytes, the rule or role that decided, and what else was
+        considered. For the model: bytes on the fullest and emptiest device, what is replicated and why, what
+        `repair` mended, and rules that matched nothing.
+
+    Raises:
+        KeyError: There is no such variable.
+    """
+    return _explain_model(model) if path is None else Explanation(model[path])
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -27,44 +45,46 @@ class Explanation:
     """Why a variable has its sharding; prints as a few lines.
 
     Attributes:
-        variable: The variable, with its sharding.
-        reason: What decided, or None where it has no sharding or was given one by something else than `shard`.
-        shard_shape: The shape of what one device holds.
-        alternatives: For each axis of the mesh, the dimensions that it divides.
+        variable: The variable, with its sharding and the reason for it.
     """
 
     variable: AbstractVariable
-    reason: Reason | None
-    shard_shape: tuple[int, ...]
-    alternatives: Mapping[str, tuple[int, ...]]
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """The shape of what one device holds."""
+        sharding = self.variable.sharding
+        return self.variable.shape if sharding is None else tuple(sharding.shard_shape(self.variable.shape))
+
+    @property
+    def alternatives(self) -> Mapping[str, tuple[int, ...]]:
+        """For each axis of the mesh and its size, the dimensions that it divides."""
+        sharding, shape = self.variable.sharding, self.variable.shape
+        axes = sharding.mesh.shape if isinstance(sharding, NamedSharding) else {}
+        return {
+            f"{axis!r} ({size})": tuple(dim for dim, length in enumerate(shape) if length and length % size == 0)
+            for axis, size in axes.items()
+            if size > 1
+        }
 
     def __str__(self) -> str:
-        variable, reason = self.variable, self.reason
+        variable, sharding = self.variable, self.variable.sharding
         lines = [f"{variable.path}: {variable.dtype.name} {variable.shape}, {format_bytes(variable.nbytes)}"]
-        if variable.sharding is None:
+        if sharding is None:
             return f"{lines[0]}\n  no sharding was assigned; it goes to one device"
-        spec: Any = variable.spec if variable.spec is not None else variable.sharding
-        devices = variable.sharding.num_devices
-        holds = f"each of {devices} devices holds" if devices > 1 else "one device holds"
+        reason = variable.reason or Reason("given", "an active distribution, or the model's builder, gave it")
+        spec: Any = variable.spec if variable.spec is not None else sharding
+        holds = f"each of {sharding.num_devices} devices holds" if sharding.num_devices > 1 else "one device holds"
         lines.append(f"spec: {spec}; {holds} {self.shard_shape}, {format_bytes(variable.shard_nbytes)}")
         if variable.layout is not None:
             lines.append(f"layout: dimensions from major to minor {variable.layout.major_to_minor}")
-        if reason is not None and reason.role:
-            labels = f"; dimensions: {', '.join(reason.labels)}" if reason.labels else ""
-            lines.append(f"role: {reason.role}{labels}")
-        elif reason is not None and reason.labels:
-            lines.append(f"dimensions: {', '.join(reason.labels)}")
-        why = "an active distribution, or the model's builder, gave it" if reason is None else reason.text
-        lines.append(f"why ({'given' if reason is None else reason.kind}): {why}")
-        if reason is not None:
-            lines.extend(f"considered: {text}" for text in reason.tried)
+        known = {"role": reason.role, "dimensions": ", ".join(reason.labels)}
+        if any(known.values()):
+            lines.append("; ".join(f"{what}: {text}" for what, text in known.items() if text))
+        lines += [f"why ({reason.kind}): {reason.text}", *(f"considered: {text}" for text in reason.tried)]
         for axis, dims in self.alternatives.items():
-            divides = (
-                f"divides dimension{'s' if len(dims) > 1 else ''} {', '.join(map(str, dims))}"
-                if dims
-                else ("divides no dimension")
-            )
-            lines.append(f"axis {axis} {divides}")
+            numbers = f"dimension{'s' if len(dims) > 1 else ''} {', '.join(map(str, dims))}" if dims else "no dimension"
+            lines.append(f"axis {axis} divides {numbers}")
         return "\n  ".join(lines)
 
     __repr__ = __str__
@@ -109,36 +129,20 @@ class ShardingReport:
             f"{format_bytes(self.fullest_nbytes)} on the fullest, "
             f"{format_bytes(self.emptiest_nbytes)} on the emptiest, {self.imbalance:.2f} × an even split"
         ]
-        if self.replicated:
-            lines.append(f"replicated: {len(self.replicated)} variables, {format_bytes(self.replicated_nbytes)} each")
-            lines.extend(_listed(self.replicated.items()))
-        if self.repaired:
-            lines.append(f"repaired: {len(self.repaired)} variables")
-            lines.extend(_listed(self.repaired.items()))
-        if self.unmatched:
-            lines.append(f"matched by no rule: {len(self.unmatched)} variables")
-            lines.extend(_listed((path, "") for path in self.unmatched))
-        lines.extend(f"note: {note}" for note in self.notes)
-        return "\n".join(lines)
+        each = f", {format_bytes(self.replicated_nbytes)} each"
+        for title, found, more in (
+            ("replicated", self.replicated, each),
+            ("repaired", self.repaired, ""),
+            ("matched by no rule", dict.fromkeys(self.unmatched, ""), ""),
+        ):
+            if found:
+                lines += [f"{title}: {len(found)} variables{more}", *_listed(found.items())]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     __repr__ = __str__
 
 
-def explain_variable(variable: AbstractVariable) -> Explanation:
-    """Why the variable has its sharding."""
-    alternatives: dict[str, tuple[int, ...]] = {}
-    sharding = variable.sharding
-    if isinstance(sharding, NamedSharding):
-        for axis, size in sharding.mesh.shape.items():
-            if size > 1:
-                dims = tuple(dim for dim, length in enumerate(variable.shape) if length and length % size == 0)
-                alternatives[f"{axis!r} ({size})"] = dims
-    shard_shape = variable.shape if sharding is None else tuple(sharding.shard_shape(variable.shape))
-    return Explanation(variable, variable.reason, shard_shape, alternatives)
-
-
-def explain_model(model: AbstractModel) -> ShardingReport:
-    """How the model's variables spread over their devices."""
+def _explain_model(model: AbstractModel) -> ShardingReport:
     variables = sorted(model.values(), key=lambda variable: -variable.nbytes)
     replicated = [
         variable
@@ -147,10 +151,10 @@ def explain_model(model: AbstractModel) -> ShardingReport:
         and variable.sharding.num_devices > 1
         and variable.shard_nbytes == variable.nbytes
     ]
+    by_kind: dict[str, list[AbstractVariable]] = {}
+    for variable in variables:
+        by_kind.setdefault("" if variable.reason is None else variable.reason.kind, []).append(variable)
     per_device = device_nbytes(variables)
-    repaired = [
-        variable for variable in variables if variable.reason is not None and variable.reason.kind == "repaired"
-    ]
     return ShardingReport(
         name=model.name,
         nbytes=model.nbytes,
@@ -159,8 +163,8 @@ def explain_model(model: AbstractModel) -> ShardingReport:
         emptiest_nbytes=min(per_device.values(), default=model.nbytes),
         replicated={variable.path: _words(variable) for variable in replicated},
         replicated_nbytes=sum(variable.nbytes for variable in replicated),
-        unmatched=tuple(v.path for v in variables if v.reason is not None and v.reason.kind == "unmatched"),
-        repaired={variable.path: _words(variable) for variable in repaired},
+        unmatched=tuple(variable.path for variable in by_kind.get("unmatched", ())),
+        repaired={variable.path: _words(variable) for variable in by_kind.get("repaired", ())},
         notes=model.sharding_notes,
     )
 
@@ -172,11 +176,11 @@ def _words(variable: AbstractVariable) -> str:
 
 def _listed(entries: Iterable[tuple[str, str]]) -> list[str]:
     """A line for all paths that differ in numbers only; where several lines would say the same, it is said once."""
-    rows: list[_Row] = []
+    rows: list[Row] = []
     for path, text in entries:
         what, _, why = text.partition(": ")
-        rows.append(_Row(_printable(path), (what,), 0, _printable(why)))
-    groups = _grouped(rows)
+        rows.append(Row(printable(path), (what,), 0, printable(why)))
+    groups = grouped(rows)
     sentences: dict[str, list[str]] = {}
     for group in groups[:_LISTED]:
         times = f" × {group.count}" if group.count > 1 else ""
