@@ -27,11 +27,10 @@ if TYPE_CHECKING:
     from lazymodel._init_programs import InitRecipe, ProgramCache
     from lazymodel._lazy_tensor import LazyTensor
     from lazymodel._load_report import MismatchedTensor, StoredTensor
-    from lazymodel._materialize import ReportTo
     from lazymodel._optimizer import Derived, Optimized, Optimizer, StartTraining
     from lazymodel._plan import MemoryPlan
+    from lazymodel._progress import Progress, ReportTo
     from lazymodel._reinitialize import Initializer, InitRules
-    from lazymodel._report import Progress
     from lazymodel._sharding import Reason, Rules
     from lazymodel._sharding_report import Explanation, ShardingReport
 
@@ -160,7 +159,7 @@ class AbstractModel(Mapping[str, AbstractVariable]):
         try:
             return self.variables[path]
         except KeyError:
-            from lazymodel._report import closest
+            from lazymodel._text import closest
 
             raise KeyError(f"{path!r} is not a variable of {self.name}{closest(str(path), self.variables)}") from None
 
@@ -455,21 +454,11 @@ class AbstractModel(Mapping[str, AbstractVariable]):
         )
 
     def __repr__(self) -> str:
-        from lazymodel._report import model_text
+        from lazymodel._report import model_table
 
-        return model_text(self)
+        return model_table(self).text()
 
     def _repr_html_(self) -> str:
-        from lazymodel._report import model_html
+        from lazymodel._report import model_table
 
-        return model_html(self)
-
-
-def unique_paths(paths: Sequence[str]) -> list[str]:
-    """Makes repeated paths unique, in order: `a`, `a` → `a`, `a#2`."""
-    seen: dict[str, int] = {}
-    unique: list[str] = []
-    for path in paths:
-        seen[path] = seen.get(path, 0) + 1
-        unique.append(path if seen[path] == 1 else f"{path}#{seen[path]}")
-    return unique
+        return model_table(self).html()

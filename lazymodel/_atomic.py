@@ -34,12 +34,11 @@ import json
 import os
 import shutil
 import stat
-import warnings
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lazymodel._errors import LazyModelError, LazyModelWarning
+from lazymodel._errors import LazyModelError, warn
 
 _SUFFIX = ".lazymodel-saving"
 _LOCK, _NEW, _OLD, _TRASH, _JOURNAL = "lock", "new", "old", "trash", "files.json"
@@ -279,11 +278,9 @@ def _afterwards(destination: Path) -> Generator[None, None, None]:
     try:
         yield
     except OSError as error:
-        warnings.warn(
+        warn(
             f"{destination} is saved, but not all that it replaces could be removed, or the disk did not confirm it: "
-            f"{error.strerror} ({error.filename}). The next save removes what is left",
-            LazyModelWarning,
-            stacklevel=5,
+            f"{error.strerror} ({error.filename}). The next save removes what is left"
         )
 
 

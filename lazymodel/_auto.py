@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jax.sharding import Mesh, PartitionSpec
 
-from lazymodel._bytes import format_bytes
 from lazymodel._errors import ShardingError
 from lazymodel._roles import Described, describe
+from lazymodel._text import format_bytes
 
 if TYPE_CHECKING:
     from lazymodel._abstract import AbstractVariable

@@ -26,10 +26,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from lazymodel import _topology
-from lazymodel._bytes import parse_bytes
 from lazymodel._errors import LazyModelError, LazyModelWarning
 from lazymodel._plan_use import slot_dtypes
 from lazymodel._quiet import quiet_tensorflow
+from lazymodel._text import parse_bytes
 
 if TYPE_CHECKING:
     from lazymodel._abstract import AbstractModel
@@ -120,7 +120,7 @@ def _run(arguments: argparse.Namespace) -> int:
     shown = _shown(plans)
     if arguments.html:
         _write_page(Path(arguments.html), shown)
-    from lazymodel._cli import print_text
+    from lazymodel._table import print_text
 
     print_text(json.dumps(shown.to_dict(), indent=2) if arguments.json else str(shown))
     return 0 if any(plan.fits is not False for plan in plans.values()) else 1
@@ -250,7 +250,7 @@ def _model(
 
 def _from_factory(module_name: str, name: str) -> AbstractModel:
     from lazymodel._adapters import build_abstract
-    from lazymodel._report import closest
+    from lazymodel._text import closest
 
     sys.path.insert(0, os.getcwd())  # as `python -m` has it
     try:

@@ -22,10 +22,12 @@ from lazymodel._computed import ComputedLeaf
 from lazymodel._errors import CheckpointError
 from lazymodel._geometry import Box
 from lazymodel._lazy_tensor import DividedLeaf, LazyTensor, Leaf
+from lazymodel._table import ACTIONS, Row, Shown, Table, folded_table, shape_text
+from lazymodel._text import folded_names, format_bytes, listed, misshapen, plural
 
 if TYPE_CHECKING:
     from lazymodel._abstract import AbstractModel
-    from lazymodel._materialize import Choice
+    from lazymodel._match import Choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ class MismatchedTensor:
 
     def __str__(self) -> str:
         where = f" of {self.tensor.file}" if self.tensor.file else ""
-        return f"{self.path!r} expected shape {self.expected}, found {self.found} in tensor {self.tensor.name!r}{where}"
+        return misshapen(self.path, self.expected, self.found, f"tensor {self.tensor.name!r}{where}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +96,7 @@ class LoadRow:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class LoadReport:
+class LoadReport(Shown):
     """What materializing a model did, in this process.
 
     `print(report)` shows a table in which variables that differ only in numbers share a row; `to_dict` has it all.
@@ -162,15 +164,52 @@ class LoadReport:
     def _of(self, action: str) -> tuple[LoadRow, ...]:
         return tuple(row for row in self.rows if row.action == action)
 
-    def __repr__(self) -> str:
-        from lazymodel._report import load_text
+    def _table(self) -> Table:
+        title = (
+            f"{self.name}: materialized {plural(len(self.rows), 'variable')}, "
+            f"{format_bytes(sum(row.nbytes for row in self.rows))}, in {self.seconds:.2f} s"
+        )
+        if self.process_count > 1:
+            title += f", by process {self.process_index} of {self.process_count}"
+        return folded_table(title, ("shape", "dtype", "bytes", "value"), map(_row, self.rows), self._lines())
 
-        return load_text(self)
+    def _lines(self) -> list[str]:
+        lines: list[str] = []
+        for rows in (self.loaded, self.initialized, self.constants):
+            if rows:
+                action = ACTIONS.get(rows[0].action, rows[0].action)
+                nbytes = format_bytes(sum(row.nbytes for row in rows))
+                lines.append(f"{action}: {plural(len(rows), 'variable')}, {nbytes}")
+        if self.needed_nbytes or self.read_nbytes:
+            rate = "" if self.gb_per_second is None else f", {self.gb_per_second:.2f} GB/s"
+            read, needed = format_bytes(self.read_nbytes), format_bytes(self.needed_nbytes)
+            lines.append(f"read: {read} of files, {needed} needed{rate}")
+        lines.append(f"time: {self.initialize_seconds:.2f} s initializing, {self.stream_seconds:.2f} s streaming")
+        if self.unused:
+            nbytes = format_bytes(sum(tensor.nbytes or 0 for tensor in self.unused))
+            names = listed(folded_names(tensor.name for tensor in self.unused))
+            lines.append(f"unused: {plural(len(self.unused), 'tensor')}, {nbytes}: {names}")
+        if self.mismatched:
+            texts = listed(map(str, self.mismatched))
+            lines.append(f"did not match: {plural(len(self.mismatched), 'tensor')}: {texts}")
+        if self.files:
+            sizes = (f"{file} ({'size unknown' if n is None else format_bytes(n)})" for file, n in self.files.items())
+            lines.append(f"files: {listed(sizes)}")
+        return lines
 
-    def _repr_html_(self) -> str:
-        from lazymodel._report import load_html
 
-        return load_html(self)
+def _row(row: LoadRow) -> Row:
+    note, dtype = ACTIONS.get(row.action, row.action), row.dtype
+    if row.action == "initialize":
+        note += f": {row.initializer}"
+    elif row.tensors:
+        first, *others = row.tensors
+        note += f": {first.name}" + (f" of {os.path.basename(first.file)}" if first.file else "")
+        note += f" and {len(others):,} more" if others else ""
+        stored = dict.fromkeys(tensor.dtype for tensor in row.tensors)
+        if list(stored) != [dtype]:
+            dtype = f"{', '.join(stored)} → {dtype}"
+    return Row(row.path, (shape_text(row.shape), dtype), row.nbytes, note)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,14 +17,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from lazymodel._abstract import AbstractModel, AbstractVariable, unique_paths
+from lazymodel._abstract import AbstractModel, AbstractVariable
 from lazymodel._errors import LazyModelError
 from lazymodel._host_arrays import kept_on_host
 from lazymodel._init_programs import InitRecipe
-from lazymodel._report import closest
-from lazymodel._roles import rule_path
+from lazymodel._paths import path_text, rule_path, unique_paths
 from lazymodel._sharding import Reason, assign
-from lazymodel._trace import path_text, trace_function
+from lazymodel._text import closest
+from lazymodel._trace import trace_function
 from lazymodel._trace_errors import explain
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def _start(start: StartTraining, optimizer: Optimizer, parameters: Mapping[str, 
         training = start(optimizer, leaves)
         found, treedef = jax.tree_util.tree_flatten_with_path(training.state)
         started.append((training, treedef))
-        names = _names([training.path_of(keys) for keys, _ in found])
+        names = unique_paths([training.path_of(keys) for keys, _ in found])
         known: dict[int, _Mark] = {}
         for index, (name, (_, leaf)) in enumerate(zip(names, found, strict=True)):
             if not isinstance(leaf, (jax.Array, np.ndarray)):
@@ -310,12 +310,6 @@ def _recipe(constant: tuple[str, Any]) -> InitRecipe:
     """A recipe for a step count and the like: a checkpoint that lacks it lacks something, as with moments."""
     path, value = constant
     return InitRecipe((path,), "optimizer constant", _copy, (np.asarray(value),), origin="value")
-
-
-def _names(names: list[str]) -> list[str]:
-    while len(set(names)) != len(names):
-        names = unique_paths(names)
-    return names
 
 
 def _parameter(name: str, parameters: Mapping[str, str]) -> str:

@@ -21,19 +21,19 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from lazymodel._abstract import AbstractModel
-from lazymodel._bytes import format_bytes, parse_bytes
 from lazymodel._device_memory import device_memory as known_memory
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._init_programs import AnyProgram, InitRecipe, _by_devices
 from lazymodel._lazy_tensor import LazyTensor
 from lazymodel._live import is_arithmetic, is_live
 from lazymodel._load_report import is_initial, stored_itemsize
-from lazymodel._mapping import flat_checkpoint
-from lazymodel._materialize import Choice, choose, describe_sources, refused_casts
+from lazymodel._mapped import flat_checkpoint
+from lazymodel._match import Choice, choose, describe_sources, refused_casts
 from lazymodel._plan_programs import check_function, compile_use
 from lazymodel._plan_use import ACTIVATIONS, GRADIENTS, PARAMETERS, Optimizer, Use
 from lazymodel._sharding import device_shardings
 from lazymodel._stream import DEFAULT_BUDGET
+from lazymodel._text import first_of, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from lazymodel._compile import CompiledMemory
@@ -406,8 +406,9 @@ def make_plan(
         )
     # A plan says in its table what is initialized, so lacking tensors need no warning here.
     # Nor does what is refused keep it from being a plan: it is noted.
+    checkpoint = flat_checkpoint(checkpoint)
     choice = choose(model, checkpoint, initialize=initialize or "missing", strict=False, cast="unsafe")
-    refused = refused_casts(model, flat_checkpoint(checkpoint), choice.sources, choice.given)
+    refused = refused_casts(model, checkpoint, choice)
     shardings = device_shardings(model.variables)
     use = Use(model, shardings, optimizer=optimizer, lora_rank=lora_rank, lora_targets=lora_targets, quantize=quantize)
     places = _Places(shardings)
@@ -424,8 +425,7 @@ def make_plan(
         parts = {kind: places.held(fullest, use.parts[kind]) for kind in parts}
     notes = list(use.notes)
     if refused:
-        more = f" ({len(refused)} tensors)" if len(refused) > 1 else ""
-        notes.append(f"materialize refuses this checkpoint: {refused[0]}{more}")
+        notes.append(f"materialize refuses this checkpoint: {first_of(refused, 'tensors')}")
     if any(step.action == "initialize" for step in steps) and not programs:
         notes.append(
             "temporaries of init programs are estimated: "

@@ -10,20 +10,9 @@ import html
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from lazymodel._bytes import format_bytes
 from lazymodel._errors import LazyModelError
-from lazymodel._report import (
-    _ACTIONS,
-    _html,
-    _plural,
-    _printable,
-    _Row,
-    _shape_text,
-    _spec_text,
-    _Table,
-    _table,
-    _text,
-)
+from lazymodel._table import ACTIONS, Row, Table, folded_table, shape_text, spec_text
+from lazymodel._text import format_bytes, plural, printable
 
 if TYPE_CHECKING:
     from lazymodel._plan import MemoryPlan, Modules, PlanComparison, PlanRow
@@ -41,28 +30,28 @@ _COLOURS = {  # Okabe and Ito's palette, which people with any kind of colour vi
 
 def plan_text(plan: MemoryPlan) -> str:
     """A memory plan as a table and a summary for a terminal, as wide as it; no colours."""
-    return _text(_plan_table(plan))
+    return _plan_table(plan).text()
 
 
 def plan_html(plan: MemoryPlan) -> str:
     """A memory plan as an HTML fragment for a notebook: a bar of the fullest device, the table, and by module."""
     modules = plan.by_module(depth=2)
     more = f"<details><summary>by module</summary>{modules_html(modules)}</details>" if len(modules) > 1 else ""
-    return f"{_bar(plan)}{_html(_plan_table(plan))}{more}"
+    return f"{_bar(plan)}{_plan_table(plan).html()}{more}"
 
 
-def _plan_table(plan: MemoryPlan) -> _Table:
-    def row(row: PlanRow) -> _Row:
-        note = _ACTIONS.get(row.action, row.action)
+def _plan_table(plan: MemoryPlan) -> Table:
+    def row(row: PlanRow) -> Row:
+        note = ACTIONS.get(row.action, row.action)
         if row.action == "initialize":
             note = f"{note}: {row.source}"
-        cells = (_shape_text(row.shape), row.dtype.name, _spec_text(row.spec))
-        return _Row(row.path, cells, row.shard_nbytes, note)
+        cells = (shape_text(row.shape), row.dtype.name, spec_text(row.spec))
+        return Row(row.path, cells, row.shard_nbytes, note)
 
     nbytes = sum(row.nbytes for row in plan.rows)
-    title = f"{plan.name}: plan for {_plural(len(plan.rows), 'variable')}, {format_bytes(nbytes)}"
+    title = f"{plan.name}: plan for {plural(len(plan.rows), 'variable')}, {format_bytes(nbytes)}"
     headings = ("shape", "dtype", "partition spec", "bytes/device", "value")
-    return _table(title, headings, map(row, plan.rows), _plan_lines(plan))
+    return folded_table(title, headings, map(row, plan.rows), _plan_lines(plan))
 
 
 def _plan_lines(plan: MemoryPlan) -> list[str]:
@@ -92,13 +81,13 @@ def _plan_lines(plan: MemoryPlan) -> list[str]:
     for row in plan.rows:
         totals.setdefault(row.action, []).append(row.nbytes)
     for action, sizes in totals.items():
-        line = f"{_ACTIONS.get(action, action)}: {_plural(len(sizes), 'variable')}, {format_bytes(sum(sizes))}"
+        line = f"{ACTIONS.get(action, action)}: {plural(len(sizes), 'variable')}, {format_bytes(sum(sizes))}"
         if action == "load":
             reader = "this process" if len(plan.hosts) <= 1 else "the process that reads most"
             line += f"; {reader} reads {format_bytes(plan.read_nbytes)}"
             line += f", its largest shard in host memory is {format_bytes(plan.host_nbytes)}"
         elif action == "initialize" and plan.programs:
-            line += f"; {_plural(plan.programs, 'compiled program')}"
+            line += f"; {plural(plan.programs, 'compiled program')}"
         lines.append(line)
     if plan.hosts:
         fullest = max(plan.hosts, key=lambda host: host.peak_nbytes)
@@ -112,22 +101,22 @@ def _plan_lines(plan: MemoryPlan) -> list[str]:
 
 def modules_text(modules: Modules) -> str:
     """A plan by module, for a terminal."""
-    return _text(_modules_table(modules))
+    return _modules_table(modules).text()
 
 
 def modules_html(modules: Modules) -> str:
     """A plan by module, for a notebook."""
-    return _html(_modules_table(modules))
+    return _modules_table(modules).html()
 
 
-def _modules_table(modules: Modules) -> _Table:
-    def row(path: str, depth: int, variables: int, nbytes: int, shard: int, used: int) -> _Row:
+def _modules_table(modules: Modules) -> Table:
+    def row(path: str, depth: int, variables: int, nbytes: int, shard: int, used: int) -> Row:
         # Indented by depth: rows that fold are of one depth.
-        return _Row("  " * (depth - 1) + path, (f"{variables:,}", format_bytes(nbytes), format_bytes(used)), shard, "")
+        return Row("  " * (depth - 1) + path, (f"{variables:,}", format_bytes(nbytes), format_bytes(used)), shard, "")
 
     rows = (row(m.path, m.depth, m.variables, m.nbytes, m.shard_nbytes, m.used_nbytes) for m in modules)
     headings = ("variables each", "bytes each", "in use each", "bytes/device", "")
-    return _table(f"{modules.name} by module", headings, rows, (), noun="module")
+    return folded_table(f"{modules.name} by module", headings, rows, (), noun="module")
 
 
 # --- several plans ---------------------------------------------------------------------------------------------------
@@ -135,15 +124,15 @@ def _modules_table(modules: Modules) -> _Table:
 
 def comparison_text(comparison: PlanComparison) -> str:
     """Several plans, a row each, for a terminal."""
-    return _text(_comparison_table(comparison))
+    return _comparison_table(comparison).text()
 
 
 def comparison_html(comparison: PlanComparison) -> str:
     """Several plans, a row each, for a notebook."""
-    return _html(_comparison_table(comparison))
+    return _comparison_table(comparison).html()
 
 
-def _comparison_table(comparison: PlanComparison) -> _Table:
+def _comparison_table(comparison: PlanComparison) -> Table:
     def cells(name: str, plan: MemoryPlan) -> tuple[str, ...]:
         memory = "–" if plan.device_memory is None else format_bytes(plan.device_memory)
         verdict = "unknown" if plan.device_memory is None else "fits" if plan.fits else "does not fit"
@@ -155,13 +144,8 @@ def _comparison_table(comparison: PlanComparison) -> _Table:
 
     columns = ("plan", "devices", "resident/device", "peak materializing", "in use", "device memory", "verdict")
     names = sorted({plan.name for plan in comparison.plans.values()})
-    return _Table(
-        title=_printable(f"{', '.join(names)}: {_plural(len(comparison.plans), 'plan')}"),
-        columns=columns,
-        right=frozenset(columns[1:6]),
-        rows=tuple(tuple(map(_printable, cells(*item))) for item in comparison.plans.items()),
-        lines=(),
-    )
+    title = f"{', '.join(names)}: {plural(len(comparison.plans), 'plan')}"
+    return Table(title, columns, [cells(*item) for item in comparison.plans.items()], frozenset(columns[1:6]))
 
 
 # --- a bar and figures -----------------------------------------------------------------------------------------------
@@ -199,7 +183,7 @@ def plan_figure(plan: MemoryPlan, path: Any = None) -> Any:
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     left.set_ylabel("GiB on the fullest device")
-    figure.suptitle(_printable(plan.name).replace("$", r"\$"), fontsize=10)
+    figure.suptitle(printable(plan.name).replace("$", r"\$"), fontsize=10)
     if path is not None:
         try:
             figure.savefig(path)

@@ -20,8 +20,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from lazymodel._errors import LazyModelError
-from lazymodel._report import closest
 from lazymodel._roles import describe
+from lazymodel._text import closest
 
 if TYPE_CHECKING:
     from lazymodel._abstract import AbstractModel

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, cast
 
@@ -21,9 +20,9 @@ from lazymodel._abstract import AbstractModel, AbstractVariable
 from lazymodel._errors import LazyModelError, TraceError
 from lazymodel._init_programs import InitRecipe
 from lazymodel._jaxprs import is_key, key_data
-from lazymodel._report import closest
-from lazymodel._roles import rule_path
+from lazymodel._paths import Template, rule_path
 from lazymodel._small import on_host
+from lazymodel._text import closest
 from lazymodel._trace import trace_function
 
 _jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
@@ -101,8 +100,8 @@ def rekey(model: AbstractModel, key: jax.Array | int, pattern: str = ".*") -> Ab
     checked = _checked_key(key)
     if checked is None:
         raise LazyModelError("rekey needs a key, such as jax.random.key(0)")
-    regex = _compiled(pattern)
-    matched = {path for path in model if regex.fullmatch(rule_path(path)) and not is_key(model[path].dtype)}
+    template = Template(pattern, regex=True)
+    matched = {path for path in model if template.match(rule_path(path)) is not None and not is_key(model[path].dtype)}
     if not matched:
         raise LazyModelError(f"no variable of {model.name} matches {pattern!r}{closest(pattern, model)}")
     recipes: list[InitRecipe] = []
@@ -204,23 +203,23 @@ def _choose(model: AbstractModel, rules: Any, initializer: Initializer | None) -
 
 
 def _choose_by_pattern(model: AbstractModel, rules: Mapping[str, Any]) -> dict[str, _Choice]:
-    patterns = {pattern: _compiled(pattern) for pattern in rules}
+    templates = {pattern: Template(pattern, regex=True) for pattern in rules}
     alive: set[str] = set()
     chosen: dict[str, _Choice] = {}
     for path, variable in model.items():
         if variable.follows is not None:
             continue
         name = rule_path(path)
-        for pattern, regex in patterns.items():
-            match = regex.fullmatch(name)
+        for pattern, template in templates.items():
+            match = template.match(name)
             if match is None:
                 continue
             alive.add(pattern)
             if path not in chosen:
-                captures = {name: int(text) if text.isdecimal() else text for name, text in match.groupdict("").items()}
+                captures = {name: int(text) if text.isdecimal() else text for name, text in match.items()}
                 chosen[path] = _Choice(rules[pattern], captures)
     if dead := [pattern for pattern in rules if pattern not in alive]:
-        if state := [path for path in model if patterns[dead[0]].fullmatch(rule_path(path))]:
+        if state := [path for path in model if templates[dead[0]].match(rule_path(path)) is not None]:
             raise LazyModelError(
                 f"{dead[0]!r} matches only optimizer state, such as {state[0]!r}, which starts as the optimizer says"
             )
@@ -229,17 +228,6 @@ def _choose_by_pattern(model: AbstractModel, rules: Mapping[str, Any]) -> dict[s
             "A pattern matches a whole path."
         )
     return chosen
-
-
-def _compiled(pattern: Any) -> re.Pattern[str]:
-    """A path regex in which `{layer}` captures text without `/` and `.`."""
-    if not isinstance(pattern, str):
-        raise LazyModelError(f"a pattern is a path regex; got {pattern!r}")
-    try:
-        # Braces around a name mean nothing to `re`: repetitions have digits in them.
-        return re.compile(re.sub(r"\{([A-Za-z_]\w*)\}", r"(?P<\1>[^/.]+)", pattern))
-    except re.error as error:
-        raise LazyModelError(f"pattern {pattern!r} is not a regular expression: {error}") from error
 
 
 def _initial(variable: AbstractVariable, choice: _Choice, key: jax.Array) -> Any:

@@ -20,7 +20,8 @@ import jax
 import numpy as np
 
 from lazymodel._errors import ShardingError
-from lazymodel._report import closest
+from lazymodel._paths import rule_path
+from lazymodel._text import closest
 
 if TYPE_CHECKING:
     from lazymodel._abstract import AbstractVariable
@@ -133,11 +134,6 @@ class Described:
 def describe(variables: Mapping[str, AbstractVariable]) -> dict[str, Described]:
     """The role of every variable, from all of them together."""
     return _Describer(variables).all()
-
-
-def rule_path(path: str) -> str:
-    """The path without the `#2` that keeps equal paths apart."""
-    return re.sub(r"#\d+$", "", path)
 
 
 class _Describer:

@@ -29,19 +29,18 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from lazymodel._abstract import unique_paths
 from lazymodel._adapters import model_arrays
 from lazymodel._agreement import agreement
-from lazymodel._bytes import format_bytes, parse_budget, parse_bytes
 from lazymodel._destination import SINGLE, FileDestination, FolderDestination, SavedFile
 from lazymodel._errors import LazyModelError
 from lazymodel._file_source import Convert, Workspace, assign, empty_aligned, slabs
 from lazymodel._geometry import Box, box_shape, cover, fresh_view, geometry_of, intersect, normalize, shift
 from lazymodel._lazy_tensor import LazyTensor, Leaf, PiecesLeaf, fill_parts, lazy
-from lazymodel._mapping import WeightMap
-from lazymodel._report import Progress, closest, progress_for
+from lazymodel._mapping_table import WeightMap
+from lazymodel._paths import path_text, unique_paths
+from lazymodel._progress import Progress, progress_for
 from lazymodel._save_orbax import save_orbax
-from lazymodel._trace import path_text
+from lazymodel._text import closest, format_bytes, parse_budget, parse_bytes
 from lazymodel.checkpoints._safetensors import DTYPES, MAX_HEADER
 from lazymodel.checkpoints._shards import SAVE_KEY
 
@@ -204,9 +203,7 @@ def _named_arrays(model: Any) -> dict[str, Any]:
         leaves, _ = jax.tree_util.tree_flatten_with_path(dict(model) if isinstance(model, Mapping) else model)
         arrays = (jax.Array, np.ndarray, LazyTensor)
         kept = [(path_text(keys), leaf) for keys, leaf in leaves if isinstance(leaf, arrays)]
-        paths = [path for path, _ in kept]
-        while len(set(paths)) != len(paths):
-            paths = unique_paths(paths)
+        paths = unique_paths([path for path, _ in kept])
         found = dict(zip(paths, (leaf for _, leaf in kept), strict=True))
     seen: set[int] = set()
     distinct = {path: leaf for path, leaf in found.items() if not (id(leaf) in seen or seen.add(id(leaf)))}

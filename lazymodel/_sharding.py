@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
 
@@ -19,11 +18,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from lazymodel._abstract import AbstractVariable
 from lazymodel._auto import Auto, Proposal
-from lazymodel._bytes import format_bytes, parse_bytes
-from lazymodel._errors import LazyModelWarning, ShardingError
-from lazymodel._report import closest
-from lazymodel._roles import Role, describe, rule_path
+from lazymodel._errors import ShardingError, warn
+from lazymodel._paths import rule_path
+from lazymodel._roles import Role, describe
 from lazymodel._specs import check_is_spec, named_rules, spec_entries
+from lazymodel._text import closest, first_lines, format_bytes, listed, parse_bytes
 
 
 @runtime_checkable
@@ -51,8 +50,6 @@ Rules: TypeAlias = (
     | Callable[..., Auto]
     | Literal["auto"]
 )
-
-_LISTED = 8  # how many paths a message names before it only counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +129,7 @@ def assign(
     if notes and not repair:
         if not lenient:
             raise ShardingError(f"{'; '.join(notes)}. Mend the pattern (the whole path must match) or remove the rule.")
-        warnings.warn("; ".join(notes), LazyModelWarning, stacklevel=3)
+        warn("; ".join(notes))
 
     assigned: dict[str, AbstractVariable] = {}
     without_rule: list[str] = []
@@ -160,14 +157,12 @@ def assign(
         # In the model's own order, which `dict.update` would not keep for the ones that were left out.
         assigned = {path: mended.get(path) or assigned[path] for path in variables}
     elif misfits:
-        listed = list(misfits.values())
-        more = f"\n… and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
-        raise ShardingError("\n".join(listed[:_LISTED]) + more + "\nrepair=True of shard() mends them.")
+        raise ShardingError("\n".join([*first_lines(list(misfits.values())), "repair=True of shard() mends them."]))
     elif unmatched and on_unmatched != "ignore":
         message = _unmatched_message(unmatched, threshold, mesh)
         if on_unmatched == "error":
             raise ShardingError(message)
-        warnings.warn(message, LazyModelWarning, stacklevel=3)
+        warn(message)
     return assigned, notes
 
 
@@ -480,10 +475,9 @@ def _as_mesh(mesh: Any) -> Mesh:
 
 def _unmatched_message(unmatched: list[AbstractVariable], threshold: int, mesh: Mesh) -> str:
     unmatched = sorted(unmatched, key=lambda variable: -variable.nbytes)
-    listed = ", ".join(f"{v.path} {v.shape} {format_bytes(v.nbytes)}" for v in unmatched[:_LISTED])
-    more = f", and {len(unmatched) - _LISTED} more" if len(unmatched) > _LISTED else ""
+    described = listed(f"{v.path} {v.shape} {format_bytes(v.nbytes)}" for v in unmatched)
     return (
         f"{len(unmatched)} variables of at least {format_bytes(threshold)} match no sharding rule and are replicated "
-        f"on all {mesh.size} devices ({format_bytes(sum(v.nbytes for v in unmatched))} each): {listed}{more}. "
+        f"on all {mesh.size} devices ({format_bytes(sum(v.nbytes for v in unmatched))} each): {described}. "
         "Add a rule for them, or pass repair=True; PartitionSpec() says that replication is meant."
     )

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from lazymodel._bytes import format_bytes
-from lazymodel._report import _grouped, _printable, _Row
+from lazymodel._table import Row, grouped
+from lazymodel._text import format_bytes, printable
 
 if TYPE_CHECKING:
     from jax.sharding import Sharding
@@ -173,11 +173,11 @@ def _words(variable: AbstractVariable) -> str:
 
 def _listed(entries: Iterable[tuple[str, str]]) -> list[str]:
     """A line for all paths that differ in numbers only; where several lines would say the same, it is said once."""
-    rows: list[_Row] = []
+    rows: list[Row] = []
     for path, text in entries:
         what, _, why = text.partition(": ")
-        rows.append(_Row(_printable(path), (what,), 0, _printable(why)))
-    groups = _grouped(rows)
+        rows.append(Row(printable(path), (what,), 0, printable(why)))
+    groups = grouped(rows)
     sentences: dict[str, list[str]] = {}
     for group in groups[:_LISTED]:
         times = f" × {group.count}" if group.count > 1 else ""

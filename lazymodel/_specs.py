@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec, Sharding
 
 from lazymodel._auto import Auto, auto
 from lazymodel._errors import ShardingError
-from lazymodel._report import closest
+from lazymodel._text import closest
 
 _NAMED = {"auto": auto}
 

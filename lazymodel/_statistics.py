@@ -23,8 +23,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lazymodel._errors import LazyModelError
 from lazymodel._jaxprs import is_key
-from lazymodel._report import _html, _plural, _printable, _Table, _template, _text, closest, fold
 from lazymodel._save import _named_arrays
+from lazymodel._table import Shown, Table
+from lazymodel._text import closest, fold, plural, unnumbered
 
 _jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
@@ -74,7 +75,7 @@ _LAYER = re.compile(r"(?<![0-9A-Za-z])(\d{1,9})(?![0-9A-Za-z])")
 _MEASURES = ("mean", "std", "min", "max", "spectral_norm")
 
 
-class Statistics(Mapping[str, VariableStatistics]):
+class Statistics(Shown, Mapping[str, VariableStatistics]):
     """Statistics by path; prints as a table, folded over layers. Made by `statistics`."""
 
     def __init__(self, rows: Sequence[VariableStatistics]) -> None:
@@ -153,33 +154,23 @@ class Statistics(Mapping[str, VariableStatistics]):
             figure.savefig(path)
         return figure
 
-    def __repr__(self) -> str:
-        return _text(self._table())
-
-    def _repr_html_(self) -> str:
-        return _html(self._table())
-
-    def _table(self) -> _Table:
+    def _table(self) -> Table:
         groups: dict[Any, list[VariableStatistics]] = {}
         for row in self.values():
-            groups.setdefault((_template(row.path), row.shape, row.dtype), []).append(row)
+            groups.setdefault((unnumbered(row.path), row.shape, row.dtype), []).append(row)
         grid: list[tuple[str, ...]] = []
         for rows in itertools.islice(groups.values(), _MAX_ROWS):
             cells = (_range([getattr(row, measure) for row in rows]) for measure in _MEASURES)
             shape = f"{rows[0].dtype}{list(rows[0].shape)}"
-            grid.append((_printable(fold([row.path for row in rows])), f"{len(rows):,}", *cells, shape))
+            grid.append((fold([row.path for row in rows]), f"{len(rows):,}", *cells, shape))
         lines: list[str] = []
         if len(groups) > _MAX_ROWS:
             lines.append(f"… and {len(groups) - _MAX_ROWS:,} more rows; to_dict() has all")
         for row in itertools.islice((row for row in self.values() if row.nonfinite), _MAX_ROWS):
-            lines.append(_printable(f"not finite: {_plural(row.nonfinite, 'element')} of {row.path}"))
-        return _Table(
-            title=f"statistics of {_plural(len(self), 'variable')}",
-            columns=("variable", "count", "mean", "std", "min", "max", "spectral", "shape"),
-            right=frozenset(("count", "mean", "std", "min", "max", "spectral")),
-            rows=tuple(grid),
-            lines=tuple(lines),
-        )
+            lines.append(f"not finite: {plural(row.nonfinite, 'element')} of {row.path}")
+        columns = ("variable", "count", "mean", "std", "min", "max", "spectral", "shape")
+        title = f"statistics of {plural(len(self), 'variable')}"
+        return Table(title, columns, grid, frozenset(columns[1:-1]), lines)
 
 
 def _range(values: Sequence[float | None]) -> str:

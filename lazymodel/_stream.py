@@ -29,12 +29,12 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from lazymodel._boxes import boxes_for
-from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError
 from lazymodel._file_source import Arena, Workspace, empty_aligned, slabs
 from lazymodel._geometry import Box, BoxKey, bounding, box_key, box_of, box_shape, intersect, shift
 from lazymodel._lazy_tensor import LazyTensor, Part, fill_parts, lazy, prefers_one_pass
 from lazymodel._small_tensors import Group, Small, groups, small
+from lazymodel._text import format_bytes, misshapen
 
 _jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
@@ -184,7 +184,7 @@ def _plan(item: StreamItem) -> _Plan:
     tensor = lazy(item.tensor, item.path)
     if tuple(tensor.shape) != tuple(item.shape):
         raise CheckpointError(
-            f"{item.path!r}: expected shape {tuple(item.shape)}, found {tuple(tensor.shape)} in {_where(tensor)}; "
+            f"{misshapen(item.path, item.shape, tensor.shape, _where(tensor))}; "
             "is this the checkpoint of another configuration?"
         )
     if jax.dtypes.canonicalize_dtype(item.dtype) != item.dtype:

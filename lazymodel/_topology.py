@@ -22,12 +22,11 @@ import numpy as np
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
-from lazymodel._bytes import format_bytes, parse_bytes
 from lazymodel._device_memory import CARDS, tpu_generation
 from lazymodel._device_memory import device_memory as known_memory
 from lazymodel._errors import DoesNotFitError, LazyModelError, ShardingError
-from lazymodel._report import closest
 from lazymodel._specs import named_rules
+from lazymodel._text import closest, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from lazymodel._abstract import AbstractModel

@@ -33,7 +33,7 @@ import jax
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from lazymodel._abstract import AbstractModel, AbstractVariable, unique_paths
+from lazymodel._abstract import AbstractModel, AbstractVariable
 from lazymodel._errors import TraceError
 from lazymodel._escaped import is_iterator, refuse_empty, refuse_escaped
 from lazymodel._host_arrays import is_host_variable
@@ -63,6 +63,7 @@ from lazymodel._jaxprs import (
     with_weak_type,
 )
 from lazymodel._kernels import Line, kernels_of
+from lazymodel._paths import path_text, unique_paths
 from lazymodel._small import evaluate, on_host, to_host, unpack_keys
 from lazymodel._trace_errors import explain
 from lazymodel._units import Units
@@ -205,19 +206,6 @@ def known_value(model: AbstractModel, path: str) -> np.ndarray[Any, Any] | None:
     return None
 
 
-def path_text(path: Sequence[Any]) -> str:
-    """A `jax.tree_util` key path as text: dict keys, indexes and attribute names joined by `/`."""
-    parts: list[str] = []
-    for key in path:
-        for attribute in ("key", "idx", "name"):
-            if hasattr(key, attribute):
-                parts.append(str(getattr(key, attribute)))
-                break
-        else:
-            parts.append(str(key))
-    return "/".join(parts) or "value"
-
-
 def _trace(
     function: Callable[..., Any],
     args: Sequence[Any],
@@ -240,7 +228,7 @@ def _trace(
         positional, named = jax.tree.unflatten(in_tree, filled)
         result = function(*positional, **named)
         found, treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_iterator)
-        names = _unique([path_of(path) for path, _ in found])
+        names = unique_paths([path_of(path) for path, _ in found])
         slots: dict[int, _Slot] = {}
         results: list[Any] = []
         for path, (_, leaf) in zip(names, found, strict=True):
@@ -276,12 +264,6 @@ def _trace(
 def _is_input(leaf: Any) -> bool:
     # NumPy arrays are not: eager execution computes with them in NumPy, and in 64 bits, until JAX is given them.
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
-
-
-def _unique(paths: list[str]) -> list[str]:
-    while len(set(paths)) != len(paths):  # once is not enough where "a#2" is someone's own name
-        paths = unique_paths(paths)
-    return paths
 
 
 class _Value:

@@ -20,9 +20,10 @@ import numpy as np
 
 from lazymodel._errors import LazyModelError
 from lazymodel._lazy_tensor import LazyTensor, lazy
-from lazymodel._mapping import MappedCheckpoint, _Template, flat_checkpoint
-from lazymodel._report import closest
+from lazymodel._mapped import MappedCheckpoint, flat_checkpoint
+from lazymodel._paths import Template
 from lazymodel._save import _lazy_array, _named_arrays
+from lazymodel._text import closest
 
 __all__ = ["depth", "experts", "width"]
 
@@ -67,8 +68,8 @@ def depth(
             `zero` is given and the first copies are not all layers in order, so that nothing would be preserved.
     """
     tensors = _tensors(checkpoint)
-    template = _template(pattern)
-    zeros = [_template(name) for name in ([zero] if isinstance(zero, str) else zero)]
+    template = Template(pattern)
+    zeros = [Template(name) for name in ([zero] if isinstance(zero, str) else zero)]
     if ("layer" in template.captures) == (axis is not None):
         raise LazyModelError(
             f"depth: {pattern!r} has no {{layer}}; put it where the number is, or give the axis of stacked layers"
@@ -151,7 +152,7 @@ def width(
         if not table:
             raise LazyModelError("width needs incoming and outgoing tensors, pattern → axis of units")
         for pattern, axis in table.items():
-            for name in _matched(tensors, _template(pattern)):
+            for name in _matched(tensors, Template(pattern)):
                 if axes.get(name, (axis, leaves)) != (axis, leaves):
                     raise LazyModelError(f"{name!r} matches two patterns, with different axes or directions")
                 axes[name] = axis, leaves
@@ -210,7 +211,7 @@ def experts(checkpoint: Any, names: Mapping[str, str], experts: int, *, axis: in
     tensors = _tensors(checkpoint)
     grown = dict(tensors)
     for pattern, new in names.items():
-        template, target = _template(pattern), _template(new)
+        template, target = Template(pattern), Template(new)
         if unknown := set(target.captures) - set(template.captures) - {"expert"}:
             raise LazyModelError(f"experts: {{{sorted(unknown)[0]}}} of {new!r} is not in {pattern!r}")
         for name, captures in _matched(tensors, template).items():
@@ -240,13 +241,7 @@ def _tensors(checkpoint: Any) -> dict[str, LazyTensor]:
     return {name: _lazy_array(name, array) for name, array in flat.items()}
 
 
-def _template(pattern: str) -> _Template:
-    if not isinstance(cast(Any, pattern), str):
-        raise LazyModelError(f"a pattern is a name, with captures such as {{layer}}; got {pattern!r}")
-    return _Template(pattern)
-
-
-def _matched(tensors: Mapping[str, LazyTensor], template: _Template) -> dict[str, dict[str, str]]:
+def _matched(tensors: Mapping[str, LazyTensor], template: Template) -> dict[str, dict[str, str]]:
     """Names that match, with their captures."""
     found = {name: captures for name in tensors if (captures := template.match(name)) is not None}
     if not found:

@@ -16,7 +16,8 @@ from flax import linen
 
 from lazymodel import AbstractModel, LazyModelError
 from lazymodel._optimizer import Optimizer, Training
-from lazymodel._trace import path_text, trace_function
+from lazymodel._paths import path_text
+from lazymodel._trace import trace_function
 from lazymodel_flax._logical import with_logical_axes
 
 _PARAMS = "params/"  # how the paths of the collection that Flax trains begin

@@ -20,7 +20,8 @@ from flax import nnx
 from lazymodel import AbstractModel, LazyModelError
 from lazymodel._escaped import is_iterator, refuse_empty, refuse_escaped
 from lazymodel._optimizer import Optimizer, Training
-from lazymodel._trace import known_value, path_text, trace_function
+from lazymodel._paths import path_text
+from lazymodel._trace import known_value, trace_function
 from lazymodel_flax._logical import with_logical_axes
 from lazymodel_flax._variable_modes import (
     Modes,

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from lazymodel import AbstractModel
-from lazymodel._abstract import unique_paths
+from lazymodel._paths import unique_paths
 from lazymodel_keras import _upstream, hub
 from lazymodel_keras._keywords import check_constructor, check_from_preset
 from lazymodel_keras._model import model_variables

@@ -22,7 +22,7 @@ import keras
 
 from lazymodel import AbstractModel, CheckpointError, LazyModelError
 from lazymodel._plan_programs import PlannedFunction
-from lazymodel._report import closest
+from lazymodel._text import closest
 from lazymodel_keras.hub import abstract_from_preset
 
 _WEIGHTS = ("*.weights.h5", "*.weights.json", "*.safetensors", "*.safetensors.index.json")

@@ -18,10 +18,10 @@ import numpy as np
 
 from lazymodel._agreement import opening
 from lazymodel._atomic import settled
-from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError
 from lazymodel._file_source import FileSource
 from lazymodel._lazy_tensor import LazyTensor
+from lazymodel._text import format_bytes, listed
 from lazymodel.checkpoints._verify import Verify, verify_files
 
 SUPPORTED = (
@@ -392,5 +392,5 @@ def require_shards(index: Path, paths: list[Path]) -> None:
     if missing:
         raise CheckpointError(
             f"{index}: expected {len(paths)} shard files beside it, found {len(paths) - len(missing)}; missing "
-            f"{', '.join(missing[:8])}{', …' if len(missing) > 8 else ''}. Download them too."
+            f"{listed(missing)}. Download them too."
         )

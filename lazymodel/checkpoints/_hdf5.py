@@ -29,6 +29,7 @@ import numpy as np
 from lazymodel._errors import CheckpointError
 from lazymodel._file_source import Convert, FileSource, Workspace, assign, slabs
 from lazymodel._lazy_tensor import ArrayLeaf, Box, FileLeaf, LazyTensor, Leaf, box_shape, intersect, shift
+from lazymodel._text import listed
 from lazymodel.checkpoints._checkpoint import (
     MAX_JSON,
     Checkpoint,
@@ -557,8 +558,9 @@ def open_archive(path: Path) -> Hdf5Checkpoint:
     if "model.weights.h5" in members:
         file = _member(path, members["model.weights.h5"])
         return Hdf5Checkpoint(path, dict.fromkeys(_dataset_names(file), file), [file])
+    there = listed(map(repr, sorted(members)))
     if "model.weights.json" not in members:
-        raise CheckpointError(f"{path}: expected model.weights.h5 in the archive, found {sorted(members)[:8]}")
+        raise CheckpointError(f"{path}: expected model.weights.h5 in the archive, found {there}")
     data = _member(path, members["model.weights.json"])
     if data.size > MAX_JSON:
         raise CheckpointError(f"{path}: expected at most {MAX_JSON} bytes of model.weights.json, found {data.size}")
@@ -568,7 +570,7 @@ def open_archive(path: Path) -> Hdf5Checkpoint:
     groups = {group: _shard_names(path, shards) for group, shards in weights.items()}
     shards = dict.fromkeys(shard for names in groups.values() for shard in names)
     if missing := [shard for shard in shards if shard not in members]:
-        raise CheckpointError(f"{path}: expected shards {missing[:8]} in the archive, found {sorted(members)[:8]}")
+        raise CheckpointError(f"{path}: expected shards {listed(map(repr, missing))} in the archive, found {there}")
     return _join_shards(path, groups, {shard: _member(path, members[shard]) for shard in shards})
 
 

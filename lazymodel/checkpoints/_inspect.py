@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
-from lazymodel._report import _plural, _printable, _Row, _shape_text, _table, _text
+from lazymodel._table import Row, folded_table, shape_text
+from lazymodel._text import LISTED, first_lines, format_bytes, listed, plural, printable
 from lazymodel.checkpoints._checkpoint import (
     SUPPORTED,
     Checkpoint,
@@ -40,7 +40,6 @@ from lazymodel.checkpoints._safetensors import SafetensorsCheckpoint, open_safet
 from lazymodel.checkpoints._shards import shard_problems
 from lazymodel.checkpoints._verify import known_hashes, mismatches, no_hash
 
-_LISTED = 8  # names that one message or line gives before it counts the rest
 _MAX_PROBLEMS = 40  # problems that the text shows; `to_dict` has all
 _MAX_NAME = 240  # characters of a name that the text shows; a file may give a tensor a name of megabytes
 _FORMATS = {
@@ -135,9 +134,9 @@ class CheckpointSummary:
 
     def __repr__(self) -> str:
         return (
-            f"CheckpointSummary({self.path!r}: {self.format}, {_plural(len(self.tensors), 'tensor')}, "
-            f"{format_bytes(self.nbytes)} in {_plural(len(self.files), 'file')}, "
-            f"{_plural(len(self.problems), 'problem')})"
+            f"CheckpointSummary({self.path!r}: {self.format}, {plural(len(self.tensors), 'tensor')}, "
+            f"{format_bytes(self.nbytes)} in {plural(len(self.files), 'file')}, "
+            f"{plural(len(self.problems), 'problem')})"
         )
 
     def __str__(self) -> str:
@@ -415,8 +414,8 @@ def _plain(value: Any) -> Any:
 
 def _some(names: Sequence[str], noun: str = "tensor") -> str:
     """The first few of some names, and how many they are."""
-    listed = ", ".join(repr(_short(name)) for name in names[:_LISTED])
-    return f"{_plural(len(names), noun)} ({listed}{', …' if len(names) > _LISTED else ''})"
+    first = [repr(_short(name)) for name in names[:LISTED]]
+    return f"{plural(len(names), noun)} ({listed(first, count=len(names))})"
 
 
 def _short(text: str) -> str:
@@ -428,33 +427,31 @@ def _summary_text(summary: CheckpointSummary) -> str:
     """The report for a person, as wide as the terminal; no colours."""
     by_file = Counter(problem.file for problem in summary.problems)
 
-    def file_row(file: FileSummary) -> _Row:
+    def file_row(file: FileSummary) -> Row:
         state = f"{', '.join(file.verified)} as stated" if file.verified else "ok"
         if by_file[file.path]:
-            state = _plural(by_file[file.path], "problem")
-        return _Row(_short(file.path), (f"{file.tensors:,}",), file.nbytes, state)
+            state = plural(by_file[file.path], "problem")
+        return Row(_short(file.path), (f"{file.tensors:,}",), file.nbytes, state)
 
-    def tensor_row(tensor: TensorSummary) -> _Row:
-        return _Row(_short(tensor.name), (_shape_text(tensor.shape), tensor.dtype), tensor.nbytes, _short(tensor.file))
+    def tensor_row(tensor: TensorSummary) -> Row:
+        return Row(_short(tensor.name), (shape_text(tensor.shape), tensor.dtype), tensor.nbytes, _short(tensor.file))
 
     title = (
-        f"{summary.path}: {summary.format}, {_plural(len(summary.tensors), 'tensor')}, {format_bytes(summary.nbytes)} "
-        f"in {_plural(len(summary.files), 'file')}"
+        f"{summary.path}: {summary.format}, {plural(len(summary.tensors), 'tensor')}, {format_bytes(summary.nbytes)} "
+        f"in {plural(len(summary.files), 'file')}"
     )
     lines = [f"dtypes: {', '.join(f'{dtype} {format_bytes(nbytes)}' for dtype, nbytes in summary.dtypes.items())}"]
     lines = lines if summary.tensors else []
-    for key, value in list(summary.metadata.items())[:_LISTED]:
-        lines.append(f"metadata: {_short(key)} = {_short(str(value))}")
-    if len(summary.metadata) > _LISTED:
-        lines.append(f"metadata: … and {len(summary.metadata) - _LISTED:,} more")
-    parts = [_text(_table(title, ("tensors", "bytes", "state"), map(file_row, summary.files), lines, noun="file"))]
+    metadata = [f"metadata: {_short(key)} = {_short(str(value))}" for key, value in summary.metadata.items()]
+    lines += first_lines(metadata, indent="metadata: ")
+    headings = ("tensors", "bytes", "state")
+    parts = [folded_table(title, headings, map(file_row, summary.files), lines, noun="file").text()]
     if summary.tensors:
         headings = ("shape", "dtype", "bytes", "file")
-        parts.append(_text(_table("", headings, map(tensor_row, summary.tensors), (), noun="tensor")))
+        parts.append(folded_table("", headings, map(tensor_row, summary.tensors), noun="tensor").text())
     # Not in a table: a message with a path in it is copied, searched and quoted in one line.
-    problems = [f"  - {_printable(problem.message)}" for problem in summary.problems[:_MAX_PROBLEMS]]
-    if len(summary.problems) > _MAX_PROBLEMS:
-        problems.append(f"  … and {len(summary.problems) - _MAX_PROBLEMS:,} more")
-    count = _plural(len(summary.problems), "problem") if problems else "no problems"
+    messages = [f"  - {printable(problem.message)}" for problem in summary.problems]
+    problems = first_lines(messages, most=_MAX_PROBLEMS, indent="  ")
+    count = plural(len(summary.problems), "problem") if problems else "no problems"
     parts.append("\n".join(["", f"{count} found{':' if problems else ''}", *problems]))
     return "\n".join(parts)

@@ -24,7 +24,6 @@ import os
 import re
 import stat
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -32,9 +31,10 @@ from typing import TYPE_CHECKING, Any, cast
 import ml_dtypes
 import numpy as np
 
-from lazymodel._errors import CheckpointError, LazyModelWarning
+from lazymodel._errors import CheckpointError, warn
 from lazymodel._file_source import Convert, FileSource, assign
 from lazymodel._lazy_tensor import ArrayLeaf, Box, LazyTensor, Leaf, box_shape, shift
+from lazymodel._text import listed
 from lazymodel.checkpoints._checkpoint import Checkpoint, check_pointer, read_json_file
 from lazymodel.checkpoints._zero_size import zero_size_tensors
 
@@ -104,7 +104,7 @@ def find_item(folder: Path) -> Path | None:
         elif unfinished := [child.name for child in _folders(folder) if _UNFINISHED in child.name]:
             raise CheckpointError(
                 f"{folder}: expected a committed Orbax checkpoint, found only unfinished ones "
-                f"({', '.join(unfinished[:8])}). Wait until saving has finished, or open another folder."
+                f"({listed(unfinished)}). Wait until saving has finished, or open another folder."
             )
     if _is_item(folder):
         _require_committed(folder)
@@ -125,7 +125,7 @@ def find_item(folder: Path) -> Path | None:
             f"{folder} has {len(arrays)} items that hold arrays; open one of "
             f"{', '.join(repr(str(child)) for child in arrays)}"
         )
-    found = sorted(child.name for child in _folders(folder))[:8]
+    found = listed(sorted(child.name for child in _folders(folder)))
     mend = "Wait until saving has finished." if unfinished else "Copy the whole checkpoint again."
     raise CheckpointError(f"{folder}: expected an Orbax item that holds arrays, found {found or 'no folders'}. {mend}")
 
@@ -182,7 +182,7 @@ def _newest(folder: Path, steps: list[tuple[int, str, Path]]) -> Path:
     if len(prefixes) > 1:
         raise CheckpointError(
             f"{folder} has steps of several runs, with the prefixes {prefixes}; open one of "
-            f"{', '.join(repr(str(path)) for *_, path in steps[:8])}"
+            f"{listed(repr(str(path)) for *_, path in steps)}"
         )
     committed = [(number, path) for number, _, path in steps if _unfinished(path) is None]
     if not committed:
@@ -251,7 +251,9 @@ def _read_tree(item: Path) -> tuple[list[_TreeLeaf], dict[str, Any]]:
     content = read_json_file(file)
     tree = content.pop("tree_metadata", None)
     if not isinstance(tree, dict):
-        raise CheckpointError(f"{file}: expected a 'tree_metadata' object, found keys {sorted(content)[:8]}")
+        raise CheckpointError(
+            f"{file}: expected a 'tree_metadata' object, found keys {listed(map(repr, sorted(content)))}"
+        )
     leaves: list[_TreeLeaf] = []
     for path, entry in cast("dict[str, Any]", tree).items():
         try:
@@ -360,7 +362,7 @@ def open_orbax(path: Path, item: Path) -> OrbaxCheckpoint:
         )
         raise CheckpointError(
             f"{item}: expected {len(leaves)} arrays and values, found none stored for {len(missing)}: "
-            f"{', '.join(missing[:8])}{', …' if len(missing) > 8 else ''}. {mend}"
+            f"{listed(missing)}. {mend}"
         )
     if twice := sorted(empty.keys() & names.keys()):
         raise CheckpointError(f"{item / _METADATA}: expected each tensor once, found {twice[0]!r} twice; it is corrupt")
@@ -509,11 +511,9 @@ class OrbaxCheckpoint(Checkpoint):
             )
         if missing and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"{what} lacks {missing} of its chunks, which are read as zeros. The Orbax that wrote it left out "
-                "chunks of zeros, so that lost ones cannot be told from them; save it with a newer Orbax to be sure.",
-                LazyModelWarning,
-                stacklevel=3,
+                "chunks of zeros, so that lost ones cannot be told from them; save it with a newer Orbax to be sure."
             )
         leaf = ChunkedLeaf(name, array, dtype, chunk, self._source, self._kept)
         leaf.file, leaf.offset = self.item, self._order[name]

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError
 from lazymodel._file_source import Convert, FileSource, Workspace, assign, slabs
 from lazymodel._lazy_tensor import Box, FileLeaf, LazyTensor, Leaf, box_shape
+from lazymodel._text import format_bytes
 from lazymodel.checkpoints._checkpoint import (
     Checkpoint,
     TensorHeader,

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
+from lazymodel._text import LISTED, listed
+
 SAVE_KEY = "lazymodel_save"  # in a shard's metadata: what the shards of one save have in common, and no others
-LISTED = 8  # names that one message gives before it counts the rest
 _PART = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.safetensors")  # as Hugging Face numbers the shards of a model
 
 
@@ -54,7 +55,7 @@ def shard_problems(
             for path in paths:
                 if (found := metadata[path]) is not None:
                     of_save.setdefault(found.get(SAVE_KEY), []).append(path.name)
-            groups = "; ".join(_some(names) for names in of_save.values())
+            groups = "; ".join(listed(names) for names in of_save.values())
             yield (
                 f"{folder}: expected shards of one save, found a mixture of {len(saves)}: {groups}. Copy all shards "
                 "of one of them again"
@@ -69,9 +70,5 @@ def _incomplete(folder: str | os.PathLike[str], stem: str, total: str, numbers: 
     names = [f"{stem}-{number:0{len(total)}}-of-{total}.safetensors" for number in islice(lacking, LISTED)]
     yield (
         f"{folder}: expected {int(total)} shards as their names say, found {int(total) - count}; "
-        f"missing {', '.join(names)}{', …' if count > len(names) else ''}. Download them too."
+        f"missing {listed(names, count=count)}. Download them too."
     )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:LISTED]) + (", …" if len(names) > LISTED else "")

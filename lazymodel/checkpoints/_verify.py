@@ -24,9 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
-from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._file_source import FileSource
+from lazymodel._text import first_lines, format_bytes, listed
 
 Verify = bool | str | os.PathLike[str] | Mapping[str, str]
 """What `verify=` takes: whether to use the hashes that the folder states, a manifest's path, or name → hash."""
@@ -34,7 +34,6 @@ Verify = bool | str | os.PathLike[str] | Mapping[str, str]
 MAX_MANIFEST = 16 << 20  # bytes; a hundred thousand files are below this
 _MAX_METADATA = 4 << 10  # bytes; three short lines
 _MAX_THREADS = 8  # SHA-256 takes 1 to 2 GB/s a core, so that more would wait for the disk
-_LISTED = 8  # files that one message names
 
 _HEX_DIGITS = {"md5": 32, "sha1": 40, "sha256": 64, "sha512": 128, "git-sha1": 40}
 _BY_LENGTH = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}  # as manifests mean it
@@ -95,9 +94,7 @@ def verify_files(
     for source in sources:
         source.check_unchanged()
     if problems:
-        messages = list(problems.values())
-        more = f"\n… and {len(messages) - _LISTED} more" if len(messages) > _LISTED else ""
-        raise CheckpointError("\n".join(messages[:_LISTED]) + more)
+        raise CheckpointError("\n".join(first_lines(list(problems.values()))))
     return sources
 
 
@@ -165,7 +162,7 @@ def mismatches(hashes: Mapping[str, Sequence[Hash]]) -> dict[str, str]:
 
 def no_hash(files: Sequence[str], verify: Verify) -> str:
     """The message for files whose hash nobody states."""
-    names = ", ".join(files[:_LISTED]) + (f", … ({len(files)} files)" if len(files) > _LISTED else "")
+    names = listed(files)
     if verify is True:
         return (
             f"no hash is known for {names}: expected one from a Hugging Face cache or download, or in SHA256SUMS, "
@@ -173,10 +170,10 @@ def no_hash(files: Sequence[str], verify: Verify) -> str:
             "the path of a manifest."
         )
     if isinstance(verify, Mapping):
-        listed = ", ".join(map(repr, list(verify)[:_LISTED])) or "no file"
+        stated = listed(map(repr, verify)) or "no file"
         return (
             f"no hash is known for {names}: expected one for every file of the checkpoint, its index included, found "
-            f"them for {listed}. Names are relative to the checkpoint's folder."
+            f"them for {stated}. Names are relative to the checkpoint's folder."
         )
     return (
         f"no hash is known for {names}: expected a line for every file of the checkpoint, its index included, in "
