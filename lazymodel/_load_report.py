@@ -7,9 +7,10 @@ What is loaded is decided in `_materialize`, which measures too; how a report lo
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -137,17 +138,17 @@ class LoadReport(Shown):
     @property
     def loaded(self) -> tuple[LoadRow, ...]:
         """The variables that were loaded."""
-        return self._of("load")
+        return tuple(row for row in self.rows if row.action == "load")
 
     @property
     def initialized(self) -> tuple[LoadRow, ...]:
         """The variables that were initialized."""
-        return self._of("initialize")
+        return tuple(row for row in self.rows if row.action == "initialize")
 
     @property
     def constants(self) -> tuple[LoadRow, ...]:
         """The variables that kept a value that the model was built with."""
-        return self._of("constant")
+        return tuple(row for row in self.rows if row.action == "constant")
 
     @property
     def gb_per_second(self) -> float | None:
@@ -158,11 +159,7 @@ class LoadReport(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as lists, dicts, strings and numbers that `json.dumps` takes and gives back equal."""
-        values = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        return {**values, "gb_per_second": self.gb_per_second}
-
-    def _of(self, action: str) -> tuple[LoadRow, ...]:
-        return tuple(row for row in self.rows if row.action == action)
+        return {**json.loads(json.dumps(dataclasses.asdict(self))), "gb_per_second": self.gb_per_second}
 
     def _table(self) -> Table:
         title = (
@@ -229,16 +226,7 @@ def make_report(
     costs: Costs,
     seconds: float,
 ) -> LoadReport:
-    """The report on a model that was materialized from these choices.
-
-    Args:
-        model: What was materialized.
-        choice: Where its values came from.
-        checkpoint: What `choice.unused` names tensors of.
-        shardings: Path to sharding.
-        costs: What was measured.
-        seconds: Wall-clock seconds of everything.
-    """
+    """The report on a model that was materialized from these choices; `seconds` are those of everything."""
     initializers = {path: recipe.origin for recipe in choice.recipes for path in recipe.paths}
     rows: list[LoadRow] = []
     for path, variable in model.items():
@@ -356,16 +344,3 @@ def _size(file: str) -> int | None:
         return os.path.getsize(file) if os.path.isfile(file) else None
     except OSError:
         return None
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
-__all__: Sequence[str] = ("LoadReport", "LoadRow", "MismatchedTensor", "StoredTensor")

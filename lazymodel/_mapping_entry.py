@@ -6,6 +6,7 @@ Every step can be undone from the variable's shape alone, which is what makes th
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import re
@@ -55,8 +56,7 @@ class _Rearrange:
 
     def _move(self, values: Any, before: tuple[tuple[str, ...], ...], after: tuple[tuple[str, ...], ...]) -> Any:
         sizes = self._solve(values.shape, before)
-        source = [name for group in before for name in group]
-        target = [name for group in after for name in group]
+        source, target = sum(before, ()), sum(after, ())
         values = np.reshape(values, tuple(sizes[name] for name in source))
         values = np.transpose(values, [source.index(name) for name in target])
         return np.reshape(values, tuple(math.prod(sizes[name] for name in group) for group in after))
@@ -110,17 +110,12 @@ class _Part:
     def apply(self, values: Any) -> Any:
         axis = _axis(self.axis, values.ndim)
         extent = values.shape[axis]
-        if isinstance(self.of, int):
-            if extent % self.of:
-                raise ValueError(f"{extent} of {list(values.shape)}, axis {self.axis}, are not {self.of} equal parts")
-            start, size = self.index * (extent // self.of), extent // self.of
-        else:
-            if sum(self.of) != extent:
-                raise ValueError(
-                    f"{extent} of {list(values.shape)}, axis {self.axis}, are not the {sum(self.of)} of parts {self.of}"
-                )
-            start, size = sum(self.of[: self.index]), self.of[self.index]
-        return values[(*(slice(None),) * axis, slice(start, start + size))]
+        of = (extent // self.of,) * self.of if isinstance(self.of, int) else self.of
+        if sum(of) != extent:
+            parts = f"{self.of} equal parts" if isinstance(self.of, int) else f"the {sum(of)} of parts {of}"
+            raise ValueError(f"{extent} of {list(values.shape)}, axis {self.axis}, are not {parts}")
+        start = sum(of[: self.index])
+        return values[(*(slice(None),) * axis, slice(start, start + of[self.index]))]
 
     def join(self, parts: Sequence[Any]) -> Any:
         """The whole, of which these are all parts."""
@@ -183,8 +178,6 @@ class From:
         From('h.{layer}.attn.weight').T.part(1, of=3, axis=1).stack('layer')
     """
 
-    __slots__ = ("_axis", "_sizes", "_steps", "_templates", "read_only")
-
     def __init__(self, *names: str, axis: int = 0, sizes: Sequence[int] | None = None) -> None:
         if not names or not all(isinstance(cast(Any, name), str) and name for name in names):
             raise LazyModelError(f"From takes names of tensors; got {names!r}")
@@ -197,8 +190,7 @@ class From:
         self.read_only = False
 
     def _then(self, *steps: _Step, read_only: bool = False) -> From:
-        other = object.__new__(From)
-        other._templates, other._axis, other._sizes = self._templates, self._axis, self._sizes
+        other = copy.copy(self)
         other._steps, other.read_only = (*self._steps, *steps), read_only or self.read_only
         return other
 

@@ -45,12 +45,12 @@ class MappingReport:
         unmapped: Variables that no entry matches, path → suggestion. These are initialized, so alone they are no error.
     """
 
-    unused: Mapping[str, str]
-    missing: Mapping[str, str]
-    ambiguous: Mapping[str, str]
-    misshapen: Mapping[str, str]
-    unmatched: Mapping[str, str]
-    unmapped: Mapping[str, str]
+    unused: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    missing: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    ambiguous: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    misshapen: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    unmatched: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    unmapped: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
 
     @property
     def ok(self) -> bool:
@@ -149,55 +149,60 @@ class WeightMap:
         self, checkpoint: Mapping[str, Any], abstract: Mapping[str, AbstractVariable]
     ) -> tuple[dict[str, LazyTensor], MappingReport]:
         """The variables' values, lazy, as far as nothing is wrong with them, and what is wrong."""
-        tensors = Tensors(checkpoint)
-        mapped: dict[str, LazyTensor] = {}
-        missing: dict[str, str] = {}
-        ambiguous: dict[str, str] = {}
-        misshapen: dict[str, str] = {}
-        unmapped: dict[str, str] = {}
+        tensors, mapped, report = Tensors(checkpoint), dict[str, LazyTensor](), MappingReport()
         matched: set[str] = set()
         for path, variable in abstract.items():
             found = self._find(path)
             matched.update(pattern for pattern, _, _ in found)
-            if len(found) != 1:
-                if found:
-                    ambiguous[path] = f" matches {' and '.join(repr(pattern) for pattern, _, _ in found)}"
-                else:
-                    unmapped[path] = _suggestion(unmapped, path, self._entries)
-                continue
-            _, source, captures = found[0]
-            if source is None:
-                continue
-            try:
-                value = read_entry(source, captures, tensors)
-            except Missing as error:
-                missing[path] = f" takes {error.args[0]!r}{_suggestion(missing, error.args[0], checkpoint)}"
-                continue
-            except ValueError as error:
-                misshapen[path] = f" from {source}: {error}"
-                continue
-            expected, _ = stored_as(variable)
-            if tuple(value.shape) == expected:
-                mapped[path] = value
+            if not found:
+                report.unmapped[path] = _suggestion(report.unmapped, path, self._entries)
+            elif len(found) > 1:
+                report.ambiguous[path] = f" matches {' and '.join(repr(pattern) for pattern, _, _ in found)}"
             else:
-                text = f" expects {list(expected)}, found {list(value.shape)} from {source}"
-                misshapen[path] = text + _shape_hint(tuple(value.shape), expected)
+                _, source, captures = found[0]
+                if source is not None:
+                    _take(variable, source, captures, tensors, mapped, report)
         names = [name for _, source in self._entries.values() if source is not None for name in source.names]
-        unused: dict[str, str] = {}
         for name in checkpoint:
-            if name not in tensors.taken and not any(ignored.match(name) is not None for ignored in self._ignore):
-                unused[name] = _suggestion(unused, name, names)
-        unmatched: dict[str, str] = {}
+            if name not in tensors.taken and all(ignored.match(name) is None for ignored in self._ignore):
+                report.unused[name] = _suggestion(report.unused, name, names)
         for pattern, (_, source) in self._entries.items():
             if pattern not in matched and source is not None:
-                unmatched[pattern] = _suggestion(unmatched, pattern, abstract)
-        return mapped, MappingReport(unused, missing, ambiguous, misshapen, unmatched, unmapped)
+                report.unmatched[pattern] = _suggestion(report.unmatched, pattern, abstract)
+        return mapped, report
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __repr__(self) -> str:
         return f"WeightMap({len(self)} entries)"
+
+
+def _take(
+    variable: AbstractVariable,
+    source: From,
+    captures: Captures,
+    tensors: Tensors,
+    mapped: dict[str, LazyTensor],
+    report: MappingReport,
+) -> None:
+    """One variable's value, or what is wrong with it."""
+    path = variable.path
+    try:
+        value = read_entry(source, captures, tensors)
+    except Missing as error:
+        name = error.args[0]
+        report.missing[path] = f" takes {name!r}{_suggestion(report.missing, name, tensors.checkpoint)}"
+        return
+    except ValueError as error:
+        report.misshapen[path] = f" from {source}: {error}"
+        return
+    expected, _ = stored_as(variable)
+    if tuple(value.shape) == expected:
+        mapped[path] = value
+        return
+    text = f" expects {list(expected)}, found {list(value.shape)} from {source}"
+    report.misshapen[path] = text + _shape_hint(tuple(value.shape), expected)
 
 
 def _suggestion(found: Mapping[str, str], name: str, names: Iterable[str]) -> str:

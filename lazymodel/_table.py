@@ -32,20 +32,12 @@ ACTIONS = {"load": "loaded", "initialize": "initialized"}  # and "constant", of 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A title, a grid, and lines below it.
-
-    Attributes:
-        title: The first line.
-        columns: Headings. The first and the last column are cut into lines where the terminal is narrow.
-        rows: Cells, as many in each as there are columns.
-        right: Columns that are aligned to the right.
-        lines: What is printed below.
-    """
+    """A title, a grid, and lines below it."""
 
     title: str
-    columns: tuple[str, ...]
+    columns: tuple[str, ...]  # headings; the first and the last are of columns that may be cut into lines
     rows: Sequence[Sequence[str]]
-    right: frozenset[str] = frozenset()
+    right: frozenset[str] = frozenset()  # columns that are aligned to the right
     lines: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -164,15 +156,7 @@ def grouped(rows: Iterable[Row]) -> list[Group]:
 def folded_table(
     title: str, headings: Sequence[str], rows: Iterable[Row], lines: Iterable[str] = (), *, noun: str = "variable"
 ) -> Table:
-    """Groups the rows and keeps the largest groups.
-
-    Args:
-        title: The title.
-        headings: Of `Row.cells`, of the bytes, of the note.
-        rows: What is grouped.
-        lines: The lines below.
-        noun: What a row is: the heading of the first column.
-    """
+    """A table of the largest groups; headings: of `Row.cells`, bytes, note; `noun` of the path."""
     *cell_headings, bytes_heading, note_heading = headings
     groups = grouped(rows)
     largest = heapq.nlargest(_MAX_ROWS, range(len(groups)), key=lambda index: (groups[index].nbytes, -index))

@@ -38,13 +38,10 @@ _LEAST_BUDGET = 512  # bytes: a sector of a disk. With less, tensors go one elem
 def parse_bytes(value: int | str, *, name: str = "a byte count", at_least: int = 0) -> int:
     """Bytes as an int, from an int or a string such as `"16GiB"`, `"64 MB"` or `"512"`.
 
-    Args:
-        value: What a person wrote. A float that is whole is taken as well, as `16e9`.
-        name: What it is called where it was written, for the message.
-        at_least: The fewest bytes that make sense.
+    A float that is whole is taken as well, as `16e9`. `name` is what it is called where it was written.
 
     Raises:
-        LazyModelError: It is no count of bytes, has no known unit, or is out of bounds.
+        LazyModelError: It is no count of bytes, has no known unit, or is less than `at_least` or more than 8 EiB.
     """
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
@@ -71,11 +68,10 @@ def parse_budget(max_host_memory: int | str) -> int:
 def format_bytes(count: int | float) -> str:
     """`17179869184` → `16.00 GiB`; whole bytes below 1 KiB."""
     amount = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if abs(amount) < 1024 or unit == "PiB":
-            return f"{int(amount)} B" if unit == "B" else f"{amount:.2f} {unit}"
-        amount /= 1024
-    raise AssertionError  # unreachable: the last unit always returns
+    if abs(amount) < 1024:
+        return f"{int(amount)} B"
+    unit = next((unit for unit in ("KiB", "MiB", "GiB", "TiB") if abs(amount := amount / 1024) < 1024), None)
+    return f"{amount:.2f} {unit}" if unit else f"{amount / 1024:.2f} PiB"
 
 
 # Names ----------------------------------------------------------------------------------------------------------------
@@ -126,12 +122,8 @@ def fold(paths: Sequence[str]) -> str:
     Numbers that are equal in all paths stay as they are. Where several differ, the name stands for combinations of
     them, not necessarily for all: the count beside it is the exact one.
     """
-    split = [_NUMBER.split(path) for path in paths]
-    parts = [
-        column[0] if position % 2 == 0 else _fold_numbers(column)
-        for position, column in enumerate(zip(*split, strict=True))
-    ]
-    return "".join(parts)
+    columns = zip(*map(_NUMBER.split, paths), strict=True)
+    return "".join(_fold_numbers(column) if place % 2 else column[0] for place, column in enumerate(columns))
 
 
 def _fold_numbers(column: Sequence[str]) -> str:
