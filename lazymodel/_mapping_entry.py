@@ -331,24 +331,22 @@ class Tensors:
         return count
 
 
-def read_entry(source: From, captures: Captures, tensors: Tensors) -> Any:
-    """The value of an entry's variable.
+def read_entry(source: From, captures: Captures, tensors: Tensors, steps: Sequence[_Step] | None = None) -> Any:
+    """The value of an entry's variable, after all steps or only the first ones.
 
     Raises:
         Missing: The checkpoint lacks a tensor.
         ValueError: The tensors' shapes are not what the steps take.
     """
-    return _read(source, source._steps, captures, tensors)
-
-
-def _read(source: From, steps: Sequence[_Step], captures: Captures, tensors: Tensors) -> Any:
+    steps = source._steps if steps is None else steps
     if not steps:
         return _joined(source, [tensors.take(template.fill(captures)) for template in source._templates])
     *before, step = steps
     if not isinstance(step, _Stack):
-        return step.apply(_read(source, before, captures, tensors))
+        return step.apply(read_entry(source, captures, tensors, before))
     count = max(tensors.count(template, step.capture, captures) for template in source._templates)
-    layers = [_read(source, before, captures | {step.capture: str(index)}, tensors) for index in range(count)]
+    numbered = (captures | {step.capture: str(index)} for index in range(count))
+    layers = [read_entry(source, known, tensors, before) for known in numbered]
     _require_equal([layer.shape for layer in layers], f"of {{{step.capture}}}")
     _require_one_kind(layers)
     return np.stack(layers, _axis(step.axis, layers[0].ndim + 1))
@@ -411,17 +409,16 @@ class Parts:
             )
 
 
-def write_entry(source: From, value: Any, captures: Captures, parts: Parts) -> None:
-    """Adds the tensors that an entry makes of its variable's value.
+def write_entry(
+    source: From, value: Any, captures: Captures, parts: Parts, steps: Sequence[_Step] | None = None
+) -> None:
+    """Adds the tensors that an entry makes of its variable's value; undoes all steps, or only the first ones.
 
     Raises:
         LazyModelError: Another variable is written to the same place.
         ValueError, IndexError: A step cannot be undone.
     """
-    _write(source, source._steps, value, captures, parts)
-
-
-def _write(source: From, steps: Sequence[_Step], value: Any, captures: Captures, parts: Parts) -> None:
+    steps = source._steps if steps is None else steps
     names = [template.fill(captures) for template in source._templates]
     if not steps:
         for name, piece in zip(names, _split(source, names[0], value), strict=True):
@@ -431,15 +428,13 @@ def _write(source: From, steps: Sequence[_Step], value: Any, captures: Captures,
     if isinstance(step, _Stack):
         index: tuple[Any, ...] = (slice(None),) * _axis(step.axis, value.ndim)
         for number in range(value.shape[len(index)]):
-            layer = captures | {step.capture: str(number)}
-            _write(source, before, value[(*index, number)], layer, parts)
-    elif isinstance(step, _Part):
-        # What the parts are parts of is known by its names and by the steps that led to it.
-        joined = parts.add((*names, tuple(before)), step, value)
-        if joined is not None:
-            _write(source, before, joined, captures, parts)
-    else:
-        _write(source, before, step.undo(value), captures, parts)
+            known = captures | {step.capture: str(number)}
+            write_entry(source, value[(*index, number)], known, parts, before)
+    elif not isinstance(step, _Part):
+        write_entry(source, step.undo(value), captures, parts, before)
+    # What the parts are parts of is known by its names and by the steps that led to it.
+    elif (joined := parts.add((*names, tuple(before)), step, value)) is not None:
+        write_entry(source, joined, captures, parts, before)
 
 
 def _split(source: From, name: str, value: Any) -> Sequence[Any]:

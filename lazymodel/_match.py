@@ -61,14 +61,8 @@ def choose(
 ) -> Choice:
     """Decides for every variable whether it is loaded or initialized, and checks that what is loaded fits.
 
-    What was left out or is lacking is noted in the choice, not warned about.
-
-    Args:
-        model: The variables.
-        checkpoint: Path to tensor, as `flat_checkpoint` returns it.
-        initialize: As for `materialize`, as are `strict` and `cast`.
-        strict: Likewise.
-        cast: Likewise.
+    The checkpoint is one of `flat_checkpoint`, the rest is as for `materialize`. What was left out or is lacking is
+    noted in the choice, not warned about.
 
     Raises:
         CheckpointError: As `materialize`, and before anything is read.

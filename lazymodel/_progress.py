@@ -59,13 +59,10 @@ ProgressTo: TypeAlias = "bool | Progress | Callable[[int, int], object] | None"
 
 
 def progress_for(progress: ProgressTo) -> Progress:
-    """The progress reporter for what a person passed as `progress`.
+    """The reporter for what a person passed as `progress`.
 
-    Args:
-        progress: None for a bar when a person is watching (standard error is a terminal, or this is a notebook) and
-            silence otherwise; True for a bar, or for a line every few seconds where none can be drawn; False for
-            silence; a `Progress`, which is returned as it is; or a callable `f(done_nbytes, total_nbytes)`, never
-            called by two threads at once.
+    None draws a bar where somebody watches: standard error is a terminal, or this is a notebook. True writes lines
+    where no bar can be drawn. A callable is never called by two threads at once.
 
     Raises:
         LazyModelError: It is none of these.
@@ -87,11 +84,7 @@ def progress_for(progress: ProgressTo) -> Progress:
 
 
 class _Counted:
-    """Counts what is done, one thread at a time, and tells nobody.
-
-    Args:
-        clock: Seconds from any beginning.
-    """
+    """Counts what is done, one thread at a time, and tells nobody."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._clock = clock or time.monotonic
@@ -119,16 +112,11 @@ class _Counted:
                 self._end()
             self._running = False
 
-    # Called with the lock held.
+    def _begin(self) -> None: ...  # these three are called with the lock held
 
-    def _begin(self) -> None:
-        pass
+    def _advanced(self, nbytes: int, description: str | None) -> None: ...
 
-    def _advanced(self, nbytes: int, description: str | None) -> None:
-        pass
-
-    def _end(self) -> None:
-        pass
+    def _end(self) -> None: ...
 
     def _due(self, interval: float) -> bool:
         """Whether it is that long ago that this last returned True."""

@@ -22,12 +22,8 @@ _NAMED = {"auto": auto}
 def named_rules(rules: Any, what: str = "rules") -> Any:
     """Rules that were given by name, or by the function that makes them; any other as they are.
 
-    Args:
-        rules: `"auto"`, `lazymodel.auto` or `lazymodel.Auto` for `lazymodel.auto()`.
-        what: The parameter that they were given as.
-
     Raises:
-        ShardingError: There are none of this name.
+        ShardingError: There are none of this name; `what` is the parameter that they were given as.
     """
     if rules is auto or rules is Auto:
         return auto()
@@ -44,12 +40,8 @@ def named_rules(rules: Any, what: str = "rules") -> Any:
 def check_is_spec(spec: Any, where: str) -> None:
     """Checks that it is any form of spec: PartitionSpec, sequence, None, a sharding, or Keras' TensorLayout.
 
-    Args:
-        spec: What was given.
-        where: The rule that gave it, for the error.
-
     Raises:
-        ShardingError: It is none, or has an entry that cannot be an axis.
+        ShardingError: It is none, or has an entry that cannot be an axis; `where` names the rule that gave it.
     """
     if spec is None or isinstance(spec, PartitionSpec | Sharding | Format):
         return

@@ -246,9 +246,9 @@ def _rows(path: str, array: Any, measured: Any, *, layered: set[str]) -> dict[st
         bidiagonal = None if bidiagonal is None else bidiagonal[None]
     found: dict[str, VariableStatistics] = {}
     for index, name in enumerate(names):
-        *measures, nonfinite = numbers[index].tolist()
+        mean, std, low, high, nonfinite = numbers[index].tolist()
         norm = None if bidiagonal is None else _largest(bidiagonal[index])
-        found[name] = VariableStatistics(name, shape, dtype, *measures, norm, int(nonfinite))
+        found[name] = VariableStatistics(name, shape, dtype, mean, std, low, high, norm, int(nonfinite))
     return found
 
 

@@ -77,37 +77,27 @@ def depth(
             else f"depth: {pattern!r} has a {{layer}}, and axis={axis} says that layers are stacked in one tensor"
         )
     matched = _matched(tensors, template)
-    for other in zeros:
-        _matched({name: tensors[name] for name in matched}, other)
-
-    def is_zero(name: str) -> bool:
-        return any(other.match(name) is not None for other in zeros)
-
-    grown: dict[str, LazyTensor] = {}
-    if axis is not None:
-        counts = {name: tensors[name].shape[_axis(tensors[name], name, axis)] for name in matched}
-        order = _order(_one(counts, "layers"), layers, method, preserve=bool(zeros))
-        first = _firsts(order)
-        for name in tensors:
-            if name not in matched:
-                grown[name] = tensors[name]
-                continue
-            index = (slice(None),) * _axis(tensors[name], name, axis)
-            pieces = [tensors[name][(*index, slice(source, source + 1))] for source in order]
-            if is_zero(name):
-                pieces = [piece if first[new] else _zeros(piece) for new, piece in enumerate(pieces)]
-            grown[name] = _joined(pieces, len(index))
-        return MappedCheckpoint(grown, checkpoint)
-    by_layer = _by_layer(matched)
-    order = _order(len(by_layer), layers, method, preserve=bool(zeros))
-    first = _firsts(order)
+    zero_names = {name for other in zeros for name in _matched({name: tensors[name] for name in matched}, other)}
     grown = {name: tensor for name, tensor in tensors.items() if name not in matched}
-    for new, source in enumerate(order):
-        for captures, name in by_layer[source].items():
-            tensor = tensors[name]
-            target = template.fill(dict(captures) | {"layer": str(new)})
-            grown[target] = tensor if first[new] or not is_zero(name) else _zeros(tensor)
-    return MappedCheckpoint(grown, checkpoint)
+    if axis is None:
+        by_layer = _by_layer(matched)
+        order = _order(len(by_layer), layers, method, preserve=bool(zeros))
+        for new, source in enumerate(order):
+            for captures, name in by_layer[source].items():
+                copied = source in order[:new] and name in zero_names
+                target = template.fill(dict(captures) | {"layer": str(new)})
+                grown[target] = _zeros(tensors[name]) if copied else tensors[name]
+        return MappedCheckpoint(grown, checkpoint)
+    axes = {name: _axis(tensors[name], name, axis) for name in matched}
+    count = _one({name: tensors[name].shape[place] for name, place in axes.items()}, "layers")
+    order = _order(count, layers, method, preserve=bool(zeros))
+    for name, place in axes.items():
+        pieces: list[Any] = []
+        for new, source in enumerate(order):
+            piece = tensors[name][(*(slice(None),) * place, slice(source, source + 1))]
+            pieces.append(_zeros(piece) if source in order[:new] and name in zero_names else piece)
+        grown[name] = _joined(pieces, place)
+    return MappedCheckpoint({name: grown[name] for name in tensors}, checkpoint)
 
 
 def width(
@@ -302,10 +292,6 @@ def _order(count: int, layers: int, method: str | Sequence[int], *, preserve: bo
             f"identity; got {order}"
         )
     return order
-
-
-def _firsts(order: Sequence[int]) -> list[bool]:
-    return [source not in order[:new] for new, source in enumerate(order)]
 
 
 def _joined(pieces: Sequence[Any], axis: int) -> LazyTensor:
