@@ -23,7 +23,7 @@ from lazymodel._computed import ComputedLeaf
 from lazymodel._errors import CheckpointError
 from lazymodel._geometry import Box
 from lazymodel._lazy_tensor import DividedLeaf, LazyTensor, Leaf
-from lazymodel._table import ACTIONS, Row, Shown, Table, folded_table, shape_text
+from lazymodel._table import ACTIONS, Row, Table, Tabled, folded_table, shape_text
 from lazymodel._text import folded_names, format_bytes, listed, misshapen, plural
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class LoadRow:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class LoadReport(Shown):
+class LoadReport(Tabled):
     """What materializing a model did, in this process.
 
     `print(report)` shows a table in which variables that differ only in numbers share a row; `to_dict` has it all.
@@ -161,7 +161,8 @@ class LoadReport(Shown):
         """Everything as lists, dicts, strings and numbers that `json.dumps` takes and gives back equal."""
         return {**json.loads(json.dumps(dataclasses.asdict(self))), "gb_per_second": self.gb_per_second}
 
-    def _table(self) -> Table:
+    def table(self) -> Table:
+        """What is shown."""
         title = (
             f"{self.name}: materialized {plural(len(self.rows), 'variable')}, "
             f"{format_bytes(sum(row.nbytes for row in self.rows))}, in {self.seconds:.2f} s"

@@ -22,17 +22,17 @@ from lazymodel._agreement import agreement
 from lazymodel._casting import SAFE, UNSAFE, converted
 from lazymodel._errors import CheckpointError
 from lazymodel._file_source import BYTES_READ
-from lazymodel._host_arrays import host_array, is_narrowed, stays_on_host
+from lazymodel._hardware import require_live
+from lazymodel._host_arrays import host_array
 from lazymodel._init_programs import run_recipes
 from lazymodel._jaxprs import is_key, is_weak, key_impl, with_weak_type
 from lazymodel._lazy_tensor import lazy
-from lazymodel._live import require_live
 from lazymodel._load_report import Costs, local_nbytes, make_report
 from lazymodel._mapped import flat_checkpoint
 from lazymodel._mapping_table import stored_as
 from lazymodel._match import Choice, choose, warn_of_rest
+from lazymodel._placement import device_shardings, is_narrowed, stays_on_host
 from lazymodel._progress import Progress, ProgressTo, ReportTo, delivery, progress_for
-from lazymodel._sharding import device_shardings
 from lazymodel._stream import StreamItem, stream
 from lazymodel._text import parse_budget
 

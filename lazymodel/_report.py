@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import jax
-
+from lazymodel._placement import device_nbytes
 from lazymodel._table import Row, Table, folded_table, shape_text, spec_text
 from lazymodel._text import format_bytes, plural
 
@@ -22,8 +20,9 @@ def model_table(model: AbstractModel) -> Table:
         f"{format_bytes(model.nbytes)}"
     )
     if sharded:
-        per_device, devices = _fullest_device(model.values())
-        title += f", {format_bytes(per_device)} per device on {plural(devices, 'device')}"
+        held = device_nbytes(model.values())
+        anywhere = sum(variable.shard_nbytes for variable in model.values() if variable.sharding is None)
+        title += f", {format_bytes(max(held.values()) + anywhere)} per device on {plural(len(held), 'device')}"
 
     def row(variable: AbstractVariable) -> Row:
         cells = (shape_text(variable.shape), variable.dtype.name)
@@ -34,29 +33,3 @@ def model_table(model: AbstractModel) -> Table:
 
     headings = ("shape", "dtype", *(("spec", "bytes/device") if sharded else ("bytes",)), "origin")
     return folded_table(title, headings, map(row, model.values()))
-
-
-def _fullest_device(variables: Iterable[AbstractVariable]) -> tuple[int, int]:
-    """Bytes on the device that holds most, and the number of devices that hold anything."""
-    by_sharding: dict[Any, int] = {}
-    anywhere = 0
-    for variable in variables:
-        sharding = variable.sharding
-        if sharding is None:
-            anywhere += variable.shard_nbytes
-        else:
-            # Variables of one mesh share their devices: no need to walk thousands of devices once a variable.
-            key: Any = sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else sharding
-            by_sharding[key] = by_sharding.get(key, 0) + variable.shard_nbytes
-    per_device: dict[Any, int] = {}
-    for key, nbytes in by_sharding.items():
-        devices: Iterable[Any]
-        if isinstance(key, jax.sharding.Mesh):
-            devices = key.devices.flat
-        elif isinstance(key, jax.sharding.AbstractMesh):
-            devices = range(key.size)
-        else:
-            devices = key.device_set
-        for device in devices:
-            per_device[device] = per_device.get(device, 0) + nbytes
-    return anywhere + max(per_device.values(), default=0), max(len(per_device), 1)

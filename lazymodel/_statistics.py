@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lazymodel._errors import LazyModelError
 from lazymodel._jaxprs import is_key
 from lazymodel._save import _named_arrays
-from lazymodel._table import Shown, Table
+from lazymodel._table import Table, Tabled
 from lazymodel._text import closest, fold, plural, unnumbered
 
 _jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
@@ -75,7 +75,7 @@ _LAYER = re.compile(r"(?<![0-9A-Za-z])(\d{1,9})(?![0-9A-Za-z])")
 _MEASURES = ("mean", "std", "min", "max", "spectral_norm")
 
 
-class Statistics(Shown, dict[str, VariableStatistics]):
+class Statistics(Tabled, dict[str, VariableStatistics]):
     """Statistics by path; prints as a table, folded over layers. Made by `statistics`."""
 
     def __missing__(self, path: str) -> VariableStatistics:
@@ -142,7 +142,8 @@ class Statistics(Shown, dict[str, VariableStatistics]):
             figure.savefig(path)
         return figure
 
-    def _table(self) -> Table:
+    def table(self) -> Table:
+        """What is shown."""
         groups: dict[Any, list[VariableStatistics]] = {}
         for row in self.values():
             groups.setdefault((unnumbered(row.path), row.shape, row.dtype), []).append(row)

@@ -39,7 +39,7 @@ from lazymodel._paths import unique_paths
 from lazymodel._progress import ReportTo
 from lazymodel._sharding import Rules
 from lazymodel._text import closest, first_of, folded_names, listed, misshapen
-from lazymodel.checkpoints._checkpoint import read_json_file
+from lazymodel.checkpoints._untrusted import read_json_file
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _upstream
 from lazymodel_keras._deferred import block

@@ -21,7 +21,7 @@ from lazymodel._errors import warn
 from lazymodel._progress import ReportTo
 from lazymodel._sharding import Rules
 from lazymodel._text import closest, first_of, folded_names, listed
-from lazymodel.checkpoints._checkpoint import read_json_file, weight_map
+from lazymodel.checkpoints._untrusted import read_json_file, weight_map
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _lora, _quantize
 from lazymodel_keras._hugging_face import Leftovers
