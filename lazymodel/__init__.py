@@ -28,13 +28,16 @@ from lazymodel._hardware import device_memory
 from lazymodel._init_programs import InitRecipe, ProgramCache
 from lazymodel._lazy import LazyTensor
 from lazymodel._load_report import LoadReport, LoadRow
-from lazymodel._mapping import From, MappedCheckpoint, MappingReport, WeightMap, flatten_paths, map_checkpoint
+from lazymodel._mapped import MappedCheckpoint, map_checkpoint
+from lazymodel._mapping_entry import From
+from lazymodel._mapping_table import MappingReport, WeightMap
+from lazymodel._paths import flatten_paths
 from lazymodel._plan import MemoryPlan, PlanComparison, PlanRow, compare_plans
 from lazymodel._plan_compiled import Compile
 from lazymodel._plan_search import TopologyRow, TopologyTable, smallest_topology
 from lazymodel._plan_what_if import WhatIf
+from lazymodel._progress import Progress
 from lazymodel._reinitialize import path_key
-from lazymodel._report import Progress
 from lazymodel._roles import role
 from lazymodel._save import save
 from lazymodel._statistics import Statistics, VariableStatistics, statistics

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from lazymodel._explain import Explanation, ShardingReport
     from lazymodel._init_programs import InitRecipe, ProgramCache
     from lazymodel._lazy import LazyTensor
-    from lazymodel._materialize import ReportTo
     from lazymodel._plan import MemoryPlan
     from lazymodel._plan_compiled import Compile
     from lazymodel._plan_what_if import WhatIf
+    from lazymodel._progress import Progress, ReportTo
     from lazymodel._reinitialize import Initializer, InitRules
-    from lazymodel._report import Progress
     from lazymodel._rules import Rules
     from lazymodel._stored import MismatchedTensor, StoredTensor
     from lazymodel._with_optimizer import Derived, Optimized, Optimizer, StartTraining
@@ -130,10 +129,6 @@ class AbstractVariable:
         return f"AbstractVariable({self.path!r}, {self.dtype.name}{list(self.shape)}{spec}, {self.origin})"
 
 
-# A source of values: a tensor still on disk, or an array that is already here.
-Source = Any
-
-
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class AbstractModel(Mapping[str, AbstractVariable]):
     """A model of shapes and dtypes, an immutable mapping of paths to `AbstractVariable`.
@@ -159,7 +154,7 @@ class AbstractModel(Mapping[str, AbstractVariable]):
 
     variables: Mapping[str, AbstractVariable]
     recipes: tuple[InitRecipe, ...]
-    sources: Mapping[str, Source]
+    sources: Mapping[str, Any]
     rebuild: Callable[[Mapping[str, jax.Array]], Any]
     structure: Callable[[Mapping[str, Any]], Any]
     programs: ProgramCache
@@ -183,7 +178,7 @@ class AbstractModel(Mapping[str, AbstractVariable]):
         try:
             return self.variables[path]
         except KeyError:
-            from lazymodel._report import closest
+            from lazymodel._text import closest
 
             raise KeyError(f"{path!r} is not a variable of {self.name}{closest(str(path), self.variables)}") from None
 
@@ -335,24 +330,14 @@ class AbstractModel(Mapping[str, AbstractVariable]):
         )
 
     def __repr__(self) -> str:
-        from lazymodel._report import model_text
+        from lazymodel._report import model_table
 
-        return model_text(self)
+        return model_table(self).text()
 
     def _repr_html_(self) -> str:
-        from lazymodel._report import model_html
+        from lazymodel._report import model_table
 
-        return model_html(self)
+        return model_table(self).html()
 
 
 AnyModel = TypeVar("AnyModel", bound=AbstractModel)  # a step returns a model of the class that it was given
-
-
-def unique_paths(paths: Sequence[str]) -> list[str]:
-    """Makes repeated paths unique, in order: `a`, `a` → `a`, `a#2`."""
-    seen: dict[str, int] = {}
-    unique: list[str] = []
-    for path in paths:
-        seen[path] = seen.get(path, 0) + 1
-        unique.append(path if seen[path] == 1 else f"{path}#{seen[path]}")
-    return unique

@@ -34,12 +34,11 @@ import json
 import os
 import shutil
 import stat
-import warnings
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lazymodel._errors import LazyModelError, LazyModelWarning
+from lazymodel._errors import LazyModelError, warn
 from lazymodel.checkpoints._open import OLD, SAVING, staging_folder
 
 _LOCK, _NEW, _TRASH, _JOURNAL = "lock", "new", "trash", "files.json"
@@ -261,11 +260,9 @@ def _afterwards(destination: Path) -> Generator[None, None, None]:
     try:
         yield
     except OSError as error:
-        warnings.warn(
+        warn(
             f"{destination} is saved, but not all that it replaces could be removed, or the disk did not confirm it: "
-            f"{error.strerror} ({error.filename}). The next save removes what is left",
-            LazyModelWarning,
-            stacklevel=5,
+            f"{error.strerror} ({error.filename}). The next save removes what is left"
         )
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from typing import Any
 
+from lazymodel._table import print_text
 from lazymodel.checkpoints._inspect import inspect_checkpoint
 
 
@@ -37,13 +36,3 @@ def _inspect(arguments: argparse.Namespace) -> int:
     summary = inspect_checkpoint(arguments.checkpoint, verify=arguments.verify)
     print_text(json.dumps(summary.to_dict(), indent=2) if arguments.json else str(summary))
     return 1 if summary.problems else 0
-
-
-def print_text(text: str) -> None:
-    """Prints what the terminal's encoding may lack, and where the reader (`head`, a pager) may have left."""
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        print(text.encode(encoding, "replace").decode(encoding), flush=True)
-    except BrokenPipeError:
-        # The interpreter flushes once more when it ends, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

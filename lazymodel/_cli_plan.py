@@ -31,15 +31,14 @@ from lazymodel._abstract import AbstractModel
 from lazymodel._adapters import named
 from lazymodel._auto import auto
 from lazymodel._build import build_abstract
-from lazymodel._bytes import parse_bytes
-from lazymodel._cli_inspect import print_text
 from lazymodel._errors import LazyModelError, LazyModelWarning
 from lazymodel._jaxprs import CONFIG
 from lazymodel._plan import MemoryPlan, compare_plans
 from lazymodel._plan_compiled import Compile
 from lazymodel._plan_what_if import WhatIf
 from lazymodel._quiet import quiet_tensorflow
-from lazymodel._report import closest
+from lazymodel._table import print_text
+from lazymodel._text import closest, parse_bytes
 from lazymodel._topology import arithmetic_mesh, libtpu_environment
 from lazymodel._topology import topology as compiled_mesh
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import jax
 
-from lazymodel._bytes import format_bytes
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._hardware import is_arithmetic
+from lazymodel._text import format_bytes
 
 _LISTED = 5  # allocations that a refusal names
 

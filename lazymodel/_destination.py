@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from lazymodel._atomic import Staging, staging, writing
-from lazymodel._bytes import format_bytes
 from lazymodel._errors import LazyModelError
 from lazymodel._lazy import LazyTensor
+from lazymodel._text import format_bytes, listed
 from lazymodel.checkpoints._open import staging_folder, weight_files
 from lazymodel.checkpoints._orbax_folder import find_item
 from lazymodel.checkpoints._safetensors import open_safetensors
@@ -225,11 +225,11 @@ def _old_files(folder: Path) -> list[str]:
             raise _other(folder, "Orbax")
         return []
     if names == [INDEX]:
-        listed = [name for name in _listed(folder / INDEX) if os.path.lexists(folder / name)]
-        return [INDEX, *listed, *([SINGLE] if (folder / SINGLE).exists() and SINGLE not in listed else [])]
+        shards = [name for name in _listed(folder / INDEX) if os.path.lexists(folder / name)]
+        return [INDEX, *shards, *([SINGLE] if (folder / SINGLE).exists() and SINGLE not in shards else [])]
     if names == [SINGLE] or all(is_numbered(name) and name.startswith("model-") for name in names):
         return names
-    raise _other(folder, ", ".join(names[:8]) + (", …" if len(names) > 8 else ""))
+    raise _other(folder, listed(names))
 
 
 def _listed(index: Path) -> list[str]:

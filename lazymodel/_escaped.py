@@ -20,7 +20,6 @@ import gc
 import inspect
 import itertools
 import types
-import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -28,7 +27,7 @@ import jax
 import numpy as np
 from jax import core
 
-from lazymodel._errors import LazyModelWarning, TraceError
+from lazymodel._errors import TraceError, warn
 
 # Objects that a search looks at; some µs each, so about a second where somebody returns the whole world.
 _LIMIT = 100_000
@@ -149,11 +148,9 @@ def watched(build: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gener
             continue
         if (found := find(value)) is not None:
             called = getattr(build, "__name__", type(build).__name__)
-            warnings.warn(
+            warn(
                 f"{called} left a traced {found.kind} in {place}{found.place}. It has no value, so what is kept there "
-                "fails when it is used; return arrays, or keep them once they are materialized",
-                LazyModelWarning,
-                stacklevel=5,
+                "fails when it is used; return arrays, or keep them once they are materialized"
             )
             return
 

@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import threading
 import time
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, TypeAlias, cast
@@ -28,7 +27,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from lazymodel._errors import LazyModelWarning
+from lazymodel._errors import warn
 from lazymodel._jaxprs import CONFIG, depends_on_sharding, is_approximate, is_partitionable, uses_x64
 from lazymodel._kernels import KernelProgram, Kernels, clear_kernels, compile_kernels
 
@@ -223,12 +222,10 @@ def _warn_of_dependence(recipes: Sequence[InitRecipe], programs: Sequence[AnyPro
     paths = [path for recipe, program in pairs if program.sharding_dependent for path in recipe.paths]
     if paths:
         others = f" and {len(paths) - 1} more variables are" if len(paths) > 1 else " is"
-        warnings.warn(
+        warn(
             f"{paths[0]!r}{others} initialized sharded from random bits whose values depend on the sharding. Use "
             "threefry keys, jax.random.key(seed, impl='threefry2x32'), with jax_threefry_partitionable on (both are "
-            "JAX's defaults) for values that do not.",
-            LazyModelWarning,
-            stacklevel=3,
+            "JAX's defaults) for values that do not."
         )
 
 

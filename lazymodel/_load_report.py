@@ -17,10 +17,12 @@ from jax.sharding import Sharding
 
 from lazymodel._lazy import LazyTensor
 from lazymodel._stored import MismatchedTensor, StoredTensor, is_initial, needed_nbytes, stored_tensors, unused_tensors
+from lazymodel._table import ACTIONS, Row, Table, Tabled, folded_table, shape_text
+from lazymodel._text import folded_names, format_bytes, listed, plural
 
 if TYPE_CHECKING:
     from lazymodel._abstract import AbstractModel
-    from lazymodel._materialize import Choice
+    from lazymodel._match import Choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,7 @@ class LoadRow:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class LoadReport:
+class LoadReport(Tabled):
     """What materializing a model did, in this process.
 
     `print(report)` shows a table in which variables that differ only in numbers share a row; `to_dict` has it all.
@@ -91,17 +93,17 @@ class LoadReport:
     @property
     def loaded(self) -> tuple[LoadRow, ...]:
         """The variables that were loaded."""
-        return self._of("load")
+        return tuple(row for row in self.rows if row.action == "load")
 
     @property
     def initialized(self) -> tuple[LoadRow, ...]:
         """The variables that were initialized."""
-        return self._of("initialize")
+        return tuple(row for row in self.rows if row.action == "initialize")
 
     @property
     def constants(self) -> tuple[LoadRow, ...]:
         """The variables that kept a value that the model was built with."""
-        return self._of("constant")
+        return tuple(row for row in self.rows if row.action == "constant")
 
     @property
     def gb_per_second(self) -> float | None:
@@ -114,18 +116,53 @@ class LoadReport:
         """Everything as lists, dicts, strings and numbers that `json.dumps` takes and gives back equal."""
         return json.loads(json.dumps(dataclasses.asdict(self) | {"gb_per_second": self.gb_per_second}))
 
-    def _of(self, action: str) -> tuple[LoadRow, ...]:
-        return tuple(row for row in self.rows if row.action == action)
+    def table(self) -> Table:
+        """What is shown."""
+        title = (
+            f"{self.name}: materialized {plural(len(self.rows), 'variable')}, "
+            f"{format_bytes(sum(row.nbytes for row in self.rows))}, in {self.seconds:.2f} s"
+        )
+        if self.process_count > 1:
+            title += f", by process {self.process_index} of {self.process_count}"
+        return folded_table(title, ("shape", "dtype", "bytes", "value"), map(_row, self.rows), self._lines())
 
-    def __repr__(self) -> str:
-        from lazymodel._report import load_text
+    def _lines(self) -> list[str]:
+        lines: list[str] = []
+        for rows in (self.loaded, self.initialized, self.constants):
+            if rows:
+                action = ACTIONS.get(rows[0].action, rows[0].action)
+                nbytes = format_bytes(sum(row.nbytes for row in rows))
+                lines.append(f"{action}: {plural(len(rows), 'variable')}, {nbytes}")
+        if self.needed_nbytes or self.read_nbytes:
+            rate = "" if self.gb_per_second is None else f", {self.gb_per_second:.2f} GB/s"
+            read, needed = format_bytes(self.read_nbytes), format_bytes(self.needed_nbytes)
+            lines.append(f"read: {read} of files, {needed} needed{rate}")
+        lines.append(f"time: {self.initialize_seconds:.2f} s initializing, {self.stream_seconds:.2f} s streaming")
+        if self.unused:
+            nbytes = format_bytes(sum(tensor.nbytes or 0 for tensor in self.unused))
+            names = listed(folded_names(tensor.name for tensor in self.unused))
+            lines.append(f"unused: {plural(len(self.unused), 'tensor')}, {nbytes}: {names}")
+        if self.mismatched:
+            texts = listed(map(str, self.mismatched))
+            lines.append(f"did not match: {plural(len(self.mismatched), 'tensor')}: {texts}")
+        if self.files:
+            sizes = (f"{file} ({'size unknown' if n is None else format_bytes(n)})" for file, n in self.files.items())
+            lines.append(f"files: {listed(sizes)}")
+        return lines
 
-        return load_text(self)
 
-    def _repr_html_(self) -> str:
-        from lazymodel._report import load_html
-
-        return load_html(self)
+def _row(row: LoadRow) -> Row:
+    note, dtype = ACTIONS.get(row.action, row.action), row.dtype
+    if row.action == "initialize":
+        note += f": {row.initializer}"
+    elif row.tensors:
+        first, *others = row.tensors
+        note += f": {first.name}" + (f" of {os.path.basename(first.file)}" if first.file else "")
+        note += f" and {len(others):,} more" if others else ""
+        stored = dict.fromkeys(tensor.dtype for tensor in row.tensors)
+        if list(stored) != [dtype]:
+            dtype = f"{', '.join(stored)} → {dtype}"
+    return Row(row.path, (shape_text(row.shape), dtype), row.nbytes, note)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,16 +182,7 @@ def make_report(
     costs: Costs,
     seconds: float,
 ) -> LoadReport:
-    """The report on a model that was materialized from these choices.
-
-    Args:
-        model: What was materialized.
-        choice: Where its values came from.
-        checkpoint: What `choice.unused` names tensors of.
-        shardings: Path to sharding.
-        costs: What was measured.
-        seconds: Wall-clock seconds of everything.
-    """
+    """The report on a model that was materialized from these choices; `seconds` are those of everything."""
     initializers = {path: recipe.origin for recipe in choice.recipes for path in recipe.paths}
     rows: list[LoadRow] = []
     for path, variable in model.items():

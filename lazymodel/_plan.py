@@ -15,29 +15,15 @@ from typing import Any, cast
 import jax
 from jax.sharding import PartitionSpec
 
-from lazymodel._bytes import format_bytes, parse_bytes
 from lazymodel._compile import CompiledMemory
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._plan_figures import bar, figure
 from lazymodel._plan_what_if import ACTIVATIONS, PARAMETERS
-from lazymodel._report import _ACTIONS, _html, _plural, _printable, _Row, _shape_text, _spec_text, _Table, _table, _text
+from lazymodel._table import ACTIONS, Row, Table, Tabled, folded_table, shape_text, spec_text
+from lazymodel._text import format_bytes, parse_bytes, plural
 
 _OFFENDERS = 5  # how many `check` names
 _LARGEST = 3  # how many the table names of what does not fit
-
-
-class Tabled:
-    """What prints as a table, on a terminal as wide as it and in a notebook."""
-
-    def table(self) -> _Table:
-        """What is shown."""
-        raise NotImplementedError
-
-    def __repr__(self) -> str:
-        return _text(self.table())
-
-    def _repr_html_(self) -> str:
-        return _html(self.table())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,20 +276,25 @@ class MemoryPlan(Tabled):
             "variables": [row.to_dict() for row in self.rows],
         }
 
-    def table(self) -> _Table:
+    @property
+    def _drawn_parts(self) -> Mapping[str, int]:
+        return self.parts or {PARAMETERS: self.device_nbytes}
+
+    def table(self) -> Table:
         """What is shown: the variables, and a summary below them."""
 
-        def row(row: PlanRow) -> _Row:
-            note = _ACTIONS.get(row.action, row.action)
+        def row(row: PlanRow) -> Row:
+            note = ACTIONS.get(row.action, row.action)
             if row.action == "initialize":
                 note = f"{note}: {row.source}"
-            cells = (_shape_text(row.shape), row.dtype.name, _spec_text(row.spec))
-            return _Row(row.path, cells, row.shard_nbytes, note)
+            cells = (shape_text(row.shape), row.dtype.name, spec_text(row.spec))
+            return Row(row.path, cells, row.shard_nbytes, note)
 
         nbytes = sum(row.nbytes for row in self.rows)
-        title = f"{self.name}: plan for {_plural(len(self.rows), 'variable')}, {format_bytes(nbytes)}"
+        title = f"{self.name}: plan for {plural(len(self.rows), 'variable')}, {format_bytes(nbytes)}"
         headings = ("shape", "dtype", "partition spec", "bytes/device", "value")
-        return _table(title, headings, map(row, self.rows), [*self._device_lines(), *self._host_lines(), *self.notes])
+        lines = [*self._device_lines(), *self._host_lines(), *self.notes]
+        return folded_table(title, headings, map(row, self.rows), lines)
 
     def _device_lines(self) -> Iterable[str]:
         if self.mesh or self.device_kind:
@@ -327,13 +318,13 @@ class MemoryPlan(Tabled):
         for row in self.rows:
             totals.setdefault(row.action, []).append(row.nbytes)
         for action, sizes in totals.items():
-            line = f"{_ACTIONS.get(action, action)}: {_plural(len(sizes), 'variable')}, {format_bytes(sum(sizes))}"
+            line = f"{ACTIONS.get(action, action)}: {plural(len(sizes), 'variable')}, {format_bytes(sum(sizes))}"
             if action == "load":
                 reader = "this process" if len(self.hosts) <= 1 else "the process that reads most"
                 line += f"; {reader} reads {format_bytes(self.read_nbytes)}"
                 line += f", its largest shard in host memory is {format_bytes(self.host_nbytes)}"
             elif action == "initialize" and self.programs:
-                line += f"; {_plural(self.programs, 'compiled program')}"
+                line += f"; {plural(self.programs, 'compiled program')}"
             yield line
         if self.hosts:
             fullest = max(host.peak_nbytes for host in self.hosts)
@@ -390,16 +381,16 @@ class Modules(Tabled, Sequence[ModuleRow]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def table(self) -> _Table:
+    def table(self) -> Table:
         """What is shown: rows indented by their depth, of which those of one depth may fold."""
 
-        def row(module: ModuleRow) -> _Row:
+        def row(module: ModuleRow) -> Row:
             path = "  " * (module.depth - 1) + module.path
             cells = (f"{module.variables:,}", format_bytes(module.nbytes), format_bytes(module.used_nbytes))
-            return _Row(path, cells, module.shard_nbytes, "")
+            return Row(path, cells, module.shard_nbytes, "")
 
         headings = ("variables each", "bytes each", "in use each", "bytes/device", "")
-        return _table(f"{self.name} by module", headings, map(row, self.rows), (), noun="module")
+        return folded_table(f"{self.name} by module", headings, map(row, self.rows), (), noun="module")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -421,7 +412,7 @@ class PlanComparison(Tabled):
         """Each plan's `to_dict`, by name."""
         return {name: plan.to_dict() for name, plan in self.plans.items()}
 
-    def table(self) -> _Table:
+    def table(self) -> Table:
         """What is shown: a row a plan."""
 
         def cells(name: str, plan: MemoryPlan) -> tuple[str, ...]:
@@ -431,13 +422,8 @@ class PlanComparison(Tabled):
 
         columns = ("plan", "devices", "resident/device", "peak materializing", "in use", "device memory", "verdict")
         names = sorted({plan.name for plan in self.plans.values()})
-        return _Table(
-            title=_printable(f"{', '.join(names)}: {_plural(len(self.plans), 'plan')}"),
-            columns=columns,
-            right=frozenset(columns[1:6]),
-            rows=tuple(tuple(map(_printable, cells(*item))) for item in self.plans.items()),
-            lines=(),
-        )
+        title = f"{', '.join(names)}: {plural(len(self.plans), 'plan')}"
+        return Table(title, columns, [cells(*item) for item in self.plans.items()], frozenset(columns[1:6]))
 
 
 def compare_plans(plans: Mapping[str, MemoryPlan]) -> PlanComparison:

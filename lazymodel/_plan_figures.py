@@ -9,9 +9,8 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lazymodel._bytes import format_bytes
 from lazymodel._errors import LazyModelError
-from lazymodel._report import _printable
+from lazymodel._text import format_bytes, printable
 
 _GIB = 2**30
 _COLOURS = {  # Okabe and Ito's palette, which people with any kind of colour vision tell apart
@@ -89,7 +88,7 @@ def figure(
         axes.set_ylim(0, None)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    drawn.suptitle(_printable(name).replace("$", r"\$"), fontsize=10)
+    drawn.suptitle(printable(name).replace("$", r"\$"), fontsize=10)
     if path is not None:
         try:
             drawn.savefig(path)

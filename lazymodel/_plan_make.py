@@ -19,18 +19,18 @@ import jax
 from jax.sharding import AbstractMesh
 
 from lazymodel._abstract import AbstractModel
-from lazymodel._bytes import parse_bytes
 from lazymodel._compile import CompiledMemory
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._hardware import device_memory as known_memory
 from lazymodel._hardware import is_arithmetic, is_live
-from lazymodel._mapping import flat_checkpoint
-from lazymodel._materialize import Choice, choose, describe_sources, refused_casts
+from lazymodel._mapped import flat_checkpoint
+from lazymodel._match import Choice, choose, describe_sources, refused_casts
 from lazymodel._placement import Placement, device_shardings
 from lazymodel._plan import MemoryPlan, PlanRow
 from lazymodel._plan_compiled import Compile, compile_use
 from lazymodel._plan_steps import action, make_hosts, make_steps, make_timeline, read_anywhere
 from lazymodel._plan_what_if import ACTIVATIONS, GRADIENTS, PARAMETERS, Use, WhatIf
+from lazymodel._text import parse_bytes
 
 
 def plan(
@@ -70,8 +70,9 @@ def plan(
     limit = None if device_memory is None else parse_bytes(device_memory, name="device_memory", at_least=1)
     # A plan says in its table what is initialized, so lacking tensors need no warning here.
     # Nor does what is refused keep it from being a plan: it is noted.
+    checkpoint = flat_checkpoint(checkpoint)
     choice = choose(model, checkpoint, initialize=initialize or "missing", strict=False, cast="unsafe")
-    refused = refused_casts(model, flat_checkpoint(checkpoint), choice.sources, choice.given)
+    refused = refused_casts(model, checkpoint, choice)
     placement = Placement(device_shardings(model.variables))
     devices = _devices(placement)
     use = Use(model, placement.shardings, what_if)

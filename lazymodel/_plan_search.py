@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lazymodel._abstract import AbstractModel
-from lazymodel._bytes import format_bytes, parse_bytes
 from lazymodel._errors import DoesNotFitError, LazyModelError, ShardingError
 from lazymodel._hardware import device_memory as known_memory
 from lazymodel._hardware import tpu_generation
-from lazymodel._plan import MemoryPlan, Tabled
+from lazymodel._plan import MemoryPlan
 from lazymodel._plan_compiled import Compile
 from lazymodel._plan_make import plan
 from lazymodel._plan_what_if import WhatIf
-from lazymodel._report import _printable, _Table
 from lazymodel._rules import Rules, named_rules
+from lazymodel._table import Table, Tabled
+from lazymodel._text import format_bytes, parse_bytes
 from lazymodel._topology import arithmetic_mesh, check_axes, has_libtpu, topology, topology_names
 
 _CARD_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -73,7 +73,7 @@ class TopologyTable(Tabled):
         """The smallest slice that fits."""
         return next(row for row in self.rows if row.fits)
 
-    def table(self) -> _Table:
+    def table(self) -> Table:
         """What is shown: a row a slice."""
 
         def size(nbytes: int | None) -> str:
@@ -85,12 +85,10 @@ class TopologyTable(Tabled):
             amounts = size(row.device_nbytes), size(row.compiled_nbytes)
             return row.name, f"{row.num_devices:,}", mesh, *amounts, verdict
 
-        return _Table(
-            title=_printable(f"{self.model} on devices of {format_bytes(self.device_memory)}"),
-            columns=("topology", "devices", "mesh", "arithmetic", "compiled", "fits"),
-            right=frozenset(("devices", "arithmetic", "compiled")),
-            rows=tuple(tuple(map(_printable, cells(row))) for row in self.rows),
-            lines=(),
+        title = f"{self.model} on devices of {format_bytes(self.device_memory)}"
+        columns = ("topology", "devices", "mesh", "arithmetic", "compiled", "fits")
+        return Table(
+            title, columns, [cells(row) for row in self.rows], frozenset(("devices", "arithmetic", "compiled"))
         )
 
 

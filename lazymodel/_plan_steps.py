@@ -20,7 +20,7 @@ from lazymodel._buffers import DEFAULT_BUDGET
 from lazymodel._hardware import is_arithmetic
 from lazymodel._init_programs import AnyProgram, InitRecipe, _by_devices
 from lazymodel._lazy import LazyTensor
-from lazymodel._materialize import Choice
+from lazymodel._match import Choice
 from lazymodel._placement import Placement, Signature, resident_nbytes, stays_on_host
 from lazymodel._plan import HostPlan, PlanStep
 from lazymodel._stored import is_initial, stored_itemsize

@@ -26,7 +26,7 @@ from lazymodel._describe import describe
 from lazymodel._errors import LazyModelError
 from lazymodel._follow import lora_shardings
 from lazymodel._placement import resident_nbytes, stays_on_host
-from lazymodel._report import closest
+from lazymodel._text import closest
 
 PARAMETERS, LORA, OPTIMIZER, GRADIENTS = "parameters", "LoRA", "optimizer state", "gradients"
 ACTIVATIONS = "activations"

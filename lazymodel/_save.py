@@ -17,19 +17,18 @@ import numpy as np
 
 from lazymodel._adapters import model_arrays
 from lazymodel._agreement import agreement
-from lazymodel._bytes import parse_budget, parse_bytes
 from lazymodel._destination import FileDestination, FolderDestination
 from lazymodel._device_leaf import DeviceLeaf, lazy_array
 from lazymodel._errors import LazyModelError
 from lazymodel._geometry import fresh_view, geometry_of
 from lazymodel._lazy import LazyTensor
-from lazymodel._mapping import WeightMap
-from lazymodel._paths import unique_paths
-from lazymodel._report import Progress, closest
+from lazymodel._mapping_table import WeightMap
+from lazymodel._paths import path_text, unique_paths
+from lazymodel._progress import Progress
 from lazymodel._save_orbax import save_orbax
 from lazymodel._save_safetensors import layout
 from lazymodel._save_write import check_budget, write_files
-from lazymodel._trace_function import path_text
+from lazymodel._text import closest, parse_budget, parse_bytes
 
 _DEFAULT_BUDGET = 256 << 20  # bytes; all threads with all they take, beyond which nothing gets faster
 

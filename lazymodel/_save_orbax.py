@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lazymodel._agreement import agreement
 from lazymodel._atomic import Staging, staging, writing
 from lazymodel._errors import LazyModelError
+from lazymodel._text import listed
 from lazymodel.checkpoints._open import staging_folder
 from lazymodel.checkpoints._orbax_folder import foreign_entries, zero_size_metadata
 
@@ -96,6 +97,6 @@ def _check_free(path: Path, *, overwrite: bool) -> None:
         raise LazyModelError(f"{path} is a file; give a folder")
     if foreign := foreign_entries(path):
         raise LazyModelError(
-            f"{path} holds what is no part of an Orbax checkpoint and would be gone with it: {', '.join(foreign[:8])}"
-            f"{', …' if len(foreign) > 8 else ''}. Save to another folder, or move these away"
+            f"{path} holds what is no part of an Orbax checkpoint and would be gone with it: {listed(foreign)}"
+            ". Save to another folder, or move these away"
         )

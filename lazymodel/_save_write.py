@@ -19,7 +19,6 @@ from typing import Any, cast
 import numpy as np
 
 from lazymodel._buffers import Workspace, empty_aligned
-from lazymodel._bytes import format_bytes
 from lazymodel._destination import Destination, SavedFile
 from lazymodel._device_leaf import DeviceLeaf
 from lazymodel._errors import LazyModelError
@@ -27,7 +26,8 @@ from lazymodel._fill import fill_parts
 from lazymodel._geometry import Box, box_shape, clip, cover, fresh_view, geometry_of, normalize, shift, slabs
 from lazymodel._lazy import LazyTensor, PiecesLeaf
 from lazymodel._leaves import Leaf
-from lazymodel._report import Progress, progress_for
+from lazymodel._progress import Progress, progress_for
+from lazymodel._text import format_bytes
 from lazymodel.checkpoints._safetensors_header import FLOAT4
 
 _BAND = 16 << 20  # bytes that are staged at a time: a write of some milliseconds, a transfer likewise

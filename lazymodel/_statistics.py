@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -24,8 +24,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lazymodel._errors import LazyModelError
 from lazymodel._jaxprs import uses_x64
 from lazymodel._keys import is_key
-from lazymodel._report import _html, _plural, _printable, _Table, _template, _text, closest, fold
 from lazymodel._save import _named_arrays
+from lazymodel._table import Table, Tabled
+from lazymodel._text import closest, fold, plural, unnumbered
 
 _ITERATIONS = 24  # of the Lanczos process: the largest singular value of a random matrix to some 1e-3
 _BREAKDOWN = 1e-6  # a residual this small beside the norm so far means that the rest of the process is rounding
@@ -73,23 +74,11 @@ _LAYER = re.compile(r"(?<![0-9A-Za-z])(\d{1,9})(?![0-9A-Za-z])")
 _MEASURES = ("mean", "std", "min", "max", "spectral_norm")
 
 
-class Statistics(Mapping[str, VariableStatistics]):
+class Statistics(Tabled, dict[str, VariableStatistics]):
     """Statistics by path; prints as a table, folded over layers. Made by `statistics`."""
 
-    def __init__(self, rows: Sequence[VariableStatistics]) -> None:
-        self._rows = {row.path: row for row in rows}
-
-    def __getitem__(self, path: str) -> VariableStatistics:
-        try:
-            return self._rows[path]
-        except KeyError:
-            raise KeyError(f"there are no statistics of {path!r}{closest(path, self._rows)}") from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
+    def __missing__(self, path: str) -> VariableStatistics:
+        raise KeyError(f"there are no statistics of {path!r}{closest(path, self)}")
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Path → name of the statistic → value, as JSON takes them (NaN and infinity aside)."""
@@ -152,33 +141,24 @@ class Statistics(Mapping[str, VariableStatistics]):
             figure.savefig(path)
         return figure
 
-    def __repr__(self) -> str:
-        return _text(self._table())
-
-    def _repr_html_(self) -> str:
-        return _html(self._table())
-
-    def _table(self) -> _Table:
+    def table(self) -> Table:
+        """What is shown."""
         groups: dict[Any, list[VariableStatistics]] = {}
         for row in self.values():
-            groups.setdefault((_template(row.path), row.shape, row.dtype), []).append(row)
+            groups.setdefault((unnumbered(row.path), row.shape, row.dtype), []).append(row)
         grid: list[tuple[str, ...]] = []
         for rows in itertools.islice(groups.values(), _MAX_ROWS):
             cells = (_range([getattr(row, measure) for row in rows]) for measure in _MEASURES)
             shape = f"{rows[0].dtype}{list(rows[0].shape)}"
-            grid.append((_printable(fold([row.path for row in rows])), f"{len(rows):,}", *cells, shape))
+            grid.append((fold([row.path for row in rows]), f"{len(rows):,}", *cells, shape))
         lines: list[str] = []
         if len(groups) > _MAX_ROWS:
             lines.append(f"… and {len(groups) - _MAX_ROWS:,} more rows; to_dict() has all")
         for row in itertools.islice((row for row in self.values() if row.nonfinite), _MAX_ROWS):
-            lines.append(_printable(f"not finite: {_plural(row.nonfinite, 'element')} of {row.path}"))
-        return _Table(
-            title=f"statistics of {_plural(len(self), 'variable')}",
-            columns=("variable", "count", "mean", "std", "min", "max", "spectral", "shape"),
-            right=frozenset(("count", "mean", "std", "min", "max", "spectral")),
-            rows=tuple(grid),
-            lines=tuple(lines),
-        )
+            lines.append(f"not finite: {plural(row.nonfinite, 'element')} of {row.path}")
+        columns = ("variable", "count", "mean", "std", "min", "max", "spectral", "shape")
+        title = f"statistics of {plural(len(self), 'variable')}"
+        return Table(title, columns, grid, frozenset(columns[1:-1]), lines)
 
 
 def _range(values: Sequence[float | None]) -> str:
@@ -225,15 +205,15 @@ def statistics(model: Any, *, stacked: str | None = None, spectral: bool = True)
         layered = {path for path, array in arrays.items() if re.fullmatch(stacked, path) and array.ndim}
         if not layered:
             raise LazyModelError(f"stacked={stacked!r} matches no variable{closest(stacked, arrays)}")
-    rows: list[VariableStatistics] = []
+    found = Statistics()
     pending: list[tuple[str, Any, Any]] = []
     for path, array in arrays.items():
         pending.append((path, array, _measured(array, layered=path in layered, spectral=spectral)))
         if len(pending) >= _IN_FLIGHT:
-            rows += _rows(*pending.pop(0), layered=layered)
+            found.update(_rows(*pending.pop(0), layered=layered))
     for item in pending:
-        rows += _rows(*item, layered=layered)
-    return Statistics(rows)
+        found.update(_rows(*item, layered=layered))
+    return found
 
 
 def _measured(array: Any, *, layered: bool, spectral: bool) -> Any:
@@ -255,24 +235,21 @@ def _unplaced(array: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, plain, shards)
 
 
-def _rows(path: str, array: Any, measured: Any, *, layered: set[str]) -> Iterator[VariableStatistics]:
+def _rows(path: str, array: Any, measured: Any, *, layered: set[str]) -> dict[str, VariableStatistics]:
     numbers, bidiagonal = jax.tree.map(np.asarray, measured)
     shape, dtype = tuple(array.shape), np.dtype(array.dtype).name
-    if path not in layered:
+    names = [path]
+    if path in layered:
+        names, shape = [f"{path}[{index}]" for index in range(len(numbers))], shape[1:]
+    else:
         numbers = numbers[None]
         bidiagonal = None if bidiagonal is None else bidiagonal[None]
-    for index, (mean, std, low, high, nonfinite) in enumerate(numbers.tolist()):
-        yield VariableStatistics(
-            path=f"{path}[{index}]" if path in layered else path,
-            shape=shape[1:] if path in layered else shape,
-            dtype=dtype,
-            mean=mean,
-            std=std,
-            min=low,
-            max=high,
-            spectral_norm=None if bidiagonal is None else _largest(bidiagonal[index]),
-            nonfinite=int(nonfinite),
-        )
+    found: dict[str, VariableStatistics] = {}
+    for index, name in enumerate(names):
+        mean, std, low, high, nonfinite = numbers[index].tolist()
+        norm = None if bidiagonal is None else _largest(bidiagonal[index])
+        found[name] = VariableStatistics(name, shape, dtype, mean, std, low, high, norm, int(nonfinite))
+    return found
 
 
 @functools.lru_cache(maxsize=64)
@@ -360,7 +337,6 @@ def _cut(shape: Sequence[int]) -> int:
 
 def _largest(bidiagonal: np.ndarray[Any, Any]) -> float:
     alphas, betas = bidiagonal.astype(np.float64)
-    matrix = np.zeros((len(alphas), len(alphas) + 1))
-    matrix[np.arange(len(alphas)), np.arange(len(alphas))] = alphas
-    matrix[np.arange(len(alphas)), np.arange(len(alphas)) + 1] = betas
+    matrix = np.pad(np.diag(alphas), ((0, 0), (0, 1)))
+    matrix += np.pad(np.diag(betas), ((0, 0), (1, 0)))
     return float(np.linalg.norm(matrix, 2))

@@ -28,7 +28,6 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from lazymodel._bands import band_parts, copy_to
 from lazymodel._boxes import Boxes, boxes_for
 from lazymodel._buffers import Arena, Workspace, cores, default_budget, empty_aligned
-from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError
 from lazymodel._fill import fill_parts, prefers_one_pass
 from lazymodel._geometry import BoxKey, box_of, box_shape
@@ -36,6 +35,7 @@ from lazymodel._lazy import LazyTensor, lazy
 from lazymodel._leaves import Part
 from lazymodel._small_tensors import Group, Small, groups, small
 from lazymodel._stored import where
+from lazymodel._text import format_bytes, misshapen
 
 _jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
@@ -187,7 +187,7 @@ def _plan(item: StreamItem) -> _Plan:
     tensor = lazy(item.tensor, item.path)
     if tuple(tensor.shape) != tuple(item.shape):
         raise CheckpointError(
-            f"{item.path!r}: expected shape {tuple(item.shape)}, found {tuple(tensor.shape)} in {where(tensor)}; "
+            f"{misshapen(item.path, item.shape, tensor.shape, where(tensor))}; "
             "is this the checkpoint of another configuration?"
         )
     if jax.dtypes.canonicalize_dtype(item.dtype) != item.dtype:

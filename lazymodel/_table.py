@@ -98,17 +98,18 @@ class Table:
         return f"<div>{''.join(parts)}</div>"
 
 
-class Shown:
+class Tabled:
     """What prints as a table, and shows it in a notebook."""
 
-    def _table(self) -> Table:
+    def table(self) -> Table:
+        """What is shown."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        return self._table().text()
+        return self.table().text()
 
     def _repr_html_(self) -> str:
-        return self._table().html()
+        return self.table().html()
 
 
 # Rows that fold -------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from lazymodel._errors import LazyModelError
 from lazymodel._hardware import CARDS, GENERATIONS, Generation, Shape, tpu_generation
 from lazymodel._hardware import device_memory as known_memory
-from lazymodel._report import closest
+from lazymodel._text import closest
 
 
 def topology(name: str, axes: Mapping[str, int] | None = None) -> Mesh:

@@ -21,7 +21,7 @@ from lazymodel._init_programs import ProgramCache
 from lazymodel._inlined import keep_inlined
 from lazymodel._jaxprs import is_weak
 from lazymodel._keys import is_key
-from lazymodel._paths import unique_paths
+from lazymodel._paths import path_text, unique_paths
 from lazymodel._small import on_host
 from lazymodel._trace_errors import explain
 from lazymodel._trace_graph import Graph
@@ -108,19 +108,6 @@ def known_value(model: AbstractModel, path: str) -> np.ndarray[Any, Any] | None:
     return None
 
 
-def path_text(path: Sequence[Any]) -> str:
-    """A `jax.tree_util` key path as text: dict keys, indexes and attribute names joined by `/`."""
-    parts: list[str] = []
-    for key in path:
-        for attribute in ("key", "idx", "name"):
-            if hasattr(key, attribute):
-                parts.append(str(getattr(key, attribute)))
-                break
-        else:
-            parts.append(str(key))
-    return "/".join(parts) or "value"
-
-
 @dataclasses.dataclass(frozen=True)
 class _Slot:
     """Where in the result an array goes."""
@@ -161,7 +148,7 @@ def _trace(
         positional, named = jax.tree.unflatten(in_tree, filled)
         result = function(*positional, **named)
         found, outputs.treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_iterator)
-        names = _unique([path_of(path) for path, _ in found])
+        names = unique_paths([path_of(path) for path, _ in found])
         slots: dict[int, _Slot] = {}
         results: list[Any] = []
         others: list[tuple[str, Any]] = []
@@ -191,9 +178,3 @@ def _trace(
             raise
         raise explained from error
     return outputs
-
-
-def _unique(paths: list[str]) -> list[str]:
-    while len(set(paths)) != len(paths):  # once is not enough where "a#2" is someone's own name
-        paths = unique_paths(paths)
-    return paths

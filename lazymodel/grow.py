@@ -21,9 +21,10 @@ import numpy as np
 from lazymodel._device_leaf import lazy_array
 from lazymodel._errors import LazyModelError
 from lazymodel._lazy import LazyTensor, lazy
-from lazymodel._mapping import MappedCheckpoint, _Template, flat_checkpoint
-from lazymodel._report import closest
+from lazymodel._mapped import MappedCheckpoint, flat_checkpoint
+from lazymodel._paths import Template
 from lazymodel._save import _named_arrays
+from lazymodel._text import closest
 
 __all__ = ["depth", "experts", "width"]
 
@@ -68,8 +69,8 @@ def depth(
             `zero` is given and the first copies are not all layers in order, so that nothing would be preserved.
     """
     tensors = _tensors(checkpoint)
-    template = _template(pattern)
-    zeros = [_template(name) for name in ([zero] if isinstance(zero, str) else zero)]
+    template = Template(pattern)
+    zeros = [Template(name) for name in ([zero] if isinstance(zero, str) else zero)]
     if ("layer" in template.captures) == (axis is not None):
         raise LazyModelError(
             f"depth: {pattern!r} has no {{layer}}; put it where the number is, or give the axis of stacked layers"
@@ -77,37 +78,27 @@ def depth(
             else f"depth: {pattern!r} has a {{layer}}, and axis={axis} says that layers are stacked in one tensor"
         )
     matched = _matched(tensors, template)
-    for other in zeros:
-        _matched({name: tensors[name] for name in matched}, other)
-
-    def is_zero(name: str) -> bool:
-        return any(other.match(name) is not None for other in zeros)
-
-    grown: dict[str, LazyTensor] = {}
-    if axis is not None:
-        counts = {name: tensors[name].shape[_axis(tensors[name], name, axis)] for name in matched}
-        order = _order(_one(counts, "layers"), layers, method, preserve=bool(zeros))
-        first = _firsts(order)
-        for name in tensors:
-            if name not in matched:
-                grown[name] = tensors[name]
-                continue
-            index = (slice(None),) * _axis(tensors[name], name, axis)
-            pieces = [tensors[name][(*index, slice(source, source + 1))] for source in order]
-            if is_zero(name):
-                pieces = [piece if first[new] else _zeros(piece) for new, piece in enumerate(pieces)]
-            grown[name] = _joined(pieces, len(index))
-        return MappedCheckpoint(grown, checkpoint)
-    by_layer = _by_layer(matched)
-    order = _order(len(by_layer), layers, method, preserve=bool(zeros))
-    first = _firsts(order)
+    zero_names = {name for other in zeros for name in _matched({name: tensors[name] for name in matched}, other)}
     grown = {name: tensor for name, tensor in tensors.items() if name not in matched}
-    for new, source in enumerate(order):
-        for captures, name in by_layer[source].items():
-            tensor = tensors[name]
-            target = template.fill(dict(captures) | {"layer": str(new)})
-            grown[target] = tensor if first[new] or not is_zero(name) else _zeros(tensor)
-    return MappedCheckpoint(grown, checkpoint)
+    if axis is None:
+        by_layer = _by_layer(matched)
+        order = _order(len(by_layer), layers, method, preserve=bool(zeros))
+        for new, source in enumerate(order):
+            for captures, name in by_layer[source].items():
+                copied = source in order[:new] and name in zero_names
+                target = template.fill(dict(captures) | {"layer": str(new)})
+                grown[target] = _zeros(tensors[name]) if copied else tensors[name]
+        return MappedCheckpoint(grown, checkpoint)
+    axes = {name: _axis(tensors[name], name, axis) for name in matched}
+    count = _one({name: tensors[name].shape[place] for name, place in axes.items()}, "layers")
+    order = _order(count, layers, method, preserve=bool(zeros))
+    for name, place in axes.items():
+        pieces: list[Any] = []
+        for new, source in enumerate(order):
+            piece = tensors[name][(*(slice(None),) * place, slice(source, source + 1))]
+            pieces.append(_zeros(piece) if source in order[:new] and name in zero_names else piece)
+        grown[name] = _joined(pieces, place)
+    return MappedCheckpoint({name: grown[name] for name in tensors}, checkpoint)
 
 
 def width(
@@ -152,7 +143,7 @@ def width(
         if not table:
             raise LazyModelError("width needs incoming and outgoing tensors, pattern → axis of units")
         for pattern, axis in table.items():
-            for name in _matched(tensors, _template(pattern)):
+            for name in _matched(tensors, Template(pattern)):
                 if axes.get(name, (axis, leaves)) != (axis, leaves):
                     raise LazyModelError(f"{name!r} matches two patterns, with different axes or directions")
                 axes[name] = axis, leaves
@@ -211,7 +202,7 @@ def experts(checkpoint: Any, names: Mapping[str, str], experts: int, *, axis: in
     tensors = _tensors(checkpoint)
     grown = dict(tensors)
     for pattern, new in names.items():
-        template, target = _template(pattern), _template(new)
+        template, target = Template(pattern), Template(new)
         if unknown := set(target.captures) - set(template.captures) - {"expert"}:
             raise LazyModelError(f"experts: {{{sorted(unknown)[0]}}} of {new!r} is not in {pattern!r}")
         for name, captures in _matched(tensors, template).items():
@@ -241,13 +232,7 @@ def _tensors(checkpoint: Any) -> dict[str, LazyTensor]:
     return {name: lazy_array(name, array) for name, array in flat.items()}
 
 
-def _template(pattern: str) -> _Template:
-    if not isinstance(cast(Any, pattern), str):
-        raise LazyModelError(f"a pattern is a name, with captures such as {{layer}}; got {pattern!r}")
-    return _Template(pattern)
-
-
-def _matched(tensors: Mapping[str, LazyTensor], template: _Template) -> dict[str, dict[str, str]]:
+def _matched(tensors: Mapping[str, LazyTensor], template: Template) -> dict[str, dict[str, str]]:
     """Names that match, with their captures."""
     found = {name: captures for name in tensors if (captures := template.match(name)) is not None}
     if not found:
@@ -308,10 +293,6 @@ def _order(count: int, layers: int, method: str | Sequence[int], *, preserve: bo
             f"identity; got {order}"
         )
     return order
-
-
-def _firsts(order: Sequence[int]) -> list[bool]:
-    return [source not in order[:new] for new, source in enumerate(order)]
 
 
 def _joined(pieces: Sequence[Any], axis: int) -> LazyTensor:

@@ -8,7 +8,6 @@ import inspect
 import os
 import re
 import sys
-import warnings
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
@@ -16,11 +15,13 @@ import jax
 import keras
 from jax.sharding import PartitionSpec
 
-from lazymodel import AbstractVariable, CheckpointError, LazyModelError, LazyModelWarning, Progress
+from lazymodel import AbstractVariable, CheckpointError, LazyModelError, Progress
 from lazymodel._auto import Auto
-from lazymodel._materialize import ReportTo
+from lazymodel._errors import warn
 from lazymodel._paths import rule_path
+from lazymodel._progress import ReportTo
 from lazymodel._rules import Rules
+from lazymodel._text import first_of, listed
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras._keywords import check_from_preset
 from lazymodel_keras._model import Skeleton, from_skeleton
@@ -133,10 +134,7 @@ def block(
             yield
     materialize(None, None, only_own=False)
     if block_rules is not None and block_rules.unused and not one_model:
-        listed = ", ".join(repr(pattern) for pattern in block_rules.unused)
-        warnings.warn(
-            f"no model of the block has a variable that these rules match: {listed}", LazyModelWarning, stacklevel=5
-        )
+        warn(f"no model of the block has a variable that these rules match: {listed(map(repr, block_rules.unused))}")
 
 
 class _BlockRules:
@@ -192,8 +190,8 @@ def _announcing(function: Callable[..., Any], *, loaded: Callable[..., Any] = la
                 problems = recording.unresolved_problems()
                 if not problems:
                     raise
-                more = f" ({len(problems)} tensors do not match)" if len(problems) > 1 else ""
-                raise CheckpointError(f"{function.__qualname__}: {problems[0]}{more}") from error
+                found = first_of(problems, "tensors do not match")
+                raise CheckpointError(f"{function.__qualname__}: {found}") from error
             finally:
                 recording.require_verified()
             skips = signature.bind(*args, **kwargs).arguments.get("skip_mismatch")

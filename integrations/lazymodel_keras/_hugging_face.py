@@ -22,6 +22,7 @@ from lazymodel import CheckpointError, StoredTensor
 from lazymodel._casting import weights
 from lazymodel._quantized import is_marker, scales_beside
 from lazymodel._stored import unused_tensors
+from lazymodel._text import listed
 from lazymodel.checkpoints import SafetensorsFile
 from lazymodel.checkpoints._untrusted import read_json_file, shard_path, weight_map
 
@@ -158,7 +159,7 @@ class Leftovers:
                         beside = f" beside {scales[0]!r}, which nothing takes" if scales else ""
                         found.append(f"{name!r} ({tensor.dtype.name}){beside}")
             if found:
-                messages.append(f"{folder} holds quantized weights: {_listed(found)}. {_ADVICE}")
+                messages.append(f"{folder} holds quantized weights: {listed(found)}. {_ADVICE}")
         return messages
 
     def unexpected(self) -> list[str]:
@@ -177,7 +178,7 @@ class Leftovers:
             ]
             if names:
                 messages.append(
-                    f"{folder} holds {len(names)} tensors that KerasHub's converter did not ask for: {_listed(names)}. "
+                    f"{folder} holds {len(names)} tensors that KerasHub's converter did not ask for: {listed(names)}. "
                     "Is its config.json that of another model?"
                 )
         return messages
@@ -226,7 +227,3 @@ def _indexed(folder: Path, opened: Iterable[Path]) -> dict[str, list[str]]:
     for name, shard in weight_map(read_json_file(index), index).items():
         shards.setdefault(shard_path(index, shard), []).append(name)
     return {str(path): names for path, names in shards.items()} if set(opened).intersection(shards) else {}
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "")

@@ -15,7 +15,7 @@ import keras
 
 from lazymodel import AbstractVariable, LazyModelError
 from lazymodel._follow import follow_weights
-from lazymodel._report import closest
+from lazymodel._text import closest
 from lazymodel_keras import _upstream
 from lazymodel_keras._model import Skeleton, from_skeleton, has_layout, model_variables
 from lazymodel_keras._recording import Recording

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +16,15 @@ from lazymodel import (
     AbstractVariable,
     CheckpointError,
     InitRecipe,
-    LazyModelWarning,
     LazyTensor,
     ProgramCache,
     StoredTensor,
 )
-from lazymodel._bytes import format_bytes
+from lazymodel._errors import warn
 from lazymodel._follow import follow, follow_weights
 from lazymodel._paths import rule_path, unique_paths
 from lazymodel._shard import check_spec
+from lazymodel._text import first_of, format_bytes, listed
 from lazymodel._with_optimizer import Optimized
 from lazymodel_keras import _initializers, _upstream
 from lazymodel_keras._recording import RecordedVariable, Recording
@@ -151,8 +150,7 @@ def from_skeleton(skeleton: Skeleton) -> AbstractModel:
         sharding = None if placed is None else placed.sharding
         slots[path] = variables[path] = dataclasses.replace(abstract, follows=follows, sharding=sharding)
     if refused:
-        more = f" ({len(refused)} tensors are refused)" if len(refused) > 1 else ""
-        raise CheckpointError(f"{refused[0]}{more}.")
+        raise CheckpointError(f"{first_of(refused, 'tensors are refused')}.")
     if distribution is not None:
         # Published layout maps know no LoRA pairs and no quantization scales.
         without_layout = [path for path in variables if path not in slots and not has_layout(path, distribution)]
@@ -259,11 +257,9 @@ def _warn_replicated(variables: list[AbstractVariable]) -> None:
         and variable.sharding.is_fully_replicated
     ]
     if large:
-        listed = ", ".join(f"{v.path} {v.shape} {format_bytes(v.nbytes)}" for v in large[:8])
-        warnings.warn(
+        described = listed(f"{v.path} {v.shape} {format_bytes(v.nbytes)}" for v in large)
+        warn(
             f"the active keras.distribution replicates {len(large)} variables of at least "
-            f"{format_bytes(_REPLICATED_NBYTES)} on every device: {listed}{', …' if len(large) > 8 else ''}. "
-            "Add them to its LayoutMap.",
-            LazyModelWarning,
-            stacklevel=4,
+            f"{format_bytes(_REPLICATED_NBYTES)} on every device: {described}. "
+            "Add them to its LayoutMap."
         )

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from lazymodel import LazyModelWarning, LazyTensor
+from lazymodel import LazyTensor
+from lazymodel._errors import warn
 from lazymodel._mxfp4 import CODES, Decode, Mxfp4Leaf, code_table
 from lazymodel_keras import _upstream
 
@@ -54,11 +54,9 @@ def patch(undo: contextlib.ExitStack, active: Callable[[], Any]) -> None:
         if active() is None:
             return original(*args, **kwargs)
         if lazily is None:
-            warnings.warn(
+            warn(
                 "this KerasHub decodes GPT-OSS' experts in a way that lazymodel does not know: the host holds all of "
-                "them decoded, until the model is materialized",
-                LazyModelWarning,
-                stacklevel=2,
+                "them decoded, until the model is materialized"
             )
             return original(*args, **kwargs)
         return lazily(*args, **kwargs)

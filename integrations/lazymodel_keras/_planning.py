@@ -23,7 +23,7 @@ import keras
 from lazymodel import AbstractModel, CheckpointError, LazyModelError
 from lazymodel._plan_compiled import PlannedFunction
 from lazymodel._quiet import quiet_tensorflow
-from lazymodel._report import closest
+from lazymodel._text import closest
 from lazymodel_keras.hub import abstract_from_preset
 
 _WEIGHTS = ("*.weights.h5", "*.weights.json", "*.safetensors", "*.safetensors.index.json")

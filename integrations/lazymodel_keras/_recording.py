@@ -26,6 +26,7 @@ from lazymodel._casting import SAFE, UNSAFE, check_mode, converted, refusal
 from lazymodel._files import FileSource
 from lazymodel._lazy import lazy
 from lazymodel._stored import stored_tensors, unused_tensors, where
+from lazymodel._text import misshapen
 from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel_keras import _upstream, _weight_files
 from lazymodel_keras._hugging_face import Leftovers
@@ -286,10 +287,8 @@ class Recording:
         if not isinstance(value, LazyTensor):
             value = value if hasattr(value, "shape") else np.asarray(value)
         if tuple(value.shape) != tuple(variable.shape):
-            error = CheckpointError(
-                f"{variable.path!r}: expected shape {tuple(variable.shape)}, found {tuple(value.shape)} in "
-                f"{where(value)}; is this the checkpoint of another configuration?"
-            )
+            misfit = misshapen(variable.path, variable.shape, value.shape, where(value))
+            error = CheckpointError(f"{misfit}; is this the checkpoint of another configuration?")
             tensor = stored_tensors(value, variable.path)[0]
             misfit = MismatchedTensor(variable.path, tensor, tuple(variable.shape), tuple(value.shape))
             self.problems.append((recorded, error, misfit))

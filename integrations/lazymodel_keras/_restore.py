@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -28,18 +27,18 @@ from lazymodel import (
     AbstractVariable,
     CheckpointError,
     LazyModelError,
-    LazyModelWarning,
     LazyTensor,
     Progress,
     open_checkpoint,
 )
 from lazymodel._auto import Auto
 from lazymodel._casting import UNSAFE, check_mode
+from lazymodel._errors import warn
 from lazymodel._follow import follow
-from lazymodel._materialize import ReportTo
 from lazymodel._paths import unique_paths
-from lazymodel._report import closest, folded_names
+from lazymodel._progress import ReportTo
 from lazymodel._rules import Rules
+from lazymodel._text import closest, first_of, folded_names, listed, misshapen
 from lazymodel.checkpoints._untrusted import read_json_file
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _upstream
@@ -47,9 +46,8 @@ from lazymodel_keras._deferred import block
 from lazymodel_keras._model import Skeleton, from_skeleton, model_variables
 from lazymodel_keras._recording import Recording, active
 from lazymodel_keras._saved_models import check_saved_model
-from lazymodel_keras.hub import _levels_to_caller, check_all_used
+from lazymodel_keras.hub import check_all_used
 
-_LISTED = 8
 _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?")
 _WEIGHTS = ("trainable_variables", "non_trainable_variables")
 _OPTIMIZER = "optimizer_variables"
@@ -363,8 +361,8 @@ def _read_keras(recording: Recording, model: Any, path: str, weights_only: bool,
             model.load_weights(path, skip_mismatch=not strict)
     except (ValueError, KeyError, OSError) as error:
         problems = recording.unresolved_problems()
-        more = f" ({len(problems)} tensors do not match)" if len(problems) > 1 else ""
-        raise CheckpointError(f"restoring {path}: {problems[0] if problems else error}{more}") from error
+        found = first_of(problems, "tensors do not match") if problems else error
+        raise CheckpointError(f"restoring {path}: {found}") from error
     finally:
         recording.loading = loading
         recording.require_verified()
@@ -384,7 +382,7 @@ def _read_orbax(recording: Recording, model: Any, path: str, weights_only: bool,
     if not names.get("weights"):
         raise CheckpointError(
             f"{path}: expected variables of a Keras model under {' and '.join(_WEIGHTS)}, "
-            f"found {sorted(names)[:_LISTED]}"
+            f"found {listed(map(repr, sorted(names)))}"
         )
     optimizer = None if weights_only else getattr(model, "optimizer", None)
     if optimizer is not None and names.get(_OPTIMIZER) and not optimizer.built:
@@ -420,15 +418,15 @@ def _read_orbax(recording: Recording, model: Any, path: str, weights_only: bool,
         if tensor.shape == shape:
             fitting[variable_path] = file[name]
         else:
-            misfits.append(f"{variable_path!r}: expected shape {shape}, found {tensor.shape} in tensor {name!r}")
+            misfits.append(misshapen(variable_path, shape, tensor.shape, f"tensor {name!r}"))
     if misfits:
-        listed = "; ".join(misfits[:_LISTED]) + ("; …" if len(misfits) > _LISTED else "")
+        found = listed(misfits, separator="; ")
         if strict:
             raise CheckpointError(
-                f"{path} does not fit {model.name!r}: {listed}. Is this the checkpoint of another configuration? "
+                f"{path} does not fit {model.name!r}: {found}. Is this the checkpoint of another configuration? "
                 "strict=False leaves these variables out."
             )
-        warnings.warn(f"{path}: left out, since they do not fit: {listed}", LazyModelWarning, stacklevel=_stacklevel())
+        warn(f"{path}: left out, since they do not fit: {found}")
     for variable_path, tensor in fitting.items():
         wanted[variable_path].assign(tensor)
 
@@ -451,26 +449,21 @@ def _require_complete(
     lacking = [variable_path for variable_path in wanted if variable_path not in taken]
     parts: list[str] = []
     if lacking:
-        folded = folded_names(lacking)
-        listed = ", ".join(folded[:_LISTED]) + (", …" if len(folded) > _LISTED else "")
+        folded = listed(folded_names(lacking))
         names = [name.partition("/")[2] for name in sorted(unused)]
         parts.append(
-            f"has no tensor for {len(lacking)} variables of {model.name!r}: {listed}{closest(lacking[0], names)}"
+            f"has no tensor for {len(lacking)} variables of {model.name!r}: {folded}{closest(lacking[0], names)}"
         )
     if unused:
-        listed = ", ".join(sorted(unused)[:_LISTED]) + (", …" if len(unused) > _LISTED else "")
-        parts.append(f"holds {len(unused)} tensors that {model.name!r} has no variable for: {listed}")
+        names = listed(sorted(unused))
+        parts.append(f"holds {len(unused)} tensors that {model.name!r} has no variable for: {names}")
     if parts and strict:
         raise CheckpointError(
             f"{path} {' and '.join(parts)}. Build the model and its optimizer as they were when it was saved; "
             "weights_only=True leaves the optimizer out, strict=False whatever does not match."
         )
     if parts:
-        warnings.warn(f"{path} {' and '.join(parts)}. They are left out.", LazyModelWarning, stacklevel=_stacklevel())
-
-
-def _stacklevel() -> int:
-    return _levels_to_caller() - 1
+        warn(f"{path} {' and '.join(parts)}. They are left out.")
 
 
 # Paths ----------------------------------------------------------------------------------------------------------------

@@ -14,14 +14,13 @@ from typing import Any, cast
 import h5py
 
 from lazymodel import CheckpointError, open_checkpoint
-from lazymodel._report import closest
+from lazymodel._text import closest, listed
 from lazymodel.checkpoints._untrusted import read_json_file
 
 _EXPECTED = (
     "expected a .keras file, a legacy .h5 file or a folder that model.save wrote, or an Orbax checkpoint that "
     "keras.callbacks.OrbaxCheckpoint wrote"
 )
-_LISTED = 4
 
 
 def check_saved_model(path: str) -> None:
@@ -62,13 +61,13 @@ def _other_than_a_folder(where: Path) -> str | None:
     names = sorted(os.listdir(where))
     if not names:
         return "an empty folder"
-    listed = f"a folder with {', '.join(names[:_LISTED])}{', …' if len(names) > _LISTED else ''}"
+    folder = f"a folder with {listed(names, most=4)}"
     try:
         with open_checkpoint(where) as checkpoint:
             if hasattr(checkpoint, "item"):
                 return None
-            return f"{listed}, which is a checkpoint without a model's configuration ({checkpoint.format})"
+            return f"{folder}, which is a checkpoint without a model's configuration ({checkpoint.format})"
     except CheckpointError:
         if any(name.isdecimal() or "orbax" in name or name.startswith("_") for name in names):
             raise  # it says what is wrong with the step
-        return listed
+        return folder

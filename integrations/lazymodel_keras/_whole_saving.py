@@ -27,7 +27,7 @@ from typing import Any
 
 from lazymodel import LazyModelError
 from lazymodel._atomic import Staging, carry_over, staging, writing
-from lazymodel._bytes import format_bytes
+from lazymodel._text import format_bytes
 from lazymodel.checkpoints._open import staging_folder
 from lazymodel_keras import _upstream
 from lazymodel_keras._model import model_variables

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,12 @@ from typing import Any
 import jax
 import keras
 
-from lazymodel import AbstractModel, CheckpointError, LazyModelWarning, Progress, ShardingError
+from lazymodel import AbstractModel, CheckpointError, Progress, ShardingError
 from lazymodel._auto import Auto
-from lazymodel._materialize import ReportTo
-from lazymodel._report import closest, folded_names
+from lazymodel._errors import warn
+from lazymodel._progress import ReportTo
 from lazymodel._rules import Rules
+from lazymodel._text import closest, first_of, folded_names, listed
 from lazymodel.checkpoints._untrusted import read_json_file, weight_map
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _lora, _quantize
@@ -30,8 +29,6 @@ from lazymodel_keras._keywords import check_class, check_from_preset
 from lazymodel_keras._model import abstract_model
 from lazymodel_keras._recording import Recording
 from lazymodel_keras._weight_files import known_layers
-
-_LISTED = 8
 
 
 def from_preset(
@@ -201,8 +198,7 @@ def abstract_build(
             raise
         problems = recording.unresolved_problems()
         if problems:
-            more = f" ({len(problems)} tensors do not match)" if len(problems) > 1 else ""
-            raise CheckpointError(f"{what}: {problems[0]}{more}") from error
+            raise CheckpointError(f"{what}: {first_of(problems, 'tensors do not match')}") from error
         files = ", ".join(recording.files)
         if "could not be loaded" in str(error):  # Keras' loader, which goes on to the end before it raises
             lacking = [
@@ -210,10 +206,9 @@ def abstract_build(
                 for variable, recorded in recording.variables()
                 if recorded.value is None and keras.backend.is_float_dtype(variable._dtype)
             ]
-            folded = folded_names(lacking)
-            listed = ", ".join(folded[:_LISTED]) + (", …" if len(folded) > _LISTED else "")
+            names = listed(folded_names(lacking))
             raise CheckpointError(
-                f"{what}: {files} has no matching tensors for {len(lacking)} variables: {listed}; "
+                f"{what}: {files} has no matching tensors for {len(lacking)} variables: {names}; "
                 "is this the checkpoint of another configuration or version?"
             ) from error
         layers = (
@@ -290,8 +285,7 @@ def check_all_used(recording: Recording, what: str, *, strict: bool) -> None:
             name for name in file.unused if not name.startswith("optimizer/") and name.rpartition("/")[0] not in visited
         ]
         if unused:
-            listed = ", ".join(unused[:_LISTED]) + (", …" if len(unused) > _LISTED else "")
-            messages.append(f"{path} holds {len(unused)} tensors that the model has no variable for: {listed}")
+            messages.append(f"{path} holds {len(unused)} tensors that the model has no variable for: {listed(unused)}")
     messages += leftovers.unexpected()
     if not messages:
         return
@@ -299,18 +293,7 @@ def check_all_used(recording: Recording, what: str, *, strict: bool) -> None:
     message += " " if message.endswith("?") else ". "
     if strict:
         raise CheckpointError(f"{message}Pass strict=False to leave them out.")
-    warnings.warn(f"{message}They are left out.", LazyModelWarning, stacklevel=_levels_to_caller())
-
-
-def _levels_to_caller() -> int:
-    """The `stacklevel` with which its caller warns of the line that called into this package."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
-        "lazymodel_keras",
-        "lazymodel",
-    ):
-        level, frame = level + 1, frame.f_back
-    return level
+    warn(f"{message}They are left out.")
 
 
 # The arguments of this package's that may have been meant by one that nobody takes.

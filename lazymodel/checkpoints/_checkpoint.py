@@ -8,9 +8,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from lazymodel._bytes import format_bytes
 from lazymodel._files import FileSource
 from lazymodel._lazy import LazyTensor
+from lazymodel._text import format_bytes
 
 
 class TensorHeader(NamedTuple):

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
-from lazymodel._report import _plural, _printable, _Row, _shape_text, _table, _text
+from lazymodel._table import Row, folded_table, shape_text
+from lazymodel._text import LISTED, first_lines, format_bytes, listed, plural, printable
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._open import (
     SAFETENSORS,
@@ -36,7 +36,6 @@ from lazymodel.checkpoints._shards import shard_problems
 from lazymodel.checkpoints._untrusted import check_pointer, read_json_file, shard_path, weight_map
 from lazymodel.checkpoints._verify import known_hashes, mismatches, no_hash
 
-_LISTED = 8  # names that one message or line gives before it counts the rest
 _MAX_PROBLEMS = 40  # problems that the text shows; `to_dict` has all
 _MAX_NAME = 240  # characters of a name that the text shows; a file may give a tensor a name of megabytes
 
@@ -116,42 +115,39 @@ class CheckpointSummary:
         }
 
     def _line(self) -> str:
-        size = f"{format_bytes(self.nbytes)} in {_plural(len(self.files), 'file')}"
-        return f"{self.format}, {_plural(len(self.tensors), 'tensor')}, {size}"
+        size = f"{format_bytes(self.nbytes)} in {plural(len(self.files), 'file')}"
+        return f"{self.format}, {plural(len(self.tensors), 'tensor')}, {size}"
 
     def __repr__(self) -> str:
-        return f"CheckpointSummary({self.path!r}: {self._line()}, {_plural(len(self.problems), 'problem')})"
+        return f"CheckpointSummary({self.path!r}: {self._line()}, {plural(len(self.problems), 'problem')})"
 
     def __str__(self) -> str:
         """The report for a person, as wide as the terminal; no colours."""
         by_file = Counter(problem.file for problem in self.problems)
 
-        def file_row(file: FileSummary) -> _Row:
+        def file_row(file: FileSummary) -> Row:
             state = f"{', '.join(file.verified)} as stated" if file.verified else "ok"
             if by_file[file.path]:
-                state = _plural(by_file[file.path], "problem")
-            return _Row(_short(file.path), (f"{file.tensors:,}",), file.nbytes, state)
+                state = plural(by_file[file.path], "problem")
+            return Row(_short(file.path), (f"{file.tensors:,}",), file.nbytes, state)
 
-        def tensor_row(one: TensorSummary) -> _Row:
-            return _Row(_short(one.name), (_shape_text(one.shape), one.dtype), one.nbytes, _short(one.file))
+        def tensor_row(one: TensorSummary) -> Row:
+            return Row(_short(one.name), (shape_text(one.shape), one.dtype), one.nbytes, _short(one.file))
 
         lines: list[str] = []
         if self.tensors:
             lines.append(f"dtypes: {', '.join(f'{name} {format_bytes(size)}' for name, size in self.dtypes.items())}")
-        for key, value in list(self.metadata.items())[:_LISTED]:
-            lines.append(f"metadata: {_short(key)} = {_short(str(value))}")
-        if len(self.metadata) > _LISTED:
-            lines.append(f"metadata: … and {len(self.metadata) - _LISTED:,} more")
+        metadata = [f"metadata: {_short(key)} = {_short(str(value))}" for key, value in self.metadata.items()]
+        lines += first_lines(metadata, indent="metadata: ")
         title, headings = f"{self.path}: {self._line()}", ("tensors", "bytes", "state")
-        parts = [_text(_table(title, headings, map(file_row, self.files), lines, noun="file"))]
+        parts = [folded_table(title, headings, map(file_row, self.files), lines, noun="file").text()]
         if self.tensors:
             headings = ("shape", "dtype", "bytes", "file")
-            parts.append(_text(_table("", headings, map(tensor_row, self.tensors), (), noun="tensor")))
+            parts.append(folded_table("", headings, map(tensor_row, self.tensors), noun="tensor").text())
         # Not in a table: a message with a path in it is copied, searched and quoted in one line.
-        problems = [f"  - {_printable(problem.message)}" for problem in self.problems[:_MAX_PROBLEMS]]
-        if len(self.problems) > _MAX_PROBLEMS:
-            problems.append(f"  … and {len(self.problems) - _MAX_PROBLEMS:,} more")
-        count = f"{_plural(len(self.problems), 'problem')} found:" if problems else "no problems found"
+        messages = [f"  - {printable(problem.message)}" for problem in self.problems]
+        problems = first_lines(messages, most=_MAX_PROBLEMS, indent="  ")
+        count = f"{plural(len(self.problems), 'problem')} found:" if problems else "no problems found"
         return "\n".join([*parts, "", count, *problems])
 
 
@@ -400,8 +396,8 @@ def _plain(value: Any) -> Any:
 
 def _some(names: Sequence[str], noun: str = "tensor") -> str:
     """The first few of some names, and how many they are."""
-    listed = ", ".join(repr(_short(name)) for name in names[:_LISTED])
-    return f"{_plural(len(names), noun)} ({listed}{', …' if len(names) > _LISTED else ''})"
+    first = [repr(_short(name)) for name in names[:LISTED]]
+    return f"{plural(len(names), noun)} ({listed(first, count=len(names))})"
 
 
 def _short(text: str) -> str:

@@ -12,7 +12,6 @@ import itertools
 import math
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 
 from lazymodel._buffers import Convert, Workspace, assign
-from lazymodel._errors import CheckpointError, LazyModelWarning
+from lazymodel._errors import CheckpointError, warn
 from lazymodel._files import FileSource
 from lazymodel._geometry import Box, box_shape, shift
 from lazymodel._lazy import LazyTensor
@@ -213,11 +212,9 @@ class OrbaxCheckpoint(Checkpoint):
             )
         if missing and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"{what} lacks {missing} of its chunks, which are read as zeros. The Orbax that wrote it left out "
-                "chunks of zeros, so that lost ones cannot be told from them; save it with a newer Orbax to be sure.",
-                LazyModelWarning,
-                stacklevel=3,
+                "chunks of zeros, so that lost ones cannot be told from them; save it with a newer Orbax to be sure."
             )
         leaf = ChunkedLeaf(name, array, dtype, chunk, self._source, self._kept)
         leaf.file, leaf.offset = self.item, self._order[name]

@@ -27,7 +27,8 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError
 from lazymodel._lazy import LazyTensor, lazy
-from lazymodel.checkpoints._untrusted import counts, is_number, listed, read_json_file, reading
+from lazymodel._text import listed
+from lazymodel.checkpoints._untrusted import counts, is_number, read_json_file, reading
 
 METADATA = "_METADATA"
 MANIFEST = "manifest.ocdbt"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
-from lazymodel.checkpoints._untrusted import LISTED, listed
+from lazymodel._text import LISTED, listed
 
 SAVE_KEY = "lazymodel_save"  # in a shard's metadata: what the shards of one save have in common, and no others
 _PART = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.safetensors")  # as Hugging Face numbers the shards of a model
@@ -62,8 +62,8 @@ def _incomplete(folder: str | os.PathLike[str], stem: str, total: str, numbers: 
     count = int(total) - sum(1 <= number <= int(total) for number in numbers)
     if count:
         lacking = (number for number in range(1, int(total) + 1) if number not in numbers)
-        names = [f"{stem}-{number:0{len(total)}}-of-{total}.safetensors" for number in islice(lacking, LISTED + 1)]
+        names = [f"{stem}-{number:0{len(total)}}-of-{total}.safetensors" for number in islice(lacking, LISTED)]
         yield (
             f"{folder}: expected {int(total)} shards as their names say, found {int(total) - count}; "
-            f"missing {listed(names)}. Download them too."
+            f"missing {listed(names, count=count)}. Download them too."
         )

@@ -13,27 +13,21 @@ import os
 import reprlib
 import stat
 import zipfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
 
-from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError
+from lazymodel._text import format_bytes, listed
 
 MAX_JSON = 100 << 20  # bytes; an index of a million tensors is below this
 MAX_DIMENSIONS = 32  # NumPy 1's; no model comes near
 MAX_RATIO = 1100  # deflate cannot compress further than 1032 : 1 (https://zlib.net/zlib_tech.html)
-LISTED = 8  # names that one message gives before it counts the rest
 _LFS = b"version https://git-lfs.github.com/spec/v1"
 _LOCAL_HEADER = 30  # bytes of a member's local file header, before its name
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first few of some names."""
-    return ", ".join(names[:LISTED]) + (", …" if len(names) > LISTED else "")
 
 
 def is_number(dtype: np.dtype[Any]) -> bool:

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._files import FileSource
-from lazymodel.checkpoints._untrusted import LISTED, listed, read_at_most, reading
+from lazymodel._text import first_lines, listed
+from lazymodel.checkpoints._untrusted import read_at_most, reading
 
 Verify = bool | str | os.PathLike[str] | Mapping[str, str]
 """What `verify=` takes: whether to use the hashes that the folder states, a manifest's path, or name → hash."""
@@ -87,8 +88,7 @@ def verify_files(
     for source in sources:
         source.check_unchanged()
     if problems:
-        more = f"\n… and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
-        raise CheckpointError("\n".join(problems[:LISTED]) + more)
+        raise CheckpointError("\n".join(first_lines(problems)))
     return sources
 
 
@@ -146,7 +146,7 @@ def mismatches(hashes: Mapping[str, Sequence[Hash]]) -> dict[str, str]:
 
 def no_hash(files: Sequence[str], verify: Verify) -> str:
     """The message for files whose hash nobody states."""
-    names = listed(files) + (f" ({len(files)} files)" if len(files) > LISTED else "")
+    names = listed(files)
     every = "for every file of the checkpoint, its index included"
     if verify is True:
         said = (

@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import lazymodel as lm
-from lazymodel._bytes import parse_bytes
 from lazymodel._cli import main
+from lazymodel._text import parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_unexpected_tensors(tmp_path: Path) -> None:
 
 def test_many_unexpected_tensors_are_listed_up_to_eight(tmp_path: Path) -> None:
     path, _ = checkpoint(tmp_path, **{f"extra_{i}": np.zeros(2, "float32") for i in range(9)})
-    with pytest.warns(lm.LazyModelWarning, match=r"9 tensors .*: 'extra_0', .*'extra_7', …$") as caught:
+    with pytest.warns(lm.LazyModelWarning, match=r"9 tensors .*: 'extra_0', .*'extra_7' and 1 more$") as caught:
         lm.build_abstract(init, jax.random.key(0)).materialize(lm.open_checkpoint(path), strict=False)
     assert len(caught) == 1
 
@@ -165,7 +165,7 @@ def test_another_shape_is_left_out_unless_strict(tmp_path: Path, mesh8: Mesh) ->
     ckpt = lm.open_checkpoint(path)
     left_out = (
         f"checkpoint {path}: strict=False leaves out 1 tensors that init has no variable for: 'other'; and 1 tensors "
-        "of another shape, as if they were lacking: 'embedding' expected shape (64, 16), found (60, 16) in tensor "
+        "of another shape, as if they were lacking: 'embedding': expected shape (64, 16), found (60, 16) in tensor "
         f"'embedding' of {path}"
     )
     with pytest.warns(lm.LazyModelWarning) as caught:
@@ -219,9 +219,9 @@ def test_prng_keys_initialize_and_load(mesh8: Mesh) -> None:
     data = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(2), 8)))
     loaded = abstract.materialize({"key": data}, initialize="missing")
     np.testing.assert_array_equal(jax.random.key_data(loaded["key"]), data)
-    with pytest.raises(lm.CheckpointError, match=r"'key': expected shape \(8, 2\), found \(4, 2\) in an array"):
+    with pytest.raises(lm.CheckpointError, match=r"'key': expected shape \(8, 2\), found \(4, 2\) in tensor 'key'"):
         abstract.materialize({"key": data[:4]}, initialize="missing")
-    with pytest.warns(lm.LazyModelWarning, match=r"'key' expected shape \(8, 2\), found \(4, 2\) in tensor 'key'$"):
+    with pytest.warns(lm.LazyModelWarning, match=r"'key': expected shape \(8, 2\), found \(4, 2\) in tensor 'key'$"):
         left_out = abstract.materialize({"key": data[:4]}, initialize="missing", strict=False)
     assert jnp.array_equal(jax.random.key_data(left_out["key"]), jax.random.key_data(model["key"]))
 

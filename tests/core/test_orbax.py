@@ -420,7 +420,7 @@ def test_half_written_checkpoints(tmp_path):
         open_checkpoint(root / "1.orbax-checkpoint-tmp")
     step = steps(tmp_path / "items", "1", item="state") / "1"
     (step / "state").rename(step / "state.orbax-checkpoint-tmp")
-    with pytest.raises(CheckpointError, match=r"expected an Orbax item.*\['state.orbax-checkpoint-tmp'\]. Wait until"):
+    with pytest.raises(CheckpointError, match=r"expected an Orbax item.* found state.orbax-checkpoint-tmp. Wait until"):
         open_checkpoint(step)
 
 
@@ -455,7 +455,7 @@ def test_items(tmp_path):
         open_checkpoint(tmp_path / "root" / "2" / "data")
     for item in ("params", "opt_state"):
         shutil.rmtree(tmp_path / "root" / "2" / item)
-    with pytest.raises(CheckpointError, match=r"2: expected an Orbax item .* arrays, found \['data', 'words'\]"):
+    with pytest.raises(CheckpointError, match=r"2: expected an Orbax item .* arrays, found data, words\."):
         open_checkpoint(tmp_path / "root")
 
 

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from lazymodel._bytes import format_bytes
+from lazymodel._text import format_bytes
 
 optax = pytest.importorskip("optax")
 

@@ -9,8 +9,7 @@ import threading
 
 import pytest
 
-from lazymodel._progress_lines import LogLines
-from lazymodel._report import progress_for
+from lazymodel._progress import LogLines, progress_for
 
 GIB = 1 << 30
 

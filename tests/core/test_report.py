@@ -16,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lazymodel import _report
+from lazymodel import _progress
 from lazymodel._abstract import AbstractVariable
 from lazymodel._errors import LazyModelError
-from lazymodel._report import Progress, closest, fold, model_html, model_text, progress_for
+from lazymodel._progress import Progress, progress_for
+from lazymodel._report import model_table
+from lazymodel._text import closest, fold
 
 BF16 = np.dtype("bfloat16")
 HOSTILE = "a[red]\x1b[31m<script>alert('x')</script>\n&amp;/kernel"
@@ -77,6 +79,14 @@ class Page(HTMLParser):
         self.text += data
         if self.open and self.open[-1] in ("td", "th"):
             self.rows[-1][-1] += data
+
+
+def text_of(model: Any) -> str:
+    return model_table(model).text()
+
+
+def html_of(model: Any) -> str:
+    return model_table(model).html()
 
 
 @pytest.fixture(autouse=True)
@@ -137,14 +147,14 @@ def test_fold_of_any_numbers(numbers: list[int]):
 def test_very_long_runs_of_digits_are_text():
     digits = "1" * 5000  # more than Python reads as an int by default
     model = FakeModel([AbstractVariable(f"w{digits}", (8,), BF16), AbstractVariable(f"w{digits}1/v0", (8,), BF16)])
-    assert digits in Page(model_html(model)).text
+    assert digits in Page(html_of(model)).text
 
 
 # --- models ---
 
 
 def test_model_text_folds_layers_into_rows():
-    text = model_text(decoder(26))
+    text = text_of(decoder(26))
     lines = text.splitlines()
     assert lines[0] == "GemmaBackbone: 53 variables, 124,544 parameters, 246.50 KiB"
     (query,) = [line for line in lines if "query" in line]
@@ -157,11 +167,11 @@ def test_model_text_folds_layers_into_rows():
 
 def test_model_text_of_a_sharded_model(mesh8: Mesh):
     sharding = NamedSharding(mesh8, PartitionSpec("model"))
-    text = model_text(decoder(2, sharding))
+    text = text_of(decoder(2, sharding))
     assert text.splitlines()[0].endswith("48.50 KiB, 6.06 KiB per device on 8 devices")
     (embedding,) = [line for line in text.splitlines() if line.startswith("token")]
     assert re.split(r"\s{2,}", embedding)[4:] == ["P('model')", "4.00 KiB", "Normal"]
-    assert "replicated" in model_text(decoder(2, NamedSharding(mesh8, PartitionSpec(None))))
+    assert "replicated" in text_of(decoder(2, NamedSharding(mesh8, PartitionSpec(None))))
 
 
 def test_model_text_names_other_shardings(mesh8: Mesh):
@@ -173,21 +183,21 @@ def test_model_text_names_other_shardings(mesh8: Mesh):
             AbstractVariable("c", (8,), BF16),
         ]
     )
-    text = model_text(model)
+    text = text_of(model)
     assert "SingleDeviceSharding" in text
     assert "34 B per device on 8 devices" in text.splitlines()[0]
 
 
 def test_model_text_with_an_abstract_mesh():
     mesh = jax.sharding.AbstractMesh((4,), ("model",))
-    text = model_text(decoder(1, NamedSharding(mesh, PartitionSpec("model"))))
+    text = text_of(decoder(1, NamedSharding(mesh, PartitionSpec("model"))))
     assert "per device on 4 devices" in text.splitlines()[0]
 
 
 def test_equal_paths_of_other_shapes_are_other_rows():
     shapes = [(8,), (8,), (16,)]
     model = FakeModel([AbstractVariable(f"l{i}/w", shape, BF16) for i, shape in enumerate(shapes)])
-    text = model_text(model)
+    text = text_of(model)
     assert "l{0..1}/w" in text
     assert "l2/w" in text
 
@@ -197,7 +207,7 @@ def test_thousands_of_unfoldable_variables_end_in_a_count():
     variables = [AbstractVariable(f"{a}{b}{c}", (2,), BF16) for a in letters for b in letters for c in letters[:8]]
     variables.append(AbstractVariable("largest", (4096,), BF16))
     start = time.perf_counter()
-    lines = model_text(FakeModel(variables)).splitlines()
+    lines = text_of(FakeModel(variables)).splitlines()
     assert time.perf_counter() - start < 5
     assert len(lines) < 50
     assert "largest" in lines[-2]
@@ -211,21 +221,21 @@ def test_a_hundred_thousand_variables_of_a_mixture_of_experts():
         for expert in range(1000)
     ]
     start = time.perf_counter()
-    text = model_text(FakeModel(variables))
+    text = text_of(FakeModel(variables))
     assert time.perf_counter() - start < 10
     assert "layer_{0..99}/expert_{0..999}/kernel" in text
     assert "100,000" in text
 
 
 def test_an_empty_model_is_only_its_title():
-    assert model_text(FakeModel([])) == "GemmaBackbone: 0 variables, 0 parameters, 0 B"
-    assert "table" not in Page(model_html(FakeModel([]))).tags
+    assert text_of(FakeModel([])) == "GemmaBackbone: 0 variables, 0 parameters, 0 B"
+    assert "table" not in Page(html_of(FakeModel([]))).tags
 
 
 @pytest.mark.parametrize("columns", ["20", "80", "300"])
 def test_text_keeps_to_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: str):
     monkeypatch.setenv("COLUMNS", columns)
-    text = model_text(decoder(4))
+    text = text_of(decoder(4))
     assert "Ones" in text  # the last column is narrow then, but there
     assert max(map(len, text.splitlines())) <= max(int(columns), 60)
     assert "\x1b" not in text
@@ -233,16 +243,16 @@ def test_text_keeps_to_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: st
 
 def test_hostile_names_reach_neither_terminal_nor_page():
     model = FakeModel([AbstractVariable(HOSTILE, (8,), BF16, None, HOSTILE)], name=HOSTILE)
-    text = model_text(model)
+    text = text_of(model)
     assert "\x1b" not in text
     assert "a[red]\\x1b[31m<script>" in text
-    page = Page(model_html(model))
+    page = Page(html_of(model))
     assert "script" not in page.tags
     assert "a[red]\\x1b[31m<script>alert('x')</script>\\n&amp;/kernel" in page.text
 
 
 def test_model_html_has_the_same_rows_as_the_text():
-    page = Page(model_html(decoder(26)))
+    page = Page(html_of(decoder(26)))
     assert page.text.startswith("GemmaBackbone: 53 variables")
     assert page.rows[0] == ["variable", "count", "shape", "dtype", "bytes", "origin"]
     assert page.rows[2] == [
@@ -252,13 +262,13 @@ def test_model_html_has_the_same_rows_as_the_text():
 
 
 def test_html_brings_no_colours_and_loads_nothing():
-    text = model_html(decoder(2))
+    text = html_of(decoder(2))
     assert not re.search(r"color|background|http|src=|<script|<style", text)
 
 
 def test_prng_keys_have_a_dtype_name():
     key = jax.eval_shape(lambda: jax.random.key(0))
-    assert "key<fry>" in model_text(FakeModel([AbstractVariable("rngs/key", (), key.dtype)]))
+    assert "key<fry>" in text_of(FakeModel([AbstractVariable("rngs/key", (), key.dtype)]))
 
 
 # --- progress ---
@@ -382,11 +392,11 @@ def test_advance_counts_right_from_many_threads(
     if kind == "callable":
         assert done == list(range(8 * 500 + 1))
     elif kind == "bar":
-        assert isinstance(progress, _report._TerminalBar)
+        assert isinstance(progress, _progress._TerminalBar)
         assert progress._bar is not None
         assert progress._bar.tasks[0].completed == 8 * 500
     else:
-        assert isinstance(progress, _report._NotebookBar)
+        assert isinstance(progress, _progress._NotebookBar)
         assert progress._done == 8 * 500
     progress.finish()
 
@@ -404,7 +414,7 @@ def test_bars_show_bytes_rate_and_time_left(monkeypatch: pytest.MonkeyPatch, not
     terminal = use_terminal(monkeypatch)
     bar = progress_for(None)
     bar.start(4096, "x")
-    assert isinstance(bar, _report._TerminalBar)
+    assert isinstance(bar, _progress._TerminalBar)
     assert bar._bar is not None
     bar._bar.get_time = lambda: now
     now += 2
