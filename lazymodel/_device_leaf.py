@@ -70,7 +70,7 @@ def _sliced(array: jax.Array, start: Sequence[Any], shape: tuple[int, ...]) -> j
 _slice = _jax.jit(_sliced, static_argnums=2)
 
 
-def _lazy_array(name: str, array: Any) -> LazyTensor:
+def lazy_array(name: str, array: Any) -> LazyTensor:
     if not isinstance(array, jax.Array):
         return lazy(array, name)
     if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
