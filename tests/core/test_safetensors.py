@@ -333,6 +333,10 @@ def test_symbolic_links_may_not_leave_the_folder_except_into_a_cache_s_blobs(tmp
     (snapshot / "x.safetensors").symlink_to("../../blobs/sha")
     (snapshot / "model.safetensors.index.json").symlink_to("../../blobs/index")
     np.testing.assert_array_equal(open_checkpoint(snapshot)["a"].read(), array)
+    (snapshot / "unet").mkdir()  # a repository of several models
+    (snapshot / "unet" / "x.safetensors").symlink_to("../../../blobs/sha")
+    (snapshot / "unet" / "model.safetensors.index.json").symlink_to("../../../blobs/index")
+    np.testing.assert_array_equal(open_checkpoint(snapshot / "unet")["a"].read(), array)
     (snapshot / "x.safetensors").unlink()
     (snapshot / "x.safetensors").symlink_to(outside / "x.safetensors")
     with pytest.raises(CheckpointError, match="symbolic link to"):
