@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, Self, cast, overload
 
 import jax
 import numpy as np
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from jax.experimental.layout import Layout
 
     from lazymodel._auto import Auto
+    from lazymodel._framework import Derived, Framework, Optimizer
     from lazymodel._init_programs import InitRecipe, ProgramCache
     from lazymodel._lazy_tensor import LazyTensor
     from lazymodel._load_report import MismatchedTensor, StoredTensor
     from lazymodel._materialize import ReportTo
-    from lazymodel._optimizer import Derived, Optimized, Optimizer, StartTraining
     from lazymodel._plan import MemoryPlan
     from lazymodel._reinitialize import Initializer, InitRules
     from lazymodel._report import Progress
@@ -111,25 +111,34 @@ class AbstractVariable:
 Source = Any
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class AbstractModel(Mapping[str, AbstractVariable]):
-    """A model of shapes and dtypes, an immutable mapping of paths to `AbstractVariable`.
+@dataclasses.dataclass(frozen=True)
+class Optimized:
+    """What an optimizer that a model has trains.
 
-    Made by `lazymodel.build_abstract`, or by an integration's own functions.
+    Attributes:
+        paths: The paths of the parameters.
+        model: The model as it was without the optimizer; None where the framework's own object holds both.
+    """
+
+    paths: tuple[str, ...]
+    model: ModelSpec | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class ModelSpec(Mapping[str, AbstractVariable]):
+    """The model as data: what is known of it, with no step to take.
 
     Attributes:
         variables: Path to variable, in the model's own order.
         recipes: How to compute the variables that come from an initializer; each path in at most one recipe.
         sources: Path to the value of variables that were given one while building: a constant, or a tensor of the
             checkpoint that the model was built with.
-        rebuild: Takes a mapping of path to array and returns the user's object.
-        structure: Takes a mapping of path to anything and returns it in the user's own pytree structure.
+        framework: What the model's framework does with it: the user's object of finished arrays, and further steps.
         programs: Compiled init programs, shared by every model derived from the same `build_abstract`.
         name: What the model calls itself, for tables.
         unused: Tensors of the checkpoint that the model was built with which no variable takes, for the load report.
         mismatched: Those that were left out for their shapes, likewise.
         sharding_notes: What `shard` had to say of the rules besides what it says of each variable.
-        start_training: How the framework starts an optimizer; None for the way of plain pytrees.
         derived: How to compute the variables that depend on the values of others, once these are there.
         optimized: What the optimizer that the model has trains; None without one.
     """
@@ -137,14 +146,12 @@ class AbstractModel(Mapping[str, AbstractVariable]):
     variables: Mapping[str, AbstractVariable]
     recipes: tuple[InitRecipe, ...]
     sources: Mapping[str, Source]
-    rebuild: Callable[[Mapping[str, jax.Array]], Any]
-    structure: Callable[[Mapping[str, Any]], Any]
+    framework: Framework
     programs: ProgramCache
     name: str = "model"
     unused: tuple[StoredTensor, ...] = ()
     mismatched: tuple[MismatchedTensor, ...] = ()
     sharding_notes: tuple[str, ...] = ()
-    start_training: StartTraining | None = None
     derived: Derived | None = None
     optimized: Optimized | None = None
 
@@ -173,7 +180,7 @@ class AbstractModel(Mapping[str, AbstractVariable]):
     @property
     def tree(self) -> Any:
         """The model as a pytree of `jax.ShapeDtypeStruct` with shardings, for `jax.jit(...).lower(tree)`."""
-        return self.structure({path: variable.struct for path, variable in self.items()})
+        return self.framework.structure({path: variable.struct for path, variable in self.items()})
 
     @property
     def nbytes(self) -> int:
@@ -189,9 +196,52 @@ class AbstractModel(Mapping[str, AbstractVariable]):
         own = (variable for variable in self.values() if variable.follows is None)
         return sum(variable.size for variable in own if jax.numpy.issubdtype(variable.dtype, np.inexact))
 
-    def with_variables(self, variables: Mapping[str, AbstractVariable]) -> AbstractModel:
+    def with_variables(self, variables: Mapping[str, AbstractVariable]) -> Self:
         """The same model with other variables (same paths), such as resharded ones."""
         return dataclasses.replace(self, variables=variables)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class AbstractModel(ModelSpec):
+    """A model of shapes and dtypes, an immutable mapping of paths to `AbstractVariable`.
+
+    Made by `lazymodel.build_abstract`, or by an integration's own functions; its attributes are those of `ModelSpec`.
+    """
+
+    def quantize(self, how: Any, filters: str | Sequence[str] | Callable[[Any], bool] | None = None) -> AbstractModel:
+        """The quantized model: a kernel is quantized while it is read, and never exists whole in floating point.
+
+        For Keras models that are not changed otherwise yet: before `lora`, `shard`, `with_optimizer`, `reinitialize`.
+        Materialized, it is equal bit for bit to what the framework's own quantization makes of the loaded model.
+
+        Args:
+            how: `"int8"`, `"int4"`, `"float8"` or a `keras.quantizers.QuantizationConfig`. Schemes that calibrate with
+                data (GPTQ, AWQ) need the loaded model. A quantizer of your own in a configuration is run at once, with
+                one layer's weights read at a time. `"int4"` stores the kernels of `EinsumDense` as matrices, so rules
+                for their float shapes do not fit; `lazymodel.auto()` does.
+            filters: Which layers, as the `filters` of `keras.Model.quantize`.
+
+        Raises:
+            LazyModelError: The model has no layers that can be quantized so, or is changed otherwise already.
+        """
+        return self.framework.quantize(self, how, filters)
+
+    def lora(self, rank: int, targets: str | None = None) -> AbstractModel:
+        """The model with LoRA pairs, initialized on their devices and split like their kernels where no rule is theirs.
+
+        For Keras models, as `model.backbone.enable_lora(rank)` does after loading: the pairs are all that is trained.
+        It comes after `quantize` and before `shard`, `with_optimizer` and `reinitialize`.
+
+        Args:
+            rank: The rank of the pairs.
+            targets: Regex of whole paths (`re.fullmatch`): the layers whose kernel or embeddings it matches get a pair.
+                None is the query and value projections, or what the backbone says.
+
+        Raises:
+            LazyModelError: The rank is no positive integer, no layer is a target, a target cannot have a pair, or the
+                model is changed otherwise already.
+        """
+        return self.framework.lora(self, rank, targets)
 
     def shard(
         self,
@@ -463,6 +513,19 @@ class AbstractModel(Mapping[str, AbstractVariable]):
         from lazymodel._report import model_html
 
         return model_html(self)
+
+
+def path_text(path: Sequence[Any]) -> str:
+    """A `jax.tree_util` key path as text: dict keys, indexes and attribute names joined by `/`."""
+    parts: list[str] = []
+    for key in path:
+        for attribute in ("key", "idx", "name"):
+            if hasattr(key, attribute):
+                parts.append(str(getattr(key, attribute)))
+                break
+        else:
+            parts.append(str(key))
+    return "/".join(parts) or "value"
 
 
 def unique_paths(paths: Sequence[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """`lazymodel plan`: will a model fit, and where, from its configuration alone.
 
 Responsible for what the command takes and prints, and for the meshes and models that its arguments name. Keras is
-imported only for what KerasHub describes; how a model is built from that is in `lazymodel_keras._planning`.
+imported only for what KerasHub describes; how a model is built from that is in `lazymodel_keras._config`.
 """
 
 from __future__ import annotations
@@ -103,8 +103,9 @@ def _run(arguments: argparse.Namespace) -> int:
             say(f"building {source}{f' in {dtype}' if dtype else ''}")
             # What KerasHub builds is built quantized, with the pairs that it then has; of others it is arithmetic.
             built = arguments.quantize is not None and not _is_factory(source)
-            quantize, lora_rank = (arguments.quantize, arguments.lora_rank) if built else (None, None)
-            model = _model(source, arguments.cls, dtype, quantize, lora_rank)
+            model = _model(source, arguments.cls, dtype)
+            if built:
+                model = _changed(model, arguments)
             for place, mesh in meshes.items():
                 name = ", ".join(filter(None, (place, dtype))) or "one device"
                 say(f"{'compiling' if arguments.compile else 'planning'} {name}")
@@ -228,9 +229,7 @@ def _is_factory(source: str) -> bool:
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source) is not None and not os.path.exists(source)
 
 
-def _model(
-    source: str, cls: str | None, dtype: str | None, quantize: str | None, lora_rank: int | None
-) -> AbstractModel:
+def _model(source: str, cls: str | None, dtype: str | None) -> AbstractModel:
     if _is_factory(source):
         if cls is not None or dtype is not None:
             raise LazyModelError("--class and --dtype are for presets and configurations; a factory decides for itself")
@@ -238,14 +237,22 @@ def _model(
     os.environ.setdefault("KERAS_BACKEND", "jax")
     try:
         with quiet_tensorflow():
-            planning: Any = importlib.import_module("lazymodel_keras._planning")
+            planning: Any = importlib.import_module("lazymodel_keras._config")
             importlib.import_module("keras_hub")
     except ModuleNotFoundError as error:
         raise LazyModelError(
             f"presets and configurations are read by KerasHub, and {error.name} is not installed: "
             "pip install 'lazymodel[keras]'"
         ) from error
-    return planning.plan_model(source, cls=cls, dtype=dtype, quantize=quantize, lora_rank=lora_rank)
+    return planning.plan_model(source, cls=cls, dtype=dtype)
+
+
+def _changed(model: AbstractModel, arguments: argparse.Namespace) -> AbstractModel:
+    with warnings.catch_warnings():
+        # Keras has one for every normalization layer, and a plan shows what is quantized.
+        warnings.filterwarnings("ignore", message="Layer .* does not have a `quantize`")
+        model = model.quantize(arguments.quantize)
+    return model if arguments.lora_rank is None else model.lora(arguments.lora_rank)
 
 
 def _from_factory(module_name: str, name: str) -> AbstractModel:

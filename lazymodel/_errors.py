@@ -10,6 +10,13 @@
 Every message names what it is about (variable path, file), what was expected, what was found, and the mend.
 """
 
+import sys
+import warnings
+
+_OURS = ("lazymodel", "lazymodel_flax", "lazymodel_keras")
+# What may stand between a user's line and ours: frameworks that call us back, `with` statements, decorated functions.
+_BETWEEN = frozenset((*_OURS, "flax", "jax", "keras", "keras_hub", "optax", "orbax", "contextlib", "functools"))
+
 
 class LazyModelError(Exception):
     """Base class of every error that lazymodel raises on purpose."""
@@ -43,3 +50,13 @@ class DoesNotFitError(LazyModelError):
 
 class LazyModelWarning(UserWarning):
     """Something that works but is likely a mistake, such as a large variable that no rule shards."""
+
+
+def warn(message: str) -> None:
+    """A `LazyModelWarning` of the user's own line: the first one outside of this repository and the frameworks."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
+        frame = frame.f_back
+    module = str(frame.f_globals.get("__name__"))
+    seen = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, LazyModelWarning, frame.f_code.co_filename, frame.f_lineno, module, seen)

@@ -116,7 +116,7 @@ def materialize(
             stage.details = _details(choice)
     with agreement(shardings) as stage:
         arrays, costs = make_arrays(model, choice, max_host_memory=budget, progress=progress, check=stage.check)
-    result = model.rebuild(arrays)
+    result = model.framework.rebuild(arrays)
     if deliver is not None:
         seconds = time.perf_counter() - start
         deliver(make_report(model, choice, checkpoint, device_shardings(model.variables), costs, seconds))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,36 +18,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lazymodel._compile import compile_memory
 from lazymodel._errors import LazyModelError
+from lazymodel._framework import PlannedFunction
 from lazymodel._plan_use import Use, slot_structs
 
 if TYPE_CHECKING:
-    from lazymodel._abstract import AbstractModel
+    from lazymodel._abstract import AbstractModel, ModelSpec
     from lazymodel._compile import CompiledMemory
 
 # Names of mesh axes over which a batch is split; any other axis splits what is inside the model.
 _DATA_AXES = ("data", "batch", "dp", "fsdp", "replica")
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedFunction:
-    """A forward pass or loss that an integration knows of.
-
-    Attributes:
-        function: `function(tree, *inputs)`, with the model's own pytree; the loss, a scalar, where a training step is
-            planned.
-        inputs: Its inputs, pytrees of `jax.ShapeDtypeStruct`; the first dimension of each is the batch.
-        description: What it computes, for people.
-    """
-
-    function: Callable[..., Any]
-    inputs: tuple[Any, ...]
-    description: str
-
-
-class _Plannable(Protocol):
-    """What an integration's object whose method is `AbstractModel.rebuild` may offer."""
-
-    def plan_function(self, what: str, *, batch: int, sequence: int | None) -> PlannedFunction: ...
 
 
 def check_function(compile: str | None, function: Any, inputs: Any, batch: int | None, sequence: int | None) -> None:
@@ -117,7 +96,7 @@ def compile_use(
     own = _without_optimizer(model)
 
     def structure(mapping: Mapping[str, Any]) -> Any:
-        return own.structure({path: mapping[path] for path in own})
+        return own.framework.structure({path: mapping[path] for path in own})
 
     if what == "forward":
         pairs = {path: use.pairs[path] for path in use.pairs}
@@ -183,7 +162,7 @@ def _training_step(model: AbstractModel, use: Use, loss: Callable[..., Any]) -> 
     return step
 
 
-def _without_optimizer(model: AbstractModel) -> AbstractModel:
+def _without_optimizer(model: AbstractModel) -> ModelSpec:
     """The model whose tree a forward pass or loss takes."""
     return model if model.optimized is None else model.optimized.model or model
 
@@ -191,19 +170,18 @@ def _without_optimizer(model: AbstractModel) -> AbstractModel:
 def _own(
     model: AbstractModel, what: str, mesh: Mesh | None, batch: int | None, sequence: int | None
 ) -> PlannedFunction:
-    owner: Any = getattr(_without_optimizer(model).rebuild, "__self__", None)
-    if not hasattr(owner, "plan_function"):
-        expected = "the loss, a scalar" if what == "train" else "the outputs"
-        raise LazyModelError(
-            f"compile={what!r} needs function=f and inputs=(…): f(tree, *inputs) returns {expected}, where tree is a "
-            "pytree like AbstractModel.tree. Only Keras models bring their own."
-        )
     axes = [axis for axis in ([] if mesh is None else mesh.shape) if axis in _DATA_AXES]
     parts = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
     size = parts if batch is None else batch
     if size < 1 or (sequence is not None and sequence < 1):
         raise LazyModelError(f"batch and sequence are positive numbers; got batch={batch}, sequence={sequence}")
-    planned = cast("_Plannable", owner).plan_function(what, batch=size, sequence=sequence)
+    planned = _without_optimizer(model).framework.forward(what, batch=size, sequence=sequence)
+    if planned is None:
+        expected = "the loss, a scalar" if what == "train" else "the outputs"
+        raise LazyModelError(
+            f"compile={what!r} needs function=f and inputs=(…): f(tree, *inputs) returns {expected}, where tree is a "
+            "pytree like AbstractModel.tree. Only Keras models bring their own."
+        )
     if mesh is None:
         return planned
     if size % parts:

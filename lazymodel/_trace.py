@@ -33,9 +33,10 @@ import jax
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from lazymodel._abstract import AbstractModel, AbstractVariable, unique_paths
+from lazymodel._abstract import AbstractModel, AbstractVariable, path_text, unique_paths
 from lazymodel._errors import TraceError
 from lazymodel._escaped import is_iterator, refuse_empty, refuse_escaped
+from lazymodel._framework import Framework
 from lazymodel._host_arrays import is_host_variable
 from lazymodel._init_programs import InitRecipe, ProgramCache
 from lazymodel._inlined import comes_apart, keep_inlined
@@ -155,8 +156,7 @@ def trace_function(
         variables=variables,
         recipes=recipes,
         sources=sources,
-        rebuild=structure,
-        structure=structure,
+        framework=Framework(structure),
         programs=ProgramCache(),
         name=called,
     )
@@ -203,19 +203,6 @@ def known_value(model: AbstractModel, path: str) -> np.ndarray[Any, Any] | None:
         if recipe.paths == (path,) and isinstance(recipe.function, _Program) and recipe.function.is_copy:
             return recipe.inputs[0]
     return None
-
-
-def path_text(path: Sequence[Any]) -> str:
-    """A `jax.tree_util` key path as text: dict keys, indexes and attribute names joined by `/`."""
-    parts: list[str] = []
-    for key in path:
-        for attribute in ("key", "idx", "name"):
-            if hasattr(key, attribute):
-                parts.append(str(getattr(key, attribute)))
-                break
-        else:
-            parts.append(str(key))
-    return "/".join(parts) or "value"
 
 
 def _trace(

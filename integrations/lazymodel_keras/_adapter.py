@@ -14,10 +14,12 @@ import numpy as np
 
 from lazymodel import AbstractModel
 from lazymodel._abstract import unique_paths
-from lazymodel_keras import _upstream, hub
-from lazymodel_keras._keywords import check_constructor, check_from_preset
-from lazymodel_keras._model import model_variables
+from lazymodel_keras import _upstream
+from lazymodel_keras._build import abstract_build
+from lazymodel_keras._keywords import check_constructor, check_from_preset, ours
 from lazymodel_keras._recording import Recording
+from lazymodel_keras._session import session
+from lazymodel_keras._skeleton import model_variables
 
 
 class KerasAdapter:
@@ -56,7 +58,7 @@ class KerasAdapter:
         """Runs `build(*args, **kwargs)` with every variable left abstract."""
         _check_keywords(build, args, kwargs)
         name = getattr(build, "__qualname__", type(build).__name__)
-        return hub.abstract_build(functools.partial(build, *args, **kwargs), what=name, loads=False)
+        return abstract_build(functools.partial(build, *args, **kwargs), what=name, loads=False)
 
     def arrays(self, model: Any) -> dict[str, Any] | None:
         """The values of the variables of a model or layer, its optimizer's and metrics' included."""
@@ -76,7 +78,7 @@ def _check_keywords(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if inspect.isclass(cls) and build.__name__ == "from_preset" and _upstream.hub_models() is not None:
         given = dict(kwargs)
         preset = args[0] if args else given.pop("preset", None)
-        check_from_preset(cls, preset, given, dict.fromkeys(hub.OURS, "lazymodel_keras.from_preset"))
+        check_from_preset(cls, preset, given, ours(taker="lazymodel_keras.from_preset"))
 
 
 def _returns_layers(build: Any) -> bool:
@@ -90,7 +92,7 @@ def _returns_layers(build: Any) -> bool:
 
     recording = Recording()
     try:
-        with _upstream.undone_draws(), recording:
+        with _upstream.undone_draws(), session(recording):
             jax.make_jaxpr(probe)()
     except Exception as error:  # whatever it is, it will be raised again, and explained, by the path that is taken
         # Some layers look at values while they are made, before their first variable (Swin's drop rates); under the

@@ -21,7 +21,7 @@ import lazymodel_keras as lk
 from lazymodel._file_source import BYTES_READ
 from lazymodel._lazy_tensor import lazy
 from lazymodel._stream import StreamItem, stream
-from lazymodel_keras import _mxfp4, _upstream
+from lazymodel_keras import _kerashub, _upstream
 from tests.keras.models import assert_same, bits, seeded, write_safetensors_folder
 
 # KerasHub decodes the largest scale, which stands for no number, with these.
@@ -97,7 +97,7 @@ def test_equal_to_stock_and_read_once(folder: str, stock: Any, mesh8: Mesh, spec
     rules = {".*/experts/(gate_up|down)_proj": spec}
     before = BYTES_READ.count
     abstract = seeded(
-        lambda: lk.abstract_from_preset(GptOssBackbone, folder, mesh=mesh8, rules=rules, on_unmatched="ignore")
+        lambda: lk.abstract_from_preset(GptOssBackbone, folder).shard(mesh8, rules, on_unmatched="ignore")
     )
     assert BYTES_READ.count == before, "nothing is read while it is converted"
     experts = [path for path in abstract if path.endswith(("/gate_up_proj", "/down_proj"))]
@@ -197,7 +197,7 @@ def test_a_decoder_that_cannot_be_looked_up_is_run_as_it_is() -> None:
         values = np.repeat(np.asarray(blocks).reshape(*scales.shape[:-1], -1), 2, axis=-1).astype(np.float32)
         return values + np.arange(values.shape[-1], dtype=np.float32)
 
-    found = _mxfp4._lazy_decode(decode)(lazy(blocks), lazy(scales))
+    found = _kerashub.lazily_decoding(decode)(lazy(blocks), lazy(scales))
     assert isinstance(found, np.ndarray)
     np.testing.assert_array_equal(found, decode(blocks, scales))
 
@@ -213,6 +213,6 @@ def test_a_converter_that_decodes_in_another_way(folder: str, stock: Any, monkey
 
 
 def _lazily(decode: Any, blocks: Any, scales: Any) -> Any:
-    found = _mxfp4._lazy_decode(decode)(blocks, scales)
+    found = _kerashub.lazily_decoding(decode)(blocks, scales)
     assert isinstance(found, lm.LazyTensor)
     return found

@@ -10,7 +10,8 @@ import keras_hub
 import numpy as np
 from keras.src.saving import saving_lib
 
-from lazymodel_keras import _mxfp4, _upstream
+from lazymodel._mxfp4 import decoded_pairs
+from lazymodel_keras import _upstream
 
 from .versions import KERAS, needs_keras, parts
 
@@ -108,7 +109,7 @@ def test_what_layers_quantize_with_is_what_is_replaced() -> None:
 
 
 def test_kerashub_forgets_the_dtype_of_quantized_backbones() -> None:
-    """Once it does not, `_quantize.patch` is not needed."""
+    """Once it does not, `_kerashub._install_saved_policies` is not needed."""
     loader = _upstream.preset_loader_class()
     assert loader({}, {}).get_backbone_kwargs(trainable=True) == ({"dtype": None}, {"trainable": True})
 
@@ -122,7 +123,7 @@ def test_what_gpt_oss_is_decoded_with_is_what_is_replaced() -> None:
     assert changed is not None, "KerasHub decodes in another way, and the host holds all experts again"
     blocks, scales = np.full((1, 1, 1, 16), 0x42, np.uint8), np.full((1, 1, 1), 128, np.uint8)
     np.testing.assert_array_equal(found[0](blocks, scales), np.tile(np.float32([2, 4]), (1, 1, 16)))
-    assert _mxfp4._table(found[0]) is not None
+    assert decoded_pairs(found[0]) is not None
     layer, backbone, loader = mock.MagicMock(), mock.MagicMock(num_layers=1), mock.MagicMock()
     backbone.transformer_layers = [layer]
     changed(backbone, loader, {})

@@ -1,7 +1,6 @@
-"""MXFP4 weights, decoded while they are read: GPT-OSS' experts, which KerasHub's converter would hold in float32.
+"""MXFP4 weights, decoded while they are read: only the blocks that a box needs.
 
-Responsible for handing that converter a lazy tensor where it decodes, and for decoding the blocks that a box needs. The
-numbers themselves are the converter's own: its function is run once, on every scale with every byte, and what it made
+The numbers themselves are another decoder's: its function is run once, on every scale with every byte, and what it made
 of them is looked up from then on. So its result is what is loaded, bit for bit, whatever it does with special values.
 
 The format is that of the OCP Microscaling Formats specification, version 1.0, section 5: blocks of 32 numbers of four
@@ -13,17 +12,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from lazymodel import LazyModelWarning, LazyTensor
 from lazymodel._file_source import Convert, Workspace, assign, slabs
 from lazymodel._geometry import Box, bounding, box_shape, intersect, shift
-from lazymodel._lazy_tensor import DividedLeaf, Part, fill_parts
-from lazymodel_keras import _upstream
+from lazymodel._lazy_tensor import DividedLeaf, LazyTensor, Part, fill_parts
 
 BLOCK = 32  # numbers that share a scale
 CODES = BLOCK // 2  # bytes of a block, each of two numbers
@@ -36,10 +32,10 @@ _INDEX = np.dtype(np.intp)  # what NumPy looks up with; it would convert narrowe
 # Bytes of temporaries of one block: codes, a scale, indices, numbers of up to eight bytes, and each array's alignment.
 _UNIT = CODES + 1 + CODES * _INDEX.itemsize + BLOCK * 8 + 4 * 64
 
-Decode = Callable[[Any, Any], Any]
+Decode = Callable[[Any, Any], Any]  # of blocks and scales
 
 
-class Table:
+class DecodedPairs:
     """What every byte stands for under every scale.
 
     Args:
@@ -67,7 +63,7 @@ class Mxfp4Leaf(DividedLeaf):
         table: What they mean.
     """
 
-    def __init__(self, blocks: LazyTensor, scales: LazyTensor, table: Table) -> None:
+    def __init__(self, blocks: LazyTensor, scales: LazyTensor, table: DecodedPairs) -> None:
         self.pieces = (blocks, scales)
         self.name, self.file, self.offset = blocks.name, blocks.file, blocks.offset
         self.shape, self.dtype = (*blocks.shape[:2], blocks.shape[2] * BLOCK), table.values.dtype
@@ -161,7 +157,7 @@ def _moved(box: Box, origin: Box) -> Box:
     return tuple(slice(a.start + b.start, a.stop + b.start) for a, b in zip(box, origin, strict=True))
 
 
-def _table(decode: Decode) -> Table | None:
+def decoded_pairs(decode: Decode) -> DecodedPairs | None:
     """What a function makes of every scale with every byte; None if that is not all there is to it.
 
     That is tried with numbers that lie elsewhere: a function that gives their places another meaning cannot be looked
@@ -180,51 +176,4 @@ def _table(decode: Decode) -> Table | None:
         return None
     table = np.ascontiguousarray(table).reshape(-1, 2)
     found = table[other_scales[..., None].astype(_INDEX) << 8 | other_codes].reshape(expected.shape)
-    return Table(table) if np.ascontiguousarray(expected).tobytes() == found.tobytes() else None
-
-
-def _lazy_decode(decode: Decode) -> Decode:
-    """The converter's function, which for lazy tensors returns a lazy tensor; what it would refuse, it still does."""
-    table = functools.cache(lambda: _table(decode))
-
-    @functools.wraps(decode)
-    def decode_lazily(blocks: Any, scales: Any) -> Any:
-        lazy = isinstance(blocks, LazyTensor) and isinstance(scales, LazyTensor)
-        if (
-            lazy
-            and blocks.dtype == scales.dtype == np.uint8
-            and blocks.shape == (*scales.shape, CODES)
-            and scales.ndim == 3
-            and (found := table()) is not None
-        ):
-            return LazyTensor(Mxfp4Leaf(blocks, scales, found))
-        return decode(blocks, scales)
-
-    return decode_lazily
-
-
-def patch(undo: contextlib.ExitStack, active: Callable[[], Any]) -> None:
-    """Has KerasHub's converter of GPT-OSS decode lazily until `undo` closes, where `active()` is a recording."""
-    from lazymodel_keras._recording import replace
-
-    converter = _upstream.gpt_oss_converter()
-    if converter is None:
-        return
-    original = converter.convert_weights
-    lazily = _upstream.with_gpt_oss_decoder(original, _lazy_decode)
-
-    @functools.wraps(original)
-    def convert_weights(*args: Any, **kwargs: Any) -> Any:
-        if active() is None:
-            return original(*args, **kwargs)
-        if lazily is None:
-            warnings.warn(
-                "this KerasHub decodes GPT-OSS' experts in a way that lazymodel does not know: the host holds all of "
-                "them decoded, until the model is materialized",
-                LazyModelWarning,
-                stacklevel=2,
-            )
-            return original(*args, **kwargs)
-        return lazily(*args, **kwargs)
-
-    replace(undo, converter, "convert_weights", convert_weights)
+    return DecodedPairs(table) if np.ascontiguousarray(expected).tobytes() == found.tobytes() else None
