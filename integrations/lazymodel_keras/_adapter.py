@@ -47,10 +47,8 @@ class KerasAdapter:
             returned = None
         if returned != Any and inspect.isclass(returned):  # since Python 3.11 Any is a class
             return issubclass(returned, keras.layers.Layer)
-        leaves = jax.tree.leaves((args, kwargs))
-        if not callable(build) or any(
-            isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) for leaf in leaves
-        ):
+        arrays = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+        if not callable(build) or any(isinstance(leaf, arrays) for leaf in jax.tree.leaves((args, kwargs))):
             return False
         return _returns_layers(functools.partial(build, *args, **kwargs))
 
@@ -104,10 +102,8 @@ def _returns_layers(build: Any) -> bool:
 
 def _raised_in_keras(error: Exception) -> bool:
     """Whether code of a Keras or KerasHub layer led to the error; operations on arrays alone do not count."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if isinstance(frame.f_locals.get("self"), keras.layers.Layer):
-            return True
-    return False
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(isinstance(frame.f_locals.get("self"), keras.layers.Layer) for frame, _ in frames)
 
 
 adapter = KerasAdapter()

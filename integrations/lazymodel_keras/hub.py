@@ -44,23 +44,15 @@ def from_preset(
     these steps.
 
     Args:
-        cls: As for `abstract_from_preset`, and so are `preset`, `load_weights`, `strict` and `verify`.
-        preset: See `abstract_from_preset`.
-        load_weights: Likewise.
+        cls: See `abstract_from_preset`, as for `preset`, `load_weights`, `strict`, `verify` and what KerasHub takes.
         mesh: The devices; None uses the active `keras.distribution` if there is one, else one device.
         rules: Sharding rules that go with `mesh`; see `AbstractModel.shard`.
         on_unmatched: What to do about large variables without a rule, likewise.
-        strict: See `abstract_from_preset`.
-        verify: Likewise.
         max_host_memory: See `AbstractModel.materialize`, as for `progress` and `report`.
-        progress: Likewise.
-        report: Likewise.
-        **kwargs: Passed on to KerasHub, such as `dtype` or `num_classes`.
 
     Raises:
-        CheckpointError: As `abstract_from_preset`.
+        CheckpointError: As `abstract_from_preset`, and so is LazyModelError.
         ShardingError: The rules do not fit.
-        LazyModelError: Nobody takes an argument.
     """
     require_rules(mesh, rules)
     given = ours("on_unmatched", "mesh", "rules", "max_host_memory", "progress", "report", "strict", "verify")
