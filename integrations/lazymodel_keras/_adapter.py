@@ -16,6 +16,7 @@ from lazymodel import AbstractModel
 from lazymodel._abstract import unique_paths
 from lazymodel_keras import _upstream
 from lazymodel_keras._build import abstract_build
+from lazymodel_keras._config import plan_model
 from lazymodel_keras._keywords import check_constructor, check_from_preset, ours
 from lazymodel_keras._recording import Recording
 from lazymodel_keras._session import session
@@ -57,6 +58,8 @@ class KerasAdapter:
         _check_keywords(build, args, kwargs)
         name = getattr(build, "__qualname__", type(build).__name__)
         return abstract_build(functools.partial(build, *args, **kwargs), what=name, loads=False)
+
+    from_config = staticmethod(plan_model)
 
     def arrays(self, model: Any) -> dict[str, Any] | None:
         """The values of the variables of a model or layer, its optimizer's and metrics' included."""

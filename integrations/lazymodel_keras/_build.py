@@ -17,7 +17,7 @@ from lazymodel._abstract import ModelSpec
 from lazymodel._errors import warn
 from lazymodel._materialize import ReportTo
 from lazymodel._report import closest, folded_names
-from lazymodel.checkpoints._checkpoint import read_json_file, weight_map
+from lazymodel.checkpoints._untrusted import read_json_file, weight_map
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _upstream
 from lazymodel_keras._from_skeleton import from_skeleton

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 
 from lazymodel import AbstractModel, CheckpointError, LazyModelError
+from lazymodel._quiet import quiet_tensorflow
 from lazymodel._report import closest
 from lazymodel_keras.hub import abstract_from_preset
 
@@ -38,8 +39,14 @@ def plan_model(
         CheckpointError: There is no such preset, file or folder, or KerasHub cannot read it.
         LazyModelError: KerasHub has no such class.
     """
-    import keras_hub
-
+    try:
+        with quiet_tensorflow():
+            import keras_hub
+    except ModuleNotFoundError as error:
+        raise LazyModelError(
+            f"presets and configurations are read by KerasHub, and {error.name} is not installed: "
+            "pip install 'lazymodel[keras]'"
+        ) from error
     models: Any = keras_hub.models
     target = models.Backbone
     # A task's preprocessor needs vocabularies, and a plan no texts.

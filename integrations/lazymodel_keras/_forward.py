@@ -34,7 +34,7 @@ def plan_function(
     if tensors is None:
         raise LazyModelError(
             f"{getattr(model, 'name', type(model).__name__)} does not say what inputs it takes (it is no functional "
-            "Keras model); give function= and inputs="
+            "Keras model); give a function and its inputs"
         )
     if sequence is None:
         sequence = min([_SEQUENCE, *_longest(model)])

@@ -25,7 +25,7 @@ from lazymodel._casting import UNSAFE, check_mode
 from lazymodel._errors import warn
 from lazymodel._optimizer import follow
 from lazymodel._report import closest, folded_names
-from lazymodel.checkpoints._checkpoint import read_json_file
+from lazymodel.checkpoints._untrusted import read_json_file
 from lazymodel_keras import _upstream
 from lazymodel_keras._build import Materializing, check_all_used, check_options
 from lazymodel_keras._from_skeleton import from_skeleton
