@@ -29,8 +29,9 @@ class Skeleton(Framework):
     Attributes:
         build: Makes such an object; None where one is all that is wanted.
         recording: What was recorded while this one was built.
-        result: What the build function returned; None where it was given away.
+        result: What the build function returned.
         used: Whether its object has been filled.
+        given_away: Whether it was taken to be changed, so that another has to be built.
         variables: Path to variable and what was recorded about it; with `only_own`, of those that the object holds.
         distribution: The `keras.distribution` that was active when it was built.
         spec: The abstract model as it was made of this.
@@ -45,6 +46,7 @@ class Skeleton(Framework):
         self.build = build
         self.recording = recording
         self.used = False
+        self.given_away = False
         self.result = result
         self.variables: dict[str, tuple[Any, RecordedVariable]] = _collect(recording, result, only_own=only_own)
         self.distribution = keras.distribution.distribution()
@@ -65,18 +67,19 @@ class Skeleton(Framework):
 
     def present(self) -> Skeleton:
         """Itself, with an object; built anew where `give_away` took the one that it had."""
-        if self.result is None:
+        if self.given_away:
             another = self._another()
             self.recording, self.result, self.variables = another.recording, another.result, another.variables
+            self.given_away = False
         return self
 
     def give_away(self) -> tuple[Recording, Any]:
         """An object that is not filled, for whoever changes it, and its recording; this keeps nothing of it alive."""
-        if self.result is None or self.used:
+        if self.given_away or self.used:
             another = self._another()
             return another.recording, another.result
         recording, result = self.recording, self.result
-        self.result = None
+        self.result, self.given_away = None, True
         self.variables = {path: (None, copy.copy(recorded)) for path, (_, recorded) in self.variables.items()}
         return recording, result
 
