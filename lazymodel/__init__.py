@@ -24,8 +24,8 @@ from lazymodel._errors import (
 )
 from lazymodel._hardware import device_memory
 from lazymodel._init_programs import InitRecipe, ProgramCache
-from lazymodel._lazy_tensor import LazyTensor
-from lazymodel._load_report import LoadReport, LoadRow, MismatchedTensor, StoredTensor
+from lazymodel._lazy import LazyTensor
+from lazymodel._load_report import LoadReport, LoadRow
 from lazymodel._mapping import From, MappedCheckpoint, MappingReport, WeightMap, flatten_paths, map_checkpoint
 from lazymodel._plan import MemoryPlan, PlanComparison, PlanRow, compare_plans
 from lazymodel._plan_compiled import Compile
@@ -38,6 +38,7 @@ from lazymodel._save import save
 from lazymodel._sharding import Reason
 from lazymodel._sharding_report import Explanation, ShardingReport
 from lazymodel._statistics import Statistics, VariableStatistics, statistics
+from lazymodel._stored import MismatchedTensor, StoredTensor
 from lazymodel._topology import arithmetic_mesh, topology
 from lazymodel.checkpoints import Checkpoint, open_checkpoint
 

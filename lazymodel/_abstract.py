@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from lazymodel._auto import Auto
     from lazymodel._framework import Derived, Framework, Optimizer
     from lazymodel._init_programs import InitRecipe, ProgramCache
-    from lazymodel._lazy_tensor import LazyTensor
-    from lazymodel._load_report import MismatchedTensor, StoredTensor
+    from lazymodel._lazy import LazyTensor
     from lazymodel._materialize import ReportTo
     from lazymodel._plan import MemoryPlan
     from lazymodel._plan_compiled import Compile
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from lazymodel._report import Progress
     from lazymodel._sharding import Reason, Rules
     from lazymodel._sharding_report import Explanation, ShardingReport
+    from lazymodel._stored import MismatchedTensor, StoredTensor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,9 +26,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from lazymodel._buffers import Convert
 from lazymodel._errors import CheckpointError, LazyModelError
-from lazymodel._file_source import Convert
-from lazymodel._lazy_tensor import LazyTensor, Leaf
+from lazymodel._lazy import LazyTensor
+from lazymodel._leaves import Leaf
 from lazymodel._quantized import is_quantized, scales_beside
 
 SMALL = 16 << 20  # bytes of a tensor, up to which its values decide: the largest tables of positions have 2 MiB

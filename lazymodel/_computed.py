@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import threading
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
-from lazymodel._file_source import Convert, Workspace, assign
-from lazymodel._geometry import Box, bounding, box_shape, intersect, shift
-from lazymodel._lazy_tensor import DividedLeaf, LazyTensor, Part, fill_parts
+from lazymodel._buffers import DType, Steps, Workspace, assign
+from lazymodel._fill import fill
+from lazymodel._geometry import Box, BoxKey, bounding, box_shape, clip, grid, intersect, shift, whole_box
+from lazymodel._lazy import LazyTensor
+from lazymodel._leaves import DividedLeaf, Part, View
 
 SLAB = 8 << 20  # bytes of the input that are computed at once: what is made of them on the way stays in the caches
 # A function is taken to need this many times its slab: the slab, a copy, and what NumPy makes of it on the way.
@@ -38,7 +41,7 @@ class Output:
         small: Whether it is kept once it was computed on the way to another output, as scales are.
     """
 
-    dtype: np.dtype[Any]
+    dtype: DType
     ratios: tuple[int, ...]
     of: Callable[[tuple[np.ndarray, ...]], np.ndarray]
     small: bool = False
@@ -55,14 +58,14 @@ class Computation:
             other, the extent where none are.
     """
 
-    def __init__(self, source: LazyTensor, function: Function, steps: Sequence[int]) -> None:
+    def __init__(self, source: View, function: Function, steps: Sequence[int]) -> None:
         self.source = source
         self.function = function
         self.steps = tuple(max(min(step, extent), 1) for step, extent in zip(steps, source.shape, strict=True))
         self._outputs: list[Output] = []
         self._kept: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # small outputs: values, and which are there
         self._guard = threading.Lock()
-        self._busy: dict[tuple[tuple[int, int], ...], threading.Lock] = {}
+        self._busy: dict[BoxKey, threading.Lock] = {}
 
     def output(self, output: Output) -> LazyTensor:
         """A further output, as a lazy tensor of shape ceil(extent / ratio) on every axis."""
@@ -91,28 +94,30 @@ class Computation:
             )
         )
         # Cut at the same places whatever the region, so that outputs of one slab find each other.
-        whole = tuple(slice(0, extent) for extent in self.source.shape)
-        slabs = [common for slab in self._cut(whole, SLAB) if (common := intersect(slab, region)) is not None]
+        cut = self._cut(whole_box(self.source.shape), SLAB)
+        slabs = [common for slab in cut if (common := intersect(slab, region)) is not None]
         return [slab for slab in slabs if any(intersect(box, _coarse(slab, output.ratios)) for box in boxes)]
 
     def compute(
-        self, slab: Box, index: int, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: Any, workspace: Workspace
+        self,
+        slab: Box,
+        index: int,
+        wanted: Sequence[tuple[Box, np.ndarray]],
+        steps: Steps,
+        workspace: Workspace,
     ) -> None:
-        """Computes a slab once, and takes from it what boxes of an output have in common with it."""
+        """Computes a slab once, and takes from it what boxes of an output, each with its array, are in it."""
         with self._alone(slab):
             for piece in self._cut(slab, max(workspace.room, self.unit_nbytes) // TEMPORARIES):
                 with workspace.array(box_shape(piece), self.source.dtype) as values:
-                    for part in fill_parts(self.source, [piece], [values]):
-                        part.run(workspace)
+                    fill(self.source, [piece], [values], workspace)
                     results = self.function(values)
                     self._keep(piece, results)
                     output = self._outputs[index]
                     within = _coarse(piece, output.ratios)
                     found = output.of(results)
-                    for box, out in zip(boxes, outs, strict=True):
-                        common = intersect(box, within)
-                        if common is not None:
-                            assign(out[(*shift(common, box), ...)], found[(*shift(common, within), ...)], steps)
+                    for common, out in clip(wanted, within):
+                        assign(out, found[(*shift(common, within), ...)], steps)
 
     def keep(self, index: int, slabs: Sequence[Box], workspace: Workspace) -> np.ndarray:
         """A small output, with what these slabs come down to computed, unless it was before."""
@@ -121,7 +126,7 @@ class Computation:
             with self._alone(slab):
                 missing = not self._entry(index)[1][_coarse(slab, output.ratios)].all()
             if missing:
-                self.compute(slab, index, (), (), (), workspace)
+                self.compute(slab, index, (), (), workspace)
         return self._entry(index)[0]
 
     def release(self, index: int) -> None:
@@ -153,7 +158,7 @@ class Computation:
         with lock:
             yield
 
-    def _cut(self, box: Box, nbytes: int) -> list[Box]:
+    def _cut(self, box: Box, nbytes: int) -> Iterator[Box]:
         """Divides a box at multiples of the steps, first along the outermost axis in the file, until pieces are small.
 
         A piece is never smaller than a step in every dimension.
@@ -163,14 +168,7 @@ class Computation:
             rest = math.prod(chunk) // max(chunk[axis], 1) * self.source.itemsize
             if rest * chunk[axis] > nbytes:
                 chunk[axis] = min(chunk[axis], max(nbytes // max(rest, 1) // self.steps[axis], 1) * self.steps[axis])
-        boxes: list[Box] = [()]
-        for part, size in zip(box, chunk, strict=True):
-            boxes = [
-                (*head, slice(start, min(start + size, part.stop)))
-                for head in boxes
-                for start in range(part.start, part.stop, max(size, 1))
-            ]
-        return boxes
+        return grid(box, [max(extent, 1) for extent in chunk])
 
 
 class ComputedLeaf(DividedLeaf):
@@ -192,27 +190,22 @@ class ComputedLeaf(DividedLeaf):
     def unit_nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.computation.unit_nbytes
 
-    def parts(self, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: tuple[Convert, ...]) -> list[Part]:
+    def parts(self, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: Steps) -> list[Part]:
         computation, index, output = self.computation, self._index, self._output
         slabs = computation.slabs(output, boxes)
         if output.small:
 
-            def run_kept(workspace: Workspace) -> None:
+            def run(workspace: Workspace) -> None:
                 values = computation.keep(index, slabs, workspace)
                 for box, out in zip(boxes, outs, strict=True):
                     assign(out, values[(*box, ...)], steps)
 
-            return [Part(sum(out.nbytes for out in outs), run_kept)]
-
+            return [Part(sum(out.nbytes for out in outs), run)]
         parts: list[Part] = []
         for slab in slabs:
-            within = _coarse(slab, output.ratios)
-            elements = sum(math.prod(box_shape(box)) for box in (intersect(box, within) for box in boxes) if box)
-
-            def run(workspace: Workspace, slab: Box = slab) -> None:
-                computation.compute(slab, index, boxes, outs, steps, workspace)
-
-            parts.append(Part(elements * outs[0].itemsize, run))
+            wanted = clip(zip(boxes, outs, strict=True), _coarse(slab, output.ratios))
+            nbytes = sum(out.nbytes for _, out in wanted)
+            parts.append(Part(nbytes, functools.partial(computation.compute, slab, index, wanted, steps)))
         return parts
 
     def release(self) -> None:

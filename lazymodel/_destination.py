@@ -31,7 +31,7 @@ from lazymodel.checkpoints._shards import is_numbered
 from lazymodel.checkpoints._untrusted import read_json_file, shard_path, weight_map
 
 if TYPE_CHECKING:
-    from lazymodel._lazy_tensor import LazyTensor
+    from lazymodel._lazy import LazyTensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -1,17 +1,19 @@
-"""Arrays on devices as lazy tensors, of which a process may hold only a part."""
+"""Arrays on devices as leaves, so that saving and growing read them as loading reads files: box by box."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
 import numpy as np
 
+from lazymodel._buffers import Steps, Workspace, assign
 from lazymodel._errors import LazyModelError
-from lazymodel._file_source import Convert, Workspace, assign, slabs
-from lazymodel._geometry import Box, box_shape, intersect, shift
-from lazymodel._lazy_tensor import LazyTensor, Leaf, lazy
+from lazymodel._geometry import Box, BoxKey, box_key, box_of, box_shape, intersect, shift, slabs
+from lazymodel._lazy import LazyTensor, lazy
+from lazymodel._leaves import Leaf
 
 _jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
@@ -29,25 +31,23 @@ class DeviceLeaf(Leaf):
         self.name, self.file, self.offset, self.array = name, "", 0, array
         self.shape, self.dtype = tuple(array.shape), np.dtype(array.dtype)
         self.complete = array.is_fully_addressable
-        self._shards: dict[Any, tuple[Box, Any]] = {}
         self.owned: list[Box] = []
+        self._shards: dict[BoxKey, Any] = {}
         for shard in array.addressable_shards:
-            key = tuple(part.indices(extent)[:2] for part, extent in zip(shard.index, self.shape, strict=True))
-            box = tuple(slice(start, stop) for start, stop in key)
-            if key not in self._shards:
-                self._shards[key] = (box, shard)
+            key = box_key(shard.index, self.shape)
+            self._shards.setdefault(key, shard)
             if shard.replica_id == 0:
-                self.owned.append(box)
+                self.owned.append(box_of(key))
 
-    def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
+    def fill_box(self, box: Box, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
         filled = 0
-        for where, shard in self._shards.values():
-            common = intersect(box, where) if self.shape else box
+        for key, shard in self._shards.items():
+            common = intersect(box, box_of(key))
             if common is None:
                 continue
             target = out[(*shift(common, box), ...)]
             filled += target.size
-            within = shift(common, where)
+            within = shift(common, box_of(key))
             if shard.device.platform == "cpu":
                 assign(target, np.asarray(shard.data)[(*within, ...)], steps)  # not a copy
                 continue
@@ -63,14 +63,13 @@ class DeviceLeaf(Leaf):
             )
 
 
-def _sliced(array: jax.Array, start: Sequence[Any], shape: tuple[int, ...]) -> jax.Array:
+@functools.partial(_jax.jit, static_argnums=2)
+def _slice(array: jax.Array, start: Sequence[Any], shape: tuple[int, ...]) -> jax.Array:
     return jax.lax.dynamic_slice(array, start, shape)
 
 
-_slice = _jax.jit(_sliced, static_argnums=2)
-
-
-def _lazy_array(name: str, array: Any) -> LazyTensor:
+def lazy_array(name: str, array: Any) -> LazyTensor:
+    """A lazy tensor over an array of NumPy or JAX; of keys, over their data."""
     if not isinstance(array, jax.Array):
         return lazy(array, name)
     if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):

@@ -1,4 +1,4 @@
-"""Where a view's elements lie: boxes, byte strides, and arrays of made-up addresses that NumPy can rearrange.
+"""Where a view's elements lie: boxes, slabs, byte strides, and made-up addresses that NumPy can rearrange.
 
 Pure arithmetic on offsets, shapes and strides; nothing here reads, and no tensor is known here.
 
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -23,7 +24,7 @@ BoxKey: TypeAlias = "tuple[tuple[int, int], ...]"  # the same, hashable: (start,
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Elements of a leaf's memory: `start` and `strides` in bytes.
+    """Elements of a leaf's or a file's memory: `start` and `strides` in bytes.
 
     Normalized, its strides are positive and descending and no extent is 1.
     """
@@ -37,6 +38,43 @@ class Geometry:
         start, stop, _ = part.indices(self.shape[axis])
         shape = (*self.shape[:axis], stop - start, *self.shape[axis + 1 :])
         return Geometry(self.start + start * self.strides[axis], shape, self.strides)
+
+    def box(self, box: Box) -> Geometry:
+        """A box of it."""
+        start = self.start + sum(part.start * stride for part, stride in zip(box, self.strides, strict=True))
+        return Geometry(start, box_shape(box), self.strides)
+
+    @property
+    def first(self) -> int:
+        """Its lowest byte."""
+        steps = zip(self.shape, self.strides, strict=True)
+        return self.start + sum((n - 1) * stride for n, stride in steps if n and stride < 0)
+
+    def span(self, itemsize: int, axis: int = 0) -> int:
+        """Bytes from the first to the last element, both included, of it all or of one index of the axes before."""
+        steps = zip(self.shape[axis:], self.strides[axis:], strict=True)
+        return sum((n - 1) * abs(stride) for n, stride in steps) + itemsize
+
+    def run(self, itemsize: int) -> int:
+        """Bytes of the longest contiguous run, where its axes are in file order (descending strides)."""
+        run = itemsize
+        for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if stride != run:
+                break
+            run *= extent
+        return run
+
+    def file_axes(self) -> list[int]:
+        """Its axes in file order, without those of one index or one element (stride 0)."""
+        axes = [axis for axis, n in enumerate(self.shape) if not n or (n > 1 and self.strides[axis])]
+        return sorted(axes, key=lambda axis: -abs(self.strides[axis]))
+
+    def normalized(self) -> Geometry:
+        """Its elements in file order, each once."""
+        axes = self.file_axes()
+        return Geometry(
+            self.first, tuple(self.shape[axis] for axis in axes), tuple(abs(self.strides[axis]) for axis in axes)
+        )
 
 
 @functools.lru_cache(maxsize=64)
@@ -62,13 +100,8 @@ class Addresses(np.ndarray):
 @functools.lru_cache(maxsize=4096)  # NumPy takes its time, and of thousands of tensors most share their shape
 def fresh_view(shape: tuple[int, ...], itemsize: int) -> Addresses:
     """The addresses of a C-contiguous array that starts at byte 0."""
-    strides: list[int] = []
-    stride = itemsize
-    for extent in reversed(shape):
-        strides.append(stride)
-        stride *= max(extent, 1)
-    view = np.lib.stride_tricks.as_strided(_anchor(itemsize), shape, strides[::-1], subok=True)
-    return view.view(Addresses)
+    strides = c_strides(shape, itemsize)
+    return np.lib.stride_tricks.as_strided(_anchor(itemsize), shape, strides, subok=True).view(Addresses)
 
 
 def geometry_of(view: np.ndarray) -> Geometry:
@@ -80,26 +113,16 @@ def geometry_of(view: np.ndarray) -> Geometry:
 def normalize(geometry: Geometry, out: np.ndarray) -> tuple[Geometry, np.ndarray, list[int]]:
     """Brings a geometry and the array it fills into file order.
 
-    Returns the normalized geometry, the view of `out` that it fills, and the axes of `out` along which the filled
-    part is to be repeated (`repeat`) because all its elements are one (stride 0).
+    Returns the normalized geometry, the view of `out` that it fills, and the axes of `out` along which all elements
+    are one (stride 0), so that the filled part is to be repeated (`repeat`).
     """
-    start = geometry.start
-    axes: list[tuple[int, int, int]] = []
-    index: list[Any] = []
-    repeated: list[int] = []
-    for axis, (extent, stride) in enumerate(zip(geometry.shape, geometry.strides, strict=True)):
-        if extent == 1 or stride == 0:
-            index.append(0)
-            if extent > 1:
-                repeated.append(axis)
-            continue
-        if stride < 0:
-            start += (extent - 1) * stride
-        index.append(slice(None, None, -1 if stride < 0 else 1))
-        axes.append((abs(stride), extent, len(axes)))
-    order = sorted(axes, key=lambda axis: (-axis[0], axis[2]))
-    view = out[(*index, ...)].transpose([axis[2] for axis in order])
-    return Geometry(start, tuple(a[1] for a in order), tuple(a[0] for a in order)), view, repeated
+    axes = geometry.file_axes()
+    index: list[Any] = [0] * len(geometry.shape)
+    for axis in axes:
+        index[axis] = slice(None, None, -1 if geometry.strides[axis] < 0 else 1)
+    kept = sorted(axes)
+    repeated = [axis for axis, extent in enumerate(geometry.shape) if extent > 1 and not geometry.strides[axis]]
+    return geometry.normalized(), out[(*index, ...)].transpose([kept.index(axis) for axis in axes]), repeated
 
 
 def repeat(out: np.ndarray, axes: Sequence[int]) -> None:
@@ -118,38 +141,25 @@ class Covering:
 
     Attributes:
         box: The box.
-        offset: Byte of the geometry's first element in a C-contiguous copy of the box.
-        strides: The geometry's strides, in bytes, in that copy.
-        axes: For each axis of the geometry (split as `split` says) the axis of the box that it runs along by single
-            steps; None where the geometry is not simply the box.
+        inner: The geometry in a C-contiguous copy of the box; None where it is simply the box.
+        axes: Where it is, for each axis of the geometry (split as `split` says) the axis of the box that it runs along.
         split: The geometry's shape, with axes that run over several of the box's split up.
     """
 
     box: Box
-    offset: int
-    strides: tuple[int, ...]
-    axes: tuple[int, ...] | None = None
+    inner: Geometry | None
+    axes: tuple[int, ...] = ()
     split: tuple[int, ...] = ()
 
-    def align(self, out: np.ndarray) -> np.ndarray | None:
-        """`out` as an array of the box's shape, if its elements are exactly the box's; else None."""
-        if self.axes is None:
-            return None
-        try:
-            out = np.reshape(out, self.split, copy=False)
-        except ValueError:
-            return None
+    def align(self, out: np.ndarray) -> np.ndarray:
+        """`out`, which the geometry fills, as an array of the box's shape; where it is simply the box."""
         index = tuple(slice(None) if axis in self.axes else None for axis in range(len(self.box)))
-        return out[(*index, ...)]
+        return np.reshape(out, self.split, copy=False)[(*index, ...)]
 
 
 def cover(geometry: Geometry, shape: tuple[int, ...], itemsize: int) -> Covering:
     """Finds the box of a C-contiguous array of `shape` that a normalized geometry needs."""
-    base: list[int] = []
-    stride = itemsize
-    for extent in reversed(shape):
-        base.insert(0, stride)
-        stride *= extent
+    base = c_strides(shape, itemsize)
     first = [geometry.start // base[k] % shape[k] for k in range(len(shape))]
     # Follow each axis, the innermost first, along the one base axis whose stride it is a multiple of.
     pending = list(zip(geometry.shape, geometry.strides, strict=True))
@@ -174,22 +184,57 @@ def cover(geometry: Geometry, shape: tuple[int, ...], itemsize: int) -> Covering
         single.reverse()
         used = [axis for _, axis, _ in single]
         exact = all(step == 1 for *_, step in single) and len(set(used)) == len(used)
-        strides = _c_strides(tuple(extents), itemsize)
+        strides = c_strides(tuple(extents), itemsize)
         if exact:
-            return Covering(box, 0, (), tuple(used), tuple(extent for extent, *_ in single))
+            return Covering(box, None, tuple(used), tuple(extent for extent, *_ in single))
         if len(single) == len(geometry.shape):
-            return Covering(box, 0, tuple(step * strides[axis] for _, axis, step in single))
+            return Covering(box, Geometry(0, geometry.shape, tuple(step * strides[axis] for _, axis, step in single)))
     # Otherwise the contiguous range from the first to the last element, rounded to whole rows.
-    end = geometry.start + sum((n - 1) * s for n, s in zip(geometry.shape, geometry.strides, strict=True))
+    end = geometry.start + geometry.span(0)
     last = [end // base[k] % shape[k] for k in range(len(shape))]
     split = next((k for k in range(len(shape)) if first[k] != last[k]), len(shape) - 1)
     box = tuple(slice(first[k], last[k] + 1) if k <= split else slice(0, extent) for k, extent in enumerate(shape))
     begin = sum(box[k].start * base[k] for k in range(len(shape)))
-    return Covering(box, geometry.start - begin, geometry.strides)
+    return Covering(box, dataclasses.replace(geometry, start=geometry.start - begin))
 
 
-def _c_strides(shape: tuple[int, ...], itemsize: int) -> list[int]:
-    return [itemsize * math.prod(shape[k + 1 :]) for k in range(len(shape))]
+def c_strides(shape: tuple[int, ...], itemsize: int) -> list[int]:
+    """Strides in bytes of a C-contiguous array."""
+    return [itemsize * math.prod(max(extent, 1) for extent in shape[k + 1 :]) for k in range(len(shape))]
+
+
+def strided(array: np.ndarray, geometry: Geometry, dtype: np.dtype[Any] | None = None) -> np.ndarray:
+    """A view of a C-contiguous array's memory, in which the geometry must lie."""
+    return np.ndarray(geometry.shape, dtype or array.dtype, cast(Any, array), geometry.start, geometry.strides)
+
+
+def slabs(shape: tuple[int, ...], limit: int, multiple: int = 1) -> Iterator[Box]:
+    """Splits a box into boxes that are contiguous in C order, each of at most `limit` elements, in order.
+
+    The extent along the first axis is a multiple of `multiple` (but for the last one), even where this exceeds the
+    limit.
+    """
+    if not shape or math.prod(shape) <= limit:
+        yield whole_box(shape)
+        return
+    inner = math.prod(shape[1:])
+    if inner > limit and multiple == 1:
+        for index in range(shape[0]):
+            for rest in slabs(shape[1:], limit):
+                yield (slice(index, index + 1), *rest)
+        return
+    step = max(limit // max(inner, 1) // multiple, 1) * multiple
+    for start in range(0, shape[0], step):
+        yield (slice(start, min(start + step, shape[0])), *whole_box(shape[1:]))
+
+
+def grid(box: Box, extents: Sequence[int]) -> Iterator[Box]:
+    """Divides a box into boxes of at most these extents, in C order."""
+    axes = [
+        [slice(start, min(start + extent, part.stop)) for start in range(part.start, part.stop, extent)]
+        for part, extent in zip(box, extents, strict=True)
+    ]
+    return itertools.product(*axes)
 
 
 def intersect(one: Box, other: Box) -> Box | None:
@@ -201,6 +246,17 @@ def intersect(one: Box, other: Box) -> Box | None:
 def shift(box: Box, origin: Box) -> Box:
     """A box relative to the first corner of another."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, origin, strict=True))
+
+
+def unshift(box: Box, origin: Box) -> Box:
+    """A box that is relative to the first corner of another, as one that is not."""
+    return tuple(slice(a.start + b.start, a.stop + b.start) for a, b in zip(box, origin, strict=True))
+
+
+def clip(targets: Iterable[tuple[Box, np.ndarray]], region: Box) -> list[tuple[Box, np.ndarray]]:
+    """What boxes, each with the array that it goes to, have in common with a region, with its part of the array."""
+    pairs = ((box, out, intersect(box, region)) for box, out in targets)
+    return [(common, out[(*shift(common, box), ...)]) for box, out, common in pairs if common is not None]
 
 
 def run_axis(region: Box, box: Box, out: np.ndarray) -> int:
@@ -221,7 +277,7 @@ def runs_in(region: Box, box: Box, out: np.ndarray) -> tuple[np.ndarray, np.ndar
         `int64[n]`, and `int64[n, 2]` of addresses and lengths in bytes, in the order of the box.
     """
     first = run_axis(region, box, out)
-    strides = _c_strides(box_shape(region), out.itemsize)
+    strides = c_strides(box_shape(region), out.itemsize)
     corner = sum(stride * (b.start - r.start) for stride, b, r in zip(strides, box, region, strict=True))
     starts, places = np.array([corner]), np.array([out.__array_interface__["data"][0]])
     for extent, stride, stride_there in zip(out.shape[:first], out.strides, strides, strict=False):
@@ -241,6 +297,11 @@ def box_key(index: Any, shape: tuple[int, ...]) -> BoxKey:
 def box_of(key: BoxKey) -> Box:
     """The box of such ranges."""
     return tuple(slice(start, stop) for start, stop in key)
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """The box that is all of an array."""
+    return tuple(slice(0, extent) for extent in shape)
 
 
 def box_shape(box: Box) -> tuple[int, ...]:

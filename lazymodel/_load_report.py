@@ -7,64 +7,20 @@ What is loaded is decided in `_materialize`, which measures too; how a report lo
 from __future__ import annotations
 
 import dataclasses
-import math
+import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 from jax.sharding import Sharding
 
-from lazymodel._boxes import boxes_for
-from lazymodel._computed import ComputedLeaf
-from lazymodel._errors import CheckpointError
-from lazymodel._geometry import Box
-from lazymodel._lazy_tensor import DividedLeaf, LazyTensor, Leaf
+from lazymodel._lazy import LazyTensor
+from lazymodel._stored import MismatchedTensor, StoredTensor, is_initial, needed_nbytes, stored_tensors, unused_tensors
 
 if TYPE_CHECKING:
     from lazymodel._abstract import AbstractModel
     from lazymodel._materialize import Choice
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredTensor:
-    """A tensor as a checkpoint has it.
-
-    Attributes:
-        name: Its name in the checkpoint.
-        file: The path of its file; empty for an array in memory.
-        dtype: The name of its dtype as stored; empty where `nbytes` is None.
-        nbytes: Bytes of all its elements as stored, before any compression; None where its header is not readable,
-            which fails a load only if the tensor is needed.
-    """
-
-    name: str
-    file: str
-    dtype: str
-    nbytes: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class MismatchedTensor:
-    """A tensor that was left out because its shape is not its variable's.
-
-    Attributes:
-        path: The variable's path.
-        tensor: The tensor that was found for it.
-        expected: The shape that the variable needs.
-        found: The shape that the tensor has.
-    """
-
-    path: str
-    tensor: StoredTensor
-    expected: tuple[int, ...]
-    found: tuple[int, ...]
-
-    def __str__(self) -> str:
-        where = f" of {self.tensor.file}" if self.tensor.file else ""
-        return f"{self.path!r} expected shape {self.expected}, found {self.found} in tensor {self.tensor.name!r}{where}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +112,7 @@ class LoadReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as lists, dicts, strings and numbers that `json.dumps` takes and gives back equal."""
-        values = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        return {**values, "gb_per_second": self.gb_per_second}
+        return json.loads(json.dumps(dataclasses.asdict(self) | {"gb_per_second": self.gb_per_second}))
 
     def _of(self, action: str) -> tuple[LoadRow, ...]:
         return tuple(row for row in self.rows if row.action == action)
@@ -232,83 +187,9 @@ def make_report(
     )
 
 
-def local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[Box]:
-    """The distinct boxes of an array of this shape that this process's devices hold."""
-    return boxes_for(sharding, shape).boxes
-
-
-def local_nbytes(sharding: Sharding, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    """Bytes of all distinct shards that this process's devices hold."""
-    return sum(boxes_for(sharding, shape).sizes) * dtype.itemsize
-
-
-def needed_nbytes(source: Any, sharding: Sharding) -> int:
-    """Bytes, as stored in files, of the distinct shards of a tensor in this process; 0 for an array in memory."""
-    if not isinstance(source, LazyTensor):
-        return 0
-    elements = 0
-    for box in local_boxes(sharding, source.shape):
-        geometry = source.geometry(box)
-        # What is broadcast (stride 0) is in the file once.
-        elements += math.prod(n for n, stride in zip(geometry.shape, geometry.strides, strict=True) if stride or not n)
-    return int(elements * stored_itemsize(source.leaf))
-
-
-def stored_tensors(source: Any, name: str) -> tuple[StoredTensor, ...]:
-    """The tensors that a source of values reads from; `name` is what an array in memory is called."""
-    if not isinstance(source, LazyTensor):
-        array = np.asarray(source)
-        return (StoredTensor(name, "", array.dtype.name, array.nbytes),)
-    found = (StoredTensor(leaf.name, leaf.file, leaf.dtype.name, _leaf_nbytes(leaf)) for leaf in _leaves(source.leaf))
-    return tuple(dict.fromkeys(found))
-
-
 def _unmapped(checkpoint: Mapping[str, Any]) -> tuple[StoredTensor, ...]:
     """What a mapping took nothing from, where the checkpoint is what `map_checkpoint` made of another one."""
     return unused_tensors(getattr(checkpoint, "source", {}), getattr(checkpoint, "unused", ()))
-
-
-def is_initial(source: Any) -> bool:
-    """Whether a source is computed from an initial value rather than from what a file has."""
-    return isinstance(source, LazyTensor) and isinstance(source.leaf, ComputedLeaf) and not source.file
-
-
-def unused_tensors(checkpoint: Mapping[str, Any], names: Iterable[str]) -> tuple[StoredTensor, ...]:
-    """Describes tensors of a checkpoint that nothing takes; one that cannot be read is no error."""
-    unused: list[StoredTensor] = []
-    for name in names:
-        try:
-            source = checkpoint[name]
-        except CheckpointError:
-            unused.append(StoredTensor(name, getattr(checkpoint, "path", ""), "", None))
-            continue
-        first = stored_tensors(source, name)[0]
-        nbytes = first.nbytes
-        if isinstance(source, LazyTensor) and source.file:
-            nbytes = int(source.size * stored_itemsize(source.leaf))
-        unused.append(StoredTensor(name, first.file, first.dtype, nbytes))
-    return tuple(unused)
-
-
-def _leaves(leaf: Leaf) -> Iterator[Leaf]:
-    """What a leaf is made of, down to what is in a file or in memory."""
-    if isinstance(leaf, DividedLeaf):
-        for piece in leaf.pieces:
-            yield from _leaves(piece.leaf)
-    else:
-        yield leaf
-
-
-def _leaf_nbytes(leaf: Leaf) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
-
-
-def stored_itemsize(leaf: Leaf) -> Fraction:
-    """Bytes of files that are read for one element: the average where tensors of several dtypes were joined."""
-    if not isinstance(leaf, DividedLeaf):
-        return Fraction(leaf.dtype.itemsize if leaf.file else 0)
-    nbytes = sum((piece.size * stored_itemsize(piece.leaf) for piece in leaf.pieces), Fraction(0))
-    return nbytes / max(math.prod(leaf.shape), 1) if leaf.reads_pieces else Fraction(0)
 
 
 def _size(file: str) -> int | None:
@@ -317,16 +198,3 @@ def _size(file: str) -> int | None:
         return os.path.getsize(file) if os.path.isfile(file) else None
     except OSError:
         return None
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
-__all__: Sequence[str] = ("LoadReport", "LoadRow", "MismatchedTensor", "StoredTensor")

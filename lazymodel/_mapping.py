@@ -30,7 +30,7 @@ import numpy as np
 
 from lazymodel._abstract import AbstractModel, AbstractVariable, unique_paths
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
-from lazymodel._lazy_tensor import LazyTensor, lazy
+from lazymodel._lazy import LazyTensor, lazy
 from lazymodel._report import closest
 from lazymodel._trace import path_text
 

@@ -25,25 +25,18 @@ from lazymodel._agreement import agreement
 from lazymodel._bytes import parse_budget
 from lazymodel._casting import SAFE, UNSAFE, check_mode, converted, refusal, weights
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
-from lazymodel._file_source import BYTES_READ
 from lazymodel._hardware import require_live
 from lazymodel._host_arrays import host_array
 from lazymodel._init_programs import InitRecipe, run_recipes
 from lazymodel._jaxprs import is_weak, key_impl, with_weak_type
-from lazymodel._lazy_tensor import LazyTensor, lazy
-from lazymodel._load_report import (
-    Costs,
-    LoadReport,
-    MismatchedTensor,
-    is_initial,
-    local_nbytes,
-    make_report,
-    stored_tensors,
-)
+from lazymodel._lazy import LazyTensor, lazy
+from lazymodel._load_report import Costs, LoadReport, make_report
 from lazymodel._mapping import MappedCheckpoint, flat_checkpoint
 from lazymodel._placement import device_shardings, is_narrowed, stays_on_host
 from lazymodel._quantized import scales_beside
 from lazymodel._report import Progress, closest, folded_names, progress_for
+from lazymodel._source import BYTES_READ
+from lazymodel._stored import MismatchedTensor, is_initial, local_nbytes, stored_tensors, where
 from lazymodel._stream import StreamItem, stream
 
 if TYPE_CHECKING:
@@ -204,7 +197,7 @@ def refused_casts(
             continue
         tensor, expected = lazy(source, path), _stored_dtype(model[path])
         if tensor.dtype != expected:
-            why = refusal(path, tensor, expected, _origin(source), names)
+            why = refusal(path, tensor, expected, where(source), names)
             refused += [why] if why else []
         if path in given:
             taken |= {leaf.name: leaf.dtype for leaf in weights(tensor) if leaf.dtype == tensor.dtype}
@@ -395,7 +388,7 @@ def _check_source(variable: AbstractVariable, source: Source) -> None:
     expected, found = _stored_shape(variable), tuple(np.shape(source))
     if found != expected:
         raise CheckpointError(
-            f"{variable.path!r}: expected shape {expected}, found {found} in {_origin(source)}; "
+            f"{variable.path!r}: expected shape {expected}, found {found} in {where(source)}; "
             "is this the checkpoint of another configuration?"
         )
 
@@ -461,14 +454,9 @@ def _describe(checkpoint: Mapping[str, Any]) -> str:
     return "the checkpoint" if path is None else f"checkpoint {path}"
 
 
-def _origin(source: Source) -> str:
-    stored = isinstance(source, LazyTensor) and source.file
-    return f"tensor {source.name!r} of {source.file}" if stored else "an array"
-
-
 def describe_sources(sources: Mapping[str, Source]) -> dict[str, str]:
     """For each path, where its value is read from, for people."""
-    return {path: _origin(source) for path, source in sources.items() if not is_initial(source)}
+    return {path: where(source) for path, source in sources.items() if not is_initial(source)}
 
 
 __all__: Sequence[str] = (

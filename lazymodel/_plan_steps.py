@@ -16,14 +16,14 @@ from typing import Any
 from jax.sharding import Sharding
 
 from lazymodel._abstract import AbstractModel
+from lazymodel._buffers import DEFAULT_BUDGET
 from lazymodel._hardware import is_arithmetic
 from lazymodel._init_programs import AnyProgram, InitRecipe, _by_devices
-from lazymodel._lazy_tensor import LazyTensor
-from lazymodel._load_report import is_initial, stored_itemsize
+from lazymodel._lazy import LazyTensor
 from lazymodel._materialize import Choice
 from lazymodel._placement import Placement, Signature, resident_nbytes, stays_on_host
 from lazymodel._plan import HostPlan, PlanStep
-from lazymodel._stream import DEFAULT_BUDGET
+from lazymodel._stored import is_initial, stored_itemsize
 
 # Temporaries of an init program that was not compiled. XLA:CPU keeps the 32-bit random bits, their two counters and,
 # for narrower dtypes, the result in 32 bits at once, for each element; on TPUs and GPUs all of it is one fused loop.

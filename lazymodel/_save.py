@@ -20,10 +20,10 @@ from lazymodel._adapters import model_arrays
 from lazymodel._agreement import agreement
 from lazymodel._bytes import parse_budget, parse_bytes
 from lazymodel._destination import FileDestination, FolderDestination
-from lazymodel._device_leaf import DeviceLeaf, _lazy_array
+from lazymodel._device_leaf import DeviceLeaf, lazy_array
 from lazymodel._errors import LazyModelError
 from lazymodel._geometry import fresh_view, geometry_of
-from lazymodel._lazy_tensor import LazyTensor
+from lazymodel._lazy import LazyTensor
 from lazymodel._mapping import WeightMap
 from lazymodel._report import Progress, closest
 from lazymodel._save_orbax import save_orbax
@@ -86,7 +86,7 @@ def save(
     shardings = [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
     if format not in ("safetensors", "orbax"):
         raise LazyModelError(f"format is 'safetensors' or 'orbax'; got {format!r}")
-    tensors = _map({name: _lazy_array(name, array) for name, array in arrays.items()}, mapping)
+    tensors = _map({name: lazy_array(name, array) for name, array in arrays.items()}, mapping)
     if format == "orbax":
         save_orbax({name: _plain(name, tensor) for name, tensor in tensors.items()}, Path(path), overwrite=overwrite)
         return
@@ -152,7 +152,7 @@ def _map(arrays: dict[str, LazyTensor], mapping: WeightMap | WriteFunction | Non
             raise LazyModelError(
                 f"a function for saving returns a flat dict of tensor name to tensor; got {name!r}: {type(value)}"
             )
-        tensors[name] = _lazy_array(name, value)
+        tensors[name] = lazy_array(name, value)
     return tensors
 
 

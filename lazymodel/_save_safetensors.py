@@ -15,7 +15,7 @@ from typing import Any, cast
 from lazymodel._bytes import format_bytes
 from lazymodel._destination import SINGLE, SavedFile
 from lazymodel._errors import LazyModelError
-from lazymodel._lazy_tensor import LazyTensor
+from lazymodel._lazy import LazyTensor
 from lazymodel.checkpoints._safetensors_header import DTYPES, FLOAT4, MAX_HEADER
 from lazymodel.checkpoints._shards import SAVE_KEY
 

@@ -18,13 +18,15 @@ from typing import Any, cast
 
 import numpy as np
 
+from lazymodel._buffers import Workspace, empty_aligned
 from lazymodel._bytes import format_bytes
 from lazymodel._destination import FileDestination, FolderDestination, SavedFile
 from lazymodel._device_leaf import DeviceLeaf
 from lazymodel._errors import LazyModelError
-from lazymodel._file_source import Workspace, empty_aligned, slabs
-from lazymodel._geometry import Box, box_shape, cover, fresh_view, geometry_of, intersect, normalize, shift
-from lazymodel._lazy_tensor import LazyTensor, Leaf, PiecesLeaf, fill_parts
+from lazymodel._fill import fill_parts
+from lazymodel._geometry import Box, box_shape, clip, cover, fresh_view, geometry_of, normalize, shift, slabs
+from lazymodel._lazy import LazyTensor, PiecesLeaf
+from lazymodel._leaves import Leaf
 from lazymodel._report import Progress, progress_for
 from lazymodel.checkpoints._safetensors_header import FLOAT4
 
@@ -97,8 +99,7 @@ def _owned(tensor: LazyTensor, target: np.ndarray, *, leads: bool) -> Iterator[t
             yield from _owned(tensor[(*index, position)], target[(*index, position, ...)], leads=leads)
         return
     covering = cover(geometry, leaf.shape, leaf.dtype.itemsize)
-    aligned = covering.align(view)
-    if aligned is None:
+    if covering.inner is not None:
         # No plain box of the leaf: halves of it become one sooner or later, a single element at the latest.
         order: list[int] = tensor.file_order()
         axis = next(axis for axis in order if tensor.shape[axis] > 1)
@@ -107,21 +108,14 @@ def _owned(tensor: LazyTensor, target: np.ndarray, *, leads: bool) -> Iterator[t
         for part in (slice(0, half), slice(half, None)):
             yield from _owned(tensor[(*index, part)], target[(*index, part, ...)], leads=leads)
     elif isinstance(leaf, PiecesLeaf):
-        start = 0
-        for piece in leaf.pieces:
-            end = start + piece.shape[leaf.axis] if leaf.shape else 1
-            within = tuple(slice(start, end) if i == leaf.axis else slice(0, n) for i, n in enumerate(leaf.shape))
-            common = intersect(covering.box, within) if leaf.shape else ()
-            if common is not None:
-                own = piece[shift(common, within)].converted(tensor.steps)
-                yield from _owned(own, aligned[(*shift(common, covering.box), ...)], leads=leads)
-            start = end
+        for piece, within in leaf.places():
+            for common, out in clip([(covering.box, covering.align(view))], within):
+                own = piece.box(shift(common, within)).converted(tensor.steps)
+                yield from _owned(own, out, leads=leads)
     else:
         for box in cast(DeviceLeaf, leaf).owned:
-            common = intersect(covering.box, box) if leaf.shape else ()
-            if common is not None:
-                own = LazyTensor(leaf)[common].converted(tensor.steps)
-                yield own, aligned[(*shift(common, covering.box), ...)]
+            for common, out in clip([(covering.box, covering.align(view))], box):
+                yield LazyTensor(leaf).box(common).converted(tensor.steps), out
 
 
 def check_budget(files: Sequence[SavedFile], budget: int) -> None:

@@ -14,13 +14,14 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
 
 from lazymodel._boxes import Boxes
+from lazymodel._buffers import ALIGNMENT, Workspace, assign
 from lazymodel._errors import CheckpointError
-from lazymodel._file_source import ALIGNMENT, FileSource, Workspace, assign
-from lazymodel._geometry import box_shape, geometry_of
-from lazymodel._lazy_tensor import FileLeaf, LazyTensor, Leaf, fill_parts
+from lazymodel._fill import fill
+from lazymodel._geometry import Geometry, box_shape, strided, whole_box
+from lazymodel._leaves import FileLeaf, View
+from lazymodel._source import Source
 
 _jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
@@ -34,19 +35,19 @@ class Small:
 
     Attributes:
         tensor: What it is, of its variable's dtype.
-        sharding: Where it goes.
         boxes: The parts that devices hold.
-        start: First byte of its elements in the leaf, if that is a range of a file with nothing else in it; None for
-            what is read in its own way, whole: a part of a tensor, what is compressed or joined, an array in memory.
+        source: Its file, if its elements are a range of it with nothing else in it; None for what is read in its own
+            way, whole: a part of a tensor, what is compressed or joined, an array in memory.
+        start: First byte of that range.
         stored_nbytes: Bytes of that range; 0 where there is none.
         placed_nbytes: Bytes of all its boxes, each with a cache line to begin with.
         spent_nbytes: Bytes of temporaries that converting it takes.
     """
 
-    tensor: LazyTensor
-    sharding: Sharding
+    tensor: View
     boxes: Boxes
-    start: int | None
+    source: Source | None
+    start: int
     stored_nbytes: int
     placed_nbytes: int
     spent_nbytes: int
@@ -57,7 +58,7 @@ class Small:
         return self.stored_nbytes + self.placed_nbytes + self.spent_nbytes
 
 
-def small(tensor: LazyTensor, sharding: Sharding, boxes: Boxes) -> Small | None:
+def small(tensor: View, boxes: Boxes) -> Small | None:
     """How a tensor can be part of a group, if it can: it is small, and all of it is wanted here."""
     size, itemsize = tensor.size, tensor.itemsize
     nbytes, stored_nbytes = size * itemsize, size * tensor.itemsize_stored
@@ -67,24 +68,12 @@ def small(tensor: LazyTensor, sharding: Sharding, boxes: Boxes) -> Small | None:
     # What goes into a conversion, what comes out, and a mask or the like.
     widest = max([tensor.itemsize_stored, *(step.dtype.itemsize for step in tensor.steps)])
     spent = 3 * size * widest if tensor.steps else 0
-    start = _dense_start(tensor)
-    if start is None:
-        spent += nbytes + tensor.leaf.unit_nbytes
-    return Small(tensor, sharding, boxes, start, 0 if start is None else stored_nbytes, placed, spent)
-
-
-def _dense_start(tensor: LazyTensor) -> int | None:
-    """The first byte of its elements in the leaf, if that is a range of a file with nothing else in it."""
-    if type(tensor.leaf) is not FileLeaf:
-        return None
-    geometry = geometry_of(tensor._view)
-    start, span = geometry.start, tensor.itemsize_stored
-    for extent, stride in zip(geometry.shape, geometry.strides, strict=True):
-        if extent > 1 and not stride:
-            return None  # repeated, so that something else may lie between its elements
-        span += (extent - 1) * abs(stride)
-        start += min((extent - 1) * stride, 0)
-    return start if span == tensor.size * tensor.itemsize_stored else None
+    geometry = tensor.geometry()
+    repeats = any(n > 1 and not stride for n, stride in zip(geometry.shape, geometry.strides, strict=True))
+    # Where it repeats elements, something else may lie between those that it has.
+    if type(tensor.leaf) is FileLeaf and not repeats and geometry.span(tensor.itemsize_stored) == stored_nbytes:
+        return Small(tensor, boxes, tensor.leaf.source, tensor.offset, stored_nbytes, placed, spent)
+    return Small(tensor, boxes, None, 0, 0, placed, spent + nbytes + tensor.leaf.unit_nbytes)
 
 
 class Group:
@@ -131,22 +120,19 @@ class Group:
 
     def _read(self, raw: np.ndarray) -> None:
         """Reads the members that are ranges of files: with one call what lies side by side."""
-        ranges = [(number, member.tensor.leaf) for number, member in enumerate(self.members) if member.stored_nbytes]
+        runs: list[tuple[Source, int, int]] = []  # with first and last byte
+        for member in self.members:
+            if member.source is not None:
+                start, stop = member.start, member.start + member.stored_nbytes
+                if runs and (runs[-1][0], runs[-1][2]) == (member.source, start):
+                    start = runs.pop()[1]
+                runs.append((member.source, start, stop))
         try:
-            first = done = 0
-            while first < len(ranges):
-                source, last = _source(ranges[first][1]), first
-                begin = end = self._offset(ranges[first][0])
-                while last < len(ranges) and _source(ranges[last][1]) is source:
-                    number, _ = ranges[last]
-                    if self._offset(number) != end:
-                        break
-                    end += self.members[number].stored_nbytes
-                    last += 1
-                source.read_into(begin, raw[done : done + end - begin])
-                done += end - begin
-                first = last
-            for source in {id(source): source for _, leaf in ranges if (source := _source(leaf))}.values():
+            done = 0
+            for source, start, stop in runs:
+                source.read_into(start, raw[done : done + stop - start])
+                done += stop - start
+            for source in dict.fromkeys(source for source, _, _ in runs):
                 source.check_unchanged()
         except CheckpointError:
             self._find_unreadable()
@@ -156,14 +142,9 @@ class Group:
         """Raises the error of the first member that cannot be read, if it still cannot be."""
         for number, member in enumerate(self.members):
             self.current = number
-            if member.start is not None:
-                leaf = cast(FileLeaf, member.tensor.leaf)
-                leaf.fill_runs(member.start, [np.empty(member.stored_nbytes, np.uint8)])
+            if isinstance(leaf := member.tensor.leaf, FileLeaf) and member.source is not None:
+                leaf.fill_runs(member.start - leaf.offset, [np.empty(member.stored_nbytes, np.uint8)])
         self.current = 0
-
-    def _offset(self, number: int) -> int:
-        member = self.members[number]
-        return member.tensor.leaf.offset + (member.start or 0)
 
 
 def groups(smalls: Sequence[Small | None], limit: int) -> Iterator[tuple[range, Group | None]]:
@@ -173,43 +154,35 @@ def groups(smalls: Sequence[Small | None], limit: int) -> Iterator[tuple[range, 
         Numbers of neighbours and the group that they are, or one number and None, in order.
     """
     limit = min(limit, GROUP)
-    first = together = spent = 0
-    for number in range(len(smalls) + 1):
-        member = smalls[number] if number < len(smalls) else None
-        fits = member is not None and member.nbytes <= limit
-        if member is not None and fits:
-            more = together + member.stored_nbytes + member.placed_nbytes
-            if more + max(spent, member.spent_nbytes) <= limit:
-                together, spent = more, max(spent, member.spent_nbytes)
-                continue
-        if first < number:
-            yield range(first, number), Group([one for one in smalls[first:number] if one is not None])
-        first, together, spent = number, 0, 0
-        if member is not None and fits:
-            together, spent = member.stored_nbytes + member.placed_nbytes, member.spent_nbytes
+    group: list[Small] = []
+    together = spent = 0
+    for number, member in enumerate([*smalls, None]):
+        if member is not None and member.nbytes > limit:
+            member = None
+        lasting = member.stored_nbytes + member.placed_nbytes if member else 0
+        if group and (member is None or together + lasting + max(spent, member.spent_nbytes) > limit):
+            yield range(number - len(group), number), Group(group)
+            group, together, spent = [], 0, 0
+        if member is not None:
+            group.append(member)
+            together, spent = together + lasting, max(spent, member.spent_nbytes)
         elif number < len(smalls):
             yield range(number, number + 1), None
-            first = number + 1
-
-
-def _source(leaf: Leaf) -> FileSource:
-    return cast(FileLeaf, leaf).source
 
 
 def _values(member: Small, raw: np.ndarray, position: int, workspace: Workspace) -> np.ndarray:
-    """A member's elements, converted."""
+    """A member's elements, converted; `raw` has its range of the file from a position on."""
     tensor = member.tensor
-    if member.start is None:
+    if member.source is None:
         values = np.empty(tensor.shape, tensor.dtype)
-        for part in fill_parts(tensor, [tuple(slice(0, extent) for extent in tensor.shape)], [values]):
-            part.run(workspace)
+        fill(tensor, [whole_box(tensor.shape)], [values], workspace)
         return values
-    geometry = geometry_of(tensor._view)
-    offset = position + geometry.start - member.start
-    stored = np.ndarray(geometry.shape, tensor.leaf.dtype, cast(Any, raw), offset, geometry.strides)
+    geometry = tensor.geometry()
+    start = position + tensor.leaf.offset + geometry.start - member.start
+    stored = strided(raw, Geometry(start, geometry.shape, geometry.strides), tensor.leaf.dtype)
     if not tensor.steps:
         return stored
-    values = np.empty(geometry.shape, tensor.dtype)
+    values = np.empty(tensor.shape, tensor.dtype)
     assign(values, stored, tensor.steps)
     return values
 
@@ -223,13 +196,7 @@ def _array(member: Small, values: np.ndarray, buffer: np.ndarray, position: int)
         shard[...] = values[(*box, ...)]
         shards.append(shard)
         position += _padded(elements * dtype.itemsize)
-
-    def find(index: Any) -> np.ndarray:
-        return shards[boxes.number(index)]
-
-    # On CPU replicas share a shard's memory. That is safe: XLA never writes into memory it was lent, donated or
-    # not (tests/core/test_stream.py holds it to that). One call for all devices is 7 × as fast as one each.
-    return jax.make_array_from_callback(tuple(values.shape), member.sharding, find, dtype=dtype)
+    return boxes.array(shards, dtype)
 
 
 def _padded(nbytes: int) -> int:

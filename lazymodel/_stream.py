@@ -1,7 +1,7 @@
 """The stream: (variable, tensor, sharding) triples in, sharded `jax.Array`s out, under a ceiling of host memory.
 
 Responsible for which boxes of a tensor this process needs, in which order they are read, by how many threads, how
-much may be in flight, and for handing buffers to devices. How a box is read is in `_lazy_tensor`; which tensor
+much may be in flight, and for handing buffers to devices. How a box is read is in `_fill`; which tensor
 belongs to which variable is decided by `_materialize` or an integration.
 
 Life of a job (the boxes of one variable that are filled together): its bytes are reserved from the budget, its
@@ -16,29 +16,29 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from lazymodel._boxes import boxes_for
+from lazymodel._bands import band_parts, copy_to
+from lazymodel._boxes import Boxes, boxes_for
+from lazymodel._buffers import Arena, Workspace, cores, default_budget, empty_aligned
 from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError
-from lazymodel._file_source import Arena, Workspace, empty_aligned, slabs
-from lazymodel._geometry import Box, BoxKey, bounding, box_key, box_of, box_shape, intersect, shift
-from lazymodel._lazy_tensor import LazyTensor, Part, fill_parts, lazy, prefers_one_pass
+from lazymodel._fill import fill_parts, prefers_one_pass
+from lazymodel._geometry import BoxKey, box_of, box_shape
+from lazymodel._lazy import LazyTensor, lazy
+from lazymodel._leaves import Part
 from lazymodel._small_tensors import Group, Small, groups, small
+from lazymodel._stored import where
 
 _jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
-DEFAULT_BUDGET = 4 << 30  # bytes; enough to keep any disk busy, whatever the model's size
 BAND = 16 << 20  # bytes of a piece of shards that are larger than the budget: a transfer of a few milliseconds
 WORKSPACE = 64 << 20  # bytes of temporaries of a thread, at most; more makes nothing faster
 _THREADS = 8  # more do not help: memory bandwidth, not the number of requests, is the limit from here on
@@ -89,14 +89,14 @@ def stream(
     """
     plans = [_plan(item) for item in items]
     plans.sort(key=lambda plan: (plan.tensor.file, plan.tensor.offset))
-    ceiling = _default_budget() if max_host_memory is None else max_host_memory
-    threads = max(2, min(_THREADS, _cores()))  # two on one core as well: one reads while the other waits for a disk
+    ceiling = default_budget() if max_host_memory is None else max_host_memory
+    threads = max(2, min(_THREADS, cores()))  # two on one core as well: one reads while the other waits for a disk
     workspace, budget = _divided(ceiling, threads)
     for plan in plans:
         if plan.least_nbytes(workspace) > budget:
             chunks = " (its chunks are that large)" if plan.unit_nbytes(workspace) else ""
             raise CheckpointError(
-                f"{plan.item.path!r} from {_where(plan.tensor)}: reading any of it takes "
+                f"{plan.item.path!r} from {where(plan.tensor)}: reading any of it takes "
                 f"{format_bytes(plan.least_nbytes(workspace))} at once{chunks}, "
                 f"and max_host_memory={format_bytes(ceiling)} leaves {format_bytes(budget)}. Give at least "
                 f"{_least_ceiling(plans, threads)} bytes."
@@ -123,19 +123,23 @@ def _least_ceiling(plans: Sequence[_Plan], threads: int) -> int:
 
 @dataclasses.dataclass(eq=False)
 class _Plan:
-    """An item with its boxes; `arrays` fills up as its shards arrive, or `array` at once."""
+    """An item with its boxes; `shards` fills up as they arrive, or `array` at once."""
 
     item: StreamItem
     tensor: LazyTensor
-    boxes: dict[BoxKey, list[Any]]  # which devices hold it
-    in_place: bool  # whether the buffers that are filled become the arrays' own memory
+    boxes: Boxes
     small: Small | None  # how it can share a job with its neighbours
-    arrays: dict[Any, jax.Array] = dataclasses.field(default_factory=dict[Any, jax.Array])
+    shards: dict[BoxKey, list[jax.Array]] = dataclasses.field(default_factory=dict[BoxKey, list[jax.Array]])
     array: jax.Array | None = None
 
     @property
     def complete(self) -> bool:
-        return self.array is not None or len(self.arrays) == sum(map(len, self.boxes.values()))
+        return self.array is not None or len(self.shards) == len(self.boxes.devices)
+
+    def places(self, key: BoxKey) -> list[SingleDeviceSharding]:
+        """Where the shards of a box go."""
+        kind = self.item.sharding.memory_kind
+        return [SingleDeviceSharding(device, memory_kind=kind) for device in self.boxes.devices[key]]
 
     def unit_nbytes(self, workspace: int) -> int:
         """Bytes that a thread needs beyond its workspace."""
@@ -149,13 +153,12 @@ class _Plan:
     def take(self) -> jax.Array:
         """The finished array, which is the caller's alone."""
         array, self.array = self.array, None
-        if array is not None:
-            return array
-        shards = [self.arrays[device] for devices in self.boxes.values() for device in devices]
-        self.arrays = {}
-        return jax.make_array_from_single_device_arrays(
-            self.item.shape, self.item.sharding, shards, dtype=self.item.dtype
-        )
+        if array is None:
+            shards = [shard for key in self.boxes.devices for shard in self.shards[key]]
+            self.shards = {}
+            item = self.item
+            array = jax.make_array_from_single_device_arrays(item.shape, item.sharding, shards, dtype=item.dtype)
+        return array
 
 
 @dataclasses.dataclass(eq=False)
@@ -175,16 +178,16 @@ class _Job:
     arrays: list[jax.Array] = dataclasses.field(default_factory=list[jax.Array])  # likewise, when they are complete
 
     @property
-    def in_place(self) -> bool:
+    def on_host(self) -> bool:
         """Whether all buffers of a group become the arrays' own memory."""
-        return all(plan.in_place for plan in self.plans)
+        return all(plan.boxes.on_host for plan in self.plans)
 
 
 def _plan(item: StreamItem) -> _Plan:
     tensor = lazy(item.tensor, item.path)
     if tuple(tensor.shape) != tuple(item.shape):
         raise CheckpointError(
-            f"{item.path!r}: expected shape {tuple(item.shape)}, found {tuple(tensor.shape)} in {_where(tensor)}; "
+            f"{item.path!r}: expected shape {tuple(item.shape)}, found {tuple(tensor.shape)} in {where(tensor)}; "
             "is this the checkpoint of another configuration?"
         )
     if jax.dtypes.canonicalize_dtype(item.dtype) != item.dtype:
@@ -194,7 +197,7 @@ def _plan(item: StreamItem) -> _Plan:
         )
     boxes = boxes_for(item.sharding, tuple(item.shape))
     tensor = tensor.astype(item.dtype)
-    return _Plan(item, tensor, boxes.devices, boxes.on_host, small(tensor, item.sharding, boxes))
+    return _Plan(item, tensor, boxes, small(tensor, boxes))
 
 
 class _Stream:
@@ -264,17 +267,18 @@ class _Stream:
 
     def _jobs_of(self, plan: _Plan) -> Iterator[_Job]:
         """The jobs of one plan by itself."""
-        sizes = {key: _nbytes(key, plan.item.dtype) for key in plan.boxes}
+        itemsize = plan.item.dtype.itemsize
+        sizes = {key: size * itemsize for key, size in zip(plan.boxes.devices, plan.boxes.sizes, strict=True)}
         total = sum(sizes.values())
         unit = plan.unit_nbytes(self._workspace)
         everyone = unit * len(self._threads)
-        if plan.in_place:
+        if plan.boxes.on_host:
             # The arrays' own memory: what exceeds the budget only keeps others from being read ahead.
             temporaries = everyone if everyone <= self._budget else unit
             nbytes = min(total + temporaries, self._budget)
             yield _Job(plan, list(sizes), nbytes, one_by_one=temporaries < everyone)
             return
-        tiled = prefers_one_pass(plan.tensor, [box_of(key) for key in sizes])
+        tiled = prefers_one_pass(plan.tensor, plan.boxes.boxes)
         together = tiled or total + everyone <= self._budget // 4
         for keys in [list(sizes)] if together else [[key] for key in sizes]:
             nbytes = sum(sizes[key] for key in keys)
@@ -284,9 +288,9 @@ class _Stream:
                 continue
             # Threads that each hold a piece and what filling it takes.
             threads = len(self._threads)
-            serial = threads * unit + threads * plan.item.dtype.itemsize > self._budget // 2
+            serial = threads * (unit + itemsize) > self._budget // 2
             band = (self._budget - unit) if serial else (self._budget - everyone) // threads
-            band = max(min(band, BAND), plan.item.dtype.itemsize)
+            band = max(min(band, BAND), itemsize)
             reserve = min(unit + band if serial else threads * (unit + band), self._budget)
             yield _Job(plan, keys, reserve, band=band, one_by_one=serial)
 
@@ -337,14 +341,15 @@ class _Stream:
             return True
 
     def _start(self, job: _Job) -> None:
-        plan, dtype = job.plan, job.plan.item.dtype
-        boxes = [box_of(key) for key in job.boxes]
+        plan = job.plan
         if job.group is not None:
             job.parts = [self._group_part(job, job.group)]
         elif job.band:
-            job.parts = self._band_parts(job)
+            places = {key: plan.places(key) for key in job.boxes}
+            job.parts = band_parts(plan.tensor, places, job.band, plan.shards.update)
         else:
-            job.outs = [self._buffer(plan, box_shape(box), dtype) for box in boxes]
+            boxes = [box_of(key) for key in job.boxes]
+            job.outs = [self._buffer(plan, box_shape(box)) for box in boxes]
             job.parts = fill_parts(plan.tensor, boxes, job.outs)
         if job.one_by_one and len(job.parts) > 1:
             parts = job.parts
@@ -360,8 +365,9 @@ class _Stream:
         job.parts = job.parts or [Part(0, lambda workspace: None)]
         job.unfinished = len(job.parts)
 
-    def _buffer(self, plan: _Plan, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        if plan.in_place:
+    def _buffer(self, plan: _Plan, shape: tuple[int, ...]) -> np.ndarray:
+        dtype = plan.item.dtype
+        if plan.boxes.on_host:
             return self._arena.empty(shape, dtype)  # arrays of one load live equally long
         nbytes = math.prod(shape) * dtype.itemsize
         with self._changed:
@@ -379,46 +385,36 @@ class _Stream:
             job.unfinished -= 1
             if job.unfinished or self._stopped:
                 return
-        if job.group is not None:
-            self._deliver(job, job.group)
-            return
-        plan, array = job.plan, None
-        if job.band:
-            pass  # its pieces are there already
-        elif plan.in_place:
-            outs = dict(zip(job.boxes, job.outs, strict=True))
-            # On CPU replicas share the buffer. That is safe: XLA never writes into memory it was lent, donated or
-            # not (tests/core/test_stream.py holds it to that). One call for all devices is 7 × as fast as one each.
-            array = jax.make_array_from_callback(
-                plan.item.shape,
-                plan.item.sharding,
-                lambda index: outs[box_key(index, plan.item.shape)],
-                dtype=plan.item.dtype,
-            )
-            _jax.block_until_ready(array)
+        if job.group is None:
+            self._deliver(job)
         else:
-            arrays = {
-                device: _copy_to(_placement(plan, device), out)
-                for key, out in zip(job.boxes, job.outs, strict=True)
-                for device in plan.boxes[key]
-            }
-            _jax.block_until_ready(list(arrays.values()))
-            with self._changed:
-                plan.arrays.update(arrays)
-                self._spare += [out.reshape(-1).view(np.uint8) for out in job.outs]
-        job.outs = []
+            self._deliver_group(job, job.group)
+
+    def _deliver(self, job: _Job) -> None:
+        """Hands over what was filled; the shards of bands are there already."""
+        plan = job.plan
+        array, shards = None, dict[BoxKey, list[jax.Array]]()
+        if plan.boxes.on_host:
+            array = plan.boxes.array(job.outs, plan.item.dtype)
+        elif not job.band:
+            for key, out in zip(job.boxes, job.outs, strict=True):
+                shards[key] = [copy_to(place, out) for place in plan.places(key)]
+        _jax.block_until_ready((array, list(shards.values())))
         with self._changed:
             if array is not None:
                 plan.array, self._held[plan] = array, job.nbytes
+            else:
+                plan.shards.update(shards)
+                self._spare += [out.reshape(-1).view(np.uint8) for out in job.outs]
+                self._in_flight -= job.nbytes
+            job.outs = []
             if plan.complete:
                 plan.tensor.leaf.release()
-            if array is None:
-                self._in_flight -= job.nbytes
             self._changed.notify_all()
 
     def _group_part(self, job: _Job, group: Group) -> Part:
         """The part that fills a group."""
-        empty = self._arena.empty if job.in_place else empty_aligned
+        empty = self._arena.empty if job.on_host else empty_aligned
         job.outs = [empty((group.placed_nbytes,), np.dtype(np.uint8))]
 
         def run(workspace: Workspace) -> None:
@@ -426,158 +422,24 @@ class _Stream:
 
         return Part(group.values_nbytes, run)
 
-    def _deliver(self, job: _Job, group: Group) -> None:
+    def _deliver_group(self, job: _Job, group: Group) -> None:
         """Hands over the arrays of a group."""
         with self._changed:
             self._in_flight -= job.nbytes
             for plan, array, member in zip(job.plans, job.arrays, group.members, strict=True):
                 plan.array = array
-                if job.in_place:
+                if job.on_host:
                     self._held[plan] = member.placed_nbytes
                     self._in_flight += member.placed_nbytes
             job.arrays = []
             self._changed.notify_all()
 
-    def _band_parts(self, job: _Job) -> list[Part]:
-        """Parts that each fill a band of the boxes' region and put it where it belongs on the devices.
-
-        Bands go along the file's outermost axis, so that what is one pass over the file stays one.
-        """
-        plan, boxes = job.plan, [box_of(key) for key in job.boxes]
-        region = bounding(boxes)
-        tensor = plan.tensor[region]
-        order: list[int] = tensor.file_order()
-        assembly = _Assembly(plan, job.boxes)
-        pieces = list(slabs(tuple(tensor.shape[axis] for axis in order), max(job.band // tensor.itemsize, 1)))
-        last = threading.Lock()
-        left = len(pieces)
-
-        def run(workspace: Workspace, piece: Box) -> None:
-            nonlocal left
-            if self._stopped:
-                return
-            band = tuple(
-                slice(r.start + piece[order.index(axis)].start, r.start + piece[order.index(axis)].stop)
-                for axis, r in enumerate(region)
-            )
-            wanted = [
-                (key, common) for key, box in zip(job.boxes, boxes, strict=True) if (common := intersect(box, band))
-            ]
-            outs = [empty_aligned(box_shape(common), plan.item.dtype) for _, common in wanted]
-            for part in fill_parts(plan.tensor, [common for _, common in wanted], outs):
-                part.run(workspace)
-            for (key, common), out in zip(wanted, outs, strict=True):
-                assembly.put(key, out, shift(common, box_of(key)))
-            with last:
-                left -= 1
-                if left:
-                    return
-            arrays = assembly.finish()
-            with self._changed:
-                plan.arrays.update(arrays)
-
-        size = plan.item.dtype.itemsize
-        return [Part(math.prod(box_shape(piece)) * size, functools.partial(run, piece=piece)) for piece in pieces]
-
     def _fail(self, job: _Job, error: Exception) -> None:
         plan = job.plan if job.group is None else job.plans[job.group.current]
-        message = f"{plan.item.path!r} from {_where(plan.tensor)}: {error or type(error).__name__}"
+        message = f"{plan.item.path!r} from {where(plan.tensor)}: {error or type(error).__name__}"
         wrapped = CheckpointError(message)
         wrapped.__cause__ = error
         with self._changed:
             self._error = self._error or wrapped
             self._stopped = True
             self._changed.notify_all()
-
-
-class _Assembly:
-    """Shards that come to their devices in pieces, from any thread."""
-
-    def __init__(self, plan: _Plan, keys: Sequence[BoxKey]) -> None:
-        self._plan = plan
-        dtype = plan.item.dtype
-        # As integers: XLA may move small floats through wider ones, which changes signalling NaNs.
-        self._bits = dtype if dtype.kind in "biuc" else np.dtype(f"u{dtype.itemsize}")
-        self._lock = threading.Lock()
-        self._buffers = {
-            (key, device): _zeros(box_shape(box_of(key)), self._bits, _placement(plan, device))
-            for key in keys
-            for device in plan.boxes[key]
-        }
-
-    def put(self, key: BoxKey, piece: np.ndarray, corner: Box) -> None:
-        """Puts a piece where it belongs in a shard; `piece` is read completely when this returns."""
-        start = [np.int32(part.start) if part.start < 2**31 else np.int64(part.start) for part in corner]
-        for device in self._plan.boxes[key]:
-            placement = _placement(self._plan, device)
-            put = _copy_to(placement, piece.view(self._bits))
-            _jax.block_until_ready(put)
-            with self._lock:
-                updated = _update(self._buffers.pop((key, device)), put, start)
-                _jax.block_until_ready(updated)
-                self._buffers[key, device] = updated
-
-    def finish(self) -> dict[Any, jax.Array]:
-        """Each device's shard."""
-        dtype = self._plan.item.dtype
-        return {
-            device: buffer if self._bits == dtype else _bitcast(buffer, dtype)
-            for (_, device), buffer in self._buffers.items()
-        }
-
-
-def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
-    return _jax.jit(lambda: _jax.numpy.zeros(shape, dtype), out_shardings=sharding)()
-
-
-@functools.partial(_jax.jit, donate_argnums=0)
-def _update(buffer: jax.Array, piece: jax.Array, corner: list[Any]) -> jax.Array:
-    return jax.lax.dynamic_update_slice(buffer, piece, corner)
-
-
-@functools.partial(_jax.jit, donate_argnums=0, static_argnums=1)
-def _bitcast(buffer: jax.Array, dtype: Any) -> jax.Array:
-    return jax.lax.bitcast_convert_type(buffer, dtype)
-
-
-def _copy_to(placement: Sharding, values: np.ndarray) -> jax.Array:
-    """A copy on a device that is no host; when it is ready, `values` may be written again."""
-    return _jax.device_put(values, placement)
-
-
-def _placement(plan: _Plan, device: Any) -> SingleDeviceSharding:
-    return SingleDeviceSharding(device, memory_kind=plan.item.sharding.memory_kind)
-
-
-def _nbytes(key: BoxKey, dtype: np.dtype[Any]) -> int:
-    return math.prod(stop - start for start, stop in key) * dtype.itemsize
-
-
-def _where(tensor: LazyTensor) -> str:
-    return f"tensor {tensor.name!r} of {tensor.file}" if tensor.file else "an array in memory"
-
-
-def _cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-
-
-def _default_budget() -> int:
-    """4 GiB, or an eighth of the memory that is available, to this process or at all, if that is less and known."""
-    available = [8 * DEFAULT_BUDGET]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    except (OSError, ValueError):
-        pass
-    # Containers: control groups version 2, then 1.
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            group = Path("/sys/fs/cgroup")
-            available.append(int((group / limit).read_text()) - int((group / used).read_text()))
-        except (OSError, ValueError):  # not there, or "max"
-            continue
-    return max(min(available) // 8, 64 << 20)

@@ -18,9 +18,9 @@ from typing import Any, cast
 import jax.numpy as jnp
 import numpy as np
 
-from lazymodel._device_leaf import _lazy_array
+from lazymodel._device_leaf import lazy_array
 from lazymodel._errors import LazyModelError
-from lazymodel._lazy_tensor import LazyTensor, lazy
+from lazymodel._lazy import LazyTensor, lazy
 from lazymodel._mapping import MappedCheckpoint, _Template, flat_checkpoint
 from lazymodel._report import closest
 from lazymodel._save import _named_arrays
@@ -238,7 +238,7 @@ def experts(checkpoint: Any, names: Mapping[str, str], experts: int, *, axis: in
 def _tensors(checkpoint: Any) -> dict[str, LazyTensor]:
     """Everything by name; arrays on devices stay there."""
     flat = (flat_checkpoint(checkpoint) or {}) if isinstance(checkpoint, Mapping) else _named_arrays(checkpoint)
-    return {name: _lazy_array(name, array) for name, array in flat.items()}
+    return {name: lazy_array(name, array) for name, array in flat.items()}
 
 
 def _template(pattern: str) -> _Template:

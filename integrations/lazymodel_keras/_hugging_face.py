@@ -16,8 +16,8 @@ from typing import Any, cast
 
 from lazymodel import CheckpointError, StoredTensor
 from lazymodel._casting import weights
-from lazymodel._load_report import unused_tensors
 from lazymodel._quantized import is_marker, scales_beside
+from lazymodel._stored import unused_tensors
 from lazymodel.checkpoints import SafetensorsFile
 from lazymodel.checkpoints._untrusted import read_json_file, require_shards, shard_path, weight_map
 

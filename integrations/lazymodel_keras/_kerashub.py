@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from lazymodel import LazyModelWarning, LazyTensor
-from lazymodel._mxfp4 import CODES, Decode, Mxfp4Leaf, decoded_pairs
+from lazymodel._mxfp4 import CODES, Decode, Mxfp4Leaf, code_table
 from lazymodel_keras import _upstream
 from lazymodel_keras._patches import active, register, replace
 
@@ -47,7 +47,7 @@ def _is_quantized(policy: Any) -> bool:
 
 def lazily_decoding(decode: Decode) -> Decode:
     """The converter's function, which for lazy tensors returns a lazy tensor; what it would refuse, it still does."""
-    table = functools.cache(lambda: decoded_pairs(decode))
+    table = functools.cache(lambda: code_table(decode))
 
     @functools.wraps(decode)
     def decode_lazily(blocks: Any, scales: Any) -> Any:

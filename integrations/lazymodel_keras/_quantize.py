@@ -22,10 +22,10 @@ import keras
 import numpy as np
 
 from lazymodel import LazyModelError, LazyTensor
+from lazymodel._buffers import Convert, Workspace, assign
 from lazymodel._computed import Computation, ComputedLeaf, Output
-from lazymodel._file_source import Convert, Workspace, assign
 from lazymodel._geometry import Box
-from lazymodel._lazy_tensor import Leaf
+from lazymodel._leaves import Leaf
 from lazymodel._small import on_host
 from lazymodel_keras import _upstream
 from lazymodel_keras._initializers import host_value

@@ -21,9 +21,9 @@ import numpy as np
 
 from lazymodel import CheckpointError, LazyTensor, MismatchedTensor, StoredTensor
 from lazymodel._casting import SAFE, UNSAFE, check_mode, converted, refusal
-from lazymodel._file_source import FileSource
-from lazymodel._lazy_tensor import lazy
-from lazymodel._load_report import stored_tensors, unused_tensors
+from lazymodel._files import FileSource
+from lazymodel._lazy import lazy
+from lazymodel._stored import stored_tensors, unused_tensors, where
 from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel_keras import _upstream
 from lazymodel_keras._hugging_face import Leftovers, checkpoint_files
@@ -198,13 +198,8 @@ class Recording:
         """Why a value from a file is not cast to a dtype; an empty string where it may be."""
         if not isinstance(value, LazyTensor) or not value.file or value.dtype == dtype:
             return ""
-        return refusal(
-            path,
-            value,
-            dtype,
-            f"tensor {value.name!r} of {value.file}",
-            ChainMap(*(file.tensors for file in self.files.values())),
-        )
+        names = ChainMap(*(file.tensors for file in self.files.values()))
+        return refusal(path, value, dtype, where(value), names)
 
     def add(self, variable: Any, initializer: Any) -> None:
         """Notes a variable that was just created without a value."""
@@ -243,10 +238,9 @@ class Recording:
         if not isinstance(value, LazyTensor):
             value = value if hasattr(value, "shape") else np.asarray(value)
         if tuple(value.shape) != tuple(variable.shape):
-            where = f" in tensor {value.name!r} of {value.file}" if isinstance(value, LazyTensor) else ""
             error = CheckpointError(
-                f"{variable.path!r}: expected shape {tuple(variable.shape)}, found {tuple(value.shape)}{where}; "
-                "is this the checkpoint of another configuration?"
+                f"{variable.path!r}: expected shape {tuple(variable.shape)}, found {tuple(value.shape)} in "
+                f"{where(value)}; is this the checkpoint of another configuration?"
             )
             tensor = stored_tensors(value, variable.path)[0]
             misfit = MismatchedTensor(variable.path, tensor, tuple(variable.shape), tuple(value.shape))

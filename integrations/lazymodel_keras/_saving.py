@@ -17,8 +17,8 @@ import keras
 import numpy as np
 
 from lazymodel._device_leaf import DeviceLeaf
-from lazymodel._file_source import slabs
-from lazymodel._lazy_tensor import LazyTensor
+from lazymodel._geometry import slabs
+from lazymodel._lazy import LazyTensor
 from lazymodel_keras import _upstream, _whole_saving
 from lazymodel_keras._patches import SharedPatches, replace
 

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from lazymodel._bytes import format_bytes
-from lazymodel._file_source import FileSource
-from lazymodel._lazy_tensor import LazyTensor
+from lazymodel._files import FileSource
+from lazymodel._lazy import LazyTensor
 
 
 class TensorHeader(NamedTuple):

@@ -21,9 +21,12 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import ml_dtypes
 import numpy as np
 
+from lazymodel._buffers import Convert, Workspace, assign
 from lazymodel._errors import CheckpointError
-from lazymodel._file_source import Convert, FileSource, Workspace, assign, slabs
-from lazymodel._lazy_tensor import ArrayLeaf, Box, FileLeaf, LazyTensor, Leaf, box_shape, intersect, shift
+from lazymodel._files import FileSource
+from lazymodel._geometry import Box, Geometry, box_shape, c_strides, intersect, normalize, shift, slabs
+from lazymodel._lazy import LazyTensor
+from lazymodel._leaves import ArrayLeaf, FileLeaf, Leaf
 from lazymodel.checkpoints._untrusted import MAX_RATIO
 
 _LIBRARY = 1 << 20  # bytes; the HDF5 library's own buffer for conversions (H5Pset_buffer's default)
@@ -247,13 +250,9 @@ class DatasetLeaf(Leaf):
     def _read_plain(self, offset: int, chunks: tuple[int, ...], box: Box, target: _Target) -> None:
         """Fills a target with a box of a chunk that is stored as it is in memory."""
         out, steps, workspace = target
-        strides = [self._bits.itemsize * math.prod(chunks[axis + 1 :]) for axis in range(len(chunks))]
-        offset += sum(part.start * stride for part, stride in zip(box, strides, strict=True))
-        long = [extent > 1 for extent in out.shape]
-        index = tuple(slice(None) if axis else 0 for axis in long)
-        self._h5.source.read_strided(
-            offset, tuple(itertools.compress(strides, long)), self.dtype, out[(*index, ...)], steps, workspace
-        )
+        chunk = Geometry(offset, chunks, tuple(c_strides(chunks, self._bits.itemsize)))
+        place, ordered, _ = normalize(chunk.box(box), out)
+        self._h5.source.read_strided(place, self.dtype, ordered, steps, workspace)
 
     def _decode(
         self, offset: int, size: int, filters: tuple[bool, ...], unfiltered: bool, out: np.ndarray, workspace: Workspace

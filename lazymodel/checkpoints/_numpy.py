@@ -20,8 +20,10 @@ from typing import Any, cast
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._file_source import FileSource
-from lazymodel._lazy_tensor import ArrayLeaf, FileLeaf, LazyTensor
+from lazymodel._files import FileSource
+from lazymodel._lazy import LazyTensor
+from lazymodel._leaves import ArrayLeaf, FileLeaf
+from lazymodel._source import Source
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._untrusted import MAX_DIMENSIONS, Member, check_pointer, counts, zip_directory, zip_member
 
@@ -100,7 +102,7 @@ def _head(member: Member) -> bytes:
         raise CheckpointError(f"{member.path}: member {member.name!r} is corrupt: {error}") from error
 
 
-def _array(name: str, what: str, head: bytes, source: FileSource, start: int, size: int) -> LazyTensor:
+def _array(name: str, what: str, head: bytes, source: Source, start: int, size: int) -> LazyTensor:
     """A tensor from the first bytes of a `.npy` file of `size` bytes that begins at `start` of a source."""
     stream = io.BytesIO(head)
     try:
@@ -166,10 +168,8 @@ class _Cursor:
         return _Cursor(self.decoder.copy(), self.taken, self.tail, self.position, self.crc)
 
 
-class _DeflatedSource(FileSource):
+class _DeflatedSource(Source):
     """The decompressed bytes of a member, in the addresses that they would have were they stored from `start` on."""
-
-    plain = False
 
     def __init__(self, file: FileSource, member: Member) -> None:
         super().__init__(member.path)
@@ -183,6 +183,9 @@ class _DeflatedSource(FileSource):
             self._idle: list[_Cursor] = []  # where reads stopped; the newest last
             self._resume: list[_Cursor] = [_Cursor()]  # never moved, only copied; ascending
             self._spacing = _SPACING
+
+    def check_unchanged(self) -> None:
+        self._file.check_unchanged()
 
     def read_into(self, offset: int, *outs: np.ndarray) -> None:
         for out in outs:

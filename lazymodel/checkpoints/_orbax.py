@@ -19,9 +19,12 @@ from typing import Any, cast
 
 import numpy as np
 
+from lazymodel._buffers import Convert, Workspace, assign
 from lazymodel._errors import CheckpointError, LazyModelWarning
-from lazymodel._file_source import Convert, FileSource, Workspace, assign
-from lazymodel._lazy_tensor import ArrayLeaf, Box, LazyTensor, Leaf, box_shape, shift
+from lazymodel._files import FileSource
+from lazymodel._geometry import Box, box_shape, shift
+from lazymodel._lazy import LazyTensor
+from lazymodel._leaves import ArrayLeaf, Leaf
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._orbax_folder import DRIVERS, MANIFEST, METADATA, Tree, TreeLeaf, read_tree, require_complete
 from lazymodel.checkpoints._untrusted import check_pointer, files_inside, is_number

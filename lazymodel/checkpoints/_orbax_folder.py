@@ -26,7 +26,7 @@ from typing import Any, cast
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._lazy_tensor import LazyTensor, lazy
+from lazymodel._lazy import LazyTensor, lazy
 from lazymodel.checkpoints._untrusted import counts, is_number, listed, read_json_file
 
 METADATA = "_METADATA"

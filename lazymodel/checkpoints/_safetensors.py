@@ -14,9 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
+from lazymodel._buffers import Convert, Workspace, assign
 from lazymodel._errors import CheckpointError
-from lazymodel._file_source import Convert, FileSource, Workspace, assign, slabs
-from lazymodel._lazy_tensor import Box, FileLeaf, LazyTensor, Leaf, box_shape
+from lazymodel._files import FileSource
+from lazymodel._geometry import Box, Geometry, box_shape, normalize, slabs
+from lazymodel._lazy import LazyTensor
+from lazymodel._leaves import FileLeaf, Leaf
 from lazymodel.checkpoints._checkpoint import Checkpoint, TensorHeader
 from lazymodel.checkpoints._safetensors_header import FLOAT4, read_header
 from lazymodel.checkpoints._shards import shard_problems
@@ -81,15 +84,8 @@ class PackedLeaf(Leaf):
         first = start % 2
         shape = (*values.shape[:-1], (first + values.shape[-1] + 1) // 2)
         with workspace.array(shape, _BYTE) as packed:
-            axes = [axis for axis, extent in enumerate(shape) if extent > 1]
-            self.source.read_strided(
-                self.offset + start // 2,
-                tuple([*strides, 1][axis] for axis in axes),
-                _BYTE,
-                packed.reshape([shape[axis] for axis in axes]),
-                (),
-                workspace,
-            )
+            place, target, _ = normalize(Geometry(self.offset + start // 2, shape, (*strides, 1)), packed)
+            self.source.read_strided(place, _BYTE, target, (), workspace)
             low, high = values[..., first::2], values[..., 1 - first :: 2]
             np.bitwise_and(packed[..., first : first + low.shape[-1]], 15, out=low)
             np.right_shift(packed[..., : high.shape[-1]], 4, out=high)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lazymodel._errors import CheckpointError, LazyModelError
-from lazymodel._file_source import FileSource
+from lazymodel._files import FileSource
 from lazymodel.checkpoints._untrusted import LISTED, listed, read_at_most
 
 Verify = bool | str | os.PathLike[str] | Mapping[str, str]

@@ -26,7 +26,7 @@ from safetensors.numpy import load_file
 import lazymodel as lm
 from lazymodel import _agreement
 from lazymodel import _coordination as coordination
-from lazymodel._file_source import BYTES_READ
+from lazymodel._source import BYTES_READ
 
 PROCESSES = 2
 DEVICES = 4  # of each process

@@ -19,8 +19,8 @@ from safetensors.numpy import save_file
 
 import lazymodel as lm
 from lazymodel import _casting
-from lazymodel._file_source import BYTES_READ
-from lazymodel._lazy_tensor import lazy
+from lazymodel._lazy import lazy
+from lazymodel._source import BYTES_READ
 
 BF16 = ml_dtypes.bfloat16
 F8 = ml_dtypes.float8_e4m3fn

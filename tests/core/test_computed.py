@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 import lazymodel as lm
 from lazymodel import _computed
 from lazymodel._computed import Computation, Output
-from lazymodel._lazy_tensor import lazy
+from lazymodel._lazy import lazy
 from lazymodel._stream import StreamItem, stream
 
 

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lazymodel._buffers import Workspace
 from lazymodel._errors import CheckpointError
-from lazymodel._file_source import Workspace
-from lazymodel._lazy_tensor import FileLeaf, fill_parts
+from lazymodel._fill import fill_parts
+from lazymodel._leaves import FileLeaf
 from lazymodel._stream import StreamItem, stream
 from lazymodel.checkpoints import open_checkpoint
 from lazymodel.checkpoints._hdf5_dataset import DatasetLeaf

@@ -96,7 +96,7 @@ def test_it_is_what_open_checkpoint_gives(folder):
 
 
 def test_no_tensor_is_read(folder, monkeypatch):
-    from lazymodel._file_source import FileSource
+    from lazymodel._files import FileSource
 
     monkeypatch.setattr(FileSource, "read_into", lambda *_: pytest.fail("read a tensor"))
     assert len(inspect_checkpoint(folder).tensors) == 4

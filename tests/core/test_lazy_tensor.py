@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazymodel import _file_source, _lazy_tensor
+from lazymodel import _files, _fill, _lazy, _source
+from lazymodel._buffers import Workspace, empty_aligned
 from lazymodel._errors import CheckpointError
-from lazymodel._file_source import FileSource, Workspace, empty_aligned
-from lazymodel._lazy_tensor import FileLeaf, LazyTensor, fill_parts, lazy
+from lazymodel._files import FileSource
+from lazymodel._fill import fill_parts
+from lazymodel._lazy import LazyTensor, lazy
+from lazymodel._leaves import FileLeaf
 
 DTYPES = [np.float32, np.float16, np.int8, np.uint16, np.bool_, np.complex64, np.float64]
 ML_DTYPES = [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
@@ -108,7 +111,7 @@ def test_reshape_of_a_transpose_reads_only_the_needed_box(tmp_path):
 
 def without_maps(patch):
     """As on a file system that grants no lease."""
-    patch.setattr(_file_source.fcntl, "F_SETLEASE", -1)
+    patch.setattr(_files.fcntl, "F_SETLEASE", -1)
 
 
 def test_concatenation_reads_only_the_pieces_that_a_box_touches(tmp_path):
@@ -402,13 +405,13 @@ def test_small_staging_gives_the_same_values(property_file, chained, data):
     raw = np.fromfile(property_file.path, np.uint8)[8 : 8 + math.prod(shape) * dtype.itemsize]
     expected = chain(raw.view(dtype).reshape(shape))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_file_source, _lazy_tensor):
+        for module in (_source, _fill):
             patch.setattr(module, "STAGING", data.draw(st.sampled_from([16, 64])))
-        patch.setattr(_file_source, "ROW_GAP", data.draw(st.sampled_from([4, 1024])))
-        patch.setattr(_file_source, "ROW_CALL", data.draw(st.sampled_from([8, 1 << 16])))
-        patch.setattr(_file_source, "MAP_BLOCK", 64)
-        patch.setattr(_lazy_tensor, "PART", 128)
-        patch.setattr(_lazy_tensor, "READ_WORKSPACE", data.draw(st.sampled_from([0, 64, 1000])))
+        patch.setattr(FileSource, "row_gap", data.draw(st.sampled_from([4, 1024])))
+        patch.setattr(FileSource, "row_call", data.draw(st.sampled_from([8, 1 << 16])))
+        patch.setattr(_source, "MAP_BLOCK", 64)
+        patch.setattr(_fill, "PART", 128)
+        patch.setattr(_lazy, "READ_WORKSPACE", data.draw(st.sampled_from([0, 64, 1000])))
         if data.draw(st.booleans()):
             without_maps(patch)
         tensor = chain(LazyTensor(FileLeaf("t", property_file, 8, shape, dtype)))

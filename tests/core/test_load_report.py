@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 import lazymodel as lm
 from lazymodel import _materialize
-from lazymodel._file_source import BYTES_READ
+from lazymodel._source import BYTES_READ
 
 F32 = np.dtype("float32")
 

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 import lazymodel as lm
 from lazymodel import From, WeightMap
-from lazymodel._file_source import BYTES_READ
+from lazymodel._source import BYTES_READ
 
 LAYERS, HIDDEN, HEADS, DIM = 64, 64, 4, 16
 MERGED = "(heads dim) model -> model heads dim"

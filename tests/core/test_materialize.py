@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 import lazymodel as lm
-from lazymodel._file_source import BYTES_READ
+from lazymodel._source import BYTES_READ
 
 RULES = {r"layers/\d+/kernel": P(None, "model"), "embedding": P("model"), ".*bias": P(), "steps": P()}
 

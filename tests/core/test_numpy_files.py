@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from lazymodel._errors import CheckpointError
-from lazymodel._file_source import BYTES_READ
-from lazymodel._lazy_tensor import FileLeaf
+from lazymodel._leaves import FileLeaf
+from lazymodel._source import BYTES_READ
 from lazymodel.checkpoints import _numpy, open_checkpoint
 
 SAVE = {"stored": np.savez, "deflated": np.savez_compressed}

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from lazymodel._errors import CheckpointError, LazyModelWarning
-from lazymodel._file_source import BYTES_READ
+from lazymodel._source import BYTES_READ
 from lazymodel._stream import StreamItem, stream
 from lazymodel.checkpoints import _orbax, open_checkpoint
 from lazymodel.checkpoints._orbax import ChunkedLeaf

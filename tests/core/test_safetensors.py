@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lazymodel._buffers import Convert, Workspace
 from lazymodel._errors import CheckpointError
-from lazymodel._file_source import Convert, Workspace
 from lazymodel._stream import StreamItem, stream
 from lazymodel.checkpoints import SafetensorsFile, open_checkpoint
 from lazymodel.checkpoints._safetensors_header import DTYPES

@@ -9,7 +9,8 @@ import pytest
 
 import lazymodel as lm
 from lazymodel._errors import CheckpointError
-from lazymodel._lazy_tensor import FileLeaf, LazyTensor
+from lazymodel._lazy import LazyTensor
+from lazymodel._leaves import FileLeaf
 from lazymodel.checkpoints import _safetensors_header as headers
 from lazymodel.checkpoints._inspect import inspect_checkpoint
 from lazymodel.checkpoints._safetensors_header import read_header

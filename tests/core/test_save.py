@@ -25,7 +25,7 @@ from safetensors.numpy import load_file
 
 import lazymodel as lm
 from lazymodel import From, WeightMap, _save_write
-from lazymodel._file_source import Workspace
+from lazymodel._buffers import Workspace
 from lazymodel.checkpoints._safetensors_header import DTYPES
 
 WORKER = Path(__file__).with_name("_save_worker.py")

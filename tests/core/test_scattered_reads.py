@@ -14,14 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lazymodel import _file_source, _lazy_tensor
+from lazymodel import _files, _fill
+from lazymodel._buffers import Workspace
 from lazymodel._errors import CheckpointError
-from lazymodel._file_source import BYTES_READ, FileSource, Workspace
+from lazymodel._files import FileSource
+from lazymodel._fill import fill_parts
 from lazymodel._geometry import run_axis, runs_in
-from lazymodel._lazy_tensor import FileLeaf, LazyTensor, fill_parts
+from lazymodel._lazy import LazyTensor
+from lazymodel._leaves import FileLeaf
+from lazymodel._source import BYTES_READ
 from lazymodel._stream import StreamItem, stream
 
-pytestmark = pytest.mark.skipif(_file_source._READ_VECTOR is None, reason="no preadv in the C library, or 32-bit")
+pytestmark = pytest.mark.skipif(_files._READ_VECTOR is None, reason="no preadv in the C library, or 32-bit")
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -47,7 +51,7 @@ def calls(monkeypatch):
         answer = None
 
     calls = Calls()
-    real = _file_source._READ_VECTOR
+    real = _files._READ_VECTOR
 
     def read(fd, runs, count, position):
         calls.append((count, position))
@@ -57,7 +61,7 @@ def calls(monkeypatch):
             return -1
         return real(fd, runs, count if answer is None else answer, position)
 
-    monkeypatch.setattr(_file_source, "_READ_VECTOR", read)
+    monkeypatch.setattr(_files, "_READ_VECTOR", read)
     return calls
 
 
@@ -123,7 +127,7 @@ def test_reads_go_on_after_a_short_or_interrupted_one(tensor, calls):
 
 
 def test_reads_go_on_within_a_run(tensor, monkeypatch):
-    real, rest = _file_source._READ_VECTOR, [700, 300, 24, 1000]
+    real, rest = _files._READ_VECTOR, [700, 300, 24, 1000]
 
     def read(fd, runs, count, position):
         if rest:  # one run, and only the first bytes of it
@@ -132,7 +136,7 @@ def test_reads_go_on_within_a_run(tensor, monkeypatch):
             return real(fd, first.ctypes.data, 1, position)
         return real(fd, runs, count, position)
 
-    monkeypatch.setattr(_file_source, "_READ_VECTOR", read)
+    monkeypatch.setattr(_files, "_READ_VECTOR", read)
     np.testing.assert_array_equal(np.concatenate(fill(tensor, columns(tensor, 8)), 1), np.asarray(tensor))
 
 
@@ -195,8 +199,8 @@ def test_run_axis_counts_only_what_is_contiguous_on_both_sides():
 @pytest.mark.parametrize("written", [False, True], ids=["quiet", "open for writing"])
 def test_streams_of_column_shards_are_slices(tmp_path, spec, transposed, written, monkeypatch):
     used = []
-    real = _lazy_tensor._scatter_runs
-    monkeypatch.setattr(_lazy_tensor, "_scatter_runs", lambda *args: used.append(real(*args)) or used[-1])
+    real = _fill._scatter_runs
+    monkeypatch.setattr(_fill, "_scatter_runs", lambda *args: used.append(real(*args)) or used[-1])
     path = tmp_path / "weights.bin"
     path.write_bytes(np.random.default_rng(0).integers(0, 2**14, 24 * 16 * 2048, np.uint16).tobytes())
     shape = (24, 16, 2048) if len(spec) == 3 else (24 * 16, 2048)

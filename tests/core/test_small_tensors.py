@@ -14,11 +14,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 import lazymodel as lm
-from lazymodel import _boxes, _file_source, _small_tensors
+from lazymodel import _boxes, _small_tensors
 from lazymodel._boxes import boxes_for
 from lazymodel._errors import CheckpointError
-from lazymodel._file_source import BYTES_READ, FileSource
-from lazymodel._lazy_tensor import FileLeaf, LazyTensor, lazy
+from lazymodel._files import FileSource
+from lazymodel._lazy import LazyTensor, lazy
+from lazymodel._leaves import FileLeaf
+from lazymodel._source import BYTES_READ
 from lazymodel._stream import StreamItem, stream
 
 P = PartitionSpec
@@ -54,7 +56,7 @@ def calls(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(_file_source, "_PREADV", counted("read", os.preadv))
+    monkeypatch.setattr(os, "preadv", counted("read", os.preadv))
     monkeypatch.setattr(FileSource, "check_unchanged", counted("check", FileSource.check_unchanged))
     monkeypatch.setattr(jax, "make_array_from_callback", counted("put", jax.make_array_from_callback))
     monkeypatch.setattr(jax, "device_put", counted("put", jax.device_put))
@@ -261,7 +263,7 @@ def test_groups_divide_in_order(mesh, seed):
     for _ in range(rng.randrange(30)):
         size = rng.choice((1, 100, 500, 10_000, 100_000))
         tensor = lazy(np.zeros(size, np.float32)).astype(rng.choice((F32, np.dtype(np.float16))))
-        smalls.append(_small_tensors.small(tensor, sharding, boxes_for(sharding, (size,))))
+        smalls.append(_small_tensors.small(tensor, boxes_for(sharding, (size,))))
     numbers = []
     for span, group in _small_tensors.groups(smalls, limit):
         numbers += span

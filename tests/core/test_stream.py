@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from lazymodel import _stream
+from lazymodel import _bands, _stream
 from lazymodel._boxes import Boxes
 from lazymodel._errors import CheckpointError
-from lazymodel._file_source import BYTES_READ, FileSource
-from lazymodel._lazy_tensor import FileLeaf, LazyTensor
+from lazymodel._files import FileSource
+from lazymodel._lazy import LazyTensor
+from lazymodel._leaves import FileLeaf
+from lazymodel._source import BYTES_READ
 from lazymodel._stream import StreamItem, stream
 
 P = PartitionSpec
@@ -93,10 +95,10 @@ def test_only_the_boxes_of_addressable_devices_are_read(source):
     mesh = Mesh(np.array(jax.devices()[:8]), ("x",))
     tensor, _ = tensor_of(source, (64, 128))
     plan = _stream._plan(StreamItem("k", tensor, (64, 128), F32, Half(mesh, P("x"))))
-    assert [key[0] for key in plan.boxes] == [(0, 8), (8, 16), (16, 24), (24, 32)]
+    assert [key[0] for key in plan.boxes.devices] == [(0, 8), (8, 16), (16, 24), (24, 32)]
     plan = _stream._plan(StreamItem("k", tensor, (64, 128), F32, Half(mesh, P())))
-    assert list(plan.boxes) == [((0, 64), (0, 128))]
-    assert len(plan.boxes[(0, 64), (0, 128)]) == 4
+    assert list(plan.boxes.devices) == [((0, 64), (0, 128))]
+    assert len(plan.boxes.devices[(0, 64), (0, 128)]) == 4
 
 
 def test_items_come_in_file_order(source, mesh1):
@@ -175,7 +177,8 @@ def accelerator(monkeypatch):
 
 def as_accelerator(patch):
     patch.setattr(Boxes, "on_host", False)
-    patch.setattr(_stream, "_copy_to", lambda placement, values: jax.device_put(values.copy(), placement))
+    for module in (_stream, _bands):
+        patch.setattr(module, "copy_to", lambda place, values: jax.device_put(values.copy(), place))
 
 
 @pytest.mark.usefixtures("accelerator")
@@ -292,7 +295,7 @@ def test_a_dtype_that_jax_would_change_is_an_error(source, mesh1):
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_one_error_names_variable_and_file_and_ends_all_threads(source, mesh1, monkeypatch, threads):
-    monkeypatch.setattr(_stream, "_cores", lambda: threads)
+    monkeypatch.setattr(_stream, "cores", lambda: threads)
     sharding = NamedSharding(mesh1, P("x"))
     good = [
         StreamItem(f"v{i}", tensor_of(source, (64, 64), offset=i * 16384)[0], (64, 64), F32, sharding)
