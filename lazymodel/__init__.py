@@ -10,7 +10,7 @@ The core knows JAX only. Flax and Keras have their own packages, `lazymodel_flax
 """
 
 from lazymodel import grow, initializers
-from lazymodel._abstract import AbstractModel, AbstractVariable
+from lazymodel._abstract import AbstractModel, AbstractVariable, Reason
 from lazymodel._adapters import Adapter, build_abstract
 from lazymodel._auto import Auto, Proposal, auto
 from lazymodel._compile import CompiledMemory, collective_bytes, compile_memory
@@ -22,6 +22,7 @@ from lazymodel._errors import (
     ShardingError,
     TraceError,
 )
+from lazymodel._explain import Explanation, ShardingReport
 from lazymodel._hardware import device_memory
 from lazymodel._init_programs import InitRecipe, ProgramCache
 from lazymodel._lazy import LazyTensor
@@ -35,8 +36,6 @@ from lazymodel._reinitialize import path_key
 from lazymodel._report import Progress
 from lazymodel._roles import role
 from lazymodel._save import save
-from lazymodel._sharding import Reason
-from lazymodel._sharding_report import Explanation, ShardingReport
 from lazymodel._statistics import Statistics, VariableStatistics, statistics
 from lazymodel._stored import MismatchedTensor, StoredTensor
 from lazymodel._topology import arithmetic_mesh, topology

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self, cast, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, overload
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jax.experimental.layout import Layout
 
     from lazymodel._auto import Auto
+    from lazymodel._explain import Explanation, ShardingReport
     from lazymodel._framework import Derived, Framework, Optimizer
     from lazymodel._init_programs import InitRecipe, ProgramCache
     from lazymodel._lazy import LazyTensor
@@ -34,9 +35,29 @@ if TYPE_CHECKING:
     from lazymodel._plan_what_if import WhatIf
     from lazymodel._reinitialize import Initializer, InitRules
     from lazymodel._report import Progress
-    from lazymodel._sharding import Reason, Rules
-    from lazymodel._sharding_report import Explanation, ShardingReport
+    from lazymodel._rules import Rules
     from lazymodel._stored import MismatchedTensor, StoredTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why a variable has its sharding.
+
+    Attributes:
+        kind: `rule` (of a mapping), `callable`, `logical` (axis rules), `metadata` (the variable's own), `proposed`
+            (by `auto` or another proposer), `follows` (the weight that it belongs to), `repaired`, `optimizer` (state,
+            as its parameter), `host` (a NumPy array that devices cannot hold), or `unmatched`.
+        text: The reason, for people.
+        role: What `auto` or a rule by role took the variable for.
+        labels: What each of its dimensions is, where that is known.
+        tried: What was considered before and does not fit.
+    """
+
+    kind: str
+    text: str
+    role: str = ""
+    labels: tuple[str, ...] = ()
+    tried: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,63 +244,16 @@ class AbstractModel(ModelSpec):
         large: int | str = "1MiB",
         repair: bool | Auto = False,
     ) -> AbstractModel:
-        """Assigns a sharding to every variable; see `lazymodel._sharding.assign` for the rules' forms.
+        """Assigns a sharding to every variable; see `lazymodel._shard.shard`."""
+        from lazymodel._shard import shard
 
-        Args:
-            mesh: The devices. A `keras.distribution.DeviceMesh` is taken too.
-            rules: `lazymodel.auto()`, or `"auto"`; path regex (`re.fullmatch`) or `lazymodel.role` to `PartitionSpec`,
-                a tuple of axis names or None; a callable of a variable; a Keras `LayoutMap`; or Flax logical-axis
-                rules, pairs of logical and mesh axis. None uses the mesh axes that the variables themselves name, as
-                Flax' partitioning metadata does. What nothing matches is replicated.
-            on_unmatched: `"warn"`, `"error"` or `"ignore"`, for variables of at least `large` bytes that no rule
-                matches, and so would be replicated.
-            large: That threshold, in bytes or as `"16MiB"`. `lazymodel.auto()` replicates nothing of this size that can
-                be split.
-            repair: True gives what does not fit, and what of at least `large` bytes no rule matches, the sharding that
-                `lazymodel.auto()` proposes, in silence; `explain()` lists what was mended. An `auto(...)` of your own
-                says which axes are for what.
-
-        Optimizer state (`with_optimizer`) is sharded like the parameters that it belongs to, whatever the rules say of
-        its own paths; only the patterns of a mapping that match no parameter are rules for it.
-
-        Raises:
-            ShardingError: A rule matches nothing, names an unknown axis, uses one twice, does not divide a dimension
-                or has more dimensions than the variable.
-        """
-        from lazymodel._optimizer import shard
-
-        variables, notes = shard(self.variables, mesh, rules, on_unmatched=on_unmatched, large=large, repair=repair)
-        return dataclasses.replace(self, variables=variables, sharding_notes=notes)
+        return shard(self, mesh, rules, on_unmatched=on_unmatched, large=large, repair=repair)
 
     def with_optimizer(
         self, optimizer: Optimizer, *, trained: Callable[[AbstractVariable], bool] | str | None = None
     ) -> AbstractModel:
-        """The model with the state that an optimizer starts with, as further variables.
-
-        The state's variables are called `optimizer/` and their place in it, such as `optimizer/0/mu/layers/0/kernel`.
-        What has its parameter's shape is sharded like its parameter, whether `shard` was or will be called; what is
-        factored, as in Adafactor, by what is left of its parameter's spec; step counts and the like are replicated.
-        Nothing is allocated until `materialize`, which then returns
-
-        - for a JAX function, an Equinox module or a Keras model, (model, state), with `state` what
-          `optimizer.init(params)` returns. `params` is the model's tree with None for all that is not trained, as
-          `equinox.filter(model, equinox.is_inexact_array)` has it.
-        - for Linen, (variables, state), where `params` is `variables["params"]`.
-        - for NNX, (module, optimizer), an `nnx.Optimizer` of what is trained.
-
-        State that is a function of the parameters' values, such as a copy of them, is computed from the materialized
-        parameters, loaded or initialized. `materialize(checkpoint)` takes state from a checkpoint that has it.
-
-        Args:
-            optimizer: An Optax gradient transformation.
-            trained: Which variables it gets: a path regex (`re.fullmatch`) or a function of a variable; None is every
-                trainable one. Integers, masks and keys are never trained.
-
-        Raises:
-            LazyModelError: There is an optimizer already, or nothing to train.
-            TraceError: The optimizer's `init` needs values that tracing does not have.
-        """
-        from lazymodel._optimizer import with_optimizer
+        """The model with the state that an optimizer starts with; see `lazymodel._with_optimizer.with_optimizer`."""
+        from lazymodel._with_optimizer import with_optimizer
 
         return with_optimizer(self, optimizer, trained)
 
@@ -290,52 +264,13 @@ class AbstractModel(ModelSpec):
         *,
         key: jax.Array | int | None = None,
     ) -> AbstractModel:
-        """Gives variables another initializer, run as any other: sharded, one program for each kind.
-
-        A variable's key is `lazymodel.path_key(key, path)`, so its values do not change when others come, go or are
-        renamed, and are bit for bit those of `initializer(path_key(key, path), shape, dtype)`. Variables that no rule
-        matches keep their initializers and keys. One that the model was built with a weight for is initialized from
-        now on; a checkpoint given to `materialize` still goes before any initializer. Optimizer state stays as its
-        optimizer starts it, for the new values where it depends on them.
-
-        Args:
-            rules: A path regex (`re.fullmatch`) and an initializer; or a mapping of them, of which the first that
-                matches is taken; or a callable of a variable that returns an initializer or None. In a pattern,
-                `{layer}` captures text without `/` and `.`.
-            initializer: Any of `jax.nn.initializers`, of `lazymodel.initializers`, or a callable of key, shape and
-                dtype that JAX can trace. If it has further parameters named `path`, or as the pattern's captures, it is
-                given these, captured numbers as ints.
-            key: A typed key, or its seed; needed if an initializer draws random values.
-
-        Raises:
-            LazyModelError: A pattern matches nothing, an initializer returns another shape or dtype, or a key is
-                lacking.
-
-        Example:
-            >>> import lazymodel as lm
-            >>> abstract = lm.build_abstract(lambda: {"w": jax.numpy.ones((8, 4))})
-            >>> abstract.reinitialize("w", jax.nn.initializers.normal(0.02), key=jax.random.key(0))["w"].origin
-            'normal'
-        """
+        """Gives variables another initializer; see `lazymodel._reinitialize.reinitialize`."""
         from lazymodel._reinitialize import reinitialize
 
         return reinitialize(self, rules, initializer, key=key)
 
     def rekey(self, key: jax.Array | int, pattern: str = ".*") -> AbstractModel:
-        """Draws the values of the model's own initializers from keys by path, `lazymodel.path_key(key, path)`.
-
-        By default a model's keys come from the order in which it creates its variables, so adding one changes all that
-        follow. By path they do not. A variable whose initializer takes several keys has them folded from its own by
-        0, 1, …; variables that are cut from one random array have the key of the first. Keys that the model holds, such
-        as dropout's, stay as they are.
-
-        Args:
-            key: A typed key, or its seed.
-            pattern: Path regex (`re.fullmatch`) of the variables.
-
-        Raises:
-            LazyModelError: The pattern matches nothing, or the key is of another generator than the model's.
-        """
+        """Draws values from keys by path; see `lazymodel._reinitialize.rekey`."""
         from lazymodel._reinitialize import rekey
 
         return rekey(self, key, pattern)
@@ -345,22 +280,10 @@ class AbstractModel(ModelSpec):
     @overload
     def explain(self, path: None = None) -> ShardingReport: ...
     def explain(self, path: str | None = None) -> Explanation | ShardingReport:
-        """Why a variable has its sharding, or without a path how the whole model spreads over its devices.
+        """Why a variable has its sharding, or how the whole model spreads; see `lazymodel._explain.explain`."""
+        from lazymodel._explain import explain
 
-        Args:
-            path: A variable's path.
-
-        Returns:
-            Both print as text. For a variable: its spec, shard bytes, the rule or role that decided, and what else was
-            considered. For the model: bytes on the fullest and emptiest device, what is replicated and why, what
-            `repair` mended, and rules that matched nothing.
-
-        Raises:
-            KeyError: There is no such variable.
-        """
-        from lazymodel._sharding_report import explain_model, explain_variable
-
-        return explain_model(self) if path is None else explain_variable(self[path])
+        return explain(self, path)
 
     def plan(
         self,
@@ -441,17 +364,7 @@ class AbstractModel(ModelSpec):
         return model_html(self)
 
 
-def path_text(path: Sequence[Any]) -> str:
-    """A `jax.tree_util` key path as text: dict keys, indexes and attribute names joined by `/`."""
-    parts: list[str] = []
-    for key in path:
-        for attribute in ("key", "idx", "name"):
-            if hasattr(key, attribute):
-                parts.append(str(getattr(key, attribute)))
-                break
-        else:
-            parts.append(str(key))
-    return "/".join(parts) or "value"
+AnyModel = TypeVar("AnyModel", bound=AbstractModel)  # a step returns a model of the class that it was given
 
 
 def unique_paths(paths: Sequence[str]) -> list[str]:

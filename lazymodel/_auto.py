@@ -10,16 +10,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from jax.sharding import Mesh, PartitionSpec
 
-from lazymodel._bytes import format_bytes
+from lazymodel._abstract import AbstractVariable
+from lazymodel._describe import Described, describe
 from lazymodel._errors import ShardingError
-from lazymodel._roles import Described, describe
-
-if TYPE_CHECKING:
-    from lazymodel._abstract import AbstractVariable
+from lazymodel._roles import ROLES, Role
+from lazymodel._text import format_bytes
 
 Axes: TypeAlias = "str | Sequence[str] | None"
 
@@ -31,38 +30,6 @@ _DATA_NAMES = ("data", "batch", "dp", "data_parallel")
 _EXPERT_NAMES = ("expert", "experts", "ep", "expert_parallel")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Order:
-    """The order in which a role's dimensions are tried, by label.
-
-    Attributes:
-        tensor: For tensor parallelism: first the dimension whose split needs the least communication.
-        fsdp: For fully-sharded data parallelism: first the one that tensor parallelism leaves.
-        why: What the first choice of `tensor` is good for.
-    """
-
-    tensor: tuple[str, ...]
-    fsdp: tuple[str, ...]
-    why: str = ""
-
-
-_HEADS = "heads"
-_FUSED_HEADS = "heads of queries, keys and values"
-_ORDERS: Mapping[str, _Order] = {
-    "embedding": _Order(("vocabulary", "features"), ("features", "vocabulary"), "each device looks its own tokens up"),
-    "output_head": _Order(("vocabulary", "in"), ("in", "vocabulary"), "each device computes its own logits"),
-    "query_key_value": _Order((_HEADS, "in"), ("in", _HEADS), "each device computes whole heads"),
-    "fused_query_key_value": _Order(
-        (_HEADS, "in", _FUSED_HEADS), ("in", "parts", _HEADS, _FUSED_HEADS), "each device computes whole heads"
-    ),
-    "attention_output": _Order((_HEADS, "out"), ("out", _HEADS), "each device has whole heads as input"),
-    "mlp_up": _Order(("out", "in"), ("in", "out"), "split by columns: no communication before the next layer"),
-    "mlp_down": _Order(("in", "out"), ("out", "in"), "split by rows: takes what columns before it left on the device"),
-    "expert_up": _Order(("experts", "out", "in"), ("in", "out", "parts", "experts"), "each device has whole experts"),
-    "expert_down": _Order(("experts", "in", "out"), ("out", "in", "parts", "experts"), "each device has whole experts"),
-    "convolution": _Order(("out", "in"), ("in", "out"), "each device computes its own channels"),
-    "depthwise_convolution": _Order(("out",), ("out",), "each device computes its own channels"),
-}
 # Roles of which little is gained by splitting a small one: gathering it costs a message, keeping it almost nothing.
 _SMALL = "{role} of {nbytes}, less than {large}: replicated, a copy costs less than gathering it"
 
@@ -218,10 +185,7 @@ class _Placement:
 
     @property
     def spec(self) -> PartitionSpec:
-        entries = [axes[0] if len(axes) == 1 else axes or None for axes in self.axes]
-        while entries and entries[-1] is None:
-            entries.pop()
-        return PartitionSpec(*entries)
+        return trimmed([axes[0] if len(axes) == 1 else axes or None for axes in self.axes])
 
     def text(self) -> str:
         """`heads (16) in 8 parts over 'model'`, for every dimension that is split."""
@@ -274,8 +238,8 @@ class _Proposer:
             self._why[path] = "the mesh has one device"
         elif described.follows is not None:
             self._why[path] = self._follow(placement, large=large)
-        elif described.role in _ORDERS:
-            self._why[path] = self._order(placement, _ORDERS[described.role], expert="expert_" in described.role)
+        elif ROLES[described.role].tensor:
+            self._why[path] = self._order(placement, ROLES[described.role])
         elif not large:
             self._why[path] = (
                 "a scalar"
@@ -292,8 +256,8 @@ class _Proposer:
                 self._why[path] = "replicated: no dimension divides by any axis of the mesh"
         return placement
 
-    def _order(self, placement: _Placement, order: _Order, *, expert: bool) -> str:
-        labels = placement.described.labels
+    def _order(self, placement: _Placement, order: Role) -> str:
+        labels, expert = placement.described.labels, order.tensor[0] == "experts"
 
         def dims(wanted: Sequence[str]) -> list[int]:
             return [dim for label in wanted for dim, found in enumerate(labels) if found == label]
@@ -346,6 +310,12 @@ class _Proposer:
         dims = sorted(range(len(labels)), key=lambda dim: (labels[dim] == "layers", -placement.shape[dim], dim))
         for axes in (self._tensor, (*self._fsdp, *self._expert)):
             placement.place(axes, dims, whole_units=False)
+
+
+def trimmed(entries: Sequence[Any]) -> PartitionSpec:
+    """A spec without the last entries that split nothing."""
+    count = max((index + 1 for index, entry in enumerate(entries) if entry is not None), default=0)
+    return PartitionSpec(*entries[:count])
 
 
 def _names(axes: Sequence[str]) -> str:

@@ -21,8 +21,7 @@ from lazymodel._plan_compiled import Compile
 from lazymodel._plan_make import plan
 from lazymodel._plan_what_if import WhatIf
 from lazymodel._report import _printable, _Table
-from lazymodel._sharding import Rules
-from lazymodel._specs import named_rules
+from lazymodel._rules import Rules, named_rules
 from lazymodel._topology import arithmetic_mesh, check_axes, has_libtpu, topology, topology_names
 
 _CARD_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -19,13 +19,14 @@ from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Sharding
 
 from lazymodel._abstract import AbstractModel
+from lazymodel._describe import describe
 from lazymodel._errors import LazyModelError
+from lazymodel._follow import lora_shardings
 from lazymodel._placement import resident_nbytes, stays_on_host
 from lazymodel._report import closest
-from lazymodel._roles import describe
 
 PARAMETERS, LORA, OPTIMIZER, GRADIENTS = "parameters", "LoRA", "optimizer state", "gradients"
 ACTIVATIONS = "activations"
@@ -267,12 +268,7 @@ def _pairs(model: AbstractModel, shardings: Mapping[str, Sharding], rank: int, t
     for path, variable in model.items():
         if variable.follows is not None or len(variable.shape) < 2 or not regex.fullmatch(path):
             continue
-        sharding: Any = shardings[path]
-        first = last = sharding
-        if isinstance(sharding, NamedSharding):
-            entries = (*sharding.spec, *(None,) * (len(variable.shape) - len(sharding.spec)))
-            first = NamedSharding(sharding.mesh, PartitionSpec(*entries[:-1], None))
-            last = NamedSharding(sharding.mesh, PartitionSpec(None, entries[-1]))
+        first, last = lora_shardings(shardings[path], variable.shape, rank)
         pairs[path] = (
             jax.ShapeDtypeStruct((*variable.shape[:-1], rank), variable.dtype, sharding=first),
             jax.ShapeDtypeStruct((rank, variable.shape[-1]), variable.dtype, sharding=last),

@@ -10,23 +10,20 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
 
-from lazymodel._abstract import AbstractModel, AbstractVariable
+from lazymodel._abstract import AbstractModel, AbstractVariable, AnyModel
 from lazymodel._errors import LazyModelError, TraceError
 from lazymodel._init_programs import InitRecipe
 from lazymodel._jaxprs import is_key, key_data
-from lazymodel._report import closest
-from lazymodel._roles import rule_path
+from lazymodel._paths import Template, rule_path
 from lazymodel._small import on_host
+from lazymodel._text import closest
 from lazymodel._trace import trace_function
-
-_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
 Initializer: TypeAlias = "Callable[..., Any]"
 InitRules: TypeAlias = "Mapping[str, Initializer] | Callable[[AbstractVariable], Initializer | None]"
@@ -52,13 +49,39 @@ def path_key(key: jax.Array, path: str) -> jax.Array:
 
 
 def reinitialize(
-    model: AbstractModel,
+    model: AnyModel,
     rules: str | InitRules,
     initializer: Initializer | None = None,
     *,
     key: jax.Array | int | None = None,
-) -> AbstractModel:
-    """The same model with other initializers; see `AbstractModel.reinitialize`."""
+) -> AnyModel:
+    """Gives variables another initializer, run as any other: sharded, one program for each kind.
+
+    A variable's key is `lazymodel.path_key(key, path)`, so its values do not change when others come, go or are
+    renamed, and are bit for bit those of `initializer(path_key(key, path), shape, dtype)`. Variables that no rule
+    matches keep their initializers and keys. One that the model was built with a weight for is initialized from
+    now on; a checkpoint given to `materialize` still goes before any initializer. Optimizer state stays as its
+    optimizer starts it, for the new values where it depends on them.
+
+    Args:
+        rules: A path regex (`re.fullmatch`) and an initializer; or a mapping of them, of which the first that
+            matches is taken; or a callable of a variable that returns an initializer or None. In a pattern,
+            `{layer}` captures text without `/` and `.`.
+        initializer: Any of `jax.nn.initializers`, of `lazymodel.initializers`, or a callable of key, shape and
+            dtype that JAX can trace. If it has further parameters named `path`, or as the pattern's captures, it is
+            given these, captured numbers as ints.
+        key: A typed key, or its seed; needed if an initializer draws random values.
+
+    Raises:
+        LazyModelError: A pattern matches nothing, an initializer returns another shape or dtype, or a key is
+            lacking.
+
+    Example:
+        >>> import lazymodel as lm
+        >>> abstract = lm.build_abstract(lambda: {"w": jax.numpy.ones((8, 4))})
+        >>> abstract.reinitialize("w", jax.nn.initializers.normal(0.02), key=jax.random.key(0))["w"].origin
+        'normal'
+    """
     key = _checked_key(key)
     chosen = _choose(model, rules, initializer)
     absent = jax.ShapeDtypeStruct((), jax.eval_shape(jax.random.key, 0).dtype)
@@ -96,13 +119,26 @@ def reinitialize(
     )
 
 
-def rekey(model: AbstractModel, key: jax.Array | int, pattern: str = ".*") -> AbstractModel:
-    """The same model whose own initializers draw from other keys; see `AbstractModel.rekey`."""
+def rekey(model: AnyModel, key: jax.Array | int, pattern: str = ".*") -> AnyModel:
+    """Draws the values of the model's own initializers from keys by path, `lazymodel.path_key(key, path)`.
+
+    By default a model's keys come from the order in which it creates its variables, so adding one changes all that
+    follow. By path they do not. A variable whose initializer takes several keys has them folded from its own by
+    0, 1, …; variables that are cut from one random array have the key of the first. Keys that the model holds, such
+    as dropout's, stay as they are.
+
+    Args:
+        key: A typed key, or its seed.
+        pattern: Path regex (`re.fullmatch`) of the variables.
+
+    Raises:
+        LazyModelError: The pattern matches nothing, or the key is of another generator than the model's.
+    """
     checked = _checked_key(key)
     if checked is None:
         raise LazyModelError("rekey needs a key, such as jax.random.key(0)")
-    regex = _compiled(pattern)
-    matched = {path for path in model if regex.fullmatch(rule_path(path)) and not is_key(model[path].dtype)}
+    template = Template(pattern, regex=True)
+    matched = {path for path in model if template.match(rule_path(path)) is not None and not is_key(model[path].dtype)}
     if not matched:
         raise LazyModelError(f"no variable of {model.name} matches {pattern!r}{closest(pattern, model)}")
     recipes: list[InitRecipe] = []
@@ -156,17 +192,7 @@ def _checked_key(key: Any) -> jax.Array | None:
 # Rules ----------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Choice:
-    """What a variable is initialized with.
-
-    Attributes:
-        initializer: The initializer.
-        captures: What its pattern captured, numbers as ints.
-    """
-
-    initializer: Initializer
-    captures: Mapping[str, str | int]
+_Choice: TypeAlias = "tuple[Initializer, Mapping[str, str | int]]"  # and what its pattern captured, numbers as ints
 
 
 def _choose(model: AbstractModel, rules: Any, initializer: Initializer | None) -> dict[str, _Choice]:
@@ -183,18 +209,18 @@ def _choose(model: AbstractModel, rules: Any, initializer: Initializer | None) -
     elif callable(rules):
         rule = cast("Callable[[AbstractVariable], Initializer | None]", rules)
         found = {path: rule(variable) for path, variable in model.items() if variable.follows is None}
-        chosen = {path: _Choice(answer, {}) for path, answer in found.items() if answer is not None}
+        chosen = {path: (answer, {}) for path, answer in found.items() if answer is not None}
         if not chosen:
             raise LazyModelError(f"the rule gave no variable of {model.name} an initializer: all its answers are None")
     else:
         raise LazyModelError(
             f"rules are a path regex and an initializer, a mapping of them, or a callable of a variable; got {rules!r}"
         )
-    for path, choice in chosen.items():
-        if not callable(choice.initializer):
+    for path, (choice, _) in chosen.items():
+        if not callable(choice):
             raise LazyModelError(
                 f"{path!r}: an initializer is a callable of key, shape and dtype, such as "
-                f"jax.nn.initializers.zeros; got {choice.initializer!r}"
+                f"jax.nn.initializers.zeros; got {choice!r}"
             )
         if is_key(model[path].dtype):
             raise LazyModelError(
@@ -204,23 +230,19 @@ def _choose(model: AbstractModel, rules: Any, initializer: Initializer | None) -
 
 
 def _choose_by_pattern(model: AbstractModel, rules: Mapping[str, Any]) -> dict[str, _Choice]:
-    patterns = {pattern: _compiled(pattern) for pattern in rules}
+    templates = {pattern: Template(pattern, regex=True) for pattern in rules}
     alive: set[str] = set()
     chosen: dict[str, _Choice] = {}
     for path, variable in model.items():
-        if variable.follows is not None:
-            continue
-        name = rule_path(path)
-        for pattern, regex in patterns.items():
-            match = regex.fullmatch(name)
+        for pattern, template in templates.items() if variable.follows is None else ():
+            match = template.match(rule_path(path))
             if match is None:
                 continue
             alive.add(pattern)
-            if path not in chosen:
-                captures = {name: int(text) if text.isdecimal() else text for name, text in match.groupdict("").items()}
-                chosen[path] = _Choice(rules[pattern], captures)
+            captures = {name: int(text) if text.isdecimal() else text for name, text in match.items()}
+            chosen.setdefault(path, (rules[pattern], captures))
     if dead := [pattern for pattern in rules if pattern not in alive]:
-        if state := [path for path in model if patterns[dead[0]].fullmatch(rule_path(path))]:
+        if state := [path for path in model if templates[dead[0]].match(rule_path(path)) is not None]:
             raise LazyModelError(
                 f"{dead[0]!r} matches only optimizer state, such as {state[0]!r}, which starts as the optimizer says"
             )
@@ -231,22 +253,12 @@ def _choose_by_pattern(model: AbstractModel, rules: Mapping[str, Any]) -> dict[s
     return chosen
 
 
-def _compiled(pattern: Any) -> re.Pattern[str]:
-    """A path regex in which `{layer}` captures text without `/` and `.`."""
-    if not isinstance(pattern, str):
-        raise LazyModelError(f"a pattern is a path regex; got {pattern!r}")
-    try:
-        # Braces around a name mean nothing to `re`: repetitions have digits in them.
-        return re.compile(re.sub(r"\{([A-Za-z_]\w*)\}", r"(?P<\1>[^/.]+)", pattern))
-    except re.error as error:
-        raise LazyModelError(f"pattern {pattern!r} is not a regular expression: {error}") from error
-
-
 def _initial(variable: AbstractVariable, choice: _Choice, key: jax.Array) -> Any:
     """The variable's value, traced."""
-    known: dict[str, Any] = {**choice.captures, "path": variable.path}
+    initializer, captures = choice
+    known: dict[str, Any] = {**captures, "path": variable.path}
     try:
-        value = choice.initializer(key, variable.shape, variable.dtype, **_wanted(variable, choice.initializer, known))
+        value = initializer(key, variable.shape, variable.dtype, **_wanted(variable, initializer, known))
     except LazyModelError:
         raise
     except Exception as error:

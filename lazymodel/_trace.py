@@ -33,7 +33,7 @@ import jax
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from lazymodel._abstract import AbstractModel, AbstractVariable, path_text, unique_paths
+from lazymodel._abstract import AbstractModel, AbstractVariable
 from lazymodel._errors import TraceError
 from lazymodel._escaped import is_iterator, refuse_empty, refuse_escaped
 from lazymodel._framework import Framework
@@ -64,6 +64,7 @@ from lazymodel._jaxprs import (
     with_weak_type,
 )
 from lazymodel._kernels import Line, kernels_of
+from lazymodel._paths import path_text, unique_paths
 from lazymodel._small import evaluate, on_host, to_host, unpack_keys
 from lazymodel._trace_errors import explain
 from lazymodel._units import Units

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lazymodel import AbstractModel
-from lazymodel._sharding import resolve_logical
+from lazymodel._rules import resolve_logical
 
 
 def with_logical_axes(model: AbstractModel, names: Mapping[str, tuple[Any, Any]]) -> AbstractModel:

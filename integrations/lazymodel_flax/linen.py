@@ -15,8 +15,8 @@ import jax
 from flax import linen
 
 from lazymodel import AbstractModel, AbstractVariable, LazyModelError
-from lazymodel._abstract import path_text
 from lazymodel._framework import Framework, Optimizer, Training
+from lazymodel._paths import path_text
 from lazymodel._trace import trace_function
 from lazymodel_flax._logical import with_logical_axes
 

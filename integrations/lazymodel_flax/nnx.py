@@ -18,9 +18,9 @@ import numpy as np
 from flax import nnx
 
 from lazymodel import AbstractModel, AbstractVariable, LazyModelError
-from lazymodel._abstract import path_text
 from lazymodel._escaped import is_iterator, refuse_empty, refuse_escaped
 from lazymodel._framework import Framework, Optimizer, Training
+from lazymodel._paths import path_text
 from lazymodel._trace import known_value, trace_function
 from lazymodel_flax._logical import with_logical_axes
 from lazymodel_flax._variable_modes import (

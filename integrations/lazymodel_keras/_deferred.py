@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec
 from lazymodel import AbstractVariable, LazyModelError
 from lazymodel._auto import Auto
 from lazymodel._errors import warn
-from lazymodel._sharding import Rules, rule_path
+from lazymodel._paths import rule_path
+from lazymodel._rules import Rules
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras._build import Materializing, check_all_used, check_options, require_rules
 from lazymodel_keras._from_skeleton import from_skeleton

@@ -20,8 +20,9 @@ from lazymodel import (
 from lazymodel._abstract import Optimized
 from lazymodel._bytes import format_bytes
 from lazymodel._errors import warn
-from lazymodel._optimizer import follow
-from lazymodel._sharding import check_spec, follow_weights, rule_path
+from lazymodel._follow import follow, follow_weights
+from lazymodel._paths import rule_path
+from lazymodel._shard import check_spec
 from lazymodel_keras import _upstream
 from lazymodel_keras._initializers import initial_value
 from lazymodel_keras._skeleton import Skeleton

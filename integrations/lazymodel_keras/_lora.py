@@ -14,8 +14,8 @@ import jax
 import keras
 
 from lazymodel import AbstractVariable, LazyModelError
+from lazymodel._follow import follow_weights
 from lazymodel._report import closest
-from lazymodel._sharding import follow_weights
 from lazymodel_keras import _upstream
 from lazymodel_keras._from_skeleton import from_skeleton, has_layout
 from lazymodel_keras._recording import Recording

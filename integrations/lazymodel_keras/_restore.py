@@ -23,7 +23,7 @@ from lazymodel import AbstractModel, AbstractVariable, CheckpointError, LazyMode
 from lazymodel._abstract import unique_paths
 from lazymodel._casting import UNSAFE, check_mode
 from lazymodel._errors import warn
-from lazymodel._optimizer import follow
+from lazymodel._follow import follow
 from lazymodel._report import closest, folded_names
 from lazymodel.checkpoints._untrusted import read_json_file
 from lazymodel_keras import _upstream

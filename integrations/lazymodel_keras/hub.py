@@ -16,7 +16,7 @@ import jax
 from lazymodel import AbstractModel, CheckpointError, Progress
 from lazymodel._materialize import ReportTo
 from lazymodel._report import closest
-from lazymodel._sharding import Rules
+from lazymodel._rules import Rules
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras._build import abstract_build, require_rules
 from lazymodel_keras._keywords import check_class, check_from_preset, ours

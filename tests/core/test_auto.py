@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from lazymodel._roles import describe
-from lazymodel._sharding import check_spec
+from lazymodel._describe import describe
+from lazymodel._shard import check_spec
 
 
 def mesh(**axes: int) -> Mesh:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from lazymodel import _sharding
+from lazymodel import _shard
 
 
 def variables(**shapes: tuple[int, ...]) -> dict[str, lm.AbstractVariable]:
@@ -28,7 +28,7 @@ MODEL = variables(layers_0__kernel=(16, 24), layers_0__bias=(24,), layers_1__ker
 def assign(
     model: dict[str, lm.AbstractVariable], mesh: Mesh, rules: Any, **options: Any
 ) -> dict[str, lm.AbstractVariable]:
-    return _sharding.assign(model, mesh, rules, **options)[0]
+    return _shard.assign(model, mesh, rules, **options)[0]
 
 
 def specs(assigned: dict[str, lm.AbstractVariable]) -> dict[str, P]:

@@ -1,7 +1,7 @@
 """Optimizer state as variables of the abstract model: `AbstractModel.with_optimizer`.
 
 Responsible for finding the state that an optimizer starts with, from shapes alone, for tying each part of it to the
-parameter that it belongs to, and for sharding it like that parameter. How the state is computed is `_trace`'s matter,
+parameter that it belongs to, which it is sharded like (`_follow`). How the state is computed is `_trace`'s matter,
 which makes the same init programs as for parameters. An optimizer is anything with an `init` function of a pytree of
 parameters, as Optax' gradient transformations have; nothing here imports Optax.
 """
@@ -12,33 +12,52 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lazymodel._abstract import AbstractModel, AbstractVariable, Optimized, unique_paths
+from lazymodel._abstract import AbstractModel, AbstractVariable, AnyModel, Optimized
 from lazymodel._errors import LazyModelError
+from lazymodel._follow import follow
 from lazymodel._framework import Derived, Framework, Optimizer, Training
-from lazymodel._host_arrays import kept_on_host
 from lazymodel._init_programs import InitRecipe
-from lazymodel._report import closest
-from lazymodel._roles import rule_path
-from lazymodel._sharding import Reason, assign
+from lazymodel._paths import rule_path, unique_paths
+from lazymodel._text import closest
 from lazymodel._trace import trace_function
 from lazymodel._trace_errors import explain
-
-if TYPE_CHECKING:
-    from lazymodel._auto import Auto
 
 PREFIX = "optimizer/"  # of the paths of all optimizer state
 
 
 def with_optimizer(
-    model: AbstractModel, optimizer: Optimizer, trained: Callable[[AbstractVariable], bool] | str | None = None
-) -> AbstractModel:
-    """The model and the state that an optimizer starts with; see `AbstractModel.with_optimizer`."""
+    model: AnyModel, optimizer: Optimizer, trained: Callable[[AbstractVariable], bool] | str | None = None
+) -> AnyModel:
+    """The model with the state that an optimizer starts with, as further variables.
+
+    The state's variables are called `optimizer/` and their place in it, such as `optimizer/0/mu/layers/0/kernel`.
+    What has its parameter's shape is sharded like its parameter, whether `shard` was or will be called; what is
+    factored, as in Adafactor, by what is left of its parameter's spec; step counts and the like are replicated.
+    Nothing is allocated until `materialize`, which then returns
+
+    - for a JAX function, an Equinox module or a Keras model, (model, state), with `state` what
+      `optimizer.init(params)` returns. `params` is the model's tree with None for all that is not trained, as
+      `equinox.filter(model, equinox.is_inexact_array)` has it.
+    - for Linen, (variables, state), where `params` is `variables["params"]`.
+    - for NNX, (module, optimizer), an `nnx.Optimizer` of what is trained.
+
+    State that is a function of the parameters' values, such as a copy of them, is computed from the materialized
+    parameters, loaded or initialized. `materialize(checkpoint)` takes state from a checkpoint that has it.
+
+    Args:
+        optimizer: An Optax gradient transformation.
+        trained: Which variables it gets: a path regex (`re.fullmatch`) or a function of a variable; None is every
+            trainable one. Integers, masks and keys are never trained.
+
+    Raises:
+        LazyModelError: There is an optimizer already, or nothing to train.
+        TraceError: The optimizer's `init` needs values that tracing does not have.
+    """
     if not callable(getattr(optimizer, "init", None)):
         raise LazyModelError(
             f"with_optimizer takes an Optax gradient transformation, or what has its init(params); got {optimizer!r}"
@@ -84,38 +103,6 @@ def with_optimizer(
         derived=found.derive(paths),
         optimized=Optimized(paths, model),
     )
-
-
-def shard(
-    variables: Mapping[str, AbstractVariable],
-    mesh: Mesh,
-    rules: Any,
-    *,
-    on_unmatched: str,
-    large: int | str,
-    repair: bool | Auto,
-) -> tuple[dict[str, AbstractVariable], tuple[str, ...]]:
-    """`_sharding.assign` for variables some of which may be optimizer state, which follows its parameters.
-
-    A mapping's patterns that match optimizer state only are rules for it (to spread it over data-parallel devices,
-    say). All other rules are for parameters alone.
-    """
-    own = {path: variable for path, variable in variables.items() if variable.follows is None}
-    state = {path: variable for path, variable in variables.items() if variable.follows is not None}
-    own_rules, state_rules = _split_rules(rules, own, state) if state else (rules, {})
-    assigned, notes = assign(own, mesh, own_rules, on_unmatched=on_unmatched, large=large, repair=repair)
-    following = follow(state, assigned, mesh)
-    if state_rules:
-        patterns = [re.compile(pattern) for pattern in state_rules]
-        ruled = {
-            path: variable
-            for path, variable in state.items()
-            if any(pattern.fullmatch(rule_path(path)) for pattern in patterns)
-        }
-        placed, more = assign(ruled, mesh, state_rules, on_unmatched=on_unmatched, large=large, repair=repair)
-        following |= placed
-        notes += more
-    return kept_on_host({**assigned, **following}), notes
 
 
 class _WithState(Framework):
@@ -203,7 +190,7 @@ def _start(model: AbstractModel, optimizer: Optimizer, parameters: Mapping[str, 
         training = start(leaves)
         found, treedef = jax.tree_util.tree_flatten_with_path(training.state)
         started.append((training, treedef))
-        names = _names([training.path_of(keys) for keys, _ in found])
+        names = unique_paths([training.path_of(keys) for keys, _ in found])
         known: dict[int, _Mark] = {}
         for index, (name, (_, leaf)) in enumerate(zip(names, found, strict=True)):
             if not isinstance(leaf, (jax.Array, np.ndarray)):
@@ -237,12 +224,6 @@ def _recipe(constant: tuple[str, Any]) -> InitRecipe:
     """A recipe for a step count and the like: a checkpoint that lacks it lacks something, as with moments."""
     path, value = constant
     return InitRecipe((path,), "optimizer constant", _copy, (np.asarray(value),), origin="value")
-
-
-def _names(names: list[str]) -> list[str]:
-    while len(set(names)) != len(names):
-        names = unique_paths(names)
-    return names
 
 
 def _parameter(name: str, parameters: Mapping[str, str]) -> str:
@@ -288,71 +269,3 @@ def _trained(model: AbstractModel, trained: Callable[[AbstractVariable], bool] |
     if not paths:
         raise LazyModelError(f"{model.name} has no floating-point variable {what}, so there is nothing to optimize")
     return tuple(paths)
-
-
-def follow(
-    state: Mapping[str, AbstractVariable], assigned: Mapping[str, AbstractVariable], mesh: Mesh | None = None
-) -> dict[str, AbstractVariable]:
-    """Optimizer state, each part placed like its parameter; what belongs to none on every device of the mesh."""
-    if mesh is None:
-        meshes = (v.sharding.mesh for v in assigned.values() if isinstance(v.sharding, NamedSharding))
-        mesh = cast("Mesh | None", next(meshes, None))
-    else:
-        mesh = getattr(mesh, "backend_mesh", mesh)
-    placed: dict[str, AbstractVariable] = {}
-    for path, variable in state.items():
-        parameter = assigned.get(cast("str", variable.follows))
-        sharding = layout = None
-        text = "optimizer state of no parameter, replicated"
-        if parameter is not None and parameter.shape == variable.shape:
-            sharding = parameter.sharding
-            layout = parameter.layout if parameter.dtype == variable.dtype else None
-            text = f"as {parameter.path!r}, whose optimizer state it is"
-        elif parameter is not None and isinstance(parameter.sharding, NamedSharding):
-            sharding = NamedSharding(parameter.sharding.mesh, spec := _related_spec(parameter, variable.shape))
-            text = f"{spec}, from the sharding of {parameter.path!r}, whose optimizer state it is"
-        elif mesh is not None:
-            sharding = NamedSharding(mesh, PartitionSpec())
-        reason = None if sharding is None else Reason("optimizer", text)
-        placed[path] = dataclasses.replace(variable, sharding=sharding, layout=layout, reason=reason)
-    return placed
-
-
-def _related_spec(parameter: AbstractVariable, shape: tuple[int, ...]) -> PartitionSpec:
-    """The spec of state of another shape than its parameter's.
-
-    A history, as L-BFGS keeps, has further leading dimensions. Factored second moments lack a dimension; where it might
-    be either of two that are split in different ways, as for square matrices, the state is replicated: it is small.
-    """
-    rank = len(parameter.shape)
-    entries = (*(parameter.spec or ()), *[None] * rank)[:rank]
-    specs = {
-        PartitionSpec(*entries[:index], *entries[index + 1 :])
-        for index in range(rank)
-        if parameter.shape[:index] + parameter.shape[index + 1 :] == shape
-    }
-    if rank and shape[-rank:] == parameter.shape:
-        specs = {PartitionSpec(*[None] * (len(shape) - rank), *entries)}
-    left = list(specs.pop()) if len(specs) == 1 else []
-    while left and left[-1] is None:
-        left.pop()
-    return PartitionSpec(*left)
-
-
-def _split_rules(
-    rules: Any, own: Mapping[str, AbstractVariable], state: Mapping[str, AbstractVariable]
-) -> tuple[Any, dict[str, Any]]:
-    """Rules for parameters, and those of a mapping that match optimizer state only."""
-    if not isinstance(rules, Mapping) or hasattr(cast("Any", rules), "device_mesh"):  # a Keras LayoutMap has the latter
-        return rules, {}
-    for_state: dict[str, Any] = {}
-    for key, spec in cast("Mapping[Any, Any]", rules).items():
-        try:
-            pattern = re.compile(key) if isinstance(key, str) else None
-        except re.error:
-            pattern = None  # `assign` says what is wrong with it
-        if pattern is None or any(pattern.fullmatch(rule_path(path)) for path in own):
-            continue
-        if any(pattern.fullmatch(rule_path(path)) for path in state):
-            for_state[cast("str", key)] = spec
-    return {key: spec for key, spec in cast("Mapping[Any, Any]", rules).items() if key not in for_state}, for_state

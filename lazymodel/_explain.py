@@ -1,25 +1,43 @@
-"""What the sharding pass did, for people: why one variable is where it is, and how a whole model spreads over devices.
+"""The verb `explain`: why one variable is where it is, and how a whole model spreads over its devices.
 
-Responsible for gathering and wording it. The reasons themselves come with the variables, from `_sharding` and `_auto`.
+Responsible for gathering and wording it. The reasons themselves come with the variables, from `_shard` and `_auto`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, overload
 
 from jax.sharding import NamedSharding
 
-from lazymodel._bytes import format_bytes
+from lazymodel._abstract import AbstractModel, AbstractVariable, Reason
 from lazymodel._placement import device_nbytes
-from lazymodel._report import _grouped, _printable, _Row
-
-if TYPE_CHECKING:
-    from lazymodel._abstract import AbstractModel, AbstractVariable
-    from lazymodel._sharding import Reason
+from lazymodel._table import Row, grouped
+from lazymodel._text import format_bytes, printable
 
 _LISTED = 12  # lines of each kind that a report has before it only counts
+
+
+@overload
+def explain(model: AbstractModel, path: str) -> Explanation: ...
+@overload
+def explain(model: AbstractModel, path: None = None) -> ShardingReport: ...
+def explain(model: AbstractModel, path: str | None = None) -> Explanation | ShardingReport:
+    """Why a variable has its sharding, or without a path how the whole model spreads over its devices.
+
+    Args:
+        path: A variable's path.
+
+    Returns:
+        Both print as text. For a variable: its spec, shard bytes, the rule or role that decided, and what else was
+        considered. For the model: bytes on the fullest and emptiest device, what is replicated and why, what
+        `repair` mended, and rules that matched nothing.
+
+    Raises:
+        KeyError: There is no such variable.
+    """
+    return _explain_model(model) if path is None else _explain_variable(model[path])
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -59,12 +77,8 @@ class Explanation:
         if reason is not None:
             lines.extend(f"considered: {text}" for text in reason.tried)
         for axis, dims in self.alternatives.items():
-            divides = (
-                f"divides dimension{'s' if len(dims) > 1 else ''} {', '.join(map(str, dims))}"
-                if dims
-                else ("divides no dimension")
-            )
-            lines.append(f"axis {axis} {divides}")
+            numbers = f"dimension{'s' if len(dims) > 1 else ''} {', '.join(map(str, dims))}" if dims else "no dimension"
+            lines.append(f"axis {axis} divides {numbers}")
         return "\n  ".join(lines)
 
     __repr__ = __str__
@@ -109,23 +123,20 @@ class ShardingReport:
             f"{format_bytes(self.fullest_nbytes)} on the fullest, "
             f"{format_bytes(self.emptiest_nbytes)} on the emptiest, {self.imbalance:.2f} × an even split"
         ]
-        if self.replicated:
-            lines.append(f"replicated: {len(self.replicated)} variables, {format_bytes(self.replicated_nbytes)} each")
-            lines.extend(_listed(self.replicated.items()))
-        if self.repaired:
-            lines.append(f"repaired: {len(self.repaired)} variables")
-            lines.extend(_listed(self.repaired.items()))
-        if self.unmatched:
-            lines.append(f"matched by no rule: {len(self.unmatched)} variables")
-            lines.extend(_listed((path, "") for path in self.unmatched))
-        lines.extend(f"note: {note}" for note in self.notes)
-        return "\n".join(lines)
+        each = f", {format_bytes(self.replicated_nbytes)} each"
+        for title, found, more in (
+            ("replicated", self.replicated, each),
+            ("repaired", self.repaired, ""),
+            ("matched by no rule", dict.fromkeys(self.unmatched, ""), ""),
+        ):
+            if found:
+                lines += [f"{title}: {len(found)} variables{more}", *_listed(found.items())]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     __repr__ = __str__
 
 
-def explain_variable(variable: AbstractVariable) -> Explanation:
-    """Why the variable has its sharding."""
+def _explain_variable(variable: AbstractVariable) -> Explanation:
     alternatives: dict[str, tuple[int, ...]] = {}
     sharding = variable.sharding
     if isinstance(sharding, NamedSharding):
@@ -137,8 +148,7 @@ def explain_variable(variable: AbstractVariable) -> Explanation:
     return Explanation(variable, variable.reason, shard_shape, alternatives)
 
 
-def explain_model(model: AbstractModel) -> ShardingReport:
-    """How the model's variables spread over their devices."""
+def _explain_model(model: AbstractModel) -> ShardingReport:
     variables = sorted(model.values(), key=lambda variable: -variable.nbytes)
     replicated = [
         variable
@@ -147,10 +157,10 @@ def explain_model(model: AbstractModel) -> ShardingReport:
         and variable.sharding.num_devices > 1
         and variable.shard_nbytes == variable.nbytes
     ]
+    by_kind: dict[str, list[AbstractVariable]] = {}
+    for variable in variables:
+        by_kind.setdefault("" if variable.reason is None else variable.reason.kind, []).append(variable)
     per_device = device_nbytes(variables)
-    repaired = [
-        variable for variable in variables if variable.reason is not None and variable.reason.kind == "repaired"
-    ]
     return ShardingReport(
         name=model.name,
         nbytes=model.nbytes,
@@ -159,8 +169,8 @@ def explain_model(model: AbstractModel) -> ShardingReport:
         emptiest_nbytes=min(per_device.values(), default=model.nbytes),
         replicated={variable.path: _words(variable) for variable in replicated},
         replicated_nbytes=sum(variable.nbytes for variable in replicated),
-        unmatched=tuple(v.path for v in variables if v.reason is not None and v.reason.kind == "unmatched"),
-        repaired={variable.path: _words(variable) for variable in repaired},
+        unmatched=tuple(variable.path for variable in by_kind.get("unmatched", ())),
+        repaired={variable.path: _words(variable) for variable in by_kind.get("repaired", ())},
         notes=model.sharding_notes,
     )
 
@@ -172,11 +182,11 @@ def _words(variable: AbstractVariable) -> str:
 
 def _listed(entries: Iterable[tuple[str, str]]) -> list[str]:
     """A line for all paths that differ in numbers only; where several lines would say the same, it is said once."""
-    rows: list[_Row] = []
+    rows: list[Row] = []
     for path, text in entries:
         what, _, why = text.partition(": ")
-        rows.append(_Row(_printable(path), (what,), 0, _printable(why)))
-    groups = _grouped(rows)
+        rows.append(Row(printable(path), (what,), 0, printable(why)))
+    groups = grouped(rows)
     sentences: dict[str, list[str]] = {}
     for group in groups[:_LISTED]:
         times = f" × {group.count}" if group.count > 1 else ""

@@ -1,0 +1,90 @@
+"""Paths of variables: from a pytree's keys, made unique, as rules see them, and patterns of them with captures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import jax
+
+from lazymodel._errors import LazyModelError
+
+Captures: TypeAlias = "dict[str, str]"
+
+
+def path_text(path: Sequence[Any]) -> str:
+    """A `jax.tree_util` key path as text: dict keys, indexes and attribute names joined by `/`."""
+    parts: list[str] = []
+    for key in path:
+        names = (getattr(key, attribute) for attribute in ("key", "idx", "name") if hasattr(key, attribute))
+        parts.append(str(next(names, key)))
+    return "/".join(parts) or "value"
+
+
+def unique_paths(paths: Sequence[str]) -> list[str]:
+    """Makes repeated paths unique, in order: `a`, `a` → `a`, `a#2`."""
+    unique = list(paths)
+    while len(set(unique)) != len(unique):  # once is not enough where "a#2" is someone's own name
+        seen: dict[str, int] = {}
+        for index, path in enumerate(unique):
+            seen[path] = seen.get(path, 0) + 1
+            unique[index] = path if seen[path] == 1 else f"{path}#{seen[path]}"
+    return unique
+
+
+def rule_path(path: str) -> str:
+    """The path without the `#2` that keeps equal paths apart."""
+    return re.sub(r"#\d+$", "", path)
+
+
+def flatten_paths(tree: Any) -> dict[str, Any]:
+    """A pytree's leaves by path, named as `build_abstract` names variables: keys and indexes joined by `/`."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    paths = unique_paths([path_text(keys) for keys, _ in leaves])
+    return {path: leaf for path, (_, leaf) in zip(paths, leaves, strict=True)}
+
+
+class Template:
+    """A name with captures: `{layer}` stands for text without `/` and `.`, `{rest...}` for any text.
+
+    Args:
+        text: The name.
+        regex: Whether what stands outside of captures is a regular expression, whose own braces have numbers in them.
+    """
+
+    def __init__(self, text: str, *, regex: bool = False) -> None:
+        if not isinstance(cast(Any, text), str):
+            kind = "path regex" if regex else "name"
+            raise LazyModelError(f"a pattern is a {kind}, with captures such as {{layer}}; got {text!r}")
+        self.text = text
+        capture = r"\{[A-Za-z_]\w*(?:\.\.\.)?\}" if regex else r"\{[^{}]*\}"
+        self._parts: list[str] = re.split(f"({capture})", text)
+        self.captures: tuple[str, ...] = tuple(dict.fromkeys(map(_name, self._parts[1::2])))
+        if bad := [name for name in self.captures if not name.isidentifier()]:
+            raise LazyModelError(f"{text!r}: a capture is a name in braces, such as {{layer}}; found {{{bad[0]}}}")
+        pattern, seen = "", set[str]()
+        for index, part in enumerate(self._parts):
+            name = _name(part)
+            if index % 2 == 0:
+                pattern += part if regex else re.escape(part)
+            else:
+                pattern += f"(?P={name})" if name in seen else f"(?P<{name}>{'.+' if '...' in part else '[^/.]+'})"
+                seen.add(name)
+        try:
+            self._regex = re.compile(pattern, 0 if regex else re.DOTALL)
+        except re.error as error:
+            raise LazyModelError(f"pattern {text!r} is not a regular expression: {error}") from error
+
+    def match(self, name: str) -> Captures | None:
+        """What each capture stands for; None where the name is another."""
+        found = self._regex.fullmatch(name)
+        return None if found is None else found.groupdict("")
+
+    def fill(self, captures: Mapping[str, str]) -> str:
+        """The name, with those captures filled in that are known."""
+        return "".join(captures.get(_name(part), part) if index % 2 else part for index, part in enumerate(self._parts))
+
+
+def _name(part: str) -> str:
+    return part.strip("{}").removesuffix("...")
