@@ -57,7 +57,7 @@ def main() -> None:
     print(f"{len(devices)} × {devices[0].device_kind}, checkpoint {Path(CHECKPOINT).name}/\n")
 
     watch = Watch()
-    abstract = lk.abstract_from_preset(keras_hub.models.BertTextEmbedder, CHECKPOINT, mesh=mesh, rules=RULES)
+    abstract = lk.abstract_from_preset(keras_hub.models.BertTextEmbedder, CHECKPOINT).shard(mesh, RULES)
     print(f"Built abstractly in {watch.seconds():.2f} s, nothing allocated:\n")
     print(abstract.plan())
 

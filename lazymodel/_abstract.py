@@ -12,19 +12,21 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 import jax
 import numpy as np
 from jax.experimental.layout import Format
 
 from lazymodel._errors import LazyModelError
+from lazymodel._layers import lora, quantize
 
 if TYPE_CHECKING:
     from jax.experimental.layout import Layout
 
     from lazymodel._auto import Auto
     from lazymodel._explain import Explanation, ShardingReport
+    from lazymodel._framework import Derived, Framework, Optimizer
     from lazymodel._init_programs import InitRecipe, ProgramCache
     from lazymodel._lazy import LazyTensor
     from lazymodel._plan import MemoryPlan
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from lazymodel._reinitialize import Initializer, InitRules
     from lazymodel._rules import Rules
     from lazymodel._stored import MismatchedTensor, StoredTensor
-    from lazymodel._with_optimizer import Derived, Optimized, Optimizer, StartTraining
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,25 +130,34 @@ class AbstractVariable:
         return f"AbstractVariable({self.path!r}, {self.dtype.name}{list(self.shape)}{spec}, {self.origin})"
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class AbstractModel(Mapping[str, AbstractVariable]):
-    """A model of shapes and dtypes, an immutable mapping of paths to `AbstractVariable`.
+@dataclasses.dataclass(frozen=True)
+class Optimized:
+    """What an optimizer that a model has trains.
 
-    Made by `lazymodel.build_abstract`, or by an integration's own functions.
+    Attributes:
+        paths: The paths of the parameters.
+        model: The model as it was without the optimizer; None where the framework's own object holds both.
+    """
+
+    paths: tuple[str, ...]
+    model: ModelSpec | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class ModelSpec(Mapping[str, AbstractVariable]):
+    """The model as data: what is known of it, with no step to take.
 
     Attributes:
         variables: Path to variable, in the model's own order.
         recipes: How to compute the variables that come from an initializer; each path in at most one recipe.
         sources: Path to the value of variables that were given one while building: a constant, or a tensor of the
             checkpoint that the model was built with.
-        rebuild: Takes a mapping of path to array and returns the user's object.
-        structure: Takes a mapping of path to anything and returns it in the user's own pytree structure.
+        framework: What the model's framework does with it: the user's object of finished arrays, and further steps.
         programs: Compiled init programs, shared by every model derived from the same `build_abstract`.
         name: What the model calls itself, for tables.
         unused: Tensors of the checkpoint that the model was built with which no variable takes, for the load report.
         mismatched: Those that were left out for their shapes, likewise.
         sharding_notes: What `shard` had to say of the rules besides what it says of each variable.
-        start_training: How the framework starts an optimizer; None for the way of plain pytrees.
         derived: How to compute the variables that depend on the values of others, once these are there.
         optimized: What the optimizer that the model has trains; None without one.
     """
@@ -155,14 +165,12 @@ class AbstractModel(Mapping[str, AbstractVariable]):
     variables: Mapping[str, AbstractVariable]
     recipes: tuple[InitRecipe, ...]
     sources: Mapping[str, Any]
-    rebuild: Callable[[Mapping[str, jax.Array]], Any]
-    structure: Callable[[Mapping[str, Any]], Any]
+    framework: Framework
     programs: ProgramCache
     name: str = "model"
     unused: tuple[StoredTensor, ...] = ()
     mismatched: tuple[MismatchedTensor, ...] = ()
     sharding_notes: tuple[str, ...] = ()
-    start_training: StartTraining | None = None
     derived: Derived | None = None
     optimized: Optimized | None = None
 
@@ -191,7 +199,7 @@ class AbstractModel(Mapping[str, AbstractVariable]):
     @property
     def tree(self) -> Any:
         """The model as a pytree of `jax.ShapeDtypeStruct` with shardings, for `jax.jit(...).lower(tree)`."""
-        return self.structure({path: variable.struct for path, variable in self.items()})
+        return self.framework.structure({path: variable.struct for path, variable in self.items()})
 
     @property
     def nbytes(self) -> int:
@@ -207,9 +215,20 @@ class AbstractModel(Mapping[str, AbstractVariable]):
         own = (variable for variable in self.values() if variable.follows is None)
         return sum(variable.size for variable in own if jax.numpy.issubdtype(variable.dtype, np.inexact))
 
-    def with_variables(self, variables: Mapping[str, AbstractVariable]) -> AbstractModel:
+    def with_variables(self, variables: Mapping[str, AbstractVariable]) -> Self:
         """The same model with other variables (same paths), such as resharded ones."""
         return dataclasses.replace(self, variables=variables)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class AbstractModel(ModelSpec):
+    """A model of shapes and dtypes, an immutable mapping of paths to `AbstractVariable`.
+
+    Made by `lazymodel.build_abstract`, or by an integration's own functions; its attributes are those of `ModelSpec`.
+    """
+
+    quantize = quantize
+    lora = lora
 
     def shard(
         self,

@@ -221,7 +221,13 @@ def _model(source: str, cls: str | None, dtype: str | None, built: WhatIf) -> Ab
     os.environ.setdefault("KERAS_BACKEND", "jax")
     with quiet_tensorflow():
         adapter = named("keras")
-    return adapter.from_config(source, cls=cls, dtype=dtype, quantize=built.quantize, lora_rank=built.lora_rank)
+    model = adapter.from_config(source, cls=cls, dtype=dtype)
+    if built.quantize is not None:
+        with warnings.catch_warnings():
+            # Keras has one for every normalization layer, and a plan shows what is quantized.
+            warnings.filterwarnings("ignore", message="Layer .* does not have a `quantize`")
+            model = model.quantize(built.quantize)
+    return model if built.lora_rank is None else model.lora(built.lora_rank)
 
 
 def _from_factory(module_name: str, name: str) -> AbstractModel:

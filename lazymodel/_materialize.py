@@ -79,7 +79,7 @@ def materialize(
             stage.details = _details(choice)
     with agreement(assigned) as stage:
         arrays, costs = make_arrays(model, choice, shardings, budget, progress_for(progress), stage.check)
-    result = model.rebuild(arrays)
+    result = model.framework.rebuild(arrays)
     if deliver is not None:
         deliver(make_report(model, choice, checkpoint, shardings, costs, time.perf_counter() - start))
     return result

@@ -10,15 +10,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lazymodel._abstract import AbstractModel
+from lazymodel._abstract import AbstractModel, ModelSpec
 from lazymodel._compile import CompiledMemory, compile_memory
 from lazymodel._errors import LazyModelError
+from lazymodel._framework import PlannedFunction
 from lazymodel._plan_what_if import Use
 
 # Names of mesh axes over which a batch is split; any other axis splits what is inside the model.
@@ -26,28 +27,6 @@ _DATA_AXES = ("data", "batch", "dp", "fsdp", "replica")
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedFunction:
-    """A forward pass or loss that an integration knows of.
-
-    Attributes:
-        function: `function(tree, *inputs)`, with the model's own pytree; the loss, a scalar, where a training step is
-            planned.
-        inputs: Its inputs, pytrees of `jax.ShapeDtypeStruct`; the first dimension of each is the batch.
-        description: What it computes, for people.
-    """
-
-    function: Callable[..., Any]
-    inputs: tuple[Any, ...]
-    description: str
-
-
-class _Plannable(Protocol):
-    """What an integration's object whose method is `AbstractModel.rebuild` may offer."""
-
-    def plan_function(self, what: str, *, batch: int, sequence: int | None) -> PlannedFunction: ...
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Compile:
     """What a plan compiles for the model's devices, which need not be here (`lazymodel.topology`), and never runs.
 
@@ -127,7 +106,7 @@ def compile_use(model: AbstractModel, use: Use, compile: Compile) -> tuple[Compi
     own = _without_optimizer(model)
 
     def structure(mapping: Mapping[str, Any]) -> Any:
-        return own.structure({path: mapping[path] for path in own})
+        return own.framework.structure({path: mapping[path] for path in own})
 
     if compile.what == "forward":
 
@@ -192,27 +171,26 @@ def _training_step(model: AbstractModel, use: Use, loss: Callable[..., Any]) -> 
     return step
 
 
-def _without_optimizer(model: AbstractModel) -> AbstractModel:
+def _without_optimizer(model: AbstractModel) -> ModelSpec:
     """The model whose tree a forward pass or loss takes."""
     return model if model.optimized is None else model.optimized.model or model
 
 
 def _own(model: AbstractModel, compile: Compile) -> PlannedFunction:
     """The model's own forward pass or loss, its inputs split over the mesh's data axes."""
-    owner: Any = getattr(_without_optimizer(model).rebuild, "__self__", None)
-    if not hasattr(owner, "plan_function"):
+    meshes = [v.sharding.mesh for v in model.values() if isinstance(v.sharding, NamedSharding)]
+    mesh = cast("Mesh", meshes[0]) if meshes else None
+    axes = [axis for axis in ([] if mesh is None else mesh.shape) if axis in _DATA_AXES]
+    parts = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
+    size = parts if compile.batch is None else compile.batch
+    planned = _without_optimizer(model).framework.forward(compile.what, batch=size, sequence=compile.sequence)
+    if planned is None:
         expected = "the loss, a scalar" if compile.what == "train" else "the outputs"
         raise LazyModelError(
             f"compiling {compile.what!r} needs a function and its inputs: Compile({compile.what!r}, f, (…)), where "
             f"f(tree, *inputs) returns {expected} and tree is a pytree like AbstractModel.tree. Only Keras models "
             "bring their own."
         )
-    meshes = [v.sharding.mesh for v in model.values() if isinstance(v.sharding, NamedSharding)]
-    mesh = cast("Mesh", meshes[0]) if meshes else None
-    axes = [axis for axis in ([] if mesh is None else mesh.shape) if axis in _DATA_AXES]
-    parts = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
-    size = parts if compile.batch is None else compile.batch
-    planned = cast("_Plannable", owner).plan_function(compile.what, batch=size, sequence=compile.sequence)
     if mesh is None:
         return planned
     if size % parts:

@@ -16,6 +16,7 @@ import numpy as np
 from lazymodel._abstract import AbstractModel, AbstractVariable
 from lazymodel._errors import TraceError
 from lazymodel._escaped import is_iterator, refuse_empty, refuse_escaped
+from lazymodel._framework import Framework
 from lazymodel._host_arrays import is_host_variable
 from lazymodel._init_programs import ProgramCache
 from lazymodel._inlined import keep_inlined
@@ -91,8 +92,7 @@ def trace_function(
         variables=variables,
         recipes=recipes,
         sources=sources,
-        rebuild=structure,
-        structure=structure,
+        framework=Framework(structure),
         programs=ProgramCache(),
         name=called,
     )

@@ -9,95 +9,25 @@ parameters, as Optax' gradient transformations have; nothing here imports Optax.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
 
-from lazymodel._abstract import AbstractModel, AbstractVariable, AnyModel
+from lazymodel._abstract import AbstractModel, AbstractVariable, AnyModel, Optimized
 from lazymodel._errors import LazyModelError
 from lazymodel._follow import follow
+from lazymodel._framework import Derived, Framework, Optimizer, Training
 from lazymodel._init_programs import InitRecipe
-from lazymodel._paths import path_text, rule_path, unique_paths
+from lazymodel._paths import rule_path, unique_paths
 from lazymodel._text import closest
 from lazymodel._trace_errors import explain
 from lazymodel._trace_function import trace_function
 
 PREFIX = "optimizer/"  # of the paths of all optimizer state
-
-
-class Optimizer(Protocol):
-    """What `with_optimizer` takes: an Optax `GradientTransformation`, or another object with its `init`."""
-
-    @property
-    def init(self) -> Callable[[Any], Any]:
-        """Takes the parameters and returns the state."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Training:
-    """The start of an optimizer, in the form that a framework gives it.
-
-    Attributes:
-        state: The optimizer's state, any pytree.
-        finish: Takes the finished model and the finished state and returns what `materialize` is to return.
-        path_of: Names a leaf of the state from its `jax.tree_util` key path.
-        parameters: Where in a tree of parameters each of them is, as `path_of` names it, to its variable's path.
-    """
-
-    state: Any
-    finish: Callable[[Any, Any], Any]
-    path_of: Callable[[Sequence[Any]], str]
-    parameters: Mapping[str, str]
-
-
-# Starts an optimizer on the arrays of the parameters that are trained, by path; called while tracing.
-StartTraining = Callable[[Optimizer, Mapping[str, Any]], Training]
-
-
-@dataclasses.dataclass(frozen=True)
-class Derived:
-    """State that is computed from the values of parameters, and so after them, whether they were loaded or initialized.
-
-    Attributes:
-        paths: Its paths.
-        parameters: The paths of the parameters that it takes.
-        function: Takes path → parameter and returns path → state; traceable.
-    """
-
-    paths: tuple[str, ...]
-    parameters: tuple[str, ...]
-    function: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-
-    def compute(
-        self, wanted: Sequence[str], arrays: Mapping[str, jax.Array], shardings: Mapping[str, Sharding]
-    ) -> dict[str, jax.Array]:
-        """Some of it, each shard directly on its device, in buffers of its own."""
-
-        def some(parameters: Mapping[str, Any]) -> dict[str, Any]:
-            found = self.function(parameters)
-            # A parameter that is returned as it is would be the parameter's own buffer, which training gives away.
-            return {path: jax.numpy.copy(found[path]) for path in wanted}
-
-        placed = {path: shardings[path] for path in wanted}
-        return jax.jit(some, out_shardings=placed)({path: arrays[path] for path in self.parameters})
-
-
-@dataclasses.dataclass(frozen=True)
-class Optimized:
-    """What an optimizer that a model has trains.
-
-    Attributes:
-        paths: The paths of the parameters.
-        model: The model as it was without the optimizer; None where the framework's own object holds both.
-    """
-
-    paths: tuple[str, ...]
-    model: AbstractModel | None = None
 
 
 def with_optimizer(
@@ -135,9 +65,8 @@ def with_optimizer(
     if model.optimized is not None:
         raise LazyModelError(f"{model.name} has an optimizer already; chain transformations, or start from the model")
     paths = _trained(model, trained)
-    start = model.start_training or default_training(model)
     structs = {path: dataclasses.replace(model[path], sharding=None, layout=None).struct for path in paths}
-    found = _start(start, optimizer, structs)
+    found = _start(model, optimizer, structs)
     if taken := [path for path in found.structs if path in model.variables]:
         raise LazyModelError(f"{model.name} has a variable of its own at {taken[0]!r}, where optimizer state would go")
 
@@ -165,37 +94,35 @@ def with_optimizer(
     on_host = {path: source for path, source in traced.sources.items() if traced[path].on_host}
     constants = {path: source for path, source in traced.sources.items() if path not in on_host}
 
-    def structure(mapping: Mapping[str, Any]) -> Any:
-        return model.structure(mapping), found.unflatten(mapping)
-
-    def rebuild(mapping: Mapping[str, jax.Array]) -> Any:
-        own = {path: mapping[path] for path in model}
-        return found.finish(model.rebuild(own), found.unflatten(mapping))
-
     return dataclasses.replace(
         model,
         variables={**model.variables, **follow(state, model.variables)},
         recipes=(*model.recipes, *traced.recipes, *map(_recipe, constants.items())),
         sources={**model.sources, **on_host},
-        structure=structure,
-        rebuild=rebuild,
+        framework=_WithState(model, found),
         derived=found.derive(paths),
         optimized=Optimized(paths, model),
     )
 
 
-def default_training(model: AbstractModel) -> StartTraining:
-    """Starts an optimizer on the model's own tree, with None in place of everything that is not trained."""
-    marks = model.structure({path: _Mark(path) for path in model})
-    flat, treedef = jax.tree_util.tree_flatten_with_path(marks)
-    places = {path_text(keys) if keys else "": mark.path for keys, mark in flat if isinstance(mark, _Mark)}
+class _WithState(Framework):
+    """The framework of a model and of its optimizer's state."""
 
-    def start(optimizer: Optimizer, leaves: Mapping[str, Any]) -> Training:
-        kept = [leaves.get(mark.path) if isinstance(mark, _Mark) else None for _, mark in flat]
-        state = optimizer.init(jax.tree.unflatten(treedef, kept))
-        return Training(state, lambda model, state: (model, state), path_text, places)
+    def __init__(self, model: AbstractModel, found: _Started) -> None:
+        self._model, self._found = model, found
 
-    return start
+    def structure(self, leaves: Mapping[str, Any]) -> Any:
+        return self._model.framework.structure(leaves), self._found.unflatten(leaves)
+
+    def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
+        own = {path: arrays[path] for path in self._model}
+        return self._found.training.finish(self._model.framework.rebuild(own), self._found.unflatten(arrays))
+
+    def quantize(self, model: Any, how: Any, filters: Any) -> Any:
+        raise LazyModelError(f"{model.name} has an optimizer already; quantize comes before with_optimizer")
+
+    def lora(self, model: Any, rank: int, targets: str | None) -> Any:
+        raise LazyModelError(f"{model.name} has an optimizer already; lora comes before with_optimizer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,8 +137,7 @@ class _Started:
     """What starting an optimizer abstractly found.
 
     Attributes:
-        start: Starts it.
-        optimizer: The optimizer.
+        start: Starts it with arrays of its parameters.
         slots: For each leaf of the state its path, and what is no array itself. An array that occurs twice is one
             variable, under its first path.
         first: Path to the index of the first leaf that has it.
@@ -219,22 +145,21 @@ class _Started:
         treedef: The structure of the state.
         derived: The paths of what depends on the values of parameters.
         follows: Path to the parameter that it belongs to, or to an empty string.
-        finish: See `Training`.
+        training: The abstract start.
     """
 
-    start: StartTraining
-    optimizer: Optimizer
+    start: Callable[[Mapping[str, Any]], Training]
     slots: tuple[Any, ...]
     first: Mapping[str, int]
     structs: Mapping[str, Any]
     treedef: Any
     derived: frozenset[str]
     follows: Mapping[str, str]
-    finish: Callable[[Any, Any], Any]
+    training: Training
 
     def leaves(self, parameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """Path and array, of arrays of the parameters."""
-        leaves = jax.tree.leaves(self.start(self.optimizer, parameters).state)
+        leaves = jax.tree.leaves(self.start(parameters).state)
         return [(path, leaves[index]) for path, index in self.first.items()]
 
     def derive(self, parameters: Sequence[str]) -> Derived | None:
@@ -249,19 +174,20 @@ class _Started:
         return jax.tree.unflatten(self.treedef, leaves)
 
 
-def _start(start: StartTraining, optimizer: Optimizer, parameters: Mapping[str, jax.ShapeDtypeStruct]) -> _Started:
+def _start(model: AbstractModel, optimizer: Optimizer, parameters: Mapping[str, jax.ShapeDtypeStruct]) -> _Started:
     """Starts an optimizer abstractly.
 
     Raises:
         TraceError: Its `init` needs the values of parameters on the host.
     """
+    start = functools.partial(model.framework.start_training, model.variables, optimizer)
     slots: list[Any] = []
     first: dict[str, int] = {}
     follows: dict[str, str] = {}
     started: list[tuple[Training, Any]] = []
 
     def flat(leaves: Mapping[str, Any]) -> list[Any]:
-        training = start(optimizer, leaves)
+        training = start(leaves)
         found, treedef = jax.tree_util.tree_flatten_with_path(training.state)
         started.append((training, treedef))
         names = unique_paths([training.path_of(keys) for keys, _ in found])
@@ -287,7 +213,7 @@ def _start(start: StartTraining, optimizer: Optimizer, parameters: Mapping[str, 
     ((training, treedef),) = started
     derived = frozenset(path for path, depends in zip(first, _depend_on_inputs(closed.jaxpr), strict=True) if depends)
     structs = dict(zip(first, closed.out_avals, strict=True))
-    return _Started(start, optimizer, tuple(slots), first, structs, treedef, derived, follows, training.finish)
+    return _Started(start, tuple(slots), first, structs, treedef, derived, follows, training)
 
 
 def _copy(value: jax.Array) -> tuple[jax.Array, ...]:

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 from flax import linen
 
-from lazymodel import AbstractModel, LazyModelError
+from lazymodel import AbstractModel, AbstractVariable, LazyModelError
+from lazymodel._framework import Framework, Optimizer, Training
 from lazymodel._paths import path_text
 from lazymodel._trace_function import trace_function
-from lazymodel._with_optimizer import Optimizer, Training
 from lazymodel_flax._logical import with_logical_axes
 
 _PARAMS = "params/"  # how the paths of the collection that Flax trains begin
@@ -43,18 +43,24 @@ def build_abstract(module: linen.Module, args: tuple[Any, ...], kwargs: dict[str
         )
 
     model = trace_function(module.init, args, kwargs, name=type(module).__name__, path_of=_path)
-    tree = model.structure({path: path for path in model})
+    tree = model.framework.structure({path: path for path in model})
     boxes = [box for box in jax.tree.leaves(tree, is_leaf=_is_box) if isinstance(box, linen.Partitioned)]
     model = with_logical_axes(model, {box.value: (box.names, getattr(box, "rules", None)) for box in boxes})
     trainable = {path: dataclasses.replace(model[path], trainable=path.startswith(_PARAMS)) for path in model}
 
-    def start_training(optimizer: Optimizer, leaves: Mapping[str, Any]) -> Training:
+    return dataclasses.replace(model, variables=trainable, framework=_Linen(model.framework.structure))
+
+
+class _Linen(Framework):
+    """Variables dicts, of which an optimizer gets the parameters."""
+
+    def start_training(
+        self, variables: Mapping[str, AbstractVariable], optimizer: Optimizer, leaves: Mapping[str, Any]
+    ) -> Training:
         # As `TrainState.create(params=variables["params"])` does; boxes of what is not trained hold None.
-        params = model.structure({path: leaves.get(path) for path in model})["params"]
+        params = self.structure({path: leaves.get(path) for path in variables})["params"]
         places = {path.removeprefix(_PARAMS): path for path in leaves}
         return Training(optimizer.init(params), lambda variables, state: (variables, state), _path, places)
-
-    return dataclasses.replace(model, variables=trainable, start_training=start_training)
 
 
 def arrays(variables: Any) -> dict[str, Any] | None:

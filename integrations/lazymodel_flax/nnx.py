@@ -17,11 +17,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from lazymodel import AbstractModel, LazyModelError
+from lazymodel import AbstractModel, AbstractVariable, LazyModelError
 from lazymodel._escaped import is_iterator, refuse_empty, refuse_escaped
+from lazymodel._framework import Framework, Optimizer, Training
 from lazymodel._paths import path_text
 from lazymodel._trace_function import known_value, trace_function
-from lazymodel._with_optimizer import Optimizer, Training
 from lazymodel_flax._logical import with_logical_axes
 from lazymodel_flax._variable_modes import (
     Modes,
@@ -213,7 +213,7 @@ def _is_data(node: nnx.Pytree, name: str) -> bool:
 
 def _advance(given: tuple[Any, ...], model: AbstractModel) -> None:
     """Updates the counts of the user's own `nnx.Rngs`, as building eagerly would have."""
-    _, after = model.structure({path: path for path in model})
+    _, after = model.framework.structure({path: path for path in model})
     state = nnx.state(as_plain(given))
     leaves, treedef = jax.tree.flatten(state)
     # Only counts: keys do not change, and other state is not known before it is materialized.
@@ -230,49 +230,59 @@ def _as_module(model: AbstractModel, built: _Built, modes: Modes) -> AbstractMod
     if built.graphdef is not None:
         own = {path: dataclasses.replace(own[path], trainable=path in built.params) for path in own}
 
-    def structure(mapping: Mapping[str, Any]) -> Any:
-        # What comes after the build is not asked for.
-        result, _ = model.structure(_Filled(mapping))
-        return result if built.graphdef is None else jax.tree.unflatten(built.state_def, result)
-
-    def plain(mapping: Mapping[str, Any]) -> Any:
-        state = structure(mapping)
-        return state if built.graphdef is None else nnx.merge(built.graphdef, state)
-
-    def rebuild(mapping: Mapping[str, Any]) -> Any:
-        return plain(mapping) if built.graphdef is None else modes.applied(plain(mapping))
-
-    def start_training(optimizer: Optimizer, leaves: Mapping[str, Any]) -> Training:
-        structs = {path: variable.struct for path, variable in own.items()}
-        trained = nnx.Param if frozenset(leaves) == built.params else _Trained(frozenset(leaves))
-        filled: dict[str, Any] = {**structs, **leaves}
-        module, own_modes = plain(filled), Modes.current()
-        # State takes over the axis names of its parameters, and would be put on a mesh right here too.
-        suspend_sharding(module)
-        with own_modes.suspended():
-            started = nnx.Optimizer(module, cast(Any, optimizer), wrt=trained)
-        resolve_sharding(started)
-        graphdef, state = nnx.split(started)
-        places = {path: path for path in leaves}
-
-        def finish(module: Any, state: Any) -> Any:
-            return module, own_modes.applied(nnx.merge(graphdef, state))
-
-        return Training(state, finish, _state_path, places)
-
     return dataclasses.replace(
         model,
         variables=own,
-        start_training=None if built.graphdef is None else start_training,
+        framework=_Results(model.framework) if built.graphdef is None else _Module(model.framework, built, modes),
         recipes=tuple(
             recipe.restricted_to(kept)
             for recipe in model.recipes
             if (kept := [path for path in recipe.paths if path in own])
         ),
         sources={path: source for path, source in model.sources.items() if path in own},
-        structure=structure,
-        rebuild=rebuild,
     )
+
+
+class _Results(Framework):
+    """What a function returned, without what comes after it."""
+
+    def __init__(self, traced: Framework) -> None:
+        super().__init__(lambda leaves: traced.structure(_Filled(leaves))[0])
+
+
+class _Module(_Results):
+    """NNX modules, split and merged again."""
+
+    def __init__(self, traced: Framework, built: _Built, modes: Modes) -> None:
+        super().__init__(traced)
+        self._built, self._modes = built, modes
+
+    def structure(self, leaves: Mapping[str, Any]) -> Any:
+        return jax.tree.unflatten(self._built.state_def, super().structure(leaves))
+
+    def _merged(self, leaves: Mapping[str, Any]) -> Any:
+        return nnx.merge(self._built.graphdef, self.structure(leaves))
+
+    def rebuild(self, arrays: Mapping[str, Any]) -> Any:
+        return self._modes.applied(self._merged(arrays))
+
+    def start_training(
+        self, variables: Mapping[str, AbstractVariable], optimizer: Optimizer, leaves: Mapping[str, Any]
+    ) -> Training:
+        structs = {path: dataclasses.replace(v, sharding=None, layout=None).struct for path, v in variables.items()}
+        trained = nnx.Param if frozenset(leaves) == self._built.params else _Trained(frozenset(leaves))
+        module, own_modes = self._merged({**structs, **leaves}), Modes.current()
+        # State takes over the axis names of its parameters, and would be put on a mesh right here too.
+        suspend_sharding(module)
+        with own_modes.suspended():
+            started = nnx.Optimizer(module, cast(Any, optimizer), wrt=trained)
+        resolve_sharding(started)
+        graphdef, state = nnx.split(started)
+
+        def finish(module: Any, state: Any) -> Any:
+            return module, own_modes.applied(nnx.merge(graphdef, state))
+
+        return Training(state, finish, _state_path, {path: path for path in leaves})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,10 +11,11 @@ import keras
 
 from lazymodel import AbstractModel
 from lazymodel._paths import unique_paths
-from lazymodel_keras import _factories, _upstream, hub
-from lazymodel_keras._keywords import check_constructor, check_from_preset
-from lazymodel_keras._model import model_variables
-from lazymodel_keras._planning import plan_model
+from lazymodel_keras import _factories, _upstream
+from lazymodel_keras._build import abstract_build
+from lazymodel_keras._config import plan_model
+from lazymodel_keras._keywords import check_constructor, check_from_preset, ours
+from lazymodel_keras._skeleton import model_variables
 
 
 class KerasAdapter:
@@ -35,11 +36,9 @@ class KerasAdapter:
         if _is_keras(build) is None:
             return _factories.build_abstract(build, args, kwargs, name)
         _check_keywords(build, args, kwargs)
-        return hub.abstract_build(functools.partial(build, *args, **kwargs), what=name, loads=False)
+        return abstract_build(functools.partial(build, *args, **kwargs), what=name, loads=False)
 
-    def from_config(self, source: str, **options: Any) -> AbstractModel:
-        """The abstract model that a preset, a folder or a `config.json` describes; see `plan_model`."""
-        return plan_model(source, **options)
+    from_config = staticmethod(plan_model)
 
     def arrays(self, model: Any) -> dict[str, Any] | None:
         """The values of the variables of a model or layer, its optimizer's and metrics' included."""
@@ -59,7 +58,7 @@ def _check_keywords(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if inspect.isclass(cls) and build.__name__ == "from_preset" and _upstream.hub_models() is not None:
         given = dict(kwargs)
         preset = args[0] if args else given.pop("preset", None)
-        check_from_preset(cls, preset, given, dict.fromkeys(hub.OURS, "lazymodel_keras.from_preset"))
+        check_from_preset(cls, preset, given, ours(taker="lazymodel_keras.from_preset"))
 
 
 def _is_keras(build: Any) -> bool | None:

@@ -1,9 +1,7 @@
-"""A checkpoint callback that also saves where training was: epoch, data iterator, metadata of one's own; and how to
-read that back.
+"""A checkpoint callback that also saves where training was, and how to read that back.
 
-Everything else is `keras.callbacks.OrbaxCheckpoint`, which saves sharded arrays from where they are, in the background,
-the best or the newest ones only. It has no place for these, and its steps do not say whether they count epochs or
-batches.
+Everything else is `keras.callbacks.OrbaxCheckpoint`. It has no place for epoch, data iterator or metadata of one's own,
+and its steps do not say whether they count epochs or batches.
 """
 
 from __future__ import annotations
@@ -132,11 +130,7 @@ class TrainingCheckpoint(_Stock):
             super().on_train_end(logs)  # which closes the checkpointer, and drops what that raises
 
     def wait_until_finished(self) -> None:
-        """Waits until what was saved is on disk.
-
-        Raises:
-            CheckpointError: A step could not be saved.
-        """
+        """Waits until what was saved is on disk; raises CheckpointError where a step could not be saved."""
         self.checkpointer.settle()
         super().wait_until_finished()
 
@@ -177,11 +171,7 @@ class _Describing:
         return saving
 
     def settle(self) -> None:
-        """Waits for what is saved in the background.
-
-        Raises:
-            CheckpointError: It was not saved.
-        """
+        """Waits for what is saved in the background; raises CheckpointError where it was not."""
         while self._saving:
             step, saving = self._saving.pop()
             with self._naming(step):
@@ -258,10 +248,8 @@ def training_state(path: str | os.PathLike[str]) -> TrainingState:
 
 
 def _stock_epoch(step: int, updates: int) -> int | None:
-    """The epochs that were completed, where the stock callback's step is an epoch's number from 0.
-
-    It is that, or the number of batches. Epochs have the same number of updates each, at least one.
-    """
+    """The epochs that were completed, where the stock callback's step is an epoch's number from 0, not batches."""
+    # Epochs have the same number of updates each, at least one.
     return step + 1 if updates > step and updates % (step + 1) == 0 else None
 
 

@@ -1,4 +1,4 @@
-"""`deferred()`: unchanged Keras code, built abstractly and loaded shard by shard."""
+"""`deferred()` and `load_model`: unchanged Keras code, built abstractly and loaded shard by shard."""
 
 from __future__ import annotations
 
@@ -9,24 +9,28 @@ import os
 import re
 import sys
 from collections.abc import Callable, Generator, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import keras
 from jax.sharding import PartitionSpec
 
-from lazymodel import AbstractVariable, CheckpointError, LazyModelError, Progress
+from lazymodel import AbstractVariable, LazyModelError
 from lazymodel._auto import Auto
 from lazymodel._errors import warn
 from lazymodel._paths import rule_path
-from lazymodel._progress import ReportTo
 from lazymodel._rules import Rules
-from lazymodel._text import first_of, listed
+from lazymodel._text import listed
 from lazymodel.checkpoints._verify import Verify
-from lazymodel_keras._keywords import check_from_preset
-from lazymodel_keras._model import Skeleton, from_skeleton
-from lazymodel_keras._recording import Recording, SharedPatches, active, replace
-from lazymodel_keras.hub import OURS, check_all_used, require_rules
+from lazymodel_keras._build import Materializing, check_all_used, check_options, require_rules
+from lazymodel_keras._from_skeleton import from_skeleton
+from lazymodel_keras._keywords import check_from_preset, ours
+from lazymodel_keras._patches import SharedPatches, active, replace
+from lazymodel_keras._recording import Recording
+from lazymodel_keras._restore import is_orbax, model_from_orbax, read_state
+from lazymodel_keras._saved_models import check_saved_model
+from lazymodel_keras._session import session
+from lazymodel_keras._skeleton import Skeleton
 
 
 @contextlib.contextmanager
@@ -40,9 +44,7 @@ def deferred(
     strict: bool = True,
     cast: str = "safe",
     verify: Verify = False,
-    max_host_memory: int | str | None = None,
-    progress: bool | Progress | Callable[[int, int], object] | None = None,
-    report: ReportTo = None,
+    **options: Unpack[Materializing],
 ) -> Generator[None, None, None]:
     """Within the block, models are built abstractly and every variable is made directly on its devices.
 
@@ -56,52 +58,94 @@ def deferred(
         rules: Sharding rules that go with the mesh; see `AbstractModel.shard`. They hold for every model of the block,
             so a pattern need not match in each; one that matched in none is warned about at the end.
         on_unmatched: As in `AbstractModel.shard`, and so are `large` and `repair`.
-        strict: As in `from_preset`: whether weights that the model they are loaded into has no variable for are an
-            error; if not, they are left out with a warning. Where `load_weights` is told to take only some
+        strict: As in `abstract_from_preset`: whether weights that the model they are loaded into has no variable for
+            are an error; if not, they are left out with a warning. Where `load_weights` is told to take only some
             (`skip_mismatch`, `objects_to_skip`), the rest is neither.
-        cast: As in `from_preset`, for every file that is loaded in the block.
-        verify: As in `from_preset`, for every weight file that is opened in the block.
-        max_host_memory: As in `AbstractModel.materialize`.
-        progress: As in `AbstractModel.materialize`.
-        report: As in `AbstractModel.materialize`: one for each model that is loaded, and one for what is initialized
-            on leaving.
+        cast: As in `abstract_from_preset`, for every file that is loaded in the block; so is `verify`.
+        **options: See `AbstractModel.materialize`. There is a report for each model that is loaded, and one for what is
+            initialized on leaving.
 
     Raises:
-        CheckpointError: As `from_preset`, from the call that loads.
+        CheckpointError: As `abstract_from_preset`, from the call that loads.
         ShardingError: The rules do not fit.
-        LazyModelError: From a `from_preset`: it was given an argument that nobody takes.
+        LazyModelError: It was given an argument that nobody takes, or a `from_preset` in the block was.
 
     Example:
         >>> with deferred():
         ...     model = keras_hub.models.CausalLM.from_preset("gemma2_9b_en")
     """
-    with block(
-        *(mesh, rules, strict, cast, verify),
-        sharding={"on_unmatched": on_unmatched, "large": large, "repair": repair},
-        materializing={"max_host_memory": max_host_memory, "progress": progress, "report": report},
-    ):
+    check_options("deferred", options)
+    sharding = {"on_unmatched": on_unmatched, "large": large, "repair": repair}
+    with _block(mesh, rules, strict, Recording(verify, cast), sharding, options):
         yield
 
 
+def load_model(
+    path: str | os.PathLike[str],
+    custom_objects: Mapping[str, Any] | None = None,
+    compile: bool = True,
+    safe_mode: bool = True,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    rules: Rules | None = None,
+    on_unmatched: str = "warn",
+    large: int | str = "1MiB",
+    repair: bool | Auto = False,
+    strict: bool = True,
+    cast: str = "safe",
+    verify: Verify = False,
+    **options: Unpack[Materializing],
+) -> Any:
+    """Does what `keras.saving.load_model` does, with each variable read straight into its shards.
+
+    For `.keras` files and folders, legacy whole-model `.h5` files (with `compile=False`: Keras builds their optimizers
+    for no variables), and Orbax checkpoints that carry the model's configuration, of which stock Keras leaves every
+    variable that now has another path at its initial value. With `compile`, the optimizer's state is loaded too.
+    `deferred()` does the same for unchanged code.
+
+    Args:
+        path: The file or folder.
+        custom_objects: As for Keras.
+        compile: As for Keras: whether to compile the model as it was, and load the optimizer's state.
+        safe_mode: As for Keras: whether to refuse code in the file.
+        mesh: As in `from_preset`, and so is `rules`.
+        on_unmatched: As in `AbstractModel.shard`, and so are `large` and `repair`.
+        strict: As in `abstract_from_preset`, and so are `cast` and `verify`.
+        **options: See `AbstractModel.materialize`.
+
+    Raises:
+        CheckpointError: There is no saved model, it is corrupt, or its weights do not fit its configuration.
+        ShardingError: The rules do not fit.
+        LazyModelError: Nobody takes an argument.
+    """
+    check_options("load_model", options)
+    where = os.path.expanduser(os.fspath(path))
+    check_saved_model(where)
+    recording = Recording(verify, cast)
+    sharding = {"on_unmatched": on_unmatched, "large": large, "repair": repair}
+    with _block(mesh, rules, strict, recording, sharding, options, one_model=True):
+        if not is_orbax(where):
+            return keras.saving.load_model(where, custom_objects, compile=compile, safe_mode=safe_mode)
+        model = model_from_orbax(where, custom_objects, compile, safe_mode, strict=strict)
+        assert recording.on_loaded is not None
+        recording.on_loaded(model, "load_model", True)
+        return model
+
+
 @contextlib.contextmanager
-def block(
+def _block(
     mesh: jax.sharding.Mesh | None,
     rules: Rules | None,
     strict: bool,
-    cast: str,
-    verify: Verify,
-    *,
+    recording: Recording,
     sharding: dict[str, Any],
-    materializing: dict[str, Any],
+    options: Materializing,
+    *,
     one_model: bool = False,
 ) -> Generator[None, None, None]:
     """What `deferred` does; with `one_model`, rules are those of the first model that is loaded, as in `from_preset`.
 
-    Args:
-        mesh: As for `deferred`, and so are `rules`, `strict`, `cast` and `verify`.
-        sharding: Further arguments of `AbstractModel.shard`.
-        materializing: Further arguments of `AbstractModel.materialize`.
-        one_model: Whether a pattern that matches nothing in the first model is an error.
+    So a pattern that matches nothing in it is an error. `sharding` has further arguments of `AbstractModel.shard`.
     """
     require_rules(mesh, rules, sharding["repair"])
     block_rules = _BlockRules(rules) if isinstance(rules, Mapping) and not hasattr(rules, "device_mesh") else None
@@ -121,17 +165,16 @@ def block(
             abstract = abstract.shard(mesh, current, **sharding)
             abstract = abstract.with_variables({**abstract.variables, **placed})
             current = block_rules or rules  # of what is left, one model or not, there may be anything
-        abstract.materialize(**materializing)
+        abstract.materialize(**options)
 
     def materialize_loaded(result: Any, what: str, partly: bool) -> None:
         if what.endswith("load_weights") and not recording.files:
             recording.refuse_unverified(what)
         materialize(result, None if partly else what, only_own=True)
 
-    with Recording(verify, cast) as recording:
-        recording.on_loaded = materialize_loaded
-        with _hooks.needed():
-            yield
+    recording.on_loaded = materialize_loaded
+    with session(recording), _hooks.needed():
+        yield
     materialize(None, None, only_own=False)
     if block_rules is not None and block_rules.unused and not one_model:
         warn(f"no model of the block has a variable that these rules match: {listed(map(repr, block_rules.unused))}")
@@ -156,7 +199,9 @@ class _BlockRules:
 
 def _install(undo: contextlib.ExitStack) -> None:
     """Wraps the functions that load weights."""
-    replace(undo, keras.Model, "load_weights", _announcing_method(_lazy_orbax(vars(keras.Model)["load_weights"])))
+    replace(
+        undo, keras.Model, "load_weights", _announcing(_lazy_orbax(vars(keras.Model)["load_weights"]), loaded=_self)
+    )
     load_model = _announcing(vars(keras.saving)["load_model"])
     for module in (keras.saving, keras.models):
         replace(undo, module, "load_model", load_model)
@@ -183,17 +228,9 @@ def _announcing(function: Callable[..., Any], *, loaded: Callable[..., Any] = la
         outer_files, recording.files = recording.files, {}
         recording.loading = True
         try:
-            try:
+            # Keras names layers, and of the first that does not fit what was wrong; all tensors are known here.
+            with recording.explaining(function.__qualname__):
                 result = function(*args, **kwargs)
-            except (ValueError, KeyError, OSError) as error:
-                # Keras names layers, and of the first that does not fit what was wrong; all tensors are known here.
-                problems = recording.unresolved_problems()
-                if not problems:
-                    raise
-                found = first_of(problems, "tensors do not match")
-                raise CheckpointError(f"{function.__qualname__}: {found}") from error
-            finally:
-                recording.require_verified()
             skips = signature.bind(*args, **kwargs).arguments.get("skip_mismatch")
             partly = bool(skips or kwargs.get("objects_to_skip"))
             recording.on_loaded(loaded(args, result), function.__qualname__, partly)
@@ -213,9 +250,7 @@ def _checking(from_preset: Callable[..., Any]) -> Any:
     def call(cls: Any, preset: Any, *args: Any, **kwargs: Any) -> Any:
         recording = active()
         if recording is not None and recording.on_loaded is not None and not recording.loading:
-            here = inspect.signature(deferred).parameters
-            ours = {name: f"lazymodel_keras.{'deferred' if name in here else 'from_preset'}" for name in OURS}
-            check_from_preset(cls, preset, kwargs, ours)
+            check_from_preset(cls, preset, kwargs, ours(taker="lazymodel_keras.deferred"))
         return from_preset(cls, preset, *args, **kwargs)
 
     return call
@@ -226,8 +261,6 @@ def _lazy_orbax(load_weights: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(load_weights)
     def call(self: Any, filepath: Any, skip_mismatch: bool = False, **kwargs: Any) -> Any:
-        from lazymodel_keras._restore import is_orbax, read_state
-
         recording = active()
         if recording is None or not is_orbax(filepath):
             return load_weights(self, filepath, skip_mismatch, **kwargs)
@@ -238,5 +271,5 @@ def _lazy_orbax(load_weights: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _announcing_method(function: Callable[..., Any]) -> Any:
-    return _announcing(function, loaded=lambda args, result: args[0])
+def _self(args: Any, result: Any) -> Any:
+    return args[0]

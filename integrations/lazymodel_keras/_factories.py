@@ -23,8 +23,9 @@ import numpy as np
 import lazymodel
 from lazymodel import AbstractModel
 from lazymodel._leaving import WayOut
-from lazymodel_keras import _upstream, hub
-from lazymodel_keras._recording import SharedPatches, active, replace
+from lazymodel_keras import _upstream
+from lazymodel_keras._build import abstract_build
+from lazymodel_keras._patches import SharedPatches, active, replace
 
 _thread = threading.local()  # `made` is called before something of Keras' is made
 _TRACED = "_traced_by_lazymodel"
@@ -60,7 +61,7 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wh
     """What `build(*args, **kwargs)`, called `what` in messages, builds, whosever it is."""
 
     def as_keras() -> AbstractModel:
-        return hub.abstract_build(functools.partial(build, *args, **kwargs), what=what, loads=False)
+        return abstract_build(functools.partial(build, *args, **kwargs), what=what, loads=False)
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         return _run(functools.partial(build, *args, **kwargs), what, as_keras, as_other)
@@ -111,7 +112,7 @@ def _run(
     finished = False
     with WayOut() as way_out:
         try:
-            model = hub.abstract_build(recorded, what=what, loads=False)
+            model = abstract_build(recorded, what=what, loads=False)
             finished = True
         except _Returned as returned:
             return returned.result

@@ -1,12 +1,8 @@
-"""Hugging Face and timm folders: what they hold besides what KerasHub's converters ask for.
+"""Hugging Face and timm folders: what they hold, in all shards, besides what KerasHub's converters ask for.
 
-Responsible for the difference between what a folder has, in all of its shards, and what was asked for: which tensors
-converters leave out on purpose, and what only makes sense together with something that was left out. Converters
-themselves are KerasHub's; who hears of what is left is `hub`'s matter.
-
-What is left out on purpose is known by name: buffers that every model computes for itself, tied weights that are stored
-twice, heads of other tasks, and parts of a model that KerasHub does not have. Everything else that nobody asked for is
-most likely a mistake: layers beyond those of the configuration, another configuration, adapters.
+What converters leave out on purpose is known by name: buffers that every model computes for itself, tied weights that
+are stored twice, heads of other tasks, and parts of a model that KerasHub does not have. Everything else that nobody
+asked for is most likely a mistake: layers beyond those of the configuration, another configuration, adapters.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ import functools
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lazymodel import CheckpointError, StoredTensor
 from lazymodel._casting import weights
@@ -24,7 +20,7 @@ from lazymodel._quantized import is_marker, scales_beside
 from lazymodel._stored import unused_tensors
 from lazymodel._text import listed
 from lazymodel.checkpoints import SafetensorsFile
-from lazymodel.checkpoints._untrusted import read_json_file, shard_path, weight_map
+from lazymodel.checkpoints._untrusted import read_json_file, require_shards, shard_path, weight_map
 
 _DECODED = frozenset({("gpt_oss", "mxfp4")})  # model type and how it is quantized: what is read nevertheless
 _ADVICE = (
@@ -85,11 +81,7 @@ _BY_TYPE: Mapping[str, tuple[str, ...]] = {
 
 
 def refuse_quantized(path: str) -> None:
-    """Raises CheckpointError where the configuration beside a weight file says that it is quantized in an unknown way.
-
-    Args:
-        path: The file, of which nothing is read.
-    """
+    """Raises CheckpointError where the configuration beside a file says that it is quantized in an unknown way."""
     config = _config(Path(path).parent)
     for holder in (config, config.get("text_config")):
         for key in ("quantization_config", "compression_config"):
@@ -106,17 +98,32 @@ def refuse_quantized(path: str) -> None:
                 )
 
 
-class Leftovers:
-    """What the folders of the opened files hold and nothing asked for.
+def checkpoint_files(path: str) -> list[str]:
+    """The files that decide what a weight file's checkpoint holds: the index that names it and all shards, or itself.
 
-    Args:
-        files: Path to `OpenedFile`; what is no safetensors file is left alone.
+    Loaders open one shard after the other. Hashing all at the first takes as long as the slowest of several threads.
+    Raises CheckpointError where an index beside it cannot be read, or a shard is missing.
+    """
+    folder = Path(path).parent
+    for index in sorted((*folder.glob("*.safetensors.index.json"), *folder.glob("*.weights.json"))):
+        shards: dict[Path, None] = {}
+        for names in weight_map(read_json_file(index), index).values():
+            listed = cast("list[Any]", names) if isinstance(names, list) else [names]
+            shards |= dict.fromkeys(shard_path(index, name) for name in listed)
+        if Path(path) in shards:
+            require_shards(index, list(shards))
+            return [str(index), *map(str, shards)]
+    return [path]
+
+
+class Leftovers:
+    """What the folders of the opened safetensors files hold and nothing asked for.
 
     Attributes:
         by_folder: Folder → file → names, of those shards too that nobody opened.
     """
 
-    def __init__(self, files: Mapping[str, Any]) -> None:
+    def __init__(self, files: Mapping[str, Any]) -> None:  # path to `OpenedFile`
         self._files = {
             str(Path(path)): file for path, file in files.items() if isinstance(file.tensors, SafetensorsFile)
         }

@@ -20,6 +20,7 @@ import numpy as np
 from lazymodel import InitRecipe
 from lazymodel._small import on_host
 from lazymodel._trace_function import trace_function
+from lazymodel_keras import _upstream
 from lazymodel_keras._recording import GivenValue, RecordedVariable
 
 # Callables that are not Keras initializers (such as the one that sets a SeedGenerator's state) are run at once up to
@@ -51,7 +52,7 @@ _templates: collections.OrderedDict[Hashable, _Template] = collections.OrderedDi
 def initial_value(path: str, variable: Any, recorded: RecordedVariable) -> InitRecipe | np.ndarray:
     """How the variable's initial value is computed on its devices, or the value itself where it needs no program."""
     initializer = recorded.initializer
-    shape, dtype = tuple(variable.shape), variable._dtype
+    shape, dtype = tuple(variable.shape), _upstream.own_dtype(variable)
     if isinstance(initializer, GivenValue):
         return np.asarray(initializer.value)
     is_keras = isinstance(initializer, keras.initializers.Initializer)
@@ -83,7 +84,7 @@ def initial_value(path: str, variable: Any, recorded: RecordedVariable) -> InitR
 
 def host_value(variable: Any, recorded: RecordedVariable) -> Callable[[], np.ndarray]:
     """A function that computes the variable's whole initial value on the host, bit for bit as its devices would."""
-    initializer, shape, dtype = recorded.initializer, tuple(variable.shape), variable._dtype
+    initializer, shape, dtype = recorded.initializer, tuple(variable.shape), _upstream.own_dtype(variable)
     seed = () if recorded.seed is None else (recorded.seed,)
 
     def make() -> np.ndarray:

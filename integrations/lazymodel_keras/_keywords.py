@@ -1,9 +1,7 @@
-"""Keyword arguments that nobody takes, refused before anything is built.
+"""Keyword arguments that nobody takes, refused before anything is built, with the name that was probably meant.
 
 KerasHub hands what its loaders do not know on to a constructor, this to the constructors above it, and Keras'
 functional model at the end of them drops it without a word: a mistyped `mesh=` would load the model unsharded.
-Responsible for knowing the names that a class takes, and for saying which was probably meant; what a value means is its
-taker's matter.
 """
 
 from __future__ import annotations
@@ -24,6 +22,28 @@ _OF_KERAS = frozenset({"name", "trainable", "dtype"})
 _TYPO = 0.75  # how alike a name of ours must be where we cannot know what else is taken: mseh is, rules_file is not
 
 
+_TAKERS = {
+    **dict.fromkeys(("mesh", "rules", "on_unmatched", "large", "repair"), "AbstractModel.shard"),
+    **dict.fromkeys(("max_host_memory", "progress", "report"), "AbstractModel.materialize"),
+    **dict.fromkeys(("strict", "cast", "verify"), "lazymodel_keras.abstract_from_preset"),
+}
+_STEPS = {
+    **dict.fromkeys(("quantize", "quantize_filters"), "quantize('int8')"),
+    **dict.fromkeys(("lora", "lora_rank", "lora_targets"), "lora(8)"),
+}
+
+
+def ours(*here: str, taker: str = "") -> dict[str, str]:
+    """What may have been meant by an argument that nobody takes: our names, and what takes them; "" is the call itself.
+
+    Those of `here` (none means all but steps) are for `taker`.
+    """
+    takers = {name: f"an argument of {where}" for name, where in _TAKERS.items()}
+    takers |= dict.fromkeys(here or takers, f"an argument of {taker}" if taker else "")
+    step = "a step: lazymodel_keras.abstract_from_preset(cls, preset).{}.shard(mesh, rules).materialize()"
+    return takers | {name: step.format(call) for name, call in _STEPS.items()}
+
+
 def check_class(cls: Any) -> None:
     """Raises LazyModelError for what is no class with `from_preset`, such as the name of one."""
     if inspect.isclass(cls) and callable(getattr(cls, "from_preset", None)):
@@ -41,13 +61,9 @@ def check_class(cls: Any) -> None:
 
 
 def check_from_preset(cls: Any, preset: Any, given: Iterable[str], ours: Mapping[str, str]) -> None:
-    """Raises LazyModelError where `cls.from_preset(preset, …)` would drop a keyword argument.
+    """Raises LazyModelError where `cls.from_preset(preset, …)`, given these names, would drop a keyword argument.
 
-    Args:
-        cls: The class, or one that the preset's own is a subclass of.
-        preset: The preset, whose configuration says which class is made.
-        given: The arguments' names.
-        ours: Names of this package's that may have been meant, and where they belong if not here.
+    `cls` may be a class above the one that the preset's configuration says is made. For `ours`, see the function.
     """
     given = list(given)
     if not set(given) - _OF_KERAS:
@@ -63,7 +79,7 @@ def check_from_preset(cls: Any, preset: Any, given: Iterable[str], ours: Mapping
         if backbone is not None and name in of_backbone:
             mend = f"; {backbone.__name__} takes it, so make that with it, and give it as backbone="
         elif ours.get(name):
-            mend = f"; it is an argument of {ours[name]}"
+            mend = f"; it is {ours[name]}"
         else:
             mend = closest(name, [*ours, *filter(str.isidentifier, names)])
         raise LazyModelError(f"{made.__name__}.from_preset takes no argument {name!r}{mend}")
@@ -82,13 +98,10 @@ def check_constructor(cls: Any, given: Iterable[str]) -> None:
 
 
 def taken_names(functions: Iterable[Any]) -> tuple[set[str], bool]:
-    """The keyword arguments that functions take, each passing on to the next what it does not name.
+    """The keyword arguments that functions take, each passing on what it does not name, and whether these are all.
 
     A name counts as taken, too, if a function looks for it in its `**kwargs`: it is among the constants of its code.
-
-    Returns:
-        The names, and whether these are all: not if a function outside KerasHub takes any name, because it may do
-        something else with it than pass it on.
+    They are not all if a function outside KerasHub takes any name, and may do something else than pass it on.
     """
     names: set[str] = set()
     all_known = True

@@ -17,8 +17,10 @@ from lazymodel import AbstractVariable, LazyModelError
 from lazymodel._follow import follow_weights
 from lazymodel._text import closest
 from lazymodel_keras import _upstream
-from lazymodel_keras._model import Skeleton, from_skeleton, has_layout, model_variables
+from lazymodel_keras._from_skeleton import from_skeleton, has_layout
 from lazymodel_keras._recording import Recording
+from lazymodel_keras._session import session
+from lazymodel_keras._skeleton import Skeleton, model_variables
 
 # Keras' layers of these modes have no LoRA, or not before they were calibrated.
 _WITHOUT_LORA = ("float8", "gptq", "awq")
@@ -33,16 +35,15 @@ def enable_lora(model: Any, rank: int, targets: str | None = None) -> None:
 
     Args:
         model: A KerasHub task or backbone that has its weights, or with `targets` any built Keras model.
-        rank: The rank of the pairs.
-        targets: Regex of whole paths (`re.fullmatch`): the layers whose kernel or embeddings it matches get a pair.
-            None is the query and value projections, or what the backbone says.
+        rank: As in `AbstractModel.lora`.
+        targets: Likewise.
 
     Raises:
         LazyModelError: The rank is no positive integer, no layer is a target, or a target cannot have a pair.
     """
-    check(rank, targets)
-    with Recording() as recording:
-        enable(model, rank, targets)
+    check_lora(rank, targets)
+    with session(Recording()) as recording:
+        add_lora(model, rank, targets)
     pairs = from_skeleton(Skeleton(None, recording, model, only_own=True))
     known = {variable.path: _described(variable) for variable in model_variables(model) if variable.path not in pairs}
     distribution = keras.distribution.distribution()
@@ -51,12 +52,8 @@ def enable_lora(model: Any, rank: int, targets: str | None = None) -> None:
     pairs.with_variables({**pairs, **followed}).materialize(progress=False)
 
 
-def check(rank: Any, targets: str | None, quantize: Any = None) -> None:
+def check_lora(rank: Any, targets: str | None) -> None:
     """Raises LazyModelError where a LoRA cannot be what is meant, whatever the model."""
-    if rank is None:
-        if targets is not None:
-            raise LazyModelError("lora_targets was given without lora_rank; say both")
-        return
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise LazyModelError(f"the rank of a LoRA is a positive integer; got {rank!r}")
     if targets is not None:
@@ -64,19 +61,10 @@ def check(rank: Any, targets: str | None, quantize: Any = None) -> None:
             re.compile(targets)
         except (re.error, TypeError) as error:
             raise LazyModelError(f"LoRA targets {targets!r} are not a regular expression: {error}") from error
-    if getattr(quantize, "mode", quantize) in _WITHOUT_LORA:
-        raise LazyModelError(
-            f"Keras has no LoRA for layers quantized with {getattr(quantize, 'mode', quantize)!r}: "
-            "leave out lora_rank, or quantize with 'int8' or 'int4'"
-        )
 
 
-def enable(model: Any, rank: int, targets: str | None) -> None:
-    """Enables LoRA on the layers that are targets, as `Backbone.enable_lora` does; variables are made as they come.
-
-    Raises:
-        LazyModelError: As `enable_lora`.
-    """
+def add_lora(model: Any, rank: int, targets: str | None) -> None:
+    """Enables LoRA on the layers that are targets, as `Backbone.enable_lora` does; raises what `enable_lora` raises."""
     backbone = getattr(model, "backbone", None) or model
     layers = [layer for layer in _upstream.flat_layers(backbone, include_self=False) if layer.weights]
     able = [index for index, layer in enumerate(layers) if hasattr(layer, "enable_lora")]

@@ -4,8 +4,6 @@ Responsible for running Keras' own `Model.quantize` on a model whose weights are
 Keras quantizes with are replaced meanwhile by ones that return lazy tensors of the results; these compute with the very
 functions that were replaced, a slab of a kernel at a time. So the abstract model has the quantized variables, what is
 materialized is equal bit for bit to quantizing the loaded model, and no whole float kernel ever exists.
-
-Responsible also for presets that were saved quantized: KerasHub's loader forgets their dtype policies for backbones.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import math
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -28,85 +27,56 @@ from lazymodel._computed import Computation, ComputedLeaf, Output
 from lazymodel._geometry import Box
 from lazymodel._leaves import Leaf
 from lazymodel._small import on_host
-from lazymodel_keras import _initializers, _upstream
-from lazymodel_keras._recording import RecordedVariable, SharedPatches, active, replace
+from lazymodel_keras import _upstream
+from lazymodel_keras._initializers import host_value
+from lazymodel_keras._patches import SharedPatches, active, replace
+from lazymodel_keras._recording import RecordedVariable
 
 Filters: TypeAlias = "str | Sequence[str] | Callable[[Any], bool] | None"
 
 _MODES = ("int8", "int4", "float8")
 
 
-def check(quantize: Any, filters: Filters = None) -> None:
-    """Raises LazyModelError where `quantize` is no quantization that needs only the weights."""
-    if quantize is None:
-        if filters is not None:
-            raise LazyModelError("quantize_filters was given without quantize; say both")
-        return
-    mode = _mode(quantize)
+def check_quantization(how: Any) -> None:
+    """Raises LazyModelError where `how` is no quantization that needs only the weights."""
+    mode = how.mode if isinstance(how, keras.quantizers.QuantizationConfig) else how
     if mode in ("gptq", "awq"):
         raise LazyModelError(
-            f"quantize={mode!r} calibrates with data that is run through the model, so it cannot be done while "
+            f"{mode!r} calibrates with data that is run through the model, so it cannot be done while "
             f"loading: load the model, then call model.quantize({mode!r}, config=…)"
         )
     if mode not in _MODES:
         raise LazyModelError(
-            f"quantize is {', '.join(map(repr, _MODES))} or a keras.quantizers.QuantizationConfig; got {quantize!r}"
+            f"quantize takes {', '.join(map(repr, _MODES))} or a keras.quantizers.QuantizationConfig; got {how!r}"
         )
 
 
 def quantize(model: Any, how: Any, filters: Filters = None) -> None:
-    """Does what `model.quantize` does, to a model that is being recorded.
-
-    Args:
-        model: A Keras model whose weights were recorded.
-        how: A mode or a `keras.quantizers.QuantizationConfig` that `check` lets through.
-        filters: As Keras takes them: which layers.
+    """Does what `model.quantize` does, to a model that is being recorded, where `check_quantization` lets it.
 
     Raises:
-        LazyModelError: Some layer is quantized already, or Keras refuses.
+        LazyModelError: Some layer is quantized already, or has a LoRA pair, or Keras refuses.
     """
     quantized = [layer for layer in _upstream.flat_layers(model) if layer.quantization_mode is not None]
     if quantized:
         raise LazyModelError(
             f"{model.name} is quantized already: layer {quantized[0].path or quantized[0].name} is "
-            f"{quantized[0].quantization_mode}. Leave quantize= out"
+            f"{quantized[0].quantization_mode}"
         )
+    adapted = [layer for layer in _upstream.flat_layers(model) if getattr(layer, "lora_enabled", False)]
+    if adapted:
+        raise LazyModelError(f"{model.name} has LoRA pairs already, at {adapted[0].path}; quantize comes before lora")
     options: dict[str, Any] = {"mode": how} if isinstance(how, str) else {"config": how}
-    with _patches.needed(), _quick_collections():
-        _thread.quantizing = True
-        try:
+    try:
+        with _patches.needed(), _quick_collections():
             model.quantize(**options, filters=filters)
-        except (ValueError, TypeError) as error:
-            raise LazyModelError(f"Keras cannot quantize {model.name} with {how!r}: {error}") from error
-        finally:
-            _thread.quantizing = False
+    except (ValueError, TypeError) as error:
+        raise LazyModelError(f"Keras cannot quantize {model.name} with {how!r}: {error}") from error
     if not any(layer.quantization_mode is not None for layer in _upstream.flat_layers(model)):
         raise LazyModelError(
-            f"quantize={how!r} changes nothing: none of the layers of {model.name}"
+            f"quantize({how!r}) changes nothing: none of the layers of {model.name}"
             f"{'' if filters is None else ' that the filters let through'} is one that Keras quantizes"
         )
-
-
-def patch(undo: contextlib.ExitStack, active: Callable[[], Any]) -> None:
-    """Keeps the dtype policies that a preset was quantized with, where its loader would overwrite them with None.
-
-    They stay until `undo` closes, and are kept where `active()` is a recording.
-    """
-    loader = _upstream.preset_loader_class()
-    if loader is None:
-        return
-    original = loader.get_backbone_kwargs
-
-    @functools.wraps(original)
-    def get_backbone_kwargs(self: Any, **kwargs: Any) -> Any:
-        own, others = original(self, **kwargs)
-        if active() is not None and own.get("dtype") is None:
-            saved = (self.config.get("config") or {}).get("dtype")
-            if isinstance(saved, dict) and _is_quantized(keras.dtype_policies.get(saved)):
-                own["dtype"] = saved
-        return own, others
-
-    replace(undo, loader, "get_backbone_kwargs", get_backbone_kwargs)
 
 
 @contextlib.contextmanager
@@ -126,23 +96,12 @@ def _quick_collections() -> Generator[None]:
         gc.unfreeze()
 
 
-def _is_quantized(policy: Any) -> bool:
-    policies = policy.values() if isinstance(policy, keras.dtype_policies.DTypePolicyMap) else [policy]
-    return any(policy.quantization_mode is not None for policy in policies)
-
-
-def _mode(quantize: Any) -> Any:
-    return quantize.mode if isinstance(quantize, keras.quantizers.QuantizationConfig) else quantize
-
-
 # What Keras quantizes with -------------------------------------------------------------------------------------------
-
-_thread = threading.local()
 
 
 def _weight(value: Any) -> LazyTensor | None:
     """The lazy tensor that an abstract variable stands for while this thread quantizes; None for all else."""
-    if not getattr(_thread, "quantizing", False):
+    if not _patches.here:
         return None
     if isinstance(value, LazyTensor):
         return value
@@ -150,69 +109,57 @@ def _weight(value: Any) -> LazyTensor | None:
     if recording is None or not isinstance(value, keras.Variable):
         return None
     recorded = recording.recorded.get(id(value))
-    if recorded is None or recorded.reference() is not value or value._value is not None:
+    if recorded is None or recorded.reference() is not value or _upstream.value(value) is not None:
         return None
     if recorded.value is None:
         return LazyTensor(_InitialLeaf(value, recorded))
-    return recording.as_assigned(value.path, recorded.value, _dtype(value._dtype))
+    return recording.as_assigned(value.path, recorded.value, _dtype(_upstream.own_dtype(value)))
 
 
 def _dtype(name: str) -> np.dtype[Any]:
     return jax.numpy.dtype(name)
 
 
-def _abs_max_quantize(original: Any) -> Any:
-    def abs_max_quantize(
-        inputs: Any,
-        axis: Any,
-        value_range: Any = (-127, 127),
-        dtype: Any = "int8",
-        epsilon: float = keras.backend.epsilon(),
-        to_numpy: bool = False,
-    ) -> Any:
-        tensor = _weight(inputs)
-        if tensor is None or not to_numpy:
-            return original(inputs, axis, value_range, dtype, epsilon, to_numpy)
-        axes = {index % tensor.ndim for index in ((axis,) if isinstance(axis, int) else axis)}
-        reduced = tuple(extent if index in axes else 1 for index, extent in enumerate(tensor.shape))
+def _slabwise(outputs: Callable[..., tuple[tuple[int, ...], list[Output]]]) -> Callable[[Any], Any]:
+    """Wraps a function that quantizes an array: of a lazy tensor it returns lazy tensors, computed slab by slab.
 
-        def function(values: np.ndarray) -> tuple[np.ndarray, ...]:
-            return _on_host(original, values, axis, value_range, dtype, epsilon, True)
+    Args:
+        outputs: Takes the tensor, the function's second argument and its dtype; returns what slabs consist of, and the
+            results.
+    """
 
-        computation = Computation(tensor, function, reduced)
-        return (
-            computation.output(Output(_dtype(dtype), (1,) * tensor.ndim, lambda found: found[0])),
-            computation.output(Output(tensor.dtype, reduced, lambda found: found[1], small=True)),
-        )
+    def wrap(original: Any) -> Any:
+        signature = inspect.signature(original)
 
-    return abs_max_quantize
+        @functools.wraps(original)
+        def quantizer(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            inputs, over, *rest = bound.args
+            tensor = _weight(inputs)
+            if tensor is None or not bound.arguments["to_numpy"]:
+                return original(*args, **kwargs)
+            steps, results = outputs(tensor, over, bound.arguments["dtype"])
+            computation = Computation(tensor, lambda values: _on_host(original, values, over, *rest), steps)
+            return tuple(map(computation.output, results))
+
+        return quantizer
+
+    return wrap
 
 
-def _abs_max_quantize_grouped(original: Any) -> Any:
-    def abs_max_quantize_grouped_with_zero_point(
-        inputs: Any,
-        block_size: int,
-        value_range: Any = (-8, 7),
-        dtype: Any = "int8",
-        epsilon: float = keras.backend.epsilon(),
-        to_numpy: bool = False,
-    ) -> Any:
-        tensor = _weight(inputs)
-        if tensor is None or not to_numpy:
-            return original(inputs, block_size, value_range, dtype, epsilon, to_numpy)
+def _over_axes(tensor: LazyTensor, axis: Any, dtype: str) -> tuple[tuple[int, ...], list[Output]]:
+    axes = {index % tensor.ndim for index in ((axis,) if isinstance(axis, int) else axis)}
+    reduced = tuple(extent if index in axes else 1 for index, extent in enumerate(tensor.shape))
+    values = Output(_dtype(dtype), (1,) * tensor.ndim, lambda found: found[0])
+    return reduced, [values, Output(tensor.dtype, reduced, lambda found: found[1], small=True)]
 
-        def function(values: np.ndarray) -> tuple[np.ndarray, ...]:
-            return _on_host(original, values, block_size, value_range, dtype, epsilon, True)
 
-        groups = (block_size, 1)
-        computation = Computation(tensor, function, groups)
-        return (
-            computation.output(Output(_dtype(dtype), (1, 1), lambda found: found[0])),
-            computation.output(Output(tensor.dtype, groups, lambda found: found[1], small=True)),
-            computation.output(Output(_dtype("int8"), groups, lambda found: found[2], small=True)),
-        )
-
-    return abs_max_quantize_grouped_with_zero_point
+def _over_groups(tensor: LazyTensor, block_size: int, dtype: str) -> tuple[tuple[int, ...], list[Output]]:
+    groups = (block_size, 1)
+    values = Output(_dtype(dtype), (1, 1), lambda found: found[0])
+    scales = Output(tensor.dtype, groups, lambda found: found[1], small=True)
+    return groups, [values, scales, Output(_dtype("int8"), groups, lambda found: found[2], small=True)]
 
 
 def _pack_int4(original: Any) -> Any:
@@ -281,8 +228,8 @@ _VIEWS: dict[str, Callable[..., Any]] = {
     "expand_dims": lambda x, axis: np.expand_dims(x, axis if isinstance(axis, int) else tuple(axis)),
 }
 _QUANTIZERS: dict[str, Callable[[Any], Any]] = {
-    "abs_max_quantize": _abs_max_quantize,
-    "abs_max_quantize_grouped_with_zero_point": _abs_max_quantize_grouped,
+    "abs_max_quantize": _slabwise(_over_axes),
+    "abs_max_quantize_grouped_with_zero_point": _slabwise(_over_groups),
     "pack_int4": _pack_int4,
     "unpack_int4": _unpack_int4,
 }
@@ -310,8 +257,8 @@ class _InitialLeaf(Leaf):
 
     def __init__(self, variable: Any, recorded: RecordedVariable) -> None:
         self.name, self.file, self.offset = variable.path, "", 0
-        self.shape, self.dtype = tuple(variable.shape), _dtype(variable._dtype)
-        self._make = _initializers.host_value(variable, recorded)
+        self.shape, self.dtype = tuple(variable.shape), _dtype(_upstream.own_dtype(variable))
+        self._make = host_value(variable, recorded)
         self._lock = threading.Lock()
         self._value: np.ndarray | None = None
         self.unit_nbytes = _INITIALIZING * math.prod(self.shape) * self.dtype.itemsize

@@ -1,8 +1,7 @@
-"""Recording: Keras code runs as it is, its variables stay abstract, and what it would load is only noted.
+"""What is noted while Keras code runs abstractly: variables, what would be assigned to them, and weight files.
 
-Inside a `Recording` every `keras.Variable` is created without a value, every `variable.assign` of such a variable is
-noted instead of carried out, and weight files opened by Keras or by KerasHub's converters hand out lazy tensors. What
-was noted is turned into an `AbstractModel` by `_model`; nothing here decides about devices.
+Every `variable.assign` of an abstract variable is noted instead of carried out. That variables are abstract, and files
+hand out lazy tensors, is `_session`'s and `_weight_files`' matter; nothing here decides about devices.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import contextlib
 import dataclasses
 import functools
 import os
-import sys
-import threading
 import weakref
+from collections import ChainMap
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
@@ -21,15 +19,15 @@ import jax
 import keras
 import numpy as np
 
-from lazymodel import CheckpointError, LazyModelError, LazyTensor, MismatchedTensor, StoredTensor
+from lazymodel import CheckpointError, LazyTensor, MismatchedTensor, StoredTensor
 from lazymodel._casting import SAFE, UNSAFE, check_mode, converted, refusal
 from lazymodel._files import FileSource
 from lazymodel._lazy import lazy
 from lazymodel._stored import stored_tensors, unused_tensors, where
 from lazymodel._text import misshapen
 from lazymodel.checkpoints._verify import Verify, verify_files
-from lazymodel_keras import _upstream, _weight_files
-from lazymodel_keras._hugging_face import Leftovers
+from lazymodel_keras import _upstream
+from lazymodel_keras._hugging_face import Leftovers, checkpoint_files
 
 
 class GivenValue:
@@ -76,16 +74,6 @@ class OpenedFile:
         return [name for name in self.tensors if name not in self.asked]
 
 
-class _Names:
-    """The names of the tensors of all opened files, to look one up in."""
-
-    def __init__(self, files: Iterable[OpenedFile]) -> None:
-        self._files = files
-
-    def __contains__(self, name: object) -> bool:
-        return any(name in file.tensors for file in self._files)
-
-
 class _RecordingScope(keras.StatelessScope):
     """A StatelessScope in which variables that have a value behave as if there were no scope."""
 
@@ -96,23 +84,22 @@ class _RecordingScope(keras.StatelessScope):
     def add_update(self, update: tuple[Any, Any]) -> None:
         # Only variables that existed before, or were materialized meanwhile, get here: ours shadow `assign`.
         variable, value = update
-        variable._direct_assign(value)
+        _upstream.assign_directly(variable, value)
 
     def get_current_value(self, variable: Any) -> Any:
         # Some models read a variable while they build (DINOv2 interpolates its position embeddings).
         recorded = self._recording.recorded.get(id(variable))
         if recorded is None or recorded.reference() is not variable or recorded.value is None:
             return None
-        return keras.ops.convert_to_tensor(np.asarray(recorded.value), dtype=variable._dtype)
+        return keras.ops.convert_to_tensor(np.asarray(recorded.value), dtype=_upstream.own_dtype(variable))
 
 
 class Recording:
-    """One stretch of Keras code run abstractly; use it as a context manager.
+    """What was noted in one stretch of Keras code that ran abstractly, or several; see `_session.session`.
 
     Args:
-        verify: Whether weight files are hashed before anything of them is believed; as in `lazymodel.open_checkpoint`.
-        cast: Whether what is assigned may lose what it means: `"safe"` or `"unsafe"`, as in
-            `AbstractModel.materialize`.
+        verify: As in `lazymodel.open_checkpoint`, for every weight file.
+        cast: As in `AbstractModel.materialize`, for what is assigned.
 
     Attributes:
         recorded: What was recorded, by `id` of the variable, in order of creation.
@@ -122,6 +109,7 @@ class Recording:
             for messages, and whether only some of a file's tensors were wanted.
         loading: Whether a call that loads weights is running; only the outermost one counts.
         optimizers: The optimizers that were built, and for which variables, both weakly.
+        names: How far Keras had counted automatic names before.
     """
 
     def __init__(self, verify: Verify = False, cast: str = SAFE) -> None:
@@ -135,54 +123,20 @@ class Recording:
         self.loading = False
         self.optimizers: list[tuple[weakref.ref[Any], list[weakref.ref[Any]]]] = []
         self.scope = _RecordingScope(self)
+        self.names = _upstream.automatic_names()
         self._hashed: dict[str, FileSource] = {}  # by absolute path, as they were when their hash was taken
         self._unverified: CheckpointError | None = None
         self._refused: CheckpointError | None = None
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> Recording:
-        _require_supported_mode()
-        if active() is not None:
-            raise LazyModelError("models are already being built abstractly here; leave the outer block first")
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_patches.needed())
-            pending = _upstream.pending_variables()
-            _upstream.set_pending_variables([])
-            stack.callback(_upstream.set_pending_variables, pending)
-            stack.enter_context(self.scope)
-            _thread.recording = self
-            stack.callback(setattr, _thread, "recording", None)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-        # A global seed generator that was first needed in here belongs to the process, not to the model.
-        state = _upstream.global_seed_state()
-        recorded = self.recorded.get(id(state))
-        if recorded is not None:
-            self.forget(state)
-            state._initialize_with_initializer(recorded.initializer)
-            if recorded.value is not None:
-                state.assign(recorded.value)
 
     def variables(self) -> Iterator[tuple[Any, RecordedVariable]]:
-        """The recorded variables that are still alive and to be given a value, in order of creation.
-
-        These are the abstract ones, and of the adopted ones those that something was assigned to.
-        """
+        """The recorded variables that are alive and abstract, or adopted and assigned to, in order of creation."""
         for recorded in self.recorded.values():
             variable = recorded.reference()
-            if variable is not None and (variable._value is None or recorded.value is not None):
+            if variable is not None and (_upstream.value(variable) is None or recorded.value is not None):
                 yield variable, recorded
 
     def open(self, path: str, opener: Callable[[str], Any]) -> OpenedFile:
-        """The weight file at a path, opened once: every tensor that is handed out reads through one descriptor.
-
-        Raises:
-            CheckpointError: It is missing, truncated, a Git LFS pointer, …; or its hash, or that of another file of
-                its checkpoint, is not the one that is stated, or nobody states one.
-        """
+        """The weight file at a path, checked and opened once: all its tensors read through one descriptor."""
         if path not in self.files:
             self.check_content(path)
             self.files[path] = OpenedFile(opener(path))
@@ -200,7 +154,7 @@ class Recording:
         where = os.path.abspath(path)
         try:
             if where not in self._hashed:
-                sources = verify_files(_weight_files.checkpoint_files(where), self.verify, os.path.dirname(where))
+                sources = verify_files(checkpoint_files(where), self.verify, os.path.dirname(where))
                 self._hashed |= {source.path: source for source in sources}
             self._hashed[where].check_unchanged()
         except CheckpointError as error:
@@ -235,11 +189,7 @@ class Recording:
         return (*opened, *Leftovers(self.files).unopened)
 
     def as_assigned(self, path: str, value: Any, dtype: np.dtype[Any]) -> LazyTensor:
-        """What was assigned to a variable, in its dtype.
-
-        Raises:
-            CheckpointError: It comes from a file, and the cast can lose what it means.
-        """
+        """What was assigned to a variable, in its dtype; raises CheckpointError where that can lose what it means."""
         tensor = lazy(value, path)
         if why := self.refused_cast(path, value, dtype):
             raise CheckpointError(why)
@@ -249,23 +199,25 @@ class Recording:
         """Why a value from a file is not cast to a dtype; an empty string where it may be."""
         if not isinstance(value, LazyTensor) or not value.file or value.dtype == dtype:
             return ""
-        return refusal(path, value, dtype, where(value), _Names(self.files.values()))
+        names = ChainMap(*(file.tensors for file in self.files.values()))
+        return refusal(path, value, dtype, where(value), names)
 
     def add(self, variable: Any, initializer: Any) -> None:
         """Notes a variable that was just created without a value."""
-        recorded = RecordedVariable(weakref.ref(variable), initializer)
+        recorded = self._note(variable, initializer)
         if isinstance(getattr(initializer, "seed", None), keras.random.SeedGenerator):
             # Stock Keras draws when it creates the variable; drawing later would give every variable another seed.
             recorded.seed = np.asarray(initializer.seed.next())
-        self.recorded[id(variable)] = recorded
-        variable.assign = functools.partial(self._assign, recorded)
 
     def adopt(self, variable: Any) -> None:
         """Notes what is assigned to a variable that has a value, instead of having it carried out."""
-        if variable._value is not None and id(variable) not in self.recorded:
-            recorded = RecordedVariable(weakref.ref(variable), None)
-            self.recorded[id(variable)] = recorded
-            variable.assign = functools.partial(self._assign, recorded)
+        if _upstream.value(variable) is not None and id(variable) not in self.recorded:
+            self._note(variable, None)
+
+    def _note(self, variable: Any, initializer: Any) -> RecordedVariable:
+        self.recorded[id(variable)] = recorded = RecordedVariable(weakref.ref(variable), initializer)
+        variable.assign = functools.partial(self._assign, recorded)
+        return recorded
 
     def holds_nothing_for(self, variable: Any) -> bool:
         """Whether a variable is recorded and nothing was assigned to it."""
@@ -279,7 +231,7 @@ class Recording:
             return type(variable).assign(variable, value)  # Keras is tracing: the value belongs to the nested scope
         if isinstance(value, keras.Variable):
             other = self.recorded.get(id(value))
-            if other is not None and value._value is None and value.shape == variable.shape:
+            if other is not None and _upstream.value(value) is None and value.shape == variable.shape:
                 # Read from the same tensor, or initialized by the same program: the copy that it would be.
                 recorded.value, recorded.initializer, recorded.seed = other.value, other.initializer, other.seed
                 return value
@@ -294,13 +246,28 @@ class Recording:
             self.problems.append((recorded, error, misfit))
             raise error
         if self.cast == UNSAFE and isinstance(value, LazyTensor):
-            value = converted(value, jax.numpy.dtype(variable._dtype), UNSAFE)
+            value = converted(value, jax.numpy.dtype(_upstream.own_dtype(variable)), UNSAFE)
         recorded.value = value
         return value
 
-    def unresolved_problems(self) -> list[CheckpointError]:
-        """Mismatches that no later assignment made good; Keras' loader tries several ways, and some may fail."""
-        return list({id(recorded): error for recorded, error, _ in self.problems if recorded.value is None}.values())
+    @contextlib.contextmanager
+    def explaining(self, what: str) -> Generator[None, None, None]:
+        """Has a failure to load name the first mismatch that no later assignment made good; Keras tries several ways.
+
+        Raises:
+            CheckpointError: There is one, or a file was refused.
+        """
+        try:
+            try:
+                yield
+            finally:
+                self.require_verified()
+        except (ValueError, KeyError, OSError) as error:
+            left = {id(recorded): problem for recorded, problem, _ in self.problems if recorded.value is None}
+            if not left:
+                raise
+            more = f" ({len(left)} tensors do not match)" if len(left) > 1 else ""
+            raise CheckpointError(f"{what}: {next(iter(left.values()))}{more}") from error
 
     def mismatched_tensors(self, variables: Iterable[Any]) -> tuple[MismatchedTensor, ...]:
         """The tensors that some variables were left without because of their shapes."""
@@ -319,118 +286,3 @@ class Recording:
         pending = _upstream.pending_variables()
         if pending:
             _upstream.set_pending_variables([other for other in pending if other is not variable])
-
-
-_thread = threading.local()  # like Keras' own global state
-
-
-def active() -> Recording | None:
-    """The recording that is running in this thread, if any."""
-    return getattr(_thread, "recording", None)
-
-
-def _initialize_variable(
-    original: Any, self: Any, initializer: Any, shape: Any = None, dtype: Any = None, *args: Any, **kwargs: Any
-) -> None:
-    """`keras.Variable.__init__` while recordings run in some thread."""
-    recording = active()
-    if recording is None or _upstream.current_scope() is not recording.scope:
-        original(self, initializer, shape, dtype, *args, **kwargs)
-        if recording is not None and self._value is None:
-            recording.add(self, self._initializer)  # made while Keras traces a layer: abstract like all others
-        return
-    if not callable(initializer) and not isinstance(initializer, str):
-        # Keras refuses to create a variable from an array in a StatelessScope; an initializer that returns it is fine.
-        value = initializer.value if isinstance(initializer, keras.Variable) else initializer
-        array = (
-            value
-            if hasattr(value, "shape") and hasattr(value, "dtype")
-            else self._convert_to_tensor(value, dtype=dtype)
-        )
-        initializer, shape = GivenValue(array), tuple(array.shape)
-        dtype = keras.backend.standardize_dtype(array.dtype) if dtype is None else dtype
-    original(self, initializer, shape, dtype, *args, **kwargs)
-    recording.add(self, self._initializer)
-
-
-class SharedPatches:
-    """Patches that are installed while at least one thread needs them; each has to act in those threads only."""
-
-    def __init__(self, install: Callable[[contextlib.ExitStack], None]) -> None:
-        self._install = install
-        self._lock = threading.Lock()
-        self._users = 0
-        self._undo = contextlib.ExitStack()
-
-    @contextlib.contextmanager
-    def needed(self) -> Generator[None, None, None]:
-        """Keeps the patches installed for a while."""
-        with self._lock:
-            if self._users == 0:
-                with contextlib.ExitStack() as undo:
-                    self._install(undo)
-                    self._undo = undo.pop_all()
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if self._users == 0:
-                    self._undo.close()
-
-
-def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Sets an attribute until `undo` closes."""
-    undo.callback(setattr, owner, name, vars(owner)[name])
-    setattr(owner, name, value)
-
-
-def _install(undo: contextlib.ExitStack) -> None:
-    original = _upstream.VariableBase.__init__
-
-    @functools.wraps(original)
-    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
-        _initialize_variable(original, self, *args, **kwargs)
-
-    replace(undo, _upstream.VariableBase, "__init__", initialize)
-    original_build = _upstream.OptimizerBase.build
-
-    @functools.wraps(original_build)
-    def build(self: Any, variables: Any) -> None:
-        original_build(self, variables)
-        recording = active()
-        if recording is not None:
-            recording.optimizers.append((weakref.ref(self), [weakref.ref(variable) for variable in variables]))
-
-    replace(undo, _upstream.OptimizerBase, "build", build)
-    original_copy = _upstream.OPS.copy
-
-    @functools.wraps(original_copy)
-    def copy(x: Any) -> Any:
-        # ScheduleFreeAdamW assigns copies of the variables to its own. What is assigned may as well be the variable:
-        # it has no value yet. Others may keep the copy, so they are given one.
-        recording = active()
-        abstract = recording is not None and isinstance(x, keras.Variable) and id(x) in recording.recorded
-        building = abstract and isinstance(sys._getframe(1).f_locals.get("self"), keras.Optimizer)
-        return x if building and x._value is None else original_copy(x)
-
-    replace(undo, _upstream.OPS, "copy", copy)
-    _weight_files.patch(undo, active)
-    from lazymodel_keras import _mxfp4, _quantize  # which build on this module
-
-    _mxfp4.patch(undo, active)
-    _quantize.patch(undo, active)
-
-
-_patches = SharedPatches(_install)
-
-
-def _require_supported_mode() -> None:
-    if keras.backend.backend() != "jax":
-        raise LazyModelError(
-            f"lazymodel needs Keras on JAX; the backend is {keras.backend.backend()!r}. "
-            "Set KERAS_BACKEND=jax before Keras is imported."
-        )
-    if keras.config.is_nnx_enabled():
-        raise LazyModelError("Keras' NNX mode allocates every variable when it is created; unset KERAS_NNX_ENABLED")

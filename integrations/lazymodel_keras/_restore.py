@@ -3,22 +3,19 @@
 Responsible for finding each variable's tensor in what `keras.callbacks.OrbaxCheckpoint`, `model.save` and
 `save_weights` wrote, and for saying what does not fit. Files are read by the stream as any other checkpoint's.
 
-Orbax checkpoints name variables by path, and one program gives a model other paths than another: Keras numbers
-automatic names over the whole process (`dense_4`), and a model made from its configuration has variables without the
-name of the model in front. Stock Keras leaves what it does not find under the exact path as it is, in silence; here
-paths are matched up to such differences where that is possible in one way only, and what is left over is an error.
+Orbax checkpoints name variables by path. Stock Keras leaves what it does not find under the exact path as it is, in
+silence; here paths are matched by `_names`, and what is left over is an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
-import jax
 import keras
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -28,27 +25,23 @@ from lazymodel import (
     CheckpointError,
     LazyModelError,
     LazyTensor,
-    Progress,
     open_checkpoint,
 )
-from lazymodel._auto import Auto
 from lazymodel._casting import UNSAFE, check_mode
 from lazymodel._errors import warn
 from lazymodel._follow import follow
 from lazymodel._paths import unique_paths
-from lazymodel._progress import ReportTo
-from lazymodel._rules import Rules
-from lazymodel._text import closest, first_of, folded_names, listed, misshapen
+from lazymodel._text import closest, folded_names, listed, misshapen
 from lazymodel.checkpoints._untrusted import read_json_file
-from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _upstream
-from lazymodel_keras._deferred import block
-from lazymodel_keras._model import Skeleton, from_skeleton, model_variables
-from lazymodel_keras._recording import Recording, active
-from lazymodel_keras._saved_models import check_saved_model
-from lazymodel_keras.hub import check_all_used
+from lazymodel_keras._build import Materializing, check_all_used, check_options
+from lazymodel_keras._from_skeleton import from_skeleton
+from lazymodel_keras._names import match_paths, match_slots
+from lazymodel_keras._patches import active, register, replace
+from lazymodel_keras._recording import Recording
+from lazymodel_keras._session import session
+from lazymodel_keras._skeleton import Skeleton, model_variables
 
-_NUMBERED = re.compile(r"(.*?)(?:_(\d+))?")
 _WEIGHTS = ("trainable_variables", "non_trainable_variables")
 _OPTIMIZER = "optimizer_variables"
 _METRICS = "metrics_variables"
@@ -62,9 +55,7 @@ def restore(
     weights_only: bool = False,
     strict: bool = True,
     cast: str = "safe",
-    max_host_memory: int | str | None = None,
-    progress: bool | Progress | Callable[[int, int], object] | None = None,
-    report: ReportTo = None,
+    **options: Unpack[Materializing],
 ) -> Any:
     """Puts a training checkpoint into a model, wherever its variables are placed; each device reads only its shards.
 
@@ -85,9 +76,7 @@ def restore(
         strict: Whether a variable without a tensor, a tensor without a variable and a tensor of another shape are an
             error; if not, these variables stay as they are or are initialized, with a warning that lists them.
         cast: As in `AbstractModel.materialize`. Within a block or build function that casts unsafely, so does this.
-        max_host_memory: As in `AbstractModel.materialize`; within a block or build function its own holds.
-        progress: Likewise.
-        report: Likewise.
+        **options: See `AbstractModel.materialize`; within a block or build function its own hold.
 
     Returns:
         The model, or the one that was made of the abstract one.
@@ -97,7 +86,7 @@ def restore(
         LazyModelError: The model has no variables yet.
     """
     check_mode(cast)
-    options: Any = {"max_host_memory": max_host_memory, "progress": progress, "report": report}
+    check_options("restore", options)
     where = os.path.expanduser(os.fspath(path))
     if isinstance(model, AbstractModel):
         restored, recording = _restore_abstract(model, where, weights_only, strict, cast)
@@ -119,14 +108,14 @@ def restore(
         return model
     recording = Recording(cast=cast)
     try:
-        with recording:
+        with session(recording):
             read_state(recording, model, where, weights_only=weights_only, strict=strict)
         _materialize(recording, model, options)
     except BaseException:
         # The optimizer may have been built for this. It stays built, with nothing restored into it.
         for variable, recorded in list(recording.variables()):
             recorded.value = None
-            if variable._value is not None:
+            if _upstream.value(variable) is not None:
                 recording.forget(variable)
         _materialize(recording, model, {})
         raise
@@ -135,67 +124,8 @@ def restore(
     return model
 
 
-def load_model(
-    path: str | os.PathLike[str],
-    custom_objects: Mapping[str, Any] | None = None,
-    compile: bool = True,
-    safe_mode: bool = True,
-    *,
-    mesh: jax.sharding.Mesh | None = None,
-    rules: Rules | None = None,
-    on_unmatched: str = "warn",
-    large: int | str = "1MiB",
-    repair: bool | Auto = False,
-    strict: bool = True,
-    cast: str = "safe",
-    verify: Verify = False,
-    max_host_memory: int | str | None = None,
-    progress: bool | Progress | Callable[[int, int], object] | None = None,
-    report: ReportTo = None,
-) -> Any:
-    """Does what `keras.saving.load_model` does, with each variable read straight into its shards.
-
-    For `.keras` files and folders, legacy whole-model `.h5` files (with `compile=False`: Keras builds their optimizers
-    for no variables), and Orbax checkpoints that carry the model's configuration, of which stock Keras leaves every
-    variable that now has another path at its initial value. With `compile`, the optimizer's state is loaded too.
-    `deferred()` does the same for unchanged code.
-
-    Args:
-        path: The file or folder.
-        custom_objects: As for Keras.
-        compile: As for Keras: whether to compile the model as it was, and load the optimizer's state.
-        safe_mode: As for Keras: whether to refuse code in the file.
-        mesh: As in `from_preset`, and so are `rules`, `on_unmatched`, `large`, `repair`, `strict`, `cast`, `verify`,
-            `max_host_memory`, `progress` and `report`.
-
-    Raises:
-        CheckpointError: There is no saved model, it is corrupt, or its weights do not fit its configuration.
-        ShardingError: The rules do not fit.
-    """
-    where = os.path.expanduser(os.fspath(path))
-    check_saved_model(where)
-    with block(
-        *(mesh, rules, strict, cast, verify),
-        sharding={"on_unmatched": on_unmatched, "large": large, "repair": repair},
-        materializing={"max_host_memory": max_host_memory, "progress": progress, "report": report},
-        one_model=True,
-    ):
-        if not is_orbax(where):
-            return keras.saving.load_model(where, custom_objects, compile=compile, safe_mode=safe_mode)
-        model = model_from_orbax(where, custom_objects, compile, safe_mode, strict=strict)
-        recording = active()
-        assert recording is not None and recording.on_loaded is not None
-        recording.on_loaded(model, "load_model", True)
-        return model
-
-
 def read_state(recording: Recording, model: Any, path: str, *, weights_only: bool = False, strict: bool = True) -> None:
-    """Assigns a checkpoint's tensors to a model's variables, unread, while a recording runs.
-
-    Raises:
-        CheckpointError: As `restore`.
-        LazyModelError: As `restore`.
-    """
+    """Assigns a checkpoint's tensors to a model's variables, unread, while a recording runs; raises as `restore`."""
     if not isinstance(model, keras.Model) or not model.variables:
         name = getattr(model, "name", type(model).__name__)
         raise LazyModelError(
@@ -215,12 +145,12 @@ def read_state(recording: Recording, model: Any, path: str, *, weights_only: boo
             _read_keras(recording, model, path, weights_only, strict)
     except BaseException:
         for variable, recorded in recording.variables():
-            if variable._value is not None:
+            if _upstream.value(variable) is not None:
                 recorded.value = None
         raise
     finally:
         for variable in model_variables(model):
-            if variable._value is not None and recording.holds_nothing_for(variable):
+            if _upstream.value(variable) is not None and recording.holds_nothing_for(variable):
                 recording.forget(variable)
 
 
@@ -232,11 +162,7 @@ def is_orbax(path: str | os.PathLike[str]) -> bool:
 def model_from_orbax(
     path: str | os.PathLike[str], custom_objects: Any, compile: bool, safe_mode: bool, *, strict: bool = True
 ) -> Any:
-    """The model that an Orbax checkpoint carries the configuration of, while a recording runs.
-
-    Raises:
-        CheckpointError: It was saved with `save_weights_only`, or does not fit its own configuration.
-    """
+    """The model that an Orbax checkpoint carries the configuration of, if it does, while a recording runs."""
     recording = active()
     assert recording is not None
     recording.refuse_unverified(os.fspath(path))
@@ -273,7 +199,7 @@ def _step_folder(path: str) -> Path:
 # Into models ----------------------------------------------------------------------------------------------------------
 
 
-def _materialize(recording: Recording, model: Any, options: dict[str, Any]) -> None:
+def _materialize(recording: Recording, model: Any, options: Materializing) -> None:
     """Gives a model that is placed already what was recorded for it."""
     skeleton = Skeleton(None, recording, model)
     if skeleton.variables:
@@ -287,8 +213,8 @@ def _on_mesh(model: Any, variables: Mapping[str, AbstractVariable]) -> dict[str,
     An optimizer that was made apart from the model has its step count on one device; arrays that are committed to it
     could not be used together with the model's.
     """
-    values = (variable._value for variable in model.variables if variable._value is not None)
-    meshes = (value.sharding.mesh for value in values if isinstance(value.sharding, NamedSharding))
+    shardings = (getattr(_upstream.value(variable), "sharding", None) for variable in model.variables)
+    meshes = (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
     mesh = cast("Any", next(meshes, None))
     if mesh is None:
         return dict(variables)
@@ -305,16 +231,16 @@ def _restore_abstract(
     abstract: AbstractModel, path: str, weights_only: bool, strict: bool, cast: str
 ) -> tuple[AbstractModel, Recording]:
     """The abstract model with the checkpoint's tensors as sources and an optimizer that is built, and its recording."""
-    skeleton = getattr(abstract.rebuild, "__self__", None)
+    skeleton = abstract.framework
     if not isinstance(skeleton, Skeleton) or skeleton.used:
         raise LazyModelError(
             f"cannot restore {path} into the abstract model {abstract.name}: expected one of a Keras model that was "
             "not materialized yet. Build it abstractly again, or restore into the materialized model."
         )
-    recording = skeleton.recording
+    recording = skeleton.present().recording
     skeleton.used = True  # an optimizer is built that the abstract model knows nothing of
     recording.cast = cast
-    with recording:
+    with session(recording):
         read_state(recording, skeleton.result, path, weights_only=weights_only, strict=strict)
     known = {id(variable) for variable, _ in skeleton.variables.values()}
     more = [(variable, recorded) for variable, recorded in recording.variables() if id(variable) not in known]
@@ -355,17 +281,15 @@ def _read_keras(recording: Recording, model: Any, path: str, weights_only: bool,
     skipped = [optimizer] if optimizer is not None and (weights_only or not state) else []
     loading, recording.loading = recording.loading, True  # what is wrong is said here, and what is loaded
     try:
-        if path.endswith((".keras", ".weights.h5", ".weights.json")):
-            _upstream.load_weights_file(model, path, skip_mismatch=not strict, objects_to_skip=skipped)
-        else:
-            model.load_weights(path, skip_mismatch=not strict)
+        with recording.explaining(f"restoring {path}"):
+            if path.endswith((".keras", ".weights.h5", ".weights.json")):
+                _upstream.load_weights_file(model, path, skip_mismatch=not strict, objects_to_skip=skipped)
+            else:
+                model.load_weights(path, skip_mismatch=not strict)
     except (ValueError, KeyError, OSError) as error:
-        problems = recording.unresolved_problems()
-        found = first_of(problems, "tensors do not match") if problems else error
-        raise CheckpointError(f"restoring {path}: {found}") from error
+        raise CheckpointError(f"restoring {path}: {error}") from error
     finally:
         recording.loading = loading
-        recording.require_verified()
     check_all_used(recording, f"restoring {path}", strict=strict)
 
 
@@ -399,7 +323,7 @@ def _read_orbax(recording: Recording, model: Any, path: str, weights_only: bool,
     unused = {name for name in names["weights"].values() if name not in set(taken.values())}
     if optimizer is not None and names.get(_OPTIMIZER):
         slots = {variable.path: variable for variable in optimizer.variables}
-        found = _match_slots(slots, names[_OPTIMIZER], saved_as, automatic)
+        found = match_slots(slots, names[_OPTIMIZER], saved_as, automatic)
         wanted |= slots
         taken |= found
         unused |= {name for name in names[_OPTIMIZER].values() if name not in set(found.values())}
@@ -466,94 +390,15 @@ def _require_complete(
         warn(f"{path} {' and '.join(parts)}. They are left out.")
 
 
-# Paths ----------------------------------------------------------------------------------------------------------------
+@register
+def _install(undo: contextlib.ExitStack) -> None:
+    """Has `keras.saving.load_model` read Orbax checkpoints lazily, and match their paths."""
+    original = getattr(_upstream.SAVING_API, _upstream.LOAD_ORBAX, None)
+    if original is None:
+        return
 
+    def load_model(filepath: Any, custom_objects: Any = None, compile: bool = True, safe_mode: bool = True) -> Any:
+        load = original if active() is None else model_from_orbax
+        return load(filepath, custom_objects, compile, safe_mode)
 
-def match_paths(paths: list[str], saved: list[str], automatic: set[str]) -> dict[str, str]:
-    """The saved path of each of a model's paths, as far as there is one.
-
-    Equal paths are matched first, if that leaves none of the model's over. Otherwise all are compared without the
-    numbers of automatic names but with their order, and then one may lack leading parts of the other, where it fits no
-    other path.
-
-    Args:
-        paths: The model's.
-        saved: The checkpoint's.
-        automatic: What Keras calls objects of the model that have no name, up to the number.
-    """
-    exact = set(saved)
-    if all(path in exact for path in paths):
-        return {path: path for path in paths}
-    ours, theirs = _renumbered(paths, automatic), _renumbered(saved, automatic)
-    matched: dict[str, str] = {}
-    by_name = {name: original for original, name in theirs.items()}
-    for path, name in ours.items():
-        if name in by_name:
-            matched[path] = by_name.pop(name)
-    # (suffix → paths that end with it) of those that are left, in both directions.
-    left = {path: name for path, name in ours.items() if path not in matched}
-    endings = _endings(left), _endings({original: name for name, original in by_name.items()})
-    candidates: dict[str, set[str]] = {path: set() for path in left}
-    for path, name in left.items():
-        candidates[path].update(endings[1].get(name, ()))
-    for name, original in by_name.items():
-        for path in endings[0].get(name, ()):
-            candidates[path].add(original)
-    claims: dict[str, list[str]] = {}
-    for path, originals in candidates.items():
-        for original in originals:
-            claims.setdefault(original, []).append(path)
-    for path, originals in candidates.items():
-        if len(originals) == 1 and len(claims[original := next(iter(originals))]) == 1:
-            matched[path] = original
-    return matched
-
-
-def _endings(names: Mapping[str, str]) -> dict[str, list[str]]:
-    """What ends with some parts, by these; a name ends with all of itself too."""
-    endings: dict[str, list[str]] = {}
-    for original, name in names.items():
-        parts = name.split("/")
-        for start in range(len(parts)):
-            endings.setdefault("/".join(parts[start:]), []).append(original)
-    return endings
-
-
-def _renumbered(paths: list[str], automatic: set[str]) -> dict[str, str]:
-    """Path → the path with automatic names counted from 0 in their own order: `dense_4`, `dense_7` → `dense#0`, …"""
-    numbers: dict[str, set[int]] = {}
-    split: dict[str, list[tuple[str, int | None]]] = {}
-    for path in paths:
-        split[path] = []
-        for part in path.split("/"):
-            match = _NUMBERED.fullmatch(part)
-            assert match is not None
-            if match[1] in automatic:
-                number = int(match[2] or 0)
-                numbers.setdefault(match[1], set()).add(number)
-                split[path].append((match[1], number))
-            else:
-                split[path].append((part, None))
-    ranks = {base: {number: rank for rank, number in enumerate(sorted(found))} for base, found in numbers.items()}
-    return {
-        path: "/".join(base if number is None else f"{base}#{ranks[base][number]}" for base, number in parts)
-        for path, parts in split.items()
-    }
-
-
-def _match_slots(
-    slots: Mapping[str, Any], names: Mapping[str, str], saved_as: Mapping[str, str], automatic: set[str]
-) -> dict[str, str]:
-    """The name in the checkpoint of each optimizer variable, as far as there is one.
-
-    The state that an optimizer keeps of a variable is called after it, `adam/net_dense_kernel_momentum`.
-    """
-    prefixes = {path.replace("/", "_") + "_": saved.replace("/", "_") + "_" for path, saved in saved_as.items()}
-    expected: dict[str, str] = {}
-    for path in slots:
-        scope, _, leaf = path.rpartition("/")
-        owner = max((prefix for prefix in prefixes if leaf.startswith(prefix)), key=len, default="")
-        leaf = prefixes.get(owner, "") + leaf[len(owner) :]
-        expected[path] = f"{scope}/{leaf}" if scope else leaf
-    matched = match_paths(list(expected.values()), list(names), automatic)
-    return {path: names[matched[name]] for path, name in expected.items() if name in matched}
+    replace(undo, _upstream.SAVING_API, _upstream.LOAD_ORBAX, load_model)

@@ -1,7 +1,6 @@
-"""Whether a path is a whole saved model, said before Keras is asked to load it.
+"""Whether a path is a whole saved model, and what is there instead, said before Keras is asked to load it.
 
-Keras takes what it does not find for one of its other formats, and complains of that. Responsible for telling what is
-there instead; whether the model's configuration and weights fit is found out by loading it.
+Keras takes what it does not find for one of its other formats, and complains of that.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """Keras' own ways of saving, without a copy of the whole model on the host.
 
-Keras asks every variable for a NumPy array. JAX makes one of the whole sharded array and keeps it with the array for as
-long as that lives: after `save_weights` or `save_to_preset` the host holds the model once more, and `model.save` writes
-to memory on top of that before it writes to disk. Here Keras is given stand-ins that know a variable's shape and dtype,
-and where HDF5 would copy one's values, these are written from the shards, a slab at a time. The files are as Keras
-writes them.
+Keras asks every variable for a NumPy array. JAX makes one of the whole sharded array and keeps it for as long as that
+lives: after `save_weights` the host holds the model once more. Here Keras is given stand-ins that know a variable's
+shape and dtype, and where HDF5 would copy one's values, these are written from the shards, a slab at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Generator
 from typing import Any
 
@@ -23,11 +20,9 @@ from lazymodel._device_leaf import DeviceLeaf
 from lazymodel._geometry import slabs
 from lazymodel._lazy import LazyTensor
 from lazymodel_keras import _upstream, _whole_saving
-from lazymodel_keras._recording import SharedPatches, replace
+from lazymodel_keras._patches import SharedPatches, replace
 
 _SLAB = 16 << 20  # bytes written at a time
-
-_thread = threading.local()
 
 
 @contextlib.contextmanager
@@ -55,13 +50,8 @@ def streamed_saving() -> Generator[None, None, None]:
         >>> with streamed_saving():
         ...     model.save_to_preset("folder")
     """
-    before = getattr(_thread, "streams", False)
-    _thread.streams = True
-    try:
-        with _patches.needed():
-            yield
-    finally:
-        _thread.streams = before
+    with _patches.needed():
+        yield
 
 
 class _StandIn(np.ndarray):
@@ -89,23 +79,19 @@ def _install(undo: contextlib.ExitStack) -> None:
     @functools.wraps(original)
     def is_memory_sufficient(model: Any) -> bool:
         # Keras writes a .keras file's weights to disk first where memory does not suffice.
-        return not _streams() and original(model)
+        return not _patches.here and original(model)
 
     replace(undo, _upstream.SAVING_LIB, "is_memory_sufficient", is_memory_sufficient)
-    _whole_saving.install(undo, _streams)
+    _whole_saving.install(undo, lambda: _patches.here)
 
 
 _patches = SharedPatches(_install)
 
 
-def _streams() -> bool:
-    return getattr(_thread, "streams", False)
-
-
 def _setting(original: Any) -> Any:
     @functools.wraps(original)
     def setitem(self: Any, key: str, value: Any) -> None:
-        if _streams() and not isinstance(value, _StandIn):  # a sharded store's calls the other's
+        if _patches.here and not isinstance(value, _StandIn):  # a sharded store's calls the other's
             array = value.value if isinstance(value, keras.Variable) else value
             if isinstance(array, jax.Array):
                 value = _StandIn.of(getattr(value, "path", "a value"), array)

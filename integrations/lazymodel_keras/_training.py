@@ -7,24 +7,21 @@ Keras can train on. Not responsible for the training itself, which is Keras' own
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import keras
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from lazymodel import ShardingError
-
-if TYPE_CHECKING:
-    from lazymodel_keras._recording import Recording
+from lazymodel_keras._recording import Recording
 
 
 def slot_references(recording: Recording) -> dict[int, Any]:
     """`id` of each optimizer variable that belongs to a model variable, and that variable.
 
-    Optimizers keep state for a variable in lists that run parallel to the variables they were built for: momentums,
-    velocities, factored moments, gradient accumulators, averages. That holds for all of Keras' and for others that
-    follow its guide; a name would not do, because Adafactor's row and column moments all have their variable's.
+    Optimizers keep state for a variable in lists that run parallel to the variables they were built for. That holds for
+    all of Keras' and for others that follow its guide; a name would not do: Adafactor's moments share their variable's.
     """
     references: dict[int, Any] = {}
     for reference, variables in recording.optimizers:
@@ -52,12 +49,7 @@ def optimizer_variables(recording: Recording, result: Any) -> set[int]:
 
 
 def trained_variables(recording: Recording, paths: Mapping[int, str]) -> tuple[str, ...] | None:
-    """The paths of what the optimizers among these variables were built for; None where there is none.
-
-    Args:
-        recording: What was recorded.
-        paths: `id` of a variable and its path.
-    """
+    """The paths, by `id`, of what the optimizers among these variables were built for; None where there is none."""
     trained: dict[str, None] = {}
     found = False
     for reference, variables in recording.optimizers:

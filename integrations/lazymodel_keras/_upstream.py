@@ -5,6 +5,7 @@ Each is here because no public name does it; `tests/keras/test_upstream.py` fail
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import importlib
@@ -61,6 +62,8 @@ LEGACY_H5: Any = _legacy_h5_format
 
 current_scope: Callable[[], Any] = get_stateless_scope
 WeightsStore: Any = H5IOStore
+WEIGHTS_STORE_OPEN = "_get_h5_file"
+LOAD_ORBAX = "_load_model_from_orbax_checkpoint"  # of `SAVING_API`, from Keras 3.14 on
 
 # The class that defines `Variable.__init__` for every backend class; `keras.Variable` itself is the backend's.
 VariableBase: Any = next(cls for cls in keras.Variable.__mro__ if "__init__" in vars(cls))
@@ -69,14 +72,67 @@ VariableBase: Any = next(cls for cls in keras.Variable.__mro__ if "__init__" in 
 OptimizerBase: Any = next(cls for cls in keras.optimizers.Optimizer.__mro__ if "build" in vars(cls))
 
 
+def value(variable: Any) -> Any:
+    """A variable's array, or None where it is abstract; `Variable.value` would make one."""
+    return variable._value
+
+
+def own_dtype(variable: Any) -> str:
+    """The dtype of a variable's array; `Variable.dtype` is another where Keras casts automatically."""
+    return variable._dtype
+
+
+def initializer(variable: Any) -> Any:
+    """What a variable without a value would be initialized by."""
+    return variable._initializer
+
+
+def initialize(variable: Any, initializer: Any) -> None:
+    """Initializes a variable now."""
+    variable._initialize_with_initializer(initializer)
+
+
+def give_value(variable: Any, array: Any, layout: Any) -> None:
+    """Makes an abstract variable one with an array, which keeps its layout; None leaves the variable's own."""
+    if layout is not None:
+        variable._layout = layout
+    variable._value = array
+    variable._initializer = None
+
+
+def assign_directly(variable: Any, value: Any) -> None:
+    """`variable.assign` without a look at the current scope."""
+    variable._direct_assign(value)
+
+
+def as_tensor(variable: Any, value: Any, dtype: Any) -> Any:
+    """What a variable makes of a value that is no array."""
+    return variable._convert_to_tensor(value, dtype=dtype)
+
+
+def stored_name(store: Any, key: str) -> str:
+    """The name in its file of what a `WeightsStore` has under a key of the current entry."""
+    return store._h5_entry_group[key].name.lstrip("/")
+
+
 def pending_variables() -> list[Any] | None:
     """The variables that Keras would initialize on leaving the current StatelessScope."""
     return global_state.get_global_attribute(_PENDING)
 
 
 def set_pending_variables(variables: list[Any] | None) -> None:
-    """Replaces that list."""
     global_state.set_global_attribute(_PENDING, variables)
+
+
+@contextlib.contextmanager
+def no_pending_variables() -> Generator[None, None, None]:
+    """Empties that list for a while."""
+    pending = pending_variables()
+    set_pending_variables([])
+    try:
+        yield
+    finally:
+        set_pending_variables(pending)
 
 
 def global_seed_state() -> Any:
@@ -85,13 +141,18 @@ def global_seed_state() -> Any:
     return None if generator is None else generator.state
 
 
+def automatic_names() -> Any:
+    """How far Keras has counted automatic names."""
+    return copy.deepcopy(global_state.get_global_attribute(_NAME_COUNTERS) or collections.defaultdict(int))
+
+
 def remembered_draws() -> Callable[[], None]:
     """Undoes, once called, what was taken from process-wide sources since: automatic names, and Python's random seeds.
 
-    For a build whose result is thrown away, so that the one that counts is named and seeded as if it were the only.
+    For a build whose result is thrown away, so that the one that counts is named and seeded as if it were the only; or
+    for one more like an earlier, with the `automatic_names` of then.
     """
-    names = copy.deepcopy(global_state.get_global_attribute(_NAME_COUNTERS))
-    state = random.getstate()
+    names, state = automatic_names(), random.getstate()
 
     def undo() -> None:
         random.setstate(state)
@@ -101,9 +162,11 @@ def remembered_draws() -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def undone_draws() -> Generator[None, None, None]:
-    """Undoes what building inside it takes; see `remembered_draws`."""
+def undone_draws(names: Any = None) -> Generator[None, None, None]:
+    """Undoes what building inside it takes, which goes on from `names`; see `remembered_draws`."""
     undo = remembered_draws()
+    if names is not None:
+        global_state.set_global_attribute(_NAME_COUNTERS, copy.deepcopy(names))
     try:
         yield
     finally:

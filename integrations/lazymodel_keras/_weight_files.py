@@ -12,14 +12,13 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lazymodel import CheckpointError, LazyTensor, open_checkpoint
 from lazymodel.checkpoints import SafetensorsFile
-from lazymodel.checkpoints._untrusted import read_json_file, require_shards, shard_path, weight_map
 from lazymodel_keras import _upstream
 from lazymodel_keras._hugging_face import refuse_quantized
+from lazymodel_keras._patches import active, register, replace
 
 
 class LazySafeOpen:
@@ -35,19 +34,14 @@ class LazySafeOpen:
         pass  # the tensors that were handed out keep the file open for as long as they live
 
     def keys(self) -> list[str]:
-        """The names of the tensors."""
         return list(self._file.tensors.keys())
 
-    def offset_keys(self) -> list[str]:
-        """The names of the tensors; safetensors orders them by offset."""
-        return self.keys()
+    offset_keys = keys  # safetensors orders them by offset
 
     def metadata(self) -> dict[str, str]:
-        """The file's own metadata."""
         return dict(self._file.tensors.metadata)
 
     def get_tensor(self, name: str) -> LazyTensor:
-        """The tensor, unread."""
         if name not in self._file.tensors:
             # As safetensors does: converters probe for names and catch this.
             raise CheckpointError(
@@ -74,42 +68,16 @@ def known_layers(name: str, names: Iterable[str]) -> str:
     return ""
 
 
-def checkpoint_files(path: str) -> list[str]:
-    """The files that decide what a weight file's checkpoint holds: the index that names it and all shards, or itself.
-
-    Loaders read the index by themselves and open one shard after the other. Hashing all at the first takes as long as
-    the slowest of several threads, not as all together.
-
-    Args:
-        path: An absolute path.
-
-    Raises:
-        CheckpointError: An index beside it cannot be read, or a shard is missing.
-    """
-    folder = Path(path).parent
-    for index in sorted((*folder.glob("*.safetensors.index.json"), *folder.glob("*.weights.json"))):
-        shards: dict[Path, None] = {}
-        for names in weight_map(read_json_file(index), index).values():
-            listed = cast("list[Any]", names) if isinstance(names, list) else [names]
-            shards |= dict.fromkeys(shard_path(index, name) for name in listed)
-        if Path(path) in shards:
-            require_shards(index, list(shards))
-            return [str(index), *map(str, shards)]
-    return [path]
-
-
-def patch(undo: contextlib.ExitStack, active: Callable[[], Any]) -> None:
-    """Installs the lazy ways of reading until `undo` closes; they act where `active()` is a recording."""
-    from lazymodel_keras._recording import replace
-
-    store = _upstream.WeightsStore
-    original_getitem, original_open = store.__getitem__, store._get_h5_file
+@register
+def _install(undo: contextlib.ExitStack) -> None:
+    store, open_file = _upstream.WeightsStore, _upstream.WEIGHTS_STORE_OPEN
+    original_getitem, original_open = store.__getitem__, vars(store)[open_file]
 
     def getitem(self: Any, key: str) -> Any:
         recording = active()
         if recording is None or self.mode != "r":
             return original_getitem(self, key)
-        name = self._h5_entry_group[key].name.lstrip("/")
+        name = _upstream.stored_name(self, key)
         if self.archive is None:
             path = os.fsdecode(self.h5_file.filename)
             if path in recording.files:
@@ -132,9 +100,11 @@ def patch(undo: contextlib.ExitStack, active: Callable[[], Any]) -> None:
         return original_open(self, path_or_io, mode)
 
     replace(undo, store, "__getitem__", getitem)
-    replace(undo, store, "_get_h5_file", get_h5_file)
-    _patch_whole_models(undo, active)
+    replace(undo, store, open_file, get_h5_file)
 
+
+@register
+def _install_safe_open(undo: contextlib.ExitStack) -> None:
     try:
         import safetensors
     except ImportError:
@@ -157,17 +127,15 @@ def patch(undo: contextlib.ExitStack, active: Callable[[], Any]) -> None:
     replace(undo, safetensors, "safe_open", safe_open)
 
 
-def _patch_whole_models(undo: contextlib.ExitStack, active: Callable[[], Any]) -> None:
-    """The part of `patch` for files of whole models, `.keras`, legacy HDF5 and Orbax."""
-    from lazymodel_keras._recording import replace
-
-    library, legacy, interface = _upstream.SAVING_LIB, _upstream.LEGACY_H5, _upstream.SAVING_API
+@register
+def _install_whole_models(undo: contextlib.ExitStack) -> None:
+    """For files of whole models, `.keras` and legacy HDF5."""
+    library, legacy = _upstream.SAVING_LIB, _upstream.LEGACY_H5
     is_memory_sufficient = library.is_memory_sufficient
     load_subset, load_optimizer = (
         legacy.load_subset_weights_from_hdf5_group,
         legacy.load_optimizer_weights_from_hdf5_group,
     )
-    load_orbax = getattr(interface, "_load_model_from_orbax_checkpoint", None)  # from Keras 3.14 on
     # Keras before 3.15 follows any link in a legacy file; ours are checked when `open_checkpoint` reads them.
     dataset_of: Callable[[Any, str], Any] = getattr(legacy, "safe_get_h5_dataset", operator.getitem)
     group_of: Callable[[Any, str], Any] = getattr(legacy, "safe_get_h5_group", operator.getitem)
@@ -196,16 +164,6 @@ def _patch_whole_models(undo: contextlib.ExitStack, active: Callable[[], Any]) -
     def load_optimizer_weights(group: Any) -> Any:
         return lazily(load_optimizer, group, group_of(group, "optimizer_weights"))
 
-    def load_from_orbax(filepath: Any, custom_objects: Any = None, compile: bool = True, safe_mode: bool = True) -> Any:
-        if active() is None:
-            assert load_orbax is not None
-            return load_orbax(filepath, custom_objects, compile, safe_mode)
-        from lazymodel_keras._restore import model_from_orbax
-
-        return model_from_orbax(filepath, custom_objects, compile, safe_mode)
-
     replace(undo, library, "is_memory_sufficient", memory_sufficient)
     replace(undo, legacy, "load_subset_weights_from_hdf5_group", load_weights)
     replace(undo, legacy, "load_optimizer_weights_from_hdf5_group", load_optimizer_weights)
-    if load_orbax is not None:
-        replace(undo, interface, "_load_model_from_orbax_checkpoint", load_from_orbax)

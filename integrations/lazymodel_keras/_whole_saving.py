@@ -30,8 +30,8 @@ from lazymodel._atomic import Staging, carry_over, staging, writing
 from lazymodel._text import format_bytes
 from lazymodel.checkpoints._open import staging_folder
 from lazymodel_keras import _upstream
-from lazymodel_keras._model import model_variables
-from lazymodel_keras._recording import replace
+from lazymodel_keras._patches import replace
+from lazymodel_keras._skeleton import model_variables
 
 _WEIGHTS, _SHARDS = "model.weights.h5", "model.weights.json"  # a preset's own, whole or sharded
 _TASK, _TASK_WEIGHTS = "task.json", "task.weights.h5"
@@ -89,10 +89,9 @@ def _is_local(target: Any) -> bool:
 
 
 def _require_room(path: Path, saved: Any, how: str) -> None:
-    """Raises LazyModelError where a disk has not the room for an object's values.
+    """Raises LazyModelError where a disk has not the room for an object's values, before anything is written.
 
-    Before anything is written, because HDF5 may end the process where it cannot write what is left while it closes a
-    file. That happens to whom the disk is filled by others meanwhile, and leaves what was there as it was.
+    HDF5 may end the process where it cannot write what is left while it closes a file; what was there stays then.
     """
     if how == "save_lora_weights":
         return
@@ -212,6 +211,3 @@ def _same_current_folder() -> Generator[None, None, None]:
     finally:
         with contextlib.suppress(OSError):  # it is gone, and was before
             os.chdir(current)
-
-
-__all__ = ["install"]

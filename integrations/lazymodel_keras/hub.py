@@ -6,29 +6,20 @@ weight was read. KerasHub's own constructors, preset loaders and converters run 
 
 from __future__ import annotations
 
-import inspect
+import functools
 import os
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import keras
 
-from lazymodel import AbstractModel, CheckpointError, Progress, ShardingError
-from lazymodel._auto import Auto
-from lazymodel._errors import warn
+from lazymodel import AbstractModel, CheckpointError, Progress
 from lazymodel._progress import ReportTo
 from lazymodel._rules import Rules
-from lazymodel._text import closest, first_of, folded_names, listed
-from lazymodel.checkpoints._untrusted import read_json_file, weight_map
+from lazymodel._text import closest
 from lazymodel.checkpoints._verify import Verify
-from lazymodel_keras import _lora, _quantize
-from lazymodel_keras._hugging_face import Leftovers
-from lazymodel_keras._keywords import check_class, check_from_preset
-from lazymodel_keras._model import abstract_model
-from lazymodel_keras._recording import Recording
-from lazymodel_keras._weight_files import known_layers
+from lazymodel_keras._build import abstract_build, require_rules
+from lazymodel_keras._keywords import check_class, check_from_preset, ours
 
 
 def from_preset(
@@ -39,15 +30,8 @@ def from_preset(
     mesh: jax.sharding.Mesh | None = None,
     rules: Rules | None = None,
     on_unmatched: str = "warn",
-    large: int | str = "1MiB",
-    repair: bool | Auto = False,
     strict: bool = True,
-    cast: str = "safe",
     verify: Verify = False,
-    quantize: Any = None,
-    quantize_filters: _quantize.Filters = None,
-    lora_rank: int | None = None,
-    lora_targets: str | None = None,
     max_host_memory: int | str | None = None,
     progress: bool | Progress | Callable[[int, int], object] | None = None,
     report: ReportTo = None,
@@ -55,18 +39,48 @@ def from_preset(
 ) -> Any:
     """Does what `cls.from_preset(preset, load_weights, **kwargs)` does, with nothing ever whole on one device.
 
-    The result is an ordinary Keras model, equal bit for bit to what the stock call returns.
+    The result is an ordinary Keras model, equal bit for bit to what the stock call returns. It is short for
+    `abstract_from_preset(…).shard(mesh, rules).materialize()`; to quantize the model, or to give it LoRA pairs, say
+    these steps.
+
+    Args:
+        cls: See `abstract_from_preset`, as for `preset`, `load_weights`, `strict`, `verify` and what KerasHub takes.
+        mesh: The devices; None uses the active `keras.distribution` if there is one, else one device.
+        rules: Sharding rules that go with `mesh`; see `AbstractModel.shard`.
+        on_unmatched: What to do about large variables without a rule, likewise.
+        max_host_memory: See `AbstractModel.materialize`, as for `progress` and `report`.
+
+    Raises:
+        CheckpointError: As `abstract_from_preset`, and so is LazyModelError.
+        ShardingError: The rules do not fit.
+    """
+    require_rules(mesh, rules)
+    given = ours("on_unmatched", "mesh", "rules", "max_host_memory", "progress", "report", "strict", "verify")
+    abstract = _abstract(cls, preset, load_weights, kwargs, given, strict=strict, verify=verify)
+    if mesh is not None:
+        abstract = abstract.shard(mesh, rules, on_unmatched=on_unmatched)
+    return abstract.materialize(max_host_memory=max_host_memory, progress=progress, report=report)
+
+
+def abstract_from_preset(
+    cls: Any,
+    preset: str | os.PathLike[str],
+    load_weights: bool = True,
+    *,
+    strict: bool = True,
+    cast: str = "safe",
+    verify: Verify = False,
+    **kwargs: Any,
+) -> AbstractModel:
+    """The abstract model of what `cls.from_preset(preset, load_weights, **kwargs)` returns; it carries its checkpoint.
+
+    `print(abstract.plan())` shows what would be loaded and initialized. Shardings are those of the active
+    `keras.distribution` if there is one; `shard` gives others.
 
     Args:
         cls: A KerasHub backbone or task class.
         preset: Anything that KerasHub resolves: a preset's name or URI, a preset folder, a Hugging Face folder.
         load_weights: Whether to load weights; if not, every variable is initialized on its devices.
-        mesh: The devices; None uses the active `keras.distribution` if there is one, else one device.
-        rules: Sharding rules that go with `mesh`; see `AbstractModel.shard`.
-        on_unmatched: What to do about large variables without a rule; see `AbstractModel.shard`.
-        large: From how many bytes on a variable is large, likewise.
-        repair: Whether what the rules do not fit, and large variables without one, are sharded as `lazymodel.auto()`
-            proposes, likewise.
         strict: Whether weights that the model has no variable for are an error; if not, they are left out with a
             warning that lists them. Of a Hugging Face or timm folder, this is what KerasHub's converter did not ask
             for, in all shards, but for what converters leave out on purpose: buffers such as rotary tables, tied
@@ -77,21 +91,6 @@ def from_preset(
         verify: Whether to hash the weight files that are opened, and the index and shards that belong to them, before
             anything of them is used; as in `lazymodel.open_checkpoint`, with names relative to their folder. Other
             files of a preset, such as its configuration and vocabulary, are not hashed.
-        quantize: `"int8"`, `"int4"`, `"float8"` or a `keras.quantizers.QuantizationConfig`: the result is the one of
-            `model.quantize` after loading, but a kernel is quantized while it is read, and never exists whole in
-            floating point. Schemes that calibrate with data (GPTQ, AWQ) need the loaded model. A quantizer of your own
-            in a configuration is run while building, with one layer's weights read at a time. `"int4"` stores the
-            kernels of `EinsumDense` as matrices, so rules for their float shapes do not fit; `lazymodel.auto()` does.
-        quantize_filters: Which layers, as the `filters` of `model.quantize`.
-        lora_rank: As `model.backbone.enable_lora(lora_rank)` after loading (and quantizing), with every pair
-            initialized on its devices and split like its kernel, unless a rule says otherwise.
-        lora_targets: Regex of whole paths (`re.fullmatch`): the layers whose kernel or embeddings it matches get a
-            pair. None is the query and value projections, or what the backbone says.
-        max_host_memory: Ceiling for the host's staging memory in bytes, or text such as `"4GiB"`.
-        progress: A progress bar or callback; None shows a bar when a person is watching. See
-            `AbstractModel.materialize`.
-        report: True prints a `lazymodel.LoadReport` once the model is complete; a callable, such as `reports.append`,
-            is given it instead.
         **kwargs: Passed on to KerasHub, such as `dtype` or `num_classes`. What neither its loader nor the class takes
             is an error; KerasHub would leave it out in silence.
 
@@ -99,131 +98,22 @@ def from_preset(
         CheckpointError: The preset, or a file or tensor of it, is missing, corrupt, quantized in a way that is not
             read, or does not match the model, or has what the model has no variable for (with `strict`); with `verify`,
             also a file whose content has another hash, or whose hash nobody states.
-        ShardingError: The rules do not fit.
-        LazyModelError: The model cannot be quantized, or given LoRA pairs, in this way; or nobody takes an argument.
+        LazyModelError: Nobody takes an argument.
     """
-    abstract = abstract_from_preset(
-        *(cls, preset, load_weights),
-        mesh=mesh,
-        rules=rules,
-        on_unmatched=on_unmatched,
-        large=large,
-        repair=repair,
-        strict=strict,
-        cast=cast,
-        verify=verify,
-        quantize=quantize,
-        quantize_filters=quantize_filters,
-        lora_rank=lora_rank,
-        lora_targets=lora_targets,
-        **kwargs,
+    return _abstract(
+        cls, preset, load_weights, kwargs, ours("strict", "cast", "verify"), strict=strict, cast=cast, verify=verify
     )
-    return abstract.materialize(max_host_memory=max_host_memory, progress=progress, report=report)
 
 
-def abstract_from_preset(
-    cls: Any,
-    preset: str | os.PathLike[str],
-    load_weights: bool = True,
-    *,
-    mesh: jax.sharding.Mesh | None = None,
-    rules: Rules | None = None,
-    on_unmatched: str = "warn",
-    large: int | str = "1MiB",
-    repair: bool | Auto = False,
-    strict: bool = True,
-    cast: str = "safe",
-    verify: Verify = False,
-    quantize: Any = None,
-    quantize_filters: _quantize.Filters = None,
-    lora_rank: int | None = None,
-    lora_targets: str | None = None,
-    **kwargs: Any,
+def _abstract(
+    cls: Any, preset: Any, load_weights: bool, kwargs: dict[str, Any], given: dict[str, str], **options: Any
 ) -> AbstractModel:
-    """The abstract model that `from_preset` would materialize; it carries its checkpoint.
-
-    Takes and raises the same as `from_preset`; it has the quantized variables and the LoRA pairs.
-    `print(abstract.plan())` shows what would be loaded and initialized.
-    """
     check_class(cls)
     preset = os.fspath(preset)  # KerasHub takes strings only
-    require_rules(mesh, rules, repair)
     check_preset(preset)
-    here = inspect.signature(abstract_from_preset).parameters
-    check_from_preset(cls, preset, kwargs, {name: "" if name in here else "materialize()" for name in OURS})
-    _quantize.check(quantize, quantize_filters)
-    _lora.check(lora_rank, lora_targets, quantize)
-
-    def build() -> Any:
-        model = cls.from_preset(preset, load_weights, **kwargs)
-        if quantize is not None:
-            _quantize.quantize(model, quantize, quantize_filters)
-        if lora_rank is not None:
-            _lora.enable(model, lora_rank, lora_targets)
-        return model
-
-    what = f"{cls.__name__}.from_preset({preset!r})"
-    abstract = abstract_build(build, what=what, loads=True, strict=strict, cast=cast, verify=verify)
-    if mesh is None:
-        return abstract
-    return abstract.shard(mesh, rules, on_unmatched=on_unmatched, large=large, repair=repair)
-
-
-def abstract_build(
-    build: Any, *, what: str, loads: bool, strict: bool = True, cast: str = "safe", verify: Verify = False
-) -> AbstractModel:
-    """Runs something that builds a model; failures to load it become one `CheckpointError`.
-
-    Args:
-        build: Called without arguments.
-        what: What it does, for messages.
-        loads: Whether loading is all it is for; if not, only what fails once a weight file was opened is a failure to
-            load, and other errors are the user's own.
-        strict: As in `from_preset`.
-        cast: As in `from_preset`.
-        verify: As in `from_preset`.
-
-    Raises:
-        CheckpointError: As `from_preset`.
-    """
-    recording = Recording(verify, cast)
-    try:
-        try:
-            with recording:
-                result = build()
-        finally:
-            recording.require_verified()
-    except (ValueError, KeyError, OSError) as error:
-        if not loads and not recording.files:
-            raise
-        problems = recording.unresolved_problems()
-        if problems:
-            raise CheckpointError(f"{what}: {first_of(problems, 'tensors do not match')}") from error
-        files = ", ".join(recording.files)
-        if "could not be loaded" in str(error):  # Keras' loader, which goes on to the end before it raises
-            lacking = [
-                variable.path
-                for variable, recorded in recording.variables()
-                if recorded.value is None and keras.backend.is_float_dtype(variable._dtype)
-            ]
-            names = listed(folded_names(lacking))
-            raise CheckpointError(
-                f"{what}: {files} has no matching tensors for {len(lacking)} variables: {names}; "
-                "is this the checkpoint of another configuration or version?"
-            ) from error
-        layers = (
-            known_layers(str(error.args[0]), _indexed_names(recording.files)) if isinstance(error, KeyError) else ""
-        )
-        raise CheckpointError(f"{what} failed{f' ({files})' if files else ''}: {error}{layers}") from error
-    check_all_used(recording, what, strict=strict)
-    return abstract_model(build, recording, result)
-
-
-def _indexed_names(files: Iterable[str]) -> list[str]:
-    """The tensors that the indexes beside some files list."""
-    folders = dict.fromkeys(Path(file).parent for file in files)
-    indexes = [index for folder in folders for index in folder.glob("*.safetensors.index.json")]
-    return [name for index in indexes for name in weight_map(read_json_file(index), index)]
+    check_from_preset(cls, preset, kwargs, given)
+    build = functools.partial(cls.from_preset, preset, load_weights, **kwargs)
+    return abstract_build(build, what=f"{cls.__name__}.from_preset({preset!r})", loads=True, **options)
 
 
 def check_preset(preset: str) -> None:
@@ -249,54 +139,8 @@ def check_preset(preset: str) -> None:
         )
 
 
-def require_rules(mesh: Any, rules: Any, repair: Any = False) -> None:
-    """Raises ShardingError where a mesh comes without rules, or rules or their repair without a mesh."""
-    if repair and mesh is None:
-        raise ShardingError("repair was given without mesh; it mends rules, so pass mesh and rules, too")
-    if (mesh is None) != (rules is None):
-        given, lacking = ("rules", "mesh") if mesh is None else ("mesh", "rules")
-        raise ShardingError(f"{given} was given without {lacking}; pass both, or neither to use keras.distribution")
-
-
 def _builtin_presets() -> list[str]:
     import keras_hub
 
     models: Any = keras_hub.models
     return [*models.Backbone.presets, *models.Task.presets]
-
-
-def check_all_used(recording: Recording, what: str, *, strict: bool) -> None:
-    """Warns where weight files hold tensors that nothing asked for, or with `strict` raises CheckpointError.
-
-    What converters of other formats than Keras' own leave out on purpose is no matter; what is left of quantized
-    weights is an error whatever `strict` says.
-    """
-    leftovers = Leftovers(recording.files)
-    if quantized := leftovers.quantized():
-        raise CheckpointError(f"{what}: {'; '.join(quantized)}.")
-    messages: list[str] = []
-    for path, file in recording.files.items():
-        if not path.endswith((".weights.h5", ".keras")):
-            continue
-        # A layer that took some of its tensors and not all chose to: Keras' own way of loading insists on all of them.
-        unused_names = set(file.unused)
-        visited = {name.rpartition("/")[0] for name in file.tensors if name not in unused_names}
-        unused = [
-            name for name in file.unused if not name.startswith("optimizer/") and name.rpartition("/")[0] not in visited
-        ]
-        if unused:
-            messages.append(f"{path} holds {len(unused)} tensors that the model has no variable for: {listed(unused)}")
-    messages += leftovers.unexpected()
-    if not messages:
-        return
-    message = f"{what}: {'; '.join(messages)}"
-    message += " " if message.endswith("?") else ". "
-    if strict:
-        raise CheckpointError(f"{message}Pass strict=False to leave them out.")
-    warn(f"{message}They are left out.")
-
-
-# The arguments of this package's that may have been meant by one that nobody takes.
-OURS = tuple(name for name in inspect.signature(from_preset).parameters if name not in ("cls", "preset", "kwargs"))
-
-__all__ = ["abstract_from_preset", "from_preset"]

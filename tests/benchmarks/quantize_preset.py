@@ -63,7 +63,7 @@ def quantize(how: str, folder: str) -> None:
             model = cls.from_preset(folder)
             model.quantize(MODE)
         else:
-            model = lk.from_preset(cls, folder, quantize=MODE, progress=False)
+            model = lk.abstract_from_preset(cls, folder).quantize(MODE).materialize(progress=False)
         jax.block_until_ready([variable.value for variable in model.weights])
     digest = hashlib.sha256()
     for variable in sorted(model.weights, key=lambda variable: variable.path):
@@ -97,14 +97,8 @@ def lora(folder: str) -> None:
     inputs = {"token_ids": tokens[:, :-1], "padding_mask": np.ones((BATCH, SEQUENCE), "bool")}
     with measured() as report:
         start = time.monotonic()
-        model = lk.from_preset(
-            keras_hub.models.GemmaCausalLM,
-            folder,
-            preprocessor=None,
-            dtype="bfloat16",
-            lora_rank=8,
-            progress=False,
-        )
+        abstract = lk.abstract_from_preset(keras_hub.models.GemmaCausalLM, folder, preprocessor=None, dtype="bfloat16")
+        model = abstract.lora(8).materialize(progress=False)
         jax.block_until_ready([variable.value for variable in model.weights])
         report["load_seconds"] = time.monotonic() - start
         before = digests(model)

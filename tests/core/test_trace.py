@@ -29,7 +29,7 @@ def materialize(model: AbstractModel, sharding: Any = None) -> Any:
     sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     arrays = {path: jnp.asarray(source) for path, source in model.sources.items()}
     arrays.update(run_recipes(model.recipes, dict.fromkeys(model, sharding), model.programs))
-    return model.rebuild(arrays)
+    return model.framework.rebuild(arrays)
 
 
 def bits(array: Any) -> tuple[Any, ...]:

@@ -161,3 +161,10 @@ def test_the_core_imports_no_flax() -> None:
         "assert 'flax' not in sys.modules and 'lazymodel_flax' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_layers_are_not_changed() -> None:
+    abstract = lm.build_abstract(nnx.Linear, 2, 3, rngs=nnx.Rngs(0))
+    for step in (lambda: abstract.quantize("int8"), lambda: abstract.lora(2)):
+        with pytest.raises(lm.LazyModelError, match="only Keras models are .* as a step"):
+            step()

@@ -39,10 +39,10 @@ The tests build a tiny one of each; where a class has several configurations tha
 - **build**: `lm.build_abstract` defers every variable; what is materialized is bit for bit what KerasHub initializes.
 - **shard**: `lm.auto()` has a place for every variable, and the model loads onto 8 devices.
 - **load**: `lk.from_preset` gives bit for bit what `from_preset` gives.
-- **LoRA**: how many layers of the tiny backbone `enable_lora` adapts by default, and `lk.from_preset(lora_rank=2)`,
+- **LoRA**: how many layers of the tiny backbone `enable_lora` adapts by default, and `.lora(2)` of the abstract model,
   with the same values bit for bit; – where KerasHub has none to adapt.
-- **int8**: how many of its layers `quantize("int8")` changes, and `lk.from_preset(quantize="int8")`, likewise; – where
-  none can be.
+- **int8**: how many of its layers `quantize("int8")` changes, and `.quantize("int8")` of the abstract model, likewise;
+  – where none can be.
 
 Where KerasHub itself fails, the cell says how; a test fails once it does not any more.
 """
@@ -74,7 +74,7 @@ def _zeros(model: HubModel) -> Any:
     """The model with zeros for all variables: compiling its initializers is what would take time."""
     keras.backend.clear_session()
     abstract = lm.build_abstract(model.build)
-    return abstract.rebuild({p: jax.device_put(np.zeros(v.shape, v.dtype)) for p, v in abstract.items()})
+    return abstract.framework.rebuild({p: jax.device_put(np.zeros(v.shape, v.dtype)) for p, v in abstract.items()})
 
 
 def _adapted(model: HubModel) -> str:

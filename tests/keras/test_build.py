@@ -17,7 +17,7 @@ import pytest
 
 import lazymodel as lm
 import lazymodel_keras as lk
-from lazymodel_keras import _recording
+from lazymodel_keras import _upstream
 
 from .models import BACKBONES, assert_same, save_preset, seeded
 
@@ -197,10 +197,10 @@ def test_an_exception_leaves_keras_as_it_was() -> None:
         keras.layers.Dense(3).build((None, 4))
         raise RuntimeError("no")
 
-    initialize = _recording._upstream.VariableBase.__init__
+    initialize = _upstream.VariableBase.__init__
     with pytest.raises(RuntimeError, match="no"):
         lm.build_abstract(build)
-    assert _recording._upstream.VariableBase.__init__ is initialize
+    assert _upstream.VariableBase.__init__ is initialize
     layer = keras.layers.Dense(3)
     layer.build((None, 4))
     assert layer.kernel._value is not None

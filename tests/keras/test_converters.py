@@ -85,7 +85,7 @@ def test_experts_stay_on_disk_until_they_are_streamed(tmp_path: Path, mesh8: Mes
     folder = str(save_hugging_face(tmp_path / "moe", "qwen3_moe", dtype=ml_dtypes.bfloat16, shards=3))
     cls = keras_hub.models.Qwen3MoeBackbone
     stock = seeded(lambda: cls.from_preset(folder, dtype="bfloat16"))
-    abstract = seeded(lambda: lk.abstract_from_preset(cls, folder, dtype="bfloat16", mesh=mesh8, rules=lm.auto()))
+    abstract = seeded(lambda: lk.abstract_from_preset(cls, folder, dtype="bfloat16").shard(mesh8, lm.auto()))
     experts = [path for path in abstract if "/experts/" in path]
     assert len(experts) == 4
     for path in experts:

@@ -175,7 +175,7 @@ def test_mesh_without_rules(preset: Path, mesh8: Mesh) -> None:
 
 
 def test_plan_that_does_not_fit(preset: Path, mesh8: Mesh) -> None:
-    abstract = lk.abstract_from_preset(BERT, str(preset), mesh=mesh8, rules={".*": P()})
+    abstract = lk.abstract_from_preset(BERT, str(preset)).shard(mesh8, {".*": P()})
     with pytest.raises(
         lm.DoesNotFitError, match=r"needs .* a device has 10\.00 KiB.*position_embedding/embeddings 64\.00 KiB"
     ):

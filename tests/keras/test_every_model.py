@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 
 import lazymodel as lm
 import lazymodel_keras as lk
-from lazymodel_keras._model import model_variables, record
+from lazymodel_keras._session import record
+from lazymodel_keras._skeleton import model_variables
 
 from .hub_configs import BACKBONES, TASKS, HubModel, exported
 from .models import assert_same, bits, randomize, seeded

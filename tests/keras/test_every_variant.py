@@ -32,9 +32,9 @@ def _quantize(model: Any) -> None:
     model.quantize("int8")
 
 
-_VARIANTS: list[tuple[Callable[[Any], None], dict[str, Any]]] = [
-    (_adapt, {"lora_rank": 2}),
-    (_quantize, {"quantize": "int8"}),
+_VARIANTS: list[tuple[Callable[[Any], None], Callable[[lm.AbstractModel], lm.AbstractModel]]] = [
+    (_adapt, lambda abstract: abstract.lora(2)),
+    (_quantize, lambda abstract: abstract.quantize("int8")),
 ]
 
 
@@ -55,11 +55,12 @@ def _check(name: str, folder: Path, mesh: Mesh) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the backbones, and of layers that Keras does not quantize
         randomize(seeded(model.build, seed=1)).save_to_preset(str(folder))
-        for variant, options in _VARIANTS:
+        for variant, step in _VARIANTS:
             stock, error = _stock(lambda: model.cls.from_preset(str(folder), **model.load), variant)
 
-            def ours(options: dict[str, Any] = options) -> Any:
-                return lk.from_preset(model.cls, str(folder), mesh=mesh, rules=lm.auto(), **options, **model.load)
+            def ours(step: Callable[[Any], Any] = step) -> Any:
+                abstract = lk.abstract_from_preset(model.cls, str(folder), **model.load)
+                return step(abstract).shard(mesh, lm.auto()).materialize()
 
             if error is not None or not _changed(stock):
                 with pytest.raises((lm.LazyModelError, *([type(error)] if error else []))):

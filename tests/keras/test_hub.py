@@ -137,7 +137,7 @@ def test_task_with_tokenizer_from_hugging_face(minilm: str, mesh8: Mesh) -> None
 def test_text_classifier_with_tokenizer_and_a_new_head(minilm: str, mesh8: Mesh) -> None:
     cls = keras_hub.models.TextClassifier
     stock = seeded(lambda: cls.from_preset(minilm, num_classes=3))
-    abstract = seeded(lambda: lk.abstract_from_preset(cls, minilm, num_classes=3, mesh=mesh8, rules=first_that_divides))
+    abstract = seeded(lambda: lk.abstract_from_preset(cls, minilm, num_classes=3).shard(mesh8, first_that_divides))
     actions = {row.path: row.action for row in abstract.plan().rows}
     assert actions["logits/kernel"] == "initialize"
     assert actions["pooled_dense/kernel"] == "load"
@@ -310,7 +310,7 @@ def test_no_device_holds_more_than_its_shard_and_nothing_is_drawn_in_vain(
             jax.random, name, lambda *a, _original=original, **k: (draws.append(a), _original(*a, **k))[1]
         )
 
-    abstract = lk.abstract_from_preset(cls, folder, mesh=mesh8, rules=first_that_divides)
+    abstract = lk.abstract_from_preset(cls, folder).shard(mesh8, first_that_divides)
     watch()
     assert max(largest.values(), default=0) <= 8, "an abstract model holds no arrays, but for scalars of KerasHub's"
     model = abstract.materialize(progress=watch)

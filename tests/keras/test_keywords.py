@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from .models import BACKBONES, GEMMA, assert_same, save_preset, seeded
 
 GEMMA_BACKBONE = BACKBONES["gemma"][0]
 CLASSES = [cls for cls in vars(keras_hub.models).values() if inspect.isclass(cls) and issubclass(cls, keras.Model)]
-TYPOS = {"mseh": "mesh", "maxhostmemory": "max_host_memory", "lora": "lora_rank", "Rules": "rules"}
+TYPOS = {"mseh": "mesh", "maxhostmemory": "max_host_memory", "Rules": "rules", "quantise": "quantize"}
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +32,34 @@ def preset(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(("typo", "meant"), TYPOS.items())
 @pytest.mark.parametrize("load", [lk.from_preset, lk.abstract_from_preset])
 def test_a_typo_is_an_error_with_the_nearest_name(load: Any, typo: str, meant: str, preset: str) -> None:
-    if meant not in inspect.signature(load).parameters:
-        meant = ""
     with pytest.raises(lm.LazyModelError, match=f"GemmaBackbone.from_preset takes no argument '{typo}'.*{meant}"):
         load(GEMMA_BACKBONE, preset, **{typo: 3})
+
+
+STEPS = {"quantize": ".quantize('int8')", "quantize_filters": ".quantize('int8')"}
+STEPS |= dict.fromkeys(("lora", "lora_rank", "lora_targets"), ".lora(8)")
+
+
+@pytest.mark.parametrize(("name", "step"), STEPS.items())
+def test_what_changes_the_model_is_a_step(name: str, step: str, preset: str) -> None:
+    text = f"no argument '{name}'; it is a step: lazymodel_keras.abstract_from_preset(cls, preset){step}.shard"
+    for load in (lk.from_preset, lk.abstract_from_preset):
+        with pytest.raises(lm.LazyModelError, match=re.escape(text)):
+            load(GEMMA_BACKBONE, preset, **{name: 8})
+    with pytest.raises(lm.LazyModelError, match=re.escape(text)):
+        lm.build_abstract(GEMMA_BACKBONE.from_preset, preset, **{name: 8})
+
+
+def test_options_of_materialize(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(16, name="first")])
+    text = "takes no argument 'max_host_memry'.*closest: 'max_host_memory'"
+    wrong: Any = {"max_host_memry": "1GiB"}
+    with pytest.raises(lm.LazyModelError, match=f"restore {text}"):
+        lk.restore(model, tmp_path, **wrong)
+    with pytest.raises(lm.LazyModelError, match=f"load_model {text}"):
+        lk.load_model(tmp_path, **wrong)
+    with pytest.raises(lm.LazyModelError, match=f"deferred {text}"), lk.deferred(**wrong):
+        pass
 
 
 def test_base_classes_are_judged_by_what_the_preset_makes(preset: str) -> None:
@@ -131,7 +156,7 @@ class Mine(GEMMA_BACKBONE):
 
 
 def test_of_other_classes_only_typos_of_ours_are_errors(preset: str) -> None:
-    assert lm.build_abstract(Mine, **GEMMA, rules_file="x").rebuild.__self__.result.found == "x"
+    assert lm.build_abstract(Mine, **GEMMA, rules_file="x").framework.result.found == "x"
     ours = {"rules": "", "mesh": ""}
     _keywords.check_from_preset(Mine, preset, ["rules_file"], ours)
     with pytest.raises(lm.LazyModelError, match=r"no argument 'mseh'.*closest: 'mesh'"):
@@ -163,13 +188,15 @@ def test_repair_and_large(preset: str, mesh8: Mesh) -> None:
     rules = {".*token_embedding/embeddings": P("model"), ".*query/kernel": P(None, None, "model")}  # 4 by 8
     with pytest.raises(lm.ShardingError, match="repair=True"):
         lk.from_preset(GEMMA_BACKBONE, preset, mesh=mesh8, rules=rules)
+    with pytest.raises(lm.LazyModelError, match="no argument 'repair'; it is an argument of AbstractModel.shard"):
+        lk.from_preset(GEMMA_BACKBONE, preset, mesh=mesh8, rules=rules, repair=True)
     stock = seeded(lambda: GEMMA_BACKBONE.from_preset(preset))
     for large in ("1KiB", "1MiB"):
-        options: dict[str, Any] = {"mesh": mesh8, "rules": rules, "repair": True, "large": large}
-        ours = seeded(lambda options=options: lk.from_preset(GEMMA_BACKBONE, preset, **options))
+        options: dict[str, Any] = {"repair": True, "large": large}
+        abstract = seeded(lambda: lk.abstract_from_preset(GEMMA_BACKBONE, preset)).shard(mesh8, rules, **options)
+        ours = abstract.materialize()
         assert_same(stock, ours)
-        abstract = lk.abstract_from_preset(GEMMA_BACKBONE, preset, **options)
-        with lk.deferred(**options):
+        with lk.deferred(mesh=mesh8, rules=rules, **options):
             deferred = GEMMA_BACKBONE.from_preset(preset)
         for path, variable in zip(abstract, ours.weights, strict=True):
             assert variable.value.sharding == abstract[path].sharding
@@ -180,9 +207,7 @@ def test_repair_and_large(preset: str, mesh8: Mesh) -> None:
         assert all("query/kernel" in v.path for v in mended) == (large == "1MiB")
 
 
-def test_repair_without_a_mesh(preset: str) -> None:
-    with pytest.raises(lm.ShardingError, match="repair was given without mesh"):
-        lk.from_preset(GEMMA_BACKBONE, preset, repair=True)
+def test_repair_without_a_mesh() -> None:
     with pytest.raises(lm.ShardingError, match="repair was given without mesh"), lk.deferred(repair=True):
         pass
 

@@ -19,7 +19,10 @@ import lazymodel_keras as lk
 from tests.keras.models import assert_same, bits, save_preset, seeded
 from tests.keras.versions import KERAS, parts
 
-pytestmark = pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize`:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Invalid quantization mode. Expected one of:UserWarning"),
+]
 
 Backbone = keras_hub.models.Backbone
 GemmaCausalLM = keras_hub.models.GemmaCausalLM
@@ -51,6 +54,12 @@ def trained(model: Any) -> set[str]:
     return {v.path for v in model.variables if not np.array_equal(before[v.path], bits(v))}
 
 
+def loaded(preset: str, rank: int, targets: str | None = None, mesh: Mesh | None = None) -> Any:
+    """With pairs that it had before it was loaded."""
+    abstract = lk.abstract_from_preset(Backbone, preset).lora(rank, targets)
+    return (abstract if mesh is None else abstract.shard(mesh, RULES)).materialize()
+
+
 def pairs_of(model: Any) -> dict[str, Any]:
     return {variable.path: variable for variable in model.variables if "lora" in variable.path}
 
@@ -66,7 +75,12 @@ def test_equals_enabling_it_on_the_loaded_model(preset: str, mesh8: Mesh, cls: A
 
     expected = seeded(stock)
     ours = seeded(
-        lambda: lk.from_preset(cls, preset, dtype="bfloat16", lora_rank=4, mesh=mesh8, rules=lm.auto(), **options)
+        lambda: (
+            lk.abstract_from_preset(cls, preset, dtype="bfloat16", **options)
+            .lora(4)
+            .shard(mesh8, lm.auto())
+            .materialize()
+        )
     )
     assert_same(expected, ours, outputs=False)
     assert [v.path for v in expected.trainable_variables] == [v.path for v in ours.trainable_variables]
@@ -75,7 +89,7 @@ def test_equals_enabling_it_on_the_loaded_model(preset: str, mesh8: Mesh, cls: A
 
 
 def test_pairs_are_split_like_their_kernels(preset: str, mesh8: Mesh) -> None:
-    abstract = lk.abstract_from_preset(Backbone, preset, lora_rank=2, mesh=mesh8, rules=RULES)
+    abstract = lk.abstract_from_preset(Backbone, preset).lora(2).shard(mesh8, RULES)
     a, b = abstract[f"{QUERY}/lora_kernel_a"], abstract[f"{QUERY}/lora_kernel_b"]
     assert (a.shape, a.spec, a.trainable, a.origin) == ((8, 32, 2), P("model"), True, "HeUniform")
     assert (b.shape, b.spec) == ((2, 4), P())
@@ -88,7 +102,7 @@ def test_pairs_are_split_like_their_kernels(preset: str, mesh8: Mesh) -> None:
     assert pairs_of(model)[f"{QUERY}/lora_kernel_a"].value.sharding.spec == P("model")
 
     rules = {**RULES, ".*/lora_kernel_a": P(None, "model")}
-    abstract = lk.abstract_from_preset(Backbone, preset, lora_rank=2, mesh=mesh8, rules=rules)
+    abstract = lk.abstract_from_preset(Backbone, preset).lora(2).shard(mesh8, rules)
     assert abstract[f"{QUERY}/lora_kernel_a"].spec == P(None, "model"), "a rule goes before"
 
 
@@ -96,8 +110,8 @@ def test_layout_maps_of_keras(preset: str, mesh8: Mesh) -> None:
     devices = keras.distribution.DeviceMesh((1, 8), ("batch", "model"), list(mesh8.devices.flat))
     layout = keras_hub.models.GemmaBackbone.get_layout_map(devices)
     with keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch").scope():
-        kernel = lk.abstract_from_preset(Backbone, preset, lora_rank=2)[f"{QUERY}/kernel"].spec
-        model = lk.from_preset(Backbone, preset, lora_rank=2)
+        kernel = lk.abstract_from_preset(Backbone, preset).lora(2)[f"{QUERY}/kernel"].spec
+        model = loaded(preset, 2)
         later = lk.from_preset(Backbone, preset)
         lk.enable_lora(later, 2)
     assert kernel == P("model", "batch", None)
@@ -119,7 +133,7 @@ def test_enabled_afterwards(preset: str, mesh8: Mesh, targets: str | None) -> No
     assert model.trainable_variables == list(pairs.values())
     assert_same(
         seeded(lambda: enabled(lk.from_preset(Backbone, preset, mesh=mesh8, rules=RULES), targets)),
-        seeded(lambda: lk.from_preset(Backbone, preset, mesh=mesh8, rules=RULES, lora_rank=2, lora_targets=targets)),
+        seeded(lambda: loaded(preset, 2, targets, mesh=mesh8)),
         outputs=False,
     )
 
@@ -132,16 +146,9 @@ def enabled(model: Any, targets: str | None) -> Any:
 @pytest.mark.parametrize("quantize", [None, pytest.param("int8", marks=pytest.mark.large)])
 def test_training_changes_only_the_pairs(preset: str, mesh8: Mesh, quantize: str | None) -> None:
     dtype = "bfloat16" if FLOAT32_PAIRS else "float32"
-    model = lk.from_preset(
-        GemmaCausalLM,
-        preset,
-        preprocessor=None,
-        dtype=dtype,
-        lora_rank=2,
-        quantize=quantize,
-        mesh=mesh8,
-        rules=lm.auto(),
-    )
+    abstract = lk.abstract_from_preset(GemmaCausalLM, preset, preprocessor=None, dtype=dtype)
+    abstract = abstract if quantize is None else abstract.quantize(quantize)
+    model = abstract.lora(2).shard(mesh8, lm.auto()).materialize()
     kernels = {v.path: v.value.sharding for v in model.variables if v.path.endswith("/kernel")}
     assert {v.dtype for v in model.non_trainable_variables} <= {dtype, "int8", "uint32"}
     assert trained(model) == set(pairs_of(model))
@@ -150,19 +157,19 @@ def test_training_changes_only_the_pairs(preset: str, mesh8: Mesh, quantize: str
 
 
 def test_pairs_are_saved_and_loaded_alone(tmp_path: Path, preset: str, mesh8: Mesh) -> None:
-    options = {"lora_targets": r".*_1/attention/(key|query)/kernel", "lora_rank": 2}
-    model = lk.from_preset(Backbone, preset, mesh=mesh8, rules=RULES, **options)
+    targets = r".*_1/attention/(key|query)/kernel"
+    model = loaded(preset, 2, targets, mesh=mesh8)
     rng = np.random.default_rng(0)
     for variable in pairs_of(model).values():
         variable.assign(rng.standard_normal(variable.shape))
     assert len(pairs_of(model)) == 4
     model.save_lora_weights(str(tmp_path / "pairs.lora.h5"))
     assert (tmp_path / "pairs.lora.h5").stat().st_size < 20_000
-    other = lk.from_preset(Backbone, preset, **options)
+    other = loaded(preset, 2, targets)
     other.load_lora_weights(str(tmp_path / "pairs.lora.h5"))
     assert_same(model, other, outputs=False)
 
-    usual = lk.from_preset(Backbone, preset, mesh=mesh8, rules=RULES, lora_rank=2)
+    usual = loaded(preset, 2, mesh=mesh8)
     usual.save_lora_weights(str(tmp_path / "usual.lora.h5"))
     stock = Backbone.from_preset(preset)
     stock.load_lora_weights(str(tmp_path / "usual.lora.h5"))  # which enables them
@@ -182,7 +189,9 @@ def test_quantized_bases(preset: str, mesh8: Mesh, how: str) -> None:
         return model
 
     expected = seeded(stock)
-    ours = seeded(lambda: lk.from_preset(Backbone, preset, quantize=how, lora_rank=2, mesh=mesh8, rules=lm.auto()))
+    ours = seeded(
+        lambda: lk.abstract_from_preset(Backbone, preset).quantize(how).lora(2).shard(mesh8, lm.auto()).materialize()
+    )
     assert_same(expected, ours, outputs=False)
     assert ours.get_layer("decoder_block_0").attention.query_dense.lora_kernel_a.shape == (8, 32, 2)
 
@@ -200,20 +209,16 @@ def test_a_plain_model(mesh8: Mesh) -> None:
 
 
 def test_errors(preset: str) -> None:
-    def load(**options: Any) -> Any:
-        return lk.abstract_from_preset(Backbone, preset, **options)
-
+    abstract = lk.abstract_from_preset(Backbone, preset)
     with pytest.raises(lm.LazyModelError, match="positive integer; got 0"):
-        load(lora_rank=0)
-    with pytest.raises(lm.LazyModelError, match="lora_targets was given without lora_rank"):
-        load(lora_targets=".*")
+        abstract.lora(0)
     with pytest.raises(lm.LazyModelError, match=r"targets '\(' are not a regular expression"):
-        load(lora_rank=2, lora_targets="(")
+        abstract.lora(2, "(")
     with pytest.raises(lm.LazyModelError, match="has no LoRA targets: expected variables that match"):
-        load(lora_rank=2, lora_targets="query")
-    model = lk.from_preset(Backbone, preset, lora_rank=2)
+        abstract.lora(2, "query")
+    model = loaded(preset, 2)
     with pytest.raises(lm.LazyModelError, match=r"cannot be enabled on gemma_backbone\S*: lora is already enabled"):
         lk.enable_lora(model, 2)
     config = keras.quantizers.Float8QuantizationConfig()
     with pytest.raises(lm.LazyModelError, match="no LoRA for layers quantized with 'float8'"):
-        load(lora_rank=2, quantize=config)
+        abstract.quantize(config).lora(2)

@@ -17,7 +17,7 @@ import lazymodel as lm
 import lazymodel_keras as lk
 from lazymodel._lazy import lazy
 from lazymodel._source import BYTES_READ
-from lazymodel_keras import _mxfp4, _upstream
+from lazymodel_keras import _kerashub, _upstream
 from tests.keras.models import assert_same, bits, seeded, write_safetensors_folder
 
 # KerasHub decodes the largest scale, which stands for no number, with these.
@@ -93,7 +93,7 @@ def test_equal_to_stock_and_read_once(folder: str, stock: Any, mesh8: Mesh, spec
     rules = {".*/experts/(gate_up|down)_proj": spec}
     before = BYTES_READ.count
     abstract = seeded(
-        lambda: lk.abstract_from_preset(GptOssBackbone, folder, mesh=mesh8, rules=rules, on_unmatched="ignore")
+        lambda: lk.abstract_from_preset(GptOssBackbone, folder).shard(mesh8, rules, on_unmatched="ignore")
     )
     assert BYTES_READ.count == before, "nothing is read while it is converted"
     experts = [path for path in abstract if path.endswith(("/gate_up_proj", "/down_proj"))]
@@ -139,7 +139,7 @@ def test_its_decoder_is_looked_up_bit_for_bit(folder: str, decode: Any) -> None:
     stored = _tensors()
     names = [f"model.layers.0.mlp.experts.down_proj_{kind}" for kind in ("blocks", "scales")]
     with lm.open_checkpoint(folder) as checkpoint:
-        tensor = _mxfp4._lazy_decode(decode)(*(checkpoint[name] for name in names))
+        tensor = _kerashub.lazily_decoding(decode)(*(checkpoint[name] for name in names))
         assert isinstance(tensor, lm.LazyTensor)
         assert tensor.read().tobytes() == decode(*(stored[name] for name in names)).tobytes()
 
@@ -151,7 +151,7 @@ def test_a_decoder_that_cannot_be_looked_up_is_run_as_it_is() -> None:
         values = np.repeat(np.asarray(blocks).reshape(*scales.shape[:-1], -1), 2, axis=-1).astype(np.float32)
         return values + np.arange(values.shape[-1], dtype=np.float32)
 
-    found = _mxfp4._lazy_decode(decode)(lazy(blocks), lazy(scales))
+    found = _kerashub.lazily_decoding(decode)(lazy(blocks), lazy(scales))
     assert isinstance(found, np.ndarray)
     np.testing.assert_array_equal(found, decode(blocks, scales))
 

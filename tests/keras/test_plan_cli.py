@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import lazymodel as lm
 from lazymodel._cli import main
-from lazymodel_keras._planning import plan_model
+from lazymodel_keras._config import plan_model
 
 from .models import save_preset
 

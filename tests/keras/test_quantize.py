@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import keras
 import keras_hub
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -62,6 +64,11 @@ def quantized(model: Any, how: Any, filters: Any = None) -> Any:
     return model
 
 
+def load(preset: Path, how: Any, filters: Any = None) -> Any:
+    """What it is compared with: quantized while it is loaded."""
+    return lk.abstract_from_preset(Backbone, str(preset)).quantize(how, filters).materialize()
+
+
 HOW: dict[str, Callable[[], Any]] = {
     "int8": lambda: "int8",
     "int4": lambda: "int4",
@@ -88,9 +95,7 @@ blocks = needs_keras("3.14", "int4 in blocks")
 def test_equals_quantizing_the_loaded_model(llama: Path, mesh8: Mesh, how: Callable[[], Any]) -> None:
     filters = "feedforward" if how is HOW["int8 of its own range"] else None  # its axis is a matrix' only
     stock = quantized(Backbone.from_preset(str(llama)), how(), filters)
-    ours = lk.from_preset(
-        *(Backbone, str(llama)), quantize=how(), quantize_filters=filters, mesh=mesh8, rules=lm.auto()
-    )
+    ours = lk.abstract_from_preset(Backbone, str(llama)).quantize(how(), filters).shard(mesh8, lm.auto()).materialize()
     assert_same(stock, ours, outputs=False)
     assert [v.path for v in stock.trainable_variables] == [v.path for v in ours.trainable_variables]
     for one, other in zip(stock._flatten_layers(), ours._flatten_layers(), strict=True):
@@ -104,14 +109,16 @@ def test_equals_quantizing_the_loaded_model(llama: Path, mesh8: Mesh, how: Calla
 )
 def test_narrow_weights(preset: Path, dtype: str, how: str) -> None:
     stock = quantized(GemmaCausalLM.from_preset(str(preset), dtype=dtype, preprocessor=None), how)
-    ours = lk.from_preset(GemmaCausalLM, str(preset), dtype=dtype, preprocessor=None, quantize=how)
+    ours = (
+        lk.abstract_from_preset(GemmaCausalLM, str(preset), dtype=dtype, preprocessor=None).quantize(how).materialize()
+    )
     assert_same(stock, ours, outputs=False)
 
 
 @pytest.mark.large
 def test_runs_like_stock(preset: Path) -> None:
     stock = quantized(Backbone.from_preset(str(preset)), "int8")
-    assert_same(stock, lk.from_preset(Backbone, str(preset), quantize="int8"), outputs=True)
+    assert_same(stock, load(preset, "int8"), outputs=True)
 
 
 @pytest.mark.parametrize("how", ["int4", pytest.param("int8", marks=pytest.mark.large)])
@@ -119,7 +126,7 @@ def test_hugging_face(tmp_path: Path, mesh8: Mesh, how: str) -> None:
     """Kernels that are transposed and reshaped views of what is in the files."""
     folder = str(save_hugging_face(tmp_path / "llama3", "llama3", shards=2))
     stock = quantized(Backbone.from_preset(folder), how)
-    ours = lk.from_preset(Backbone, folder, quantize=how, mesh=mesh8, rules=lm.auto())
+    ours = lk.abstract_from_preset(Backbone, folder).quantize(how).shard(mesh8, lm.auto()).materialize()
     assert_same(stock, ours, outputs=False)
 
 
@@ -127,7 +134,7 @@ def test_hugging_face(tmp_path: Path, mesh8: Mesh, how: str) -> None:
 def test_filters(preset: Path, filters: Any) -> None:
     stock = quantized(Backbone.from_preset(str(preset)), "int8", filters)
     assert 0 < sum(variable.dtype == "int8" for variable in stock.variables) < 10
-    assert_same(stock, lk.from_preset(Backbone, str(preset), quantize="int8", quantize_filters=filters), outputs=False)
+    assert_same(stock, load(preset, "int8", filters), outputs=False)
 
 
 def test_a_quantizer_of_ones_own(preset: Path) -> None:
@@ -135,7 +142,7 @@ def test_a_quantizer_of_ones_own(preset: Path) -> None:
         return quantizers.Int8QuantizationConfig(weight_quantizer=Halves(axis=-1))
 
     stock = quantized(Backbone.from_preset(str(preset)), how(), "token_embedding")
-    ours = lk.from_preset(Backbone, str(preset), quantize=how(), quantize_filters="token_embedding")
+    ours = load(preset, how(), "token_embedding")
     assert_same(stock, ours, outputs=False)
 
 
@@ -143,7 +150,9 @@ def test_a_quantizer_of_ones_own(preset: Path) -> None:
 @pytest.mark.parametrize("how", ["int8", "int4"])
 def test_without_weights(preset: Path, how: str) -> None:
     stock = quantized(seeded(lambda: Backbone.from_preset(str(preset), load_weights=False)), how)
-    ours = seeded(lambda: lk.from_preset(Backbone, str(preset), load_weights=False, quantize=how))
+    ours = seeded(
+        lambda: lk.abstract_from_preset(Backbone, str(preset), load_weights=False).quantize(how).materialize()
+    )
     assert_same(stock, ours, outputs=False)
 
 
@@ -162,7 +171,7 @@ def test_reads_every_weight_once_in_slabs(preset: Path, mesh8: Mesh, monkeypatch
     monkeypatch.setattr(_computed.Computation, "__init__", watched)
     monkeypatch.setattr(_computed, "SLAB", 1024)
     reports: list[lm.LoadReport] = []
-    abstract = lk.abstract_from_preset(Backbone, str(preset), quantize=how, mesh=mesh8, rules=lm.auto())
+    abstract = lk.abstract_from_preset(Backbone, str(preset)).quantize(how).shard(mesh8, lm.auto())
     assert not slabs, "nothing is computed before it is wanted"
     plan = abstract.plan()
     model = abstract.materialize(report=reports.append)
@@ -178,7 +187,7 @@ def test_reads_every_weight_once_in_slabs(preset: Path, mesh8: Mesh, monkeypatch
 
 
 def test_the_plan_is_what_is_materialized(preset: Path, mesh8: Mesh) -> None:
-    abstract = lk.abstract_from_preset(Backbone, str(preset), quantize="int8", mesh=mesh8, rules=lm.auto())
+    abstract = lk.abstract_from_preset(Backbone, str(preset)).quantize("int8").shard(mesh8, lm.auto())
     kernel = abstract["decoder_block_0/attention/query/kernel"]
     assert (kernel.dtype, kernel.shape, kernel.trainable) == (np.int8, (8, 32, 4), False)
     assert kernel.origin.startswith(str(preset))
@@ -194,13 +203,13 @@ def test_the_plan_is_what_is_materialized(preset: Path, mesh8: Mesh) -> None:
 def test_a_scale_is_split_like_its_weight(preset: Path, mesh8: Mesh) -> None:
     """Rules and layout maps that were written for float models."""
     rules = {r".*attention/(query|key|value)/kernel": P("model"), "token_embedding/embeddings": P("model")}
-    abstract = lk.abstract_from_preset(Backbone, str(preset), quantize="int8", mesh=mesh8, rules=rules)
+    abstract = lk.abstract_from_preset(Backbone, str(preset)).quantize("int8").shard(mesh8, rules)
     assert abstract["token_embedding/embeddings_scale"].spec == P("model")
     assert abstract["decoder_block_1/attention/query/kernel_scale"].spec == P(None, None, "model")
     assert abstract["decoder_block_1/ffw_linear/kernel_scale"].spec == P()
     assert "token_embedding/embeddings" in str(abstract.explain("token_embedding/embeddings_scale"))
     replicated = {**rules, ".*_scale": P()}
-    abstract = lk.abstract_from_preset(Backbone, str(preset), quantize="int8", mesh=mesh8, rules=replicated)
+    abstract = lk.abstract_from_preset(Backbone, str(preset)).quantize("int8").shard(mesh8, replicated)
     assert abstract["token_embedding/embeddings_scale"].spec == P(), "a rule goes before"
 
 
@@ -208,7 +217,7 @@ def test_a_scale_is_split_like_its_weight(preset: Path, mesh8: Mesh) -> None:
 def test_scales_of_blocks_are_split_like_their_weight(preset: Path, mesh8: Mesh) -> None:
     config = quantizers.Int4QuantizationConfig(block_size=16)
     rules = {"token_embedding/embeddings": P("model"), r".*ffw_gating/kernel": P(None, "model")}
-    abstract = lk.abstract_from_preset(Backbone, str(preset), quantize=config, mesh=mesh8, rules=rules)
+    abstract = lk.abstract_from_preset(Backbone, str(preset)).quantize(config).shard(mesh8, rules)
     assert abstract["decoder_block_0/ffw_gating/kernel"].shape == (32, 16)
     assert abstract["decoder_block_0/ffw_gating/kernel_scale"].shape == (2, 32)
     assert abstract["decoder_block_0/ffw_gating/kernel_scale"].spec == P(None, "model")
@@ -220,7 +229,8 @@ def test_a_scale_is_split_like_its_weight_in_a_layout_map(preset: Path, mesh8: M
     devices = keras.distribution.DeviceMesh((1, 8), ("batch", "model"), list(mesh8.devices.flat))
     layout = keras_hub.models.GemmaBackbone.get_layout_map(devices)
     with keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch").scope():
-        abstract = lk.abstract_from_preset(Backbone, str(preset), quantize="int8")
+        floats = lk.abstract_from_preset(Backbone, str(preset))
+    abstract = floats.quantize("int8")  # under the distribution that it was built in
     assert abstract["token_embedding/embeddings"].spec == P("model", "batch")
     assert abstract["token_embedding/embeddings_scale"].spec == P("model")
 
@@ -253,25 +263,77 @@ def test_presets_saved_quantized(tmp_path: Path, preset: Path, mesh8: Mesh, how:
 
 
 def test_errors(tmp_path: Path, preset: Path) -> None:
-    def load(**options: Any) -> Any:
-        return lk.abstract_from_preset(Backbone, str(preset), **options)
-
+    abstract = lk.abstract_from_preset(Backbone, str(preset))
     with pytest.raises(lm.LazyModelError, match="calibrates with data .* then call model.quantize"):
-        load(quantize="gptq")
+        abstract.quantize("gptq")
     with pytest.raises(lm.LazyModelError, match="'int8', 'int4', 'float8' or a keras.*got 'int3'"):
-        load(quantize="int3")
-    with pytest.raises(lm.LazyModelError, match="quantize_filters was given without quantize"):
-        load(quantize_filters="query")
+        abstract.quantize("int3")
     with pytest.raises(lm.LazyModelError, match="no LoRA for layers quantized with 'float8'"):
-        load(quantize="float8", lora_rank=2)
-    with pytest.raises(lm.LazyModelError, match="'int8' changes nothing: none of the layers .* that the filters let"):
-        load(quantize="int8", quantize_filters="nothing")
+        abstract.quantize("float8").lora(2)
+    with pytest.raises(lm.LazyModelError, match="'int8'.* changes nothing: none of the layers .* that the filters let"):
+        abstract.quantize("int8", "nothing")
     with pytest.raises(lm.LazyModelError, match="Keras cannot quantize .* with 'int8': .*float16"):
-        load(quantize="int8", dtype="float16")
-    saved = lk.from_preset(Backbone, str(preset), quantize="int8")
+        lk.abstract_from_preset(Backbone, str(preset), dtype="float16").quantize("int8")
+    saved = load(preset, "int8")
     saved.save_to_preset(str(tmp_path / "saved"))
     with pytest.raises(lm.LazyModelError, match=re.escape("is quantized already: layer token_embedding is int8")):
-        lk.abstract_from_preset(Backbone, str(tmp_path / "saved"), quantize="int4")
+        lk.abstract_from_preset(Backbone, str(tmp_path / "saved")).quantize("int4")
+    # After a step that failed half-way the model is what it was.
+    assert_same(Backbone.from_preset(str(preset)), abstract.materialize(), outputs=False)
+
+
+QUANTIZE, LORA = (lambda a: a.quantize("int8")), (lambda a: a.lora(2, ".*kernel"))
+ORDERS: list[tuple[Any, Any, str]] = [
+    (lambda a, mesh: a.shard(mesh, {".*": P()}), QUANTIZE, "has shardings already.*quantize comes before shard"),
+    (lambda a, mesh: a.shard(mesh, {".*": P()}), LORA, "has shardings already.*lora comes before shard"),
+    (lambda a, mesh: a.with_optimizer(optax.sgd(1.0, 0.9)), QUANTIZE, "optimizer already; quantize comes before"),
+    (lambda a, mesh: a.with_optimizer(optax.sgd(1.0, 0.9)), LORA, "optimizer already; lora comes before"),
+    (lambda a, mesh: a.rekey(0, ".*kernel"), QUANTIZE, "has other initializers already.*quantize comes before"),
+    (lambda a, mesh: QUANTIZE(a), QUANTIZE, "is quantized already"),
+    (lambda a, mesh: LORA(a), LORA, "lora is already enabled"),
+    (lambda a, mesh: LORA(a), QUANTIZE, "has LoRA pairs already.*quantize comes before lora"),
+]
+
+
+@pytest.mark.parametrize(("before", "step", "text"), ORDERS)
+def test_steps_in_another_order(mesh8: Mesh, before: Any, step: Any, text: str) -> None:
+    changed = before(lm.build_abstract(dense), mesh8)
+    with pytest.raises(lm.LazyModelError, match=text):
+        step(changed)
+    changed.materialize()
+
+
+def dense() -> Any:
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(8)])
+
+
+def test_an_abstract_model_stays_as_it_is() -> None:
+    """The first step takes its object; whatever else is made of it gets another with the same values and names."""
+    keras.backend.clear_session()
+    floats = lm.build_abstract(dense)
+    paths = list(floats)
+    first, second, pairs = floats.quantize("int8"), floats.quantize("int8"), floats.quantize("int8").lora(2, ".*kernel")
+    assert list(first) == list(second)
+    assert list(floats) == paths
+    planned = floats.framework.forward("forward", batch=2, sequence=None)
+    assert planned is not None
+    values = {path: np.ones(variable.shape, variable.dtype) for path, variable in floats.items()}
+    assert planned.function(values, np.ones((2, 8), "float32")).tolist() == [[144 + 1] * 8] * 2, "of the float model"
+    assert_same(first.materialize(), second.materialize(), outputs=False)
+    loaded = floats.materialize()
+    assert [variable.path for variable in loaded.variables] == paths
+    assert_same(quantized(loaded, "int8"), second.materialize(), outputs=False)
+    kept = {path: variable for path, variable in pairs.items() if "lora" not in path}
+    assert {v.path: v.shape for v in kept.values()} == {v.path: v.shape for v in first.values()}
+
+
+def test_what_no_layers_has() -> None:
+    for step in (lambda a: a.quantize("int8"), lambda a: a.lora(8)):
+        with pytest.raises(lm.LazyModelError, match="only Keras models .* plain pytree has no layers.*WhatIf"):
+            step(lm.build_abstract(lambda: {"w": jax.numpy.ones((8, 4))}))
+        with pytest.raises(lm.LazyModelError, match=r"changes one keras\.Model; this is Dense"):
+            step(lm.build_abstract(keras.layers.Dense, 4))
 
 
 @pytest.mark.large
@@ -281,4 +343,6 @@ def test_tied_or_not(tmp_path: Path, how: str) -> None:
         model = randomize(keras_hub.models.GemmaBackbone(**config))
         model.save_to_preset(str(tmp_path / f"{config['vocabulary_size']}"))
         folder = str(tmp_path / f"{config['vocabulary_size']}")
-        assert_same(quantized(model, how), lk.from_preset(Backbone, folder, quantize=how), outputs=False)
+        assert_same(
+            quantized(model, how), lk.abstract_from_preset(Backbone, folder).quantize(how).materialize(), outputs=False
+        )

@@ -20,7 +20,7 @@ import lazymodel as lm
 import lazymodel_keras as lk
 from lazymodel_keras import _saving
 from lazymodel_keras._callbacks import _stock_epoch
-from lazymodel_keras._restore import match_paths
+from lazymodel_keras._names import match_paths
 
 from .models import BACKBONES, bits, seeded
 from .versions import KERAS, needs_orbax_callback, parts

@@ -1,25 +1,51 @@
-"""GPT-OSS' experts, decoded while they are read: KerasHub's converter would hold them in float32.
+"""What KerasHub's own loaders and converters do otherwise while a recording runs.
 
-Responsible for handing that converter a lazy tensor where it decodes. The numbers are its own function's, looked up
-(`lazymodel._mxfp4`).
+Responsible for presets that were saved quantized, whose dtype policies its loader forgets for backbones; and for
+GPT-OSS' experts, which its converter would hold in float32: it is handed a lazy tensor where it decodes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 
 from lazymodel import LazyTensor
 from lazymodel._errors import warn
 from lazymodel._mxfp4 import CODES, Decode, Mxfp4Leaf, code_table
 from lazymodel_keras import _upstream
+from lazymodel_keras._patches import active, register, replace
 
 
-def _lazy_decode(decode: Decode) -> Decode:
+@register
+def _install_saved_policies(undo: contextlib.ExitStack) -> None:
+    """Keeps the dtype policies that a preset was quantized with, where its loader would overwrite them with None."""
+    loader = _upstream.preset_loader_class()
+    if loader is None:
+        return
+    original = loader.get_backbone_kwargs
+
+    @functools.wraps(original)
+    def get_backbone_kwargs(self: Any, **kwargs: Any) -> Any:
+        own, others = original(self, **kwargs)
+        if active() is not None and own.get("dtype") is None:
+            saved = (self.config.get("config") or {}).get("dtype")
+            if isinstance(saved, dict) and _is_quantized(keras.dtype_policies.get(saved)):
+                own["dtype"] = saved
+        return own, others
+
+    replace(undo, loader, "get_backbone_kwargs", get_backbone_kwargs)
+
+
+def _is_quantized(policy: Any) -> bool:
+    policies = policy.values() if isinstance(policy, keras.dtype_policies.DTypePolicyMap) else [policy]
+    return any(policy.quantization_mode is not None for policy in policies)
+
+
+def lazily_decoding(decode: Decode) -> Decode:
     """The converter's function, which for lazy tensors returns a lazy tensor; what it would refuse, it still does."""
     table = functools.cache(lambda: code_table(decode))
 
@@ -39,15 +65,14 @@ def _lazy_decode(decode: Decode) -> Decode:
     return decode_lazily
 
 
-def patch(undo: contextlib.ExitStack, active: Callable[[], Any]) -> None:
-    """Has KerasHub's converter of GPT-OSS decode lazily until `undo` closes, where `active()` is a recording."""
-    from lazymodel_keras._recording import replace
-
+@register
+def _install_lazy_decoding(undo: contextlib.ExitStack) -> None:
+    """Has KerasHub's converter of GPT-OSS decode lazily."""
     converter = _upstream.gpt_oss_converter()
     if converter is None:
         return
     original = converter.convert_weights
-    lazily = _upstream.with_gpt_oss_decoder(original, _lazy_decode)
+    lazily = _upstream.with_gpt_oss_decoder(original, lazily_decoding)
 
     @functools.wraps(original)
     def convert_weights(*args: Any, **kwargs: Any) -> Any:

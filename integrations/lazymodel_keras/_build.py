@@ -1,0 +1,174 @@
+"""Running something that builds a Keras model, into an abstract model that carries what would be loaded.
+
+Responsible for turning failures to load into one error, for what weight files hold and nothing asked for, and for
+changing the layers of a model that was built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypedDict
+
+import keras
+
+from lazymodel import AbstractModel, CheckpointError, LazyModelError, Progress, ShardingError
+from lazymodel._abstract import ModelSpec
+from lazymodel._errors import warn
+from lazymodel._progress import ReportTo
+from lazymodel._text import closest, folded_names, listed
+from lazymodel.checkpoints._untrusted import read_json_file, weight_map
+from lazymodel.checkpoints._verify import Verify
+from lazymodel_keras import _upstream
+from lazymodel_keras._from_skeleton import from_skeleton
+from lazymodel_keras._hugging_face import Leftovers
+from lazymodel_keras._lora import add_lora, check_lora
+from lazymodel_keras._quantize import Filters, check_quantization, quantize
+from lazymodel_keras._recording import Recording
+from lazymodel_keras._session import session
+from lazymodel_keras._skeleton import Skeleton
+from lazymodel_keras._weight_files import known_layers
+
+
+class Materializing(TypedDict, total=False):
+    """What is passed on to `AbstractModel.materialize`, and documented there."""
+
+    max_host_memory: int | str | None
+    progress: bool | Progress | Callable[[int, int], object] | None
+    report: ReportTo
+
+
+def check_options(function: str, options: Materializing) -> None:
+    """Raises LazyModelError where a function was given an argument that nobody takes."""
+    names = list(Materializing.__annotations__)
+    for name in options:
+        if name not in names:
+            raise LazyModelError(f"lazymodel_keras.{function} takes no argument {name!r}{closest(name, names)}")
+
+
+class KerasModel(Skeleton):
+    """What a function builds, whose layers can be changed before it is sharded."""
+
+    def quantize(self, model: Any, how: Any, filters: Filters) -> AbstractModel:
+        check_quantization(how)
+        return self._changed(model, "quantize", lambda built: quantize(built, how, filters))
+
+    def lora(self, model: Any, rank: int, targets: str | None) -> AbstractModel:
+        check_lora(rank, targets)
+        return self._changed(model, "lora", lambda built: add_lora(built, rank, targets))
+
+    def _changed(self, model: ModelSpec, step: str, change: Callable[[Any], None]) -> AbstractModel:
+        """The abstract model of the object after a change; this one builds another object when it needs it."""
+        before = None
+        if model.optimized is not None:
+            before = "an optimizer"
+        elif model.recipes is not self.spec.recipes:
+            before = "other initializers"
+        elif dict(model) != dict(self.spec):
+            before = "shardings"
+        if before is not None:
+            raise LazyModelError(
+                f"{model.name} has {before} already, which are for its variables as they were built: {step} comes "
+                "before shard, with_optimizer, reinitialize and rekey"
+            )
+        if not isinstance(self.present().result, keras.Model):
+            raise LazyModelError(f"{step} changes one keras.Model; this is {type(self.result).__name__}")
+        build = self.build
+        assert build is not None
+
+        def rebuild() -> Any:
+            built = build()
+            change(built)
+            return built
+
+        recording, result = self.give_away()
+        with session(recording):
+            change(result)
+        changed = KerasModel(rebuild, recording, result)
+        changed.distribution = self.distribution
+        return from_skeleton(changed, quiet=True)
+
+
+def abstract_build(
+    build: Any, *, what: str, loads: bool, strict: bool = True, cast: str = "safe", verify: Verify = False
+) -> AbstractModel:
+    """Runs something that builds a model; failures to load it become one `CheckpointError`.
+
+    Args:
+        build: Called without arguments.
+        what: What it does, for messages.
+        loads: Whether loading is all it is for; if not, only what fails once a weight file was opened is a failure to
+            load, and other errors are the user's own.
+        strict: As in `abstract_from_preset`, and so are `cast` and `verify`.
+    """
+    recording = Recording(verify, cast)
+    try:
+        with recording.explaining(what), session(recording):
+            result = build()
+    except (ValueError, KeyError, OSError) as error:
+        if not loads and not recording.files:
+            raise
+        files = ", ".join(recording.files)
+        if "could not be loaded" in str(error):  # Keras' loader, which goes on to the end before it raises
+            lacking = [
+                variable.path
+                for variable, recorded in recording.variables()
+                if recorded.value is None and keras.backend.is_float_dtype(_upstream.own_dtype(variable))
+            ]
+            names = listed(folded_names(lacking))
+            raise CheckpointError(
+                f"{what}: {files} has no matching tensors for {len(lacking)} variables: {names}; "
+                "is this the checkpoint of another configuration or version?"
+            ) from error
+        layers = (
+            known_layers(str(error.args[0]), _indexed_names(recording.files)) if isinstance(error, KeyError) else ""
+        )
+        raise CheckpointError(f"{what} failed{f' ({files})' if files else ''}: {error}{layers}") from error
+    check_all_used(recording, what, strict=strict)
+    return from_skeleton(KerasModel(build, recording, result))
+
+
+def _indexed_names(files: Iterable[str]) -> list[str]:
+    """The tensors that the indexes beside some files list."""
+    folders = dict.fromkeys(Path(file).parent for file in files)
+    indexes = [index for folder in folders for index in folder.glob("*.safetensors.index.json")]
+    return [name for index in indexes for name in weight_map(read_json_file(index), index)]
+
+
+def require_rules(mesh: Any, rules: Any, repair: Any = False) -> None:
+    """Raises ShardingError where a mesh comes without rules, or rules or their repair without a mesh."""
+    if repair and mesh is None:
+        raise ShardingError("repair was given without mesh; it mends rules, so pass mesh and rules, too")
+    if (mesh is None) != (rules is None):
+        given, lacking = ("rules", "mesh") if mesh is None else ("mesh", "rules")
+        raise ShardingError(f"{given} was given without {lacking}; pass both, or neither to use keras.distribution")
+
+
+def check_all_used(recording: Recording, what: str, *, strict: bool) -> None:
+    """Warns where weight files hold tensors that nothing asked for, or with `strict` raises CheckpointError.
+
+    What converters leave out on purpose is no matter; what is left of quantized weights is an error in any case.
+    """
+    leftovers = Leftovers(recording.files)
+    if quantized := leftovers.quantized():
+        raise CheckpointError(f"{what}: {'; '.join(quantized)}.")
+    messages: list[str] = []
+    for path, file in recording.files.items():
+        if not path.endswith((".weights.h5", ".keras")):
+            continue
+        # A layer that took some of its tensors and not all chose to: Keras' own way of loading insists on all of them.
+        unused_names = set(file.unused)
+        visited = {name.rpartition("/")[0] for name in file.tensors if name not in unused_names}
+        unused = [
+            name for name in file.unused if not name.startswith("optimizer/") and name.rpartition("/")[0] not in visited
+        ]
+        if unused:
+            messages.append(f"{path} holds {len(unused)} tensors that the model has no variable for: {listed(unused)}")
+    messages += leftovers.unexpected()
+    if not messages:
+        return
+    message = f"{what}: {'; '.join(messages)}"
+    message += " " if message.endswith("?") else ". "
+    if strict:
+        raise CheckpointError(f"{message}Pass strict=False to leave them out.")
+    warn(f"{message}They are left out.")

@@ -1,0 +1,102 @@
+"""Models from a bare configuration, for `lazymodel plan`: what a preset, a folder or a `config.json` describes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from lazymodel import AbstractModel, CheckpointError, LazyModelError
+from lazymodel._quiet import quiet_tensorflow
+from lazymodel._text import closest
+from lazymodel_keras.hub import abstract_from_preset
+
+_WEIGHTS = ("*.weights.h5", "*.weights.json", "*.safetensors", "*.safetensors.index.json")
+
+
+def plan_model(
+    source: str,
+    *,
+    cls: str | None = None,
+    dtype: str | None = None,
+) -> AbstractModel:
+    """The abstract model that a preset or a configuration describes.
+
+    Args:
+        source: A preset's name or URI, the folder of a KerasHub preset or of a Hugging Face model, or a JSON file like
+            their `config.json`. Weights that are in the folder are what would be loaded; none are needed. Of a preset
+            that is not on this machine KerasHub fetches the configuration only.
+        cls: The name of a KerasHub class, such as `Gemma3CausalLM`; None is the backbone that the configuration names.
+        dtype: The dtype policy, such as `bfloat16`; None is what `from_preset` would take.
+
+    Raises:
+        CheckpointError: There is no such preset, file or folder, or KerasHub cannot read it.
+        LazyModelError: KerasHub has no such class.
+    """
+    try:
+        with quiet_tensorflow():
+            import keras_hub
+    except ModuleNotFoundError as error:
+        raise LazyModelError(
+            f"presets and configurations are read by KerasHub, and {error.name} is not installed: "
+            "pip install 'lazymodel[keras]'"
+        ) from error
+    models: Any = keras_hub.models
+    target = models.Backbone
+    # A task's preprocessor needs vocabularies, and a plan no texts.
+    options: dict[str, Any] = {}
+    if dtype is not None:
+        options["dtype"] = dtype
+    if cls is not None:
+        target = getattr(models, cls, None)
+        if target is None:
+            raise LazyModelError(f"keras_hub.models has no class {cls!r}{closest(cls, vars(models))}")
+        if not issubclass(target, models.Backbone):
+            options["preprocessor"] = None
+    if dtype is not None:
+        try:
+            keras.dtype_policies.get(dtype)
+        except (TypeError, ValueError) as error:
+            raise LazyModelError(f"{dtype!r} is not a dtype policy of Keras: {error}") from error
+    if os.path.isfile(source):
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copyfile(source, os.path.join(folder, "config.json"))
+            return _from_folder(target, folder, source, False, options)
+    if os.path.isdir(source):
+        has_weights = any(next(Path(source).glob(pattern), None) for pattern in _WEIGHTS)
+        return _from_folder(target, source, source, has_weights, options)
+    try:
+        return abstract_from_preset(target, source, load_weights=False, **options)
+    except (CheckpointError, LazyModelError):
+        raise
+    except Exception as error:  # each of the hubs that KerasHub asks has errors of its own
+        raise CheckpointError(
+            f"cannot get the configuration of preset {source!r} ({type(error).__name__}: {error}). It is fetched from "
+            "the network unless it was before; give a folder or a config.json instead"
+        ) from error
+
+
+def _from_folder(target: Any, folder: str, source: str, load: bool, options: Mapping[str, Any]) -> AbstractModel:
+    path = os.path.join(folder, "config.json")
+    if os.path.exists(path):
+        try:
+            config = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{source} is not JSON: {error}") from error
+        if not isinstance(config, dict) or not {"registered_name", "model_type", "architecture"} & set(config):
+            raise CheckpointError(
+                f"{source} is not a model's configuration: it has none of the keys registered_name (KerasHub), "
+                "model_type (Hugging Face) and architecture (timm)"
+            )
+    try:
+        return abstract_from_preset(target, folder, load_weights=load, **options)
+    except CheckpointError as error:
+        raise CheckpointError(str(error).replace(folder, source)) from error
+    except (TypeError, AttributeError, IndexError) as error:  # a configuration with values of other types
+        raise CheckpointError(f"KerasHub cannot build a model from {source}: {error}") from error
