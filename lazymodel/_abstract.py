@@ -2,7 +2,7 @@
 
 `AbstractModel` is what `build_abstract` returns and every later step takes. It knows no framework: an adapter
 hands it the variables, how each is computed (`InitRecipe`) and a function that turns finished arrays back into
-the user's object. It decides nothing itself: sharding lives in `_sharding`, planning in `_plan`, the work in
+the user's object. It decides nothing itself: sharding lives in `_shard`, planning in `_plan_make`, the work in
 `_materialize`.
 """
 

@@ -77,8 +77,7 @@ def with_optimizer(
     state: dict[str, AbstractVariable] = {}
     for path, struct in found.structs.items():
         origin = traced[path].origin if path in traced else "of parameters"
-        if origin == "constant":
-            origin = "value"
+        origin = "value" if origin == "constant" else origin
         on_host = path in traced and traced[path].on_host
         state[path] = AbstractVariable(
             path,
@@ -90,7 +89,6 @@ def with_optimizer(
             weak_type=bool(getattr(struct, "weak_type", False)),
             on_host=on_host,
         )
-
     on_host = {path: source for path, source in traced.sources.items() if traced[path].on_host}
     constants = {path: source for path, source in traced.sources.items() if path not in on_host}
 
