@@ -117,9 +117,7 @@ def _named_arrays(model: Any) -> dict[str, Any]:
         leaves, _ = jax.tree_util.tree_flatten_with_path(dict(model) if isinstance(model, Mapping) else model)
         arrays = (jax.Array, np.ndarray, LazyTensor)
         kept = [(path_text(keys), leaf) for keys, leaf in leaves if isinstance(leaf, arrays)]
-        paths = [path for path, _ in kept]
-        while len(set(paths)) != len(paths):
-            paths = unique_paths(paths)
+        paths = unique_paths([path for path, _ in kept])
         found = dict(zip(paths, (leaf for _, leaf in kept), strict=True))
     seen: set[int] = set()
     distinct = {path: leaf for path, leaf in found.items() if not (id(leaf) in seen or seen.add(id(leaf)))}

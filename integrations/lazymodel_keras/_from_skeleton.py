@@ -22,7 +22,7 @@ from lazymodel._errors import warn
 from lazymodel._follow import follow, follow_weights
 from lazymodel._paths import rule_path
 from lazymodel._shard import check_spec
-from lazymodel._text import format_bytes, listed
+from lazymodel._text import first_of, format_bytes, listed
 from lazymodel_keras import _upstream
 from lazymodel_keras._initializers import initial_value
 from lazymodel_keras._skeleton import Skeleton

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from lazymodel._errors import CheckpointError
 from lazymodel._lazy import LazyTensor
+from lazymodel._text import listed
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._hdf5_dataset import H5File, Window, corrupt, dataset_tensor, import_h5py
 from lazymodel.checkpoints._hdf5_header import VIRTUAL, layout_classes
@@ -91,8 +92,9 @@ def open_archive(path: Path) -> Hdf5Checkpoint:
 
     if "model.weights.h5" in members:
         return _open_one(path, file("model.weights.h5"))
+    there = listed(map(repr, sorted(members)))
     if "model.weights.json" not in members:
-        raise CheckpointError(f"{path}: expected model.weights.h5 in the archive, found {sorted(members)[:8]}")
+        raise CheckpointError(f"{path}: expected model.weights.h5 in the archive, found {there}")
     found = member("model.weights.json")
     if found.size > MAX_JSON:
         raise CheckpointError(f"{path}: expected at most {MAX_JSON} bytes of model.weights.json, found {found.size}")
@@ -100,7 +102,7 @@ def open_archive(path: Path) -> Hdf5Checkpoint:
         content = window.read()
     groups = _groups(read_json_object(content, f"{path}:{found.name}"), f"{path}:{found.name}")
     if missing := [shard for shard in _shards(groups) if shard not in members]:
-        raise CheckpointError(f"{path}: expected shards {missing[:8]} in the archive, found {sorted(members)[:8]}")
+        raise CheckpointError(f"{path}: expected shards {listed(map(repr, missing))} in the archive, found {there}")
     return _join_shards(path, groups, {shard: file(shard) for shard in _shards(groups)})
 
 

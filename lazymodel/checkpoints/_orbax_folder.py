@@ -88,7 +88,7 @@ def find_item(folder: Path) -> Path | None:
             f"{folder} has {len(arrays)} items that hold arrays; open one of "
             f"{', '.join(repr(str(child)) for child in arrays)}"
         )
-    found = sorted(child.name for child in _folders(folder))[:8]
+    found = listed(sorted(child.name for child in _folders(folder)))
     mend = "Wait until saving has finished." if unfinished else "Copy the whole checkpoint again."
     raise CheckpointError(f"{folder}: expected an Orbax item that holds arrays, found {found or 'no folders'}. {mend}")
 
@@ -144,7 +144,7 @@ def _newest(folder: Path, steps: list[tuple[int, str, Path]]) -> Path:
     if len(prefixes) > 1:
         raise CheckpointError(
             f"{folder} has steps of several runs, with the prefixes {prefixes}; open one of "
-            f"{', '.join(repr(str(path)) for *_, path in steps[:8])}"
+            f"{listed(repr(str(path)) for *_, path in steps)}"
         )
     committed = [(number, path) for number, _, path in steps if _unfinished(path) is None]
     if not committed:
@@ -255,7 +255,8 @@ def read_tree(item: Path) -> Tree | None:
     fields = read_json_file(file)
     tree = fields.pop("tree_metadata", None)
     if not isinstance(tree, dict):
-        raise CheckpointError(f"{file}: expected a 'tree_metadata' object, found keys {sorted(fields)[:8]}")
+        keys = listed(map(repr, sorted(fields)))
+        raise CheckpointError(f"{file}: expected a 'tree_metadata' object, found keys {keys}")
     leaves: list[TreeLeaf] = []
     for path, entry in cast("dict[str, Any]", tree).items():
         try:
