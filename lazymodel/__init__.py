@@ -14,7 +14,6 @@ from lazymodel._abstract import AbstractModel, AbstractVariable
 from lazymodel._adapters import Adapter, build_abstract
 from lazymodel._auto import Auto, Proposal, auto
 from lazymodel._compile import CompiledMemory, collective_bytes, compile_memory
-from lazymodel._device_memory import device_memory
 from lazymodel._errors import (
     CheckpointError,
     DoesNotFitError,
@@ -23,11 +22,15 @@ from lazymodel._errors import (
     ShardingError,
     TraceError,
 )
+from lazymodel._hardware import device_memory
 from lazymodel._init_programs import InitRecipe, ProgramCache
 from lazymodel._lazy_tensor import LazyTensor
 from lazymodel._load_report import LoadReport, LoadRow, MismatchedTensor, StoredTensor
 from lazymodel._mapping import From, MappedCheckpoint, MappingReport, WeightMap, flatten_paths, map_checkpoint
 from lazymodel._plan import MemoryPlan, PlanComparison, PlanRow, compare_plans
+from lazymodel._plan_compiled import Compile
+from lazymodel._plan_search import TopologyRow, TopologyTable, smallest_topology
+from lazymodel._plan_what_if import WhatIf
 from lazymodel._reinitialize import path_key
 from lazymodel._report import Progress
 from lazymodel._roles import role
@@ -35,7 +38,7 @@ from lazymodel._save import save
 from lazymodel._sharding import Reason
 from lazymodel._sharding_report import Explanation, ShardingReport
 from lazymodel._statistics import Statistics, VariableStatistics, statistics
-from lazymodel._topology import TopologyRow, TopologyTable, arithmetic_mesh, smallest_topology, topology
+from lazymodel._topology import arithmetic_mesh, topology
 from lazymodel.checkpoints import Checkpoint, open_checkpoint
 
 __version__ = "0.1.0"
@@ -47,6 +50,7 @@ __all__ = [
     "Auto",
     "Checkpoint",
     "CheckpointError",
+    "Compile",
     "CompiledMemory",
     "DoesNotFitError",
     "Explanation",
@@ -76,6 +80,7 @@ __all__ = [
     "TraceError",
     "VariableStatistics",
     "WeightMap",
+    "WhatIf",
     "arithmetic_mesh",
     "auto",
     "build_abstract",

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from lazymodel._materialize import ReportTo
     from lazymodel._optimizer import Derived, Optimized, Optimizer, StartTraining
     from lazymodel._plan import MemoryPlan
+    from lazymodel._plan_compiled import Compile
+    from lazymodel._plan_what_if import WhatIf
     from lazymodel._reinitialize import Initializer, InitRules
     from lazymodel._report import Progress
     from lazymodel._sharding import Reason, Rules
@@ -347,64 +349,19 @@ class AbstractModel(Mapping[str, AbstractVariable]):
         *,
         initialize: str | None = None,
         device_memory: int | str | None = None,
-        optimizer: str | int | Sequence[Any] | None = None,
-        lora_rank: int | None = None,
-        lora_targets: str | None = None,
-        quantize: str | None = None,
-        compile: str | None = None,
-        function: Callable[..., Any] | None = None,
-        inputs: Sequence[Any] = (),
-        batch: int | None = None,
-        sequence: int | None = None,
+        what_if: WhatIf | None = None,
+        compile: Compile | None = None,
     ) -> MemoryPlan:
-        """Predicts bytes per device and host before any is spent, while materializing and in use.
+        """Predicts bytes per device and host before any is spent; see `lazymodel._plan_make.plan`."""
+        from lazymodel._plan_make import plan
 
-        What the model has is counted: its parameters, the state of its optimizer (`with_optimizer`, or a Keras model's
-        own that was built), and then the gradients of what that trains.
-
-        Init programs are compiled where their devices are here, or with `compile="init"`; else their temporaries are
-        estimated, and a plan takes a second or two whatever the model's size.
-
-        Args:
-            checkpoint: What `materialize` would be given. A tensor of another shape than its variable is no error here;
-                the variable's row says so.
-            initialize: As for `materialize`.
-            device_memory: Bytes of one device, or `"16GiB"`; None is what the devices say or are known to have, and
-                CPUs have no limit.
-            optimizer: Plans training of a model that has no optimizer: gradients, and the slots of one for every
-                trainable parameter. A name such as `"adamw"`, the number of slots, or their dtypes.
-            lora_rank: Rank of LoRA pairs, which are then all that is trained.
-            lora_targets: Regex of the paths that get a pair; None is the query and value projections, as in KerasHub.
-            quantize: `"int8"` or `"int4"`: what quantizing the materialized model leaves.
-            compile: `"init"` compiles the init programs for the mesh's devices, which need not be here
-                (`lazymodel.topology`); `"forward"` a forward pass; `"train"` a training step with `optimizer`,
-                the model's own, or without either plain gradient descent.
-            function: `function(tree, *inputs)` for these two, which returns the outputs or the loss; `tree` is the
-                model's own, without optimizer state. None takes a Keras model's own forward pass.
-            inputs: Its inputs: arrays, or `jax.ShapeDtypeStruct`s with shardings.
-            batch: Batch size of a Keras model's own forward pass; None is one for each part of the mesh's data axes.
-            sequence: Its sequence length; None is 1024, or the most that the model takes.
-
-        Raises:
-            LazyModelError: An argument is none of these; there is no function, or no device, to compile for; or an
-                optimizer or LoRA was stated for a model that has an optimizer.
-        """
-        from lazymodel._plan import make_plan
-
-        return make_plan(
+        return plan(
             self,
             checkpoint,
             initialize=initialize,
             device_memory=device_memory,
-            optimizer=optimizer,
-            lora_rank=lora_rank,
-            lora_targets=lora_targets,
-            quantize=quantize,
+            what_if=what_if,
             compile=compile,
-            function=function,
-            inputs=inputs,
-            batch=batch,
-            sequence=sequence,
         )
 
     def materialize(

@@ -115,6 +115,24 @@ def model_arrays(model: Any) -> dict[str, Any] | None:
     return None
 
 
+def named(framework: str) -> Any:
+    """The adapter of a framework, which is imported for it; that of Keras has a `from_config` besides.
+
+    Raises:
+        LazyModelError: There is none, or what it needs is not installed.
+    """
+    modules = dict((*_KNOWN.items(), *_registered()))
+    if framework not in modules:
+        raise LazyModelError(f"there is no adapter for {framework!r}; known are {', '.join(modules)}")
+    try:
+        return importlib.import_module(modules[framework]).adapter
+    except ModuleNotFoundError as error:
+        raise LazyModelError(
+            f"the adapter for {framework} needs {error.name}, which is not installed: "
+            f"pip install 'lazymodel[{framework}]'"
+        ) from error
+
+
 def _adapters() -> Iterator[Adapter]:
     """The adapters whose framework has been imported."""
     for framework, module in (*_KNOWN.items(), *_registered()):

@@ -9,12 +9,11 @@ to work on; 130 interrupted.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Sequence
 
-from lazymodel._cli_plan import add_parser as add_plan_parser
+from lazymodel._cli_inspect import add_inspect_parser
+from lazymodel._cli_plan import add_plan_parser
 from lazymodel._errors import DoesNotFitError, LazyModelError
 
 
@@ -29,22 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="lazymodel", description="Look at checkpoints and models before loading.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
-    inspect = commands.add_parser(
-        "inspect",
-        help="what is in a checkpoint, and what is wrong with it",
-        description="Lists a checkpoint's files, tensors and metadata and everything that is wrong with it. Reads "
-        "headers only. Exit status: 0 all is well, 1 problems were found, 2 there is no checkpoint.",
-    )
-    inspect.add_argument("checkpoint", metavar="CHECKPOINT", help="a file or folder, as for lazymodel.open_checkpoint")
-    inspect.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
-    inspect.add_argument(
-        "--verify",
-        action="store_true",
-        help="hash the files, too, and compare with the hashes that a Hugging Face cache or download, or a manifest "
-        "such as SHA256SUMS, states; reads every file once",
-    )
-    inspect.set_defaults(run=_inspect)
+    add_inspect_parser(commands)
     add_plan_parser(commands)
 
     arguments = parser.parse_args(argv)
@@ -58,21 +42,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130  # as shells report a process that was ended by SIGINT
-
-
-def _inspect(arguments: argparse.Namespace) -> int:
-    from lazymodel.checkpoints._inspect import inspect_checkpoint
-
-    summary = inspect_checkpoint(arguments.checkpoint, verify=arguments.verify)
-    print_text(json.dumps(summary.to_dict(), indent=2) if arguments.json else str(summary))
-    return 1 if summary.problems else 0
-
-
-def print_text(text: str) -> None:
-    """Prints what the terminal's encoding may lack, and where the reader (`head`, a pager) may have left."""
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        print(text.encode(encoding, "replace").decode(encoding), flush=True)
-    except BrokenPipeError:
-        # The interpreter flushes once more when it ends, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

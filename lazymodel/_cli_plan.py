@@ -1,7 +1,7 @@
 """`lazymodel plan`: will a model fit, and where, from its configuration alone.
 
-Responsible for what the command takes and prints, and for the meshes and models that its arguments name. Keras is
-imported only for what KerasHub describes; how a model is built from that is in `lazymodel_keras._planning`.
+Responsible for what the command takes and prints, and for the meshes and models that its arguments name. Keras' adapter
+is asked only for what KerasHub describes.
 """
 
 from __future__ import annotations
@@ -17,23 +17,31 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
+from rich.console import Console
+from rich.markup import escape
 
-from lazymodel import _topology
+from lazymodel._abstract import AbstractModel
+from lazymodel._adapters import build_abstract, named
+from lazymodel._auto import auto
 from lazymodel._bytes import parse_bytes
+from lazymodel._cli_inspect import print_text
 from lazymodel._errors import LazyModelError, LazyModelWarning
-from lazymodel._plan_use import slot_dtypes
+from lazymodel._plan import MemoryPlan, compare_plans
+from lazymodel._plan_compiled import Compile
+from lazymodel._plan_what_if import WhatIf
 from lazymodel._quiet import quiet_tensorflow
+from lazymodel._report import closest
+from lazymodel._topology import arithmetic_mesh, libtpu_environment
+from lazymodel._topology import topology as compiled_mesh
 
-if TYPE_CHECKING:
-    from lazymodel._abstract import AbstractModel
-    from lazymodel._plan import MemoryPlan, PlanComparison
+_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
 # Files that hold weights and nothing that a model could be built from.
 _WEIGHTS = (
@@ -50,7 +58,7 @@ nothing is there to plan.
 """
 
 
-def add_parser(commands: Any) -> None:
+def add_plan_parser(commands: Any) -> None:
     """Adds the command to `lazymodel`."""
     parser = commands.add_parser(
         "plan",
@@ -81,63 +89,59 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--device-memory", metavar="BYTES", help="bytes of one device, such as 16GiB")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     parser.add_argument("--html", metavar="FILE", help="write the plan as a page, too")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_plan)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Plans what the arguments say; returns the exit status."""
-    with _topology.libtpu_environment():
-        return _run(arguments)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    if _jax.config.jax_platforms is None and not (arguments.compile and not arguments.topology):
-        # Nothing runs here: an accelerator that another process uses, or that takes long to wake, is left alone.
-        _jax.config.update("jax_platforms", "cpu")
-    _check(arguments)
-    meshes = _meshes(arguments)
-    source = _described(arguments.model)
-    plans: dict[str, MemoryPlan] = {}
-    with _status(f"building {source}") as say:
-        for dtype in arguments.dtype or [None]:
-            say(f"building {source}{f' in {dtype}' if dtype else ''}")
-            # What KerasHub builds is built quantized, with the pairs that it then has; of others it is arithmetic.
-            built = arguments.quantize is not None and not _is_factory(source)
-            quantize, lora_rank = (arguments.quantize, arguments.lora_rank) if built else (None, None)
-            model = _model(source, arguments.cls, dtype, quantize, lora_rank)
-            for place, mesh in meshes.items():
-                name = ", ".join(filter(None, (place, dtype))) or "one device"
-                say(f"{'compiling' if arguments.compile else 'planning'} {name}")
-                plans[name] = _sharded(model, mesh).plan(
-                    device_memory=arguments.device_memory,
-                    optimizer=arguments.optimizer,
-                    lora_rank=None if built else arguments.lora_rank,
-                    quantize=None if built else arguments.quantize,
-                    compile=arguments.compile,
-                    batch=arguments.batch,
-                    sequence=arguments.sequence,
-                )
-    shown = _shown(plans)
+def _plan(arguments: argparse.Namespace) -> int:
+    with libtpu_environment():
+        if _jax.config.jax_platforms is None and not (arguments.compile and not arguments.topology):
+            # Nothing runs here: an accelerator that another process uses, or that takes long to wake, is left alone.
+            _jax.config.update("jax_platforms", "cpu")
+        what_if, compile = _stated(arguments)
+        meshes = _meshes(arguments)
+        source = _described(arguments.model)
+        plans = _plans(arguments, source, meshes, what_if, compile)
+    shown = next(iter(plans.values())) if len(plans) == 1 else compare_plans(plans)
     if arguments.html:
         _write_page(Path(arguments.html), shown)
-    from lazymodel._cli import print_text
-
     print_text(json.dumps(shown.to_dict(), indent=2) if arguments.json else str(shown))
     return 0 if any(plan.fits is not False for plan in plans.values()) else 1
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """What can be found wrong before anything is imported, built or compiled."""
+def _stated(arguments: argparse.Namespace) -> tuple[WhatIf, Compile | None]:
+    """What can be found wrong before anything is imported, built or compiled is an error here."""
     if arguments.device_memory is not None:
         parse_bytes(arguments.device_memory, name="--device-memory", at_least=1)
-    if arguments.optimizer is not None:
-        slot_dtypes(arguments.optimizer)
-    if arguments.lora_rank is not None and arguments.lora_rank < 1:
-        raise LazyModelError(f"--lora-rank is a positive number; got {arguments.lora_rank}")
-    if (arguments.batch or arguments.sequence) and arguments.compile not in ("forward", "train"):
-        raise LazyModelError("--batch and --sequence are for --compile forward or train")
     if arguments.html and not Path(arguments.html).parent.is_dir():
         raise LazyModelError(f"cannot write {arguments.html}: {os.strerror(errno.ENOENT)}")
+    sized = arguments.batch is not None or arguments.sequence is not None
+    if sized and arguments.compile not in ("forward", "train"):
+        raise LazyModelError("--batch and --sequence are for --compile forward or train")
+    what_if = WhatIf(arguments.optimizer, arguments.lora_rank, quantize=arguments.quantize)
+    compile = arguments.compile and Compile(arguments.compile, batch=arguments.batch, sequence=arguments.sequence)
+    return what_if, compile
+
+
+def _plans(
+    arguments: argparse.Namespace, source: str, meshes: Mapping[str, Any], what_if: WhatIf, compile: Compile | None
+) -> dict[str, MemoryPlan]:
+    """One for each dtype and mesh, by what people call them."""
+    plans: dict[str, MemoryPlan] = {}
+    # What KerasHub builds is built quantized, with the pairs that it then has; of others it is arithmetic.
+    built = WhatIf()
+    if what_if.quantize is not None and not _is_factory(source):
+        built, what_if = what_if, WhatIf(what_if.optimizer)
+    with _status(f"building {source}") as say:
+        for dtype in arguments.dtype or [None]:
+            say(f"building {source}{f' in {dtype}' if dtype else ''}")
+            model = _model(source, arguments.cls, dtype, built)
+            for place, mesh in meshes.items():
+                name = ", ".join(filter(None, (place, dtype))) or "one device"
+                say(f"{'compiling' if compile else 'planning'} {name}")
+                plans[name] = _sharded(model, mesh).plan(
+                    device_memory=arguments.device_memory, what_if=what_if, compile=compile
+                )
+    return plans
 
 
 def _meshes(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -150,7 +154,7 @@ def _meshes(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     for topology, axes in wanted:
         if topology is not None:
-            _topology.arithmetic_mesh(topology, axes)
+            arithmetic_mesh(topology, axes)
     return {
         ", ".join(filter(None, (topology, _axes_text(axes or {})))): _mesh(
             topology, axes, compiled=arguments.compile is not None
@@ -197,9 +201,6 @@ def parse_axes(text: str) -> dict[str, int]:
     return axes
 
 
-_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
-
-
 def _axes_text(axes: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in axes.items())
 
@@ -207,8 +208,7 @@ def _axes_text(axes: Mapping[str, int]) -> str:
 def _mesh(topology: str | None, axes: Mapping[str, int] | None, *, compiled: bool) -> Any:
     """The mesh to plan for; None is one device."""
     if topology is not None:
-        make: Callable[..., Any] = _topology.topology if compiled else _topology.arithmetic_mesh
-        return make(topology, axes)
+        return compiled_mesh(topology, axes) if compiled else arithmetic_mesh(topology, axes)
     if axes is None:
         # One device that is neither here nor of a known kind.
         return None if compiled else AbstractMesh((1,), ("model",))
@@ -228,30 +228,18 @@ def _is_factory(source: str) -> bool:
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source) is not None and not os.path.exists(source)
 
 
-def _model(
-    source: str, cls: str | None, dtype: str | None, quantize: str | None, lora_rank: int | None
-) -> AbstractModel:
+def _model(source: str, cls: str | None, dtype: str | None, built: WhatIf) -> AbstractModel:
     if _is_factory(source):
         if cls is not None or dtype is not None:
             raise LazyModelError("--class and --dtype are for presets and configurations; a factory decides for itself")
         return _from_factory(*source.split(":"))
     os.environ.setdefault("KERAS_BACKEND", "jax")
-    try:
-        with quiet_tensorflow():
-            planning: Any = importlib.import_module("lazymodel_keras._planning")
-            importlib.import_module("keras_hub")
-    except ModuleNotFoundError as error:
-        raise LazyModelError(
-            f"presets and configurations are read by KerasHub, and {error.name} is not installed: "
-            "pip install 'lazymodel[keras]'"
-        ) from error
-    return planning.plan_model(source, cls=cls, dtype=dtype, quantize=quantize, lora_rank=lora_rank)
+    with quiet_tensorflow():
+        adapter = named("keras")
+    return adapter.from_config(source, cls=cls, dtype=dtype, quantize=built.quantize, lora_rank=built.lora_rank)
 
 
 def _from_factory(module_name: str, name: str) -> AbstractModel:
-    from lazymodel._adapters import build_abstract
-    from lazymodel._report import closest
-
     sys.path.insert(0, os.getcwd())  # as `python -m` has it
     try:
         module = importlib.import_module(module_name)
@@ -269,19 +257,9 @@ def _sharded(model: AbstractModel, mesh: Any) -> AbstractModel:
     """The model on the mesh, by the automatic rules; what they could not split is in the plan's table."""
     if mesh is None:
         return model
-    from lazymodel._auto import auto
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LazyModelWarning)
         return model.shard(mesh, auto())
-
-
-def _shown(plans: Mapping[str, MemoryPlan]) -> MemoryPlan | PlanComparison:
-    if len(plans) == 1:
-        return next(iter(plans.values()))
-    from lazymodel._plan import compare_plans
-
-    return compare_plans(plans)
 
 
 def _write_page(file: Path, shown: Any) -> None:
@@ -298,15 +276,9 @@ def _write_page(file: Path, shown: Any) -> None:
 @contextlib.contextmanager
 def _status(text: str) -> Generator[Callable[[str], None], None, None]:
     """Says on standard error what is going on, where a person is watching."""
-    from rich.console import Console
-    from rich.markup import escape
-
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda text: None
         return
     with console.status(escape(text)) as status:
         yield lambda text: status.update(escape(text))
-
-
-__all__: Sequence[str] = ("add_parser", "parse_axes", "run")

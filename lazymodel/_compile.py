@@ -19,7 +19,7 @@ import jax
 
 from lazymodel._bytes import format_bytes
 from lazymodel._errors import DoesNotFitError, LazyModelError
-from lazymodel._live import is_arithmetic
+from lazymodel._hardware import is_arithmetic
 
 _LISTED = 5  # allocations that a refusal names
 

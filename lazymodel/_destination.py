@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 from lazymodel._atomic import Staging, staging, staging_folder, writing
 from lazymodel._bytes import format_bytes
 from lazymodel._errors import LazyModelError
-from lazymodel.checkpoints._checkpoint import read_json_file, shard_path, weight_files, weight_map
-from lazymodel.checkpoints._orbax import find_item
+from lazymodel.checkpoints._open import weight_files
+from lazymodel.checkpoints._orbax_folder import find_item
 from lazymodel.checkpoints._safetensors import open_safetensors
 from lazymodel.checkpoints._shards import is_numbered
+from lazymodel.checkpoints._untrusted import read_json_file, shard_path, weight_map
 
 if TYPE_CHECKING:
     from lazymodel._lazy_tensor import LazyTensor

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lazymodel._abstract import AbstractVariable
+from lazymodel._placement import is_narrowed
 from lazymodel._sharding import Reason
 
 # Subclasses may mean more than their elements, as masked arrays do; a memory map is an array like any other.
@@ -37,19 +38,6 @@ def is_host_variable(leaf: Any) -> TypeGuard[np.ndarray[Any, Any]]:
     if leaf.dtype.type in _NOT_OF_JAX:
         return False
     return leaf.dtype == np.bool_ or bool(jax.numpy.issubdtype(leaf.dtype, np.number))
-
-
-def is_narrowed(dtype: Any) -> bool:
-    """Whether arrays of a NumPy dtype lose bits on their way to a device."""
-    return bool(np.dtype(dtype) != cast(Any, jax).dtypes.canonicalize_dtype(dtype))
-
-
-def stays_on_host(variable: AbstractVariable) -> bool:
-    """Whether a variable is materialized as a NumPy array."""
-    if not variable.on_host:
-        return False
-    split = variable.sharding is not None and not variable.sharding.is_fully_replicated
-    return not split or is_narrowed(variable.dtype)
 
 
 def kept_on_host(variables: Mapping[str, AbstractVariable]) -> dict[str, AbstractVariable]:

@@ -26,11 +26,11 @@ from lazymodel._bytes import parse_budget
 from lazymodel._casting import SAFE, UNSAFE, check_mode, converted, refusal, weights
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
 from lazymodel._file_source import BYTES_READ
-from lazymodel._host_arrays import host_array, is_narrowed, stays_on_host
+from lazymodel._hardware import require_live
+from lazymodel._host_arrays import host_array
 from lazymodel._init_programs import InitRecipe, run_recipes
 from lazymodel._jaxprs import is_weak, key_impl, with_weak_type
 from lazymodel._lazy_tensor import LazyTensor, lazy
-from lazymodel._live import require_live
 from lazymodel._load_report import (
     Costs,
     LoadReport,
@@ -41,9 +41,9 @@ from lazymodel._load_report import (
     stored_tensors,
 )
 from lazymodel._mapping import MappedCheckpoint, flat_checkpoint
+from lazymodel._placement import device_shardings, is_narrowed, stays_on_host
 from lazymodel._quantized import scales_beside
 from lazymodel._report import Progress, closest, folded_names, progress_for
-from lazymodel._sharding import device_shardings
 from lazymodel._stream import StreamItem, stream
 
 if TYPE_CHECKING:

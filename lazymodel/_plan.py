@@ -1,50 +1,43 @@
 """The memory plan: what every device and host will hold, and the peak on the way there, before a byte moves.
 
-Responsible for predicting and for saying whether it fits. The numbers come from the shardings (what stays), from the
-compiled init programs' own memory analysis or a stated estimate of it (what is needed for a moment), from the sizes of
-the shards that are read (what passes through hosts), from `_plan_use` (what using the model adds), and, where it is
-asked for, from the compiler (what a forward pass or a training step takes). `_plan_report` shows plans.
-
-Devices need not be here. On a mesh without live devices, or without any (`jax.sharding.AbstractMesh`), nothing is
-compiled unless asked for, and a plan is arithmetic: a second or two for a model of a thousand billion parameters.
+Responsible for what a plan says, in numbers, tables and plain values, and for whether it fits and what would. How its
+numbers come to be is decided in `_plan_make`.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import heapq
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import PartitionSpec
 
-from lazymodel._abstract import AbstractModel
 from lazymodel._bytes import format_bytes, parse_bytes
-from lazymodel._device_memory import device_memory as known_memory
+from lazymodel._compile import CompiledMemory
 from lazymodel._errors import DoesNotFitError, LazyModelError
-from lazymodel._init_programs import AnyProgram, InitRecipe, _by_devices
-from lazymodel._lazy_tensor import LazyTensor
-from lazymodel._live import is_arithmetic, is_live
-from lazymodel._load_report import is_initial, stored_itemsize
-from lazymodel._mapping import flat_checkpoint
-from lazymodel._materialize import Choice, choose, describe_sources, refused_casts
-from lazymodel._plan_programs import check_function, compile_use
-from lazymodel._plan_use import ACTIVATIONS, GRADIENTS, PARAMETERS, Optimizer, Use
-from lazymodel._sharding import device_shardings
-from lazymodel._stream import DEFAULT_BUDGET
+from lazymodel._plan_figures import bar, figure
+from lazymodel._plan_what_if import ACTIVATIONS, PARAMETERS
+from lazymodel._report import _ACTIONS, _html, _plural, _printable, _Row, _shape_text, _spec_text, _Table, _table, _text
 
-if TYPE_CHECKING:
-    from lazymodel._compile import CompiledMemory
+_OFFENDERS = 5  # how many `check` names
+_LARGEST = 3  # how many the table names of what does not fit
 
-_LISTED = 5  # how many offenders `check` names
-# Temporaries of an init program that was not compiled. XLA:CPU keeps the 32-bit random bits, their two counters and,
-# for narrower dtypes, the result in 32 bits at once, for each element; on TPUs and GPUs all of it is one fused loop.
-_CPU_TEMPORARIES = 3 * 4  # bytes an element
-_CPU_NARROW_TEMPORARIES = 4 * 4
 
-Signature: TypeAlias = "frozenset[Hashable]"
+class Tabled:
+    """What prints as a table, on a terminal as wide as it and in a notebook."""
+
+    def table(self) -> _Table:
+        """What is shown."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return _text(self.table())
+
+    def _repr_html_(self) -> str:
+        return _html(self.table())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +67,20 @@ class PlanRow:
     action: str
     source: str
     used_nbytes: int = 0
+
+    @property
+    def most_nbytes(self) -> int:
+        """Bytes that each of its devices must have for it, materializing or in use."""
+        return max(self.shard_nbytes, self.used_nbytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as in `MemoryPlan.to_dict`."""
+
+        def plain(entry: Any) -> Any:
+            return None if entry is None else list(entry) if isinstance(entry, tuple) else str(entry)
+
+        spec = None if self.spec is None else [plain(entry) for entry in self.spec]
+        return vars(self) | {"shape": list(self.shape), "dtype": self.dtype.name, "spec": spec}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +122,7 @@ class HostPlan:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class MemoryPlan:
+class MemoryPlan(Tabled):
     """What materializing a model will cost, and using it.
 
     Attributes:
@@ -181,32 +188,33 @@ class MemoryPlan:
         Raises:
             DoesNotFitError: It does not; names the variables that take most of a device, and what would fit.
         """
-        limit = (
-            self.device_memory
-            if device_memory is None
-            else parse_bytes(device_memory, name="device_memory", at_least=1)
-        )
+        limit = self.device_memory
+        if device_memory is not None:
+            limit = parse_bytes(device_memory, name="device_memory", at_least=1)
         if limit is None or self.needed_nbytes <= limit:
             return self
-        largest = sorted(self.rows, key=lambda row: -max(row.shard_nbytes, row.used_nbytes))[:_LISTED]
-        offenders = ", ".join(
-            f"{row.path} {format_bytes(max(row.shard_nbytes, row.used_nbytes))}"
-            + (" (replicated)" if row.shard_nbytes == row.nbytes and self.num_devices > 1 else "")
-            for row in largest
-        )
-        use = ", ".join(f"{format_bytes(nbytes)} {kind}" for kind, nbytes in self.parts.items())
-        use = f"; in use {format_bytes(self.used_nbytes)}: {use}" if set(self.parts) - {PARAMETERS} else ""
+        in_use = f"; in use {format_bytes(self.used_nbytes)}: {self._listed_parts()}"
+        use = in_use if set(self.parts) - {PARAMETERS} else ""
         raise DoesNotFitError(
             f"{self.name} needs {format_bytes(self.needed_nbytes)} on a device ({format_bytes(self.device_nbytes)} "
             f"once materialized{use}) and a device has {format_bytes(limit)}, "
             f"{format_bytes(self.needed_nbytes - limit)} too little. "
-            f"Largest on a device: {offenders}. {self.mend(limit)}"
+            f"Largest on a device: {self._largest(_OFFENDERS)}. {self.mend(limit)}"
+        )
+
+    def _replicated(self, row: PlanRow) -> bool:
+        return row.shard_nbytes == row.nbytes and self.num_devices > 1
+
+    def _largest(self, count: int) -> str:
+        """The variables that take most of a device."""
+        return ", ".join(
+            f"{row.path} {format_bytes(row.most_nbytes)}{' (replicated)' if self._replicated(row) else ''}"
+            for row in heapq.nlargest(count, self.rows, key=lambda row: row.most_nbytes)
         )
 
     def mend(self, device_memory: int) -> str:
         """What would make it fit devices of this many bytes, by arithmetic, as a sentence or two."""
-        whole = [row for row in self.rows if row.shard_nbytes == row.nbytes and self.num_devices > 1]
-        replicated = sum(max(row.shard_nbytes, row.used_nbytes) for row in whole)
+        replicated = sum(row.most_nbytes for row in self.rows if self._replicated(row))
         if replicated > device_memory // 2:
             return (
                 f"{format_bytes(replicated)} are replicated on every device, which no number of devices mends: "
@@ -259,25 +267,97 @@ class MemoryPlan:
         Raises:
             LazyModelError: matplotlib is not installed, or the file cannot be written.
         """
-        from lazymodel._plan_report import plan_figure
-
-        return plan_figure(self, path)
+        return figure(
+            self.name,
+            self._drawn_parts,
+            [(step.held_nbytes, step.peak_nbytes) for step in self.timeline],
+            held=self.device_nbytes,
+            peak=self.peak_nbytes,
+            limit=self.device_memory,
+            path=path,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as lists, dicts, strings and numbers that `json.dumps` takes and gives back equal."""
-        from lazymodel._plan_report import plan_dict
+        plain = dataclasses.asdict(dataclasses.replace(self, rows=(), mesh=dict(self.mesh), parts=dict(self.parts)))
+        del plain["rows"]
+        return {
+            "fits": self.fits,
+            "needed_nbytes": self.needed_nbytes,
+            "used_nbytes": self.used_nbytes,
+            **{name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()},
+            "modules": [dataclasses.asdict(module) for module in self.by_module(depth=2)],
+            "variables": [row.to_dict() for row in self.rows],
+        }
 
-        return plan_dict(self)
+    @property
+    def _drawn_parts(self) -> Mapping[str, int]:
+        return self.parts or {PARAMETERS: self.device_nbytes}
 
-    def __repr__(self) -> str:
-        from lazymodel._plan_report import plan_text
+    def table(self) -> _Table:
+        """What is shown: the variables, and a summary below them."""
 
-        return plan_text(self)
+        def row(row: PlanRow) -> _Row:
+            note = _ACTIONS.get(row.action, row.action)
+            if row.action == "initialize":
+                note = f"{note}: {row.source}"
+            cells = (_shape_text(row.shape), row.dtype.name, _spec_text(row.spec))
+            return _Row(row.path, cells, row.shard_nbytes, note)
+
+        nbytes = sum(row.nbytes for row in self.rows)
+        title = f"{self.name}: plan for {_plural(len(self.rows), 'variable')}, {format_bytes(nbytes)}"
+        headings = ("shape", "dtype", "partition spec", "bytes/device", "value")
+        return _table(title, headings, map(row, self.rows), [*self._device_lines(), *self._host_lines(), *self.notes])
+
+    def _device_lines(self) -> Iterable[str]:
+        if self.mesh or self.device_kind:
+            mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+            yield ": ".join(filter(None, (self.device_kind or "mesh", mesh)))
+        device = "device" if self.num_devices == 1 else f"each of {self.num_devices:,} devices, on the fullest"
+        yield (
+            f"{device}: {format_bytes(self.device_nbytes)} resident, "
+            f"{format_bytes(self.peak_nbytes)} at the peak while materializing"
+        )
+        if len(self.parts) > 1 or self.used_nbytes != self.device_nbytes:
+            yield f"in use: {format_bytes(self.used_nbytes)}: {self._listed_parts()}"
+        if self.device_memory is not None:
+            yield f"device memory: {format_bytes(self.device_memory)}; {self._verdict()}"
+            if not self.fits:
+                yield f"largest on a device: {self._largest(_LARGEST)}"
+                yield self.mend(self.device_memory)
+
+    def _host_lines(self) -> Iterable[str]:
+        totals: dict[str, list[int]] = {}
+        for row in self.rows:
+            totals.setdefault(row.action, []).append(row.nbytes)
+        for action, sizes in totals.items():
+            line = f"{_ACTIONS.get(action, action)}: {_plural(len(sizes), 'variable')}, {format_bytes(sum(sizes))}"
+            if action == "load":
+                reader = "this process" if len(self.hosts) <= 1 else "the process that reads most"
+                line += f"; {reader} reads {format_bytes(self.read_nbytes)}"
+                line += f", its largest shard in host memory is {format_bytes(self.host_nbytes)}"
+            elif action == "initialize" and self.programs:
+                line += f"; {_plural(self.programs, 'compiled program')}"
+            yield line
+        if self.hosts:
+            fullest = max(host.peak_nbytes for host in self.hosts)
+            each = "host" if len(self.hosts) == 1 else f"each of {len(self.hosts):,} hosts, at most"
+            yield f"{each}: {format_bytes(fullest)} of host memory while materializing"
+
+    def _listed_parts(self) -> str:
+        return ", ".join(f"{format_bytes(nbytes)} {kind}" for kind, nbytes in self.parts.items())
+
+    def _verdict(self) -> str:
+        if self.device_memory is None:
+            return "unknown"
+        spare = self.device_memory - self.needed_nbytes
+        return f"fits, {format_bytes(spare)} to spare" if spare >= 0 else f"does not fit, {format_bytes(-spare)} short"
 
     def _repr_html_(self) -> str:
-        from lazymodel._plan_report import plan_html
-
-        return plan_html(self)
+        modules = self.by_module(depth=2)
+        more = f"<details><summary>by module</summary>{modules._repr_html_()}</details>" if len(modules) > 1 else ""
+        full = max(self.needed_nbytes, self.device_memory or 0, 1)
+        return f"{bar(self._drawn_parts, full)}{super()._repr_html_()}{more}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,7 +382,7 @@ class ModuleRow:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Modules(Sequence[ModuleRow]):
+class Modules(Tabled, Sequence[ModuleRow]):
     """A plan by module, outer modules before what they hold; prints as a table."""
 
     name: str
@@ -314,19 +394,20 @@ class Modules(Sequence[ModuleRow]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __repr__(self) -> str:
-        from lazymodel._plan_report import modules_text
+    def table(self) -> _Table:
+        """What is shown: rows indented by their depth, of which those of one depth may fold."""
 
-        return modules_text(self)
+        def row(module: ModuleRow) -> _Row:
+            path = "  " * (module.depth - 1) + module.path
+            cells = (f"{module.variables:,}", format_bytes(module.nbytes), format_bytes(module.used_nbytes))
+            return _Row(path, cells, module.shard_nbytes, "")
 
-    def _repr_html_(self) -> str:
-        from lazymodel._plan_report import modules_html
-
-        return modules_html(self)
+        headings = ("variables each", "bytes each", "in use each", "bytes/device", "")
+        return _table(f"{self.name} by module", headings, map(row, self.rows), (), noun="module")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class PlanComparison:
+class PlanComparison(Tabled):
     """Several plans side by side; prints as a table.
 
     Attributes:
@@ -344,15 +425,23 @@ class PlanComparison:
         """Each plan's `to_dict`, by name."""
         return {name: plan.to_dict() for name, plan in self.plans.items()}
 
-    def __repr__(self) -> str:
-        from lazymodel._plan_report import comparison_text
+    def table(self) -> _Table:
+        """What is shown: a row a plan."""
 
-        return comparison_text(self)
+        def cells(name: str, plan: MemoryPlan) -> tuple[str, ...]:
+            memory = "–" if plan.device_memory is None else format_bytes(plan.device_memory)
+            amounts = (plan.device_nbytes, plan.peak_nbytes, plan.used_nbytes)
+            return (name, f"{plan.num_devices:,}", *map(format_bytes, amounts), memory, plan._verdict())
 
-    def _repr_html_(self) -> str:
-        from lazymodel._plan_report import comparison_html
-
-        return comparison_html(self)
+        columns = ("plan", "devices", "resident/device", "peak materializing", "in use", "device memory", "verdict")
+        names = sorted({plan.name for plan in self.plans.values()})
+        return _Table(
+            title=_printable(f"{', '.join(names)}: {_plural(len(self.plans), 'plan')}"),
+            columns=columns,
+            right=frozenset(columns[1:6]),
+            rows=tuple(tuple(map(_printable, cells(*item))) for item in self.plans.items()),
+            lines=(),
+        )
 
 
 def compare_plans(plans: Mapping[str, MemoryPlan]) -> PlanComparison:
@@ -370,376 +459,3 @@ def compare_plans(plans: Mapping[str, MemoryPlan]) -> PlanComparison:
             f"plans are a mapping of name to MemoryPlan, such as {{'v5e-8': model.plan()}}; got {type(given).__name__}"
         )
     return PlanComparison(dict(plans))
-
-
-def make_plan(
-    model: AbstractModel,
-    checkpoint: Mapping[str, Any] | None = None,
-    *,
-    initialize: str | None = None,
-    device_memory: int | str | None = None,
-    optimizer: Optimizer = None,
-    lora_rank: int | None = None,
-    lora_targets: str | None = None,
-    quantize: str | None = None,
-    compile: str | None = None,
-    function: Callable[..., Any] | None = None,
-    inputs: Sequence[Any] = (),
-    batch: int | None = None,
-    sequence: int | None = None,
-) -> MemoryPlan:
-    """See `AbstractModel.plan`."""
-    if compile not in (None, "init", "forward", "train"):
-        raise LazyModelError(f"compile is 'init', 'forward', 'train' or None; got {compile!r}")
-    check_function(compile, function, inputs, batch, sequence)
-    if compile in ("forward", "train") and quantize is not None:
-        raise LazyModelError(
-            f"compile={compile!r} compiles the model as it is, and quantize={quantize!r} is arithmetic; "
-            "plan them one by one, or build the quantized model"
-        )
-    if compile == "train" and optimizer is None and model.optimized is None:
-        optimizer = "sgd"
-    if compile is not None and any(is_arithmetic(variable.sharding) for variable in model.values()):
-        raise LazyModelError(
-            f"compile={compile!r} needs devices to compile for, and this mesh is one for arithmetic; "
-            "make it with lazymodel.topology, or plan without compile"
-        )
-    # A plan says in its table what is initialized, so lacking tensors need no warning here.
-    # Nor does what is refused keep it from being a plan: it is noted.
-    choice = choose(model, checkpoint, initialize=initialize or "missing", strict=False, cast="unsafe")
-    refused = refused_casts(model, flat_checkpoint(checkpoint), choice.sources, choice.given)
-    shardings = device_shardings(model.variables)
-    use = Use(model, shardings, optimizer=optimizer, lora_rank=lora_rank, lora_targets=lora_targets, quantize=quantize)
-    places = _Places(shardings)
-    steps, programs = _steps(model, choice, shardings, places, compile_programs=compile == "init" or places.live)
-
-    signature, resident = places.fullest({path: use.shard_nbytes[path] for path in model})
-    timeline = tuple(_timeline(steps, signature))
-    parts = {kind: sum(amounts.values()) for kind, amounts in use.parts.items() if kind == PARAMETERS or amounts}
-    if len(places.signatures) > 1:  # variables on several meshes: what counts is the device that holds most
-        in_use: collections.Counter[str] = collections.Counter()
-        for amounts in use.parts.values():
-            in_use.update(amounts)
-        fullest, _ = places.fullest(in_use)
-        parts = {kind: places.held(fullest, use.parts[kind]) for kind in parts}
-    notes = list(use.notes)
-    if refused:
-        more = f" ({len(refused)} tensors)" if len(refused) > 1 else ""
-        notes.append(f"materialize refuses this checkpoint: {refused[0]}{more}")
-    if any(step.action == "initialize" for step in steps) and not programs:
-        notes.append(
-            "temporaries of init programs are estimated: "
-            + ("12 to 16 bytes an element" if places.platform == "cpu" else "next to none on TPUs and GPUs")
-        )
-
-    compiled = None
-    if compile in ("forward", "train"):
-        try:
-            compiled, note = compile_use(model, use, compile, function, inputs, batch=batch, sequence=sequence)
-            total, limit = compiled.peak_nbytes, None
-        except DoesNotFitError as error:
-            if error.needed_nbytes is None:
-                raise
-            total, limit, note = error.needed_nbytes, error.limit_nbytes, str(error)
-        notes.append(note)
-        # The compiler pads and keeps what it returns; all of that is its own part.
-        if compile == "train":  # gradients are among its temporaries
-            parts.pop(GRADIENTS, None)
-        parts[ACTIVATIONS] = max(total - use.argument_nbytes(compile), 0)
-        if limit is not None:
-            device_memory = limit if device_memory is None else device_memory
-
-    origins = describe_sources(choice.sources)
-    recipe_origin = {path: recipe.origin for recipe in choice.recipes for path in recipe.paths}
-    for left_out in choice.mismatched:
-        if left_out.path in recipe_origin:
-            recipe_origin[left_out.path] += f"; shape {left_out.found} of the checkpoint does not match"
-    rows = tuple(
-        PlanRow(
-            path=path,
-            shape=variable.shape,
-            dtype=variable.dtype,
-            spec=variable.spec,
-            shard_nbytes=use.shard_nbytes[path],
-            nbytes=variable.nbytes,
-            action=_action(choice, path),
-            source=origins.get(path) or recipe_origin.get(path, variable.origin),
-            used_nbytes=sum(amounts.get(path, 0) for amounts in use.parts.values()),
-        )
-        for path, variable in model.items()
-    )
-    hosts = _hosts(model, choice, shardings, places, steps)
-    here = {host.index: host for host in hosts}.get(jax.process_index()) if places.live else None
-    return MemoryPlan(
-        name=model.name,
-        rows=rows,
-        device_nbytes=resident,
-        peak_nbytes=max((step.peak_nbytes for step in timeline), default=0),
-        read_nbytes=(
-            here.read_nbytes
-            if here is not None
-            else max((host.read_nbytes for host in hosts), default=_read_anywhere(choice, shardings))
-        ),
-        host_nbytes=max((row.shard_nbytes for row in rows if row.path in choice.sources), default=0),
-        num_devices=places.num_devices,
-        device_memory=places.device_memory
-        if device_memory is None
-        else parse_bytes(device_memory, name="device_memory", at_least=1),
-        programs=programs,
-        parts=parts,
-        timeline=timeline,
-        hosts=hosts,
-        device_kind=places.device_kind,
-        mesh=places.mesh,
-        compiled=compiled,
-        notes=tuple(notes),
-    )
-
-
-# --- where things are ------------------------------------------------------------------------------------------------
-
-
-class _Places:
-    """The devices of a model's shardings, told apart only where they differ in what they can hold.
-
-    Every device of a mesh holds as many bytes of a variable as any other, so thousands of variables on thousands of
-    devices come down to one group. `signatures` counts the devices that belong to the same groups.
-    """
-
-    def __init__(self, shardings: Mapping[str, Sharding]) -> None:
-        self.group: dict[str, Hashable] = {path: _group(sharding) for path, sharding in shardings.items()}
-        examples = {self.group[path]: sharding for path, sharding in shardings.items()}
-        members: dict[Any, set[Hashable]] = {}
-        for group, sharding in examples.items():
-            for device in _devices(sharding):
-                members.setdefault(device, set()).add(group)
-        self.devices: dict[Any, Signature] = {device: frozenset(groups) for device, groups in members.items()}
-        self.signatures = collections.Counter(self.devices.values())
-        self.num_devices = len(members)
-        self.real = [device for device in members if not isinstance(device, int)]
-        # Compile-only devices belong to a client that can compile and nothing else.
-        self.live = bool(members) and len(self.real) == len(members) and all(map(is_live, self.real))
-        meshes = [s.mesh for s in examples.values() if isinstance(s, NamedSharding)]
-        self.mesh: dict[str, int] = dict(meshes[0].shape) if meshes else {}
-        kinds = {(device.platform, device.device_kind) for device in self.real}
-        for mesh in meshes:
-            described = getattr(mesh, "abstract_device", None) if isinstance(mesh, AbstractMesh) else None
-            if described is not None:
-                kinds.add((described.platform, described.device_kind))
-        self.platform = min(kinds, default=("", ""))[0]
-        self.device_kind = ", ".join(sorted(kind for _, kind in kinds))
-        known: list[Any] = [kind for _, kind in kinds]
-        if self.live:  # they can say themselves, those of this process
-            known = [device for device in self.real if device.process_index == jax.process_index()]
-        limits = [known_memory(device) for device in known]
-        self.device_memory = min((limit for limit in limits if limit is not None), default=None)
-
-    def fullest(self, amounts: Mapping[str, int]) -> tuple[Signature, int]:
-        """The kind of device that holds most of these bytes, and how many."""
-        by_group: dict[Hashable, int] = {}
-        for path, nbytes in amounts.items():
-            by_group[self.group[path]] = by_group.get(self.group[path], 0) + nbytes
-        held = {signature: sum(by_group.get(group, 0) for group in signature) for signature in self.signatures}
-        best = max(held, key=lambda signature: held[signature], default=frozenset[Hashable]())
-        return best, held.get(best, 0)
-
-    def held(self, signature: Signature, amounts: Mapping[str, int]) -> int:
-        """How many of these bytes a kind of device holds."""
-        return sum(nbytes for path, nbytes in amounts.items() if self.group[path] in signature)
-
-
-def _group(sharding: Sharding) -> Hashable:
-    return sharding.mesh if isinstance(sharding, NamedSharding) else frozenset(sharding.device_set)
-
-
-def _devices(sharding: Sharding) -> Iterator[Any]:
-    """The devices; numbers stand for those of a mesh that has none."""
-    if isinstance(sharding, NamedSharding):
-        mesh: Any = sharding.mesh
-        yield from range(mesh.size) if isinstance(mesh, AbstractMesh) else mesh.devices.flat
-    else:
-        yield from sharding.device_set
-
-
-# --- materializing ---------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """One program or one loaded variable: what it leaves on each device of its group, and takes meanwhile."""
-
-    path: str
-    action: str
-    group: Hashable
-    nbytes: int
-    temporary_nbytes: int = 0
-    paths: tuple[str, ...] = ()
-
-
-def _steps(
-    model: AbstractModel,
-    choice: Choice,
-    shardings: Mapping[str, Sharding],
-    places: _Places,
-    *,
-    compile_programs: bool,
-) -> tuple[list[_Step], int]:
-    """What materializing does, in the order in which it does it; and the number of programs that were compiled."""
-    shard = {path: _shard_nbytes(shardings[path], model[path].shape, model[path].dtype) for path in model}
-    computed: list[_Step] = []
-    programs: list[AnyProgram] = []
-    if compile_programs and choice.recipes:
-        recipes = [part for recipe in choice.recipes for part in _by_devices(recipe, shardings)]
-        wanted = [(recipe, [shardings[path] for path in recipe.paths]) for recipe in recipes]
-        programs = model.programs.get_all(wanted)
-        for recipe, program in zip(recipes, programs, strict=True):
-            first = recipe.paths[0]
-            nbytes = max(program.output_nbytes, sum(shard[path] for path in recipe.paths))
-            computed.append(_Step(first, "initialize", places.group[first], nbytes, program.temp_nbytes, recipe.paths))
-    else:
-        for recipe in choice.recipes:
-            for paths in _by_group(recipe, places):
-                nbytes = sum(shard[path] for path in paths)
-                temporary = sum(_cpu_temporaries(shard[path], model[path].dtype.itemsize) for path in paths)
-                temporary = temporary if places.platform == "cpu" else 0
-                computed.append(_Step(paths[0], "initialize", places.group[paths[0]], nbytes, temporary, paths))
-    computed.sort(key=lambda step: -step.temporary_nbytes)  # as `run_recipes` runs them
-    loaded = sorted(choice.sources, key=lambda path: _file_order(choice.sources[path]))
-    steps = [_Step(path, _action(choice, path), places.group[path], shard[path], paths=(path,)) for path in loaded]
-    known = {path for step in (*computed, *steps) for path in step.paths}
-    steps += [
-        _Step(path, "initialize", places.group[path], shard[path], paths=(path,)) for path in model if path not in known
-    ]
-    return computed + steps, len({id(program) for program in programs})
-
-
-def _cpu_temporaries(shard_nbytes: int, itemsize: int) -> int:
-    each = _CPU_NARROW_TEMPORARIES if itemsize < 4 else _CPU_TEMPORARIES
-    return shard_nbytes // max(itemsize, 1) * each
-
-
-def _by_group(recipe: InitRecipe, places: _Places) -> Iterator[tuple[str, ...]]:
-    groups: dict[Hashable, list[str]] = {}
-    for path in recipe.paths:
-        groups.setdefault(places.group[path], []).append(path)
-    yield from map(tuple, groups.values())
-
-
-def _timeline(steps: Sequence[_Step], signature: Signature) -> Iterator[PlanStep]:
-    """The steps as one kind of device sees them: what it holds after each, and at most during it.
-
-    Programs are started before earlier ones have ended, but a device runs one after the other, and has the temporaries
-    of one at a time.
-    """
-    held = 0
-    for step in steps:
-        if step.group in signature:
-            held += step.nbytes
-            yield PlanStep(step.path, step.action, held, held + step.temporary_nbytes)
-
-
-def _action(choice: Choice, path: str) -> str:
-    if path not in choice.sources or is_initial(choice.sources[path]):
-        return "initialize"
-    return "load" if isinstance(choice.sources[path], LazyTensor) else "constant"
-
-
-def _file_order(source: Any) -> tuple[str, int]:
-    return (source.file, source.offset) if isinstance(source, LazyTensor) else ("", 0)
-
-
-# --- hosts -----------------------------------------------------------------------------------------------------------
-
-
-def _hosts(
-    model: AbstractModel,
-    choice: Choice,
-    shardings: Mapping[str, Sharding],
-    places: _Places,
-    steps: Sequence[_Step],
-) -> tuple[HostPlan, ...]:
-    """One for each process whose devices hold anything."""
-    if not places.real:
-        return ()
-    boxes = _Boxes()
-    by_process: dict[int, collections.Counter[Signature]] = {}
-    for device, signature in places.devices.items():
-        by_process.setdefault(device.process_index, collections.Counter())[signature] += 1
-    on_cpu = places.platform == "cpu"
-    read: collections.Counter[int] = collections.Counter()
-    distinct: dict[tuple[int, str], int] = {}  # bytes of a loaded variable's distinct shards in a process
-    for path, source in choice.sources.items():
-        shard = _shard_nbytes(shardings[path], model[path].shape, model[path].dtype)
-        for process, count in boxes.counts(shardings[path], model[path].shape).items():
-            distinct[process, path] = count * shard
-            if isinstance(source, LazyTensor):
-                elements = math.prod(shardings[path].shard_shape(tuple(source.shape)))
-                read[process] += int(count * elements * stored_itemsize(source.leaf))
-    hosts: list[HostPlan] = []
-    for process, signatures in sorted(by_process.items()):
-        held = 0
-        peak = 0
-        for step in steps:
-            devices = sum(count for signature, count in signatures.items() if step.group in signature)
-            if step.action == "initialize":
-                held += step.nbytes * devices
-            else:  # on CPUs, devices that hold the same values share one buffer
-                held += distinct.get((process, step.path), 0)
-            peak = max(peak, held + step.temporary_nbytes * devices)
-        resident = sum(step.nbytes * sum(n for s, n in signatures.items() if step.group in s) for step in steps)
-        staging = 0 if on_cpu else min(DEFAULT_BUDGET, sum(n for (p, _), n in distinct.items() if p == process))
-        hosts.append(
-            HostPlan(
-                index=process,
-                num_devices=sum(signatures.values()),
-                device_nbytes=resident,
-                read_nbytes=read[process],
-                staging_nbytes=staging,
-                peak_nbytes=peak if on_cpu else staging,
-            )
-        )
-    return tuple(hosts)
-
-
-class _Boxes:
-    """Numbers of distinct shards by process, counted once for each shape and sharding."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, Mapping[int, int]] = {}
-
-    def counts(self, sharding: Sharding, shape: tuple[int, ...]) -> Mapping[int, int]:
-        key = (sharding, shape)
-        if key not in self._known:
-            found: dict[int, set[Any]] = {}
-            indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
-            for device, index in indices.items():
-                box = tuple((part.start, part.stop) for part in index or ())
-                found.setdefault(device.process_index, set()).add(box)
-            self._known[key] = {process: len(boxes) for process, boxes in found.items()}
-        return self._known[key]
-
-
-def _read_anywhere(choice: Choice, shardings: Mapping[str, Sharding]) -> int:
-    """Bytes that all processes together read at least, where nothing is known of processes."""
-    return sum(
-        int(math.prod(source.shape) * stored_itemsize(source.leaf))
-        for path, source in choice.sources.items()
-        if isinstance(source, LazyTensor) and path in shardings
-    )
-
-
-def _shard_nbytes(sharding: Sharding, shape: tuple[int, ...], dtype: Any) -> int:
-    return math.prod(sharding.shard_shape(shape)) * dtype.itemsize
-
-
-__all__: Sequence[str] = (
-    "HostPlan",
-    "MemoryPlan",
-    "ModuleRow",
-    "Modules",
-    "PlanComparison",
-    "PlanRow",
-    "PlanStep",
-    "compare_plans",
-    "make_plan",
-)

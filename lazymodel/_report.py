@@ -1,7 +1,7 @@
 """What people read: tables of models and loads, the closest names in an error, and progress while work goes on.
 
 Responsible for presentation only: it computes no sizes that the model or load report does not already state, and
-nothing decides anything by what is written here; `_plan_report` shows plans in the same tables. A model has thousands
+nothing decides anything by what is written here; `_plan` shows plans in the same tables. A model has thousands
 of variables and a person reads about forty lines, so variables whose paths differ only in numbers are folded into one
 row (`block_{0..25}/query/kernel`, 26 of them).
 
@@ -32,6 +32,7 @@ import jax
 
 from lazymodel._bytes import format_bytes
 from lazymodel._errors import LazyModelError
+from lazymodel._placement import device_nbytes
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -287,8 +288,9 @@ def _model_table(model: AbstractModel) -> _Table:
         f"{format_bytes(model.nbytes)}"
     )
     if sharded:
-        per_device, devices = _fullest_device(model.values())
-        title += f", {format_bytes(per_device)} per device on {_plural(devices, 'device')}"
+        held = device_nbytes(model.values())
+        anywhere = sum(variable.shard_nbytes for variable in model.values() if variable.sharding is None)
+        title += f", {format_bytes(max(held.values()) + anywhere)} per device on {_plural(len(held), 'device')}"
 
     def row(variable: AbstractVariable) -> _Row:
         cells = (_shape_text(variable.shape), variable.dtype.name)
@@ -301,32 +303,6 @@ def _model_table(model: AbstractModel) -> _Table:
     if not sharded:
         headings = ("shape", "dtype", "bytes", "origin")
     return _table(title, headings, map(row, model.values()), ())
-
-
-def _fullest_device(variables: Iterable[AbstractVariable]) -> tuple[int, int]:
-    """Bytes on the device that holds most, and the number of devices that hold anything."""
-    by_sharding: dict[Any, int] = {}
-    anywhere = 0
-    for variable in variables:
-        sharding = variable.sharding
-        if sharding is None:
-            anywhere += variable.shard_nbytes
-        else:
-            # Variables of one mesh share their devices: no need to walk thousands of devices once a variable.
-            key: Any = sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else sharding
-            by_sharding[key] = by_sharding.get(key, 0) + variable.shard_nbytes
-    per_device: dict[Any, int] = {}
-    for key, nbytes in by_sharding.items():
-        devices: Iterable[Any]
-        if isinstance(key, jax.sharding.Mesh):
-            devices = key.devices.flat
-        elif isinstance(key, jax.sharding.AbstractMesh):
-            devices = range(key.size)
-        else:
-            devices = key.device_set
-        for device in devices:
-            per_device[device] = per_device.get(device, 0) + nbytes
-    return anywhere + max(per_device.values(), default=0), max(len(per_device), 1)
 
 
 # --- the load --------------------------------------------------------------------------------------------------------

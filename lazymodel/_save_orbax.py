@@ -19,8 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lazymodel._agreement import agreement
 from lazymodel._atomic import Staging, staging, staging_folder, writing
 from lazymodel._errors import LazyModelError
-from lazymodel.checkpoints._orbax import foreign_entries
-from lazymodel.checkpoints._zero_size import zero_size_metadata
+from lazymodel.checkpoints._orbax_folder import foreign_entries, zero_size_metadata
 
 
 def save_orbax(arrays: Mapping[str, Any], path: Path, *, overwrite: bool) -> None:

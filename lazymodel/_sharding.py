@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
 
-import jax
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -275,12 +274,6 @@ def check_spec(variable: AbstractVariable, spec: Any, mesh: Mesh) -> PartitionSp
                 f"parts (axis {', '.join(map(repr, axes))}); {mend}"
             )
     return PartitionSpec(*entries)
-
-
-def device_shardings(variables: Mapping[str, AbstractVariable]) -> dict[str, Sharding]:
-    """The sharding that each variable will be materialized with; one default device where none was assigned."""
-    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return {path: variable.sharding or default for path, variable in variables.items()}
 
 
 def resolve_logical(names: Sequence[Any], rules: Sequence[tuple[str, Any]]) -> tuple[tuple[Any, ...], tuple[str, ...]]:

@@ -9,14 +9,13 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from lazymodel._bytes import format_bytes
+from lazymodel._placement import device_nbytes
 from lazymodel._report import _grouped, _printable, _Row
 
 if TYPE_CHECKING:
-    from jax.sharding import Sharding
-
     from lazymodel._abstract import AbstractModel, AbstractVariable
     from lazymodel._sharding import Reason
 
@@ -148,7 +147,7 @@ def explain_model(model: AbstractModel) -> ShardingReport:
         and variable.sharding.num_devices > 1
         and variable.shard_nbytes == variable.nbytes
     ]
-    per_device = _per_device(variables)
+    per_device = device_nbytes(variables)
     repaired = [
         variable for variable in variables if variable.reason is not None and variable.reason.kind == "repaired"
     ]
@@ -190,26 +189,3 @@ def _listed(entries: Iterable[tuple[str, str]]) -> list[str]:
             lines += [f"  {name}: {why}" if why else f"  {name}" for name in names]
     left = sum(group.count for group in groups[_LISTED:])
     return [*lines, f"  … and {left:,} more"] if left else lines
-
-
-def _per_device(variables: Iterable[AbstractVariable]) -> dict[Any, int]:
-    """Bytes on each device; numbers stand for those of a mesh without.
-
-    Variables of one mesh are added up before its devices are walked.
-    """
-    sums: dict[Any, int] = {}
-    for variable in variables:
-        sharding: Sharding | None = variable.sharding
-        if sharding is not None:
-            key: Any = sharding.mesh if isinstance(sharding, NamedSharding) else sharding
-            sums[key] = sums.get(key, 0) + variable.shard_nbytes
-    found: dict[Any, int] = {}
-    for key, nbytes in sums.items():
-        devices: Iterable[Any]
-        if isinstance(key, Mesh):
-            devices = key.devices.flat
-        else:
-            devices = range(key.size) if isinstance(key, AbstractMesh) else key.device_set
-        for device in devices:
-            found[device] = found.get(device, 0) + nbytes
-    return found

@@ -18,11 +18,12 @@ from typing import Any, cast
 import jax.numpy as jnp
 import numpy as np
 
+from lazymodel._device_leaf import _lazy_array
 from lazymodel._errors import LazyModelError
 from lazymodel._lazy_tensor import LazyTensor, lazy
 from lazymodel._mapping import MappedCheckpoint, _Template, flat_checkpoint
 from lazymodel._report import closest
-from lazymodel._save import _lazy_array, _named_arrays
+from lazymodel._save import _named_arrays
 
 __all__ = ["depth", "experts", "width"]
 

@@ -17,6 +17,7 @@ from lazymodel._abstract import unique_paths
 from lazymodel_keras import _upstream, hub
 from lazymodel_keras._keywords import check_constructor, check_from_preset
 from lazymodel_keras._model import model_variables
+from lazymodel_keras._planning import plan_model
 from lazymodel_keras._recording import Recording
 
 
@@ -57,6 +58,10 @@ class KerasAdapter:
         _check_keywords(build, args, kwargs)
         name = getattr(build, "__qualname__", type(build).__name__)
         return hub.abstract_build(functools.partial(build, *args, **kwargs), what=name, loads=False)
+
+    def from_config(self, source: str, **options: Any) -> AbstractModel:
+        """The abstract model that a preset, a folder or a `config.json` describes; see `plan_model`."""
+        return plan_model(source, **options)
 
     def arrays(self, model: Any) -> dict[str, Any] | None:
         """The values of the variables of a model or layer, its optimizer's and metrics' included."""

@@ -22,7 +22,7 @@ import jax
 import keras
 
 from lazymodel import CheckpointError, LazyModelError, open_checkpoint
-from lazymodel.checkpoints._checkpoint import read_json_file
+from lazymodel.checkpoints._untrusted import read_json_file
 
 _KEY = "lazymodel"  # ours among what else may be in a checkpoint's custom metadata
 _BYTES = "base64"

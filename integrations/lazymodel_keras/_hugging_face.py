@@ -23,7 +23,7 @@ from lazymodel._casting import weights
 from lazymodel._load_report import unused_tensors
 from lazymodel._quantized import is_marker, scales_beside
 from lazymodel.checkpoints import SafetensorsFile
-from lazymodel.checkpoints._checkpoint import read_json_file, shard_path, weight_map
+from lazymodel.checkpoints._untrusted import read_json_file, shard_path, weight_map
 
 _DECODED = frozenset({("gpt_oss", "mxfp4")})  # model type and how it is quantized: what is read nevertheless
 _ADVICE = (

@@ -31,7 +31,7 @@ from lazymodel_keras._recording import RecordedVariable, Recording
 from lazymodel_keras._training import automatic, optimizer_variables, slot_references, trained_variables
 
 if TYPE_CHECKING:
-    from lazymodel._plan_programs import PlannedFunction
+    from lazymodel._plan_compiled import PlannedFunction
 
 # Abstract variables that the returned object does not hold, such as a discarded layer's, are swept up above this.
 _SWEEP_NBYTES = 1 << 20
@@ -70,7 +70,7 @@ class Skeleton:
         return skeleton.result
 
     def plan_function(self, what: str, *, batch: int, sequence: int | None) -> PlannedFunction:
-        """See `lazymodel._plan_programs`, which looks for this method."""
+        """See `lazymodel._plan_compiled`, which looks for this method."""
         from lazymodel_keras._planning import plan_function
 
         return plan_function(self, what, batch=batch, sequence=sequence)

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import keras
 
 from lazymodel import AbstractModel, CheckpointError, LazyModelError
-from lazymodel._plan_programs import PlannedFunction
+from lazymodel._plan_compiled import PlannedFunction
+from lazymodel._quiet import quiet_tensorflow
 from lazymodel._report import closest
 from lazymodel_keras.hub import abstract_from_preset
 
@@ -53,8 +54,14 @@ def plan_model(
         CheckpointError: There is no such preset, file or folder, or KerasHub cannot read it.
         LazyModelError: KerasHub has no such class.
     """
-    import keras_hub
-
+    try:
+        with quiet_tensorflow():
+            import keras_hub
+    except ModuleNotFoundError as error:
+        raise LazyModelError(
+            f"presets and configurations are read by KerasHub, and {error.name} is not installed: "
+            "pip install 'lazymodel[keras]'"
+        ) from error
     models: Any = keras_hub.models
     target = models.Backbone
     # A task's preprocessor needs vocabularies, and a plan no texts.
@@ -139,7 +146,7 @@ def plan_function(skeleton: Any, what: str, *, batch: int, sequence: int | None)
     if tensors is None:
         raise LazyModelError(
             f"{getattr(model, 'name', type(model).__name__)} does not say what inputs it takes (it is no functional "
-            "Keras model); give function= and inputs="
+            "Keras model); give a function and its inputs"
         )
     if sequence is None:
         sequence = min([_SEQUENCE, *_longest(model)])

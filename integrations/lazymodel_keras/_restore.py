@@ -40,7 +40,7 @@ from lazymodel._materialize import ReportTo
 from lazymodel._optimizer import follow
 from lazymodel._report import closest, folded_names
 from lazymodel._sharding import Rules
-from lazymodel.checkpoints._checkpoint import read_json_file
+from lazymodel.checkpoints._untrusted import read_json_file
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _upstream
 from lazymodel_keras._deferred import block

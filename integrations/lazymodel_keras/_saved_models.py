@@ -15,7 +15,7 @@ import h5py
 
 from lazymodel import CheckpointError, open_checkpoint
 from lazymodel._report import closest
-from lazymodel.checkpoints._checkpoint import read_json_file
+from lazymodel.checkpoints._untrusted import read_json_file
 
 _EXPECTED = (
     "expected a .keras file, a legacy .h5 file or a folder that model.save wrote, or an Orbax checkpoint that "

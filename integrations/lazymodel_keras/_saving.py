@@ -19,9 +19,9 @@ import jax
 import keras
 import numpy as np
 
+from lazymodel._device_leaf import DeviceLeaf
 from lazymodel._file_source import slabs
 from lazymodel._lazy_tensor import LazyTensor
-from lazymodel._save import DeviceLeaf
 from lazymodel_keras import _upstream, _whole_saving
 from lazymodel_keras._recording import SharedPatches, replace
 

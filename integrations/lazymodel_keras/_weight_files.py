@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from lazymodel import CheckpointError, LazyTensor, open_checkpoint
 from lazymodel.checkpoints import SafetensorsFile
-from lazymodel.checkpoints._checkpoint import read_json_file, require_shards, shard_path, weight_map
+from lazymodel.checkpoints._untrusted import read_json_file, require_shards, shard_path, weight_map
 from lazymodel_keras import _upstream
 from lazymodel_keras._hugging_face import refuse_quantized
 

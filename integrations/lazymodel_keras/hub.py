@@ -22,7 +22,7 @@ from lazymodel._auto import Auto
 from lazymodel._materialize import ReportTo
 from lazymodel._report import closest, folded_names
 from lazymodel._sharding import Rules
-from lazymodel.checkpoints._checkpoint import read_json_file, weight_map
+from lazymodel.checkpoints._untrusted import read_json_file, weight_map
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _lora, _quantize
 from lazymodel_keras._hugging_face import Leftovers

@@ -1,17 +1,7 @@
 """Checkpoint files as mappings from tensor name to `LazyTensor`; `open_checkpoint` finds out the format."""
 
-from lazymodel.checkpoints._checkpoint import Checkpoint, open_checkpoint
-from lazymodel.checkpoints._hdf5 import Hdf5Checkpoint
-from lazymodel.checkpoints._numpy import NumpyCheckpoint
-from lazymodel.checkpoints._orbax import OrbaxCheckpoint
-from lazymodel.checkpoints._safetensors import SafetensorsCheckpoint, SafetensorsFile
+from lazymodel.checkpoints._checkpoint import Checkpoint
+from lazymodel.checkpoints._open import open_checkpoint
+from lazymodel.checkpoints._safetensors import SafetensorsFile
 
-__all__ = [
-    "Checkpoint",
-    "Hdf5Checkpoint",
-    "NumpyCheckpoint",
-    "OrbaxCheckpoint",
-    "SafetensorsCheckpoint",
-    "SafetensorsFile",
-    "open_checkpoint",
-]
+__all__ = ["Checkpoint", "SafetensorsFile", "open_checkpoint"]

@@ -1,499 +1,36 @@
 """HDF5 files as Keras writes them: `.weights.h5`, sharded `.weights.json`, and `.keras` archives read in place.
 
-What lies in the file as it lies in memory (contiguous datasets, which is what Keras writes, and unfiltered chunks) is
-read straight from the file at the offset that the HDF5 library reports. Chunks with the usual filters (deflate,
-shuffle, Fletcher-32) are decoded here, each into no more memory than its shape needs; the library would inflate
-whatever a chunk claims to be. Everything else is read through h5py, chunk by chunk. What could lead out of the file
-(external links and storage, virtual datasets) is refused, and a declared size is checked against the bytes that are
-there. h5py is imported on first use.
+What could lead out of a file (external links, virtual datasets) is refused while the names of its datasets are listed;
+`_hdf5_dataset` checks and reads the datasets themselves.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
-import math
-import os
 import reprlib
-import threading
-import zipfile
-import zlib
-from collections.abc import Generator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, cast
-
-import ml_dtypes
-import numpy as np
+from typing import Any, cast
 
 from lazymodel._errors import CheckpointError
-from lazymodel._file_source import Convert, FileSource, Workspace, assign, slabs
-from lazymodel._lazy_tensor import ArrayLeaf, Box, FileLeaf, LazyTensor, Leaf, box_shape, intersect, shift
-from lazymodel.checkpoints._checkpoint import (
+from lazymodel._lazy_tensor import LazyTensor
+from lazymodel.checkpoints._checkpoint import Checkpoint
+from lazymodel.checkpoints._hdf5_dataset import H5File, Window, corrupt, dataset_tensor, import_h5py
+from lazymodel.checkpoints._hdf5_header import VIRTUAL, layout_classes
+from lazymodel.checkpoints._untrusted import (
     MAX_JSON,
-    Checkpoint,
+    Member,
     check_pointer,
     read_json_file,
     read_json_object,
     require_shards,
     shard_path,
     weight_map,
+    zip_directory,
+    zip_member,
 )
-from lazymodel.checkpoints._hdf5_header import VIRTUAL, layout_classes
 
-_MAX_RATIO = 1100  # deflate cannot compress further than 1032 : 1 (https://zlib.net/zlib_tech.html)
 _MAX_NAME = 4096  # characters of a dataset's path; deeper than any model, and what keeps a list of paths small
-_LIBRARY = 1 << 20  # bytes; the HDF5 library's own buffer for conversions (H5Pset_buffer's default)
-_INFLATE_IN = 64 << 10  # bytes handed to zlib at a time: what it does not take at once, it copies
-_INFLATE_OUT = 256 << 10  # bytes taken from zlib at a time
-_CHECKSUM = 32 << 10  # words summed at a time; their weighted sum stays far below 2**64
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_BYTE = np.dtype(np.uint8)
-
-
-def _h5py() -> Any:
-    try:
-        import h5py  # pyright: ignore[reportMissingTypeStubs]
-    except ImportError as error:
-        raise CheckpointError("reading HDF5 weights needs h5py, which is not installed: pip install h5py") from error
-    return h5py
-
-
-class _Window(io.RawIOBase):
-    """A range of a file as a file of its own: a member of an uncompressed archive."""
-
-    def __init__(self, path: str, base: int, size: int) -> None:
-        super().__init__()
-        self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 (closed in close)
-        self._base, self._size, self._position = base, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(min(len(view), self._size - self._position), 0)
-        self._file.seek(self._base + self._position)
-        count = cast(Any, self._file).readinto(view[:count])
-        self._position += count
-        return count
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
-
-
-@contextlib.contextmanager
-def _errors(message: str) -> Generator[None]:
-    """Raises CheckpointError for whatever goes wrong inside: h5py turns a corrupt file into nearly any exception."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{message} ({error or type(error).__name__})") from error
-
-
-class _H5File:
-    """An HDF5 file, or a member of an archive, that is opened when needed.
-
-    Attributes:
-        source: Its bytes, for direct reads.
-        size: Its size in bytes; of the member, in an archive.
-    """
-
-    def __init__(self, path: str, base: int = 0, size: int | None = None) -> None:
-        self.source = FileSource(path, base=base)
-        self.size = self.source.size - base if size is None else size
-        self._handle: Any = None
-        self._lock = threading.Lock()
-
-    def open(self) -> Any:
-        """An `h5py.File`, kept open until `close`."""
-        h5py = _h5py()
-        with self._lock:
-            if not self._handle:
-                path, base = self.source.path, self.source.base
-                whole = base == 0 and self.size == self.source.size
-                try:
-                    # No chunk cache: chunks are read once, and what a reading needs would come on top.
-                    target = path if whole else _Window(path, base, self.size)
-                    self._handle = h5py.File(target, "r", rdcc_nbytes=0)
-                except Exception as error:  # h5py turns a corrupt file into nearly any of them
-                    raise CheckpointError(
-                        f"{path}: expected an HDF5 file of {self.size} bytes, found one that is truncated or corrupt "
-                        f"({error}). Download or copy it again."
-                    ) from error
-            return self._handle
-
-    def close(self) -> None:
-        """Closes the handle; `open` opens it again."""
-        with self._lock:
-            if self._handle:
-                self._handle.close()
-            self._handle = None
-        self.source.close()
-
-
-class DatasetLeaf(Leaf):
-    """A dataset that is not one range of the file: chunked, compressed, converted, or in the header.
-
-    Attributes:
-        chunks: The shape of its chunks; None where it has none.
-    """
-
-    def __init__(self, file: _H5File, name: str, dataset: Any, dtype: np.dtype[Any]) -> None:
-        self._h5, self.name, self.file, self.shape, self.dtype = file, name, file.source.path, dataset.shape, dtype
-        self.offset = 0
-        self.chunks: tuple[int, ...] | None = dataset.chunks
-        self._bits: np.dtype[Any] = dataset.dtype
-        self._filters = _Filters(dataset)
-        self.unit_nbytes = 0 if _is_exact(dataset) else _LIBRARY
-        if self.chunks:
-            self._places: np.ndarray | None = None
-            self._chunk_nbytes = math.prod(self.chunks) * self._bits.itemsize
-            if self._filters.any:
-                # Encoded, decoded and rearranged, by us or by the library.
-                self.unit_nbytes = 3 * self._chunk_nbytes + _LIBRARY
-                self.row_step = self.chunks[0]
-
-    def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
-        try:
-            self._h5.source.check_unchanged()
-            dataset = self._h5.open()[self.name]
-            if self.chunks is None:
-                self._read(dataset, box, out, steps, workspace)
-            else:
-                self._read_chunks(dataset, self.chunks, box, out, steps, workspace)
-            self._h5.source.check_unchanged()
-        except Exception as error:
-            raise CheckpointError(
-                f"cannot read dataset {self.name!r} of {self.file}: {error or type(error).__name__}"
-            ) from error
-
-    def _read(self, dataset: Any, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
-        """Fills `out` with a box of the dataset through the HDF5 library."""
-        h5py = _h5py()
-        space = dataset.id.get_space()
-        limit = max(workspace.room, self.unit_nbytes, self._bits.itemsize) // self._bits.itemsize
-        for piece in slabs(box_shape(box), limit):
-            target = out[(*piece, ...)]
-            in_place = not steps and target.flags.c_contiguous
-            with contextlib.nullcontext(target) if in_place else workspace.array(target.shape, self.dtype) as values:
-                if box:
-                    start = tuple(whole.start + part.start for whole, part in zip(box, piece, strict=True))
-                    space.select_hyperslab(start, values.shape)
-                memory = h5py.h5s.create_simple(values.shape) if box else h5py.h5s.create(h5py.h5s.SCALAR)
-                dataset.id.read(memory, space, values.view(self._bits))
-                if not in_place:
-                    assign(target, values, steps)
-        if self.chunks is None:
-            self._h5.source.count(math.prod(box_shape(box)) * self._bits.itemsize)
-
-    def _read_chunks(
-        self,
-        dataset: Any,
-        chunks: tuple[int, ...],
-        box: Box,
-        out: np.ndarray,
-        steps: tuple[Convert, ...],
-        workspace: Workspace,
-    ) -> None:
-        """Fills `out` with a box, one chunk after the other."""
-        if self._places is None:
-            self._places = _chunk_places(dataset)
-        rows = (range(part.start // n, -(-part.stop // n)) for part, n in zip(box, chunks, strict=True))
-        for place in itertools.product(*rows):
-            chunk: Box = tuple(slice(k * n, (k + 1) * n) for k, n in zip(place, chunks, strict=True))
-            piece = cast(Box, intersect(chunk, box))
-            target = out[(*shift(piece, box), ...)]
-            offset, size, mask = (int(value) for value in self._places[place])
-            if offset < 0:
-                if not _has_fill_value(dataset):
-                    raise CheckpointError(
-                        f"expected values in {_ranges(chunk)}, found a chunk that was never written, and no fill value"
-                    )
-            elif offset + size > self._h5.size:
-                raise CheckpointError(
-                    f"expected a chunk up to byte {offset + size}, found {self._h5.size} bytes; it is "
-                    "truncated. Download or copy it again."
-                )
-            elif self._filters.known:
-                within = shift(piece, chunk)
-                partial = any(part.stop > extent for part, extent in zip(chunk, self.shape, strict=True))
-                if self._read_chunk(offset, size, mask, partial, within, target, steps, workspace):
-                    continue
-            self._read(dataset, piece, target, steps, workspace)
-            self._h5.source.count(size)
-
-    def _read_chunk(
-        self,
-        offset: int,
-        size: int,
-        mask: int,
-        partial: bool,
-        box: Box,
-        out: np.ndarray,
-        steps: tuple[Convert, ...],
-        workspace: Workspace,
-    ) -> bool:
-        """Fills `out` with a box of a chunk, without the library; False where only the library can tell what it is.
-
-        A dataset can be told to leave chunks that reach over its edge unfiltered (H5Pset_chunk_opts), which is written
-        down nowhere that h5py shows. Such a chunk is as long as its values are.
-        """
-        chunks = cast("tuple[int, ...]", self.chunks)
-        shuffle, deflate, checksum = self._filters.applied(mask)
-        if not (shuffle or deflate or checksum):
-            self._check_length(size)
-            strides = [self._bits.itemsize * math.prod(chunks[axis + 1 :]) for axis in range(len(chunks))]
-            offset += sum(part.start * stride for part, stride in zip(box, strides, strict=True))
-            axes = [axis for axis, extent in enumerate(out.shape) if extent > 1]
-            index = tuple(slice(None) if extent > 1 else 0 for extent in out.shape)
-            self._h5.source.read_strided(
-                offset, tuple(strides[axis] for axis in axes), self.dtype, out[(*index, ...)], steps, workspace
-            )
-            return True
-        unfiltered = partial and size == self._chunk_nbytes
-        if unfiltered and not deflate:
-            return False
-        if size > self._chunk_nbytes + self._chunk_nbytes // 8 + 1024:  # more than zlib ever adds
-            self._check_length(size)
-        with workspace.array((self._chunk_nbytes,), _BYTE) as decoded:
-            with workspace.array((size,), _BYTE) as encoded:
-                self._h5.source.read_into(offset, encoded)
-                if checksum:
-                    encoded, stored = encoded[:-4], encoded[-4:].tobytes()
-                    if not _is_checksum(stored, encoded):
-                        if unfiltered:
-                            return False
-                        raise CheckpointError(
-                            f"expected a chunk of checksum {stored.hex()}, found another; it is corrupt"
-                        )
-                if deflate:
-                    try:
-                        self._check_length(_inflate(encoded, decoded))
-                    except zlib.error:
-                        if unfiltered:
-                            return False
-                        raise
-                else:
-                    self._check_length(encoded.size)
-                    decoded[:] = encoded
-            if not shuffle:
-                assign(out, decoded.view(self.dtype).reshape(chunks)[box], steps)
-                return True
-            # Shuffled: the first byte of every value, then the second of every value, and so on.
-            planes = decoded.reshape(self._bits.itemsize, *chunks)[(slice(None), *box)]
-            with workspace.array(out.shape, self.dtype) as values:
-                bytes_of = values.view(_BYTE).reshape(*out.shape, self._bits.itemsize)
-                bytes_of[...] = np.moveaxis(planes, 0, -1)
-                assign(out, values, steps)
-        return True
-
-    def _check_length(self, length: int) -> None:
-        if length != self._chunk_nbytes:
-            raise CheckpointError(f"expected a chunk of {self._chunk_nbytes} bytes, found {length}; it is corrupt")
-
-
-class _Filters:
-    """How the chunks of a dataset are encoded.
-
-    Attributes:
-        any: Whether they are at all.
-        compressing: Whether they may be shorter than their values.
-        known: Whether `DatasetLeaf` can decode them: of the filters shuffle, deflate and Fletcher-32 each at most
-            once, in this order, on values that are stored as they are in memory.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        h5z = _h5py().h5z
-        plist = dataset.id.get_create_plist()
-        filters = [plist.get_filter(index) for index in range(plist.get_nfilters())]
-        codes = [code for code, *_ in filters]
-        allowed: dict[int, list[tuple[int, ...]]] = {
-            h5z.FILTER_SHUFFLE: [(dataset.dtype.itemsize,)],
-            h5z.FILTER_DEFLATE: [(level,) for level in range(10)],
-            h5z.FILTER_FLETCHER32: [()],
-        }
-        self._bits = [1 << codes.index(code) if code in codes else 0 for code in allowed]
-        self.any = bool(codes)
-        self.compressing = any(code not in (h5z.FILTER_SHUFFLE, h5z.FILTER_FLETCHER32) for code in codes)
-        self.known = (
-            codes == [code for code in allowed if code in codes]
-            and all(tuple(values) in allowed[code] for code, _, values, _ in filters)
-            and _is_exact(dataset)
-            # Versions of the library differ in whether a chunk's offset counts from the end of the user block.
-            and not dataset.file.userblock_size
-        )
-
-    def applied(self, mask: int) -> tuple[bool, bool, bool]:
-        """Whether a chunk is shuffled, deflated and checksummed; `mask` has a bit for every filter left out."""
-        shuffle, deflate, checksum = (bool(bit & ~mask) for bit in self._bits)
-        return shuffle, deflate, checksum
-
-
-def _is_exact(dataset: Any) -> bool:
-    """Whether values are stored with the bits that they have in memory."""
-    return dataset.dtype.kind == "V" or _h5py().h5t.py_create(dataset.dtype, logical=True).equal(dataset.id.get_type())
-
-
-def _has_fill_value(dataset: Any) -> bool:
-    """Whether the library says what a chunk holds that was never written."""
-    h5d = _h5py().h5d
-    plist = dataset.id.get_create_plist()
-    return plist.fill_value_defined() != h5d.FILL_VALUE_UNDEFINED and plist.get_fill_time() != h5d.FILL_TIME_NEVER
-
-
-def _inflate(encoded: np.ndarray, out: np.ndarray) -> int:
-    """Inflates a zlib stream into `out`; returns its length, or one byte more than there is room for and stops there.
-
-    Raises:
-        zlib.error: It is none, is damaged, or ends early.
-    """
-    decoder = zlib.decompressobj()
-    done = 0
-    for start in range(0, encoded.size, _INFLATE_IN):
-        rest: Any = cast(Any, encoded[start : start + _INFLATE_IN])
-        while True:
-            # One byte more than there is room for, to notice that there is one.
-            limit = min(_INFLATE_OUT, out.size + 1 - done)
-            piece = decoder.decompress(rest, limit)
-            if done + len(piece) > out.size:
-                return out.size + 1
-            out[done : done + len(piece)] = np.frombuffer(piece, _BYTE)
-            done += len(piece)
-            rest = decoder.unconsumed_tail
-            if decoder.eof:
-                return done
-            if not rest and len(piece) < limit:
-                break
-    raise zlib.error("the stream ends early")
-
-
-def _fletcher32(data: np.ndarray) -> int:
-    """The checksum that HDF5 appends to chunks: Fletcher's, of big-endian 16-bit words (`H5_checksum_fletcher32`).
-
-    Sums are reduced modulo 65535, for which both 0 and 65535 stand.
-    """
-    words = data[: data.size // 2 * 2].view(">u2")
-    first = second = 0
-    for start in range(0, words.size, _CHECKSUM):
-        block = words[start : start + _CHECKSUM].astype(np.uint64)
-        second += block.size * first + int((block * np.arange(block.size, 0, -1, dtype=np.uint64)).sum())
-        first += int(block.sum())
-    if data.size % 2:
-        first += int(data[-1]) << 8
-        second += first
-    return second % 65535 << 16 | first % 65535
-
-
-def _is_checksum(stored: bytes, data: np.ndarray) -> bool:
-    """Whether the four bytes after a chunk are its checksum; before HDF5 1.6.3 its halves were byte-swapped."""
-    checksum = _fletcher32(data)
-    halves = [(int.from_bytes(stored[2:], order), int.from_bytes(stored[:2], order)) for order in ("little", "big")]
-    return len(stored) == 4 and any(high % 65535 << 16 | low % 65535 == checksum for high, low in halves)
-
-
-def _chunk_places(dataset: Any) -> np.ndarray:
-    """Where every chunk lies, by its place in the grid: byte offset or -1, bytes, mask of filters that were left out.
-
-    All at once: the library looks a single one up by going through all of them.
-    """
-    chunks: tuple[int, ...] = dataset.chunks
-    grid = tuple(-(-extent // n) for extent, n in zip(dataset.shape, chunks, strict=True))
-    places = np.full(grid, -1, np.dtype([("offset", np.int64), ("size", np.int64), ("mask", np.int64)]))
-    places["size"] = 0
-
-    def note(info: Any) -> None:
-        place = tuple(start // n for start, n in zip(info.chunk_offset, chunks, strict=True))
-        if any(index >= count for index, count in zip(place, grid, strict=True)):
-            return  # left over from when the dataset was larger
-        if places["offset"][place] >= 0:
-            raise CheckpointError(f"expected one chunk at {list(info.chunk_offset)}, found two; it is corrupt")
-        places[place] = (info.byte_offset, info.size, info.filter_mask)
-
-    dataset.id.chunk_iter(note)
-    return places
-
-
-def _ranges(box: Box) -> str:
-    return f"[{', '.join(f'{part.start}:{part.stop}' for part in box)}]"
-
-
-def _tensor(file: _H5File, name: str) -> LazyTensor:
-    """A dataset as a tensor. Keras stores bfloat16 as two opaque bytes, marked by an attribute `dtype`."""
-    h5py = _h5py()
-    path = file.source.path
-    what = f"{path}: dataset {name!r}"
-    dataset = file.open()[name]
-    if dataset.external:
-        other = os.fsdecode(dataset.external[0][0])
-        raise CheckpointError(
-            f"{what}: expected the values in this file, found them in {other!r}; do not trust this checkpoint"
-        )
-    stored: np.dtype[Any] = dataset.dtype
-    dtype = stored
-    marked = stored.itemsize == 2 and stored.kind in "uV" and _has_text(dataset, b"dtype")
-    if marked and stored.kind == "V" and not stored.names and dataset.shape is not None:
-        dtype = _BFLOAT16
-    elif marked or stored.kind not in "biufc" or dataset.shape is None:
-        raise CheckpointError(
-            f"{what}: expected numbers, or bfloat16 as Keras stores it, found {stored}"
-            f"{' with a dtype' if marked else ''}; strings, records and other opaque data cannot be weights"
-        )
-    shape = tuple(int(extent) for extent in dataset.shape)
-    nbytes = math.prod(shape) * stored.itemsize
-    if not nbytes:
-        return LazyTensor(ArrayLeaf(np.empty(shape, dtype), name))
-    chunks = cast("tuple[int, ...] | None", dataset.chunks)
-    held = int(dataset.id.get_storage_size())
-    # Compressed values may exceed the file, and ones never written take no room: both within reason.
-    most = max(held * (_MAX_RATIO if _Filters(dataset).compressing else 1), file.size)
-    width = dataset.id.get_type().get_size()
-    places = math.prod(-(-extent // n) for extent, n in zip(shape, chunks or shape, strict=True))
-    if max(math.prod(shape), math.prod(chunks or ())) * width > most or max(held, places) > file.size:
-        raise CheckpointError(
-            f"{what}: expected {nbytes} bytes for {stored}{list(shape)}"
-            f"{f' in {places} chunks of {list(chunks)}' if chunks else ''}, found {held} stored in a file of "
-            f"{file.size}; it is truncated or corrupt"
-        )
-    if dataset.id.get_create_plist().get_layout() == h5py.h5d.CONTIGUOUS:
-        offset = dataset.id.get_offset()
-        if offset is None and not _has_fill_value(dataset):
-            raise CheckpointError(f"{what}: expected {nbytes} bytes, found none written, and no fill value")
-        if offset is not None and offset + math.prod(shape) * width > file.size:
-            raise CheckpointError(
-                f"{path} is truncated: expected dataset {name!r} up to byte {offset + nbytes}, found a file of "
-                f"{file.size} bytes. Download or copy it again."
-            )
-        if offset is not None and _is_exact(dataset):
-            return LazyTensor(FileLeaf(name, file.source, int(offset), shape, dtype))
-    return LazyTensor(DatasetLeaf(file, name, dataset, dtype))
-
-
-def _has_text(dataset: Any, name: bytes) -> bool:
-    """Whether a dataset has an attribute of this name that is a string.
-
-    The string itself, which for Keras is always "bfloat16", is not read: it lies in a heap of the file, and where that
-    is damaged the library reads on for ever, or takes gigabytes.
-    """
-    h5py = _h5py()
-    if not h5py.h5a.exists(dataset.id, name):
-        return False
-    attribute = h5py.h5a.open(dataset.id, name)
-    return attribute.shape == () and isinstance(attribute.get_type(), h5py.h5t.TypeStringID)
 
 
 class Hdf5Checkpoint(Checkpoint):
@@ -501,28 +38,24 @@ class Hdf5Checkpoint(Checkpoint):
 
     format = "hdf5"
 
-    def __init__(self, path: Path, names: dict[str, _H5File], files: list[_H5File]) -> None:
-        super().__init__(path, list(names), [file.source for file in files])
-        self._files = names
-        self._open_files = files
+    def __init__(self, path: Path, names: dict[str, H5File], files: list[H5File]) -> None:
+        super().__init__(path, names, [file.source for file in files])
+        self._files = files
 
     def _tensor(self, name: str) -> LazyTensor:
-        file = self._files[name]
-        with _errors(f"{file.source.path}: dataset {name!r} is corrupt"):
-            return _tensor(file, name)
+        return dataset_tensor(self._names[name], name)
 
     def close(self) -> None:
-        for file in self._open_files:
+        for file in self._files:
             file.close()
 
 
 def open_hdf5(path: Path) -> Hdf5Checkpoint:
-    """Opens a single HDF5 file.
+    """Opens a single HDF5 file."""
+    return _open_one(path, H5File(str(path)))
 
-    Raises:
-        CheckpointError: It is not HDF5, is truncated, or links to other files.
-    """
-    file = _H5File(str(path))
+
+def _open_one(path: Path, file: H5File) -> Hdf5Checkpoint:
     return Hdf5Checkpoint(path, dict.fromkeys(_dataset_names(file), file), [file])
 
 
@@ -530,83 +63,69 @@ def open_sharded_hdf5(index: Path) -> Hdf5Checkpoint:
     """Opens the shards of a Keras `.weights.json`: a `weight_map` of group path to file name, or to several of them.
 
     Format: `keras.src.saving.saving_lib.ShardedH5IOStore`.
-
-    Raises:
-        CheckpointError: A shard is missing, outside the folder, or lacks a group that the index says it has.
     """
-    weights = weight_map(read_json_file(index), index)
-    groups = {group: _shard_names(index, shards) for group, shards in weights.items()}
-    paths = {
-        shard: shard_path(index, shard) for shard in dict.fromkeys(s for shards in groups.values() for s in shards)
-    }
+    groups = _groups(read_json_file(index), str(index))
+    paths = {shard: shard_path(index, shard) for shard in _shards(groups)}
     require_shards(index, list(paths.values()))
     for path in paths.values():
         check_pointer(path)
-    files = {shard: _H5File(str(path)) for shard, path in paths.items()}
-    return _join_shards(index, groups, files)
+    return _join_shards(index, groups, {shard: H5File(str(path)) for shard, path in paths.items()})
 
 
 def open_archive(path: Path) -> Hdf5Checkpoint:
-    """Opens the weights in a `.keras` archive, in place.
+    """Opens the weights in a `.keras` archive, in place, where they are stored without compression."""
+    members = {info.filename: info for info in zip_directory(path, ".keras")}
 
-    Raises:
-        CheckpointError: It is no archive, has no weights, or stores them compressed.
-    """
-    with _errors(f"{path}: expected a .keras archive, found a corrupt one"), zipfile.ZipFile(path) as archive:
-        members = {info.filename: info for info in archive.infolist()}
+    def member(name: str) -> Member:
+        found = zip_member(path, members[name])
+        if found.deflated:
+            raise CheckpointError(
+                f"{path}: expected {name} to be stored without compression, as Keras does, found it compressed; unpack "
+                "the archive and open the file inside"
+            )
+        return found
+
+    def file(name: str) -> H5File:
+        found = member(name)
+        return H5File(found.path, found.start, found.size)
+
     if "model.weights.h5" in members:
-        file = _member(path, members["model.weights.h5"])
-        return Hdf5Checkpoint(path, dict.fromkeys(_dataset_names(file), file), [file])
+        return _open_one(path, file("model.weights.h5"))
     if "model.weights.json" not in members:
         raise CheckpointError(f"{path}: expected model.weights.h5 in the archive, found {sorted(members)[:8]}")
-    data = _member(path, members["model.weights.json"])
-    if data.size > MAX_JSON:
-        raise CheckpointError(f"{path}: expected at most {MAX_JSON} bytes of model.weights.json, found {data.size}")
-    with _Window(str(path), data.source.base, data.size) as window:
-        content = read_json_object(window.read(), f"{path}:model.weights.json")
-    weights = weight_map(content, f"{path}:model.weights.json")
-    groups = {group: _shard_names(path, shards) for group, shards in weights.items()}
-    shards = dict.fromkeys(shard for names in groups.values() for shard in names)
-    if missing := [shard for shard in shards if shard not in members]:
+    found = member("model.weights.json")
+    if found.size > MAX_JSON:
+        raise CheckpointError(f"{path}: expected at most {MAX_JSON} bytes of model.weights.json, found {found.size}")
+    with Window(found.path, found.start, found.size) as window:
+        content = window.read()
+    groups = _groups(read_json_object(content, f"{path}:{found.name}"), f"{path}:{found.name}")
+    if missing := [shard for shard in _shards(groups) if shard not in members]:
         raise CheckpointError(f"{path}: expected shards {missing[:8]} in the archive, found {sorted(members)[:8]}")
-    return _join_shards(path, groups, {shard: _member(path, members[shard]) for shard in shards})
+    return _join_shards(path, groups, {shard: file(shard) for shard in _shards(groups)})
 
 
-def _member(path: Path, info: zipfile.ZipInfo) -> _H5File:
-    """A member of an archive as an HDF5 file (local file header: APPNOTE.TXT 6.3.10, section 4.3.7)."""
-    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-        raise CheckpointError(
-            f"{path}: expected {info.filename} to be stored without compression, as Keras does, found it compressed or "
-            "encrypted; unpack the archive and open the file inside"
-        )
-    size = path.stat().st_size
-    header = b""
-    if 0 <= info.header_offset < size:
-        with open(path, "rb") as file:
-            file.seek(info.header_offset)
-            header = file.read(30)
-    base = info.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    if len(header) < 30 or not header.startswith(b"PK\x03\x04") or base + info.file_size > size:
-        raise CheckpointError(
-            f"{path} is truncated: expected {info.filename} up to byte {base + info.file_size}, found {size} bytes"
-        )
-    return _H5File(str(path), base, info.file_size)
+def _groups(content: dict[str, Any], index: str) -> dict[str, list[str]]:
+    """Group → the shards that an index says have datasets of it."""
+    groups: dict[str, list[str]] = {}
+    for group, shards in weight_map(content, index).items():
+        names = cast("list[Any]", shards) if isinstance(shards, list) else [shards]
+        if not all(isinstance(name, str) for name in names):
+            raise CheckpointError(f"{index}: expected file names in 'weight_map', found {reprlib.repr(shards)}")
+        groups[group] = names
+    return groups
 
 
-def _shard_names(index: Path, shards: Any) -> list[str]:
-    names = cast("list[Any]", shards) if isinstance(shards, list) else [shards]
-    if not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"{index}: expected file names in 'weight_map', found {reprlib.repr(shards)}")
-    return [str(name) for name in names]
+def _shards(groups: dict[str, list[str]]) -> Iterable[str]:
+    return dict.fromkeys(itertools.chain.from_iterable(groups.values()))
 
 
-def _join_shards(path: Path, groups: dict[str, list[str]], files: dict[str, _H5File]) -> Hdf5Checkpoint:
+def _join_shards(path: Path, groups: dict[str, list[str]], files: dict[str, H5File]) -> Hdf5Checkpoint:
     """Keeps, of every shard, the datasets of the groups that the index gives it."""
     names: dict[tuple[str, str], list[str]] = {}  # by shard and group
     for shard, file in files.items():
         for name in _dataset_names(file):
             names.setdefault((shard, name.rpartition("/")[0]), []).append(name)
-    joined: dict[str, _H5File] = {}
+    joined: dict[str, H5File] = {}
     for group, shards in groups.items():
         for shard in shards:
             found = names.get((shard, group.strip("/")))
@@ -619,77 +138,76 @@ def _join_shards(path: Path, groups: dict[str, list[str]], files: dict[str, _H5F
     return Hdf5Checkpoint(path, joined, list(files.values()))
 
 
-def _dataset_names(file: _H5File) -> list[str]:
+def _dataset_names(file: H5File) -> list[str]:
     """Paths of all datasets, following links inside the file only. A file that is refused is closed again."""
+    path = file.source.path
     try:
-        return _walk(file)
+        with (
+            corrupt(f"{path}: expected {file.size} bytes of HDF5, found a corrupt file"),
+            Window(path, file.source.base, file.size) as window,
+        ):
+            root = file.open()
+
+            def classes(address: int) -> set[int]:
+                """How the header at an address says that values are stored; addresses count from the user block on."""
+
+                def read(place: int, count: int) -> bytes:
+                    window.seek(root.userblock_size + place)
+                    return window.read(min(count, file.size)) or b""
+
+                return layout_classes(read, address, widths)
+
+            widths = root.id.get_create_plist().get_sizes()
+            names, soft = _walk(path, root, classes)
+            known = set(names)
+            for name, target in soft.items():
+                if target.strip("/") not in known:
+                    raise CheckpointError(f"{path}: {name!r} is a link to {target!r}, where this file has no dataset")
+            return [*names, *soft]
     except CheckpointError:
         file.close()
         raise
 
 
-def _checked_name(path: str, prefix: str, key: str | bytes) -> str:
-    """The path of a link in a group, if it is one that leads there; a name that is not UTF-8 comes as bytes."""
-    if isinstance(key, bytes) or key in ("", ".") or "/" in key or len(prefix + key) > _MAX_NAME:
-        raise CheckpointError(
-            f"{path}: expected names of UTF-8, paths of at most {_MAX_NAME} characters, found {reprlib.repr(key)} in "
-            f"{reprlib.repr(prefix)}; it is corrupt"
-        )
-    return prefix + key
-
-
-def _walk(file: _H5File) -> list[str]:
-    h5py = _h5py()
-    path = file.source.path
+def _walk(path: str, root: Any, classes: Callable[[int], set[int]]) -> tuple[list[str], dict[str, str]]:
+    """Paths of the datasets below a root; paths of soft links, with what they link to."""
+    h5py = import_h5py()
     names: list[str] = []
-    soft: list[tuple[str, str]] = []
-    with (
-        _errors(f"{path}: expected {file.size} bytes of HDF5, found a corrupt file"),
-        _Window(path, file.source.base, file.size) as window,
-    ):
-        root = file.open()
-        start, widths = root.userblock_size, root.id.get_create_plist().get_sizes()
-
-        def read(address: int, count: int) -> bytes:
-            window.seek(start + address)  # addresses count from the end of the user block
-            return window.read(min(count, file.size)) or b""
-
-        groups: list[tuple[str, Any, int]] = [("", root, h5py.h5o.get_info(root.id).addr)]
-        visited: set[int] = set()
-        while groups:
-            prefix, group, address = groups.pop()
-            if address in visited:
-                continue  # hard links can form a circle
-            visited.add(address)
-            inner: list[tuple[str, Any, int]] = []
-            for key in group:
-                name = _checked_name(path, prefix, key)
-                link = group.get(key, getlink=True)
-                if isinstance(link, h5py.ExternalLink):
-                    raise CheckpointError(
-                        f"{path}: {name!r} links to {link.filename!r}: expected values in this file; do not trust it"
-                    )
-                if isinstance(link, h5py.SoftLink):
-                    soft.append((name, link.path if link.path.startswith("/") else f"{prefix}{link.path}"))
-                    continue
-                address = group.id.links.get_info(key.encode()).u
-                classes = layout_classes(read, address, widths)
-                if VIRTUAL in classes:
-                    raise CheckpointError(
-                        f"{path}: dataset {name!r} is virtual: expected the values in this file, found references to "
-                        "other datasets; copy the values into a dataset of their own"
-                    )
-                if classes:
-                    names.append(name)
-                elif isinstance(item := group[key], h5py.Group):
-                    inner.append((f"{name}/", item, address))
-            groups += reversed(inner)
-    known = set(names)
-    for name, target in soft:
-        if target.strip("/") not in known:
-            raise CheckpointError(f"{path}: {name!r} is a link to {target!r}, where this file has no dataset")
-        names.append(name)
-    return names
-
-
-__all__ = ("DatasetLeaf", "Hdf5Checkpoint", "open_archive", "open_hdf5", "open_sharded_hdf5")
+    soft: dict[str, str] = {}
+    groups: list[tuple[str, Any, int]] = [("", root, h5py.h5o.get_info(root.id).addr)]
+    visited: set[int] = set()
+    while groups:
+        prefix, group, address = groups.pop()
+        if address in visited:
+            continue  # hard links can form a circle
+        visited.add(address)
+        inner: list[tuple[str, Any, int]] = []
+        for key in group:
+            # A name that is not UTF-8 comes as bytes.
+            if isinstance(key, bytes) or key in ("", ".") or "/" in key or len(prefix + key) > _MAX_NAME:
+                raise CheckpointError(
+                    f"{path}: expected names of UTF-8, paths of at most {_MAX_NAME} characters, found "
+                    f"{reprlib.repr(key)} in {reprlib.repr(prefix)}; it is corrupt"
+                )
+            name = prefix + key
+            link = group.get(key, getlink=True)
+            if isinstance(link, h5py.ExternalLink):
+                raise CheckpointError(
+                    f"{path}: {name!r} links to {link.filename!r}: expected values in this file; do not trust it"
+                )
+            if isinstance(link, h5py.SoftLink):
+                soft[name] = link.path if link.path.startswith("/") else f"{prefix}{link.path}"
+                continue
+            address = group.id.links.get_info(key.encode()).u
+            found = classes(address)
+            if VIRTUAL in found:
+                raise CheckpointError(
+                    f"{path}: dataset {name!r} is virtual: expected the values in this file, found references to "
+                    "other datasets; copy the values into a dataset of their own"
+                )
+            if found:
+                names.append(name)
+            elif isinstance(item := group[key], h5py.Group):
+                inner.append((f"{name}/", item, address))
+        groups += reversed(inner)
+    return names, soft

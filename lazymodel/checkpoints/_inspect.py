@@ -15,49 +15,33 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
 from lazymodel._report import _plural, _printable, _Row, _shape_text, _table, _text
-from lazymodel.checkpoints._checkpoint import (
-    SUPPORTED,
-    Checkpoint,
-    check_pointer,
+from lazymodel.checkpoints._checkpoint import Checkpoint
+from lazymodel.checkpoints._open import (
+    SAFETENSORS,
+    Format,
     content_files,
     existing,
+    format_of,
+    no_checkpoint,
     open_checkpoint,
-    read_json_file,
-    shard_path,
     weight_files,
-    weight_map,
 )
-from lazymodel.checkpoints._hdf5 import open_hdf5
-from lazymodel.checkpoints._orbax import find_item
-from lazymodel.checkpoints._safetensors import SafetensorsCheckpoint, open_safetensors
+from lazymodel.checkpoints._orbax_folder import find_item
 from lazymodel.checkpoints._shards import shard_problems
+from lazymodel.checkpoints._untrusted import check_pointer, read_json_file, shard_path, weight_map
 from lazymodel.checkpoints._verify import known_hashes, mismatches, no_hash
 
 _LISTED = 8  # names that one message or line gives before it counts the rest
 _MAX_PROBLEMS = 40  # problems that the text shows; `to_dict` has all
 _MAX_NAME = 240  # characters of a name that the text shows; a file may give a tensor a name of megabytes
-_FORMATS = {
-    ".safetensors": "safetensors",
-    ".safetensors.index.json": "safetensors",
-    ".h5": "hdf5",
-    ".hdf5": "hdf5",
-    ".keras": "hdf5",
-    ".weights.json": "hdf5",
-    ".npz": "numpy",
-    ".npy": "numpy",
-}
-_SHARDS = {"safetensors": ".safetensors", "hdf5": ".weights.h5"}  # what shards are called, where no index says
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TensorSummary:
+class TensorSummary(NamedTuple):
     """One tensor: its name, dtype, shape, bytes, and the file that has it (relative to the checkpoint's folder)."""
 
     name: str
@@ -67,8 +51,7 @@ class TensorSummary:
     file: str
 
 
-@dataclasses.dataclass(frozen=True)
-class FileSummary:
+class FileSummary(NamedTuple):
     """One file: its path (relative to the checkpoint's folder), its bytes on disk, how many of the tensors it has,
     and the algorithms of the hashes that its content was found to have."""
 
@@ -78,8 +61,7 @@ class FileSummary:
     verified: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """What is wrong, in a sentence, and in which file; None where it is no single file's."""
 
     file: str | None
@@ -114,10 +96,10 @@ class CheckpointSummary:
     @property
     def dtypes(self) -> dict[str, int]:
         """Dtype → bytes of the tensors that have it, largest first."""
-        totals: dict[str, int] = {}
+        totals: Counter[str] = Counter()
         for tensor in self.tensors:
-            totals[tensor.dtype] = totals.get(tensor.dtype, 0) + tensor.nbytes
-        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+            totals[tensor.dtype] += tensor.nbytes
+        return dict(totals.most_common())
 
     def to_dict(self) -> dict[str, Any]:
         """The summary in types that JSON has; counts are of bytes."""
@@ -128,20 +110,49 @@ class CheckpointSummary:
             "nbytes": self.nbytes,
             "dtypes": self.dtypes,
             "metadata": self.metadata,
-            "files": [{**vars(file), "verified": list(file.verified)} for file in self.files],
-            "tensors": [{**dataclasses.asdict(tensor), "shape": list(tensor.shape)} for tensor in self.tensors],
-            "problems": [vars(problem).copy() for problem in self.problems],
+            "files": [{**file._asdict(), "verified": list(file.verified)} for file in self.files],
+            "tensors": [{**tensor._asdict(), "shape": list(tensor.shape)} for tensor in self.tensors],
+            "problems": [problem._asdict() for problem in self.problems],
         }
 
+    def _line(self) -> str:
+        size = f"{format_bytes(self.nbytes)} in {_plural(len(self.files), 'file')}"
+        return f"{self.format}, {_plural(len(self.tensors), 'tensor')}, {size}"
+
     def __repr__(self) -> str:
-        return (
-            f"CheckpointSummary({self.path!r}: {self.format}, {_plural(len(self.tensors), 'tensor')}, "
-            f"{format_bytes(self.nbytes)} in {_plural(len(self.files), 'file')}, "
-            f"{_plural(len(self.problems), 'problem')})"
-        )
+        return f"CheckpointSummary({self.path!r}: {self._line()}, {_plural(len(self.problems), 'problem')})"
 
     def __str__(self) -> str:
-        return _summary_text(self)
+        """The report for a person, as wide as the terminal; no colours."""
+        by_file = Counter(problem.file for problem in self.problems)
+
+        def file_row(file: FileSummary) -> _Row:
+            state = f"{', '.join(file.verified)} as stated" if file.verified else "ok"
+            if by_file[file.path]:
+                state = _plural(by_file[file.path], "problem")
+            return _Row(_short(file.path), (f"{file.tensors:,}",), file.nbytes, state)
+
+        def tensor_row(one: TensorSummary) -> _Row:
+            return _Row(_short(one.name), (_shape_text(one.shape), one.dtype), one.nbytes, _short(one.file))
+
+        lines: list[str] = []
+        if self.tensors:
+            lines.append(f"dtypes: {', '.join(f'{name} {format_bytes(size)}' for name, size in self.dtypes.items())}")
+        for key, value in list(self.metadata.items())[:_LISTED]:
+            lines.append(f"metadata: {_short(key)} = {_short(str(value))}")
+        if len(self.metadata) > _LISTED:
+            lines.append(f"metadata: … and {len(self.metadata) - _LISTED:,} more")
+        title, headings = f"{self.path}: {self._line()}", ("tensors", "bytes", "state")
+        parts = [_text(_table(title, headings, map(file_row, self.files), lines, noun="file"))]
+        if self.tensors:
+            headings = ("shape", "dtype", "bytes", "file")
+            parts.append(_text(_table("", headings, map(tensor_row, self.tensors), (), noun="tensor")))
+        # Not in a table: a message with a path in it is copied, searched and quoted in one line.
+        problems = [f"  - {_printable(problem.message)}" for problem in self.problems[:_MAX_PROBLEMS]]
+        if len(self.problems) > _MAX_PROBLEMS:
+            problems.append(f"  … and {len(self.problems) - _MAX_PROBLEMS:,} more")
+        count = f"{_plural(len(self.problems), 'problem')} found:" if problems else "no problems found"
+        return "\n".join([*parts, "", count, *problems])
 
 
 def inspect_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> CheckpointSummary:
@@ -181,40 +192,46 @@ class _Inspection:
         self.files: dict[str, tuple[str, ...]] = {}  # path → algorithms of hashes that it was found to have
         self.tensors: dict[str, TensorSummary] = {}
         self.problems: list[Problem] = []
+        self.headers: dict[Path, Mapping[str, str] | None] = {}  # shard → what a safetensors header says about it
 
     # What there is.
 
     def look(self) -> None:
         """Finds files, tensors and problems."""
-        where = self.where
-        if not where.is_dir():
-            self.look_at_file(where)
+        if not self.where.is_dir():
+            self.look_at_file(self.where)
             return
         try:
-            files = weight_files(where)
+            files = weight_files(self.where)
         except CheckpointError as error:
             self.format = "safetensors"
             self.problem(str(error))
             return
-        if not files:
-            self.look_at_orbax(where)
-        elif files[0].suffix == ".safetensors":
-            self.look_at_loose("safetensors", files)
-        else:
+        if files and files[0].suffix == ".safetensors":
+            self.look_at_loose(files)
+        elif files:
             self.look_at_file(files[0])
+        else:
+            try:
+                item = find_item(self.where)
+            except CheckpointError:
+                item = self.where  # something of Orbax' that cannot be opened; opening it says why
+            if item is None:
+                raise no_checkpoint(self.where)
+            self.format = "orbax"
+            self.look_at_whole(self.where)
 
     def look_at_file(self, file: Path) -> None:
         """A file that is an index or the whole checkpoint."""
-        if file.name.endswith(".safetensors.index.json"):
-            self.look_at_index("safetensors", file)
-        elif file.name.endswith(".weights.json"):
-            self.look_at_index("hdf5", file)
+        if kind := format_of(file):
+            self.format = kind.name
+        if kind and kind.shard:
+            self.look_at_index(file, kind.shard)
         else:
             self.look_at_whole(file)
 
     def look_at_whole(self, path: Path) -> None:
         """A checkpoint of one file, or in a format that can only be opened as a whole."""
-        self.format = next((name for suffix, name in _FORMATS.items() if path.name.endswith(suffix)), self.format)
         if path.is_file():
             self.files[os.fspath(path)] = ()
         try:
@@ -227,83 +244,63 @@ class _Inspection:
             self.files.update(dict.fromkeys(content_files(checkpoint), ()))
             self.add(checkpoint, checkpoint, path)
 
-    def look_at_orbax(self, folder: Path) -> None:
-        """A folder in which nothing else was found."""
-        try:
-            found = find_item(folder)
-        except CheckpointError:
-            found = folder  # something of Orbax' that cannot be opened; opening it says why
-        if found is None:
-            raise CheckpointError(f"found no checkpoint in folder {folder}; supported: {SUPPORTED}")
-        self.format = "orbax"
-        self.look_at_whole(folder)
-
-    def look_at_loose(self, kind: str, paths: list[Path]) -> None:
+    def look_at_loose(self, paths: list[Path], kind: Format = SAFETENSORS) -> None:
         """Files that no index describes; those numbered `k-of-n` must be n."""
-        self.format = kind
-        metadata: dict[Path, Mapping[str, str] | None] = dict.fromkeys(paths)
+        self.format = kind.name
+        self.headers.update(dict.fromkeys(paths))
         for path in paths:
-            checkpoint = self.open_shard(kind, path)
-            if checkpoint is not None:
+            if (checkpoint := self.open_shard(path, kind)) is not None:
                 with checkpoint:
                     self.add(checkpoint, checkpoint, path)
-                    metadata[path] = _strings(checkpoint)
-        self.look_for_mixture(self.root, metadata)
-
-    def look_for_mixture(
-        self, where: Path, metadata: Mapping[Path, Mapping[str, str] | None], *, indexed: bool = False
-    ) -> None:
-        for message in shard_problems(where, metadata, indexed=indexed):
+        for message in shard_problems(self.root, self.headers):
             self.problem(message)
 
-    def look_at_index(self, kind: str, index: Path) -> None:
+    def look_at_index(self, index: Path, kind: Format) -> None:
         """An index and the shards that it names, each on its own."""
-        self.format = kind
         self.files[os.fspath(index)] = ()
         try:
             content = read_json_file(index)
             weights = weight_map(content, index)
         except CheckpointError as error:
             self.problem(str(error), index)
-            self.look_at_loose(kind, sorted(index.parent.glob(f"*{_SHARDS[kind]}")))
+            self.look_at_loose(sorted(index.parent.glob(f"*{kind.suffixes[0]}")), kind)
             return
         self.add_metadata(content.get("metadata"))
-        noun = "tensor" if kind == "safetensors" else "group"
-        keys = {(key if kind == "safetensors" else key.strip("/")): key for key in weights}
-        metadata: dict[Path, Mapping[str, str] | None] = {}
-        for path, expected in self.shards(index, keys, weights).items():
-            checkpoint = self.open_shard(kind, path, f"{_some(expected, noun)} as {index.name} says")
+        # Keras' index names groups, which may be spread over several shards; a safetensors tensor is in one.
+        grouped = kind.name == "hdf5"
+        noun = "group" if grouped else "tensor"
+        keys = {key.strip("/") if grouped else key: value for key, value in weights.items()}
+        for path, expected in self.shards(index, keys, grouped).items():
+            checkpoint = self.open_shard(path, kind, f"{_some(expected, noun)} as {index.name} says")
             if checkpoint is None:
                 continue
             with checkpoint:
                 held: dict[str, list[str]] = {}  # what the index lists → names of tensors
                 for name in checkpoint:
-                    held.setdefault(name if kind == "safetensors" else name.rpartition("/")[0], []).append(name)
-                listed = set(expected)
+                    held.setdefault(name.rpartition("/")[0] if grouped else name, []).append(name)
+                others = held.keys() - set(expected)
                 problems = {
                     "lacks {}, which {} says it has; download both again": [key for key in expected if key not in held],
                     "has {}, which {} puts in other shards; download both again": [
-                        key for key in held if key not in listed and key in keys
+                        key for key in held if key in others and key in keys
                     ],
                     "has {}, which {} does not mention and nothing will load; download both again": [
-                        key for key in held if key not in listed and key not in keys
+                        key for key in held if key in others and key not in keys
                     ],
                 }
                 for message, names in problems.items():
                     if names:
                         self.problem(f"{path}: {message.format(_some(names, noun), index.name)}", path)
                 self.add(checkpoint, [name for key in expected for name in held.get(key, ())], path)
-                metadata[path] = _strings(checkpoint)
-        self.look_for_mixture(index, metadata, indexed=True)
+        for message in shard_problems(index, self.headers, indexed=True):
+            self.problem(message)
 
-    def shards(self, index: Path, keys: Mapping[str, str], weights: Mapping[str, Any]) -> dict[Path, list[str]]:
+    def shards(self, index: Path, keys: Mapping[str, Any], grouped: bool) -> dict[Path, list[str]]:
         """Path of every shard that an index may name → what it says that the shard has."""
         paths: dict[str, Path | None] = {}
         result: dict[Path, list[str]] = {}
-        for key, written in keys.items():
-            value = weights[written]
-            # Keras may spread a group over several shards; a safetensors tensor is in one.
-            for shard in value if self.format == "hdf5" and isinstance(value, list) else [value]:
+        for key, value in keys.items():
+            for shard in value if grouped and isinstance(value, list) else [value]:
                 name = shard if isinstance(shard, str) else reprlib.repr(shard)
                 if name not in paths:
                     try:
@@ -315,7 +312,7 @@ class _Inspection:
                     result.setdefault(path, []).append(key)
         return result
 
-    def open_shard(self, kind: str, path: Path, expected: str = "tensors") -> Checkpoint | None:
+    def open_shard(self, path: Path, kind: Format, expected: str = "tensors") -> Checkpoint | None:
         """Opens one file, or notes why not."""
         try:
             if not path.exists():
@@ -324,10 +321,12 @@ class _Inspection:
             if path.is_file():
                 self.files[os.fspath(path)] = ()
             check_pointer(path)
-            return open_safetensors(path, [path]) if kind == "safetensors" else open_hdf5(path)
+            checkpoint = kind.open(path)
         except LazyModelError as error:
             self.problem(str(error), path)
             return None
+        self.headers[path] = getattr(checkpoint, "metadata", None)
+        return checkpoint
 
     # What is noted of it.
 
@@ -335,24 +334,21 @@ class _Inspection:
         """Notes tensors of a checkpoint, and that some were found before."""
         self.add_metadata(getattr(checkpoint, "metadata", None))
         again: dict[str, list[str]] = {}
-        relative: dict[str, str] = {}  # a million tensors may lie in one file, and have one dtype
-        dtypes: dict[np.dtype[Any], str] = {}
+        texts: dict[Any, str] = {}  # a million tensors may lie in one file, and have one dtype
         for name in names:
             try:
-                tensor = checkpoint.describe(name)
+                dtype, shape, nbytes, file = checkpoint.describe(name)
             except LazyModelError as error:
                 self.problem(str(error), path)
                 continue
             if name in self.tensors:
                 again.setdefault(self.tensors[name].file, []).append(name)
                 continue
-            if tensor.file not in relative:
-                relative[tensor.file] = self.relative(tensor.file or path)
-            if tensor.dtype not in dtypes:
-                dtypes[tensor.dtype] = tensor.dtype.name
-            self.tensors[name] = TensorSummary(
-                name, dtypes[tensor.dtype], tensor.shape, tensor.nbytes, relative[tensor.file]
-            )
+            if file not in texts:
+                texts[file] = self.relative(file or path)
+            if dtype not in texts:
+                texts[dtype] = dtype.name
+            self.tensors[name] = TensorSummary(name, texts[dtype], shape, nbytes, texts[file])
         for other, twice in again.items():
             self.problem(f"{path} and {other} both have {_some(twice)}; keep one of them, or add an index", path)
 
@@ -385,24 +381,13 @@ class _Inspection:
 
     def summary(self) -> CheckpointSummary:
         """All of it."""
-        counts = Counter(tensor.file for tensor in self.tensors.values())
+        found = Counter(tensor.file for tensor in self.tensors.values())
         files: list[FileSummary] = []
         for file, verified in self.files.items():
             size = os.stat(file).st_size if os.path.exists(file) else 0
-            files.append(FileSummary(self.relative(file), size, counts[self.relative(file)], verified))
-        return CheckpointSummary(
-            path=os.fspath(self.where),
-            format=self.format,
-            metadata=self.metadata,
-            files=tuple(files),
-            tensors=tuple(self.tensors.values()),
-            problems=tuple(self.problems),
-        )
-
-
-def _strings(checkpoint: Checkpoint) -> dict[str, str] | None:
-    """What the header of a safetensors file says about it."""
-    return checkpoint.metadata if isinstance(checkpoint, SafetensorsCheckpoint) else None
+            files.append(FileSummary(self.relative(file), size, found[self.relative(file)], verified))
+        tensors, problems = tuple(self.tensors.values()), tuple(self.problems)
+        return CheckpointSummary(os.fspath(self.where), self.format, self.metadata, tuple(files), tensors, problems)
 
 
 def _plain(value: Any) -> Any:
@@ -422,39 +407,3 @@ def _some(names: Sequence[str], noun: str = "tensor") -> str:
 def _short(text: str) -> str:
     half = _MAX_NAME // 2
     return text if len(text) <= _MAX_NAME else f"{text[:half]}…{text[-half:]}"
-
-
-def _summary_text(summary: CheckpointSummary) -> str:
-    """The report for a person, as wide as the terminal; no colours."""
-    by_file = Counter(problem.file for problem in summary.problems)
-
-    def file_row(file: FileSummary) -> _Row:
-        state = f"{', '.join(file.verified)} as stated" if file.verified else "ok"
-        if by_file[file.path]:
-            state = _plural(by_file[file.path], "problem")
-        return _Row(_short(file.path), (f"{file.tensors:,}",), file.nbytes, state)
-
-    def tensor_row(tensor: TensorSummary) -> _Row:
-        return _Row(_short(tensor.name), (_shape_text(tensor.shape), tensor.dtype), tensor.nbytes, _short(tensor.file))
-
-    title = (
-        f"{summary.path}: {summary.format}, {_plural(len(summary.tensors), 'tensor')}, {format_bytes(summary.nbytes)} "
-        f"in {_plural(len(summary.files), 'file')}"
-    )
-    lines = [f"dtypes: {', '.join(f'{dtype} {format_bytes(nbytes)}' for dtype, nbytes in summary.dtypes.items())}"]
-    lines = lines if summary.tensors else []
-    for key, value in list(summary.metadata.items())[:_LISTED]:
-        lines.append(f"metadata: {_short(key)} = {_short(str(value))}")
-    if len(summary.metadata) > _LISTED:
-        lines.append(f"metadata: … and {len(summary.metadata) - _LISTED:,} more")
-    parts = [_text(_table(title, ("tensors", "bytes", "state"), map(file_row, summary.files), lines, noun="file"))]
-    if summary.tensors:
-        headings = ("shape", "dtype", "bytes", "file")
-        parts.append(_text(_table("", headings, map(tensor_row, summary.tensors), (), noun="tensor")))
-    # Not in a table: a message with a path in it is copied, searched and quoted in one line.
-    problems = [f"  - {_printable(problem.message)}" for problem in summary.problems[:_MAX_PROBLEMS]]
-    if len(summary.problems) > _MAX_PROBLEMS:
-        problems.append(f"  … and {len(summary.problems) - _MAX_PROBLEMS:,} more")
-    count = _plural(len(summary.problems), "problem") if problems else "no problems"
-    parts.append("\n".join(["", f"{count} found{':' if problems else ''}", *problems]))
-    return "\n".join(parts)

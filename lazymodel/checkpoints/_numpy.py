@@ -11,11 +11,8 @@ import dataclasses
 import io
 import math
 import os
-import struct
 import threading
-import tokenize
 import warnings
-import zipfile
 import zlib
 from pathlib import Path
 from typing import Any, cast
@@ -25,11 +22,10 @@ import numpy as np
 from lazymodel._errors import CheckpointError
 from lazymodel._file_source import FileSource
 from lazymodel._lazy_tensor import ArrayLeaf, FileLeaf, LazyTensor
-from lazymodel.checkpoints._checkpoint import Checkpoint, check_pointer
+from lazymodel.checkpoints._checkpoint import Checkpoint
+from lazymodel.checkpoints._untrusted import MAX_DIMENSIONS, Member, check_pointer, counts, zip_directory, zip_member
 
-_MAX_RATIO = 1100  # deflate cannot compress further than 1032 : 1 (https://zlib.net/zlib_tech.html)
 _MAX_HEADER = 12 + 10_000  # bytes: magic and length, then as much header as NumPy itself reads from untrusted files
-_MAX_DIMENSIONS = 32  # NumPy 1's; no model comes near
 
 _INPUT = 64 << 10  # compressed bytes of one read: with deflate's ratio at most 64 MiB, taken out piece by piece
 _PIECE = 1 << 20  # decompressed bytes that are held at once
@@ -37,9 +33,6 @@ _STATE = 48 << 10  # bytes of zlib's state and buffered input that a place to go
 _SPACING = 16 << 20  # decompressed bytes between two places to resume from, at first
 _RESUMES = 16  # such places at most; from then on every other is dropped and the spacing doubled
 _CURSORS = 8  # places where reading stopped that are remembered: as many as threads read one member
-
-# What zipfile and NumPy raise for files that are not what they seem.
-_FAILURES = (OSError, ValueError, RuntimeError, EOFError, KeyError, struct.error, zipfile.BadZipFile, zlib.error)
 
 
 class NumpyCheckpoint(Checkpoint):
@@ -55,19 +48,12 @@ class NumpyCheckpoint(Checkpoint):
     format = "numpy"
 
     def __init__(self, path: Path, source: FileSource, tensors: dict[str, LazyTensor]) -> None:
-        super().__init__(path, list(tensors), [source])
-        self._arrays = tensors
-
-    def _tensor(self, name: str) -> LazyTensor:
-        return self._arrays[name]
+        super().__init__(path, tensors, [source])
+        self._tensors = tensors
 
 
 def open_npy(path: Path) -> NumpyCheckpoint:
-    """Opens a `.npy` file: one tensor, with the file's name without its suffix (`embedding.npy` → `embedding`).
-
-    Raises:
-        CheckpointError: It is no array of numbers, or not as long as its header says.
-    """
+    """Opens a `.npy` file: one tensor, with the file's name without its suffix (`embedding.npy` → `embedding`)."""
     check_pointer(path)
     source = FileSource(path)
     with open(path, "rb") as file:
@@ -83,31 +69,35 @@ def open_npz(path: Path) -> NumpyCheckpoint:
             encrypted, compressed in another way than by deflate, larger than its compressed bytes can hold, or
             holds something else than the numbers its header declares.
     """
-    check_pointer(path)
     source = FileSource(path)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
-        members = [_member(source, info) for info in infos]
-    except _FAILURES as error:
-        raise CheckpointError(
-            f"{path}: expected a .npz archive, found one that is truncated or corrupt ({error}). Download or copy it "
-            "again."
-        ) from error
+    members = [zip_member(path, info) for info in zip_directory(path, ".npz")]
     tensors: dict[str, LazyTensor] = {}
     end = 0
     for member in members:
         if member.header < end:
             raise CheckpointError(f"{path}: member {member.name!r} overlaps another at byte {end}; it is corrupt")
         end = member.start + member.stored
-        head = member.head()
+        head = _head(member)
         if not head.startswith(np.lib.format.MAGIC_PREFIX):
             continue
         name = member.name.removesuffix(".npy")
         if name in tensors:
             raise CheckpointError(f"{path}: expected each array once, found two named {name!r}; it is corrupt")
-        tensors[name] = _array(name, f"{path}: array {name!r}", head, member.source(), member.start, member.size)
+        values = _DeflatedSource(source, member) if member.deflated else source
+        tensors[name] = _array(name, f"{path}: array {name!r}", head, values, member.start, member.size)
     return NumpyCheckpoint(path, source, tensors)
+
+
+def _head(member: Member) -> bytes:
+    """The first of a member's decompressed bytes."""
+    with open(member.path, "rb") as file:
+        file.seek(member.start)
+        data = file.read(min(member.stored, _MAX_HEADER + _INPUT))  # deflating can also make longer, a little
+    size = min(member.size, _MAX_HEADER)
+    try:
+        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size) if member.deflated else data[:size]
+    except zlib.error as error:
+        raise CheckpointError(f"{member.path}: member {member.name!r} is corrupt: {error}") from error
 
 
 def _array(name: str, what: str, head: bytes, source: FileSource, start: int, size: int) -> LazyTensor:
@@ -123,23 +113,22 @@ def _array(name: str, what: str, head: bytes, source: FileSource, start: int, si
             warnings.simplefilter("ignore")  # about headers that Python 2 wrote, which are read all the same
             shape, fortran, dtype = cast("tuple[Any, bool, np.dtype[Any]]", read(stream))
     # Evaluating a hostile header can fail in as many ways as evaluating Python.
-    except (*_FAILURES, SyntaxError, tokenize.TokenError, TypeError, MemoryError, RecursionError) as error:
+    except Exception as error:
         raise CheckpointError(f"{what}: expected the header of an array of numbers, found another ({error})") from error
+    if dtype.hasobject:
+        raise CheckpointError(
+            f"{what}: expected numbers, found pickled Python objects, which can run any code when they are read; "
+            "do not trust it, or save the numbers in it as arrays of their own"
+        )
     if dtype.kind == "V" and dtype.names is None and dtype.subdtype is None:
         raise CheckpointError(
             f"{what}: expected numbers, found {dtype.itemsize}-byte values of an unknown type ({dtype.str}). NumPy "
             "writes types that are not its own, such as bfloat16 or float8, without their name. Save such arrays as "
             "safetensors, or as integers (array.view('uint16')) that you view as what they are after loading."
         )
-    if dtype.hasobject:
-        raise CheckpointError(
-            f"{what}: expected numbers, found pickled Python objects, which can run any code when they are read; "
-            "do not trust it, or save the numbers in it as arrays of their own"
-        )
     if dtype.kind not in "biufc":
         raise CheckpointError(f"{what}: expected numbers, found {dtype}; records, text and dates cannot be weights")
-    # The header reader accepts any ints, True among them.
-    if len(shape) > _MAX_DIMENSIONS or not all(type(extent) is int and 0 <= extent < 2**63 for extent in shape):
+    if len(shape) > MAX_DIMENSIONS or counts(shape) is None:  # the header reader accepts any ints, True among them
         raise CheckpointError(f"{what}: expected a shape of non-negative ints, found {str(shape)[:200]}")
     nbytes = math.prod(shape) * dtype.itemsize
     begin = stream.tell()
@@ -153,68 +142,6 @@ def _array(name: str, what: str, head: bytes, source: FileSource, start: int, si
     kind = _DeflatedLeaf if isinstance(source, _DeflatedSource) else FileLeaf
     leaf = kind(name, source, start + begin, tuple(reversed(shape)) if fortran else shape, dtype)
     return LazyTensor(leaf).T if fortran else LazyTensor(leaf)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Member:
-    """A member of an archive: `stored` bytes from byte `start` of the file, `size` when decompressed."""
-
-    file: FileSource
-    name: str
-    header: int
-    start: int
-    stored: int
-    size: int
-    crc: int
-    deflated: bool
-
-    def source(self) -> FileSource:
-        """Its decompressed bytes, the first of them at `start`."""
-        return _DeflatedSource(self) if self.deflated else self.file
-
-    def head(self) -> bytes:
-        """The first of its decompressed bytes."""
-        with open(self.file.path, "rb") as file:
-            file.seek(self.start)
-            data = file.read(min(self.stored, _MAX_HEADER + _INPUT))  # deflating can also make longer, a little
-        size = min(self.size, _MAX_HEADER)
-        try:
-            return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size) if self.deflated else data[:size]
-        except zlib.error as error:
-            raise CheckpointError(f"{self.file.path}: member {self.name!r} is corrupt: {error}") from error
-
-
-def _member(file: FileSource, info: zipfile.ZipInfo) -> _Member:
-    """A member, after every check that needs none of its bytes."""
-    what = f"{file.path}: member {info.filename!r}"
-    if info.flag_bits & 1:
-        raise CheckpointError(f"{what} is encrypted: expected arrays as np.savez writes them")
-    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise CheckpointError(
-            f"{what}: expected no compression, or deflate as np.savez_compressed does, found method "
-            f"{info.compress_type}; load it with NumPy and save it again"
-        )
-    with open(file.path, "rb") as stream:
-        stream.seek(info.header_offset)
-        header = stream.read(30)
-    if len(header) < 30 or not header.startswith(b"PK\x03\x04"):
-        raise CheckpointError(f"{what}: expected it at byte {info.header_offset}, found something else; it is corrupt")
-    start = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
-    deflated = info.compress_type == zipfile.ZIP_DEFLATED
-    if start + info.compress_size > file.size:
-        raise CheckpointError(
-            f"{file.path} is truncated: expected {info.filename} up to byte {start + info.compress_size}, found "
-            f"{file.size} bytes. Download or copy it again."
-        )
-    if info.file_size > info.compress_size * _MAX_RATIO if deflated else info.file_size != info.compress_size:
-        raise CheckpointError(
-            f"{what}: expected {info.file_size} bytes, found {info.compress_size} stored, which cannot be as many; "
-            "it is corrupt"
-        )
-    return _Member(
-        *(file, info.filename, info.header_offset, start),
-        *(info.compress_size, info.file_size, info.CRC, deflated),
-    )
 
 
 @dataclasses.dataclass(eq=False)
@@ -244,9 +171,9 @@ class _DeflatedSource(FileSource):
 
     plain = False
 
-    def __init__(self, member: _Member) -> None:
-        super().__init__(member.file.path)
-        self._member = member
+    def __init__(self, file: FileSource, member: Member) -> None:
+        super().__init__(member.path)
+        self._file, self._member = file, member
         self._places = threading.Lock()  # guards what is below it
         self.forget()
 
@@ -277,7 +204,7 @@ class _DeflatedSource(FileSource):
         if cursor.position < self._member.size:
             with self._places:
                 self._idle = [*self._idle[1 - _CURSORS :], cursor]
-        self._member.file.count(done)
+        self._file.count(done)
 
     def _cursor(self, position: int) -> _Cursor:
         """The place nearest before a position, for the caller alone."""
@@ -322,7 +249,7 @@ class _DeflatedSource(FileSource):
     def _compressed(self, start: int, count: int) -> bytes:
         """Some of the bytes of the member, as they are in the file."""
         try:
-            return os.pread(self._member.file._descriptor(), count, self._member.start + start) if count else b""
+            return os.pread(self._file._descriptor(), count, self._member.start + start) if count else b""
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path} at byte {start}: {error.strerror}") from error
 
@@ -341,6 +268,3 @@ class _DeflatedLeaf(FileLeaf):
 
     def release(self) -> None:
         cast(_DeflatedSource, self.source).forget()
-
-
-__all__ = ("NumpyCheckpoint", "open_npy", "open_npz")

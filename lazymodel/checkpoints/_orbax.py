@@ -1,14 +1,4 @@
-"""Orbax checkpoints, read with tensorstore alone: which folder, which item of it, which arrays, which chunks.
-
-Layouts, as Orbax 0.11 and newer write them through its `ocp.*` and `ocp.v1` interfaces:
-
-- A *root* holds steps: `12`, `step_12`, `checkpoint_0012`. Names with `.orbax-checkpoint-tmp` were never committed, and
-  neither was a step whose `_CHECKPOINT_METADATA` has no commit time.
-- A *step* holds items: `default`, `state`, `pytree`, or whatever the writer called them.
-- An *item* holds a tree of arrays. `_METADATA` (JSON) lists the tree's leaves, `_strings.json` has those that are text,
-  and every array is a zarr array, of version 2 or 3, named by its path joined with dots: folders in the item, or keys
-  of the OCDBT database at `manifest.ocdbt` (https://google.github.io/tensorstore/kvstore/ocdbt/), into which the
-  databases of several writers (`ocdbt.process_0`, …) are merged.
+"""The arrays of an Orbax item, read with tensorstore alone.
 
 A zarr array is cut into chunks, and a chunk that was never stored stands for zeros. Orbax says in `_METADATA` that it
 stores those too; then a chunk that is not there was lost, and is an error here rather than a weight of zeros.
@@ -21,44 +11,20 @@ import dataclasses
 import itertools
 import math
 import os
-import re
-import stat
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError, LazyModelWarning
-from lazymodel._file_source import Convert, FileSource, assign
+from lazymodel._file_source import Convert, FileSource, Workspace, assign
 from lazymodel._lazy_tensor import ArrayLeaf, Box, LazyTensor, Leaf, box_shape, shift
-from lazymodel.checkpoints._checkpoint import Checkpoint, check_pointer, read_json_file
-from lazymodel.checkpoints._zero_size import zero_size_tensors
-
-if TYPE_CHECKING:
-    from lazymodel._file_source import Workspace
-
-_METADATA = "_METADATA"
-_STEP_METADATA = "_CHECKPOINT_METADATA"
-_MANIFEST = "manifest.ocdbt"
-_V1_MARK = "orbax.checkpoint"
-_COMMITTED = "commit_success.txt"
-# What Orbax writes into an item or a step, beside arrays and items that have names of their own.
-_OWN = frozenset(
-    (_METADATA, _STEP_METADATA, _MANIFEST, _V1_MARK, _COMMITTED, "_sharding", "_strings.json", "array_metadatas", "d")
-)
-_UNFINISHED = ".orbax-checkpoint-tmp"
-_STEP = re.compile(r"(?:(.+)_)?(\d+)")
-_ALONE = "value"  # the name of a tree that is one array, as in an abstract model
-_DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}  # the file that describes an array → tensorstore's driver for it
-
-# Types of a tree's leaves: those that are zarr arrays, and those that are none. Others belong to a program's own
-# handlers, and are tensors if they are stored as arrays.
-_ARRAYS = frozenset(("jax.Array", "np.ndarray", "scalar"))
-_TEXT_OR_EMPTY = frozenset(("string", "None", "Dict", "List", "Tuple", "NamedTuple"))
+from lazymodel.checkpoints._checkpoint import Checkpoint
+from lazymodel.checkpoints._orbax_folder import DRIVERS, MANIFEST, METADATA, Tree, TreeLeaf, read_tree, require_complete
+from lazymodel.checkpoints._untrusted import check_pointer, files_inside, is_number
 
 # A chunk is in memory up to three times: as stored (at worst as large as decoded), decoded, and as the copy that is
 # converted or rearranged on its way into the array that is filled.
@@ -86,221 +52,6 @@ def _tensorstore() -> Any:
     return tensorstore
 
 
-# Which folder ---------------------------------------------------------------------------------------------------------
-
-
-def find_item(folder: Path) -> Path | None:
-    """The folder of arrays that a path means: itself, the only item of a step, or that of the newest committed step.
-
-    Returns:
-        The item's folder, or None if this is nothing that Orbax wrote.
-
-    Raises:
-        CheckpointError: It was never committed, no step of it was, or it has several items with arrays.
-    """
-    if not _is_item(folder) and not _is_step(folder):
-        if steps := _steps(folder):
-            folder = _newest(folder, steps)
-        elif unfinished := [child.name for child in _folders(folder) if _UNFINISHED in child.name]:
-            raise CheckpointError(
-                f"{folder}: expected a committed Orbax checkpoint, found only unfinished ones "
-                f"({', '.join(unfinished[:8])}). Wait until saving has finished, or open another folder."
-            )
-    if _is_item(folder):
-        _require_committed(folder)
-        return folder
-    items = [child for child in _folders(folder) if _is_item(child)]
-    if not items and not _is_step(folder):
-        return None
-    _require_committed(folder)
-    unfinished = [child.name for child in items if _UNFINISHED in child.name]
-    arrays = [child for child in items if _UNFINISHED not in child.name and _holds_arrays(child)]
-    if len(arrays) > 1 and {child.name for child in arrays} == {"pytree", "assets"}:
-        # Keras' callback keeps the model's files (vocabularies) as byte arrays beside its variables.
-        arrays = [child for child in arrays if child.name == "pytree"]
-    if len(arrays) == 1:
-        return arrays[0]
-    if arrays:
-        raise CheckpointError(
-            f"{folder} has {len(arrays)} items that hold arrays; open one of "
-            f"{', '.join(repr(str(child)) for child in arrays)}"
-        )
-    found = sorted(child.name for child in _folders(folder))[:8]
-    mend = "Wait until saving has finished." if unfinished else "Copy the whole checkpoint again."
-    raise CheckpointError(f"{folder}: expected an Orbax item that holds arrays, found {found or 'no folders'}. {mend}")
-
-
-def foreign_entries(folder: Path) -> list[str]:
-    """Names of the files and folders in a folder that are no part of the one Orbax item that it is, or has in it."""
-    return sorted(
-        child.name
-        for child in folder.iterdir()
-        if not (child.name in _OWN or child.name.startswith("ocdbt.process_") or _is_item_or_array(child))
-    )
-
-
-def _is_item_or_array(path: Path) -> bool:
-    if not path.is_dir() or _STEP.fullmatch(path.name):  # a whole step is not a part of anything
-        return False
-    return any((path / mark).exists() for mark in _DRIVERS) or (_is_item(path) and find_item(path.parent) == path)
-
-
-def _folders(folder: Path) -> list[Path]:
-    """Folders in a folder, by name."""
-    try:
-        return sorted(child for child in folder.iterdir() if child.is_dir())
-    except OSError as error:
-        raise CheckpointError(f"cannot list {folder}: {error.strerror}") from error
-
-
-def _is_item(folder: Path) -> bool:
-    """Whether a folder holds a tree of arrays, or what is left of one."""
-    if (folder / _METADATA).exists() or (folder / _MANIFEST).exists():
-        return True
-    return any(
-        child.name.startswith("ocdbt.process_") or any((child / mark).exists() for mark in _DRIVERS)
-        for child in _folders(folder)
-    )
-
-
-def _is_step(folder: Path) -> bool:
-    return (folder / _STEP_METADATA).exists() or (folder / _V1_MARK).exists()
-
-
-def _steps(folder: Path) -> list[tuple[int, str, Path]]:
-    """(number, prefix, folder) of every step in a folder, the newest first; unfinished ones are left out by name."""
-    steps: list[tuple[int, str, Path]] = []
-    for child in _folders(folder):
-        match = _STEP.fullmatch(child.name)
-        if match and (_is_step(child) or _is_item(child) or any(_is_item(inner) for inner in _folders(child))):
-            steps.append((int(match[2]), match[1] or "", child))
-    return sorted(steps, reverse=True)
-
-
-def _newest(folder: Path, steps: list[tuple[int, str, Path]]) -> Path:
-    prefixes = sorted({prefix for _, prefix, _ in steps})
-    if len(prefixes) > 1:
-        raise CheckpointError(
-            f"{folder} has steps of several runs, with the prefixes {prefixes}; open one of "
-            f"{', '.join(repr(str(path)) for *_, path in steps[:8])}"
-        )
-    committed = [(number, path) for number, _, path in steps if _unfinished(path) is None]
-    if not committed:
-        raise CheckpointError(
-            f"{folder}: expected a committed step, found {len(steps)} that were never committed, {steps[0][2].name} "
-            "the newest. Wait until saving has finished, or open another folder."
-        )
-    same = [path.name for number, path in committed if number == committed[0][0]]
-    if len(same) > 1:
-        raise CheckpointError(f"{folder} has step {committed[0][0]} more than once: {same}; open one of these folders")
-    return committed[0][1]
-
-
-def _unfinished(folder: Path) -> str | None:
-    """Why a folder is not a committed checkpoint, or None if it is."""
-    if _UNFINISHED in folder.name:
-        return f"its name has {_UNFINISHED!r}"
-    metadata = folder / _STEP_METADATA
-    if metadata.exists() and not (folder / _COMMITTED).exists():
-        content = read_json_file(metadata)
-        if "commit_timestamp_nsecs" in content and content["commit_timestamp_nsecs"] is None:
-            return f"{_STEP_METADATA} has no commit time"
-    return None
-
-
-def _require_committed(folder: Path) -> None:
-    if reason := _unfinished(folder):
-        raise CheckpointError(
-            f"{folder} is half written: expected a committed checkpoint, found that {reason}. Wait until saving has "
-            "finished, or open another step."
-        )
-
-
-def _holds_arrays(item: Path) -> bool:
-    if not (item / _METADATA).exists():
-        return True
-    leaves, fields = _read_tree(item)
-    return any(leaf.kind not in _TEXT_OR_EMPTY for leaf in leaves) or bool(_zero_size(item, fields))
-
-
-def _zero_size(item: Path, fields: dict[str, Any]) -> dict[str, LazyTensor]:
-    return zero_size_tensors(fields.get("custom_metadata"), item / _METADATA)
-
-
-# What is in an item ---------------------------------------------------------------------------------------------------
-
-
-class _TreeLeaf:
-    """A leaf that `_METADATA` names: its path in the tree, and what it is."""
-
-    def __init__(self, keys: tuple[str, ...], kind: str) -> None:
-        self.keys, self.kind = keys, kind
-
-    @property
-    def name(self) -> str:
-        return "/".join(self.keys) or _ALONE
-
-    @property
-    def stored_as(self) -> str:
-        return ".".join(self.keys)
-
-
-def _read_tree(item: Path) -> tuple[list[_TreeLeaf], dict[str, Any]]:
-    """The leaves that `_METADATA` names, and its other fields."""
-    file = item / _METADATA
-    content = read_json_file(file)
-    tree = content.pop("tree_metadata", None)
-    if not isinstance(tree, dict):
-        raise CheckpointError(f"{file}: expected a 'tree_metadata' object, found keys {sorted(content)[:8]}")
-    leaves: list[_TreeLeaf] = []
-    for path, entry in cast("dict[str, Any]", tree).items():
-        try:
-            keys = tuple(part["key"] for part in entry["key_metadata"])
-            kind = entry["value_metadata"]["value_type"]
-        except (TypeError, KeyError) as error:
-            raise CheckpointError(
-                f"{file}: expected 'key_metadata' and 'value_metadata' of leaf {path}, found {entry!r}; it is corrupt"
-            ) from error
-        if not isinstance(kind, str) or not all(isinstance(key, str) for key in keys):
-            raise CheckpointError(f"{file}: expected text for keys and type of leaf {path}, found {entry!r}")
-        leaves.append(_TreeLeaf(keys, kind))
-    return leaves, content
-
-
-def _list_files(item: Path) -> list[str]:
-    """Paths in an item of all its files, with slashes.
-
-    Raises:
-        CheckpointError: There is something else than files (a pipe would block whoever reads it), or a link that leads
-            out of the item. Links of a Hugging Face cache, `snapshots/<revision>/x -> ../../blobs/<hash>`, are allowed.
-    """
-    root = item.resolve()
-    allowed = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
-    files: list[str] = []
-    for folder, folders, names in os.walk(item):
-        for name in (*folders, *names):
-            path = os.path.join(folder, name)
-            if os.path.islink(path):
-                target = Path(os.path.realpath(path))
-                if not any(target.is_relative_to(base) for base in allowed) or target.is_dir():
-                    raise CheckpointError(
-                        f"{path}: expected a file in the checkpoint's folder, found a symbolic link to {target}; copy "
-                        "what it links to into the folder if that is meant"
-                    )
-        for name in names:
-            path = os.path.join(folder, name)
-            try:
-                regular = stat.S_ISREG(os.stat(path).st_mode)
-            except OSError as error:
-                raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-            if not regular:
-                raise CheckpointError(
-                    f"{path}: expected a file, found a pipe or a device; do not trust this checkpoint"
-                )
-            files.append(os.path.relpath(path, item).replace(os.sep, "/"))
-    return files
-
-
 def open_orbax(path: Path, item: Path) -> OrbaxCheckpoint:
     """Opens an item that `find_item` found.
 
@@ -308,64 +59,20 @@ def open_orbax(path: Path, item: Path) -> OrbaxCheckpoint:
         CheckpointError: tensorstore is missing; metadata or manifest are missing or corrupt; an array that the
             metadata names is missing; or two leaves have one name.
     """
-    files = _list_files(item)
-    leaves: list[_TreeLeaf] | None = None
-    fields: dict[str, Any] = {}
-    empty: dict[str, LazyTensor] = {}
-    stores = True
-    if (item / _METADATA).exists():
-        leaves, fields = _read_tree(item)
-        empty = _zero_size(item, fields)
-        stores = any(leaf.kind not in _TEXT_OR_EMPTY for leaf in leaves)
-        if not stores and not empty:
-            raise CheckpointError(
-                f"{item}: expected arrays, found a tree of {len(leaves)} leaves without any; open another item or step"
-            )
-    ocdbt = (item / _MANIFEST).exists()
+    files = files_inside(item)
+    tree = read_tree(item)
+    require_complete(item, tree, files)
+    ocdbt = (item / MANIFEST).exists()
     if ocdbt:
-        check_pointer(item / _MANIFEST)
-    if stores and not ocdbt and (fields.get("use_ocdbt") or any(name.startswith("ocdbt.process_") for name in files)):
-        raise CheckpointError(
-            f"{item}: expected {_MANIFEST}, the index of its arrays, found none; the checkpoint was not copied "
-            "completely, or saving it never finished. Copy it again, or open another step."
-        )
+        check_pointer(item / MANIFEST)
     store = _Store(item, ocdbt, files)
     arrays = store.arrays()
-    if leaves is None:
+    if tree is None:
         # The only names are those of the storage, in which a dot of a key looks like a step into the tree.
-        leaves = [_TreeLeaf(tuple(name.split(".")) if name else (), "jax.Array") for name in arrays]
-    names: dict[str, str] = {}
-    owners: dict[str, tuple[str, ...]] = {}
-    missing: list[str] = []
-    for leaf in leaves:
-        if leaf.stored_as not in arrays:
-            if leaf.kind in _ARRAYS:
-                missing.append(leaf.name)
-        elif leaf.kind not in _TEXT_OR_EMPTY:
-            if leaf.stored_as in owners or leaf.name in names:
-                other = owners.get(leaf.stored_as) or owners[names[leaf.name]]
-                raise CheckpointError(
-                    f"{item / _METADATA}: expected paths that differ when their keys are joined by '.', as they are "
-                    f"stored, and by '/', as they are named here; found {other} and {leaf.keys}. Rename one of them "
-                    "and save again."
-                )
-            names[leaf.name] = leaf.stored_as
-            owners[leaf.stored_as] = leaf.keys
-    if missing:
-        legacy = (item / "checkpoint").is_file()
-        mend = (
-            "They are in the 'checkpoint' file of an old Orbax: restore it with Orbax and save it again."
-            if legacy
-            else "Copy the whole checkpoint again."
-        )
-        raise CheckpointError(
-            f"{item}: expected {len(leaves)} arrays and values, found none stored for {len(missing)}: "
-            f"{', '.join(missing[:8])}{', …' if len(missing) > 8 else ''}. {mend}"
-        )
-    if twice := sorted(empty.keys() & names.keys()):
-        raise CheckpointError(f"{item / _METADATA}: expected each tensor once, found {twice[0]!r} twice; it is corrupt")
-    complete = bool(fields.get("store_array_data_equal_to_fill_value", False))
-    return OrbaxCheckpoint(path, store, names, complete, empty)
+        tree = Tree([TreeLeaf(tuple(name.split(".")) if name else ()) for name in arrays], {}, {})
+    names = {name: (stored_as, arrays[stored_as]) for name, stored_as in tree.names(item, arrays).items()}
+    complete = bool(tree.fields.get("store_array_data_equal_to_fill_value", False))
+    return OrbaxCheckpoint(path, store, names, complete, tree.empty)
 
 
 class _Store:
@@ -392,7 +99,7 @@ class _Store:
                 self._keys = frozenset(key.decode() for key in listed)
             except _FAILURES as error:
                 raise CheckpointError(
-                    f"{item / _MANIFEST}: expected the index of an OCDBT database, found one that cannot be read "
+                    f"{item / MANIFEST}: expected the index of an OCDBT database, found one that cannot be read "
                     f"({error}); it is truncated or corrupt. Copy the checkpoint again."
                 ) from error
         else:
@@ -403,7 +110,7 @@ class _Store:
         found: dict[str, str] = {}
         for key in sorted(self._keys):
             folder, _, mark = key.rpartition("/")
-            if mark in _DRIVERS:
+            if mark in DRIVERS:
                 found[folder] = mark
         return found
 
@@ -412,7 +119,7 @@ class _Store:
         kvstore = dict(self._kvstore)
         prefix = f"{stored_as}/" if stored_as else ""
         kvstore["path"] = cast(str, kvstore.get("path", "")) + prefix
-        spec = {"driver": _DRIVERS[mark], "kvstore": kvstore, "fill_missing_data_reads": not complete}
+        spec = {"driver": DRIVERS[mark], "kvstore": kvstore, "fill_missing_data_reads": not complete}
         try:
             return _tensorstore().open(spec, context=self._context, open=True, read=True).result()
         except _FAILURES as error:
@@ -463,16 +170,15 @@ class OrbaxCheckpoint(Checkpoint):
     format = "orbax"
 
     def __init__(
-        self, path: Path, store: _Store, names: dict[str, str], complete: bool, empty: dict[str, LazyTensor]
+        self, path: Path, store: _Store, names: dict[str, tuple[str, str]], complete: bool, empty: dict[str, LazyTensor]
     ) -> None:
-        marks = store.arrays()
-        first = [store.item / _MANIFEST, store.item / _METADATA, *(Path(file) for file in store.files)]
+        first = [store.item / MANIFEST, store.item / METADATA, *(Path(file) for file in store.files)]
         source = FileSource(next(file for file in first if file.exists()))
         super().__init__(path, [*names, *empty], [source])
         self._tensors.update(empty)
         self.item = str(store.item)
         self._store, self._source, self._complete = store, source, complete
-        self._stored = {name: (stored_as, marks[stored_as]) for name, stored_as in names.items()}
+        self._stored = names  # name → name in the storage, and the file or key that describes the array
         self._order = {name: index for index, name in enumerate(names)}
         self._kept = _Kept()
         self._warned = False
@@ -491,7 +197,7 @@ class OrbaxCheckpoint(Checkpoint):
             dtype = np.dtype(array.dtype.numpy_dtype)
         except _FAILURES as error:
             raise CheckpointError(f"{what}: expected numbers, found {array.dtype.name}") from error
-        if dtype.kind not in "biufc" and dtype.type.__module__ != ml_dtypes.bfloat16.__module__:
+        if not is_number(dtype):
             raise CheckpointError(f"{what}: expected numbers, found {array.dtype.name}, which cannot be weights")
         if not math.prod(shape):
             return LazyTensor(ArrayLeaf(np.empty(shape, dtype), name))
@@ -650,6 +356,3 @@ def _whole_chunks(box: Box, chunk: tuple[int, ...], limit: int) -> Iterator[Box]
             slice(max((f + i) * step, part.start), min((f + i + take) * step, part.stop))
             for f, i, step, take, part in zip(first, index, chunk, taken, box, strict=True)
         )
-
-
-__all__ = ("ChunkedLeaf", "OrbaxCheckpoint", "find_item", "open_orbax")

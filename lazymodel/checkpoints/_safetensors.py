@@ -9,26 +9,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError
 from lazymodel._file_source import Convert, FileSource, Workspace, assign, slabs
 from lazymodel._lazy_tensor import Box, FileLeaf, LazyTensor, Leaf, box_shape
-from lazymodel.checkpoints._checkpoint import (
-    Checkpoint,
-    TensorHeader,
-    check_pointer,
-    read_json_file,
-    require_shards,
-    shard_path,
-    weight_map,
-)
-from lazymodel.checkpoints._safetensors_header import DTYPES, FLOAT4, MAX_HEADER, Kind, read_header
+from lazymodel.checkpoints._checkpoint import Checkpoint, TensorHeader
+from lazymodel.checkpoints._safetensors_header import FLOAT4, read_header
 from lazymodel.checkpoints._shards import shard_problems
+from lazymodel.checkpoints._untrusted import check_pointer, read_json_file, require_shards, shard_path, weight_map
 
 _PACKED_UNIT = 16 << 10  # bytes of workspace for packed values, at least: rows of some thousand elements
 
@@ -103,13 +95,12 @@ class PackedLeaf(Leaf):
             np.right_shift(packed[..., : high.shape[-1]], 4, out=high)
 
 
-class SafetensorsFile(Mapping[str, LazyTensor]):
+class SafetensorsFile(Checkpoint):
     """One safetensors file: tensor name → `LazyTensor`, in file order. Opening reads and checks the header.
 
     Attributes:
-        path: The file's path.
+        header: What its header says.
         metadata: The header's `__metadata__`, strings to strings.
-        names: Its tensors' names, in file order, to their numbers.
         source: Its bytes; `source.bytes_read` counts what was read of the tensors.
 
     Raises:
@@ -117,90 +108,58 @@ class SafetensorsFile(Mapping[str, LazyTensor]):
             of range, a repeated key, an unknown dtype, a shape that is not its byte range, overlaps, or gaps.
     """
 
+    format = "safetensors"
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.fspath(path)
         check_pointer(Path(path))
         self.source = FileSource(path)
-        self._entries = read_header(self.path, self.source.size)
-        self.metadata = self._entries.metadata
-        self.names: Mapping[str, int] = self._entries.names
+        self.header = read_header(os.fspath(path), self.source.size)
+        self.metadata = self.header.metadata
+        super().__init__(path, self.header.names, [self.source])
 
-    def __getitem__(self, name: str) -> LazyTensor:
-        try:
-            kind, offset = self._entries.find(name)
-        except KeyError:
-            raise KeyError(f"{name!r} is not a tensor of {self.path}") from None
+    def _tensor(self, name: str) -> LazyTensor:
+        kind, offset = self.header.find(name)
         if kind.dtype == FLOAT4:
             return LazyTensor(PackedLeaf(name, self.source, offset, kind.shape))
         return LazyTensor(FileLeaf(name, self.source, offset, kind.shape, kind.dtype))
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
+    def describe(self, name: str) -> TensorHeader:
+        kind, _ = self.header.find(name)
+        return TensorHeader(kind.dtype, kind.shape, kind.nbytes, self.path)
 
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
-
-    def keys(self) -> KeysView[str]:
-        """Its tensors' names; not the general view, which would ask for each name in Python."""
-        return self.names.keys()
-
-    def nbytes(self, names: Iterable[str]) -> int:
-        """Bytes of some of its tensors."""
-        return self._entries.nbytes(names)
-
-    def kind(self, name: str) -> Kind:
-        """A tensor's dtype and shape, without making the tensor."""
-        return self._entries.find(name)[0]
-
-    def close(self) -> None:
-        """Releases the file descriptor; a later read opens it again."""
-        self.source.close()
-
-    def __repr__(self) -> str:
-        return f"SafetensorsFile({self.path!r}: {len(self)} tensors, {format_bytes(self.source.size)})"
+    @property
+    def nbytes(self) -> int:
+        return self.header.nbytes(self)
 
 
 class SafetensorsCheckpoint(Checkpoint):
-    """One or more safetensors files as one mapping."""
+    """Several safetensors files as one mapping."""
 
     format = "safetensors"
 
     def __init__(self, path: Path, files: list[SafetensorsFile], names: dict[str, SafetensorsFile]) -> None:
         super().__init__(path, names, [file.source for file in files])
-        self._files = names
         self.metadata = {key: value for file in files for key, value in file.metadata.items()}
 
     def _tensor(self, name: str) -> LazyTensor:
-        return self._files[name][name]
+        return self._names[name]._tensor(name)
 
     def describe(self, name: str) -> TensorHeader:
-        file, kind = self._files[name], self._files[name].kind(name)
-        return TensorHeader(kind.dtype, kind.shape, kind.nbytes, file.path)
+        return self._names[name].describe(name)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        names: dict[int, list[str]] = {}
-        for name, file in self._files.items():
-            names.setdefault(id(file), []).append(name)
-        return sum(self._files[held[0]].nbytes(held) for held in names.values())
+        held: dict[int, tuple[SafetensorsFile, list[str]]] = {}
+        for name, file in self._names.items():
+            held.setdefault(id(file), (file, []))[1].append(name)
+        return sum(file.header.nbytes(names) for file, names in held.values())
 
 
 def open_safetensors(path: Path, paths: list[Path]) -> SafetensorsCheckpoint:
-    """Opens safetensors files that no index describes.
-
-    Raises:
-        CheckpointError: As `SafetensorsFile`; or two files have a tensor of the same name; or, in a folder, files are
-            numbered as shards and are not all of them, or not of one save.
-    """
-    if folder := path not in paths:
-        _refuse(shard_problems(path, dict.fromkeys(paths)))
+    """Opens the files of a folder that no index describes: one, or all the shards of one save."""
+    _require_one_save(path, dict.fromkeys(paths))
     files = [SafetensorsFile(file) for file in paths]
-    if folder:
-        _refuse(shard_problems(path, _metadata(files)))
+    _require_one_save(path, {Path(file.path): file.metadata for file in files})
     names: dict[str, SafetensorsFile] = {}
     for file in files:
         if not names.keys().isdisjoint(file.keys()):
@@ -209,17 +168,12 @@ def open_safetensors(path: Path, paths: list[Path]) -> SafetensorsCheckpoint:
                 f"tensor {name!r} is in both {names[name].path} and {file.path}; open one of the files, or add the "
                 "index file that says which one counts"
             )
-        names |= dict.fromkeys(file.names, file)
+        names |= dict.fromkeys(file.keys(), file)
     return SafetensorsCheckpoint(path, files, names)
 
 
 def open_index(index: Path) -> SafetensorsCheckpoint:
-    """Opens the shards that an `*.safetensors.index.json` names. Tensors that it does not list are left out.
-
-    Raises:
-        CheckpointError: As `SafetensorsFile`; or a shard is missing or outside the folder, or lacks a tensor that the
-            index says it has; or numbered shards are of different saves.
-    """
+    """Opens the shards that an `*.safetensors.index.json` names. Tensors that it does not list are left out."""
     weights = weight_map(read_json_file(index), index)
     paths: dict[str, Path] = {}
     for shard in weights.values():
@@ -227,7 +181,7 @@ def open_index(index: Path) -> SafetensorsCheckpoint:
             paths[str(shard)] = shard_path(index, shard)  # which refuses what is no string
     require_shards(index, list(paths.values()))
     files = {shard: SafetensorsFile(path) for shard, path in paths.items()}
-    _refuse(shard_problems(index, _metadata(files.values()), indexed=True))
+    _require_one_save(index, {Path(file.path): file.metadata for file in files.values()}, indexed=True)
     names: dict[str, SafetensorsFile] = {}
     held = {shard: file.keys() for shard, file in files.items()}
     for name, shard in weights.items():
@@ -240,21 +194,6 @@ def open_index(index: Path) -> SafetensorsCheckpoint:
     return SafetensorsCheckpoint(index, list(files.values()), names)
 
 
-def _metadata(files: Iterable[SafetensorsFile]) -> dict[Path, dict[str, str]]:
-    return {Path(file.path): file.metadata for file in files}
-
-
-def _refuse(problems: Iterable[str]) -> None:
-    for problem in problems:
+def _require_one_save(where: Path, metadata: Mapping[Path, dict[str, str] | None], *, indexed: bool = False) -> None:
+    for problem in shard_problems(where, metadata, indexed=indexed):
         raise CheckpointError(problem)
-
-
-__all__: Sequence[str] = (
-    "DTYPES",
-    "MAX_HEADER",
-    "PackedLeaf",
-    "SafetensorsCheckpoint",
-    "SafetensorsFile",
-    "open_index",
-    "open_safetensors",
-)

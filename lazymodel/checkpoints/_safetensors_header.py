@@ -20,10 +20,9 @@ import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel.checkpoints._checkpoint import read_json_object
+from lazymodel.checkpoints._untrusted import MAX_DIMENSIONS, counts, read_json_object
 
 MAX_HEADER = 100_000_000  # bytes; the reference implementation's own limit
-_MAX_DIMENSIONS = 32  # NumPy 1's; no model comes near
 _MAX_NBYTES = 2**63  # what NumPy can address, even where an extent of 0 leaves nothing to hold
 
 FLOAT4 = np.dtype(ml_dtypes.float4_e2m1fn)
@@ -81,30 +80,34 @@ class Kind:
         return math.prod(self.shape) * (4 if self.dtype == FLOAT4 else 8 * self.dtype.itemsize)
 
 
+@dataclasses.dataclass(frozen=True)
 class Header:
     """What a header says.
 
     Attributes:
         metadata: Its `__metadata__`, strings to strings.
         names: Names of the tensors, in the order in which the file has them, to their numbers.
+        kinds: The kinds that there are.
+        codes: Number of a tensor → number of its kind.
+        begins: Number of a tensor → its first byte in the file.
     """
 
-    def __init__(
-        self, metadata: dict[str, str], names: dict[str, int], kinds: list[Kind], codes: np.ndarray, begins: np.ndarray
-    ) -> None:
-        self.metadata, self.names = metadata, names
-        self._kinds, self._codes, self._begins = kinds, codes, begins
+    metadata: dict[str, str]
+    names: dict[str, int]
+    kinds: list[Kind]
+    codes: np.ndarray
+    begins: np.ndarray
 
     def find(self, name: str) -> tuple[Kind, int]:
-        """Dtype and shape of a tensor, and its first byte in the file; KeyError if there is none of this name."""
+        """Dtype and shape of a tensor that is there, and its first byte in the file."""
         number = self.names[name]
-        return self._kinds[self._codes[number]], int(self._begins[number])
+        return self.kinds[self.codes[number]], int(self.begins[number])
 
     def nbytes(self, names: Iterable[str]) -> int:
         """Bytes of some tensors' elements in memory."""
         numbers = np.fromiter(map(self.names.__getitem__, names), np.int64)
-        counts = np.bincount(self._codes[numbers], minlength=len(self._kinds)).tolist()
-        return sum(count * kind.nbytes for count, kind in zip(counts, self._kinds, strict=True))
+        found = np.bincount(self.codes[numbers], minlength=len(self.kinds)).tolist()
+        return sum(count * kind.nbytes for count, kind in zip(found, self.kinds, strict=True))
 
 
 def read_header(path: str, size: int) -> Header:
@@ -113,12 +116,45 @@ def read_header(path: str, size: int) -> Header:
     Raises:
         CheckpointError: It cannot be read, is truncated, too long or no JSON, or contradicts itself or the file.
     """
-    data, start = _read(path, size)
+    data = _read(path, size)
+    start = 8 + len(data)  # of the tensors' bytes
     if (header := _written_as_usual(data, start, size - start)) is not None:
         return header
     fields = read_json_object(data, path)
-    metadata = _check_metadata(path, fields.pop("__metadata__", None))
-    return _header(metadata, _check_entries(path, fields, size - start), start)
+    metadata: Any = fields.pop("__metadata__", None)
+    if not _is_metadata(metadata):
+        raise CheckpointError(
+            f"{path}: expected '__metadata__' to map strings to strings, found {reprlib.repr(metadata)}; it is corrupt"
+        )
+    entries = [(_entry(f"{path}: tensor {name!r}", entry), name) for name, entry in fields.items()]
+    entries.sort(key=lambda item: item[0][:2])
+    _require_no_gaps(path, [(begin, end, name) for (begin, end, _), name in entries], size - start)
+    codes: dict[Kind, int] = {}
+    numbers = [codes.setdefault(kind, len(codes)) for (*_, kind), _ in entries]
+    begins = np.array([start + begin for (begin, *_), _ in entries], np.int64)
+    names = {name: index for index, (_, name) in enumerate(entries)}
+    return Header(metadata or {}, names, list(codes), np.array(numbers, np.int32), begins)
+
+
+def _read(path: str, size: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(prefix := file.read(8), "little")
+            if len(prefix) < 8:
+                raise CheckpointError(f"{path} is no safetensors file: expected at least 8 bytes, found {size}")
+            if length > MAX_HEADER:
+                raise CheckpointError(
+                    f"{path} is no safetensors file, or corrupt: expected a header of at most {MAX_HEADER} bytes, "
+                    f"found a length of {length}"
+                )
+            if 8 + length > size or len(data := file.read(length)) < length:
+                raise CheckpointError(
+                    f"{path} is truncated: expected a header up to byte {8 + length}, found a file of {size} bytes. "
+                    "Download or copy it again."
+                )
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    return data
 
 
 def _written_as_usual(data: bytes, start: int, available: int) -> Header | None:
@@ -174,49 +210,6 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _header(metadata: dict[str, str], entries: Sequence[tuple[int, str, Kind]], start: int) -> Header:
-    """A header of tensors in their order in the file: first byte of the tensors' bytes, name, and kind."""
-    codes: dict[Kind, int] = {}
-    numbers = [codes.setdefault(kind, len(codes)) for *_, kind in entries]
-    names = {name: index for index, (_, name, _) in enumerate(entries)}
-    begins = np.array([start + begin for begin, *_ in entries], np.int64)
-    return Header(metadata, names, list(codes), np.array(numbers, np.int32), begins)
-
-
-def _read(path: str, size: int) -> tuple[bytes, int]:
-    """The header and the byte at which tensors begin."""
-    try:
-        with open(path, "rb") as file:
-            prefix = file.read(8)
-            length = int.from_bytes(prefix, "little")
-            if len(prefix) < 8:
-                raise CheckpointError(f"{path} is no safetensors file: expected at least 8 bytes, found {size}")
-            if length > MAX_HEADER:
-                raise CheckpointError(
-                    f"{path} is no safetensors file, or corrupt: expected a header of at most {MAX_HEADER} bytes, "
-                    f"found a length of {length}"
-                )
-            if 8 + length > size:
-                raise CheckpointError(
-                    f"{path} is truncated: expected a header up to byte {8 + length}, found a file of {size} bytes. "
-                    "Download or copy it again."
-                )
-            data = file.read(length)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    return data, 8 + length
-
-
-def _check_metadata(path: str, metadata: Any) -> dict[str, str]:
-    if metadata is None:
-        return {}
-    if not _is_metadata(metadata):
-        raise CheckpointError(
-            f"{path}: expected '__metadata__' to map strings to strings, found {reprlib.repr(metadata)}; it is corrupt"
-        )
-    return cast("dict[str, str]", metadata)
-
-
 def _is_metadata(metadata: Any) -> bool:
     """Whether it is None, for a header without any, or maps strings to strings."""
     if metadata is None:
@@ -226,55 +219,53 @@ def _is_metadata(metadata: Any) -> bool:
     )
 
 
-def _check_entries(path: str, header: dict[str, Any], available: int) -> list[tuple[int, str, Kind]]:
-    """First byte of the tensors' bytes, name, and kind, in file order, after every check that needs no such byte."""
-    entries: list[tuple[int, int, str, Kind]] = []
-    for name, entry in header.items():
-        # Values are quoted by reprlib: one may be as long as the header, or nested as deep as Python allows.
-        what = f"{path}: tensor {name!r}"
-        if not isinstance(entry, dict):
-            raise CheckpointError(
-                f"{what}: expected dtype, shape and data_offsets, found {reprlib.repr(entry)}; it is corrupt"
-            )
-        fields = cast("dict[str, Any]", entry)
-        stored = fields.get("dtype")
-        if stored in _SIX_BITS:
-            raise CheckpointError(
-                f"{what}: found dtype {stored}, which cannot be loaded: JAX has no arrays of 6-bit floats, and the "
-                "format does not say how they are packed. Convert the file to a dtype of 8 bits or more"
-            )
-        dtype = DTYPES.get(stored) if isinstance(stored, str) else None
-        if dtype is None:
-            raise CheckpointError(
-                f"{what}: expected one of the dtypes {', '.join(DTYPES)}, found {reprlib.repr(stored)}"
-            )
-        kind = _kind(dtype, _counts(fields.get("shape")))
-        if kind is None:
-            raise CheckpointError(
-                f"{what}: expected a shape of non-negative ints, at most {_MAX_DIMENSIONS} of them and of less than "
-                f"{_MAX_NBYTES} bytes, found {reprlib.repr(fields.get('shape'))}"
-            )
-        offsets = _counts(fields.get("data_offsets"))
-        if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise CheckpointError(
-                f"{what}: expected data_offsets [begin, end], found {reprlib.repr(fields.get('data_offsets'))}"
-            )
-        begin, end = offsets
-        shape, bits = kind.shape, kind.bits
-        if bits % 8:
-            raise CheckpointError(
-                f"{what}: expected whole bytes, found an odd number of 4-bit values, {stored}{list(shape)}; "
-                "it is corrupt"
-            )
-        if end - begin != bits // 8:
-            raise CheckpointError(
-                f"{what}: expected {bits // 8} bytes for {stored}{list(shape)}, found data_offsets of "
-                f"{end - begin} bytes; it is corrupt"
-            )
-        entries.append((begin, end, name, kind))
-    entries.sort(key=lambda entry: entry[:2])
+def _entry(what: str, entry: Any) -> tuple[int, int, Kind]:
+    """First and last byte of a tensor's bytes, and its kind, after every check of it alone."""
+    # Values are quoted by reprlib: one may be as long as the header, or nested as deep as Python allows.
+    if not isinstance(entry, dict):
+        raise CheckpointError(
+            f"{what}: expected dtype, shape and data_offsets, found {reprlib.repr(entry)}; it is corrupt"
+        )
+    fields = cast("dict[str, Any]", entry)
+    stored = fields.get("dtype")
+    if stored in _SIX_BITS:
+        raise CheckpointError(
+            f"{what}: found dtype {stored}, which cannot be loaded: JAX has no arrays of 6-bit floats, and the "
+            "format does not say how they are packed. Convert the file to a dtype of 8 bits or more"
+        )
+    dtype = DTYPES.get(stored) if isinstance(stored, str) else None
+    if dtype is None:
+        raise CheckpointError(f"{what}: expected one of the dtypes {', '.join(DTYPES)}, found {reprlib.repr(stored)}")
+    shape = fields.get("shape")
+    kind = _kind(dtype, counts(shape))
+    if kind is None:
+        raise CheckpointError(
+            f"{what}: expected a shape of non-negative ints, at most {MAX_DIMENSIONS} of them and of less than "
+            f"{_MAX_NBYTES} bytes, found {reprlib.repr(shape)}"
+        )
+    offsets = counts(fields.get("data_offsets"))
+    if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(
+            f"{what}: expected data_offsets [begin, end], found {reprlib.repr(fields.get('data_offsets'))}"
+        )
+    begin, end = offsets
+    if kind.bits % 8:
+        raise CheckpointError(
+            f"{what}: expected whole bytes, found an odd number of 4-bit values, {stored}{list(kind.shape)}; "
+            "it is corrupt"
+        )
+    if end - begin != kind.bits // 8:
+        raise CheckpointError(
+            f"{what}: expected {kind.bits // 8} bytes for {stored}{list(kind.shape)}, found data_offsets of "
+            f"{end - begin} bytes; it is corrupt"
+        )
+    return begin, end, kind
+
+
+def _require_no_gaps(path: str, entries: Iterable[tuple[int, int, str]], available: int) -> None:
+    """Raises CheckpointError unless tensors, given in file order, are all of the bytes and share none of them."""
     position, previous = 0, ""
-    for begin, end, name, _ in entries:
+    for begin, end, name in entries:
         if begin < position:
             raise CheckpointError(f"{path}: tensors {previous!r} and {name!r} overlap at byte {begin}; it is corrupt")
         if begin > position:
@@ -292,21 +283,12 @@ def _check_entries(path: str, header: dict[str, Any], available: int) -> list[tu
             f"{path}: expected {position} bytes of tensors, found {available - position} more bytes after them; "
             "it is corrupt"
         )
-    return [(begin, name, kind) for begin, _, name, kind in entries]
 
 
 def _kind(dtype: np.dtype[Any] | None, shape: Sequence[int] | None) -> Kind | None:
     """A dtype and a shape of non-negative ints that NumPy can have together, else None."""
-    if dtype is None or shape is None or len(shape) > _MAX_DIMENSIONS:
+    if dtype is None or shape is None or len(shape) > MAX_DIMENSIONS:
         return None
     if math.prod(max(extent, 1) for extent in shape) * dtype.itemsize >= _MAX_NBYTES:
         return None
     return Kind(dtype, tuple(shape))
-
-
-def _counts(value: Any) -> tuple[int, ...] | None:
-    """A list of non-negative ints below 2**63 as a tuple, else None."""
-    if not isinstance(value, list):
-        return None
-    items = cast("list[Any]", value)
-    return tuple(items) if all(type(item) is int and 0 <= item < 2**63 for item in items) else None

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
+from lazymodel.checkpoints._untrusted import LISTED, listed
+
 SAVE_KEY = "lazymodel_save"  # in a shard's metadata: what the shards of one save have in common, and no others
-LISTED = 8  # names that one message gives before it counts the rest
 _PART = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.safetensors")  # as Hugging Face numbers the shards of a model
 
 
@@ -37,9 +38,7 @@ def shard_problems(
         if match := _PART.fullmatch(path.name):
             parts.setdefault((match[1], match[3]), {})[path] = int(match[2])
     if not indexed:
-        missing = [
-            message for key, paths in parts.items() for message in _incomplete(folder, *key, set(paths.values()))
-        ]
+        missing = [text for key, paths in parts.items() for text in _incomplete(folder, *key, set(paths.values()))]
         yield from missing
         if len(parts) > 1 and not missing:
             names = ", ".join(f"{stem}-*-of-{total}.safetensors" for stem, total in parts)
@@ -48,30 +47,23 @@ def shard_problems(
                 "says which count. Remove the others, or add the index file"
             )
     for paths in parts.values():
-        saves = {found.get(SAVE_KEY) for path in paths if (found := metadata[path]) is not None}
+        saves: dict[str | None, list[str]] = {}
+        for path in paths:
+            if (found := metadata[path]) is not None:
+                saves.setdefault(found.get(SAVE_KEY), []).append(path.name)
         if len(saves) > 1:
-            of_save: dict[str | None, list[str]] = {}
-            for path in paths:
-                if (found := metadata[path]) is not None:
-                    of_save.setdefault(found.get(SAVE_KEY), []).append(path.name)
-            groups = "; ".join(_some(names) for names in of_save.values())
             yield (
-                f"{folder}: expected shards of one save, found a mixture of {len(saves)}: {groups}. Copy all shards "
-                "of one of them again"
+                f"{folder}: expected shards of one save, found a mixture of {len(saves)}: "
+                f"{'; '.join(map(listed, saves.values()))}. Copy all shards of one of them again"
             )
 
 
 def _incomplete(folder: str | os.PathLike[str], stem: str, total: str, numbers: set[int]) -> Iterator[str]:
     count = int(total) - sum(1 <= number <= int(total) for number in numbers)
-    if not count:
-        return
-    lacking = (number for number in range(1, int(total) + 1) if number not in numbers)
-    names = [f"{stem}-{number:0{len(total)}}-of-{total}.safetensors" for number in islice(lacking, LISTED)]
-    yield (
-        f"{folder}: expected {int(total)} shards as their names say, found {int(total) - count}; "
-        f"missing {', '.join(names)}{', …' if count > len(names) else ''}. Download them too."
-    )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:LISTED]) + (", …" if len(names) > LISTED else "")
+    if count:
+        lacking = (number for number in range(1, int(total) + 1) if number not in numbers)
+        names = [f"{stem}-{number:0{len(total)}}-of-{total}.safetensors" for number in islice(lacking, LISTED + 1)]
+        yield (
+            f"{folder}: expected {int(total)} shards as their names say, found {int(total) - count}; "
+            f"missing {listed(names)}. Download them too."
+        )

@@ -14,7 +14,6 @@ Formats: https://huggingface.co/docs/hub/local-cache; `huggingface_hub/_local_fo
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import re
@@ -22,11 +21,11 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 
-from lazymodel._bytes import format_bytes
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._file_source import FileSource
+from lazymodel.checkpoints._untrusted import LISTED, listed, read_at_most
 
 Verify = bool | str | os.PathLike[str] | Mapping[str, str]
 """What `verify=` takes: whether to use the hashes that the folder states, a manifest's path, or name → hash."""
@@ -34,7 +33,7 @@ Verify = bool | str | os.PathLike[str] | Mapping[str, str]
 MAX_MANIFEST = 16 << 20  # bytes; a hundred thousand files are below this
 _MAX_METADATA = 4 << 10  # bytes; three short lines
 _MAX_THREADS = 8  # SHA-256 takes 1 to 2 GB/s a core, so that more would wait for the disk
-_LISTED = 8  # files that one message names
+_BUFFER = 256 << 10  # bytes read at a time
 
 _HEX_DIGITS = {"md5": 32, "sha1": 40, "sha256": 64, "sha512": 128, "git-sha1": 40}
 _BY_LENGTH = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}  # as manifests mean it
@@ -48,17 +47,10 @@ _BSD = re.compile(r"([A-Za-z0-9-]+) ?\((.+)\) ?= ?([0-9A-Fa-f]+)")
 _ESCAPES = re.compile(r"\\([\\nr])")
 
 
-@dataclasses.dataclass(frozen=True)
-class Hash:
-    """What a file's content should hash to.
+class Hash(NamedTuple):
+    """What a file's content should hash to, in lower-case hexadecimal digits, and who states it, for messages."""
 
-    Attributes:
-        algorithm: `md5`, `sha1`, `sha256`, `sha512`, or `git-sha1` for the id that git gives a file.
-        digest: Lower-case hexadecimal digits.
-        source: Who states it, for messages.
-    """
-
-    algorithm: str
+    algorithm: str  # `md5`, `sha1`, `sha256`, `sha512`, or `git-sha1` for the id that git gives a file
     digest: str
     source: str
 
@@ -91,32 +83,26 @@ def verify_files(
     if lacking := [file for file in files if not hashes[file]]:
         raise CheckpointError(no_hash(lacking, verify))
     sources = [FileSource(file) for file in files]
-    problems = mismatches(hashes)
+    problems = list(mismatches(hashes).values())
     for source in sources:
         source.check_unchanged()
     if problems:
-        messages = list(problems.values())
-        more = f"\n… and {len(messages) - _LISTED} more" if len(messages) > _LISTED else ""
-        raise CheckpointError("\n".join(messages[:_LISTED]) + more)
+        more = f"\n… and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
+        raise CheckpointError("\n".join(problems[:LISTED]) + more)
     return sources
 
 
-def known_hashes(files: Sequence[str], verify: Verify, root: str | os.PathLike[str]) -> dict[str, tuple[Hash, ...]]:
-    """The hashes stated for each file, none where nobody states one; arguments as of `verify_files`.
-
-    Raises:
-        CheckpointError: A manifest is missing or too large, or a given hash is none.
-    """
+def known_hashes(files: Sequence[str], verify: Verify, root: str | os.PathLike[str]) -> dict[str, list[Hash]]:
+    """The hashes stated for each file, none where nobody states one; arguments as of `verify_files`."""
     folder = os.path.abspath(root)
+    stated: dict[str, list[Hash]] = {}
     if verify is True:
         manifests: dict[str, dict[str, list[Hash]]] = {}
         return {file: _beside(file, folder, manifests) for file in files}
     if isinstance(verify, Mapping):
-        given: dict[str, list[Hash]] = {}
         for name, text in verify.items():
-            given.setdefault(_absolute(folder, name), []).append(_parse_given(name, text))
-        return {file: tuple(given.get(os.path.abspath(file), ())) for file in files}
-    if isinstance(verify, str | os.PathLike):
+            stated.setdefault(_absolute(folder, name), []).append(_parse_given(name, text))
+    elif isinstance(verify, str | os.PathLike):
         manifest = Path(verify)
         if not os.path.isfile(manifest):
             raise CheckpointError(
@@ -124,32 +110,27 @@ def known_hashes(files: Sequence[str], verify: Verify, root: str | os.PathLike[s
                 "file name to 'sha256:<hex>'"
             )
         # Relative to its own folder, or kept elsewhere with the names that the files have in their own folder.
-        stated: dict[str, list[Hash]] = {}
         for base in dict.fromkeys((folder, os.path.abspath(manifest.parent))):
             stated.update(_read_manifest(manifest, base))
-        return {file: tuple(stated.get(os.path.abspath(file), ())) for file in files}
-    raise LazyModelError(
-        f"verify is True, False, the path of a manifest, or a mapping of file name to 'sha256:<hex>'; got {verify!r}"
-    )
+    else:
+        raise LazyModelError(
+            "verify is True, False, the path of a manifest, or a mapping of file name to 'sha256:<hex>'; got "
+            f"{verify!r}"
+        )
+    return {file: stated.get(os.path.abspath(file), []) for file in files}
 
 
 def mismatches(hashes: Mapping[str, Sequence[Hash]]) -> dict[str, str]:
-    """Reads the files and returns, for each that has another hash than stated, a message that says so.
-
-    Raises:
-        CheckpointError: A file cannot be read.
-    """
+    """Reads the files and returns, for each that has another hash than stated, a message that says so."""
     files = [file for file, expected in hashes.items() if expected]
     stop = threading.Event()
     threads = max(min(len(files), os.cpu_count() or 1, _MAX_THREADS), 1)
-
-    def found(file: str) -> dict[str, str]:
-        return _digests(file, {hash.algorithm for hash in hashes[file]}, stop)
-
     problems: dict[str, str] = {}
     with ThreadPoolExecutor(threads, thread_name_prefix="lazymodel-verify") as pool:
         try:
-            for file, digests in zip(files, pool.map(found, files), strict=True):
+            running = [pool.submit(_digests, file, {hash.algorithm for hash in hashes[file]}, stop) for file in files]
+            for file, future in zip(files, running, strict=True):
+                digests = future.result()
                 for expected in hashes[file]:
                     if digests[expected.algorithm] != expected.digest:
                         problems[file] = (
@@ -165,29 +146,27 @@ def mismatches(hashes: Mapping[str, Sequence[Hash]]) -> dict[str, str]:
 
 def no_hash(files: Sequence[str], verify: Verify) -> str:
     """The message for files whose hash nobody states."""
-    names = ", ".join(files[:_LISTED]) + (f", … ({len(files)} files)" if len(files) > _LISTED else "")
+    names = listed(files) + (f" ({len(files)} files)" if len(files) > LISTED else "")
+    every = "for every file of the checkpoint, its index included"
     if verify is True:
-        return (
-            f"no hash is known for {names}: expected one from a Hugging Face cache or download, or in SHA256SUMS, "
-            "checksums.txt or <file>.sha256 beside the file, found none. Pass verify={file name: 'sha256:<hex>'} or "
-            "the path of a manifest."
+        said = (
+            "one from a Hugging Face cache or download, or in SHA256SUMS, checksums.txt or <file>.sha256 beside the "
+            "file, found none. Pass verify={file name: 'sha256:<hex>'} or the path of a manifest."
         )
-    if isinstance(verify, Mapping):
-        listed = ", ".join(map(repr, list(verify)[:_LISTED])) or "no file"
-        return (
-            f"no hash is known for {names}: expected one for every file of the checkpoint, its index included, found "
-            f"them for {listed}. Names are relative to the checkpoint's folder."
+    elif isinstance(verify, Mapping):
+        given = listed([repr(name) for name in verify]) or "no file"
+        said = f"one {every}, found them for {given}. Names are relative to the checkpoint's folder."
+    else:
+        said = (
+            f"a line {every}, in {verify}, found none. Names are relative to the manifest's or the checkpoint's folder."
         )
-    return (
-        f"no hash is known for {names}: expected a line for every file of the checkpoint, its index included, in "
-        f"{verify}, found none. Names are relative to the manifest's or the checkpoint's folder."
-    )
+    return f"no hash is known for {names}: expected {said}"
 
 
 # --- who states a hash -----------------------------------------------------------------------------------------------
 
 
-def _beside(file: str, root: str, manifests: dict[str, dict[str, list[Hash]]]) -> tuple[Hash, ...]:
+def _beside(file: str, root: str, manifests: dict[str, dict[str, list[Hash]]]) -> list[Hash]:
     """The hashes that a cache, a download's metadata and manifests state for a file; `manifests` by folder."""
     path = os.path.abspath(file)
     hashes = [hash for hash in (_from_cache(path), _from_download(path)) if hash is not None]
@@ -196,10 +175,7 @@ def _beside(file: str, root: str, manifests: dict[str, dict[str, list[Hash]]]) -
         if folder not in manifests:
             manifests[folder] = _manifests_in(folder)
         hashes += manifests[folder].get(path, ())
-    unique: dict[tuple[str, str], Hash] = {}
-    for hash in hashes:
-        unique.setdefault((hash.algorithm, hash.digest), hash)
-    return tuple(unique.values())
+    return list({(hash.algorithm, hash.digest): hash for hash in reversed(hashes)}.values())[::-1]
 
 
 def _from_cache(path: str) -> Hash | None:
@@ -246,16 +222,7 @@ def _read_manifest(manifest: Path, folder: str) -> dict[str, list[Hash]]:
     Lines that state no hash (comments, signatures, other algorithms) are passed over, as `sha256sum --check` does; a
     file that no line is left for is then one without a hash.
     """
-    try:
-        size = manifest.stat().st_size
-        if size > MAX_MANIFEST:
-            raise CheckpointError(
-                f"{manifest}: expected a manifest of at most {format_bytes(MAX_MANIFEST)}, found {format_bytes(size)}; "
-                "is this a list of hashes?"
-            )
-        text = os.fsdecode(manifest.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"cannot read {manifest}: {error.strerror}") from error
+    text = os.fsdecode(read_at_most(manifest, MAX_MANIFEST, "a manifest"))
     own = _MANIFEST.fullmatch(manifest.name)
     algorithm = own[1].lower() if own and own[1] else None
     about = ""  # the file that a manifest of one is about
@@ -293,9 +260,8 @@ def _parse(digits: str, algorithm: str | None, source: str) -> Hash | None:
 
 
 def _parse_given(name: str, text: Any) -> Hash:
-    match = _GIVEN.fullmatch(text) if isinstance(text, str) else None
     hash = None
-    if match is not None:
+    if isinstance(text, str) and (match := _GIVEN.fullmatch(text)):
         hash = _parse(match[2], match[1] or _BY_LENGTH.get(len(match[2])), "verify")
     if hash is None:
         raise CheckpointError(
@@ -312,35 +278,20 @@ class _Stopped(Exception):
     """Another file failed, or the user did not want to wait."""
 
 
-class _Digests:
-    """Several hashes of one pass over a file; what `hashlib.file_digest` feeds."""
-
-    def __init__(self, algorithms: Iterable[str], size: int, stop: threading.Event) -> None:
-        self._stop = stop
-        self._hashers: dict[str, Any] = {}
-        for algorithm in algorithms:
-            # These compare, they do not sign: md5 is fine where a system's policy forbids it for security.
-            hasher = hashlib.new(algorithm.removeprefix("git-"), usedforsecurity=False)
-            if algorithm == "git-sha1":
-                hasher.update(b"blob %d\0" % size)  # https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
-            self._hashers[algorithm] = hasher
-
-    def update(self, data: Any) -> None:
-        if self._stop.is_set():
-            raise _Stopped
-        for hasher in self._hashers.values():
-            hasher.update(data)
-
-    def hexdigests(self) -> dict[str, str]:
-        return {algorithm: hasher.hexdigest() for algorithm, hasher in self._hashers.items()}
-
-
 def _digests(file: str, algorithms: Iterable[str], stop: threading.Event) -> dict[str, str]:
     """Algorithm → the digits that the file's content has."""
+    # These compare, they do not sign: md5 is fine where a system's policy forbids it for security.
+    hashers = {name: hashlib.new(name.removeprefix("git-"), usedforsecurity=False) for name in algorithms}
+    buffer = memoryview(bytearray(_BUFFER))
     try:
         with open(file, "rb", buffering=0) as stream:
-            digests = _Digests(algorithms, os.fstat(stream.fileno()).st_size, stop)
-            hashlib.file_digest(stream, cast("Any", lambda: digests))
+            if "git-sha1" in hashers:  # https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
+                hashers["git-sha1"].update(b"blob %d\0" % os.fstat(stream.fileno()).st_size)
+            while count := stream.readinto(buffer):
+                if stop.is_set():
+                    raise _Stopped
+                for hasher in hashers.values():
+                    hasher.update(buffer[:count])
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
-    return digests.hexdigests()
+    return {name: hasher.hexdigest() for name, hasher in hashers.items()}

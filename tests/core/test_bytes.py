@@ -94,6 +94,6 @@ def test_device_memory_that_makes_no_sense_is_refused(model: lm.AbstractModel, c
     with pytest.raises(lm.LazyModelError, match="^device_memory"):
         model.plan().check(device_memory=value)
     with pytest.raises(lm.LazyModelError, match="^device_memory"):
-        lm.smallest_topology(model, "v5e", {}, confirm=False, device_memory=value)
+        lm.smallest_topology(model, "v5e", {}, device_memory=value, compile=None)
     assert main(["plan", "no:where", "--device-memory", str(value)]) == 2
     assert "--device-memory" in capsys.readouterr().err

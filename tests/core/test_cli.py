@@ -108,7 +108,7 @@ def test_interrupted(checkpoint, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lazymodel.checkpoints._inspect.inspect_checkpoint", interrupt)
+    monkeypatch.setattr("lazymodel._cli_inspect.inspect_checkpoint", interrupt)
     assert main(["inspect", str(checkpoint)]) == 130
 
 
@@ -200,7 +200,7 @@ def test_plan_compares(factory, capsys, tmp_path):
         (["--lora-rank", "4", "--optimizer", "adam"], "no variable of make is a LoRA target"),
         (["--batch", "4"], "--batch and --sequence are for --compile forward or train"),
         (["--compile", "forward", "--mesh", "model=512"], "has 512 devices and this machine"),
-        (["--compile", "forward", "--mesh", "model=1"], "needs function=f and inputs="),
+        (["--compile", "forward", "--mesh", "model=1"], "needs a function and its inputs"),
         (["--dtype", "bfloat16"], "a factory decides for itself"),
         (["--html", "absent/plan.html"], "cannot write absent/plan.html: No such file or directory"),
     ],
@@ -231,7 +231,7 @@ def test_plan_of_what_is_not_there(factory, capsys):
         (["--topology", "v5e-8", "--mesh", "model=6"], "do not make the 8 devices"),
         (["--mesh", "model"], "cannot read mesh 'model'"),
         (["--optimizer", "adams"], "optimizer 'adams' is not known"),
-        (["--lora-rank", "0"], "--lora-rank is a positive number; got 0"),
+        (["--lora-rank", "0"], "lora_rank is a positive number; got 0"),
         (["--device-memory", "lots"], "cannot read 'lots' as bytes"),
         (["--html", "absent/plan.html"], "cannot write absent/plan.html: No such file or directory"),
     ],

@@ -45,7 +45,7 @@ def test_what_looks_at_shapes_works_without_devices(arithmetic: lm.AbstractModel
     assert "9.00 KiB per device on 8 devices" in arithmetic._repr_html_()
     assert arithmetic.tree["kernel"].sharding.shard_shape((64, 256)) == (64, 32)
     assert arithmetic.rekey(1).reinitialize("bias", jax.nn.initializers.ones)["bias"].spec == P()
-    found = lm.smallest_topology(arithmetic, "v5e", RULES, confirm=False)
+    found = lm.smallest_topology(arithmetic, "v5e", RULES, compile=None)
     assert found.smallest.num_devices == 1
 
 
@@ -57,8 +57,8 @@ def test_what_needs_devices_says_so(arithmetic: lm.AbstractModel) -> None:
         arithmetic.materialize({"kernel": np.ones((64, 256), "f"), "bias": np.ones(256, "f")})
     for compile in ("init", "forward", "train"):
         function = None if compile == "init" else lambda tree: tree["bias"].sum()
-        with pytest.raises(lm.LazyModelError, match=f"compile='{compile}' needs devices .* lazymodel.topology"):
-            arithmetic.plan(compile=compile, function=function)
+        with pytest.raises(lm.LazyModelError, match=f"compiling '{compile}' needs devices .* lazymodel.topology"):
+            arithmetic.plan(compile=lm.Compile(compile, function))
     with pytest.raises(lm.LazyModelError, match=r"sharded over a mesh without any .* lazymodel\.topology"):
         lm.compile_memory(lambda tree: tree["bias"] + 1, arithmetic.tree)
 

@@ -1,192 +1,185 @@
-"""Plans: arithmetic on shardings, what use adds, hosts, the timeline, devices that are not here, bad arguments."""
+"""What people and programs read of plans: tables, comparisons, modules, HTML, figures, plain values."""
 
 import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import PartitionSpec
 
 import lazymodel as lm
-from lazymodel import _plan
+from lazymodel._plan import HostPlan, MemoryPlan, PlanRow, PlanStep, compare_plans
 
-KIB = 1024
+BF16 = np.dtype("bfloat16")
+HOSTILE = "a[red]\x1b[31m<script>alert('x')</script>\n&amp;/kernel"
+GIB = 2**30
 
 
-def init(key):
-    keys = jax.random.split(key, 3)
-    return {
-        "embed": {"table": jax.random.normal(keys[0], (512, 64))},
-        "layer_0": {
-            "query": {"kernel": jax.random.normal(keys[1], (64, 64)), "bias": jnp.zeros(64)},
-            "up": {"kernel": jax.random.normal(keys[2], (64, 256))},
-        },
-        "steps": jnp.zeros((), jnp.int32),
+def make_plan(rows: list[PlanRow], **changes: Any) -> MemoryPlan:
+    made = MemoryPlan(
+        name="GemmaBackbone",
+        rows=tuple(rows),
+        device_nbytes=3 * GIB,
+        peak_nbytes=4 * GIB,
+        read_nbytes=20 * GIB,
+        host_nbytes=GIB,
+        num_devices=8,
+        device_memory=16 * GIB,
+        programs=7,
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def make_row(path: str, action: str = "load", shape: tuple[int, ...] = (1024, 1024), source: str = "file") -> PlanRow:
+    nbytes = int(np.prod(shape)) * 2
+    spec = PartitionSpec(None, "model")
+    return PlanRow(path, shape, BF16, spec, nbytes // 8, nbytes, action, source, used_nbytes=nbytes // 4)
+
+
+class Page(HTMLParser):
+    """Checks that every element is closed in order, and collects elements and text."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(text)
+        assert not self.open, f"left open: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+        self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_plan_text_summarizes_what_fits():
+    rows = [make_row(f"block_{i}/kernel") for i in range(12)] + [make_row("head/kernel", "initialize", source="normal")]
+    lines = repr(make_plan(rows)).splitlines()
+    assert lines[0] == "GemmaBackbone: plan for 13 variables, 26.00 MiB"
+    (blocks,) = [line for line in lines if line.startswith("block")]
+    assert re.split(r"\s{2,}", blocks.strip()) == [
+        "block_{0..11}/kernel", "12", "(1024, 1024)", "bfloat16", "P(None, 'model')", "3.00 MiB", "loaded",
+    ]  # fmt: skip
+    (head,) = [line for line in lines if line.startswith("head")]
+    assert head.rstrip().endswith("initialized: normal")
+    assert lines[-4:] == [
+        "each of 8 devices, on the fullest: 3.00 GiB resident, 4.00 GiB at the peak while materializing",
+        "device memory: 16.00 GiB; fits, 12.00 GiB to spare",
+        "loaded: 12 variables, 24.00 MiB; this process reads 20.00 GiB, its largest shard in host memory is 1.00 GiB",
+        "initialized: 1 variable, 2.00 MiB; 7 compiled programs",
+    ]
+
+
+def test_plan_text_says_what_use_takes_and_how_numbers_came_to_be():
+    hosts = tuple(HostPlan(i, 4, 12 * GIB, 10 * GIB, 4 * GIB, (4 + i) * GIB) for i in range(2))
+    plan = make_plan(
+        [make_row("w")],
+        parts={"parameters": 3 * GIB, "optimizer state": 6 * GIB, "gradients": 3 * GIB},
+        hosts=hosts,
+        mesh={"data": 2, "model": 4},
+        device_kind="TPU v5 lite",
+        notes=("estimated",),
+    )
+    lines = repr(plan).splitlines()
+    assert "TPU v5 lite: data=2, model=4" in lines
+    assert "in use: 12.00 GiB: 3.00 GiB parameters, 6.00 GiB optimizer state, 3.00 GiB gradients" in lines
+    assert "device memory: 16.00 GiB; fits, 4.00 GiB to spare" in lines
+    assert "each of 2 hosts, at most: 5.00 GiB of host memory while materializing" in lines
+    assert lines[-1] == "estimated"
+    assert (plan.used_nbytes, plan.needed_nbytes) == (12 * GIB, 12 * GIB)
+
+
+def test_plan_text_names_what_does_not_fit():
+    rows = [make_row("small", shape=(8, 8)), make_row("embeddings", shape=(4096, 1024))]
+    text = repr(make_plan(rows, device_memory=GIB))
+    assert "device memory: 1.00 GiB; does not fit, 3.00 GiB short" in text
+    assert "largest on a device: embeddings 2.00 MiB, small 32 B" in text
+    assert "it would fit 32 such devices" in text
+
+
+def test_plan_text_without_a_limit_says_nothing_of_fitting():
+    text = repr(make_plan([make_row("w", "constant")], device_memory=None, num_devices=1))
+    assert "fit" not in text
+    assert "device: 3.00 GiB resident" in text
+    assert "constant: 1 variable" in text
+
+
+def test_html_is_well_formed_and_escaped():
+    plan = make_plan([make_row(HOSTILE, "initialize", source=HOSTILE), make_row("b/c/d")], name=HOSTILE)
+    comparison = compare_plans({HOSTILE: plan})
+    for page in (Page(shown._repr_html_()) for shown in (plan, plan.by_module(2), comparison)):
+        assert "script" not in page.tags
+        assert "\x1b" not in page.text
+    assert "fits, 12.00 GiB to spare" in Page(plan._repr_html_()).text
+
+
+def test_modules_are_a_tree_that_sums_up():
+    paths = ("emb/table", "block_0/att/q", "block_0/att/k", "block_0/mlp/up", "scale")
+    plan = make_plan(list(map(make_row, paths)))
+    modules = plan.by_module(2)
+    found = [(m.path, m.depth, m.variables, m.shard_nbytes) for m in modules]
+    shard = plan.rows[0].shard_nbytes
+    assert found == [
+        ("emb", 1, 1, shard),
+        ("block_0", 1, 3, 3 * shard),
+        ("block_0/att", 2, 2, 2 * shard),
+        ("block_0/mlp", 2, 1, shard),
+        ("scale", 1, 1, shard),
+    ]
+    assert sum(m.used_nbytes for m in modules if m.depth == 1) == sum(row.used_nbytes for row in plan.rows)
+    assert [m.path for m in plan.by_module()] == ["emb", "block_0", "scale"]
+    assert "block_0/att" in repr(modules) and "GemmaBackbone by module" in repr(modules)
+    with pytest.raises(lm.LazyModelError, match="depth is a number of path parts, from 1; got 0"):
+        plan.by_module(0)
+
+
+def test_a_comparison_is_a_row_a_plan():
+    plans = {
+        "v5e:2x4": make_plan([make_row("w")]),
+        "v5e:1x1": make_plan([make_row("w")], num_devices=1, device_nbytes=24 * GIB, peak_nbytes=25 * GIB),
+        "cpu": make_plan([make_row("w")], device_memory=None),
     }
+    comparison = compare_plans(plans)
+    lines = repr(comparison).splitlines()
+    assert lines[0] == "GemmaBackbone: 3 plans"
+    rows = [re.split(r"\s{2,}", line.strip()) for line in lines[-3:]]
+    assert rows[0] == ["v5e:2x4", "8", "3.00 GiB", "4.00 GiB", "3.00 GiB", "16.00 GiB", "fits, 12.00 GiB to spare"]
+    assert rows[1][-1] == "does not fit, 9.00 GiB short"
+    assert rows[2][-2:] == ["–", "unknown"]
+    assert comparison.fitting == ("v5e:2x4",)
+    assert json.loads(json.dumps(comparison.to_dict()))["v5e:1x1"]["fits"] is False
+    with pytest.raises(lm.LazyModelError, match="there is no plan to compare"):
+        compare_plans({})
 
 
-def sharded(mesh):
-    specs = {"table": P("model"), "kernel": P(None, "model")}
-    model = lm.build_abstract(init, jax.random.key(0))
-    return model.with_variables(
-        {path: placed(v, NamedSharding(mesh, specs.get(path.split("/")[-1], P()))) for path, v in model.items()}
-    )
+def test_figures(tmp_path):
+    figure_file = tmp_path / "plan.svg"
+    timeline = (PlanStep("a", "initialize", GIB, 2 * GIB), PlanStep("b", "load", 3 * GIB, 3 * GIB))
+    parts = {"parameters": 3 * GIB, "gradients": GIB}
+    plan = make_plan([make_row("w")], timeline=timeline, parts=parts, name="cost $5")
+    device, steps = plan.plot(figure_file).axes
+    assert figure_file.read_text().startswith("<?xml")
+    assert [round(patch.get_height(), 6) for patch in device.patches] == [3, 1, 3, 1]
+    assert device.lines[0].get_ydata()[0] == 16  # what the device has
+    assert len(steps.collections) == 2
 
 
-def placed(variable, sharding):
-    return dataclasses.replace(variable, sharding=sharding)
-
-
-def abstract_mesh(devices=8):
-    return AbstractMesh((devices,), ("model",))
-
-
-SHARDS = {"embed/table": 16 * KIB, "layer_0/query/kernel": 2 * KIB, "layer_0/query/bias": 256,
-          "layer_0/up/kernel": 8 * KIB, "steps": 4}  # fmt: skip
-
-
-def test_arithmetic_needs_no_devices():
-    model = sharded(abstract_mesh())
-    plan = model.plan(device_memory="1GiB")
-    assert {row.path: row.shard_nbytes for row in plan.rows} == SHARDS
-    assert plan.device_nbytes == plan.peak_nbytes == plan.used_nbytes == sum(SHARDS.values())
-    assert (plan.num_devices, plan.programs, plan.hosts, plan.mesh) == (8, 0, (), {"model": 8})
-    assert len(model.programs) == 0
-    assert plan.fits
-    assert "temporaries of init programs are estimated" in plan.notes[0]
-
-
-def test_the_timeline_ends_with_everything_held(mesh8):
-    plan = sharded(mesh8).plan()
-    assert [step.held_nbytes for step in plan.timeline] == sorted(step.held_nbytes for step in plan.timeline)
-    assert plan.timeline[-1].held_nbytes == plan.device_nbytes == sum(SHARDS.values())
-    assert max(step.peak_nbytes for step in plan.timeline) == plan.peak_nbytes > plan.device_nbytes
-    assert plan.programs == 4  # three normal ones, and the bias
-    (host,) = plan.hosts
-    assert (host.num_devices, host.device_nbytes) == (8, 8 * plan.device_nbytes)
-    assert host.peak_nbytes >= host.device_nbytes  # CPU devices are host memory
-
-
-@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
-def test_compiled_and_estimated_temporaries_agree(mesh8, dtype, itemsize):
-    """What is said of XLA:CPU in `_CPU_TEMPORARIES`, held against its compiler for large arrays."""
-    model = lm.build_abstract(lambda key: jax.random.normal(key, (4096, 4096), dtype), jax.random.key(0))
-    model = model.shard(mesh8, lambda variable: P("model"))
-    compiled = model.plan()
-    estimate = _plan._cpu_temporaries(4096 * 4096 // 8 * itemsize, itemsize)
-    assert compiled.peak_nbytes - compiled.device_nbytes == pytest.approx(estimate, rel=1e-3)
-
-
-@pytest.mark.parametrize(("optimizer", "slots"), [("adamw", 2), ("SGD", 0), (3, 3), (["float32", "bfloat16"], 1.5)])
-def test_training_adds_gradients_and_slots(optimizer, slots):
-    plan = sharded(abstract_mesh()).plan(optimizer=optimizer)
-    trained = sum(SHARDS.values()) - SHARDS["steps"]  # a counter is no parameter
-    assert plan.parts["gradients"] == trained
-    assert plan.parts.get("optimizer state", 0) == slots * trained
-    assert plan.needed_nbytes == plan.used_nbytes == sum(SHARDS.values()) + (1 + slots) * trained
-    assert sum(row.used_nbytes for row in plan.rows) == plan.used_nbytes
-    assert plan.rows[-1].used_nbytes == SHARDS["steps"]
-
-
-def test_lora_trains_the_pairs_only():
-    plan = sharded(abstract_mesh()).plan(lora_rank=4, optimizer="adam")
-    first, last = 64 * 4 * 4, 4 * 64 * 4 // 8  # the kernel's columns are split, and so are the second's
-    assert plan.parts == {
-        "parameters": sum(SHARDS.values()),
-        "LoRA": first + last,
-        "optimizer state": 2 * (first + last),
-        "gradients": first + last,
-    }
-    everything = sharded(abstract_mesh()).plan(lora_rank=4, lora_targets=".*/kernel")
-    assert everything.parts["LoRA"] == first + last + first + 4 * 256 * 4 // 8
-
-
-@pytest.mark.parametrize(("mode", "share"), [("int8", 4), ("int4", 8)])
-def test_quantizing_leaves_less_than_was_materialized(mode, share):
-    plan = sharded(abstract_mesh()).plan(quantize=mode)
-    scales = 4 * (64 + 8 + 32)  # a float32 a column of what each device holds
-    small = SHARDS["layer_0/query/bias"] + SHARDS["steps"]
-    assert plan.device_nbytes == plan.peak_nbytes == sum(SHARDS.values())
-    assert plan.used_nbytes == (sum(SHARDS.values()) - small) // share + scales + small
-
-
-def test_what_is_compiled_is_the_compilers(mesh8):
-    model = sharded(mesh8)
-
-    def forward(tree, x):
-        return (x @ tree["layer_0"]["query"]["kernel"]) @ tree["layer_0"]["up"]["kernel"]
-
-    x = jax.ShapeDtypeStruct((32, 64), jnp.float32)
-    plan = model.plan(compile="forward", function=forward, inputs=(x,))
-    assert plan.compiled is not None
-    assert plan.used_nbytes == plan.compiled.peak_nbytes > plan.device_nbytes + x.size * 4
-    assert plan.notes[-1] == "compiled forward pass: forward"
-
-    def loss(tree, x):
-        return jnp.mean(forward(tree, x) ** 2), "auxiliary"
-
-    trained = model.plan(compile="train", optimizer="adam", function=loss, inputs=(x,))
-    assert "gradients" not in trained.parts  # they are among the compiler's temporaries
-    assert trained.parts["optimizer state"] == 2 * (sum(SHARDS.values()) - SHARDS["steps"])
-    assert trained.compiled.peak_nbytes > trained.parts["parameters"] + trained.parts["optimizer state"]
-    pairs = model.plan(compile="train", optimizer="adam", lora_rank=2, function=loss, inputs=(x,))
-    assert pairs.compiled.argument_nbytes < trained.compiled.argument_nbytes
-
-
-def test_variables_on_several_meshes_count_where_they_are():
-    devices = jax.devices()
-    half = Mesh(np.asarray(devices[:4]), ("model",))
-    other = Mesh(np.asarray(devices[4:8]), ("model",))
-    model = lm.build_abstract(lambda: {"a": jnp.zeros((64, 64)), "b": jnp.zeros((64, 32))})
-    model = model.with_variables(
-        {
-            "a": placed(model["a"], NamedSharding(half, P("model"))),
-            "b": placed(model["b"], NamedSharding(other, P())),
-        }
-    )
-    plan = model.plan(optimizer="sgd")
-    assert plan.num_devices == 8
-    assert plan.device_nbytes == 64 * 32 * 4  # `b` is whole on the other half
-    assert plan.parts == {"parameters": 64 * 32 * 4, "gradients": 64 * 32 * 4}
-
-
-def test_what_does_not_fit_says_what_would():
-    model = sharded(abstract_mesh())
-    with pytest.raises(lm.DoesNotFitError, match=r"needs 26\.25 KiB on a device .*Largest on a device: embed/table "
-                                                 r"16\.00 KiB.* it would fit 16 such devices") as raised:  # fmt: skip
-        model.plan(device_memory="16KiB").check()
-    assert "bfloat16" in str(raised.value)
-    replicated = model.with_variables(
-        {path: placed(v, NamedSharding(abstract_mesh(), P())) for path, v in model.items()}
-    )
-    with pytest.raises(lm.DoesNotFitError, match="replicated on every device, which no number of devices mends"):
-        replicated.plan().check("64KiB")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"optimizer": "adamx"}, "optimizer 'adamx' is not known; closest: 'adam"),
-        ({"optimizer": -1}, "optimizer is a name, a number of slots or their dtypes; got -1"),
-        ({"lora_rank": 0}, "lora_rank is a positive number; got 0"),
-        ({"lora_rank": 2, "lora_targets": "nothing"}, "no variable of .* is a LoRA target 'nothing'"),
-        ({"lora_rank": 2, "lora_targets": "("}, "not a regular expression"),
-        ({"lora_targets": ".*"}, "lora_targets was given without lora_rank"),
-        ({"quantize": "int3"}, "quantize is 'int8' or 'int4'; got 'int3'"),
-        ({"quantize": "int8", "optimizer": "adam"}, "quantized parameters cannot be trained; add lora_rank"),
-        ({"quantize": "int8", "compile": "train"}, "plan them one by one"),
-        ({"compile": "fast"}, "compile is 'init', 'forward', 'train' or None; got 'fast'"),
-        ({"compile": "forward", "function": len}, "needs devices to compile for"),
-        ({"device_memory": "16 potatoes"}, "cannot read '16 potatoes' as bytes"),
-    ],
-)
-def test_bad_arguments(options, message):
-    with pytest.raises(lm.LazyModelError, match=message):
-        sharded(abstract_mesh()).plan(**options)
-
-
-def test_a_function_is_needed_to_compile_one(mesh8):
-    with pytest.raises(lm.LazyModelError, match="compile='train' needs function=f and inputs"):
-        sharded(mesh8).plan(compile="train")
+def test_a_dictionary_that_json_gives_back_equal():
+    plan = make_plan([make_row("a/w"), dataclasses.replace(make_row("b/w"), spec=PartitionSpec(("x", "y"), None))])
+    values = plan.to_dict()
+    assert json.loads(json.dumps(values)) == values
+    assert values["variables"][1]["spec"] == [["x", "y"], None]
+    assert values["needed_nbytes"] == 4 * GIB
+    assert [module["path"] for module in values["modules"]] == ["a", "b"]

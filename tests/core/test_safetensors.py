@@ -18,7 +18,7 @@ from lazymodel._errors import CheckpointError
 from lazymodel._file_source import Convert, Workspace
 from lazymodel._stream import StreamItem, stream
 from lazymodel.checkpoints import SafetensorsFile, open_checkpoint
-from lazymodel.checkpoints._safetensors import DTYPES
+from lazymodel.checkpoints._safetensors_header import DTYPES
 
 FLOAT4 = np.dtype(ml_dtypes.float4_e2m1fn)
 
@@ -159,7 +159,7 @@ def test_files_of_the_reference_implementation(tmp_path):
 
 def test_repr_tells_tensors_bytes_and_files(tmp_path):
     checkpoint = open_checkpoint(write(tmp_path / "m.safetensors", {"w": np.zeros((4, 256), np.float32)}))
-    assert repr(checkpoint) == f"SafetensorsCheckpoint('{tmp_path}/m.safetensors': 1 tensors, 4.00 KiB in 1 file)"
+    assert repr(checkpoint) == f"SafetensorsFile('{tmp_path}/m.safetensors': 1 tensors, 4.00 KiB in 1 file)"
 
 
 HOSTILE = {

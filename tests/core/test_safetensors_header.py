@@ -11,9 +11,9 @@ import lazymodel as lm
 from lazymodel._errors import CheckpointError
 from lazymodel._lazy_tensor import FileLeaf, LazyTensor
 from lazymodel.checkpoints import _safetensors_header as headers
-from lazymodel.checkpoints._checkpoint import read_json_object
 from lazymodel.checkpoints._inspect import inspect_checkpoint
 from lazymodel.checkpoints._safetensors_header import read_header
+from lazymodel.checkpoints._untrusted import read_json_object
 
 COUNT = 20_000
 

@@ -24,9 +24,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import lazymodel as lm
-from lazymodel import From, WeightMap, _save
+from lazymodel import From, WeightMap, _save_write
 from lazymodel._file_source import Workspace
-from lazymodel.checkpoints._safetensors import DTYPES
+from lazymodel.checkpoints._safetensors_header import DTYPES
 from tests.conftest import child_environment
 
 WORKER = Path(__file__).with_name("_save_worker.py")
@@ -173,7 +173,7 @@ def test_the_budget_bounds_what_is_staged(
             staged.append(len(data))
         return write(fd, data, offset)
 
-    monkeypatch.setattr(_save, "Workspace", workspace)
+    monkeypatch.setattr(_save_write, "Workspace", workspace)
     monkeypatch.setattr(os, "pwrite", pwrite)
     done: list[tuple[int, int]] = []
     lm.save(

@@ -405,9 +405,8 @@ def test_each_file_is_read_once(folder, monkeypatch):
     write_manifest(folder, "MD5SUMS", "md5")
     write_manifest(folder, "checksums.txt")
     files = []
-    monkeypatch.setattr(
-        hashlib, "file_digest", lambda file, make, real=hashlib.file_digest: files.append(file.name) or real(file, make)
-    )
+    real = _verify._digests
+    monkeypatch.setattr(_verify, "_digests", lambda file, *rest: files.append(file) or real(file, *rest))
     assert_opens(folder)
     assert sorted(files) == sorted(str(folder / name) for name in CONTENT)
 
@@ -425,7 +424,7 @@ def test_a_file_that_changes_between_hash_and_load(folder, monkeypatch, name):
         os.replace(new, folder / name)
         return sources
 
-    monkeypatch.setattr("lazymodel.checkpoints._checkpoint.verify_files", then_replaced)
+    monkeypatch.setattr("lazymodel.checkpoints._open.verify_files", then_replaced)
     with pytest.raises(CheckpointError, match=f"{name} changed while it was being read"):
         open_checkpoint(folder, verify=True)
 
@@ -433,12 +432,13 @@ def test_a_file_that_changes_between_hash_and_load(folder, monkeypatch, name):
 def test_a_file_that_changes_while_it_is_hashed(folder, monkeypatch):
     write_manifest(folder)
 
-    def then_grows(file, make, real=hashlib.file_digest):
-        real(file, make)
+    def then_grows(file, *rest, real=_verify._digests):
+        digests = real(file, *rest)
         with open(folder / NAMES[0], "ab") as stream:
             stream.write(b"more")
+        return digests
 
-    monkeypatch.setattr(hashlib, "file_digest", then_grows)
+    monkeypatch.setattr(_verify, "_digests", then_grows)
     with pytest.raises(CheckpointError, match=f"{NAMES[0]} changed while it was being read"):
         verify_files([folder / NAMES[0]], True, folder)
 

@@ -32,16 +32,20 @@ def shard(rules: Any, **options: Any) -> Callable[[], Any]:
     return lambda: MODEL.shard(MESH, rules, **options)  # pyright: ignore[reportArgumentType]
 
 
-def plan(*args: Any, **options: Any) -> Callable[[], Any]:
-    return lambda: MODEL.plan(*args, **options)
+def plan(checkpoint: Any) -> Callable[[], Any]:
+    return lambda: MODEL.plan(checkpoint)
+
+
+def what_if(**options: Any) -> Callable[[], Any]:
+    return lambda: lm.WhatIf(**options)
 
 
 def forward(**options: Any) -> Callable[[], Any]:
-    return plan(compile="forward", **options)
+    return lambda: MODEL.plan(compile=lm.Compile("forward", **options))
 
 
 def train(function: Any) -> Callable[[], Any]:
-    return plan(compile="train", function=function)
+    return lambda: MODEL.plan(compile=lm.Compile("train", function))
 
 
 def with_optimizer(optimizer: Any, **options: Any) -> Callable[[], Any]:
@@ -49,7 +53,7 @@ def with_optimizer(optimizer: Any, **options: Any) -> Callable[[], Any]:
 
 
 def smallest(*args: Any, **options: Any) -> Callable[[], Any]:
-    return lambda: lm.smallest_topology(MODEL, *args, confirm=False, **options)
+    return lambda: lm.smallest_topology(MODEL, *args, compile=None, **options)
 
 
 @pytest.mark.parametrize(
@@ -63,16 +67,16 @@ def smallest(*args: Any, **options: Any) -> Callable[[], Any]:
         (plan(Path("model.safetensors")), "is a path, not a checkpoint"),
         (lambda: MODEL.materialize("folder"), "lm.open_checkpoint('folder')"),  # pyright: ignore
         (plan(MESH), "a checkpoint is a mapping of path to tensor, or a pytree; got AbstractMesh"),
-        (plan(optimizer=ADAM), "with_optimizer() takes an optimizer itself, and a plan then counts its state"),
-        (plan(optimizer=optax.adam), "with_optimizer() takes an optimizer itself"),
-        (plan(optimizer=2.0), "optimizer is a name, a number of slots or their dtypes; got 2.0"),
-        (plan(lora_rank="8"), "lora_rank is a positive number; got '8'"),
-        (plan(lora_rank=True), "lora_rank is a positive number; got True"),
-        (plan(lora_rank=8, lora_targets=["a"]), "lora_targets ['a'] is not a regular expression"),
-        (plan(quantize=["int8"]), "quantize is 'int8' or 'int4'; got ['int8']"),
-        (plan(quantize=np.int8), "quantize is 'int8' or 'int4'"),
-        (plan(batch=4), "only compile='forward' or 'train' takes batch; got compile=None"),
-        (plan(compile="init", function=len, inputs=(X,)), "takes function and inputs; got compile='init'"),
+        (what_if(optimizer=ADAM), "with_optimizer() takes an optimizer itself, and a plan then counts its state"),
+        (what_if(optimizer=optax.adam), "with_optimizer() takes an optimizer itself"),
+        (what_if(optimizer=2.0), "optimizer is a name, a number of slots or their dtypes; got 2.0"),
+        (what_if(lora_rank="8"), "lora_rank is a positive number; got '8'"),
+        (what_if(lora_rank=True), "lora_rank is a positive number; got True"),
+        (what_if(lora_rank=8, lora_targets=["a"]), "lora_targets ['a'] is not a regular expression"),
+        (what_if(quantize=["int8"]), "quantize is 'int8' or 'int4'; got ['int8']"),
+        (what_if(quantize=np.int8), "quantize is 'int8' or 'int4'"),
+        (lambda: lm.Compile("init", batch=4), "only 'forward' or 'train' takes batch; got 'init'"),
+        (lambda: lm.Compile("init", len, (X,)), "takes function and inputs; got 'init'"),
         (forward(function="f"), "function is called with the model's tree and the inputs; got 'f'"),
         (forward(function=len, inputs=X), "inputs is a tuple of what the function takes ... got ShapeDtypeStruct"),
         (forward(function=len, inputs=[(4, 64)]), "jax.ShapeDtypeStruct(shape, dtype); got (4, 64)"),
@@ -115,7 +119,7 @@ def test_a_path_that_is_no_text_is_no_variable() -> None:
 
 def test_numbers_are_inputs_too(mesh8: Mesh) -> None:
     sharded = MODEL.shard(mesh8, "auto")
-    found = sharded.plan(compile="forward", function=lambda tree, x, k: x @ tree["a"]["kernel"] * k, inputs=(X, 2.0))
+    found = sharded.plan(compile=lm.Compile("forward", lambda tree, x, k: x @ tree["a"]["kernel"] * k, (X, 2.0)))
     assert found.compiled is not None
 
 

@@ -81,7 +81,7 @@ def test_pairs_are_split_like_their_kernels(preset: str, mesh8: Mesh) -> None:
     assert (b.shape, b.spec) == ((2, 4), P())
     assert not abstract[f"{QUERY}/kernel"].trainable
     assert "which it belongs to" in str(abstract.explain(f"{QUERY}/lora_kernel_a"))
-    plan = abstract.plan(optimizer="adam")
+    plan = abstract.plan(what_if=lm.WhatIf(optimizer="adam"))
     sizes = [v.shard_nbytes for v in abstract.values() if "lora" in v.path]
     assert plan.parts["optimizer state"] == 2 * sum(sizes)
     model = abstract.materialize()

@@ -119,7 +119,7 @@ def _peak(compiled: dict[str, int]) -> int:
 
 def test_planning_leaves_the_model_usable(config: str, mesh8: Mesh) -> None:
     abstract = plan_model(config, cls="GemmaCausalLM").shard(mesh8, lm.auto())
-    first = abstract.plan(compile="forward", batch=2, sequence=8)
+    first = abstract.plan(compile=lm.Compile("forward", batch=2, sequence=8))
     assert first.compiled is not None
     model = abstract.materialize(progress=False)
     tokens = {"token_ids": jax.numpy.ones((2, 8), "int32"), "padding_mask": jax.numpy.ones((2, 8), "bool")}
@@ -133,7 +133,7 @@ def test_images_have_a_size() -> None:
         input_conv_filters=[64], input_conv_kernel_sizes=[7], stackwise_num_filters=[64], stackwise_num_blocks=[1],
         stackwise_num_strides=[1], block_type="basic_block",
     )  # fmt: skip
-    found = abstract.plan(compile="forward", batch=2)
+    found = abstract.plan(compile=lm.Compile("forward", batch=2))
     assert "2 × 224 × 224 × 3" in found.notes[-1]
 
 

@@ -77,12 +77,12 @@ def test_an_optimizer_that_wraps_another() -> None:
 def test_a_second_optimizer_is_refused_and_one_that_was_not_built_is_none() -> None:
     built = lm.build_abstract(lambda: net(keras.optimizers.Adam()))
     with pytest.raises(lm.LazyModelError, match="optimizer='lion' would be a second one: net has an optimizer already"):
-        built.plan(optimizer="lion")
+        built.plan(what_if=lm.WhatIf(optimizer="lion"))
     with pytest.raises(lm.LazyModelError, match="has an optimizer already"):
         built.with_optimizer(optax.adam(1e-3))
     waiting = lm.build_abstract(lambda: net(keras.optimizers.Adam(), build=False))
     assert waiting.plan().parts == {"parameters": TRAINED + REST, "optimizer state": COUNTS}
-    assert waiting.plan(optimizer="adam").parts["optimizer state"] == COUNTS + 2 * TRAINED
+    assert waiting.plan(what_if=lm.WhatIf(optimizer="adam")).parts["optimizer state"] == COUNTS + 2 * TRAINED
     assert waiting.with_optimizer(optax.sgd(0.1)).plan().parts["gradients"] == TRAINED
 
 
@@ -101,7 +101,7 @@ def test_lora_pairs_are_what_is_trained() -> None:
     assert plan.parts["gradients"] == bias + pair
     assert plan.parts["optimizer state"] == 2 * (bias + pair) + COUNTS
     # The pair has enough elements to be quantized, and is trained.
-    quantized = abstract.plan(quantize="int8")
+    quantized = abstract.plan(what_if=lm.WhatIf(quantize="int8"))
     assert quantized.parts["gradients"] == bias + pair
     assert quantized.parts["parameters"] == plan.parts["parameters"] - 64 * 256 * 3 + 256 * 4
 
@@ -110,13 +110,13 @@ def test_a_compiled_training_step(mesh8: Mesh) -> None:
     own = lm.build_abstract(lambda: net(keras.optimizers.Adam())).shard(mesh8, RULES)
     optax_own = lm.build_abstract(lambda: net(keras.optimizers.Adam(), build=False)).with_optimizer(optax.adam(1e-3))
     for abstract in (own, optax_own.shard(mesh8, RULES)):
-        plan = abstract.plan(compile="train", batch=8)
+        plan = abstract.plan(compile=lm.Compile("train", batch=8))
         assert plan.compiled is not None and "gradients" not in plan.parts
         assert plan.compiled.argument_nbytes == plan.device_nbytes + 8 * 16 * 4
         state = sum(v.shard_nbytes for v in abstract.values() if v.follows is not None)
         assert plan.parts["optimizer state"] == state
         assert plan.compiled.alias_nbytes == state + (KERNELS // 8 + BIASES + NORM)  # updated in place
-        forward = abstract.plan(compile="forward", batch=8)
+        forward = abstract.plan(compile=lm.Compile("forward", batch=8))
         assert forward.parts["gradients"] == KERNELS // 8 + BIASES + NORM
         assert forward.parts["activations"] > 0
 

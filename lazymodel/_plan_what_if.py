@@ -1,30 +1,31 @@
 """What a model holds in use: parameters, optimizer state and gradients, and what would be added or taken away.
 
-State that the model has (`with_optimizer`, a compiled Keras model) are variables of its own; gradients are of what that
-optimizer trains. What is only stated (an optimizer's name, LoRA, quantization) is arithmetic on what is there.
+State that the model has (`with_optimizer`, a compiled Keras model) are variables of its own; gradients are of what
+that optimizer trains. What is only stated (`WhatIf`: an optimizer's name, LoRA, quantization) is arithmetic on what is
+there.
 
 Responsible for that arithmetic on shapes, dtypes and shardings, variable by variable, and for the structs that a
-training step takes besides the parameters. Whether it fits is said by `_plan`; what the compiler says by
-`_plan_programs`.
+training step takes besides the parameters. What the compiler says is `_plan_compiled`'s matter.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from lazymodel._abstract import AbstractModel
 from lazymodel._errors import LazyModelError
+from lazymodel._placement import resident_nbytes, stays_on_host
 from lazymodel._report import closest
 from lazymodel._roles import describe
-
-if TYPE_CHECKING:
-    from lazymodel._abstract import AbstractModel
 
 PARAMETERS, LORA, OPTIMIZER, GRADIENTS = "parameters", "LoRA", "optimizer state", "gradients"
 ACTIVATIONS = "activations"
@@ -52,24 +53,60 @@ _QUANTIZED_BITS = {"int8": 8, "int4": 4}
 _SMALLEST_QUANTIZED = 4096  # elements; smaller matrices are biases of attention heads and the like
 _SCALE_NBYTES = 4  # a float32 for each column
 
-Optimizer: TypeAlias = "str | int | Sequence[Any] | None"
+StatedOptimizer: TypeAlias = "str | int | Sequence[Any]"
 Pair: TypeAlias = "tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]"
+
+
+@dataclasses.dataclass(frozen=True)
+class WhatIf:
+    """What a plan adds to a model that does not have it, or takes away, by arithmetic.
+
+    What the model has, a plan counts without being told.
+
+    Attributes:
+        optimizer: Training, of a model that has no optimizer: gradients, and an optimizer's slots for every trainable
+            parameter. A name such as `"adamw"`, the number of slots, or their dtypes.
+        lora_rank: Rank of LoRA pairs, which are then all that is trained.
+        lora_targets: Regex of the paths that get a pair; None is the query and value projections, as in KerasHub.
+        quantize: `"int8"` or `"int4"`: what quantizing the materialized model leaves.
+
+    Raises:
+        LazyModelError: One is none of these, or there are targets and no rank.
+
+    Example:
+        >>> abstract.plan(what_if=lm.WhatIf(optimizer="adamw", lora_rank=8))
+    """
+
+    optimizer: StatedOptimizer | None = None
+    lora_rank: int | None = None
+    lora_targets: str | None = None
+    quantize: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer is not None:
+            slot_dtypes(self.optimizer)
+        if self.lora_rank is not None and (type(self.lora_rank) is not int or self.lora_rank < 1):
+            raise LazyModelError(f"lora_rank is a positive number; got {self.lora_rank!r}")
+        if self.lora_targets is not None and self.lora_rank is None:
+            raise LazyModelError("lora_targets was given without lora_rank; say both")
+        try:
+            re.compile(self.targets)
+        except (re.error, TypeError) as error:
+            raise LazyModelError(f"lora_targets {self.lora_targets!r} is not a regular expression: {error}") from error
+        if self.quantize is not None and self.quantize not in tuple(_QUANTIZED_BITS):
+            raise LazyModelError(f"quantize is {' or '.join(map(repr, _QUANTIZED_BITS))}; got {self.quantize!r}")
+
+    @property
+    def targets(self) -> str:
+        """The regex of the paths that get a LoRA pair."""
+        return _LORA_TARGETS if self.lora_targets is None else self.lora_targets
 
 
 class Use:
     """What a model holds while it is used.
 
-    Args:
-        model: The model.
-        shardings: Path to sharding.
-        optimizer: For a model without one: an optimizer's name, the number of slots that it keeps of each trainable
-            parameter, or their dtypes; None plans no training but with the model's own.
-        lora_rank: Rank of the pairs that are trained instead of the parameters.
-        lora_targets: Regex of the paths that get a pair.
-        quantize: `"int8"` or `"int4"`.
-
     Attributes:
-        shard_nbytes: Path to the bytes of its shard, as materialized.
+        shard_nbytes: Path to the bytes of its shard on a device, as materialized.
         parts: Kind to path to bytes on a device.
         pairs: Path to its LoRA pair.
         slots: The dtypes of a stated optimizer's slots, None for the parameter's own; None without one.
@@ -78,34 +115,19 @@ class Use:
         notes: How the numbers came to be.
 
     Raises:
-        LazyModelError: The optimizer, the quantization or the rank is none, no path is a target, or the model has an
-            optimizer and another is stated.
+        LazyModelError: No path is a target, or the model has an optimizer and another, or LoRA, is stated.
     """
 
-    def __init__(
-        self,
-        model: AbstractModel,
-        shardings: Mapping[str, Sharding],
-        *,
-        optimizer: Optimizer = None,
-        lora_rank: int | None = None,
-        lora_targets: str | None = None,
-        quantize: str | None = None,
-    ) -> None:
+    def __init__(self, model: AbstractModel, shardings: Mapping[str, Sharding], what_if: WhatIf) -> None:
         self.notes: list[str] = []
-        self.shard_nbytes = {
-            path: math.prod(shardings[path].shard_shape(variable.shape)) * variable.dtype.itemsize
-            for path, variable in model.items()
-        }
+        self.shard_nbytes = {path: resident_nbytes(variable) for path, variable in model.items()}
         self.state = tuple(path for path, variable in model.items() if variable.follows is not None)
-        self._check_one_optimizer(model, optimizer, lora_rank)
+        self._check_one_optimizer(model, what_if)
         self.pairs: dict[str, Pair] = {}
-        if lora_rank is not None:
-            self.pairs = _pairs(model, shardings, lora_rank, lora_targets or _LORA_TARGETS)
-            self.notes.append(f"LoRA of rank {lora_rank} on {len(self.pairs)} variables; all others are frozen")
-        elif lora_targets is not None:
-            raise LazyModelError("lora_targets was given without lora_rank; say both")
-        self.slots = None if optimizer is None else slot_dtypes(optimizer)
+        if what_if.lora_rank is not None:
+            self.pairs = _pairs(model, shardings, what_if.lora_rank, what_if.targets)
+            self.notes.append(f"LoRA of rank {what_if.lora_rank} on {len(self.pairs)} variables; all others are frozen")
+        self.slots = None if what_if.optimizer is None else slot_dtypes(what_if.optimizer)
         self.trained = self._trained(model, shardings)
         state = set(self.state)
         self.parts: dict[str, dict[str, int]] = {
@@ -114,13 +136,23 @@ class Use:
             OPTIMIZER: {path: self.shard_nbytes[path] for path in self.state},
             GRADIENTS: {path: sum(map(_struct_nbytes, structs)) for path, structs in self.trained.items()},
         }
-        if self.slots:
-            self.parts[OPTIMIZER] |= {
-                path: sum(_struct_nbytes(struct, dtype) for struct in structs for dtype in self.slots)
-                for path, structs in self.trained.items()
-            }
-        if quantize is not None:
-            self._quantize(model, shardings, quantize)
+        for path, slots in self.slot_structs().items():
+            if self.slots:
+                self.parts[OPTIMIZER][path] = sum(map(_struct_nbytes, itertools.chain(*slots)))
+        if what_if.quantize is not None:
+            self._quantize(model, shardings, what_if.quantize)
+
+    def slot_structs(self) -> dict[str, tuple[tuple[jax.ShapeDtypeStruct, ...], ...]]:
+        """Path to a stated optimizer's slots for each of what is trained there."""
+        return {
+            path: tuple(
+                tuple(
+                    jax.ShapeDtypeStruct(s.shape, dtype or s.dtype, sharding=s.sharding) for dtype in self.slots or ()
+                )
+                for s in structs
+            )
+            for path, structs in self.trained.items()
+        }
 
     def argument_nbytes(self, what: str) -> int:
         """Bytes on a device that a compiled `"forward"` or `"train"` is given: a forward pass no slots only stated."""
@@ -128,19 +160,19 @@ class Use:
         held = sum(sum(self.parts[kind].values()) for kind in kinds)
         return held if what == "train" else held + sum(self.shard_nbytes[path] for path in self.state)
 
-    def _check_one_optimizer(self, model: AbstractModel, optimizer: Optimizer, lora_rank: int | None) -> None:
-        if model.optimized is None or (optimizer is None and lora_rank is None):
+    def _check_one_optimizer(self, model: AbstractModel, what_if: WhatIf) -> None:
+        if model.optimized is None or (what_if.optimizer is None and what_if.lora_rank is None):
             return
         state = f"{len(self.state)} variables of state, such as {self.state[0]!r}" if self.state else "no state"
         has = f"{model.name} has an optimizer already ({state})"
-        if optimizer is not None:
+        if what_if.optimizer is not None:
             raise LazyModelError(
-                f"optimizer={optimizer!r} would be a second one: {has}, which a plan counts; leave optimizer out, or "
-                "plan the model without its own"
+                f"optimizer={what_if.optimizer!r} would be a second one: {has}, which a plan counts; leave optimizer "
+                "out, or plan the model without its own"
             )
         raise LazyModelError(
-            f"lora_rank={lora_rank} plans pairs that are trained in place of the parameters, and {has} for these; "
-            "plan the model without it"
+            f"lora_rank={what_if.lora_rank} plans pairs that are trained in place of the parameters, and {has} for "
+            "these; plan the model without it"
         )
 
     def _trained(
@@ -167,15 +199,13 @@ class Use:
         return trained
 
     def _quantize(self, model: AbstractModel, shardings: Mapping[str, Sharding], mode: str) -> None:
-        if mode not in tuple(_QUANTIZED_BITS):
-            raise LazyModelError(f"quantize is {' or '.join(map(repr, _QUANTIZED_BITS))}; got {mode!r}")
         roles = describe(model.variables)
         count = 0
         for path, variable in model.items():
             floating = jax.numpy.issubdtype(variable.dtype, np.floating) and variable.dtype.itemsize > 1
             if not floating or len(variable.shape) < 2 or variable.size < _SMALLEST_QUANTIZED:
                 continue
-            if variable.follows is not None or roles[path].role == "lora":  # these stay as they are
+            if variable.follows is not None or roles[path].role == "lora" or stays_on_host(variable):
                 continue
             if path in self.trained and path not in self.pairs:
                 mend = (
@@ -202,17 +232,6 @@ def _trainable(model: AbstractModel) -> list[str]:
         for path, variable in model.items()
         if variable.trainable and variable.follows is None and jax.numpy.issubdtype(variable.dtype, np.inexact)
     ]
-
-
-def slot_structs(use: Use) -> dict[str, tuple[tuple[jax.ShapeDtypeStruct, ...], ...]]:
-    """Path to a stated optimizer's slots for each of what is trained there."""
-    return {
-        path: tuple(
-            tuple(jax.ShapeDtypeStruct(s.shape, dtype or s.dtype, sharding=s.sharding) for dtype in use.slots or ())
-            for s in structs
-        )
-        for path, structs in use.trained.items()
-    }
 
 
 def slot_dtypes(optimizer: Any) -> tuple[Any, ...]:
@@ -243,12 +262,7 @@ def slot_dtypes(optimizer: Any) -> tuple[Any, ...]:
 
 def _pairs(model: AbstractModel, shardings: Mapping[str, Sharding], rank: int, targets: str) -> dict[str, Pair]:
     """For each target of shape (…, n) a pair of shapes (…, rank) and (rank, n), as Keras makes them."""
-    if type(rank) is not int or rank < 1:
-        raise LazyModelError(f"lora_rank is a positive number; got {rank!r}")
-    try:
-        regex = re.compile(targets)
-    except (re.error, TypeError) as error:
-        raise LazyModelError(f"lora_targets {targets!r} is not a regular expression: {error}") from error
+    regex = re.compile(targets)
     pairs: dict[str, Pair] = {}
     for path, variable in model.items():
         if variable.follows is not None or len(variable.shape) < 2 or not regex.fullmatch(path):
@@ -271,7 +285,7 @@ def _pairs(model: AbstractModel, shardings: Mapping[str, Sharding], rank: int, t
     return pairs
 
 
-def _struct_nbytes(struct: Any, dtype: Any = None) -> int:
+def _struct_nbytes(struct: Any) -> int:
     """Bytes of it on a device."""
     shape = struct.shape if struct.sharding is None else struct.sharding.shard_shape(struct.shape)
-    return math.prod(shape) * (dtype or struct.dtype).itemsize
+    return math.prod(shape) * struct.dtype.itemsize

@@ -10,19 +10,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lazymodel._compile import compile_memory
+from lazymodel._abstract import AbstractModel
+from lazymodel._compile import CompiledMemory, compile_memory
 from lazymodel._errors import LazyModelError
-from lazymodel._plan_use import Use, slot_structs
-
-if TYPE_CHECKING:
-    from lazymodel._abstract import AbstractModel
-    from lazymodel._compile import CompiledMemory
+from lazymodel._plan_what_if import Use
 
 # Names of mesh axes over which a batch is split; any other axis splits what is inside the model.
 _DATA_AXES = ("data", "batch", "dp", "fsdp", "replica")
@@ -50,26 +47,62 @@ class _Plannable(Protocol):
     def plan_function(self, what: str, *, batch: int, sequence: int | None) -> PlannedFunction: ...
 
 
-def check_function(compile: str | None, function: Any, inputs: Any, batch: int | None, sequence: int | None) -> None:
-    """Checks what a plan was given to compile.
+@dataclasses.dataclass(frozen=True)
+class Compile:
+    """What a plan compiles for the model's devices, which need not be here (`lazymodel.topology`), and never runs.
+
+    Attributes:
+        what: `"init"`, the init programs; `"forward"`, a forward pass; or `"train"`, a training step with the model's
+            own optimizer, the one of `WhatIf`, or without either plain gradient descent.
+        function: `function(tree, *inputs)` for these two, which returns the outputs or the loss; `tree` is the model's
+            own, without optimizer state. None takes a Keras model's own forward pass.
+        inputs: Its inputs: arrays, or `jax.ShapeDtypeStruct`s with shardings.
+        batch: Batch size of a Keras model's own forward pass; None is one for each part of the mesh's data axes.
+        sequence: Its sequence length; None is 1024, or the most that the model takes.
 
     Raises:
-        LazyModelError: It is no function or no sequence of inputs, or nothing is to be compiled with it.
+        LazyModelError: One is none of these, or does not go with the others.
+
+    Example:
+        >>> abstract.plan(compile=lm.Compile("train", batch=8, sequence=512))
     """
-    if compile not in ("forward", "train"):
-        given = {"function": function, "inputs": inputs if len(inputs) else None, "batch": batch, "sequence": sequence}
-        if named := [name for name, value in given.items() if value is not None]:
-            raise LazyModelError(f"only compile='forward' or 'train' takes {' and '.join(named)}; got {compile=}")
-        return
-    if function is not None and not callable(function):
-        raise LazyModelError(f"function is called with the model's tree and the inputs; got {function!r}")
-    wrong = [inputs] if not isinstance(inputs, list | tuple) else [each for each in inputs if not _is_input(each)]
-    if wrong:
-        got = repr(wrong[0]) if isinstance(wrong[0], str | list | tuple) else type(wrong[0]).__name__
-        raise LazyModelError(
-            "inputs is a tuple of what the function takes after the tree, of arrays or "
-            f"jax.ShapeDtypeStruct(shape, dtype); got {got}"
-        )
+
+    what: str
+    function: Callable[..., Any] | None = None
+    inputs: Sequence[Any] = ()
+    _: dataclasses.KW_ONLY
+    batch: int | None = None
+    sequence: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.what not in ("init", "forward", "train"):
+            raise LazyModelError(f"what is compiled is 'init', 'forward' or 'train'; got {self.what!r}")
+        given_inputs: Any = self.inputs
+        listed = isinstance(given_inputs, list | tuple)
+        wrong_inputs = [each for each in self.inputs if not _is_input(each)] if listed else [given_inputs]
+        if wrong_inputs:
+            got = wrong_inputs[0]
+            raise LazyModelError(
+                "inputs is a tuple of what the function takes after the tree, of arrays or "
+                "jax.ShapeDtypeStruct(shape, dtype); got "
+                + (repr(got) if isinstance(got, str | list | tuple) else type(got).__name__)
+            )
+        sizes = {name: size for name in ("batch", "sequence") if (size := getattr(self, name)) is not None}
+        if not self.is_use:
+            given = {"function": self.function is not None, "inputs": bool(len(self.inputs)), **sizes}
+            if named := [name for name, value in given.items() if value]:
+                raise LazyModelError(f"only 'forward' or 'train' takes {' and '.join(named)}; got {self.what!r}")
+        if wrong := {name: size for name, size in sizes.items() if type(size) is not int or size < 1}:
+            raise LazyModelError(f"batch and sequence are positive numbers; got {wrong}")
+        if self.function is not None and not callable(self.function):
+            raise LazyModelError(f"function is called with the model's tree and the inputs; got {self.function!r}")
+        if self.function is not None and sizes:
+            raise LazyModelError("batch and sequence are for a model's own forward pass; give inputs of that shape")
+
+    @property
+    def is_use(self) -> bool:
+        """Whether it is the model in use, rather than what makes its variables."""
+        return self.what != "init"
 
 
 def _is_input(given: Any) -> bool:
@@ -80,38 +113,22 @@ def _is_input(given: Any) -> bool:
     return all(hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex) for leaf in leaves)
 
 
-def compile_use(
-    model: AbstractModel,
-    use: Use,
-    what: str,
-    function: Callable[..., Any] | None,
-    inputs: Sequence[Any],
-    *,
-    batch: int | None,
-    sequence: int | None,
-) -> tuple[CompiledMemory, str]:
+def compile_use(model: AbstractModel, use: Use, compile: Compile) -> tuple[CompiledMemory, str]:
     """Compiles a forward pass or a training step; returns its memory on one device, and what was compiled.
 
     Args:
         model: The model; all its variables on one mesh, or none on any.
         use: What is trained, and the optimizer's slots.
-        what: `"forward"` or `"train"`.
-        function: `function(tree, *inputs)`; None takes the integration's own.
-        inputs: Arrays or structs for it.
-        batch: Batch size of the integration's own; None is one for each part of the data axes.
-        sequence: Its sequence length.
+        compile: Which of the two, and of what.
 
     Raises:
         LazyModelError: There is no function.
     """
-    meshes = [v.sharding.mesh for v in model.values() if isinstance(v.sharding, NamedSharding)]
-    mesh = cast("Mesh", meshes[0]) if meshes else None
+    function, inputs = compile.function, compile.inputs
     if function is None:
-        planned = _own(model, what, mesh, batch, sequence)
+        planned = _own(model, compile)
         function, inputs, description = planned.function, planned.inputs, planned.description
     else:
-        if batch is not None or sequence is not None:
-            raise LazyModelError("batch and sequence are for a model's own forward pass; give inputs of that shape")
         description = getattr(function, "__name__", "the given function")
     values = {path: variable.struct for path, variable in model.items()}
     own = _without_optimizer(model)
@@ -119,14 +136,13 @@ def compile_use(
     def structure(mapping: Mapping[str, Any]) -> Any:
         return own.structure({path: mapping[path] for path in own})
 
-    if what == "forward":
-        pairs = {path: use.pairs[path] for path in use.pairs}
+    if compile.what == "forward":
 
         def forward(values: Mapping[str, Any], pairs: Mapping[str, Any], *inputs: Any) -> Any:
             merged = {**values, **{path: _merge(values[path], pair) for path, pair in pairs.items()}}
             return function(structure(merged), *inputs)
 
-        return compile_memory(forward, values, pairs, *inputs), f"compiled forward pass: {description}"
+        return compile_memory(forward, values, use.pairs, *inputs), f"compiled forward pass: {description}"
 
     def loss(trained: Mapping[str, Any], rest: Mapping[str, Any], inputs: Any) -> Any:
         merged = {
@@ -139,7 +155,7 @@ def compile_use(
         value = value[0] if isinstance(value, tuple) else value
         if getattr(value, "shape", ()) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
             raise LazyModelError(
-                f"compile='train' needs the loss, a floating-point scalar (or a tuple that begins with it); "
+                "a training step needs the loss, a floating-point scalar (or a tuple that begins with it); "
                 f"{description} returns {jax.typeof(value)}"
             )
         return value
@@ -147,7 +163,7 @@ def compile_use(
     step = _training_step(model, use, loss)
     state = {path: values[path] for path in use.state}
     frozen = {p: value for p, value in values.items() if p not in state and (p in use.pairs or p not in use.trained)}
-    memory = compile_memory(step, dict(use.trained), slot_structs(use), state, frozen, *inputs, donate=(0, 1, 2))
+    memory = compile_memory(step, dict(use.trained), use.slot_structs(), state, frozen, *inputs, donate=(0, 1, 2))
     return memory, f"compiled training step: {description}"
 
 
@@ -165,7 +181,7 @@ def _training_step(model: AbstractModel, use: Use, loss: Callable[..., Any]) -> 
         new_trained: dict[str, Any] = {}
         new_slots: dict[str, Any] = {}
         new_state = dict(state)
-        stated = slot_structs(use)
+        stated = use.slot_structs()
         for path, structs in use.trained.items():
             own = moments[path]
             updated = [
@@ -188,22 +204,22 @@ def _without_optimizer(model: AbstractModel) -> AbstractModel:
     return model if model.optimized is None else model.optimized.model or model
 
 
-def _own(
-    model: AbstractModel, what: str, mesh: Mesh | None, batch: int | None, sequence: int | None
-) -> PlannedFunction:
+def _own(model: AbstractModel, compile: Compile) -> PlannedFunction:
+    """The model's own forward pass or loss, its inputs split over the mesh's data axes."""
     owner: Any = getattr(_without_optimizer(model).rebuild, "__self__", None)
     if not hasattr(owner, "plan_function"):
-        expected = "the loss, a scalar" if what == "train" else "the outputs"
+        expected = "the loss, a scalar" if compile.what == "train" else "the outputs"
         raise LazyModelError(
-            f"compile={what!r} needs function=f and inputs=(…): f(tree, *inputs) returns {expected}, where tree is a "
-            "pytree like AbstractModel.tree. Only Keras models bring their own."
+            f"compiling {compile.what!r} needs a function and its inputs: Compile({compile.what!r}, f, (…)), where "
+            f"f(tree, *inputs) returns {expected} and tree is a pytree like AbstractModel.tree. Only Keras models "
+            "bring their own."
         )
+    meshes = [v.sharding.mesh for v in model.values() if isinstance(v.sharding, NamedSharding)]
+    mesh = cast("Mesh", meshes[0]) if meshes else None
     axes = [axis for axis in ([] if mesh is None else mesh.shape) if axis in _DATA_AXES]
     parts = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
-    size = parts if batch is None else batch
-    if size < 1 or (sequence is not None and sequence < 1):
-        raise LazyModelError(f"batch and sequence are positive numbers; got batch={batch}, sequence={sequence}")
-    planned = cast("_Plannable", owner).plan_function(what, batch=size, sequence=sequence)
+    size = parts if compile.batch is None else compile.batch
+    planned = cast("_Plannable", owner).plan_function(compile.what, batch=size, sequence=compile.sequence)
     if mesh is None:
         return planned
     if size % parts:

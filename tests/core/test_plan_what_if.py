@@ -54,7 +54,7 @@ def test_state_and_gradients_are_counted_once() -> None:
 
 
 def test_as_much_as_the_same_optimizer_by_its_name() -> None:
-    own, stated = model(optax.adam(1e-3)).plan(), model().plan(optimizer="adam")
+    own, stated = model(optax.adam(1e-3)).plan(), model().plan(what_if=lm.WhatIf(optimizer="adam"))
     with_count = {**stated.parts, "optimizer state": stated.parts["optimizer state"] + 4}
     assert own.parts == with_count
     assert own.used_nbytes == stated.used_nbytes + 4
@@ -66,12 +66,12 @@ def test_a_model_with_an_optimizer_gets_no_other() -> None:
         trained = model(optimizer)
         for stated in ("lion", 3):
             with pytest.raises(lm.LazyModelError) as raised:
-                trained.plan(optimizer=stated)
+                trained.plan(what_if=lm.WhatIf(optimizer=stated))
             assert f"optimizer={stated!r}" in str(raised.value)
             assert f"has an optimizer already ({kept})" in str(raised.value)
             assert "leave optimizer out" in str(raised.value)
         with pytest.raises(lm.LazyModelError, match="lora_rank=4 .* has an optimizer already"):
-            trained.plan(lora_rank=4, lora_targets=".*kernel")
+            trained.plan(what_if=lm.WhatIf(lora_rank=4, lora_targets=".*kernel"))
 
 
 def test_an_optimizer_without_state_has_gradients_all_the_same() -> None:
@@ -148,8 +148,8 @@ def test_what_does_not_fit_counts_nothing_twice() -> None:
 
 def test_quantizing_leaves_optimizers_and_what_they_train_alone() -> None:
     with pytest.raises(lm.LazyModelError, match="'layers/0/kernel' .* quantized parameters cannot be trained"):
-        model(optax.adam(1e-3)).plan(quantize="int8")
-    plan = model(optax.adam(1e-3), trained=".*bias").plan(quantize="int8")
+        model(optax.adam(1e-3)).plan(what_if=lm.WhatIf(quantize="int8"))
+    plan = model(optax.adam(1e-3), trained=".*bias").plan(what_if=lm.WhatIf(quantize="int8"))
     scales = 4 * (2 * 128 // 8 + 64)  # a float32 a column of what a device holds
     assert plan.parts == {
         "parameters": 2 * KERNEL // 4 + TABLE // 2 + scales + 2 * BIAS + STEPS,
@@ -179,15 +179,15 @@ def loss(tree: Any, x: Any) -> Any:
 
 def test_a_training_step_is_compiled_with_the_state_there_is(mesh8: Mesh) -> None:
     x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
-    own = model(optax.adam(1e-3), mesh=mesh8).plan(compile="train", function=loss, inputs=(x,))
-    stated = model(mesh=mesh8).plan(compile="train", optimizer="adam", function=loss, inputs=(x,))
+    own = model(optax.adam(1e-3), mesh=mesh8).plan(compile=lm.Compile("train", loss, (x,)))
+    stated = model(mesh=mesh8).plan(what_if=lm.WhatIf(optimizer="adam"), compile=lm.Compile("train", loss, (x,)))
     assert own.compiled is not None and stated.compiled is not None
     assert "gradients" not in own.parts  # they are among the compiler's temporaries
     assert own.parts["optimizer state"] == 2 * TRAINED + 4
     assert own.compiled.argument_nbytes == stated.compiled.argument_nbytes + 4
     assert own.compiled.alias_nbytes == stated.compiled.alias_nbytes + 4  # all of it is updated in place
     assert own.used_nbytes == sum(own.parts.values()) == own.compiled.peak_nbytes
-    frozen = model(optax.adam(1e-3), trained=".*table", mesh=mesh8).plan(compile="train", function=loss, inputs=(x,))
+    frozen = model(optax.adam(1e-3), trained=".*table", mesh=mesh8).plan(compile=lm.Compile("train", loss, (x,)))
     assert frozen.compiled is not None
     assert frozen.compiled.argument_nbytes == PARAMETERS + 2 * TABLE + 4 + x.size * 4
     assert frozen.parts["optimizer state"] == 2 * TABLE + 4
@@ -196,10 +196,10 @@ def test_a_training_step_is_compiled_with_the_state_there_is(mesh8: Mesh) -> Non
 def test_a_forward_pass_beside_the_state(mesh8: Mesh) -> None:
     """What is compiled knows nothing of state and gradients, which lie there all the same."""
     x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
-    alone = model(mesh=mesh8).plan(compile="forward", function=loss, inputs=(x,))
+    alone = model(mesh=mesh8).plan(compile=lm.Compile("forward", loss, (x,)))
     for training in (
-        model(optax.adam(1e-3), mesh=mesh8).plan(compile="forward", function=loss, inputs=(x,)),
-        model(mesh=mesh8).plan(compile="forward", optimizer="adam", function=loss, inputs=(x,)),
+        model(optax.adam(1e-3), mesh=mesh8).plan(compile=lm.Compile("forward", loss, (x,))),
+        model(mesh=mesh8).plan(what_if=lm.WhatIf(optimizer="adam"), compile=lm.Compile("forward", loss, (x,))),
     ):
         assert training.parts["activations"] == alone.parts["activations"] > 0
         assert training.parts["optimizer state"] in (2 * TRAINED, 2 * TRAINED + 4)
@@ -208,23 +208,27 @@ def test_a_forward_pass_beside_the_state(mesh8: Mesh) -> None:
 
 def test_what_a_function_leaves_unused_is_on_the_device_all_the_same(mesh8: Mesh) -> None:
     x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
-    plan = model(mesh=mesh8).plan(compile="forward", function=lambda tree, x: x * 2, inputs=(x,))
+    plan = model(mesh=mesh8).plan(compile=lm.Compile("forward", lambda tree, x: x * 2, (x,)))
     assert plan.compiled is not None and plan.compiled.argument_nbytes == PARAMETERS + x.size * 4
     assert plan.parts["activations"] >= 2 * x.size * 4
 
 
 def test_comparing_and_searching() -> None:
-    found = lm.compare_plans({"own": model(optax.adam(1e-3)).plan(), "stated": model().plan(optimizer="adam")})
+    found = lm.compare_plans(
+        {"own": model(optax.adam(1e-3)).plan(), "stated": model().plan(what_if=lm.WhatIf(optimizer="adam"))}
+    )
     assert found.to_dict()["own"]["used_nbytes"] == found.to_dict()["stated"]["used_nbytes"] + 4
     big = lm.build_abstract(lambda key: jax.random.normal(key, (4096, 65536 * 4)), jax.random.key(0))
     rules = {".*": P("model")}
-    alone = lm.smallest_topology(big, "v5e", rules, confirm=False).smallest
-    trained = lm.smallest_topology(big.with_optimizer(optax.adam(1e-3)), "v5e", rules, confirm=False).smallest
-    stated = lm.smallest_topology(big, "v5e", rules, confirm=False, optimizer="adam").smallest
+    alone = lm.smallest_topology(big, "v5e", rules, compile=None).smallest
+    trained = lm.smallest_topology(big.with_optimizer(optax.adam(1e-3)), "v5e", rules, compile=None).smallest
+    stated = lm.smallest_topology(big, "v5e", rules, what_if=lm.WhatIf(optimizer="adam"), compile=None).smallest
     assert alone.num_devices < trained.num_devices == stated.num_devices
     assert trained.device_nbytes == (stated.device_nbytes or 0) + 4
     with pytest.raises(lm.LazyModelError, match="has an optimizer already"):
-        lm.smallest_topology(big.with_optimizer(optax.sgd(0.1)), "v5e", rules, confirm=False, optimizer="adam")
+        lm.smallest_topology(
+            big.with_optimizer(optax.sgd(0.1)), "v5e", rules, what_if=lm.WhatIf(optimizer="adam"), compile=None
+        )
 
 
 def test_nnx_and_linen_models_have_optimizers_too() -> None:

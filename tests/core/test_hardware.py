@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from lazymodel._device_memory import device_memory, tpu_generation
+from lazymodel._hardware import device_memory, tpu_generation
 
 GIB = 2**30
 

@@ -1,0 +1,163 @@
+"""`open_checkpoint`, which finds out the format of a path, and the one table of formats."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from lazymodel._agreement import opening
+from lazymodel._atomic import settled
+from lazymodel._errors import CheckpointError
+from lazymodel.checkpoints._checkpoint import Checkpoint
+from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5, open_sharded_hdf5
+from lazymodel.checkpoints._numpy import open_npy, open_npz
+from lazymodel.checkpoints._orbax import open_orbax
+from lazymodel.checkpoints._orbax_folder import find_item
+from lazymodel.checkpoints._safetensors import SafetensorsFile, open_index, open_safetensors
+from lazymodel.checkpoints._untrusted import check_pointer
+from lazymodel.checkpoints._verify import Verify, verify_files
+
+
+class Format(NamedTuple):
+    """A kind of file: what its names end in, what its content begins with, and how it is opened.
+
+    Attributes:
+        shard: The format of the files that it names, where it is an index.
+    """
+
+    name: str
+    suffixes: tuple[str, ...]
+    magic: bytes | None
+    open: Callable[[Path], Checkpoint]
+    shard: Format | None = None
+
+
+SAFETENSORS = Format("safetensors", (".safetensors",), None, SafetensorsFile)
+_HDF5 = Format("hdf5", (".weights.h5", ".h5", ".hdf5"), b"\x89HDF\r\n\x1a\n", open_hdf5)
+# The first one that a file's name or content fits is its format.
+_FORMATS = (
+    Format("safetensors", (".safetensors.index.json",), None, open_index, SAFETENSORS),
+    Format("hdf5", (".weights.json",), None, open_sharded_hdf5, _HDF5),
+    SAFETENSORS,
+    _HDF5,
+    Format("numpy", (".npz",), None, open_npz),
+    Format("numpy", (".npy",), b"\x93NUMPY", open_npy),
+    Format("hdf5", (".keras",), b"PK\x03\x04", open_archive),
+)
+_SUPPORTED = (
+    "a .safetensors file, a folder of them (with or without *.safetensors.index.json), Keras weights (.weights.h5, "
+    ".weights.json, .h5), a .keras archive, a Keras Hub preset folder, an Orbax checkpoint (an item, a step, or a "
+    "folder of steps), or NumPy's .npz and .npy"
+)
+
+
+def format_of(file: Path, head: bytes = b"") -> Format | None:
+    """The format of a file of this name whose content begins like this."""
+    return next(
+        (
+            kind
+            for kind in _FORMATS
+            if file.name.endswith(kind.suffixes) or (kind.magic and head.startswith(kind.magic))
+        ),
+        None,
+    )
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, verify: Verify = False) -> Checkpoint:
+    """Opens a checkpoint without reading its tensors; the format is found from the path and its first bytes.
+
+    Args:
+        path: A safetensors file or a folder with `*.safetensors.index.json`, `model.safetensors` or other
+            safetensors files; a Keras `.weights.h5`, `.weights.json` (sharded) or `.keras` file; a Keras Hub preset
+            folder (`model.weights.h5` or `model.weights.json`); an Orbax checkpoint: the folder of its arrays, of a
+            step, or of steps, of which the newest committed one is opened; or a `.npz` or `.npy` file. Archives are
+            read in place.
+        verify: Whether to hash the files first, index and all, and refuse content that is not what is stated: True for
+            the hashes that a Hugging Face cache or download, or a manifest such as `SHA256SUMS` in the folder, states;
+            the path of a manifest; or a mapping of file name, relative to the checkpoint's folder, to
+            `"sha256:<hex>"`. This reads every file once.
+
+    Where several processes run (`jax.distributed`), opening takes part in what they agree on: all of them open the same
+    checkpoints, and where one cannot, its error is raised in the others as well, when they come to materialize or save.
+
+    Returns:
+        A mapping of tensor name to `LazyTensor`. Names are the file's own: for Keras files the dataset's path, such
+        as `layers/dense/vars/0`; for Orbax the keys of the saved tree joined by `/`, such as
+        `trainable_variables/sequential/dense/kernel` for what `keras.callbacks.OrbaxCheckpoint` saved.
+
+    Raises:
+        CheckpointError: Nothing is there, the format is unknown, or a file is truncated, inconsistent or hostile; an
+            Orbax checkpoint was never committed, or has several items with arrays, which are then listed; with
+            `verify`, also a file whose content has another hash, or whose hash nobody states.
+    """
+    with opening():
+        where = existing(path)
+        if verify is False:
+            return _open(where)
+        with _open(where) as unverified:
+            files = content_files(unverified)
+        hashed = verify_files(files, verify, where if where.is_dir() else where.parent)
+        checkpoint = _open(where)  # once more, so that headers and index, too, are those that were hashed
+        try:
+            for source in hashed:
+                source.check_unchanged()
+        except CheckpointError:
+            checkpoint.close()
+            raise
+        return checkpoint
+
+
+def content_files(checkpoint: Checkpoint) -> list[str]:
+    """Paths of the files that decide what a checkpoint holds: those of its tensors, and its index if it has one."""
+    index = [checkpoint.path] if os.path.isfile(checkpoint.path) else []
+    return list(dict.fromkeys([*index, *checkpoint.files]))
+
+
+def existing(path: str | os.PathLike[str]) -> Path:
+    """A path at which something is; CheckpointError if nothing is, or what is there must not be looked at."""
+    try:
+        os.stat(path)
+    except (OSError, ValueError) as error:  # a NUL in a name is a ValueError
+        if (old := settled(Path(path))) != Path(path):
+            return old
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise CheckpointError(f"there is no checkpoint at {os.fspath(path)}: {reason}") from error
+    return Path(path)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder that are its checkpoint: its index or its only weight file, or all its safetensors files.
+
+    Raises:
+        CheckpointError: It has several index files, none of them with the usual name.
+    """
+    indexes = sorted(folder.glob("*.safetensors.index.json"))
+    preferred = folder / "model.safetensors.index.json"
+    if len(indexes) > 1 and preferred not in indexes:
+        raise CheckpointError(f"{folder} has {len(indexes)} index files; open one of {[str(i) for i in indexes]}")
+    if indexes:
+        return [preferred if preferred in indexes else indexes[0]]
+    for name in ("model.safetensors", "model.weights.json", "model.weights.h5"):
+        if (folder / name).exists():
+            return [folder / name]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def no_checkpoint(folder: Path) -> CheckpointError:
+    """The error for a folder in which nothing is known."""
+    return CheckpointError(f"found no checkpoint in folder {folder}; supported: {_SUPPORTED}")
+
+
+def _open(where: Path) -> Checkpoint:
+    files = weight_files(where) if where.is_dir() else [where]
+    if where.is_dir() and files and files[0].suffix == ".safetensors":
+        return open_safetensors(where, files)
+    if files:
+        if (kind := format_of(files[0], check_pointer(files[0]))) is None:
+            raise CheckpointError(f"{where} is in no known format; supported: {_SUPPORTED}")
+        return kind.open(files[0])
+    if (item := find_item(where)) is not None:
+        return open_orbax(where, item)
+    raise no_checkpoint(where)
