@@ -48,7 +48,7 @@ def test_a_box_reads_its_blocks(tmp_path: Path) -> None:
     save_file(arrays, tmp_path / "model.safetensors")
     expected = decode(**arrays).transpose(0, 2, 1)
     with lm.open_checkpoint(str(tmp_path / "model.safetensors")) as checkpoint:
-        tensor = np.transpose(decoded(checkpoint["blocks"], checkpoint["scales"]), (0, 2, 1))
+        tensor: Any = np.transpose(decoded(checkpoint["blocks"], checkpoint["scales"]), (0, 2, 1))
         for box, count in (
             ((slice(3, 4), slice(0, 96), slice(0, 64)), 64 * 3),
             ((slice(3, 4), slice(0, 96), slice(8, 24)), 16 * 3),
