@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from lazymodel import LazyModelWarning, LazyTensor
-from lazymodel._mxfp4 import CODES, Decode, Mxfp4Leaf, code_table
+from lazymodel._mxfp4 import CODES, Decode, Mxfp4Leaf, decoded_pairs
 from lazymodel_keras import _upstream
 
 
 def _lazy_decode(decode: Decode) -> Decode:
     """The converter's function, which for lazy tensors returns a lazy tensor; what it would refuse, it still does."""
-    table = functools.cache(lambda: code_table(decode))
+    table = functools.cache(lambda: decoded_pairs(decode))
 
     @functools.wraps(decode)
     def decode_lazily(blocks: Any, scales: Any) -> Any:
