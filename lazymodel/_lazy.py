@@ -132,10 +132,6 @@ class LazyTensor(View, np.lib.mixins.NDArrayOperatorsMixin):
         """All dimensions reversed."""
         return self.at(self.addresses.T)
 
-    def transpose(self, *axes: Any) -> LazyTensor:
-        """As `ndarray.transpose`."""
-        return self.at(self.addresses.transpose(*axes))
-
     def swapaxes(self, axis1: int, axis2: int) -> LazyTensor:
         """As `ndarray.swapaxes`."""
         return self.at(self.addresses.swapaxes(axis1, axis2))

@@ -37,7 +37,7 @@ _UNIT = CODES + 1 + CODES * _INDEX.itemsize + BLOCK * 8 + 4 * 64
 Decode: TypeAlias = "Callable[[Any, Any], Any]"  # blocks `uint8[..., 16]` and scales `uint8[...]` to `float32[...]`
 
 
-class CodeTable:
+class DecodedPairs:
     """What every byte stands for under every scale.
 
     Args:
@@ -56,7 +56,7 @@ class CodeTable:
         return converted.view(f"V{2 * dtype.itemsize}").reshape(-1)
 
 
-def code_table(decode: Decode) -> CodeTable | None:
+def decoded_pairs(decode: Decode) -> DecodedPairs | None:
     """What a function makes of every scale with every byte; None if that is not all there is to it.
 
     That is tried with numbers that lie elsewhere: a function that gives their places another meaning cannot be looked
@@ -75,7 +75,7 @@ def code_table(decode: Decode) -> CodeTable | None:
         return None
     table = np.ascontiguousarray(table).reshape(-1, 2)
     found = table[other_scales[..., None].astype(_INDEX) << 8 | other_codes].reshape(expected.shape)
-    return CodeTable(table) if np.ascontiguousarray(expected).tobytes() == found.tobytes() else None
+    return DecodedPairs(table) if np.ascontiguousarray(expected).tobytes() == found.tobytes() else None
 
 
 class Mxfp4Leaf(DividedLeaf):
@@ -87,7 +87,7 @@ class Mxfp4Leaf(DividedLeaf):
         table: What they mean.
     """
 
-    def __init__(self, blocks: View, scales: View, table: CodeTable) -> None:
+    def __init__(self, blocks: View, scales: View, table: DecodedPairs) -> None:
         self.pieces = (blocks, scales)
         self.name, self.file, self.offset = blocks.name, blocks.file, blocks.offset
         self.shape, self.dtype = (*blocks.shape[:2], blocks.shape[2] * BLOCK), table.values.dtype

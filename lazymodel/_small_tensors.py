@@ -25,7 +25,7 @@ from lazymodel._source import Source
 
 _jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
-SMALL = 64 << 10  # bytes of a tensor; a larger one gains little, and is worth the attention of several threads
+SMALL_NBYTES = 64 << 10  # bytes of a tensor; a larger one gains little, and is worth the attention of several threads
 GROUP = 512 << 10  # bytes of a group: a hundred times what its overhead takes, and all of it lives as long as any of it
 
 
@@ -62,7 +62,7 @@ def small(tensor: View, boxes: Boxes) -> Small | None:
     """How a tensor can be part of a group, if it can: it is small, and all of it is wanted here."""
     size, itemsize = tensor.size, tensor.itemsize
     nbytes, stored_nbytes = size * itemsize, size * tensor.itemsize_stored
-    if not boxes.whole or not size or max(stored_nbytes, nbytes) > SMALL:
+    if not boxes.whole or not size or max(stored_nbytes, nbytes) > SMALL_NBYTES:
         return None
     placed = sum(_padded(elements * itemsize) for elements in boxes.sizes)
     # What goes into a conversion, what comes out, and a mask or the like.

@@ -60,8 +60,9 @@ class MismatchedTensor:
 
 def where(source: Any) -> str:
     """What values are read from, a view, an array or a `StoredTensor`, for messages: a tensor and its file."""
-    file = getattr(source, "file", "")
-    return f"tensor {source.name!r} of {file}" if file else "an array in memory"
+    if file := getattr(source, "file", ""):
+        return f"tensor {source.name!r} of {file}"
+    return f"tensor {source.name!r}" if isinstance(source, StoredTensor) else "an array in memory"
 
 
 def local_nbytes(sharding: Sharding, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:

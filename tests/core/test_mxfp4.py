@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 import lazymodel as lm
 from lazymodel._lazy import LazyTensor, lazy
-from lazymodel._mxfp4 import Mxfp4Leaf, code_table
+from lazymodel._mxfp4 import Mxfp4Leaf, decoded_pairs
 from lazymodel._source import BYTES_READ
 from lazymodel._stream import StreamItem, stream
 
@@ -32,7 +32,7 @@ def decode(blocks: Any, scales: Any) -> np.ndarray:
 
 
 def decoded(blocks: Any, scales: Any) -> LazyTensor:
-    table = code_table(decode)
+    table = decoded_pairs(decode)
     assert table is not None
     return LazyTensor(Mxfp4Leaf(blocks, scales, table))
 
@@ -48,7 +48,7 @@ def test_a_box_reads_its_blocks(tmp_path: Path) -> None:
     save_file(arrays, tmp_path / "model.safetensors")
     expected = decode(**arrays).transpose(0, 2, 1)
     with lm.open_checkpoint(str(tmp_path / "model.safetensors")) as checkpoint:
-        tensor = np.transpose(decoded(checkpoint["blocks"], checkpoint["scales"]), (0, 2, 1))
+        tensor: Any = np.transpose(decoded(checkpoint["blocks"], checkpoint["scales"]), (0, 2, 1))
         for box, count in (
             ((slice(3, 4), slice(0, 96), slice(0, 64)), 64 * 3),
             ((slice(3, 4), slice(0, 96), slice(8, 24)), 16 * 3),
@@ -97,6 +97,6 @@ def test_what_means_something_else_elsewhere_has_no_table() -> None:
         values = decode(blocks, scales)
         return values + np.arange(values.shape[-1], dtype=np.float32)
 
-    assert code_table(placed) is None
-    assert code_table(lambda blocks, scales: decode(blocks, scales).astype(np.float64)) is None
-    assert code_table(lambda blocks, scales: decode(blocks, scales)[..., ::2]) is None
+    assert decoded_pairs(placed) is None
+    assert decoded_pairs(lambda blocks, scales: decode(blocks, scales).astype(np.float64)) is None
+    assert decoded_pairs(lambda blocks, scales: decode(blocks, scales)[..., ::2]) is None

@@ -10,7 +10,7 @@ import keras_hub
 import numpy as np
 from keras.src.saving import saving_lib
 
-from lazymodel._mxfp4 import code_table
+from lazymodel._mxfp4 import decoded_pairs
 from lazymodel_keras import _upstream
 
 from .versions import KERAS, needs_keras, parts
@@ -123,7 +123,7 @@ def test_what_gpt_oss_is_decoded_with_is_what_is_replaced() -> None:
     assert changed is not None, "KerasHub decodes in another way, and the host holds all experts again"
     blocks, scales = np.full((1, 1, 1, 16), 0x42, np.uint8), np.full((1, 1, 1), 128, np.uint8)
     np.testing.assert_array_equal(found[0](blocks, scales), np.tile(np.float32([2, 4]), (1, 1, 16)))
-    assert code_table(found[0]) is not None
+    assert decoded_pairs(found[0]) is not None
     layer, backbone, loader = mock.MagicMock(), mock.MagicMock(num_layers=1), mock.MagicMock()
     backbone.transformer_layers = [layer]
     changed(backbone, loader, {})
