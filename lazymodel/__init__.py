@@ -10,10 +10,8 @@ The core knows JAX only. Flax and Keras have their own packages, `lazymodel_flax
 """
 
 from lazymodel import grow, initializers
-from lazymodel._abstract import AbstractModel, AbstractVariable, Reason
 from lazymodel._adapters import Adapter
 from lazymodel._auto import Auto, Proposal, auto
-from lazymodel._build import build_abstract
 from lazymodel._compile import CompiledMemory, collective_bytes, compile_memory
 from lazymodel._errors import (
     CheckpointError,
@@ -31,6 +29,7 @@ from lazymodel._load_report import LoadReport, LoadRow
 from lazymodel._mapped import MappedCheckpoint, map_checkpoint
 from lazymodel._mapping_entry import From
 from lazymodel._mapping_table import MappingReport, WeightMap
+from lazymodel._model import AbstractModel, build_abstract
 from lazymodel._paths import flatten_paths
 from lazymodel._plan import MemoryPlan, PlanComparison, PlanRow, compare_plans
 from lazymodel._plan_compiled import Compile
@@ -43,6 +42,7 @@ from lazymodel._save import save
 from lazymodel._statistics import Statistics, VariableStatistics, statistics
 from lazymodel._stored import MismatchedTensor, StoredTensor
 from lazymodel._topology import arithmetic_mesh, topology
+from lazymodel._variable import AbstractVariable, Reason
 from lazymodel.checkpoints import Checkpoint, open_checkpoint
 
 __version__ = "0.1.0"

@@ -1,133 +1,25 @@
-"""The abstract model: every variable's path, shape, dtype and sharding, and nothing allocated.
+"""The abstract model as data: its variables, how each comes to be, and nothing allocated.
 
-`AbstractModel` is what `build_abstract` returns and every later step takes. It knows no framework: an adapter
-hands it the variables, how each is computed (`InitRecipe`) and a function that turns finished arrays back into
-the user's object. It decides nothing itself: sharding lives in `_shard`, planning in `_plan_make`, the work in
-`_materialize`.
+Every stage takes a `ModelSpec` and returns one of the same class with other fields; it knows no framework but by the
+`Framework` that an adapter gave it, and decides nothing itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+from typing import Any, Self, TypeVar
 
 import jax
 import numpy as np
-from jax.experimental.layout import Format
 
 from lazymodel._errors import LazyModelError
-from lazymodel._layers import lora, quantize
-
-if TYPE_CHECKING:
-    from jax.experimental.layout import Layout
-
-    from lazymodel._auto import Auto
-    from lazymodel._explain import Explanation, ShardingReport
-    from lazymodel._framework import Derived, Framework, Optimizer
-    from lazymodel._init_programs import InitRecipe, ProgramCache
-    from lazymodel._lazy import LazyTensor
-    from lazymodel._plan import MemoryPlan
-    from lazymodel._plan_compiled import Compile
-    from lazymodel._plan_what_if import WhatIf
-    from lazymodel._progress import Progress, ReportTo
-    from lazymodel._reinitialize import Initializer, InitRules
-    from lazymodel._rules import Rules
-    from lazymodel._stored import MismatchedTensor, StoredTensor
-
-
-@dataclasses.dataclass(frozen=True)
-class Reason:
-    """Why a variable has its sharding.
-
-    Attributes:
-        kind: `rule` (of a mapping), `callable`, `logical` (axis rules), `metadata` (the variable's own), `proposed`
-            (by `auto` or another proposer), `follows` (the weight that it belongs to), `repaired`, `optimizer` (state,
-            as its parameter), `host` (a NumPy array that devices cannot hold), or `unmatched`.
-        text: The reason, for people.
-        role: What `auto` or a rule by role took the variable for.
-        labels: What each of its dimensions is, where that is known.
-        tried: What was considered before and does not fit.
-    """
-
-    kind: str
-    text: str
-    role: str = ""
-    labels: tuple[str, ...] = ()
-    tried: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class AbstractVariable:
-    """One variable of an abstract model.
-
-    Attributes:
-        path: Its stable, unique name, parts joined by `/`, such as `decoder/attention/query/kernel`.
-        shape: The global shape.
-        dtype: A NumPy dtype, or an extended JAX dtype such as `key<fry>` for PRNG keys.
-        sharding: Where its shards go, or None while none was assigned (one device is used then).
-        origin: How its value comes to be, for people: an initializer's name, `constant`, or a file and tensor.
-        trainable: Whether an optimizer would update it.
-        logical_axes: Names for its dimensions that the framework keeps with it, as Flax' partitioning metadata does:
-            logical axes or mesh axes, None for a dimension without one. None if it keeps none.
-        layout: The order of its bytes on a device, or None for what the compiler prefers.
-        reason: Why it has its sharding; `AbstractModel.explain` tells it.
-        follows: For optimizer state, the path of the parameter that it belongs to and is sharded like, or an empty
-            string where it belongs to none, as a step count; None for the model's own variables.
-        weak_type: Whether its array is weakly typed, as JAX makes those of Python scalars (`jnp.full((4,), 2.0)`): with
-            another array of lower precision the result has that precision. Loaded or initialized, it is of this type,
-            as an array is after `parameter[...] = loaded`.
-        on_host: Whether it is a NumPy array, which comes back as one unless its sharding splits it over devices.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    sharding: jax.sharding.Sharding | None = None
-    origin: str = "init"
-    trainable: bool = True
-    logical_axes: tuple[Any, ...] | None = None
-    layout: Layout | None = None
-    reason: Reason | None = None
-    follows: str | None = None
-    weak_type: bool = False
-    on_host: bool = False
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole variable, over all devices, counted once."""
-        return self.size * self.dtype.itemsize
-
-    @property
-    def spec(self) -> jax.sharding.PartitionSpec | None:
-        """The partition spec, or None where the sharding is not a NamedSharding."""
-        return self.sharding.spec if isinstance(self.sharding, jax.sharding.NamedSharding) else None
-
-    @property
-    def shard_nbytes(self) -> int:
-        """Bytes that one device holds (all shards of a JAX array have equal shapes)."""
-        if self.sharding is None:
-            return self.nbytes
-        return math.prod(self.sharding.shard_shape(self.shape)) * self.dtype.itemsize
-
-    @property
-    def struct(self) -> jax.ShapeDtypeStruct:
-        """The variable as a `jax.ShapeDtypeStruct`, with its sharding, layout and the dtype that JAX traces."""
-        placed: Any = self.sharding if self.layout is None else Format(self.layout, self.sharding)
-        # What stays a NumPy array is traced with the dtype that JAX has for it; newer ones warn of another.
-        dtype = jax.dtypes.canonicalize_dtype(self.dtype) if self.on_host else self.dtype
-        return jax.ShapeDtypeStruct(self.shape, dtype, sharding=placed, weak_type=self.weak_type)
-
-    def __repr__(self) -> str:
-        spec = "" if self.sharding is None else f", {self.spec if self.spec is not None else self.sharding}"
-        return f"AbstractVariable({self.path!r}, {self.dtype.name}{list(self.shape)}{spec}, {self.origin})"
+from lazymodel._framework import Derived, Framework
+from lazymodel._init_programs import InitRecipe, ProgramCache
+from lazymodel._stored import MismatchedTensor, StoredTensor
+from lazymodel._text import closest
+from lazymodel._variable import AbstractVariable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,8 +78,6 @@ class ModelSpec(Mapping[str, AbstractVariable]):
         try:
             return self.variables[path]
         except KeyError:
-            from lazymodel._text import closest
-
             raise KeyError(f"{path!r} is not a variable of {self.name}{closest(str(path), self.variables)}") from None
 
     def __iter__(self) -> Iterator[str]:
@@ -220,143 +110,4 @@ class ModelSpec(Mapping[str, AbstractVariable]):
         return dataclasses.replace(self, variables=variables)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class AbstractModel(ModelSpec):
-    """A model of shapes and dtypes, an immutable mapping of paths to `AbstractVariable`.
-
-    Made by `lazymodel.build_abstract`, or by an integration's own functions; its attributes are those of `ModelSpec`.
-    """
-
-    quantize = quantize
-    lora = lora
-
-    def shard(
-        self,
-        mesh: jax.sharding.Mesh,
-        rules: Rules | None = None,
-        *,
-        on_unmatched: str = "warn",
-        large: int | str = "1MiB",
-        repair: bool | Auto = False,
-    ) -> AbstractModel:
-        """Assigns a sharding to every variable; see `lazymodel._shard.shard`."""
-        from lazymodel._shard import shard
-
-        return shard(self, mesh, rules, on_unmatched=on_unmatched, large=large, repair=repair)
-
-    def with_optimizer(
-        self, optimizer: Optimizer, *, trained: Callable[[AbstractVariable], bool] | str | None = None
-    ) -> AbstractModel:
-        """The model with the state that an optimizer starts with; see `lazymodel._with_optimizer.with_optimizer`."""
-        from lazymodel._with_optimizer import with_optimizer
-
-        return with_optimizer(self, optimizer, trained)
-
-    def reinitialize(
-        self,
-        rules: str | InitRules,
-        initializer: Initializer | None = None,
-        *,
-        key: jax.Array | int | None = None,
-    ) -> AbstractModel:
-        """Gives variables another initializer; see `lazymodel._reinitialize.reinitialize`."""
-        from lazymodel._reinitialize import reinitialize
-
-        return reinitialize(self, rules, initializer, key=key)
-
-    def rekey(self, key: jax.Array | int, pattern: str = ".*") -> AbstractModel:
-        """Draws values from keys by path; see `lazymodel._reinitialize.rekey`."""
-        from lazymodel._reinitialize import rekey
-
-        return rekey(self, key, pattern)
-
-    @overload
-    def explain(self, path: str) -> Explanation: ...
-    @overload
-    def explain(self, path: None = None) -> ShardingReport: ...
-    def explain(self, path: str | None = None) -> Explanation | ShardingReport:
-        """Why a variable has its sharding, or how the whole model spreads; see `lazymodel._explain.explain`."""
-        from lazymodel._explain import explain
-
-        return explain(self, path)
-
-    def plan(
-        self,
-        checkpoint: Mapping[str, LazyTensor | np.ndarray] | None = None,
-        *,
-        initialize: str | None = None,
-        device_memory: int | str | None = None,
-        what_if: WhatIf | None = None,
-        compile: Compile | None = None,
-    ) -> MemoryPlan:
-        """Predicts bytes per device and host before any is spent; see `lazymodel._plan_make.plan`."""
-        from lazymodel._plan_make import plan
-
-        return plan(
-            self,
-            checkpoint,
-            initialize=initialize,
-            device_memory=device_memory,
-            what_if=what_if,
-            compile=compile,
-        )
-
-    def materialize(
-        self,
-        checkpoint: Mapping[str, LazyTensor | np.ndarray] | None = None,
-        *,
-        initialize: str | None = None,
-        strict: bool = True,
-        cast: str = "safe",
-        max_host_memory: int | str | None = None,
-        progress: bool | Progress | Callable[[int, int], object] | None = None,
-        report: ReportTo = None,
-    ) -> Any:
-        """Makes every variable on its own devices and returns the user's object; see `_materialize.materialize`.
-
-        Args:
-            checkpoint: Path to tensor, such as `open_checkpoint` returns; None uses what the model was built with.
-            initialize: `"missing"` initializes what the checkpoint lacks, `"nothing"` makes that an error, `"all"`
-                ignores the checkpoint. None is `"missing"` with a warning that lists what a given checkpoint lacked.
-            strict: Whether a checkpoint tensor that the model has no variable for, or that has another shape than its
-                variable, is an error. If not, such tensors are left out with a warning that lists them, and a
-                variable whose tensor was left out is treated like one that the checkpoint lacks. With
-                `initialize="nothing"` another shape is an error all the same.
-            cast: `"safe"` makes it an error where a tensor's values could lose what they mean in its variable's dtype:
-                floats into integers, numbers into bool, complex into real, quantized numbers (integers or eight-bit
-                floats with a scale beside them) into floats. Floats become other floats, narrower ones too, and beyond
-                their range infinite; integers anything that has all values of their dtype, and if they are few enough
-                (16 MiB) anything that has all their values. `"unsafe"` casts as `ndarray.astype` does. What a mapping
-                casts with `astype` was asked for.
-            max_host_memory: Ceiling for the host's staging memory in bytes, or `"4GiB"`.
-            progress: True or False for a bar, None for a bar when a person is watching, a callable
-                `f(done_nbytes, total_nbytes)` or a `Progress` for your own. Bytes are those of the distinct shards of
-                this process; they are told of from several threads, one call at a time.
-            report: True prints a `LoadReport` once the model is complete; a callable, such as `reports.append`, is
-                given it instead. A failure reports nothing but its error.
-        """
-        from lazymodel._materialize import materialize
-
-        return materialize(
-            self,
-            checkpoint,
-            initialize=initialize,
-            strict=strict,
-            cast=cast,
-            max_host_memory=max_host_memory,
-            progress=progress,
-            report=report,
-        )
-
-    def __repr__(self) -> str:
-        from lazymodel._report import model_table
-
-        return model_table(self).text()
-
-    def _repr_html_(self) -> str:
-        from lazymodel._report import model_table
-
-        return model_table(self).html()
-
-
-AnyModel = TypeVar("AnyModel", bound=AbstractModel)  # a step returns a model of the class that it was given
+AnyModel = TypeVar("AnyModel", bound=ModelSpec)  # a step returns a model of the class that it was given

@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 
 from jax.sharding import Mesh, PartitionSpec
 
-from lazymodel._abstract import AbstractVariable
 from lazymodel._describe import Described, describe
 from lazymodel._errors import ShardingError
 from lazymodel._roles import ROLES, Role
 from lazymodel._text import format_bytes
+from lazymodel._variable import AbstractVariable
 
 Axes: TypeAlias = "str | Sequence[str] | None"
 

@@ -27,12 +27,11 @@ from jax.sharding import AbstractMesh, AxisType
 from rich.console import Console
 from rich.markup import escape
 
-from lazymodel._abstract import AbstractModel
 from lazymodel._adapters import named
 from lazymodel._auto import auto
-from lazymodel._build import build_abstract
 from lazymodel._errors import LazyModelError, LazyModelWarning
 from lazymodel._jaxprs import CONFIG
+from lazymodel._model import AbstractModel, build_abstract
 from lazymodel._plan import MemoryPlan, compare_plans
 from lazymodel._plan_compiled import Compile
 from lazymodel._plan_what_if import WhatIf

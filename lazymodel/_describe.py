@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping
 import jax
 import numpy as np
 
-from lazymodel._abstract import AbstractVariable
 from lazymodel._paths import rule_path
 from lazymodel._roles import FUSED_HEADS, HEADS, ROLES
+from lazymodel._variable import AbstractVariable
 
 _WEIGHT = r"(_?kernel|weight|weights|w|embeddings?)$"
 _ATTENTION = re.compile(r"(^|[/_])(\w*attention\w*|\w*attn\w*|mha|sdpa)(_\d+)?/")

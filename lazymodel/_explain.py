@@ -11,19 +11,20 @@ from typing import Any, overload
 
 from jax.sharding import NamedSharding
 
-from lazymodel._abstract import AbstractModel, AbstractVariable, Reason
+from lazymodel._abstract import ModelSpec
 from lazymodel._placement import device_nbytes
 from lazymodel._table import Row, grouped
 from lazymodel._text import format_bytes, printable
+from lazymodel._variable import AbstractVariable, Reason
 
 _LISTED = 12  # lines of each kind that a report has before it only counts
 
 
 @overload
-def explain(model: AbstractModel, path: str) -> Explanation: ...
+def explain(model: ModelSpec, path: str) -> Explanation: ...
 @overload
-def explain(model: AbstractModel, path: None = None) -> ShardingReport: ...
-def explain(model: AbstractModel, path: str | None = None) -> Explanation | ShardingReport:
+def explain(model: ModelSpec, path: None = None) -> ShardingReport: ...
+def explain(model: ModelSpec, path: str | None = None) -> Explanation | ShardingReport:
     """Why a variable has its sharding, or without a path how the whole model spreads over its devices.
 
     Args:
@@ -142,7 +143,7 @@ class ShardingReport:
     __repr__ = __str__
 
 
-def _explain_model(model: AbstractModel) -> ShardingReport:
+def _explain_model(model: ModelSpec) -> ShardingReport:
     variables = sorted(model.values(), key=lambda variable: -variable.nbytes)
     replicated = [
         variable

@@ -12,10 +12,10 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lazymodel._abstract import AbstractVariable, Reason
 from lazymodel._auto import trimmed
 from lazymodel._describe import describe
 from lazymodel._rules import axes_of
+from lazymodel._variable import AbstractVariable, Reason
 
 
 def along(sharding: Any, dims: Sequence[int | None], shape: Sequence[int]) -> Any:

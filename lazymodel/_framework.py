@@ -12,9 +12,9 @@ from typing import Any, NoReturn, Protocol
 import jax
 from jax.sharding import Sharding
 
-from lazymodel._abstract import AbstractVariable
 from lazymodel._errors import LazyModelError
 from lazymodel._paths import path_text
+from lazymodel._variable import AbstractVariable
 
 
 class Optimizer(Protocol):

@@ -22,8 +22,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lazymodel._abstract import AbstractVariable, Reason
 from lazymodel._placement import is_narrowed
+from lazymodel._variable import AbstractVariable, Reason
 
 # Subclasses may mean more than their elements, as masked arrays do; a memory map is an array like any other.
 _PLAIN = (np.ndarray, np.memmap)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
-if TYPE_CHECKING:
-    from lazymodel._abstract import ModelSpec
-
-Model = TypeVar("Model", bound="ModelSpec")
+from lazymodel._abstract import AnyModel
 
 
-def quantize(model: Model, how: Any, filters: str | Sequence[str] | Callable[[Any], bool] | None = None) -> Model:
+def quantize(model: AnyModel, how: Any, filters: str | Sequence[str] | Callable[[Any], bool] | None = None) -> AnyModel:
     """The quantized model: a kernel is quantized while it is read, and never exists whole in floating point.
 
     For Keras models that are not changed otherwise yet: before `lora`, `shard`, `with_optimizer`, `reinitialize`.
@@ -30,7 +27,7 @@ def quantize(model: Model, how: Any, filters: str | Sequence[str] | Callable[[An
     return model.framework.quantize(model, how, filters)
 
 
-def lora(model: Model, rank: int, targets: str | None = None) -> Model:
+def lora(model: AnyModel, rank: int, targets: str | None = None) -> AnyModel:
     """The model with LoRA pairs, initialized on their devices and split like their kernels where no rule is theirs.
 
     For Keras models, as `model.backbone.enable_lora(rank)` does after loading: the pairs are all that is trained.

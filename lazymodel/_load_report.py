@@ -10,19 +10,17 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import Sharding
 
+from lazymodel._abstract import ModelSpec
 from lazymodel._lazy import LazyTensor
+from lazymodel._match import Choice
 from lazymodel._stored import MismatchedTensor, StoredTensor, is_initial, needed_nbytes, stored_tensors, unused_tensors
 from lazymodel._table import ACTIONS, Row, Table, Tabled, folded_table, shape_text
 from lazymodel._text import folded_names, format_bytes, listed, plural
-
-if TYPE_CHECKING:
-    from lazymodel._abstract import AbstractModel
-    from lazymodel._match import Choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +173,7 @@ class Costs:
 
 
 def make_report(
-    model: AbstractModel,
+    model: ModelSpec,
     choice: Choice,
     checkpoint: Mapping[str, Any] | None,
     shardings: Mapping[str, Sharding],

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, cast
 
 import jax
 
-from lazymodel._abstract import AbstractModel
+from lazymodel._abstract import ModelSpec
 from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._lazy import LazyTensor, lazy
 from lazymodel._mapping_table import WeightMap
@@ -81,7 +81,7 @@ class _Watched(Mapping[str, LazyTensor]):
 def map_checkpoint(
     checkpoint: Mapping[str, Any],
     mapping: WeightMap | ReadFunction,
-    abstract: AbstractModel | None = None,
+    abstract: ModelSpec | None = None,
     *,
     strict: bool = True,
 ) -> MappedCheckpoint:

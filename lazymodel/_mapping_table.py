@@ -21,13 +21,13 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from lazymodel._abstract import AbstractVariable
 from lazymodel._errors import LazyModelError
 from lazymodel._keys import is_key
 from lazymodel._lazy import LazyTensor
 from lazymodel._mapping_entry import From, Missing, Parts, Tensors, check_captures, read_entry, write_entry
 from lazymodel._paths import Captures, Template
 from lazymodel._text import LISTED, closest, first_lines
+from lazymodel._variable import AbstractVariable
 
 _PERMUTED = 5  # dimensions up to which permutations are tried for a suggestion: 120 of them
 

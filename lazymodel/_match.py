@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lazymodel._abstract import AbstractModel, AbstractVariable
+from lazymodel._abstract import ModelSpec
 from lazymodel._casting import SAFE, check_mode, refusal, weights
 from lazymodel._errors import CheckpointError, warn
 from lazymodel._init_programs import InitRecipe
@@ -21,6 +21,7 @@ from lazymodel._mapping_table import stored_as
 from lazymodel._quantized import scales_beside
 from lazymodel._stored import MismatchedTensor, is_initial, stored_tensors, where
 from lazymodel._text import closest, first_of, folded_names, listed
+from lazymodel._variable import AbstractVariable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Choice:
 
 
 def choose(
-    model: AbstractModel,
+    model: ModelSpec,
     checkpoint: Mapping[str, Any] | None,
     *,
     initialize: str | None = None,
@@ -109,7 +110,7 @@ def choose(
     return choice
 
 
-def _match(model: AbstractModel, checkpoint: Mapping[str, Any], *, strict: bool) -> tuple[dict[str, Any], list[str]]:
+def _match(model: ModelSpec, checkpoint: Mapping[str, Any], *, strict: bool) -> tuple[dict[str, Any], list[str]]:
     """The checkpoint's tensors by variable path, and the names of all others."""
     unexpected = [name for name in checkpoint if name not in model.variables]
     if strict and unexpected:
@@ -129,7 +130,7 @@ def _mismatch(variable: AbstractVariable, source: Any) -> MismatchedTensor | Non
     return MismatchedTensor(variable.path, stored_tensors(source, variable.path)[0], expected, found)
 
 
-def refused_casts(model: AbstractModel, checkpoint: Mapping[str, Any] | None, choice: Choice) -> list[str]:
+def refused_casts(model: ModelSpec, checkpoint: Mapping[str, Any] | None, choice: Choice) -> list[str]:
     """What is wrong with the dtypes of the tensors that variables take, and with the scales that none takes."""
     mapped = isinstance(checkpoint, MappedCheckpoint)
     names = {*(checkpoint or ()), *(checkpoint.source if mapped else ())}
@@ -155,7 +156,7 @@ def refused_casts(model: AbstractModel, checkpoint: Mapping[str, Any] | None, ch
     return refused
 
 
-def warn_of_rest(model: AbstractModel, checkpoint: Mapping[str, Any], choice: Choice, initialize: str | None) -> None:
+def warn_of_rest(model: ModelSpec, checkpoint: Mapping[str, Any], choice: Choice, initialize: str | None) -> None:
     """Warns of what a checkpoint has too much and, unless that was said to be meant, too little."""
     left_out: list[str] = []
     if choice.unused:
@@ -171,7 +172,7 @@ def warn_of_rest(model: AbstractModel, checkpoint: Mapping[str, Any], choice: Ch
         warn(f"{lacks}. They are initialized; say initialize='missing' if that is meant.")
 
 
-def _lacks(model: AbstractModel, checkpoint: Mapping[str, Any], lacking: Sequence[str]) -> str:
+def _lacks(model: ModelSpec, checkpoint: Mapping[str, Any], lacking: Sequence[str]) -> str:
     what = f"{described(checkpoint)} has no tensor for {len(lacking)} of {len(model)} variables"
     return f"{what}: {listed(folded_names(lacking))}"
 

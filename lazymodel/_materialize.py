@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import Sharding
 
-from lazymodel._abstract import AbstractModel, AbstractVariable
+from lazymodel._abstract import ModelSpec
 from lazymodel._agreement import agreement
 from lazymodel._casting import SAFE, UNSAFE, converted
 from lazymodel._errors import CheckpointError
@@ -37,10 +37,11 @@ from lazymodel._source import BYTES_READ
 from lazymodel._stored import local_nbytes
 from lazymodel._stream import StreamItem, stream
 from lazymodel._text import parse_budget
+from lazymodel._variable import AbstractVariable
 
 
 def materialize(
-    model: AbstractModel,
+    model: ModelSpec,
     checkpoint: Mapping[str, Any] | None = None,
     *,
     initialize: str | None = None,
@@ -54,6 +55,27 @@ def materialize(
 
     Nothing is handed to the user's object before every array is complete, so a failure leaves nothing half-written.
     Where several processes share the model's devices, all of them must call this, and it fails in all or in none.
+
+    Args:
+        checkpoint: Path to tensor, such as `open_checkpoint` returns; None uses what the model was built with.
+        initialize: `"missing"` initializes what the checkpoint lacks, `"nothing"` makes that an error, `"all"`
+            ignores the checkpoint. None is `"missing"` with a warning that lists what a given checkpoint lacked.
+        strict: Whether a checkpoint tensor that the model has no variable for, or that has another shape than its
+            variable, is an error. If not, such tensors are left out with a warning that lists them, and a
+            variable whose tensor was left out is treated like one that the checkpoint lacks. With
+            `initialize="nothing"` another shape is an error all the same.
+        cast: `"safe"` makes it an error where a tensor's values could lose what they mean in its variable's dtype:
+            floats into integers, numbers into bool, complex into real, quantized numbers (integers or eight-bit
+            floats with a scale beside them) into floats. Floats become other floats, narrower ones too, and beyond
+            their range infinite; integers anything that has all values of their dtype, and if they are few enough
+            (16 MiB) anything that has all their values. `"unsafe"` casts as `ndarray.astype` does. What a mapping
+            casts with `astype` was asked for.
+        max_host_memory: Ceiling for the host's staging memory in bytes, or `"4GiB"`.
+        progress: True or False for a bar, None for a bar when a person is watching, a callable
+            `f(done_nbytes, total_nbytes)` or a `Progress` for your own. Bytes are those of the distinct shards of
+            this process; they are told of from several threads, one call at a time.
+        report: True prints a `LoadReport` once the model is complete; a callable, such as `reports.append`, is
+            given it instead. A failure reports nothing but its error.
 
     Raises:
         LazyModelError: The model is sharded over devices that are only planned for.
@@ -86,7 +108,7 @@ def materialize(
 
 
 def make_arrays(
-    model: AbstractModel,
+    model: ModelSpec,
     choice: Choice,
     shardings: Mapping[str, Sharding],
     max_host_memory: int | None,
@@ -138,7 +160,7 @@ def make_arrays(
 
 
 def _rest(
-    model: AbstractModel, choice: Choice, arrays: Mapping[str, Any], shardings: Mapping[str, Sharding]
+    model: ModelSpec, choice: Choice, arrays: Mapping[str, Any], shardings: Mapping[str, Sharding]
 ) -> Iterator[tuple[str, Any]]:
     """What stays on the host, and what depends on the values of others."""
     for path, source in choice.sources.items():

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
-from lazymodel._abstract import AbstractVariable
+from lazymodel._variable import AbstractVariable
 
 Signature: TypeAlias = "frozenset[Hashable]"
 

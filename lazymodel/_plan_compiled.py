@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lazymodel._abstract import AbstractModel, ModelSpec
+from lazymodel._abstract import ModelSpec
 from lazymodel._compile import CompiledMemory, compile_memory
 from lazymodel._errors import LazyModelError
 from lazymodel._framework import PlannedFunction
@@ -94,7 +94,7 @@ def _is_input(given: Any) -> bool:
     return all(hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex) for leaf in leaves)
 
 
-def compile_use(model: AbstractModel, use: Use, compile: Compile) -> tuple[CompiledMemory, str]:
+def compile_use(model: ModelSpec, use: Use, compile: Compile) -> tuple[CompiledMemory, str]:
     """Compiles a forward pass or a training step; returns its memory on one device, and what was compiled."""
     function, inputs = compile.function, compile.inputs
     if function is None:
@@ -139,7 +139,7 @@ def compile_use(model: AbstractModel, use: Use, compile: Compile) -> tuple[Compi
     return memory, f"compiled training step: {description}"
 
 
-def _training_step(model: AbstractModel, use: Use, loss: Callable[..., Any]) -> Callable[..., Any]:
+def _training_step(model: ModelSpec, use: Use, loss: Callable[..., Any]) -> Callable[..., Any]:
     """Gradients of a loss and an optimizer's update, of what is trained, stated slots, own state, all else, inputs."""
     moments: dict[str, list[str]] = {path: [] for path in use.trained}  # own state that is updated by a gradient
     for path in use.state:
@@ -171,12 +171,12 @@ def _training_step(model: AbstractModel, use: Use, loss: Callable[..., Any]) -> 
     return step
 
 
-def _without_optimizer(model: AbstractModel) -> ModelSpec:
+def _without_optimizer(model: ModelSpec) -> ModelSpec:
     """The model whose tree a forward pass or loss takes."""
     return model if model.optimized is None else model.optimized.model or model
 
 
-def _own(model: AbstractModel, compile: Compile) -> PlannedFunction:
+def _own(model: ModelSpec, compile: Compile) -> PlannedFunction:
     """The model's own forward pass or loss, its inputs split over the mesh's data axes."""
     meshes = [v.sharding.mesh for v in model.values() if isinstance(v.sharding, NamedSharding)]
     mesh = cast("Mesh", meshes[0]) if meshes else None

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from lazymodel._abstract import AbstractModel
+from lazymodel._abstract import ModelSpec
 from lazymodel._compile import CompiledMemory
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._hardware import device_memory as known_memory
@@ -34,7 +34,7 @@ from lazymodel._text import parse_bytes
 
 
 def plan(
-    model: AbstractModel,
+    model: ModelSpec,
     checkpoint: Mapping[str, Any] | None = None,
     *,
     initialize: str | None = None,
@@ -113,7 +113,7 @@ def plan(
     )
 
 
-def _checked(model: AbstractModel, what_if: WhatIf | None, compile: Compile | None) -> WhatIf:
+def _checked(model: ModelSpec, what_if: WhatIf | None, compile: Compile | None) -> WhatIf:
     """What is stated, with the optimizer that a compiled training step has; refuses what does not go together."""
     given: Any = (what_if, compile)
     for value, name, cls, such in zip(
@@ -187,7 +187,7 @@ def _notes(refused: Sequence[str], estimated: str | None) -> Iterator[str]:
         yield f"temporaries of init programs are estimated: {each}"
 
 
-def _compiled(model: AbstractModel, use: Use, compile: Compile) -> tuple[CompiledMemory | None, int, str, int | None]:
+def _compiled(model: ModelSpec, use: Use, compile: Compile) -> tuple[CompiledMemory | None, int, str, int | None]:
     """What the compiler said, the bytes that it adds, a note, and the limit of a device that it does not fit."""
     compiled = limit = None
     try:
@@ -201,7 +201,7 @@ def _compiled(model: AbstractModel, use: Use, compile: Compile) -> tuple[Compile
     return compiled, max(total - use.argument_nbytes(compile.what), 0), note, limit
 
 
-def _rows(model: AbstractModel, choice: Choice, use: Use) -> tuple[PlanRow, ...]:
+def _rows(model: ModelSpec, choice: Choice, use: Use) -> tuple[PlanRow, ...]:
     origins = {path: recipe.origin for recipe in choice.recipes for path in recipe.paths}
     for left_out in choice.mismatched:
         if left_out.path in origins:

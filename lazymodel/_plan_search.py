@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lazymodel._abstract import AbstractModel
+from lazymodel._abstract import ModelSpec
 from lazymodel._errors import DoesNotFitError, LazyModelError, ShardingError
 from lazymodel._hardware import device_memory as known_memory
 from lazymodel._hardware import tpu_generation
@@ -20,6 +20,7 @@ from lazymodel._plan_compiled import Compile
 from lazymodel._plan_make import plan
 from lazymodel._plan_what_if import WhatIf
 from lazymodel._rules import Rules, named_rules
+from lazymodel._shard import shard
 from lazymodel._table import Table, Tabled
 from lazymodel._text import format_bytes, parse_bytes
 from lazymodel._topology import arithmetic_mesh, check_axes, has_libtpu, topology, topology_names
@@ -93,7 +94,7 @@ class TopologyTable(Tabled):
 
 
 def smallest_topology(
-    abstract: AbstractModel,
+    abstract: ModelSpec,
     device: str,
     rules: Rules | None = None,
     *,
@@ -142,7 +143,7 @@ def smallest_topology(
 
     def planned(mesh: Any, compile: Compile | None) -> MemoryPlan:
         # What rules leave unmatched is the same on every mesh, and said when the chosen one is sharded.
-        sharded = abstract.shard(mesh, rules, on_unmatched="ignore")
+        sharded = shard(abstract, mesh, rules, on_unmatched="ignore")
         return plan(sharded, checkpoint, device_memory=limit, what_if=what_if, compile=compile)
 
     rows: list[TopologyRow] = []
@@ -164,7 +165,7 @@ def smallest_topology(
 
 
 def _consider(
-    abstract: AbstractModel,
+    abstract: ModelSpec,
     name: str,
     axes: Mapping[str, int] | None,
     limit: int,
@@ -207,7 +208,7 @@ def _shortfall(needed: int, limit: int) -> str:
     return f"{format_bytes(needed - limit)} too little" if needed > limit else ""
 
 
-def _nowhere(abstract: AbstractModel, device: str, limit: int, max_devices: int, rows: list[TopologyRow]) -> str:
+def _nowhere(abstract: ModelSpec, device: str, limit: int, max_devices: int, rows: list[TopologyRow]) -> str:
     start = (
         f"{abstract.name} ({format_bytes(abstract.nbytes)}) fits on no {device} slice of at most {max_devices} devices"
     )

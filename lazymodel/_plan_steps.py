@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.sharding import Sharding
 
-from lazymodel._abstract import AbstractModel
+from lazymodel._abstract import ModelSpec
 from lazymodel._buffers import DEFAULT_BUDGET
 from lazymodel._hardware import is_arithmetic
 from lazymodel._init_programs import AnyProgram, InitRecipe, _by_devices
@@ -44,7 +44,7 @@ class Step:
 
 
 def make_steps(
-    model: AbstractModel, choice: Choice, placement: Placement, *, platform: str, compile_programs: bool
+    model: ModelSpec, choice: Choice, placement: Placement, *, platform: str, compile_programs: bool
 ) -> tuple[list[Step], int]:
     """What materializing does on devices, in the order in which it does it; and how many programs were compiled."""
     shard = {path: resident_nbytes(variable) for path, variable in model.items() if not stays_on_host(variable)}
@@ -111,7 +111,7 @@ def _file_order(source: Any) -> tuple[str, int]:
 
 
 def make_hosts(
-    model: AbstractModel, choice: Choice, placement: Placement, steps: Sequence[Step], *, on_cpu: bool
+    model: ModelSpec, choice: Choice, placement: Placement, steps: Sequence[Step], *, on_cpu: bool
 ) -> tuple[HostPlan, ...]:
     """One for each process whose devices hold anything; none where devices are mere numbers."""
     by_process: dict[int, collections.Counter[Signature]] = {}
@@ -147,7 +147,7 @@ def make_hosts(
 
 
 def _read(
-    model: AbstractModel, choice: Choice, placement: Placement
+    model: ModelSpec, choice: Choice, placement: Placement
 ) -> tuple[collections.Counter[int], dict[tuple[int, str], int]]:
     """Bytes that each process reads, and those of the distinct shards of its variables that are not computed."""
     counts = functools.cache(_distinct_shards)  # many variables have the same shape and sharding

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from lazymodel._abstract import AbstractModel
+from lazymodel._abstract import ModelSpec
 from lazymodel._describe import describe
 from lazymodel._errors import LazyModelError
 from lazymodel._follow import lora_shardings
@@ -116,7 +116,7 @@ class Use:
         notes: How the numbers came to be.
     """
 
-    def __init__(self, model: AbstractModel, shardings: Mapping[str, Sharding], what_if: WhatIf) -> None:
+    def __init__(self, model: ModelSpec, shardings: Mapping[str, Sharding], what_if: WhatIf) -> None:
         self.notes: list[str] = []
         self.shard_nbytes = {path: resident_nbytes(variable) for path, variable in model.items()}
         self.state = tuple(path for path, variable in model.items() if variable.follows is not None)
@@ -158,7 +158,7 @@ class Use:
         held = sum(sum(self.parts[kind].values()) for kind in kinds)
         return held if what == "train" else held + sum(self.shard_nbytes[path] for path in self.state)
 
-    def _check_one_optimizer(self, model: AbstractModel, what_if: WhatIf) -> None:
+    def _check_one_optimizer(self, model: ModelSpec, what_if: WhatIf) -> None:
         if model.optimized is None or (what_if.optimizer is None and what_if.lora_rank is None):
             return
         state = f"{len(self.state)} variables of state, such as {self.state[0]!r}" if self.state else "no state"
@@ -174,7 +174,7 @@ class Use:
         )
 
     def _trained(
-        self, model: AbstractModel, shardings: Mapping[str, Sharding]
+        self, model: ModelSpec, shardings: Mapping[str, Sharding]
     ) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
         trained: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {}
         if self.slots is not None and self.pairs:
@@ -196,7 +196,7 @@ class Use:
             )
         return trained
 
-    def _quantize(self, model: AbstractModel, shardings: Mapping[str, Sharding], mode: str) -> None:
+    def _quantize(self, model: ModelSpec, shardings: Mapping[str, Sharding], mode: str) -> None:
         roles = describe(model.variables)
         count = 0
         for path, variable in model.items():
@@ -221,7 +221,7 @@ class Use:
         )
 
 
-def _trainable(model: AbstractModel) -> list[str]:
+def _trainable(model: ModelSpec) -> list[str]:
     return [
         path
         for path, variable in model.items()
@@ -251,7 +251,7 @@ def slot_dtypes(optimizer: Any) -> tuple[Any, ...]:
         ) from None
 
 
-def _pairs(model: AbstractModel, shardings: Mapping[str, Sharding], rank: int, targets: str) -> dict[str, Pair]:
+def _pairs(model: ModelSpec, shardings: Mapping[str, Sharding], rank: int, targets: str) -> dict[str, Pair]:
     """For each target of shape (…, n) a pair of shapes (…, rank) and (rank, n), as Keras makes them."""
     regex = re.compile(targets)
     pairs: dict[str, Pair] = {}

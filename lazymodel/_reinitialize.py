@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, cast
 import jax
 import numpy as np
 
-from lazymodel._abstract import AbstractModel, AbstractVariable, AnyModel
+from lazymodel._abstract import AnyModel, ModelSpec
 from lazymodel._errors import LazyModelError, TraceError
 from lazymodel._init_programs import InitRecipe
 from lazymodel._keys import is_key, key_data
@@ -24,6 +24,7 @@ from lazymodel._paths import Template, rule_path
 from lazymodel._small import on_host
 from lazymodel._text import closest
 from lazymodel._trace_function import trace_function
+from lazymodel._variable import AbstractVariable
 
 Initializer: TypeAlias = "Callable[..., Any]"
 InitRules: TypeAlias = "Mapping[str, Initializer] | Callable[[AbstractVariable], Initializer | None]"
@@ -195,7 +196,7 @@ def _checked_key(key: Any) -> jax.Array | None:
 _Choice: TypeAlias = "tuple[Initializer, Mapping[str, str | int]]"  # and what its pattern captured, numbers as ints
 
 
-def _choose(model: AbstractModel, rules: Any, initializer: Initializer | None) -> dict[str, _Choice]:
+def _choose(model: ModelSpec, rules: Any, initializer: Initializer | None) -> dict[str, _Choice]:
     """An initializer for each variable that gets a new one."""
     if isinstance(rules, str):
         if initializer is None:
@@ -229,7 +230,7 @@ def _choose(model: AbstractModel, rules: Any, initializer: Initializer | None) -
     return chosen
 
 
-def _choose_by_pattern(model: AbstractModel, rules: Mapping[str, Any]) -> dict[str, _Choice]:
+def _choose_by_pattern(model: ModelSpec, rules: Mapping[str, Any]) -> dict[str, _Choice]:
     templates = {pattern: Template(pattern, regex=True) for pattern in rules}
     alive: set[str] = set()
     chosen: dict[str, _Choice] = {}

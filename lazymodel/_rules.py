@@ -13,13 +13,13 @@ from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, PartitionSpec, Sharding
 
-from lazymodel._abstract import AbstractVariable, Reason
 from lazymodel._auto import Auto, Proposal, auto
 from lazymodel._describe import describe
 from lazymodel._errors import ShardingError
 from lazymodel._paths import rule_path
 from lazymodel._roles import Role
 from lazymodel._text import closest
+from lazymodel._variable import AbstractVariable, Reason
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ from typing import Any, cast
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from lazymodel._abstract import AbstractVariable, AnyModel, Reason
+from lazymodel._abstract import AnyModel
 from lazymodel._auto import Auto
 from lazymodel._errors import ShardingError, warn
 from lazymodel._follow import follow, follow_weights
@@ -23,6 +23,7 @@ from lazymodel._host_arrays import kept_on_host
 from lazymodel._paths import rule_path
 from lazymodel._rules import Rules, axes_of, check_is_spec, is_layout_map, named_rules, read_rules, spec_entries
 from lazymodel._text import first_lines, format_bytes, listed, parse_bytes
+from lazymodel._variable import AbstractVariable, Reason
 
 
 def shard(

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lazymodel._abstract import AbstractModel, AbstractVariable
+from lazymodel._abstract import ModelSpec
 from lazymodel._errors import TraceError
 from lazymodel._escaped import is_iterator, refuse_empty, refuse_escaped
 from lazymodel._framework import Framework
@@ -27,6 +27,7 @@ from lazymodel._small import on_host
 from lazymodel._trace_errors import explain
 from lazymodel._trace_graph import Graph
 from lazymodel._trace_program import Program, Value
+from lazymodel._variable import AbstractVariable
 
 
 def trace_function(
@@ -36,7 +37,7 @@ def trace_function(
     *,
     name: str | None = None,
     path_of: Callable[[Sequence[Any]], str] | None = None,
-) -> AbstractModel:
+) -> ModelSpec:
     """What `build_abstract(function, *args, **kwargs)` does for a function that JAX can trace.
 
     A `jax.ShapeDtypeStruct` among the arguments stands for an array whose values no variable needs. An array that
@@ -88,7 +89,7 @@ def trace_function(
         leaves = [mapping[leaf.path] if isinstance(leaf, _Slot) else leaf for leaf in outputs.leaves]
         return jax.tree.unflatten(outputs.treedef, leaves)
 
-    return AbstractModel(
+    return ModelSpec(
         variables=variables,
         recipes=recipes,
         sources=sources,
@@ -98,7 +99,7 @@ def trace_function(
     )
 
 
-def known_value(model: AbstractModel, path: str) -> np.ndarray[Any, Any] | None:
+def known_value(model: ModelSpec, path: str) -> np.ndarray[Any, Any] | None:
     """The value of a traced variable, if it is known without running a program; key data for PRNG keys."""
     if path in model.sources:
         return model.sources[path]

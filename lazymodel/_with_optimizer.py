@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lazymodel._abstract import AbstractModel, AbstractVariable, AnyModel, Optimized
+from lazymodel._abstract import AnyModel, ModelSpec, Optimized
 from lazymodel._errors import LazyModelError
 from lazymodel._follow import follow
 from lazymodel._framework import Derived, Framework, Optimizer, Training
@@ -26,6 +26,7 @@ from lazymodel._paths import rule_path, unique_paths
 from lazymodel._text import closest
 from lazymodel._trace_errors import explain
 from lazymodel._trace_function import trace_function
+from lazymodel._variable import AbstractVariable
 
 PREFIX = "optimizer/"  # of the paths of all optimizer state
 
@@ -106,7 +107,7 @@ def with_optimizer(
 class _WithState(Framework):
     """The framework of a model and of its optimizer's state."""
 
-    def __init__(self, model: AbstractModel, found: _Started) -> None:
+    def __init__(self, model: ModelSpec, found: _Started) -> None:
         self._model, self._found = model, found
 
     def structure(self, leaves: Mapping[str, Any]) -> Any:
@@ -172,7 +173,7 @@ class _Started:
         return jax.tree.unflatten(self.treedef, leaves)
 
 
-def _start(model: AbstractModel, optimizer: Optimizer, parameters: Mapping[str, jax.ShapeDtypeStruct]) -> _Started:
+def _start(model: ModelSpec, optimizer: Optimizer, parameters: Mapping[str, jax.ShapeDtypeStruct]) -> _Started:
     """Starts an optimizer abstractly.
 
     Raises:
@@ -246,7 +247,7 @@ def _depend_on_inputs(jaxpr: Any) -> list[bool]:
     return [depends(atom) for atom in jaxpr.outvars]
 
 
-def _trained(model: AbstractModel, trained: Callable[[AbstractVariable], bool] | str | None) -> tuple[str, ...]:
+def _trained(model: ModelSpec, trained: Callable[[AbstractVariable], bool] | str | None) -> tuple[str, ...]:
     """The paths of the parameters that the optimizer gets."""
     candidates = [path for path, variable in model.items() if jax.numpy.issubdtype(variable.dtype, np.inexact)]
     if trained is None:

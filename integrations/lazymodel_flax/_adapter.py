@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lazymodel import AbstractModel
+from lazymodel._abstract import ModelSpec
 from lazymodel._escaped import watched
 from lazymodel_flax import linen, nnx
 
@@ -19,7 +19,7 @@ class FlaxAdapter:
         """
         return linen.matches(build) or nnx.matches(build, args, kwargs)
 
-    def build_abstract(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractModel:
+    def build_abstract(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelSpec:
         """Builds it abstractly; see `linen.build_abstract` and `nnx.build_abstract`."""
         module = linen if linen.matches(build) else nnx
         with watched(build, args, kwargs):

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lazymodel import AbstractModel
+from lazymodel._abstract import ModelSpec
 from lazymodel._rules import resolve_logical
 
 
-def with_logical_axes(model: AbstractModel, names: Mapping[str, tuple[Any, Any]]) -> AbstractModel:
+def with_logical_axes(model: ModelSpec, names: Mapping[str, tuple[Any, Any]]) -> ModelSpec:
     """The model with `logical_axes` on its variables.
 
     Args:

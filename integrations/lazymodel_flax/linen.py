@@ -14,7 +14,8 @@ from typing import Any
 import jax
 from flax import linen
 
-from lazymodel import AbstractModel, AbstractVariable, LazyModelError
+from lazymodel import AbstractVariable, LazyModelError
+from lazymodel._abstract import ModelSpec
 from lazymodel._framework import Framework, Optimizer, Training
 from lazymodel._paths import path_text
 from lazymodel._trace_function import trace_function
@@ -28,7 +29,7 @@ def matches(build: Any) -> bool:
     return isinstance(build, linen.Module) or (isinstance(build, type) and issubclass(build, linen.Module))
 
 
-def build_abstract(module: linen.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractModel:
+def build_abstract(module: linen.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelSpec:
     """What `module.init(*args, **kwargs)` would return; `materialize` returns the variables dict.
 
     Args:

@@ -17,7 +17,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from lazymodel import AbstractModel, AbstractVariable, LazyModelError
+from lazymodel import AbstractVariable, LazyModelError
+from lazymodel._abstract import ModelSpec
 from lazymodel._escaped import is_iterator, refuse_empty, refuse_escaped
 from lazymodel._framework import Framework, Optimizer, Training
 from lazymodel._paths import path_text
@@ -43,7 +44,7 @@ def matches(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return callable(build) and (any(_is_node(leaf) for leaf in leaves) or not hasattr(build, "init"))
 
 
-def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractModel:
+def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelSpec:
     """What `build(*args, **kwargs)` would build: a module, or any pytree with NNX objects in it, or without.
 
     NNX objects among the arguments are left as eager construction would leave them: the counts of an `nnx.Rngs` have
@@ -211,7 +212,7 @@ def _is_data(node: nnx.Pytree, name: str) -> bool:
     return bool(getattr(node, "_pytree__nodes", {}).get(name, False))
 
 
-def _advance(given: tuple[Any, ...], model: AbstractModel) -> None:
+def _advance(given: tuple[Any, ...], model: ModelSpec) -> None:
     """Updates the counts of the user's own `nnx.Rngs`, as building eagerly would have."""
     _, after = model.framework.structure({path: path for path in model})
     state = nnx.state(as_plain(given))
@@ -224,7 +225,7 @@ def _advance(given: tuple[Any, ...], model: AbstractModel) -> None:
     update_counts(given, jax.tree.unflatten(treedef, updated))
 
 
-def _as_module(model: AbstractModel, built: _Built, modes: Modes) -> AbstractModel:
+def _as_module(model: ModelSpec, built: _Built, modes: Modes) -> ModelSpec:
     """The model without what is not the module's own, rebuilding the module itself."""
     own = {path: variable for path, variable in model.items() if not path.startswith(_AFTER)}
     if built.graphdef is not None:

@@ -20,7 +20,6 @@ from lazymodel import _progress
 from lazymodel._abstract import AbstractVariable
 from lazymodel._errors import LazyModelError
 from lazymodel._progress import Progress, progress_for
-from lazymodel._report import model_table
 from lazymodel._text import closest, fold
 
 BF16 = np.dtype("bfloat16")
@@ -82,11 +81,11 @@ class Page(HTMLParser):
 
 
 def text_of(model: Any) -> str:
-    return model_table(model).text()
+    return repr(model)
 
 
 def html_of(model: Any) -> str:
-    return model_table(model).html()
+    return model._repr_html_()
 
 
 @pytest.fixture(autouse=True)

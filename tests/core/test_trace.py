@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lazymodel._abstract import AbstractModel
 from lazymodel._errors import TraceError
 from lazymodel._init_programs import ProgramCache, run_recipes
+from lazymodel._model import AbstractModel
 from lazymodel._trace_function import trace_function
 
 KEY = jax.random.key(0)

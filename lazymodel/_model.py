@@ -1,15 +1,77 @@
-"""`build_abstract`: whatever builds a model, handed to the adapter of its framework, or traced."""
+"""`build_abstract`, and what it returns: the model as data with a method for every step of the flow.
+
+A verb is written and documented once, in the room of its stage, and is a method here by assignment.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Self, cast
 
-from lazymodel._abstract import AbstractModel
+from lazymodel._abstract import ModelSpec
 from lazymodel._adapters import adapters
 from lazymodel._errors import LazyModelError
 from lazymodel._escaped import watched
+from lazymodel._explain import explain
+from lazymodel._layers import lora, quantize
+from lazymodel._materialize import materialize
+from lazymodel._placement import device_nbytes
+from lazymodel._plan_make import plan
+from lazymodel._reinitialize import reinitialize, rekey
+from lazymodel._shard import shard
+from lazymodel._table import Row, Table, Tabled, folded_table, shape_text, spec_text
+from lazymodel._text import format_bytes, plural
 from lazymodel._trace_function import trace_function
+from lazymodel._variable import AbstractVariable
+from lazymodel._with_optimizer import with_optimizer
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class AbstractModel(Tabled, ModelSpec):
+    """A model of shapes and dtypes, an immutable mapping of paths to `AbstractVariable`.
+
+    Made by `lazymodel.build_abstract`, or by an integration's own functions; its attributes are those of `ModelSpec`.
+    Every step returns another model, and changes nothing.
+    """
+
+    quantize = quantize
+    lora = lora
+    with_optimizer = with_optimizer
+    reinitialize = reinitialize
+    rekey = rekey
+    shard = shard
+    explain = explain
+    plan = plan
+    materialize = materialize
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> Self:
+        """The model with these fields."""
+        fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+        return spec if isinstance(spec, cls) else cls(**fields)
+
+    def table(self) -> Table:
+        """A row for variables that differ only in numbers, largest first where there are too many."""
+        sharded = any(variable.sharding is not None for variable in self.values())
+        title = (
+            f"{self.name}: {plural(len(self), 'variable')}, {plural(self.num_parameters, 'parameter')}, "
+            f"{format_bytes(self.nbytes)}"
+        )
+        if sharded:
+            held = device_nbytes(self.values())
+            anywhere = sum(variable.shard_nbytes for variable in self.values() if variable.sharding is None)
+            title += f", {format_bytes(max(held.values()) + anywhere)} per device on {plural(len(held), 'device')}"
+
+        def row(variable: AbstractVariable) -> Row:
+            cells = (shape_text(variable.shape), variable.dtype.name)
+            if sharded:
+                other = None if variable.sharding is None else type(variable.sharding).__name__
+                cells += (spec_text(variable.spec) if variable.spec is not None or other is None else other,)
+            return Row(variable.path, cells, variable.shard_nbytes, variable.origin)
+
+        headings = ("shape", "dtype", *(("spec", "bytes/device") if sharded else ("bytes",)), "origin")
+        return folded_table(title, headings, map(row, self.values()))
 
 
 def build_abstract(build: Callable[..., Any], /, *args: Any, **kwargs: Any) -> AbstractModel:
@@ -46,10 +108,10 @@ def build_abstract(build: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
         )
     for adapter in adapters():
         if adapter.matches(build, args, kwargs):
-            return adapter.build_abstract(build, args, kwargs)
+            return AbstractModel.of(adapter.build_abstract(build, args, kwargs))
     function, name = _init_function(build)
     with watched(function, args, kwargs):
-        return trace_function(function, args, kwargs, name=name)
+        return AbstractModel.of(trace_function(function, args, kwargs, name=name))
 
 
 def _init_function(build: Any) -> tuple[Callable[..., Any], str | None]:

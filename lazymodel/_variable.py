@@ -1,0 +1,102 @@
+"""One variable of an abstract model, and why it has its sharding."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.experimental.layout import Format, Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why a variable has its sharding.
+
+    Attributes:
+        kind: `rule` (of a mapping), `callable`, `logical` (axis rules), `metadata` (the variable's own), `proposed`
+            (by `auto` or another proposer), `follows` (the weight that it belongs to), `repaired`, `optimizer` (state,
+            as its parameter), `host` (a NumPy array that devices cannot hold), or `unmatched`.
+        text: The reason, for people.
+        role: What `auto` or a rule by role took the variable for.
+        labels: What each of its dimensions is, where that is known.
+        tried: What was considered before and does not fit.
+    """
+
+    kind: str
+    text: str
+    role: str = ""
+    labels: tuple[str, ...] = ()
+    tried: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractVariable:
+    """One variable of an abstract model.
+
+    Attributes:
+        path: Its stable, unique name, parts joined by `/`, such as `decoder/attention/query/kernel`.
+        shape: The global shape.
+        dtype: A NumPy dtype, or an extended JAX dtype such as `key<fry>` for PRNG keys.
+        sharding: Where its shards go, or None while none was assigned (one device is used then).
+        origin: How its value comes to be, for people: an initializer's name, `constant`, or a file and tensor.
+        trainable: Whether an optimizer would update it.
+        logical_axes: Names for its dimensions that the framework keeps with it, as Flax' partitioning metadata does:
+            logical axes or mesh axes, None for a dimension without one. None if it keeps none.
+        layout: The order of its bytes on a device, or None for what the compiler prefers.
+        reason: Why it has its sharding; `AbstractModel.explain` tells it.
+        follows: For optimizer state, the path of the parameter that it belongs to and is sharded like, or an empty
+            string where it belongs to none, as a step count; None for the model's own variables.
+        weak_type: Whether its array is weakly typed, as JAX makes those of Python scalars (`jnp.full((4,), 2.0)`): with
+            another array of lower precision the result has that precision. Loaded or initialized, it is of this type,
+            as an array is after `parameter[...] = loaded`.
+        on_host: Whether it is a NumPy array, which comes back as one unless its sharding splits it over devices.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: jax.sharding.Sharding | None = None
+    origin: str = "init"
+    trainable: bool = True
+    logical_axes: tuple[Any, ...] | None = None
+    layout: Layout | None = None
+    reason: Reason | None = None
+    follows: str | None = None
+    weak_type: bool = False
+    on_host: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole variable, over all devices, counted once."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def spec(self) -> jax.sharding.PartitionSpec | None:
+        """The partition spec, or None where the sharding is not a NamedSharding."""
+        return self.sharding.spec if isinstance(self.sharding, jax.sharding.NamedSharding) else None
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes that one device holds (all shards of a JAX array have equal shapes)."""
+        if self.sharding is None:
+            return self.nbytes
+        return math.prod(self.sharding.shard_shape(self.shape)) * self.dtype.itemsize
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """The variable as a `jax.ShapeDtypeStruct`, with its sharding, layout and the dtype that JAX traces."""
+        placed: Any = self.sharding if self.layout is None else Format(self.layout, self.sharding)
+        # What stays a NumPy array is traced with the dtype that JAX has for it; newer ones warn of another.
+        dtype = jax.dtypes.canonicalize_dtype(self.dtype) if self.on_host else self.dtype
+        return jax.ShapeDtypeStruct(self.shape, dtype, sharding=placed, weak_type=self.weak_type)
+
+    def __repr__(self) -> str:
+        spec = "" if self.sharding is None else f", {self.spec if self.spec is not None else self.sharding}"
+        return f"AbstractVariable({self.path!r}, {self.dtype.name}{list(self.shape)}{spec}, {self.origin})"
