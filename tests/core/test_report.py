@@ -81,11 +81,11 @@ class Page(HTMLParser):
 
 
 def text_of(model: Any) -> str:
-    return repr(model)
+    return AbstractModel.table(model).text()
 
 
 def html_of(model: Any) -> str:
-    return model._repr_html_()
+    return AbstractModel.table(model).html()
 
 
 @pytest.fixture(autouse=True)
