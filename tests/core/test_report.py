@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lazymodel import _progress
+from lazymodel import AbstractModel, _progress
 from lazymodel._abstract import AbstractVariable
 from lazymodel._errors import LazyModelError
 from lazymodel._progress import Progress, progress_for
