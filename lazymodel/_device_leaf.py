@@ -12,8 +12,6 @@ import numpy as np
 from lazymodel._buffers import Steps, Workspace, assign
 from lazymodel._errors import LazyModelError
 from lazymodel._geometry import Box, BoxKey, box_key, box_of, box_shape, intersect, shift, slabs
-from lazymodel._keys import is_key
-from lazymodel._lazy import LazyTensor, lazy
 from lazymodel._leaves import Leaf
 
 
@@ -65,12 +63,3 @@ class DeviceLeaf(Leaf):
 @functools.partial(jax.jit, static_argnums=2)
 def _slice(array: jax.Array, start: Sequence[Any], shape: tuple[int, ...]) -> jax.Array:
     return jax.lax.dynamic_slice(array, start, shape)
-
-
-def lazy_array(name: str, array: Any) -> LazyTensor:
-    """A lazy tensor over an array of NumPy or JAX; of keys, over their data."""
-    if not isinstance(array, jax.Array):
-        return lazy(array, name)
-    if is_key(array.dtype):
-        array = jax.random.key_data(array)
-    return LazyTensor(DeviceLeaf(name, array))

@@ -15,15 +15,14 @@ from typing import Any, TypeAlias, cast
 import jax
 import numpy as np
 
-from lazymodel._adapters import model_arrays
 from lazymodel._agreement import agreement
+from lazymodel._arrays import lazy_array, named_arrays
 from lazymodel._destination import FileDestination, FolderDestination
-from lazymodel._device_leaf import DeviceLeaf, lazy_array
+from lazymodel._device_leaf import DeviceLeaf
 from lazymodel._errors import LazyModelError
 from lazymodel._geometry import fresh_view, geometry_of
 from lazymodel._lazy import LazyTensor
 from lazymodel._mapping_table import WeightMap
-from lazymodel._paths import path_text, unique_paths
 from lazymodel._progress import Progress
 from lazymodel._save_orbax import save_orbax
 from lazymodel._save_safetensors import layout
@@ -81,7 +80,7 @@ def save(
             the mapping does not fit, the disk is full, or a file cannot be written. What was there is as it was.
         CheckpointError: Another process failed, or a lazy tensor cannot be read.
     """
-    arrays = _named_arrays(model)
+    arrays = named_arrays(model)
     shardings = [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
     if format not in ("safetensors", "orbax"):
         raise LazyModelError(f"format is 'safetensors' or 'orbax'; got {format!r}")
@@ -108,28 +107,6 @@ def save(
         with agreement(shardings, **terms):
             if leads:
                 target.commit()
-
-
-def _named_arrays(model: Any) -> dict[str, Any]:
-    """Path → array, each array under its first path, as `build_abstract` names variables."""
-    found = model_arrays(model)
-    if found is None:
-        leaves, _ = jax.tree_util.tree_flatten_with_path(dict(model) if isinstance(model, Mapping) else model)
-        arrays = (jax.Array, np.ndarray, LazyTensor)
-        kept = [(path_text(keys), leaf) for keys, leaf in leaves if isinstance(leaf, arrays)]
-        paths = unique_paths([path for path, _ in kept])
-        found = dict(zip(paths, (leaf for _, leaf in kept), strict=True))
-    seen: set[int] = set()
-    distinct = {path: leaf for path, leaf in found.items() if not (id(leaf) in seen or seen.add(id(leaf)))}
-    if not distinct:
-        raise LazyModelError(
-            f"there are no arrays in what was given to save, {type(model)}; an abstract model has none before it is "
-            "materialized"
-        )
-    for name, array in distinct.items():
-        if isinstance(array, jax.Array) and array.is_deleted():
-            raise LazyModelError(f"{name!r} was deleted or donated; save what the last step returned instead")
-    return distinct
 
 
 def _processes(shardings: Sequence[jax.sharding.Sharding]) -> set[int]:

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lazymodel._arrays import named_arrays
 from lazymodel._errors import LazyModelError
 from lazymodel._jaxprs import uses_x64
 from lazymodel._keys import is_key
-from lazymodel._save import _named_arrays
 from lazymodel._table import Table, Tabled
 from lazymodel._text import closest, fold, plural, unnumbered
 
@@ -197,7 +197,7 @@ def statistics(model: Any, *, stacked: str | None = None, spectral: bool = True)
     Raises:
         LazyModelError: There is nothing to measure, or `stacked` matches nothing.
     """
-    arrays = {path: array for path, array in _named_arrays(model).items() if array.size and not is_key(array.dtype)}
+    arrays = {path: array for path, array in named_arrays(model).items() if array.size and not is_key(array.dtype)}
     if not arrays:
         raise LazyModelError(f"there are no arrays in {type(model).__name__} to measure")
     layered: set[str] = set()

@@ -18,12 +18,11 @@ from typing import Any, cast
 import jax.numpy as jnp
 import numpy as np
 
-from lazymodel._device_leaf import lazy_array
+from lazymodel._arrays import lazy_array, named_arrays
 from lazymodel._errors import LazyModelError
 from lazymodel._lazy import LazyTensor, lazy
 from lazymodel._mapped import MappedCheckpoint, flat_checkpoint
 from lazymodel._paths import Template
-from lazymodel._save import _named_arrays
 from lazymodel._text import closest
 
 __all__ = ["depth", "experts", "width"]
@@ -228,7 +227,7 @@ def experts(checkpoint: Any, names: Mapping[str, str], experts: int, *, axis: in
 
 def _tensors(checkpoint: Any) -> dict[str, LazyTensor]:
     """Everything by name; arrays on devices stay there."""
-    flat = (flat_checkpoint(checkpoint) or {}) if isinstance(checkpoint, Mapping) else _named_arrays(checkpoint)
+    flat = (flat_checkpoint(checkpoint) or {}) if isinstance(checkpoint, Mapping) else named_arrays(checkpoint)
     return {name: lazy_array(name, array) for name, array in flat.items()}
 
 
