@@ -10,9 +10,12 @@ The core knows JAX only. Flax and Keras have their own packages, `lazymodel_flax
 """
 
 from lazymodel import grow, initializers
-from lazymodel._adapters import Adapter
-from lazymodel._auto import Auto, Proposal, auto
-from lazymodel._compile import CompiledMemory, collective_bytes, compile_memory
+from lazymodel._abstract.adapters import Adapter
+from lazymodel._abstract.paths import flatten_paths
+from lazymodel._abstract.variable import AbstractVariable, Reason
+from lazymodel._devices.compiler import CompiledMemory, collective_bytes, compile_memory
+from lazymodel._devices.hardware import device_memory
+from lazymodel._devices.topology import arithmetic_mesh, topology
 from lazymodel._errors import (
     CheckpointError,
     DoesNotFitError,
@@ -21,28 +24,25 @@ from lazymodel._errors import (
     ShardingError,
     TraceError,
 )
-from lazymodel._explain import Explanation, ShardingReport
-from lazymodel._hardware import device_memory
-from lazymodel._init_programs import InitRecipe, ProgramCache
-from lazymodel._lazy import LazyTensor
-from lazymodel._load_report import LoadReport, LoadRow
-from lazymodel._mapped import MappedCheckpoint, map_checkpoint
-from lazymodel._mapping_entry import From
-from lazymodel._mapping_table import MappingReport, WeightMap
+from lazymodel._mapping.entry import From
+from lazymodel._mapping.mapped import MappedCheckpoint, map_checkpoint
+from lazymodel._mapping.table import MappingReport, WeightMap
+from lazymodel._materialize.report import LoadReport, LoadRow
 from lazymodel._model import AbstractModel, build_abstract
-from lazymodel._paths import flatten_paths
-from lazymodel._plan import MemoryPlan, PlanComparison, PlanRow, compare_plans
-from lazymodel._plan_compiled import Compile
-from lazymodel._plan_search import TopologyRow, TopologyTable, smallest_topology
-from lazymodel._plan_what_if import WhatIf
-from lazymodel._progress import Progress
-from lazymodel._reinitialize import path_key
-from lazymodel._roles import role
-from lazymodel._save import save
+from lazymodel._plan.compiled import Compile
+from lazymodel._plan.plan import MemoryPlan, PlanComparison, PlanRow, compare_plans
+from lazymodel._plan.search import TopologyRow, TopologyTable, smallest_topology
+from lazymodel._plan.what_if import WhatIf
+from lazymodel._programs.programs import InitRecipe, ProgramCache
+from lazymodel._save.save import save
+from lazymodel._sharding.auto import Auto, Proposal, auto
+from lazymodel._sharding.explain import Explanation, ShardingReport
+from lazymodel._sharding.roles import role
+from lazymodel._show.progress import Progress
 from lazymodel._statistics import Statistics, VariableStatistics, statistics
-from lazymodel._stored import MismatchedTensor, StoredTensor
-from lazymodel._topology import arithmetic_mesh, topology
-from lazymodel._variable import AbstractVariable, Reason
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.stored import MismatchedTensor, StoredTensor
+from lazymodel._transform.reinitialize import path_key
 from lazymodel.checkpoints import Checkpoint, open_checkpoint
 
 __version__ = "0.1.0"

@@ -9,22 +9,22 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Self, cast
 
-from lazymodel._abstract import ModelSpec
-from lazymodel._adapters import adapters
+from lazymodel._abstract.adapters import adapters
+from lazymodel._abstract.placement import device_nbytes
+from lazymodel._abstract.spec import ModelSpec
+from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError
-from lazymodel._escaped import watched
-from lazymodel._explain import explain
-from lazymodel._layers import lora, quantize
-from lazymodel._materialize import materialize
-from lazymodel._placement import device_nbytes
-from lazymodel._plan_make import plan
-from lazymodel._reinitialize import reinitialize, rekey
-from lazymodel._shard import shard
-from lazymodel._table import Row, Table, Tabled, folded_table, shape_text, spec_text
-from lazymodel._text import format_bytes, plural
-from lazymodel._trace_function import trace_function
-from lazymodel._variable import AbstractVariable
-from lazymodel._with_optimizer import with_optimizer
+from lazymodel._materialize.materialize import materialize
+from lazymodel._plan.make import plan
+from lazymodel._sharding.explain import explain
+from lazymodel._sharding.shard import shard
+from lazymodel._show.table import Row, Table, Tabled, folded_table, shape_text, spec_text
+from lazymodel._show.text import format_bytes, plural
+from lazymodel._trace.escaped import watched
+from lazymodel._trace.function import trace_function
+from lazymodel._transform.layers import lora, quantize
+from lazymodel._transform.optimizer import with_optimizer
+from lazymodel._transform.reinitialize import reinitialize, rekey
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

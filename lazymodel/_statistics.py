@@ -21,12 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lazymodel._arrays import named_arrays
+from lazymodel._abstract.arrays import named_arrays
 from lazymodel._errors import LazyModelError
-from lazymodel._jaxprs import uses_x64
-from lazymodel._keys import is_key
-from lazymodel._table import Table, Tabled
-from lazymodel._text import closest, fold, plural, unnumbered
+from lazymodel._programs.jaxprs import uses_x64
+from lazymodel._programs.keys import is_key
+from lazymodel._show.table import Table, Tabled
+from lazymodel._show.text import closest, fold, plural, unnumbered
 
 _ITERATIONS = 24  # of the Lanczos process: the largest singular value of a random matrix to some 1e-3
 _BREAKDOWN = 1e-6  # a residual this small beside the norm so far means that the rest of the process is rounding

@@ -18,12 +18,12 @@ from typing import Any, cast
 import jax.numpy as jnp
 import numpy as np
 
-from lazymodel._arrays import lazy_array, named_arrays
+from lazymodel._abstract.arrays import lazy_array, named_arrays
+from lazymodel._abstract.paths import Template
 from lazymodel._errors import LazyModelError
-from lazymodel._lazy import LazyTensor, lazy
-from lazymodel._mapped import MappedCheckpoint, flat_checkpoint
-from lazymodel._paths import Template
-from lazymodel._text import closest
+from lazymodel._mapping.mapped import MappedCheckpoint, flat_checkpoint
+from lazymodel._show.text import closest
+from lazymodel._tensors.lazy import LazyTensor, lazy
 
 __all__ = ["depth", "experts", "width"]
 

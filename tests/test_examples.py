@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from .conftest import ROOT, child_environment
+from tests.conftest import ROOT, child_environment
 
 
 def run(name: str, *arguments: str) -> str:

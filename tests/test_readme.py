@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from .conftest import ROOT, child_environment
+from tests.conftest import ROOT, child_environment
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"<!-- runs -->\n```python\n(.*?)```", README, flags=re.DOTALL)

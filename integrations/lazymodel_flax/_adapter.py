@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lazymodel._abstract import ModelSpec
-from lazymodel._escaped import watched
+from lazymodel._abstract.spec import ModelSpec
+from lazymodel._trace.escaped import watched
 from lazymodel_flax import linen, nnx
 
 

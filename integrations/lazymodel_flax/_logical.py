@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lazymodel._abstract import ModelSpec
-from lazymodel._rules import resolve_logical
+from lazymodel._abstract.spec import ModelSpec
+from lazymodel._sharding.rules import resolve_logical
 
 
 def with_logical_axes(model: ModelSpec, names: Mapping[str, tuple[Any, Any]]) -> ModelSpec:

@@ -16,7 +16,7 @@ import jax
 from flax import nnx
 
 from lazymodel import LazyModelError
-from lazymodel._jaxprs import CONFIG
+from lazymodel._programs.jaxprs import CONFIG
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,10 +15,10 @@ import jax
 from flax import linen
 
 from lazymodel import AbstractVariable, LazyModelError
-from lazymodel._abstract import ModelSpec
-from lazymodel._framework import Framework, Optimizer, Training
-from lazymodel._paths import path_text
-from lazymodel._trace_function import trace_function
+from lazymodel._abstract.framework import Framework, Optimizer, Training
+from lazymodel._abstract.paths import path_text
+from lazymodel._abstract.spec import ModelSpec
+from lazymodel._trace.function import trace_function
 from lazymodel_flax._logical import with_logical_axes
 
 _PARAMS = "params/"  # how the paths of the collection that Flax trains begin

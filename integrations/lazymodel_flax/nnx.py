@@ -18,11 +18,11 @@ import numpy as np
 from flax import nnx
 
 from lazymodel import AbstractVariable, LazyModelError
-from lazymodel._abstract import ModelSpec
-from lazymodel._escaped import is_iterator, refuse_empty, refuse_escaped
-from lazymodel._framework import Framework, Optimizer, Training
-from lazymodel._paths import path_text
-from lazymodel._trace_function import known_value, trace_function
+from lazymodel._abstract.framework import Framework, Optimizer, Training
+from lazymodel._abstract.paths import path_text
+from lazymodel._abstract.spec import ModelSpec
+from lazymodel._trace.escaped import is_iterator, refuse_empty, refuse_escaped
+from lazymodel._trace.function import known_value, trace_function
 from lazymodel_flax._logical import with_logical_axes
 from lazymodel_flax._variable_modes import (
     Modes,

@@ -13,14 +13,14 @@
 from lazymodel_keras import _versions as _versions  # first: what follows fails obscurely with versions that are too old
 
 # isort: split
-from lazymodel_keras import _kerashub as _kerashub  # registers patches, as do others that are imported anyway
 from lazymodel_keras._adapter import adapter
-from lazymodel_keras._callbacks import TrainingCheckpoint, TrainingState, training_state
 from lazymodel_keras._deferred import deferred, load_model
-from lazymodel_keras._lora import enable_lora
-from lazymodel_keras._restore import restore
-from lazymodel_keras._saving import streamed_saving
-from lazymodel_keras._training import distribution
+from lazymodel_keras._model.training import distribution
+from lazymodel_keras._record import kerashub as kerashub
+from lazymodel_keras._train.callbacks import TrainingCheckpoint, TrainingState, training_state
+from lazymodel_keras._train.restore import restore
+from lazymodel_keras._train.saving import streamed_saving
+from lazymodel_keras._transform.lora import enable_lora
 from lazymodel_keras.hub import abstract_from_preset, from_preset
 
 __all__ = [

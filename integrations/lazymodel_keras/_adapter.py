@@ -10,12 +10,12 @@ from typing import Any
 import keras
 
 from lazymodel import AbstractModel
-from lazymodel._paths import unique_paths
+from lazymodel._abstract.paths import unique_paths
 from lazymodel_keras import _factories, _upstream
 from lazymodel_keras._build import abstract_build
 from lazymodel_keras._config import plan_model
 from lazymodel_keras._keywords import check_constructor, check_from_preset, ours
-from lazymodel_keras._skeleton import model_variables
+from lazymodel_keras._model.skeleton import model_variables
 
 
 class KerasAdapter:

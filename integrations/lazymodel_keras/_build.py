@@ -13,21 +13,21 @@ from typing import Any, TypedDict
 import keras
 
 from lazymodel import AbstractModel, CheckpointError, LazyModelError, Progress, ShardingError
-from lazymodel._abstract import ModelSpec
+from lazymodel._abstract.spec import ModelSpec
 from lazymodel._errors import warn
-from lazymodel._progress import ReportTo
-from lazymodel._text import closest, folded_names, listed
+from lazymodel._show.progress import ReportTo
+from lazymodel._show.text import closest, folded_names, listed
 from lazymodel.checkpoints._untrusted import read_json_file, weight_map
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _upstream
-from lazymodel_keras._from_skeleton import from_skeleton
-from lazymodel_keras._hugging_face import Leftovers
-from lazymodel_keras._lora import add_lora, check_lora
-from lazymodel_keras._quantize import Filters, check_quantization, quantize
-from lazymodel_keras._recording import Recording
-from lazymodel_keras._session import session
-from lazymodel_keras._skeleton import Skeleton
-from lazymodel_keras._weight_files import known_layers
+from lazymodel_keras._model.abstract import from_skeleton
+from lazymodel_keras._model.skeleton import Skeleton
+from lazymodel_keras._record.hugging_face import Leftovers
+from lazymodel_keras._record.recording import Recording
+from lazymodel_keras._record.session import session
+from lazymodel_keras._record.weight_files import known_layers
+from lazymodel_keras._transform.lora import add_lora, check_lora
+from lazymodel_keras._transform.quantize import Filters, check_quantization, quantize
 
 
 class Materializing(TypedDict, total=False):

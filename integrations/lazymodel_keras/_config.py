@@ -13,8 +13,8 @@ from typing import Any
 import keras
 
 from lazymodel import AbstractModel, CheckpointError, LazyModelError
-from lazymodel._quiet import quiet_tensorflow
-from lazymodel._text import closest
+from lazymodel._show.quiet import quiet_tensorflow
+from lazymodel._show.text import closest
 from lazymodel_keras.hub import abstract_from_preset
 
 _WEIGHTS = ("*.weights.h5", "*.weights.json", "*.safetensors", "*.safetensors.index.json")

@@ -16,21 +16,21 @@ import keras
 from jax.sharding import PartitionSpec
 
 from lazymodel import AbstractVariable, LazyModelError
-from lazymodel._auto import Auto
+from lazymodel._abstract.paths import rule_path
 from lazymodel._errors import warn
-from lazymodel._paths import rule_path
-from lazymodel._rules import Rules
-from lazymodel._text import listed
+from lazymodel._sharding.auto import Auto
+from lazymodel._sharding.rules import Rules
+from lazymodel._show.text import listed
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras._build import Materializing, check_all_used, check_options, require_rules
-from lazymodel_keras._from_skeleton import from_skeleton
 from lazymodel_keras._keywords import check_from_preset, ours
-from lazymodel_keras._patches import SharedPatches, active, replace
-from lazymodel_keras._recording import Recording
-from lazymodel_keras._restore import is_orbax, model_from_orbax, read_state
+from lazymodel_keras._model.abstract import from_skeleton
+from lazymodel_keras._model.skeleton import Skeleton
+from lazymodel_keras._record.patches import SharedPatches, active, replace
+from lazymodel_keras._record.recording import Recording
+from lazymodel_keras._record.session import session
 from lazymodel_keras._saved_models import check_saved_model
-from lazymodel_keras._session import session
-from lazymodel_keras._skeleton import Skeleton
+from lazymodel_keras._train.restore import is_orbax, model_from_orbax, read_state
 
 
 @contextlib.contextmanager

@@ -22,10 +22,10 @@ import numpy as np
 
 import lazymodel
 from lazymodel import AbstractModel
-from lazymodel._leaving import WayOut
+from lazymodel._trace.leaving import WayOut
 from lazymodel_keras import _upstream
 from lazymodel_keras._build import abstract_build
-from lazymodel_keras._patches import SharedPatches, active, replace
+from lazymodel_keras._record.patches import SharedPatches, active, replace
 
 _thread = threading.local()  # `made` is called before something of Keras' is made
 _TRACED = "_traced_by_lazymodel"

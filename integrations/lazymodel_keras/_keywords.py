@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from lazymodel import LazyModelError
-from lazymodel._text import closest
+from lazymodel._show.text import closest
 from lazymodel_keras import _upstream
 
 # What every Keras object is configured with, whether or not its constructor names it.

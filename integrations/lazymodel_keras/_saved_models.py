@@ -13,7 +13,7 @@ from typing import Any, cast
 import h5py
 
 from lazymodel import CheckpointError, open_checkpoint
-from lazymodel._text import closest, listed
+from lazymodel._show.text import closest, listed
 from lazymodel.checkpoints._untrusted import read_json_file
 
 _EXPECTED = (

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 
 from lazymodel import AbstractModel, CheckpointError, Progress
-from lazymodel._progress import ReportTo
-from lazymodel._rules import Rules
-from lazymodel._text import closest
+from lazymodel._sharding.rules import Rules
+from lazymodel._show.progress import ReportTo
+from lazymodel._show.text import closest
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras._build import abstract_build, require_rules
 from lazymodel_keras._keywords import check_class, check_from_preset, ours

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from lazymodel._files import FileSource
-from lazymodel._lazy import LazyTensor
-from lazymodel._text import format_bytes
+from lazymodel._show.text import format_bytes
+from lazymodel._tensors.files import FileSource
+from lazymodel._tensors.lazy import LazyTensor
 
 
 class TensorHeader(NamedTuple):

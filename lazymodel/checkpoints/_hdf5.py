@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from lazymodel._errors import CheckpointError
-from lazymodel._lazy import LazyTensor
-from lazymodel._text import listed
+from lazymodel._show.text import listed
+from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._hdf5_dataset import H5File, Window, corrupt, dataset_tensor, import_h5py
 from lazymodel.checkpoints._hdf5_header import VIRTUAL, layout_classes

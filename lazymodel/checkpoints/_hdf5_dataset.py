@@ -21,12 +21,12 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import ml_dtypes
 import numpy as np
 
-from lazymodel._buffers import Convert, Workspace, assign
 from lazymodel._errors import CheckpointError
-from lazymodel._files import FileSource
-from lazymodel._geometry import Box, Geometry, box_shape, c_strides, intersect, normalize, shift, slabs
-from lazymodel._lazy import LazyTensor
-from lazymodel._leaves import ArrayLeaf, FileLeaf, Leaf
+from lazymodel._tensors.boxes import Box, Geometry, box_shape, c_strides, intersect, normalize, shift, slabs
+from lazymodel._tensors.buffers import Convert, Workspace, assign
+from lazymodel._tensors.files import FileSource
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.leaves import ArrayLeaf, FileLeaf, Leaf
 from lazymodel.checkpoints._untrusted import MAX_RATIO
 
 _LIBRARY = 1 << 20  # bytes; the HDF5 library's own buffer for conversions (H5Pset_buffer's default)

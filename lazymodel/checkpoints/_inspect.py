@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
-from lazymodel._table import Row, folded_table, shape_text
-from lazymodel._text import LISTED, first_lines, format_bytes, listed, plural, printable
+from lazymodel._show.table import Row, folded_table, shape_text
+from lazymodel._show.text import LISTED, first_lines, format_bytes, listed, plural, printable
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._open import (
     SAFETENSORS,

@@ -20,10 +20,10 @@ from typing import Any, cast
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._files import FileSource
-from lazymodel._lazy import LazyTensor
-from lazymodel._leaves import ArrayLeaf, FileLeaf
-from lazymodel._source import Source
+from lazymodel._tensors.files import FileSource
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.leaves import ArrayLeaf, FileLeaf
+from lazymodel._tensors.source import Source
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._untrusted import MAX_DIMENSIONS, Member, check_pointer, counts, zip_directory, zip_member
 
@@ -238,7 +238,7 @@ class _DeflatedSource(Source):
     def _compressed(self, start: int, count: int) -> bytes:
         """Some of the bytes of the member, as they are in the file."""
         try:
-            return os.pread(self._file._descriptor(), count, self._member.start + start) if count else b""
+            return os.pread(self._file.descriptor(), count, self._member.start + start) if count else b""
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path} at byte {start}: {error.strerror}") from error
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from lazymodel._agreement import opening
+from lazymodel._devices.agreement import opening
 from lazymodel._errors import CheckpointError
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5, open_sharded_hdf5

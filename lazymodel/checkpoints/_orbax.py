@@ -18,12 +18,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from lazymodel._buffers import Convert, Workspace, assign
 from lazymodel._errors import CheckpointError, warn
-from lazymodel._files import FileSource
-from lazymodel._geometry import Box, box_shape, shift
-from lazymodel._lazy import LazyTensor
-from lazymodel._leaves import ArrayLeaf, Leaf
+from lazymodel._tensors.boxes import Box, box_shape, shift
+from lazymodel._tensors.buffers import Convert, Workspace, assign
+from lazymodel._tensors.files import FileSource
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.leaves import ArrayLeaf, Leaf
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._orbax_folder import DRIVERS, MANIFEST, METADATA, Tree, TreeLeaf, read_tree, require_complete
 from lazymodel.checkpoints._untrusted import check_pointer, files_inside, is_number

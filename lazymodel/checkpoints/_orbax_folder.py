@@ -26,8 +26,8 @@ from typing import Any, cast
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._lazy import LazyTensor, lazy
-from lazymodel._text import listed
+from lazymodel._show.text import listed
+from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel.checkpoints._untrusted import counts, is_number, read_json_file, reading
 
 METADATA = "_METADATA"

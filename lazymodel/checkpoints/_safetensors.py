@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from lazymodel._buffers import Convert, Workspace, assign
 from lazymodel._errors import CheckpointError
-from lazymodel._files import FileSource
-from lazymodel._geometry import Box, Geometry, box_shape, normalize, slabs
-from lazymodel._lazy import LazyTensor
-from lazymodel._leaves import FileLeaf, Leaf
+from lazymodel._tensors.boxes import Box, Geometry, box_shape, normalize, slabs
+from lazymodel._tensors.buffers import Convert, Workspace, assign
+from lazymodel._tensors.files import FileSource
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.leaves import FileLeaf, Leaf
 from lazymodel.checkpoints._checkpoint import Checkpoint, TensorHeader
 from lazymodel.checkpoints._safetensors_header import FLOAT4, read_header
 from lazymodel.checkpoints._shards import shard_problems

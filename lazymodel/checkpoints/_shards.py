@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
-from lazymodel._text import LISTED, listed
+from lazymodel._show.text import LISTED, listed
 
 SAVE_KEY = "lazymodel_save"  # in a shard's metadata: what the shards of one save have in common, and no others
 _PART = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.safetensors")  # as Hugging Face numbers the shards of a model

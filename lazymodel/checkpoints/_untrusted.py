@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._text import format_bytes, listed
+from lazymodel._show.text import format_bytes, listed
 
 MAX_JSON = 100 << 20  # bytes; an index of a million tensors is below this
 MAX_DIMENSIONS = 32  # NumPy 1's; no model comes near

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lazymodel._errors import CheckpointError, LazyModelError
-from lazymodel._files import FileSource
-from lazymodel._text import first_lines, listed
+from lazymodel._show.text import first_lines, listed
+from lazymodel._tensors.files import FileSource
 from lazymodel.checkpoints._untrusted import read_at_most, reading
 
 Verify = bool | str | os.PathLike[str] | Mapping[str, str]

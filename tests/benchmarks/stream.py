@@ -130,7 +130,7 @@ def load_safetensors(way: str, folder: Path) -> None:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     import lazymodel as lm
-    from lazymodel._source import BYTES_READ
+    from lazymodel._tensors.source import BYTES_READ
 
     mesh = Mesh(np.array(jax.devices()), ("model",))
     jax.block_until_ready(jax.numpy.zeros(()) + 1)  # the backend itself is not what is measured
@@ -183,8 +183,8 @@ def load_matrix(way: str, file: Path) -> None:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     import lazymodel as lm
-    from lazymodel._source import BYTES_READ
-    from lazymodel._stream import StreamItem, stream
+    from lazymodel._materialize.stream import StreamItem, stream
+    from lazymodel._tensors.source import BYTES_READ
 
     tensor = lm.open_checkpoint(file)["matrix"]
     columns = tensor.shape[1]

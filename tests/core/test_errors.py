@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from lazymodel import _atomic
 from lazymodel._errors import warn
+from lazymodel._save import atomic
 
 KEPT = types.SimpleNamespace()
 
@@ -60,14 +60,14 @@ class World:
         return lm.open_checkpoint(path)
 
     def fill_disk(self) -> Path:
-        sync = _atomic.sync
+        sync = atomic.sync
 
         def full(path: Path) -> None:
             if Path(path) == self.folder:
                 raise OSError(28, "No space left on device", str(path))
             sync(path)
 
-        self._monkeypatch.setattr(_atomic, "sync", full)
+        self._monkeypatch.setattr(atomic, "sync", full)
         return self.folder / "saved.safetensors"
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lazymodel as lm
-from lazymodel._source import BYTES_READ
+from lazymodel._tensors.source import BYTES_READ
 
 P = jax.P
 SIZE, HIDDEN = 16, 24

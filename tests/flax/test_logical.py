@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from lazymodel._rules import resolve_logical
+from lazymodel._sharding.rules import resolve_logical
 
 RULES = (("batch", "batch"), ("embed", None), ("hidden", "model"))
 

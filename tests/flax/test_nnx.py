@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import lazymodel as lm
-from lazymodel._init_programs import ProgramCache
+from lazymodel._programs.programs import ProgramCache
 from lazymodel_flax import adapter
 
 

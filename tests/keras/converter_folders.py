@@ -22,7 +22,7 @@ from keras_hub.src.utils.preset_utils import get_preset_loader  # finds the conv
 from keras_hub.src.utils.transformers.safetensor_utils import SafetensorLoader  # what converters read through
 from safetensors.numpy import load_file
 
-from lazymodel_keras._session import record
+from lazymodel_keras._record.session import record
 
 from .models import write_safetensors_folder
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from lazymodel._compile import collective_bytes
+from lazymodel._devices.compiler import collective_bytes
 
 from .hub_configs import BACKBONES, HubModel
 

@@ -26,8 +26,8 @@ from safetensors.numpy import load_file
 
 import lazymodel as lm
 import lazymodel_keras as lk
+from tests.conftest import child_environment
 
-from ..conftest import child_environment
 from . import hugging_face_models
 from .converter_folders import ASKED_FOR, asked_for, write_asked_for, write_hugging_face
 from .hub_configs import MOBILENET_V5

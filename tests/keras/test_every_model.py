@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 
 import lazymodel as lm
 import lazymodel_keras as lk
-from lazymodel_keras._session import record
-from lazymodel_keras._skeleton import model_variables
+from lazymodel_keras._model.skeleton import model_variables
+from lazymodel_keras._record.session import record
 
 from .hub_configs import BACKBONES, TASKS, HubModel, exported
 from .models import assert_same, bits, randomize, seeded

@@ -12,8 +12,8 @@ import keras_hub
 import pytest
 
 import lazymodel_keras as lk
+from tests.conftest import ROOT, child_environment
 
-from ..conftest import ROOT, child_environment
 from .models import assert_same, randomize, seeded
 
 pytestmark = pytest.mark.large

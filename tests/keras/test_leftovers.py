@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 import lazymodel as lm
 import lazymodel_keras as lk
-from lazymodel_keras._hugging_face import _on_purpose
+from lazymodel_keras._record.hugging_face import _on_purpose
 
 from .models import BACKBONES, assert_same, bits, save_hugging_face, seeded, write_safetensors_folder
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 import lazymodel as lm
-from lazymodel._cli import main
+from lazymodel._cli.main import main
 from lazymodel_keras._config import plan_model
 
 from .models import save_preset

@@ -10,7 +10,7 @@ import keras_hub
 import numpy as np
 from keras.src.saving import saving_lib
 
-from lazymodel._mxfp4 import decoded_pairs
+from lazymodel._tensors.mxfp4 import decoded_pairs
 from lazymodel_keras import _upstream
 
 from .versions import KERAS, needs_keras, parts

@@ -14,8 +14,7 @@ import pytest
 
 import lazymodel as lm
 from lazymodel_keras import _versions
-
-from ..conftest import ROOT, child_environment
+from tests.conftest import ROOT, child_environment
 
 
 @pytest.mark.parametrize("version", ["2.15.0", "3.9.2", "3.13.1"])

@@ -1,0 +1,1 @@
+"""From a recorded Keras object to an abstract model, and back."""

@@ -1,0 +1,157 @@
+"""From a Keras object whose variables are abstract to an `AbstractModel`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from lazymodel import (
+    AbstractModel,
+    AbstractVariable,
+    CheckpointError,
+    InitRecipe,
+    LazyTensor,
+    ProgramCache,
+)
+from lazymodel._abstract.paths import rule_path
+from lazymodel._abstract.spec import Optimized
+from lazymodel._errors import warn
+from lazymodel._sharding.follow import follow, follow_weights
+from lazymodel._sharding.shard import check_spec
+from lazymodel._show.text import first_of, format_bytes, listed
+from lazymodel_keras import _upstream
+from lazymodel_keras._model.initializers import initial_value
+from lazymodel_keras._model.skeleton import Skeleton
+from lazymodel_keras._model.training import optimizer_variables, slot_references, trained_variables
+
+_REPLICATED_NBYTES = 1 << 20
+
+
+def from_skeleton(skeleton: Skeleton, *, quiet: bool = False) -> AbstractModel:
+    """Variables, recipes and sources of a skeleton; shardings come from the `keras.distribution` that it was built in.
+
+    Args:
+        skeleton: The skeleton; it keeps the result as its `spec`.
+        quiet: Whether to say nothing of what the distribution replicates.
+
+    Raises:
+        CheckpointError: A tensor can lose what it means in its variable's dtype.
+    """
+    recipes: list[InitRecipe] = []
+    sources: dict[str, Any] = {}
+    abstract: dict[str, AbstractVariable] = {}
+    refused: list[str] = []
+    for path, (variable, recorded) in skeleton.variables.items():
+        value = initial_value(path, variable, recorded) if recorded.value is None else recorded.value
+        if isinstance(value, InitRecipe):
+            recipes.append(value)
+            origin = value.origin
+        elif isinstance(value, LazyTensor):
+            sources[path] = value
+            origin = f"{value.file}:{value.name}" if value.file else "computed"
+        else:
+            sources[path] = np.asarray(value)
+            origin = "constant"
+        dtype = np.dtype(jax.dtypes.canonicalize_dtype(jax.numpy.dtype(_upstream.own_dtype(variable))))
+        abstract[path] = AbstractVariable(
+            path, tuple(variable.shape), dtype, origin=origin, trainable=bool(variable.trainable)
+        )
+        if why := skeleton.recording.refused_cast(path, value, dtype):
+            refused.append(why)
+    if refused:
+        raise CheckpointError(f"{first_of(refused, 'tensors are refused')}.")
+    variables = _placed(skeleton, abstract)
+    if skeleton.distribution is not None and not quiet:
+        _warn_replicated(list(variables.values()))
+    trained = trained_variables(skeleton.recording, _paths(skeleton))
+    model = AbstractModel(
+        variables=variables,
+        recipes=tuple(recipes),
+        sources=sources,
+        framework=skeleton,
+        programs=ProgramCache(),
+        name=getattr(skeleton.result, "name", None) or "model",
+        unused=skeleton.recording.unused_tensors(),
+        mismatched=skeleton.recording.mismatched_tensors(variable for variable, _ in skeleton.variables.values()),
+        optimized=None if trained is None else Optimized(trained),
+    )
+    skeleton.spec = model
+    return model
+
+
+def _paths(skeleton: Skeleton) -> dict[int, str]:
+    return {id(variable): path for path, (variable, _) in skeleton.variables.items()}
+
+
+def _placed(skeleton: Skeleton, abstract: Mapping[str, AbstractVariable]) -> dict[str, AbstractVariable]:
+    """The variables, optimizer state told from others, with the shardings that the distribution gives them."""
+    distribution = skeleton.distribution
+    references = slot_references(skeleton.recording)
+    state = optimizer_variables(skeleton.recording, skeleton.result)
+    paths = _paths(skeleton)
+    variables = dict(abstract)
+    slots: dict[str, AbstractVariable] = {}
+    for path, (variable, _) in skeleton.variables.items():
+        value = _upstream.value(variable)
+        reference = references.get(id(variable))
+        if value is not None:  # another value for a variable that has its place, whatever rules say
+            slots[path] = dataclasses.replace(abstract[path], follows="", sharding=value.sharding)
+        elif reference is None and id(variable) not in state:
+            variables[path] = _with_layout(abstract[path], variable, distribution)
+        else:
+            # Placed like the variable that it belongs to, even if that has its values already; step counts have none.
+            placed = None if reference is None else _upstream.value(reference)
+            follows = "" if placed is not None else paths.get(id(reference), "")
+            sharding = None if placed is None else placed.sharding
+            slots[path] = dataclasses.replace(abstract[path], follows=follows, sharding=sharding)
+    variables |= slots
+    if distribution is not None:
+        # Published layout maps know no LoRA pairs and no quantization scales.
+        without_layout = [path for path in variables if path not in slots and not has_layout(path, distribution)]
+        variables |= follow_weights(variables, without_layout)
+        related = {path: slot for path, slot in slots.items() if slot.sharding is None}
+        related = follow(related, {path: v for path, v in variables.items() if path not in slots})
+        variables |= {
+            # An optimizer alone has no variable whose mesh it could take.
+            path: v if v.sharding is not None else _with_layout(v, skeleton.variables[path][0], distribution)
+            for path, v in related.items()
+        }
+    return variables
+
+
+def _with_layout(abstract: AbstractVariable, variable: Any, distribution: Any) -> AbstractVariable:
+    """The variable with the sharding that the active distribution gives it."""
+    if distribution is None:
+        return abstract
+    layout = distribution.get_variable_layout(variable)
+    sharding = getattr(layout, "backend_layout", layout)
+    if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.Mesh):
+        check_spec(abstract, sharding.spec, sharding.mesh)
+    return dataclasses.replace(abstract, sharding=sharding)
+
+
+def has_layout(path: str, distribution: Any) -> bool:
+    """Whether the layout map of a distribution has an entry for a variable."""
+    return distribution is not None and distribution.get_tensor_layout(rule_path(path)) is not None
+
+
+def _warn_replicated(variables: list[AbstractVariable]) -> None:
+    large = [
+        variable
+        for variable in variables
+        if variable.nbytes >= _REPLICATED_NBYTES
+        and variable.sharding is not None
+        and len(variable.sharding.device_set) > 1
+        and variable.sharding.is_fully_replicated
+    ]
+    if large:
+        described = listed(f"{v.path} {v.shape} {format_bytes(v.nbytes)}" for v in large)
+        warn(
+            f"the active keras.distribution replicates {len(large)} variables of at least "
+            f"{format_bytes(_REPLICATED_NBYTES)} on every device: {described}. "
+            "Add them to its LayoutMap."
+        )

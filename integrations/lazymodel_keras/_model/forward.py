@@ -1,0 +1,82 @@
+"""A Keras model's own forward pass and loss, as functions of its variables that a compiler takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from lazymodel import LazyModelError
+from lazymodel._abstract.framework import PlannedFunction
+
+_SEQUENCE = 1024  # tokens, where nothing is said and the model takes as many
+_IMAGE = 224  # pixels a side, where a model takes images of any size
+
+
+def plan_function(
+    model: Any, variables: Mapping[str, Any], what: str, *, batch: int, sequence: int | None
+) -> PlannedFunction:
+    """A Keras model's own forward pass or loss (`what="train"`), of its variables by path, which may be abstract.
+
+    The loss of a language model is the cross-entropy of its logits, in float32, with tokens of the same shape; that of
+    any other model is the mean of its outputs' squares, which has the same shapes to differentiate. `sequence` counts
+    where the model takes any number of tokens; None is 1024 or the most that it takes.
+
+    Raises:
+        LazyModelError: The model does not say what it takes.
+    """
+    tensors = getattr(model, "input", None) if isinstance(model, keras.Model) else None
+    if tensors is None and isinstance(model, keras.Sequential) and model.built:
+        (tensors,) = model.inputs
+    if tensors is None:
+        raise LazyModelError(
+            f"{getattr(model, 'name', type(model).__name__)} does not say what inputs it takes (it is no functional "
+            "Keras model); give a function and its inputs"
+        )
+    if sequence is None:
+        sequence = min([_SEQUENCE, *_longest(model)])
+    described: dict[str, None] = {}
+
+    def struct(tensor: Any) -> jax.ShapeDtypeStruct:
+        unknown = _IMAGE if len(tensor.shape) > 3 else sequence
+        shape = (batch, *(unknown if size is None else size for size in tensor.shape[1:]))
+        described[f"{' × '.join(map(str, shape))} {tensor.dtype}"] = None
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(tensor.dtype))
+
+    inputs = keras.tree.map_structure(struct, tensors)
+    training = what == "train"
+
+    def function(values: Mapping[str, Any], inputs: Any) -> Any:
+        mapping = [(variable, values[path]) for path, variable in variables.items()]
+        with keras.StatelessScope(state_mapping=mapping):
+            outputs = model(inputs, training=training)
+        return loss(outputs, inputs) if training else outputs
+
+    # A backbone's outputs have the shape of logits, too; only a task knows that they are.
+    is_task = getattr(model, "backbone", None) is not None
+    loss = _cross_entropy if is_task and isinstance(inputs, Mapping) and "token_ids" in inputs else _mean_square
+    return PlannedFunction(function, (inputs,), f"{model.name} of {', '.join(described)}")
+
+
+def _cross_entropy(outputs: Any, inputs: Any) -> Any:
+    tokens = inputs["token_ids"]
+    if getattr(outputs, "ndim", 0) != 3 or outputs.shape[:2] != tokens.shape:
+        return _mean_square(outputs, inputs)
+    logits = jax.nn.log_softmax(outputs.astype(jnp.float32))
+    return -jnp.mean(jnp.take_along_axis(logits, tokens[..., None].astype(jnp.int32), axis=-1))
+
+
+def _mean_square(outputs: Any, inputs: Any) -> Any:
+    arrays = [array for array in jax.tree.leaves(outputs) if jnp.issubdtype(array.dtype, jnp.floating)]
+    return sum(jnp.mean(jnp.square(array.astype(jnp.float32))) for array in arrays)
+
+
+def _longest(model: Any) -> Iterator[int]:
+    """The longest sequence that a model takes, where it says so."""
+    for owner in (model, getattr(model, "backbone", None)):
+        length = getattr(owner, "max_sequence_length", None)
+        if isinstance(length, int) and length > 0:
+            yield length

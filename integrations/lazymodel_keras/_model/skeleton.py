@@ -1,0 +1,141 @@
+"""A Keras object whose variables are abstract: what it consists of, how it is filled, and how another is built."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from lazymodel._abstract.framework import Framework, PlannedFunction
+from lazymodel._abstract.paths import unique_paths
+from lazymodel._abstract.spec import ModelSpec
+from lazymodel_keras import _upstream
+from lazymodel_keras._model.forward import plan_function
+from lazymodel_keras._model.training import automatic
+from lazymodel_keras._record.recording import RecordedVariable, Recording
+from lazymodel_keras._record.session import record
+
+# Abstract variables that the returned object does not hold, such as a discarded layer's, are swept up above this.
+_SWEEP_NBYTES = 1 << 20
+
+
+class Skeleton(Framework):
+    """A Keras object whose variables are abstract, and how to make another one like it.
+
+    Attributes:
+        build: Makes such an object; None where one is all that is wanted.
+        recording: What was recorded while this one was built.
+        result: What the build function returned.
+        used: Whether its object has been filled.
+        given_away: Whether it was taken to be changed, so that another has to be built.
+        variables: Path to variable and what was recorded about it; with `only_own`, of those that the object holds.
+        distribution: The `keras.distribution` that was active when it was built.
+        spec: The abstract model as it was made of this.
+    """
+
+    spec: ModelSpec
+
+    def __init__(
+        self, build: Callable[[], Any] | None, recording: Recording, result: Any, *, only_own: bool = False
+    ) -> None:
+        super().__init__(dict)
+        self.build = build
+        self.recording = recording
+        self.used = False
+        self.given_away = False
+        self.result = result
+        self.variables: dict[str, tuple[Any, RecordedVariable]] = _collect(recording, result, only_own=only_own)
+        self.distribution = keras.distribution.distribution()
+
+    def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
+        """Gives every variable its array and returns the object; each call returns an object of its own."""
+        skeleton = self.present()
+        skeleton = skeleton._another() if skeleton.used else skeleton
+        skeleton.used = True
+        for path, (variable, _) in skeleton.variables.items():
+            finish(skeleton.recording, variable, arrays[path])
+        return skeleton.result
+
+    def forward(self, what: str, *, batch: int, sequence: int | None) -> PlannedFunction:
+        skeleton = self.present()
+        variables = {path: variable for path, (variable, _) in skeleton.variables.items()}
+        return plan_function(skeleton.result, variables, what, batch=batch, sequence=sequence)
+
+    def present(self) -> Skeleton:
+        """Itself, with an object; built anew where `give_away` took the one that it had."""
+        if self.given_away:
+            another = self._another()
+            self.recording, self.result, self.variables = another.recording, another.result, another.variables
+            self.given_away = False
+        return self
+
+    def give_away(self) -> tuple[Recording, Any]:
+        """An object that is not filled, for whoever changes it, and its recording; this keeps nothing of it alive."""
+        if self.given_away or self.used:
+            another = self._another()
+            return another.recording, another.result
+        recording, result = self.recording, self.result
+        self.result, self.given_away = None, True
+        self.variables = {path: (None, copy.copy(recorded)) for path, (_, recorded) in self.variables.items()}
+        return recording, result
+
+    def _another(self) -> Skeleton:
+        """The same object built anew, with the names, seeds and values of the first."""
+        if self.build is None:
+            raise AssertionError("only models built by a function are built more than once")
+        with _upstream.undone_draws(self.recording.names):
+            another = Skeleton(self.build, *record(self.build))
+        # The order is what identifies a variable: names of the user's own making may differ.
+        for (_, new), (_, first) in zip(another.variables.values(), self.variables.values(), strict=True):
+            new.initializer, new.seed, new.value = first.initializer, first.seed, first.value
+        another.variables = dict(zip(self.variables, another.variables.values(), strict=True))
+        return another
+
+
+def finish(recording: Recording, variable: Any, array: jax.Array) -> None:
+    """Makes an abstract variable an ordinary Keras variable that holds this array and keeps its sharding."""
+    recording.forget(variable)
+    array = automatic(array)
+    distribution = keras.distribution.distribution()
+    layout: Any = None
+    if isinstance(array.sharding, jax.sharding.NamedSharding):
+        # Without a layout the next `assign` would put the whole value on the first device.
+        layout = array.sharding
+        if distribution is not None:
+            stock = distribution.get_variable_layout(variable)
+            if getattr(stock, "backend_layout", stock) == array.sharding:
+                layout = stock
+    _upstream.give_value(variable, array, layout)
+
+
+def model_variables(result: Any) -> Iterator[Any]:
+    """The variables that an object holds: a model's own, its optimizer's and its metrics'."""
+    for attribute in ("variables", "metrics_variables"):
+        yield from getattr(result, attribute, None) or ()
+    yield from getattr(getattr(result, "optimizer", None), "variables", None) or ()
+    if isinstance(result, tuple | list):
+        for item in result:
+            yield from model_variables(item)
+
+
+def _collect(recording: Recording, result: Any, *, only_own: bool) -> dict[str, tuple[Any, RecordedVariable]]:
+    """The abstract variables by path: the object's own in its order, then what else is alive unless `only_own`."""
+    recorded = {id(variable): (variable, entry) for variable, entry in recording.variables()}
+    own = {id(v): recorded[id(v)] for v in model_variables(result) if id(v) in recorded}
+    others = [] if only_own else [entry for key, entry in recorded.items() if key not in own]
+    if sum(_nbytes(variable) for variable, _ in others) > _SWEEP_NBYTES:
+        del others, recorded
+        gc.collect()
+        recorded = {id(variable): (variable, entry) for variable, entry in recording.variables()}
+        others = [entry for key, entry in recorded.items() if key not in own]
+    entries = [*own.values(), *others]
+    return dict(zip(unique_paths([variable.path for variable, _ in entries]), entries, strict=True))
+
+
+def _nbytes(variable: Any) -> int:
+    return int(np.prod(variable.shape)) * jax.numpy.dtype(_upstream.own_dtype(variable)).itemsize

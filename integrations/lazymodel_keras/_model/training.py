@@ -1,0 +1,110 @@
+"""What training adds to a model: optimizer state that is placed like the variables it belongs to.
+
+Responsible for telling which optimizer variable belongs to which model variable, and for meshes and distributions that
+Keras can train on. Not responsible for the training itself, which is Keras' own `fit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import keras
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from lazymodel import ShardingError
+from lazymodel_keras._record.recording import Recording
+
+
+def slot_references(recording: Recording) -> dict[int, Any]:
+    """`id` of each optimizer variable that belongs to a model variable, and that variable.
+
+    Optimizers keep state for a variable in lists that run parallel to the variables they were built for. That holds for
+    all of Keras' and for others that follow its guide; a name would not do: Adafactor's moments share their variable's.
+    """
+    references: dict[int, Any] = {}
+    for reference, variables in recording.optimizers:
+        optimizer = reference()
+        if optimizer is None:
+            continue
+        own = [id(variable) for variable in optimizer.variables]
+        for slots in vars(optimizer).values():
+            if not isinstance(slots, list | tuple) or len(slots) != len(variables):
+                continue
+            if [id(slot) for slot in slots] == own:
+                continue  # all of its variables, as many as it was built for by chance
+            for slot, owner in zip(slots, (variable() for variable in variables), strict=True):
+                if isinstance(slot, keras.Variable) and owner is not None and slot is not owner:
+                    references[id(slot)] = owner
+    return references
+
+
+def optimizer_variables(recording: Recording, result: Any) -> set[int]:
+    """`id` of every variable of the optimizers that were built, and of those that an object was compiled with."""
+    objects = result if isinstance(result, list | tuple) else (result,)
+    optimizers = [reference() for reference, _ in recording.optimizers]
+    optimizers += [item if isinstance(item, keras.Optimizer) else getattr(item, "optimizer", None) for item in objects]
+    return {id(variable) for optimizer in optimizers for variable in getattr(optimizer, "variables", None) or ()}
+
+
+def trained_variables(recording: Recording, paths: Mapping[int, str]) -> tuple[str, ...] | None:
+    """The paths, by `id`, of what the optimizers among these variables were built for; None where there is none."""
+    trained: dict[str, None] = {}
+    found = False
+    for reference, variables in recording.optimizers:
+        optimizer = reference()
+        if optimizer is None or not any(id(variable) in paths for variable in optimizer.variables):
+            continue
+        found = True
+        for variable in (each() for each in variables):
+            if variable is not None and variable.trainable and id(variable) in paths:
+                trained[paths[id(variable)]] = None
+    return tuple(trained) if found else None
+
+
+def automatic(array: jax.Array) -> jax.Array:
+    """The array on a mesh of Auto axes, in the same buffers.
+
+    `jax.make_mesh` gives Explicit axes since JAX 0.7: every operation then has to say how its result is sharded where
+    that is not evident, which Keras' layers do not (Dropout, for one, fails). Under Auto axes XLA decides.
+    """
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return array
+    if all(kind == AxisType.Auto for kind in sharding.mesh.axis_types):
+        return array
+    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    placed = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, placed, shards, dtype=array.dtype)
+
+
+def distribution(mesh: Mesh, batch_axis: str | None = None) -> Any:
+    """The `keras.distribution` under which `fit` splits batches over an axis of the mesh that a model was placed on.
+
+    Without one, `fit` works as well, but every device along the batch axis computes the same whole batch, and where
+    the compiler leaves the updated variables until the end of an epoch is its own choice. Variables keep the shardings
+    that they have; new ones, such as metrics, are replicated.
+
+    Args:
+        mesh: The mesh that the model was placed on.
+        batch_axis: The mesh axis over which batches are split; None is the mesh's first.
+
+    Raises:
+        ShardingError: The mesh has no such axis.
+
+    Example:
+        >>> keras.distribution.set_distribution(lk.distribution(mesh, "data"))
+        >>> model.fit(inputs, targets)
+    """
+    names = list(mesh.axis_names)
+    if batch_axis is not None and batch_axis not in names:
+        raise ShardingError(f"the mesh has no axis {batch_axis!r} to split batches over; its axes are {names}")
+    devices = [f"{device.platform}:{device.id}" for device in mesh.devices.flat]
+    device_mesh = keras.distribution.DeviceMesh(mesh.devices.shape, names, devices)
+    layouts = keras.distribution.LayoutMap(device_mesh)
+    # Of one process or several, each brings its own batches here as it does without a distribution.
+    return keras.distribution.ModelParallel(
+        layout_map=layouts, batch_dim_name=batch_axis or names[0], auto_shard_dataset=False
+    )

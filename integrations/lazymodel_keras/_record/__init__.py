@@ -1,0 +1,1 @@
+"""What is recorded of Keras while a model is built: variables without values, weight files that are not read."""

@@ -1,0 +1,236 @@
+"""Hugging Face and timm folders: what they hold, in all shards, besides what KerasHub's converters ask for.
+
+What converters leave out on purpose is known by name: buffers that every model computes for itself, tied weights that
+are stored twice, heads of other tasks, and parts of a model that KerasHub does not have. Everything else that nobody
+asked for is most likely a mistake: layers beyond those of the configuration, another configuration, adapters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from lazymodel import CheckpointError, StoredTensor
+from lazymodel._show.text import listed
+from lazymodel._tensors.casting import weights
+from lazymodel._tensors.quantized import is_marker, scales_beside
+from lazymodel._tensors.stored import unused_tensors
+from lazymodel.checkpoints import SafetensorsFile
+from lazymodel.checkpoints._untrusted import read_json_file, require_shards, shard_path, weight_map
+
+_DECODED = frozenset({("gpt_oss", "mxfp4")})  # model type and how it is quantized: what is read nevertheless
+_ADVICE = (
+    "This quantized form is not read yet: load a dequantized copy, such as the original model or one that was saved "
+    "after `model.dequantize()` of transformers"
+)
+
+# Whatever the model: buffers, what was trained along for speculative decoding, and value heads.
+_ANY = (
+    r"(?:.*\.)?rotary_?(?:pos_)?emb\w*\.(?:inv_freq|cos_cached|sin_cached)",
+    r"(?:.*\.)?h\.\d+\.(?:attn|crossattention)\.(?:masked_)?bias",
+    r"(?:.*\.)?(?:position_ids|token_type_ids|num_batches_tracked|relative_position_index|relative_coords_table)",
+    r"(?:.*\.)?(?:attn_mask|embed_positions\.(?:weights|_float_tensor))",
+    r"(?:.*\.)?mtp\..*",
+    r"v_head\..*",
+)
+# Heads of tasks, at the top of a checkpoint or of its only model.
+_HEADS = (
+    r"(?:\w+\.)?pooler\..*",
+    r"(?:cls|cls_classifier|classifier|classification_head|distillation_classifier|pre_classifier|score|qa_outputs"
+    r"|predictions|sop_classifier|contact_head|multiple_choice_head|sequence_summary|head|conv_head|fc|pre_logits"
+    r"|vocab_(?:layer_norm|projector|transform))\..*",
+)
+# A vision transformer's, of which the tower takes the last layer: KerasHub has none.
+_TOWER_HEAD = (r"(?:.*\.)?vision_tower\.vision_model\.head\..*",)
+_MASKED_HEAD = (r"lm_head\..*",)
+_MASKED_IMAGE = (r"decoder\..*", r"(?:\w+\.)?embeddings\.mask_token")
+
+_BY_TYPE: Mapping[str, tuple[str, ...]] = {
+    "bart": (r"final_logits_bias", r"(?:model\.)?(?:encoder|decoder)\.(?:version|embed_tokens\.weight)"),
+    "blip-2": (
+        r"language_model\.(?:encoder|decoder)\.embed_tokens\.weight",
+        r"language_model\.decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
+    ),
+    "deit": _MASKED_IMAGE,
+    "dinov2": _MASKED_IMAGE,
+    "dinov2_with_registers": _MASKED_IMAGE,
+    "dinov3_vit": _MASKED_IMAGE,
+    # The positions of the tables that rotary embeddings came after.
+    "esm": (*_MASKED_HEAD, r"(?:esm\.)?contact_head\..*", r"(?:esm\.)?embeddings\.position_embeddings\.weight"),
+    "gemma3": _TOWER_HEAD,
+    # The assistant's own projections are its task's.
+    "gemma4_assistant": (r"(?:pre|post)_projection\.weight", r"masked_embedding\..*"),
+    "paligemma": _TOWER_HEAD,
+    # There is one token type, which KerasHub leaves out.
+    "roberta": (*_MASKED_HEAD, r"(?:roberta\.)?embeddings\.token_type_embeddings\.weight"),
+    # KerasHub has the detector without its tracker.
+    "sam3_video": (
+        r"tracker_(?:model|neck)\..*",
+        r"detector_model\.text_encoder\.text_projection\.weight",
+        r"detector_model\.mask_decoder\.pixel_decoder\.(?:conv_layers|norms)\.\d+\.(?:weight|bias)",
+    ),
+    "swin": _MASKED_IMAGE,
+    "t5gemma2": _TOWER_HEAD,
+    "vit": _MASKED_IMAGE,
+    "xlm-roberta": _MASKED_HEAD,
+}
+
+
+def refuse_quantized(path: str) -> None:
+    """Raises CheckpointError where the configuration beside a file says that it is quantized in an unknown way."""
+    config = _config(Path(path).parent)
+    for holder in (config, config.get("text_config")):
+        for key in ("quantization_config", "compression_config"):
+            found = holder.get(key) if isinstance(holder, dict) else None
+            if not isinstance(found, dict) or not found:
+                continue
+            method = found.get("quant_method") or ("bitsandbytes" if "load_in_8bit" in found else "an unknown method")
+            if method == "bitsandbytes" and found.get("load_in_8bit") is found.get("load_in_4bit") is False:
+                continue
+            if (config.get("model_type"), method) not in _DECODED:
+                raise CheckpointError(
+                    f"{Path(path).parent / 'config.json'}: {key} says that the weights are quantized with {method!r}. "
+                    f"{_ADVICE}."
+                )
+
+
+def checkpoint_files(path: str) -> list[str]:
+    """The files that decide what a weight file's checkpoint holds: the index that names it and all shards, or itself.
+
+    Loaders open one shard after the other. Hashing all at the first takes as long as the slowest of several threads.
+    Raises CheckpointError where an index beside it cannot be read, or a shard is missing.
+    """
+    folder = Path(path).parent
+    for index in sorted((*folder.glob("*.safetensors.index.json"), *folder.glob("*.weights.json"))):
+        shards: dict[Path, None] = {}
+        for names in weight_map(read_json_file(index), index).values():
+            listed = cast("list[Any]", names) if isinstance(names, list) else [names]
+            shards |= dict.fromkeys(shard_path(index, name) for name in listed)
+        if Path(path) in shards:
+            require_shards(index, list(shards))
+            return [str(index), *map(str, shards)]
+    return [path]
+
+
+class Leftovers:
+    """What the folders of the opened safetensors files hold and nothing asked for.
+
+    Attributes:
+        by_folder: Folder → file → names, of those shards too that nobody opened.
+    """
+
+    def __init__(self, files: Mapping[str, Any]) -> None:  # path to `OpenedFile`
+        self._files = {
+            str(Path(path)): file for path, file in files.items() if isinstance(file.tensors, SafetensorsFile)
+        }
+        self.by_folder: dict[Path, dict[str, list[str]]] = {}
+        for path, file in self._files.items():
+            unused = self.by_folder.setdefault(Path(path).parent, {})
+            unused[path] = file.unused
+        for folder, unused in self.by_folder.items():
+            for shard, names in _indexed(folder, [Path(path) for path in unused]).items():
+                unused.setdefault(shard, names)
+
+    @property
+    def unopened(self) -> tuple[StoredTensor, ...]:
+        """What shards hold that nobody opened."""
+        found: list[StoredTensor] = []
+        for unused in self.by_folder.values():
+            for path, names in unused.items():
+                if path in self._files:
+                    continue
+                try:
+                    with contextlib.closing(SafetensorsFile(path)) as file:
+                        found += unused_tensors(file, [name for name in names if name in file])
+                except CheckpointError:  # not downloaded, which is nobody's loss
+                    found += [StoredTensor(name, path, "", None) for name in names]
+        return tuple(found)
+
+    def quantized(self) -> list[str]:
+        """What only makes sense together with something that nobody asked for, as messages."""
+        messages: list[str] = []
+        for folder, unused in self.by_folder.items():
+            left = {name for names in unused.values() for name in names}
+            found = [f"{name!r}, which nothing takes" for name in sorted(left) if is_marker(name)]
+            for path in unused:
+                for name in self._files[path].asked if path in self._files else ():
+                    tensor = self._files[path].tensors.get(name)
+                    if tensor is None or not weights(tensor):
+                        continue
+                    scales = scales_beside(name, left)
+                    if scales or tensor.dtype.kind not in "iu":
+                        beside = f" beside {scales[0]!r}, which nothing takes" if scales else ""
+                        found.append(f"{name!r} ({tensor.dtype.name}){beside}")
+            if found:
+                messages.append(f"{folder} holds quantized weights: {listed(found)}. {_ADVICE}")
+        return messages
+
+    def unexpected(self) -> list[str]:
+        """What nobody asked for and no converter leaves out on purpose, as messages."""
+        messages: list[str] = []
+        for folder, unused in self.by_folder.items():
+            config = _config(folder)
+            if not (config.get("model_type") or config.get("architecture")):
+                continue  # a file that someone's own code takes what it wants from
+            on_purpose = _on_purpose(config)
+            names = [
+                name
+                for path, names in unused.items()
+                for name in names
+                if not on_purpose.fullmatch(name) and not self._is_empty(path, name)
+            ]
+            if names:
+                messages.append(
+                    f"{folder} holds {len(names)} tensors that KerasHub's converter did not ask for: {listed(names)}. "
+                    "Is its config.json that of another model?"
+                )
+        return messages
+
+    def _is_empty(self, path: str, name: str) -> bool:
+        return path in self._files and not self._files[path].tensors[name].size
+
+
+def _on_purpose(config: Mapping[str, Any]) -> re.Pattern[str]:
+    """Matches the names of what converters leave out, of a model of this configuration."""
+    kind = str(config.get("model_type", ""))
+    patterns = [*_ANY, *_HEADS, *_BY_TYPE.get(kind, ())]
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else {}
+    tied = [holder["tie_word_embeddings"] for holder in (config, text) if "tie_word_embeddings" in holder]
+    if any(tied) or not tied:
+        patterns.append(r"(?:.*\.)?(?:lm_head(?:\.out_proj)?\.weight|embed_out\.weight)")
+    # Layers that use the keys and values of an earlier one have none, though files do.
+    shared = text.get("num_kv_shared_layers", config.get("num_kv_shared_layers"))
+    layers = text.get("num_hidden_layers", config.get("num_hidden_layers"))
+    if kind.startswith(("gemma3n", "gemma4")) and isinstance(shared, int) and isinstance(layers, int):
+        numbers = "|".join(str(number) for number in range(max(layers - shared, 0), layers))
+        if numbers:
+            patterns.append(rf"(?:.*\.)?layers\.(?:{numbers})\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\.weight")
+    return _compiled("|".join(f"(?:{pattern})" for pattern in patterns))
+
+
+_compiled = functools.lru_cache(maxsize=16)(re.compile)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """The configuration in a folder; KerasHub has read it before, where it is needed."""
+    file = folder / "config.json"
+    try:
+        return read_json_file(file) if file.exists() else {}
+    except CheckpointError:
+        return {}
+
+
+def _indexed(folder: Path, opened: Iterable[Path]) -> dict[str, list[str]]:
+    """File → names of the tensors in it, as an index in a folder says, if that is what the opened files go by."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return {}
+    shards: dict[Path, list[str]] = {}
+    for name, shard in weight_map(read_json_file(index), index).items():
+        shards.setdefault(shard_path(index, shard), []).append(name)
+    return {str(path): names for path, names in shards.items()} if set(opened).intersection(shards) else {}

@@ -1,0 +1,112 @@
+"""Running Keras code abstractly: every variable that it creates is noted, and so is what would be loaded into it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any
+
+import keras
+
+from lazymodel import LazyModelError
+from lazymodel_keras import _upstream
+from lazymodel_keras._record.patches import activated, active, recording_patches, register, replace
+from lazymodel_keras._record.recording import GivenValue, Recording
+
+
+@contextlib.contextmanager
+def session(recording: Recording) -> Generator[Recording, None, None]:
+    """Within the block, this thread's Keras code is recorded; one recording may have several such blocks.
+
+    Raises:
+        LazyModelError: Another recording is running in this thread, or Keras cannot be recorded.
+    """
+    _require_supported_mode()
+    if active() is not None:
+        raise LazyModelError("models are already being built abstractly here; leave the outer block first")
+    try:
+        with recording_patches.needed(), _upstream.no_pending_variables(), recording.scope, activated(recording):
+            yield recording
+    finally:
+        # A global seed generator that was first needed in here belongs to the process, not to the model.
+        state = _upstream.global_seed_state()
+        if (recorded := recording.recorded.get(id(state))) is not None:
+            recording.forget(state)
+            _upstream.initialize(state, recorded.initializer)
+            if recorded.value is not None:
+                state.assign(recorded.value)
+
+
+def record(build: Callable[[], Any]) -> tuple[Recording, Any]:
+    """Runs a build function abstractly."""
+    with session(Recording()) as recording:
+        return recording, build()
+
+
+def _require_supported_mode() -> None:
+    if keras.backend.backend() != "jax":
+        raise LazyModelError(
+            f"lazymodel needs Keras on JAX; the backend is {keras.backend.backend()!r}. "
+            "Set KERAS_BACKEND=jax before Keras is imported."
+        )
+    if keras.config.is_nnx_enabled():
+        raise LazyModelError("Keras' NNX mode allocates every variable when it is created; unset KERAS_NNX_ENABLED")
+
+
+def _initialize_variable(
+    original: Any, self: Any, initializer: Any, shape: Any = None, dtype: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    """`keras.Variable.__init__` while recordings run in some thread."""
+    recording = active()
+    if recording is None or _upstream.current_scope() is not recording.scope:
+        original(self, initializer, shape, dtype, *args, **kwargs)
+        if recording is not None and _upstream.value(self) is None:
+            recording.add(
+                self, _upstream.initializer(self)
+            )  # made while Keras traces a layer: abstract like all others
+        return
+    if not callable(initializer) and not isinstance(initializer, str):
+        # Keras refuses to create a variable from an array in a StatelessScope; an initializer that returns it is fine.
+        array = initializer.value if isinstance(initializer, keras.Variable) else initializer
+        if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+            array = _upstream.as_tensor(self, array, dtype)
+        initializer, shape = GivenValue(array), tuple(array.shape)
+        dtype = keras.backend.standardize_dtype(array.dtype) if dtype is None else dtype
+    original(self, initializer, shape, dtype, *args, **kwargs)
+    recording.add(self, _upstream.initializer(self))
+
+
+@register
+def _install(undo: contextlib.ExitStack) -> None:
+    original = _upstream.VariableBase.__init__
+
+    @functools.wraps(original)
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        _initialize_variable(original, self, *args, **kwargs)
+
+    original_build = _upstream.OptimizerBase.build
+
+    @functools.wraps(original_build)
+    def build(self: Any, variables: Any) -> None:
+        original_build(self, variables)
+        recording = active()
+        if recording is not None:
+            recording.optimizers.append((weakref.ref(self), [weakref.ref(variable) for variable in variables]))
+
+    original_copy = _upstream.OPS.copy
+
+    @functools.wraps(original_copy)
+    def copy(x: Any) -> Any:
+        # ScheduleFreeAdamW assigns copies of the variables to its own. What is assigned may as well be the variable:
+        # it has no value yet. Others may keep the copy, so they are given one.
+        recording = active()
+        abstract = recording is not None and isinstance(x, keras.Variable) and id(x) in recording.recorded
+        building = abstract and isinstance(sys._getframe(1).f_locals.get("self"), keras.Optimizer)
+        return x if building and _upstream.value(x) is None else original_copy(x)
+
+    replace(undo, _upstream.VariableBase, "__init__", initialize)
+    replace(undo, _upstream.OptimizerBase, "build", build)
+    replace(undo, _upstream.OPS, "copy", copy)

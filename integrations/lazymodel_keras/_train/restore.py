@@ -1,0 +1,404 @@
+"""Training checkpoints back into Keras models: weights, optimizer state and metrics, each device its own shards.
+
+Responsible for finding each variable's tensor in what `keras.callbacks.OrbaxCheckpoint`, `model.save` and
+`save_weights` wrote, and for saying what does not fit. Files are read by the stream as any other checkpoint's.
+
+Orbax checkpoints name variables by path. Stock Keras leaves what it does not find under the exact path as it is, in
+silence; here paths are matched by `_train/names`, and what is left over is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Unpack, cast
+
+import keras
+from jax.sharding import NamedSharding, PartitionSpec
+
+from lazymodel import (
+    AbstractModel,
+    AbstractVariable,
+    CheckpointError,
+    LazyModelError,
+    LazyTensor,
+    open_checkpoint,
+)
+from lazymodel._abstract.paths import unique_paths
+from lazymodel._errors import warn
+from lazymodel._sharding.follow import follow
+from lazymodel._show.text import closest, folded_names, listed, misshapen
+from lazymodel._tensors.casting import UNSAFE, check_mode
+from lazymodel.checkpoints._untrusted import read_json_file
+from lazymodel_keras import _upstream
+from lazymodel_keras._build import Materializing, check_all_used, check_options
+from lazymodel_keras._model.abstract import from_skeleton
+from lazymodel_keras._model.skeleton import Skeleton, model_variables
+from lazymodel_keras._record.patches import active, register, replace
+from lazymodel_keras._record.recording import Recording
+from lazymodel_keras._record.session import session
+from lazymodel_keras._train.names import match_paths, match_slots
+
+_WEIGHTS = ("trainable_variables", "non_trainable_variables")
+_OPTIMIZER = "optimizer_variables"
+_METRICS = "metrics_variables"
+_SEED_STATE = "seed_generator_state"  # the random state of dropout and the like: training state, no weight
+
+
+def restore(
+    model: Any,
+    path: str | os.PathLike[str],
+    *,
+    weights_only: bool = False,
+    strict: bool = True,
+    cast: str = "safe",
+    **options: Unpack[Materializing],
+) -> Any:
+    """Puts a training checkpoint into a model, wherever its variables are placed; each device reads only its shards.
+
+    The mesh may be another than the one that saved. Optimizer state is restored with the weights: an optimizer that was
+    not built yet is built, its variables placed like those that they belong to. So are the metrics that have variables
+    (`fit` begins each epoch with fresh ones) and the states of random generators, where the checkpoint has them.
+    `training_state` tells the epoch to go on with.
+
+    Args:
+        model: A Keras model, which is filled in place and keeps its shardings. Or an abstract one, which needs memory
+            for one copy of the state only: what `lazymodel.build_abstract` returned, not materialized yet; or, within
+            `deferred()` or a function that is built abstractly, a model whose variables are still abstract.
+        path: What `keras.callbacks.OrbaxCheckpoint` or `lk.TrainingCheckpoint` saved (the folder, for the newest step,
+            or a step's); or a `.keras`, `.weights.h5`, `.weights.json` or legacy `.h5` file, of which the last is
+            restored without its optimizer state.
+        weights_only: Whether to leave optimizer, metrics and random states as they are; into an instance with another
+            optimizer, say.
+        strict: Whether a variable without a tensor, a tensor without a variable and a tensor of another shape are an
+            error; if not, these variables stay as they are or are initialized, with a warning that lists them.
+        cast: As in `AbstractModel.materialize`. Within a block or build function that casts unsafely, so does this.
+        **options: See `AbstractModel.materialize`; within a block or build function its own hold.
+
+    Returns:
+        The model, or the one that was made of the abstract one.
+
+    Raises:
+        CheckpointError: The checkpoint is missing, corrupt, or does not fit; nothing was restored then.
+        LazyModelError: The model has no variables yet.
+    """
+    check_mode(cast)
+    check_options("restore", options)
+    where = os.path.expanduser(os.fspath(path))
+    if isinstance(model, AbstractModel):
+        restored, recording = _restore_abstract(model, where, weights_only, strict, cast)
+        try:
+            return restored.materialize(**options)
+        finally:
+            recording.close_files()
+    recording = active()
+    if recording is not None:
+        others, recording.files = recording.files, {}  # this call answers for its own
+        outer, recording.cast = recording.cast, UNSAFE if cast == UNSAFE else recording.cast
+        try:
+            read_state(recording, model, where, weights_only=weights_only, strict=strict)
+            if recording.on_loaded is not None:
+                recording.on_loaded(model, "restore", True)
+        finally:
+            recording.files = {**others, **recording.files}
+            recording.cast = outer
+        return model
+    recording = Recording(cast=cast)
+    try:
+        with session(recording):
+            read_state(recording, model, where, weights_only=weights_only, strict=strict)
+        _materialize(recording, model, options)
+    except BaseException:
+        # The optimizer may have been built for this. It stays built, with nothing restored into it.
+        for variable, recorded in list(recording.variables()):
+            recorded.value = None
+            if _upstream.value(variable) is not None:
+                recording.forget(variable)
+        _materialize(recording, model, {})
+        raise
+    finally:
+        recording.close_files()
+    return model
+
+
+def read_state(recording: Recording, model: Any, path: str, *, weights_only: bool = False, strict: bool = True) -> None:
+    """Assigns a checkpoint's tensors to a model's variables, unread, while a recording runs; raises as `restore`."""
+    if not isinstance(model, keras.Model) or not model.variables:
+        name = getattr(model, "name", type(model).__name__)
+        raise LazyModelError(
+            f"cannot restore {path} into {name!r}: it has no variables yet. Build it first, with "
+            "model.build(input_shape) or by calling it on data."
+        )
+    if not os.path.exists(path):
+        raise CheckpointError(f"checkpoint {path} does not exist")
+    if os.path.isdir(path) and os.path.exists(os.path.join(path, "model.weights.h5")):
+        path = os.path.join(path, "model.weights.h5")  # what `model.save(path, zipped=False)` wrote
+    try:
+        for variable in model_variables(model):
+            recording.adopt(variable)
+        if os.path.isdir(path):
+            _read_orbax(recording, model, path, weights_only, strict)
+        else:
+            _read_keras(recording, model, path, weights_only, strict)
+    except BaseException:
+        for variable, recorded in recording.variables():
+            if _upstream.value(variable) is not None:
+                recorded.value = None
+        raise
+    finally:
+        for variable in model_variables(model):
+            if _upstream.value(variable) is not None and recording.holds_nothing_for(variable):
+                recording.forget(variable)
+
+
+def is_orbax(path: str | os.PathLike[str]) -> bool:
+    """Whether stock Keras would look for an Orbax checkpoint at a path: a folder that is no saved model of its own."""
+    return os.path.isdir(path) and not os.path.exists(os.path.join(path, "config.json"))
+
+
+def model_from_orbax(
+    path: str | os.PathLike[str], custom_objects: Any, compile: bool, safe_mode: bool, *, strict: bool = True
+) -> Any:
+    """The model that an Orbax checkpoint carries the configuration of, if it does, while a recording runs."""
+    recording = active()
+    assert recording is not None
+    recording.refuse_unverified(os.fspath(path))
+    step = _step_folder(os.fspath(path))
+    texts = step / "model_config" / "_strings.json"
+    config = read_json_file(texts).get("config") if texts.exists() else None
+    if not isinstance(config, str):
+        raise CheckpointError(
+            f"{step}: expected the configuration of a model in {texts.name} of {texts.parent.name}, found none; it was "
+            "saved with save_weights_only=True. Build the model and restore it with lazymodel_keras.restore."
+        )
+    model = _upstream.model_from_config(config, custom_objects, compile, safe_mode)
+    read_state(recording, model, os.fspath(step), weights_only=not compile, strict=strict)
+    if (step / "assets").is_dir():
+        assets: dict[str, Any] = {}
+        for name, tensor in open_checkpoint(step / "assets").items():
+            *folders, file = name.split("/")
+            folder = assets
+            for part in folders:
+                folder = folder.setdefault(part, {})
+            folder[file] = tensor.read()
+        _upstream.load_assets(model, assets)
+    return model
+
+
+def _step_folder(path: str) -> Path:
+    checkpoint = open_checkpoint(path)
+    item = getattr(checkpoint, "item", None)
+    if item is None:
+        raise CheckpointError(f"{path}: expected an Orbax checkpoint, found {checkpoint.format}")
+    return Path(item).parent
+
+
+# Into models ----------------------------------------------------------------------------------------------------------
+
+
+def _materialize(recording: Recording, model: Any, options: Materializing) -> None:
+    """Gives a model that is placed already what was recorded for it."""
+    skeleton = Skeleton(None, recording, model)
+    if skeleton.variables:
+        abstract = from_skeleton(skeleton)
+        abstract.with_variables(_on_mesh(model, abstract.variables)).materialize(**options)
+
+
+def _on_mesh(model: Any, variables: Mapping[str, AbstractVariable]) -> dict[str, AbstractVariable]:
+    """The variables, those without a mesh replicated on the model's where it has one.
+
+    An optimizer that was made apart from the model has its step count on one device; arrays that are committed to it
+    could not be used together with the model's.
+    """
+    shardings = (getattr(_upstream.value(variable), "sharding", None) for variable in model.variables)
+    meshes = (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
+    mesh = cast("Any", next(meshes, None))
+    if mesh is None:
+        return dict(variables)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return {
+        path: variable
+        if isinstance(variable.sharding, NamedSharding)
+        else dataclasses.replace(variable, sharding=replicated)
+        for path, variable in variables.items()
+    }
+
+
+def _restore_abstract(
+    abstract: AbstractModel, path: str, weights_only: bool, strict: bool, cast: str
+) -> tuple[AbstractModel, Recording]:
+    """The abstract model with the checkpoint's tensors as sources and an optimizer that is built, and its recording."""
+    skeleton = abstract.framework
+    if not isinstance(skeleton, Skeleton) or skeleton.used:
+        raise LazyModelError(
+            f"cannot restore {path} into the abstract model {abstract.name}: expected one of a Keras model that was "
+            "not materialized yet. Build it abstractly again, or restore into the materialized model."
+        )
+    recording = skeleton.present().recording
+    skeleton.used = True  # an optimizer is built that the abstract model knows nothing of
+    recording.cast = cast
+    with session(recording):
+        read_state(recording, skeleton.result, path, weights_only=weights_only, strict=strict)
+    known = {id(variable) for variable, _ in skeleton.variables.values()}
+    more = [(variable, recorded) for variable, recorded in recording.variables() if id(variable) not in known]
+    paths = unique_paths([*skeleton.variables, *(variable.path for variable, _ in more)])
+    filled = Skeleton(None, recording, skeleton.result)
+    filled.variables = dict(zip(paths, [*skeleton.variables.values(), *more], strict=True))
+    new = from_skeleton(filled)
+    own = {path: dataclasses.replace(abstract[path], origin=new[path].origin) for path in abstract}
+    state = {path: variable for path, variable in new.items() if path not in own}
+    restored = dataclasses.replace(
+        new,
+        variables={**own, **follow(state, own)},
+        # The abstract model's own ways of initializing, which may have been changed since it was built.
+        recipes=(*abstract.recipes, *(r for r in new.recipes if not set(r.paths).intersection(own))),
+        sources={**abstract.sources, **new.sources},
+        programs=abstract.programs,
+    )
+    return restored, recording
+
+
+# Keras' own files -----------------------------------------------------------------------------------------------------
+
+
+def _read_keras(recording: Recording, model: Any, path: str, weights_only: bool, strict: bool) -> None:
+    optimizer = getattr(model, "optimizer", None)
+    state: list[str] = []
+    if path.endswith((".keras", ".weights.h5", ".weights.json")):
+        with open_checkpoint(path) as file:
+            state = [name for name in file if name.startswith("optimizer/vars/")]
+    if optimizer is not None and state and not weights_only:
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        if strict and len(state) != len(optimizer.variables):
+            raise CheckpointError(
+                f"{path}: expected the {len(optimizer.variables)} variables of optimizer {optimizer.name!r}, found "
+                f"{len(state)}. Compile the model with the optimizer that it was saved with, or pass weights_only=True."
+            )
+    skipped = [optimizer] if optimizer is not None and (weights_only or not state) else []
+    loading, recording.loading = recording.loading, True  # what is wrong is said here, and what is loaded
+    try:
+        with recording.explaining(f"restoring {path}"):
+            if path.endswith((".keras", ".weights.h5", ".weights.json")):
+                _upstream.load_weights_file(model, path, skip_mismatch=not strict, objects_to_skip=skipped)
+            else:
+                model.load_weights(path, skip_mismatch=not strict)
+    except (ValueError, KeyError, OSError) as error:
+        raise CheckpointError(f"restoring {path}: {error}") from error
+    finally:
+        recording.loading = loading
+    check_all_used(recording, f"restoring {path}", strict=strict)
+
+
+# Orbax ----------------------------------------------------------------------------------------------------------------
+
+
+def _read_orbax(recording: Recording, model: Any, path: str, weights_only: bool, strict: bool) -> None:
+    recording.refuse_unverified(path)
+    file = recording.open(path, open_checkpoint)
+    names: dict[str, dict[str, str]] = {}  # collection → path as saved → name in the checkpoint
+    for name in file.tensors:
+        collection, _, saved = name.partition("/")
+        names.setdefault("weights" if collection in _WEIGHTS else collection, {})[saved] = name
+    if not names.get("weights"):
+        raise CheckpointError(
+            f"{path}: expected variables of a Keras model under {' and '.join(_WEIGHTS)}, "
+            f"found {listed(map(repr, sorted(names)))}"
+        )
+    optimizer = None if weights_only else getattr(model, "optimizer", None)
+    if optimizer is not None and names.get(_OPTIMIZER) and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    automatic = {_upstream.automatic_name(type(part)) for part in _parts(model)} | {"seed_generator", "variable"}
+
+    weights = {variable.path: variable for variable in model.variables}
+    if weights_only:
+        weights = {path: variable for path, variable in weights.items() if not path.endswith(_SEED_STATE)}
+        names["weights"] = {saved: name for saved, name in names["weights"].items() if not saved.endswith(_SEED_STATE)}
+    saved_as = match_paths(list(weights), list(names["weights"]), automatic)
+    taken = {path: names["weights"][saved] for path, saved in saved_as.items()}
+    wanted = dict(weights)
+    unused = {name for name in names["weights"].values() if name not in set(taken.values())}
+    if optimizer is not None and names.get(_OPTIMIZER):
+        slots = {variable.path: variable for variable in optimizer.variables}
+        found = match_slots(slots, names[_OPTIMIZER], saved_as, automatic)
+        wanted |= slots
+        taken |= found
+        unused |= {name for name in names[_OPTIMIZER].values() if name not in set(found.values())}
+    _require_complete(model, path, wanted, taken, unused, strict=strict)
+    if not weights_only and names.get(_METRICS):
+        # Metrics that have no variables yet get them from the first batch, and fresh values at once.
+        metrics = {variable.path: variable for variable in getattr(model, "metrics_variables", ())}
+        matched = match_paths(list(metrics), list(names[_METRICS]), automatic)
+        wanted |= metrics
+        taken |= {path: names[_METRICS][saved] for path, saved in matched.items()}
+
+    fitting: dict[str, LazyTensor] = {}
+    misfits: list[str] = []
+    for variable_path, name in taken.items():
+        tensor, shape = file.tensors[name], tuple(wanted[variable_path].shape)
+        if tensor.shape == shape:
+            fitting[variable_path] = file[name]
+        else:
+            misfits.append(misshapen(variable_path, shape, tensor.shape, f"tensor {name!r}"))
+    if misfits:
+        found = listed(misfits, separator="; ")
+        if strict:
+            raise CheckpointError(
+                f"{path} does not fit {model.name!r}: {found}. Is this the checkpoint of another configuration? "
+                "strict=False leaves these variables out."
+            )
+        warn(f"{path}: left out, since they do not fit: {found}")
+    for variable_path, tensor in fitting.items():
+        wanted[variable_path].assign(tensor)
+
+
+def _parts(model: Any) -> Iterable[Any]:
+    """What gives variables of a model the first parts of their paths."""
+    yield from _upstream.flat_layers(model)
+    yield from getattr(model, "metrics", None) or ()
+    optimizer = getattr(model, "optimizer", None)
+    while optimizer is not None:
+        yield optimizer
+        yield from getattr(optimizer, "optimizers", ())
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
+def _require_complete(
+    model: Any, path: str, wanted: Mapping[str, Any], taken: Mapping[str, str], unused: set[str], *, strict: bool
+) -> None:
+    """Raises, or warns without `strict`, where variables lack tensors or tensors lack variables."""
+    lacking = [variable_path for variable_path in wanted if variable_path not in taken]
+    parts: list[str] = []
+    if lacking:
+        folded = listed(folded_names(lacking))
+        names = [name.partition("/")[2] for name in sorted(unused)]
+        parts.append(
+            f"has no tensor for {len(lacking)} variables of {model.name!r}: {folded}{closest(lacking[0], names)}"
+        )
+    if unused:
+        names = listed(sorted(unused))
+        parts.append(f"holds {len(unused)} tensors that {model.name!r} has no variable for: {names}")
+    if parts and strict:
+        raise CheckpointError(
+            f"{path} {' and '.join(parts)}. Build the model and its optimizer as they were when it was saved; "
+            "weights_only=True leaves the optimizer out, strict=False whatever does not match."
+        )
+    if parts:
+        warn(f"{path} {' and '.join(parts)}. They are left out.")
+
+
+@register
+def _install(undo: contextlib.ExitStack) -> None:
+    """Has `keras.saving.load_model` read Orbax checkpoints lazily, and match their paths."""
+    original = getattr(_upstream.SAVING_API, _upstream.LOAD_ORBAX, None)
+    if original is None:
+        return
+
+    def load_model(filepath: Any, custom_objects: Any = None, compile: bool = True, safe_mode: bool = True) -> Any:
+        load = original if active() is None else model_from_orbax
+        return load(filepath, custom_objects, compile, safe_mode)
+
+    replace(undo, _upstream.SAVING_API, _upstream.LOAD_ORBAX, load_model)

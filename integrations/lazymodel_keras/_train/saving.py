@@ -1,0 +1,124 @@
+"""Keras' own ways of saving, without a copy of the whole model on the host.
+
+Keras asks every variable for a NumPy array. JAX makes one of the whole sharded array and keeps it for as long as that
+lives: after `save_weights` the host holds the model once more. Here Keras is given stand-ins that know a variable's
+shape and dtype, and where HDF5 would copy one's values, these are written from the shards, a slab at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Generator
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from lazymodel._tensors.boxes import slabs
+from lazymodel._tensors.device import DeviceLeaf
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel_keras import _upstream
+from lazymodel_keras._record.patches import SharedPatches, replace
+from lazymodel_keras._train import whole_saving
+
+_SLAB = 16 << 20  # bytes written at a time
+
+
+@contextlib.contextmanager
+def streamed_saving() -> Generator[None, None, None]:
+    """Within the block, what Keras and KerasHub save goes through the host's memory a few MiB at a time.
+
+    For `model.save_to_preset`, `save_weights` (sharded too), `model.save` and callbacks that call them, such as
+    `keras.callbacks.ModelCheckpoint` in a `fit` inside the block. What is in the files is the same. `model.save` of a
+    `.keras` file needs the weights' size once more on disk, in a temporary file beside it.
+
+    Each call replaces what is there completely or not at all: at every moment the path opens as what was saved before
+    or as what is saved now, whatever fails or is killed, and other files in the folder stay. A second saver of the same
+    path is refused. What a killed one left (`.NAME.lazymodel-saving` beside a path, `.lazymodel-saving` beside sharded
+    weights) the next one removes. A preset, and a model saved with `zipped=False`, is a new folder in the place of the
+    old one, with links to the files that it keeps: it cannot be a mount point, and needs room for both. So do others.
+
+    All of the model has to be on this process's devices; with several processes, save with `lazymodel.save` or
+    `keras.callbacks.OrbaxCheckpoint`.
+
+    Raises:
+        LazyModelError: From the call that saves: a part of a variable is on another process's devices, another saver
+            is at the same path, or the system refuses to write there.
+
+    Example:
+        >>> with streamed_saving():
+        ...     model.save_to_preset("folder")
+    """
+    with _patches.needed():
+        yield
+
+
+class _StandIn(np.ndarray):
+    """An array without values of its own, for a variable whose values are to be written from its shards."""
+
+    tensor: LazyTensor
+
+    @classmethod
+    def of(cls, path: str, array: jax.Array) -> _StandIn:
+        tensor = LazyTensor(DeviceLeaf(path, array))
+        made = np.broadcast_to(np.zeros((), tensor.dtype), tensor.shape).view(cls)
+        made.tensor = tensor
+        return made
+
+
+def _install(undo: contextlib.ExitStack) -> None:
+    import h5py
+
+    for store in (_upstream.SAVING_LIB.H5IOStore, _upstream.SAVING_LIB.ShardedH5IOStore):
+        replace(undo, store, "__setitem__", _setting(vars(store)["__setitem__"]))
+    replace(undo, _upstream.BACKEND, "convert_to_numpy", _converting(_upstream.BACKEND.convert_to_numpy))
+    replace(undo, h5py.Group, "create_dataset", _creating(h5py.Group.create_dataset))
+    original = _upstream.SAVING_LIB.is_memory_sufficient
+
+    @functools.wraps(original)
+    def is_memory_sufficient(model: Any) -> bool:
+        # Keras writes a .keras file's weights to disk first where memory does not suffice.
+        return not _patches.here and original(model)
+
+    replace(undo, _upstream.SAVING_LIB, "is_memory_sufficient", is_memory_sufficient)
+    whole_saving.install(undo, lambda: _patches.here)
+
+
+_patches = SharedPatches(_install)
+
+
+def _setting(original: Any) -> Any:
+    @functools.wraps(original)
+    def setitem(self: Any, key: str, value: Any) -> None:
+        if _patches.here and not isinstance(value, _StandIn):  # a sharded store's calls the other's
+            array = value.value if isinstance(value, keras.Variable) else value
+            if isinstance(array, jax.Array):
+                value = _StandIn.of(getattr(value, "path", "a value"), array)
+        original(self, key, value)
+
+    return setitem
+
+
+def _converting(original: Any) -> Any:
+    @functools.wraps(original)
+    def convert_to_numpy(x: Any) -> Any:
+        return x if isinstance(x, _StandIn) else original(x)
+
+    return convert_to_numpy
+
+
+def _creating(original: Any) -> Any:
+    @functools.wraps(original)
+    def create_dataset(
+        self: Any, name: Any, shape: Any = None, dtype: Any = None, data: Any = None, **options: Any
+    ) -> Any:
+        if not isinstance(data, _StandIn):
+            return original(self, name, shape, dtype, data, **options)
+        dataset = original(self, name, data.shape, data.dtype, **options)
+        for slab in slabs(data.shape, max(_SLAB // data.dtype.itemsize, 1)):
+            dataset[slab] = np.asarray(data.tensor[slab])
+        return dataset
+
+    return create_dataset

@@ -1,0 +1,1 @@
+"""Steps that change the layers of a recorded model."""

@@ -1,0 +1,275 @@
+"""Quantization while streaming: Keras quantizes abstract layers, and the numbers follow slab by slab, when read.
+
+Responsible for running Keras' own `Model.quantize` on a model whose weights are still lazy tensors. The functions that
+Keras quantizes with are replaced meanwhile by ones that return lazy tensors of the results; these compute with the very
+functions that were replaced, a slab of a kernel at a time. So the abstract model has the quantized variables, what is
+materialized is equal bit for bit to quantizing the loaded model, and no whole float kernel ever exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import inspect
+import math
+import threading
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import keras
+import numpy as np
+
+from lazymodel import LazyModelError, LazyTensor
+from lazymodel._tensors.boxes import Box
+from lazymodel._tensors.buffers import Convert, Workspace, assign
+from lazymodel._tensors.computed import Computation, ComputedLeaf, Output
+from lazymodel._tensors.leaves import Leaf
+from lazymodel._trace.small import on_host
+from lazymodel_keras import _upstream
+from lazymodel_keras._model.initializers import host_value
+from lazymodel_keras._record.patches import SharedPatches, active, replace
+from lazymodel_keras._record.recording import RecordedVariable
+
+Filters: TypeAlias = "str | Sequence[str] | Callable[[Any], bool] | None"
+
+_MODES = ("int8", "int4", "float8")
+
+
+def check_quantization(how: Any) -> None:
+    """Raises LazyModelError where `how` is no quantization that needs only the weights."""
+    mode = how.mode if isinstance(how, keras.quantizers.QuantizationConfig) else how
+    if mode in ("gptq", "awq"):
+        raise LazyModelError(
+            f"{mode!r} calibrates with data that is run through the model, so it cannot be done while "
+            f"loading: load the model, then call model.quantize({mode!r}, config=…)"
+        )
+    if mode not in _MODES:
+        raise LazyModelError(
+            f"quantize takes {', '.join(map(repr, _MODES))} or a keras.quantizers.QuantizationConfig; got {how!r}"
+        )
+
+
+def quantize(model: Any, how: Any, filters: Filters = None) -> None:
+    """Does what `model.quantize` does, to a model that is being recorded, where `check_quantization` lets it.
+
+    Raises:
+        LazyModelError: Some layer is quantized already, or has a LoRA pair, or Keras refuses.
+    """
+    quantized = [layer for layer in _upstream.flat_layers(model) if layer.quantization_mode is not None]
+    if quantized:
+        raise LazyModelError(
+            f"{model.name} is quantized already: layer {quantized[0].path or quantized[0].name} is "
+            f"{quantized[0].quantization_mode}"
+        )
+    adapted = [layer for layer in _upstream.flat_layers(model) if getattr(layer, "lora_enabled", False)]
+    if adapted:
+        raise LazyModelError(f"{model.name} has LoRA pairs already, at {adapted[0].path}; quantize comes before lora")
+    options: dict[str, Any] = {"mode": how} if isinstance(how, str) else {"config": how}
+    try:
+        with _patches.needed(), _quick_collections():
+            model.quantize(**options, filters=filters)
+    except (ValueError, TypeError) as error:
+        raise LazyModelError(f"Keras cannot quantize {model.name} with {how!r}: {error}") from error
+    if not any(layer.quantization_mode is not None for layer in _upstream.flat_layers(model)):
+        raise LazyModelError(
+            f"quantize({how!r}) changes nothing: none of the layers of {model.name}"
+            f"{'' if filters is None else ' that the filters let through'} is one that Keras quantizes"
+        )
+
+
+@contextlib.contextmanager
+def _quick_collections() -> Generator[None]:
+    """Keeps the garbage collector from what is there already.
+
+    Keras collects garbage whenever a layer lets go of a variable, to have its memory back at once: half a second for
+    each layer of a large program. Abstract variables have none.
+    """
+    if gc.get_freeze_count():
+        yield  # someone else's, and not for us to undo
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+# What Keras quantizes with -------------------------------------------------------------------------------------------
+
+
+def _weight(value: Any) -> LazyTensor | None:
+    """The lazy tensor that an abstract variable stands for while this thread quantizes; None for all else."""
+    if not _patches.here:
+        return None
+    if isinstance(value, LazyTensor):
+        return value
+    recording = active()
+    if recording is None or not isinstance(value, keras.Variable):
+        return None
+    recorded = recording.recorded.get(id(value))
+    if recorded is None or recorded.reference() is not value or _upstream.value(value) is not None:
+        return None
+    if recorded.value is None:
+        return LazyTensor(_InitialLeaf(value, recorded))
+    return recording.as_assigned(value.path, recorded.value, _dtype(_upstream.own_dtype(value)))
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    return jax.numpy.dtype(name)
+
+
+def _slabwise(outputs: Callable[..., tuple[tuple[int, ...], list[Output]]]) -> Callable[[Any], Any]:
+    """Wraps a function that quantizes an array: of a lazy tensor it returns lazy tensors, computed slab by slab.
+
+    Args:
+        outputs: Takes the tensor, the function's second argument and its dtype; returns what slabs consist of, and the
+            results.
+    """
+
+    def wrap(original: Any) -> Any:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def quantizer(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            inputs, over, *rest = bound.args
+            tensor = _weight(inputs)
+            if tensor is None or not bound.arguments["to_numpy"]:
+                return original(*args, **kwargs)
+            steps, results = outputs(tensor, over, bound.arguments["dtype"])
+            computation = Computation(tensor, lambda values: _on_host(original, values, over, *rest), steps)
+            return tuple(map(computation.output, results))
+
+        return quantizer
+
+    return wrap
+
+
+def _over_axes(tensor: LazyTensor, axis: Any, dtype: str) -> tuple[tuple[int, ...], list[Output]]:
+    axes = {index % tensor.ndim for index in ((axis,) if isinstance(axis, int) else axis)}
+    reduced = tuple(extent if index in axes else 1 for index, extent in enumerate(tensor.shape))
+    values = Output(_dtype(dtype), (1,) * tensor.ndim, lambda found: found[0])
+    return reduced, [values, Output(tensor.dtype, reduced, lambda found: found[1], small=True)]
+
+
+def _over_groups(tensor: LazyTensor, block_size: int, dtype: str) -> tuple[tuple[int, ...], list[Output]]:
+    groups = (block_size, 1)
+    values = Output(_dtype(dtype), (1, 1), lambda found: found[0])
+    scales = Output(tensor.dtype, groups, lambda found: found[1], small=True)
+    return groups, [values, scales, Output(_dtype("int8"), groups, lambda found: found[2], small=True)]
+
+
+def _pack_int4(original: Any) -> Any:
+    def pack_int4(arr: Any, axis: int = 0, dtype: Any = "int8") -> Any:
+        tensor = _weight(arr)
+        order = None if tensor is None else _order(tensor)
+        if tensor is None or order is None or not isinstance(tensor.leaf, ComputedLeaf):
+            return original(arr, axis, dtype)
+        along = order[axis % tensor.ndim]
+
+        def pack(found: tuple[np.ndarray, ...]) -> np.ndarray:
+            return _on_host(lambda values: original(values, along, dtype)[:1], found[0])[0]
+
+        ratios = tuple(2 if index == along else 1 for index in range(tensor.ndim))
+        packed = np.transpose(tensor.leaf.computation.output(Output(_dtype(dtype), ratios, pack)), order)
+        return packed, packed.shape, tensor.shape[axis]
+
+    return pack_int4
+
+
+def _order(tensor: LazyTensor) -> tuple[int, ...] | None:
+    """Which axis of its leaf each axis of a tensor is, where it is nothing but a transposition of the leaf."""
+    shape = tensor.leaf.shape
+    strides = LazyTensor(tensor.leaf).geometry().strides
+    geometry = tensor.geometry()
+    order = sorted(range(len(shape)), key=lambda axis: -geometry.strides[axis]) if len(shape) == tensor.ndim else []
+    order = tuple(int(axis) for axis in np.argsort(order))
+    same = bool(order) and all(
+        (geometry.shape[axis], geometry.strides[axis]) == (shape[own], strides[own]) for axis, own in enumerate(order)
+    )
+    return order if same and geometry.start == 0 and not tensor.steps else None
+
+
+def _unpack_int4(original: Any) -> Any:
+    def unpack_int4(packed: Any, orig_len: int, axis: int = 0, dtype: Any = "int8") -> Any:
+        tensor = _weight(packed)
+        if tensor is None:
+            return original(packed, orig_len, axis, dtype)
+        # A LoRA pair asks for the kernel's shape, and for nothing else.
+        shape = [orig_len if index == axis % tensor.ndim else extent for index, extent in enumerate(tensor.shape)]
+        return keras.KerasTensor(shape, dtype=dtype)
+
+    return unpack_int4
+
+
+def _viewing(original: Any, view: Callable[..., LazyTensor]) -> Any:
+    """An operation of `keras.ops` that views lazy tensors instead of reading them."""
+
+    def operation(x: Any, *args: Any, **kwargs: Any) -> Any:
+        tensor = _weight(x)
+        return original(x, *args, **kwargs) if tensor is None else view(tensor, *args, **kwargs)
+
+    return operation
+
+
+def _on_host(function: Callable[..., Any], *args: Any) -> tuple[np.ndarray, ...]:
+    """What a function of Keras returns, as NumPy arrays, with nothing put on an accelerator on the way."""
+    with on_host():
+        return tuple(np.asarray(result) for result in function(*args))
+
+
+_VIEWS: dict[str, Callable[..., Any]] = {
+    "reshape": lambda x, newshape: np.reshape(x, tuple(newshape)),
+    "transpose": lambda x, axes=None: np.transpose(x, axes),
+    "squeeze": lambda x, axis=None: np.squeeze(x, axis if axis is None or isinstance(axis, int) else tuple(axis)),
+    "expand_dims": lambda x, axis: np.expand_dims(x, axis if isinstance(axis, int) else tuple(axis)),
+}
+_QUANTIZERS: dict[str, Callable[[Any], Any]] = {
+    "abs_max_quantize": _slabwise(_over_axes),
+    "abs_max_quantize_grouped_with_zero_point": _slabwise(_over_groups),
+    "pack_int4": _pack_int4,
+    "unpack_int4": _unpack_int4,
+}
+
+
+def _install(undo: contextlib.ExitStack) -> None:
+    for name, wrap in _QUANTIZERS.items():
+        if not hasattr(_upstream.QUANTIZERS[0], name):
+            continue  # Keras before 3.14 has no groups
+        replacement = wrap(getattr(_upstream.QUANTIZERS[0], name))
+        for module in _upstream.QUANTIZERS:
+            replace(undo, module, name, replacement)
+    for name, view in _VIEWS.items():
+        replace(undo, _upstream.OPS, name, _viewing(getattr(_upstream.OPS, name), view))
+
+
+_patches = SharedPatches(_install)
+
+# Random bits, their counters, and the values made of them: bytes for each of the result's.
+_INITIALIZING = 4
+
+
+class _InitialLeaf(Leaf):
+    """The initial value of a variable that nothing was loaded into, computed whole when the first of it is needed."""
+
+    def __init__(self, variable: Any, recorded: RecordedVariable) -> None:
+        self.name, self.file, self.offset = variable.path, "", 0
+        self.shape, self.dtype = tuple(variable.shape), _dtype(_upstream.own_dtype(variable))
+        self._make = host_value(variable, recorded)
+        self._lock = threading.Lock()
+        self._value: np.ndarray | None = None
+        self.unit_nbytes = _INITIALIZING * math.prod(self.shape) * self.dtype.itemsize
+
+    def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
+        with self._lock:
+            if self._value is None:
+                self._value = self._make()
+            values = self._value
+        assign(out, values[(*box, ...)], steps)
+
+    def release(self) -> None:
+        with self._lock:
+            self._value = None

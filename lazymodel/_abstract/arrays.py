@@ -1,0 +1,47 @@
+"""The arrays of a model that is there: by path, and as lazy tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from lazymodel._abstract.adapters import model_arrays
+from lazymodel._abstract.paths import path_text, unique_paths
+from lazymodel._errors import LazyModelError
+from lazymodel._programs.keys import is_key
+from lazymodel._tensors.device import DeviceLeaf
+from lazymodel._tensors.lazy import LazyTensor, lazy
+
+
+def named_arrays(model: Any) -> dict[str, Any]:
+    """Path → array, each array under its first path, as `build_abstract` names variables."""
+    found = model_arrays(model)
+    if found is None:
+        leaves, _ = jax.tree_util.tree_flatten_with_path(dict(model) if isinstance(model, Mapping) else model)
+        arrays = (jax.Array, np.ndarray, LazyTensor)
+        kept = [(path_text(keys), leaf) for keys, leaf in leaves if isinstance(leaf, arrays)]
+        paths = unique_paths([path for path, _ in kept])
+        found = dict(zip(paths, (leaf for _, leaf in kept), strict=True))
+    seen: set[int] = set()
+    distinct = {path: leaf for path, leaf in found.items() if not (id(leaf) in seen or seen.add(id(leaf)))}
+    if not distinct:
+        raise LazyModelError(
+            f"there are no arrays in what was given to save, {type(model)}; an abstract model has none before it is "
+            "materialized"
+        )
+    for name, array in distinct.items():
+        if isinstance(array, jax.Array) and array.is_deleted():
+            raise LazyModelError(f"{name!r} was deleted or donated; save what the last step returned instead")
+    return distinct
+
+
+def lazy_array(name: str, array: Any) -> LazyTensor:
+    """A lazy tensor over an array of NumPy or JAX; of keys, over their data."""
+    if not isinstance(array, jax.Array):
+        return lazy(array, name)
+    if is_key(array.dtype):
+        array = jax.random.key_data(array)
+    return LazyTensor(DeviceLeaf(name, array))

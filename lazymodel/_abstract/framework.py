@@ -1,0 +1,148 @@
+"""What a framework does for an abstract model, and the types in which it says so.
+
+Responsible for the interface and for how plain pytrees answer it; Flax and Keras derive their own from `Framework`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import jax
+from jax.sharding import Sharding
+
+from lazymodel._abstract.paths import path_text
+from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._errors import LazyModelError
+
+
+class Optimizer(Protocol):
+    """What `with_optimizer` takes: an Optax `GradientTransformation`, or another object with its `init`."""
+
+    @property
+    def init(self) -> Callable[[Any], Any]:
+        """Takes the parameters and returns the state."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """The start of an optimizer, in the form that a framework gives it.
+
+    Attributes:
+        state: The optimizer's state, any pytree.
+        finish: Takes the finished model and the finished state and returns what `materialize` is to return.
+        path_of: Names a leaf of the state from its `jax.tree_util` key path.
+        parameters: Where in a tree of parameters each of them is, as `path_of` names it, to its variable's path.
+    """
+
+    state: Any
+    finish: Callable[[Any, Any], Any]
+    path_of: Callable[[Sequence[Any]], str]
+    parameters: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Derived:
+    """State that is computed from the values of parameters, and so after them, whether they were loaded or initialized.
+
+    Attributes:
+        paths: Its paths.
+        parameters: The paths of the parameters that it takes.
+        function: Takes path → parameter and returns path → state; traceable.
+    """
+
+    paths: tuple[str, ...]
+    parameters: tuple[str, ...]
+    function: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+    def compute(
+        self, wanted: Sequence[str], arrays: Mapping[str, jax.Array], shardings: Mapping[str, Sharding]
+    ) -> dict[str, jax.Array]:
+        """Some of it, each shard directly on its device, in buffers of its own."""
+
+        def some(parameters: Mapping[str, Any]) -> dict[str, Any]:
+            found = self.function(parameters)
+            # A parameter that is returned as it is would be the parameter's own buffer, which training gives away.
+            return {path: jax.numpy.copy(found[path]) for path in wanted}
+
+        placed = {path: shardings[path] for path in wanted}
+        return jax.jit(some, out_shardings=placed)({path: arrays[path] for path in self.parameters})
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedFunction:
+    """A forward pass or loss that a framework knows of.
+
+    Attributes:
+        function: `function(tree, *inputs)`, with the model's own pytree; the loss, a scalar, where a training step is
+            planned.
+        inputs: Its inputs, pytrees of `jax.ShapeDtypeStruct`; the first dimension of each is the batch.
+        description: What it computes, for people.
+    """
+
+    function: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    description: str
+
+
+class Framework:
+    """What the framework of a model does with it; as it is, for a model that is a plain pytree.
+
+    Args:
+        unflatten: Takes a mapping of path to anything and returns it in the user's own pytree structure.
+    """
+
+    def __init__(self, unflatten: Callable[[Mapping[str, Any]], Any]) -> None:
+        self._unflatten = unflatten
+
+    def structure(self, leaves: Mapping[str, Any]) -> Any:
+        """Path → anything, in the user's own pytree structure."""
+        return self._unflatten(leaves)
+
+    def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
+        """The user's object, of path → finished array."""
+        return self.structure(arrays)
+
+    def start_training(
+        self, variables: Mapping[str, AbstractVariable], optimizer: Optimizer, leaves: Mapping[str, Any]
+    ) -> Training:
+        """Starts an optimizer on the model's own tree, with None in place of everything that is not trained.
+
+        Args:
+            variables: The model's variables.
+            optimizer: The optimizer.
+            leaves: Path → array of the parameters that are trained; called while tracing.
+        """
+        flat, treedef = jax.tree_util.tree_flatten_with_path(self.structure({path: _Place(path) for path in variables}))
+        places = {path_text(keys) if keys else "": leaf.path for keys, leaf in flat if isinstance(leaf, _Place)}
+        kept = [leaves.get(leaf.path) if isinstance(leaf, _Place) else None for _, leaf in flat]
+        state = optimizer.init(jax.tree.unflatten(treedef, kept))
+        return Training(state, lambda model, state: (model, state), path_text, places)
+
+    def forward(self, what: str, *, batch: int, sequence: int | None) -> PlannedFunction | None:
+        """The model's own forward pass (`what="forward"`) or loss (`"train"`), where the framework knows one."""
+        return None
+
+    def quantize(self, model: Any, how: Any, filters: Any) -> Any:
+        """The quantized model; see `AbstractModel.quantize`."""
+        _refuse("quantized", "quantize='int8'")
+
+    def lora(self, model: Any, rank: int, targets: str | None) -> Any:
+        """The model with LoRA pairs; see `AbstractModel.lora`."""
+        _refuse("given LoRA pairs", "lora_rank=8")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """A variable's place in the model's tree."""
+
+    path: str
+
+
+def _refuse(what: str, stated: str) -> NoReturn:
+    raise LazyModelError(
+        f"only Keras models are {what} as a step: a plain pytree has no layers to change. Build the model with such "
+        f"layers; plan(what_if=lazymodel.WhatIf({stated})) says what they would take"
+    )

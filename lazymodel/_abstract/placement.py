@@ -1,0 +1,108 @@
+"""Who holds what: the sharding of every variable, the devices that hold it, and the bytes on each.
+
+Responsible for that arithmetic, on devices that are here, are only compiled for, or are mere numbers of a mesh without
+any. What a device has room for is not asked here.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias, cast
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
+
+from lazymodel._abstract.variable import AbstractVariable
+
+Signature: TypeAlias = "frozenset[Hashable]"
+
+
+def device_shardings(variables: Mapping[str, AbstractVariable]) -> dict[str, Sharding]:
+    """The sharding that each variable will be materialized with; one default device where none was assigned."""
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return {path: variable.sharding or default for path, variable in variables.items()}
+
+
+def is_narrowed(dtype: Any) -> bool:
+    """Whether arrays of a NumPy dtype lose bits on their way to a device."""
+    return bool(np.dtype(dtype) != jax.dtypes.canonicalize_dtype(dtype))
+
+
+def stays_on_host(variable: AbstractVariable) -> bool:
+    """Whether a variable is materialized as a NumPy array, and no device holds any of it."""
+    if not variable.on_host:
+        return False
+    split = variable.sharding is not None and not variable.sharding.is_fully_replicated
+    return not split or is_narrowed(variable.dtype)
+
+
+class Placement:
+    """The devices of shardings, told apart only where they differ in what they can hold.
+
+    Every device of a mesh holds as many bytes of a variable as any other, so thousands of variables on thousands of
+    devices come down to one group.
+
+    Attributes:
+        shardings: Path to sharding.
+        group: Path to what stands for its devices, a mesh or a set.
+        devices: Device to the groups that it belongs to; numbers stand for the devices of a mesh that has none.
+        signatures: How many devices belong to the same groups.
+        meshes: The meshes of the shardings that have one.
+    """
+
+    def __init__(self, shardings: Mapping[str, Sharding]) -> None:
+        self.shardings = shardings
+        self.group: dict[str, Hashable] = {path: _group(sharding) for path, sharding in shardings.items()}
+        members: dict[Any, set[Hashable]] = {}
+        for group in dict.fromkeys(self.group.values()):
+            for device in _members(group):
+                members.setdefault(device, set()).add(group)
+        self.devices: dict[Any, Signature] = {device: frozenset(groups) for device, groups in members.items()}
+        self.signatures = collections.Counter(self.devices.values())
+        self.meshes: list[Any] = [g for g in dict.fromkeys(self.group.values()) if not isinstance(g, frozenset)]
+
+    def fullest(self, amounts: Mapping[str, int]) -> tuple[Signature, int]:
+        """The kind of device that holds most of these bytes by path, and how many."""
+        held = self._by_signature(amounts)
+        best = max(held, key=lambda signature: held[signature], default=frozenset[Hashable]())
+        return best, held.get(best, 0)
+
+    def held(self, signature: Signature, amounts: Mapping[str, int]) -> int:
+        """How many of these bytes a kind of device holds."""
+        return sum(nbytes for path, nbytes in amounts.items() if self.group[path] in signature)
+
+    def on_devices(self, amounts: Mapping[str, int]) -> dict[Any, int]:
+        """How many of these bytes each device holds."""
+        held = self._by_signature(amounts)
+        return {device: held[signature] for device, signature in self.devices.items()}
+
+    def _by_signature(self, amounts: Mapping[str, int]) -> dict[Signature, int]:
+        by_group: collections.Counter[Hashable] = collections.Counter()
+        for path, nbytes in amounts.items():
+            by_group[self.group[path]] += nbytes
+        return {signature: sum(by_group[group] for group in signature) for signature in self.signatures}
+
+
+def _group(sharding: Sharding) -> Hashable:
+    return sharding.mesh if isinstance(sharding, NamedSharding) else frozenset(sharding.device_set)
+
+
+def _members(group: Any) -> Iterator[Any]:
+    if isinstance(group, frozenset):
+        yield from cast("frozenset[Any]", group)
+    else:
+        yield from range(group.size) if isinstance(group, AbstractMesh) else group.devices.flat
+
+
+def device_nbytes(variables: Iterable[AbstractVariable]) -> dict[Any, int]:
+    """Bytes of variables on each device that holds any of those with a sharding."""
+    placed = {v.path: v for v in variables if v.sharding is not None}
+    placement = Placement({path: cast("Sharding", variable.sharding) for path, variable in placed.items()})
+    return placement.on_devices({path: resident_nbytes(variable) for path, variable in placed.items()})
+
+
+def resident_nbytes(variable: AbstractVariable) -> int:
+    """Bytes of a variable on each device of its sharding."""
+    return 0 if stays_on_host(variable) else variable.shard_nbytes

@@ -1,0 +1,38 @@
+"""`lazymodel inspect`: what is in a checkpoint, and what is wrong with it.
+
+Responsible for what the command takes and prints; what is found is `checkpoints._inspect`'s matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from lazymodel._show.table import print_text
+from lazymodel.checkpoints._inspect import inspect_checkpoint
+
+
+def add_inspect_parser(commands: Any) -> None:
+    """Adds the command to `lazymodel`."""
+    parser = commands.add_parser(
+        "inspect",
+        help="what is in a checkpoint, and what is wrong with it",
+        description="Lists a checkpoint's files, tensors and metadata and everything that is wrong with it. Reads "
+        "headers only. Exit status: 0 all is well, 1 problems were found, 2 there is no checkpoint.",
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a file or folder, as for lazymodel.open_checkpoint")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="hash the files, too, and compare with the hashes that a Hugging Face cache or download, or a manifest "
+        "such as SHA256SUMS, states; reads every file once",
+    )
+    parser.set_defaults(run=_inspect)
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    summary = inspect_checkpoint(arguments.checkpoint, verify=arguments.verify)
+    print_text(json.dumps(summary.to_dict(), indent=2) if arguments.json else str(summary))
+    return 1 if summary.problems else 0

@@ -1,0 +1,274 @@
+"""`lazymodel plan`: will a model fit, and where, from its configuration alone.
+
+Responsible for what the command takes and prints, and for the meshes and models that its arguments name. Keras' adapter
+is asked only for what KerasHub describes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import importlib
+import itertools
+import json
+import math
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+from rich.console import Console
+from rich.markup import escape
+
+from lazymodel._abstract.adapters import named
+from lazymodel._devices.topology import arithmetic_mesh, libtpu_environment
+from lazymodel._devices.topology import topology as compiled_mesh
+from lazymodel._errors import LazyModelError, LazyModelWarning
+from lazymodel._model import AbstractModel, build_abstract
+from lazymodel._plan.compiled import Compile
+from lazymodel._plan.plan import MemoryPlan, compare_plans
+from lazymodel._plan.what_if import WhatIf
+from lazymodel._programs.jaxprs import CONFIG
+from lazymodel._sharding.auto import auto
+from lazymodel._show.quiet import quiet_tensorflow
+from lazymodel._show.table import print_text
+from lazymodel._show.text import closest, parse_bytes
+
+# Files that hold weights and nothing that a model could be built from.
+_WEIGHTS = (
+    ".safetensors", ".safetensors.index.json", ".h5", ".weights.json", ".keras", ".npz", ".npy", ".bin", ".pt", ".pth",
+    ".ckpt", ".gguf", ".msgpack",
+)  # fmt: skip
+
+_DESCRIPTION = """\
+Says whether a model fits, from its configuration: bytes on each device and host, while it is materialized and in use.
+Without --compile it is arithmetic; with it, the numbers are the compiler's, for devices that need not be here.
+Several --topology, --mesh or --dtype are compared in one table.
+Exit status: 0 it fits (one of several does), or what the devices have is not known; 1 it does not; 2 wrong usage, or
+nothing is there to plan.
+"""
+
+
+def add_plan_parser(commands: Any) -> None:
+    """Adds the command to `lazymodel`."""
+    parser = commands.add_parser(
+        "plan",
+        help="whether a model fits, before anything is rented or loaded",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model",
+        metavar="PRESET_OR_CONFIG",
+        help="a KerasHub preset, a folder of KerasHub or Hugging Face, a config.json (no weights needed), or "
+        "module:factory, a function without arguments that builds a model",
+    )
+    parser.add_argument("--class", dest="cls", metavar="NAME", help="KerasHub class; default: the backbone")
+    parser.add_argument("--topology", action="append", metavar="NAME", help="devices, such as v5e:2x4, v5e-8 or v2-8")
+    parser.add_argument(
+        "--mesh", action="append", metavar="AXES", help="such as model=8 or data=2,model=4; default: one axis, model"
+    )
+    parser.add_argument("--dtype", action="append", metavar="POLICY", help="such as bfloat16; default: the preset's")
+    parser.add_argument("--quantize", choices=("int8", "int4"), help="quantize after loading")
+    parser.add_argument("--lora-rank", type=int, metavar="RANK", help="train LoRA pairs instead of the parameters")
+    parser.add_argument("--optimizer", metavar="NAME", help="plan training with it, such as adamw")
+    parser.add_argument("--batch", type=int, metavar="N", help="batch size of what is compiled")
+    parser.add_argument("--sequence", type=int, metavar="N", help="sequence length of what is compiled")
+    parser.add_argument(
+        "--compile", choices=("init", "forward", "train"), help="compile it, and take the compiler's numbers"
+    )
+    parser.add_argument("--device-memory", metavar="BYTES", help="bytes of one device, such as 16GiB")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+    parser.add_argument("--html", metavar="FILE", help="write the plan as a page, too")
+    parser.set_defaults(run=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    with libtpu_environment():
+        if CONFIG.jax_platforms is None and not (arguments.compile and not arguments.topology):
+            # Nothing runs here: an accelerator that another process uses, or that takes long to wake, is left alone.
+            jax.config.update("jax_platforms", "cpu")
+        what_if, compile = _stated(arguments)
+        meshes = _meshes(arguments)
+        source = _described(arguments.model)
+        plans = _plans(arguments, source, meshes, what_if, compile)
+    shown = next(iter(plans.values())) if len(plans) == 1 else compare_plans(plans)
+    if arguments.html:
+        _write_page(Path(arguments.html), shown)
+    print_text(json.dumps(shown.to_dict(), indent=2) if arguments.json else str(shown))
+    return 0 if any(plan.fits is not False for plan in plans.values()) else 1
+
+
+def _stated(arguments: argparse.Namespace) -> tuple[WhatIf, Compile | None]:
+    """What can be found wrong before anything is imported, built or compiled is an error here."""
+    if arguments.device_memory is not None:
+        parse_bytes(arguments.device_memory, name="--device-memory", at_least=1)
+    if arguments.html and not Path(arguments.html).parent.is_dir():
+        raise LazyModelError(f"cannot write {arguments.html}: {os.strerror(errno.ENOENT)}")
+    sized = arguments.batch is not None or arguments.sequence is not None
+    if sized and arguments.compile not in ("forward", "train"):
+        raise LazyModelError("--batch and --sequence are for --compile forward or train")
+    what_if = WhatIf(arguments.optimizer, arguments.lora_rank, quantize=arguments.quantize)
+    compile = arguments.compile and Compile(arguments.compile, batch=arguments.batch, sequence=arguments.sequence)
+    return what_if, compile
+
+
+def _plans(
+    arguments: argparse.Namespace, source: str, meshes: Mapping[str, Any], what_if: WhatIf, compile: Compile | None
+) -> dict[str, MemoryPlan]:
+    """One for each dtype and mesh, by what people call them."""
+    plans: dict[str, MemoryPlan] = {}
+    # What KerasHub builds is built quantized, with the pairs that it then has; of others it is arithmetic.
+    built = WhatIf()
+    if what_if.quantize is not None and not _is_factory(source):
+        built, what_if = what_if, WhatIf(what_if.optimizer)
+    with _status(f"building {source}") as say:
+        for dtype in arguments.dtype or [None]:
+            say(f"building {source}{f' in {dtype}' if dtype else ''}")
+            model = _model(source, arguments.cls, dtype, built)
+            for place, mesh in meshes.items():
+                name = ", ".join(filter(None, (place, dtype))) or "one device"
+                say(f"{'compiling' if compile else 'planning'} {name}")
+                plans[name] = _sharded(model, mesh).plan(
+                    device_memory=arguments.device_memory, what_if=what_if, compile=compile
+                )
+    return plans
+
+
+def _meshes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The meshes to plan for, by what people call them; all names are checked before the first is made."""
+    all_axes = [None if text is None else parse_axes(text) for text in arguments.mesh or [None]]
+    wanted = list(itertools.product(arguments.topology or [None], all_axes))
+
+    def meshes(compiled: bool) -> dict[str, Any]:
+        names = [", ".join(filter(None, (topology, _axes_text(axes or {})))) for topology, axes in wanted]
+        return dict(zip(names, (_mesh(*each, compiled=compiled) for each in wanted), strict=True))
+
+    arithmetic = meshes(False)
+    return arithmetic if arguments.compile is None else meshes(True)
+
+
+def _described(source: str) -> str:
+    """What describes the model: the source itself, or the folder of a weights file with its configuration beside it."""
+    weights = source.lower().endswith(_WEIGHTS)
+    is_path = weights or source.endswith(".json") or os.path.isabs(source) or source.startswith(("./", "../"))
+    if is_path and not os.path.exists(source):
+        raise LazyModelError(f"{source} does not exist")
+    if not weights or os.path.isdir(source):
+        return source
+    folder = os.path.dirname(source) or "."
+    if os.path.isfile(os.path.join(folder, "config.json")):
+        print(f"lazymodel: {source} holds weights; planning its folder by config.json", file=sys.stderr)
+        return folder
+    raise LazyModelError(
+        f"{source} holds weights, which do not say what model they are of, and no config.json lies beside them; give "
+        f"the model's folder, its config.json, a preset or module:factory (`lazymodel inspect {source}` lists the "
+        "tensors)"
+    )
+
+
+def parse_axes(text: str) -> dict[str, int]:
+    """`data=2,model=4` as a mapping of axis name to size."""
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(\d{1,7})\s*", part)
+        if match is None or match[1] in axes or not int(match[2]):
+            raise LazyModelError(f"cannot read mesh {text!r}; write names and sizes, such as model=8 or data=2,model=4")
+        axes[match[1]] = int(match[2])
+    return axes
+
+
+def _axes_text(axes: Mapping[str, int]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in axes.items())
+
+
+def _mesh(topology: str | None, axes: Mapping[str, int] | None, *, compiled: bool) -> Any:
+    """The mesh to plan for; None is one device."""
+    if topology is not None:
+        return compiled_mesh(topology, axes) if compiled else arithmetic_mesh(topology, axes)
+    if axes is None:
+        # One device that is neither here nor of a known kind.
+        return None if compiled else AbstractMesh((1,), ("model",))
+    sizes, names = tuple(axes.values()), tuple(axes)
+    if not compiled:
+        return AbstractMesh(sizes, names, (AxisType.Auto,) * len(names))
+    here = jax.devices()
+    if (wanted := math.prod(sizes)) > len(here):
+        raise LazyModelError(
+            f"mesh {_axes_text(axes)} has {wanted} devices and this machine {len(here)}; "
+            "name the devices to compile for with --topology"
+        )
+    return jax.sharding.Mesh(np.asarray(here[:wanted]).reshape(sizes), names)
+
+
+def _is_factory(source: str) -> bool:
+    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source) is not None and not os.path.exists(source)
+
+
+def _model(source: str, cls: str | None, dtype: str | None, built: WhatIf) -> AbstractModel:
+    if _is_factory(source):
+        if cls is not None or dtype is not None:
+            raise LazyModelError("--class and --dtype are for presets and configurations; a factory decides for itself")
+        return _from_factory(*source.split(":"))
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    with quiet_tensorflow():
+        adapter = named("keras")
+    model = adapter.from_config(source, cls=cls, dtype=dtype)
+    if built.quantize is not None:
+        with warnings.catch_warnings():
+            # Keras has one for every normalization layer, and a plan shows what is quantized.
+            warnings.filterwarnings("ignore", message="Layer .* does not have a `quantize`")
+            model = model.quantize(built.quantize)
+    return model if built.lora_rank is None else model.lora(built.lora_rank)
+
+
+def _from_factory(module_name: str, name: str) -> AbstractModel:
+    sys.path.insert(0, os.getcwd())  # as `python -m` has it
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise LazyModelError(f"there is no module {error.name!r} (looking for {module_name}:{name})") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise LazyModelError(f"module {module_name} has no function {name!r}{closest(name, vars(module))}")
+    return build_abstract(factory)
+
+
+def _sharded(model: AbstractModel, mesh: Any) -> AbstractModel:
+    """The model on the mesh, by the automatic rules; what they could not split is in the plan's table."""
+    if mesh is None:
+        return model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LazyModelWarning)
+        return model.shard(mesh, auto())
+
+
+def _write_page(file: Path, shown: Any) -> None:
+    page = (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Memory plan</title></head>'
+        f'<body style="font-family:sans-serif">{shown._repr_html_()}</body></html>\n'
+    )
+    try:
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise LazyModelError(f"cannot write {file}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _status(text: str) -> Generator[Callable[[str], None], None, None]:
+    """Says on standard error what is going on, where a person is watching."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status(escape(text)) as status:
+        yield lambda text: status.update(escape(text))

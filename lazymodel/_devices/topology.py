@@ -1,0 +1,260 @@
+"""Devices that are not here: meshes of TPU slices to plan for and to compile for.
+
+Responsible for the names of slices, for getting compile-only devices from libtpu on a machine without a TPU, and for
+meshes of bare numbers where arithmetic is enough. What slices exist is in `_devices/hardware`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import glob
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Generator, Mapping
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils, topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+
+from lazymodel._devices.hardware import CARDS, GENERATIONS, Generation, Shape, tpu_generation
+from lazymodel._devices.hardware import device_memory as known_memory
+from lazymodel._errors import LazyModelError
+from lazymodel._show.text import closest
+
+
+def topology(name: str, axes: Mapping[str, int] | None = None) -> Mesh:
+    """A mesh of TPU devices that need not be here: for sharding, planning and compiling, not for running.
+
+    Args:
+        name: Generation and chips, `"v5e:2x4"`, `"v5p:4x4x4"`, or the name under which clouds rent it: `"v5e-8"`
+            counts chips, as does `v6e`; `"v2-8"`, `"v4-8"`, `"v5p-8"`, `"v7x-8"` count cores, two a chip. Generations
+            are v2, v3, v4, v5e, v5p, v6e and v7x.
+        axes: Axis name to size, whose product is the number of devices; one size may be -1. None is one axis,
+            `"model"`, over all. A v2, v3 or v7x chip is two devices, any other is one.
+
+    Returns:
+        A mesh with Auto axes. Asked twice for a slice, its devices are the same objects.
+
+    Raises:
+        LazyModelError: No such slice, axes of another product, or libtpu is not installed.
+
+    Example:
+        `abstract.shard(lm.topology("v5e:2x4", {"batch": 2, "model": 4}), rules).plan(compile=lm.Compile("init"))`
+    """
+    if _is_cards(name):
+        raise LazyModelError(
+            f"{name!r} are cards, and no compiler is here for cards that are not; plan for them by arithmetic, on "
+            f"lazymodel.arithmetic_mesh({name!r})"
+        )
+    generation, shape = _parse(name)
+    sizes = _axis_sizes(axes, generation.num_devices(shape), generation.slice_name(shape))
+    devices = list(_devices(generation, shape))
+    try:
+        # As jax.make_mesh orders them on live devices: neighbours along an axis are neighbours on the torus.
+        grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
+    except (NotImplementedError, ValueError):  # a size that the torus has no factor for
+        grid = np.array(devices).reshape(tuple(sizes.values()))
+    return Mesh(grid, tuple(sizes))
+
+
+def arithmetic_mesh(name: str, axes: Mapping[str, int] | None = None) -> AbstractMesh:
+    """The same mesh without devices: shardings and plans can be computed on it, nothing can be compiled.
+
+    Needs no libtpu, and takes a number of cards too.
+
+    Args:
+        name: As for `topology`, or a card and how many, `"H100:8"`.
+        axes: As for `topology`.
+
+    Raises:
+        LazyModelError: No such slice or card, or axes of another product.
+    """
+    if _is_cards(name):
+        card, _, count = name.strip().partition(":")
+        num_devices, device = int(count), AbstractDevice(card, None, "gpu")
+        if num_devices < 1:
+            raise LazyModelError(f"{name!r} has no devices; write {card}:1 or more")
+        sizes = _axis_sizes(axes, num_devices, name)
+    else:
+        generation, shape = _parse(name)
+        device = AbstractDevice(generation.kind, generation.num_cores, "tpu")
+        sizes = _axis_sizes(axes, generation.num_devices(shape), generation.slice_name(shape))
+    return AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), abstract_device=device
+    )
+
+
+def topology_names(device: str) -> list[str]:
+    """Names of the slices of a generation, smallest first, one for each number of chips."""
+    generation = _generation(device)
+    return [generation.slice_name(shape) for shape in generation.candidates]
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def _is_cards(name: Any) -> bool:
+    """Whether it is a card and how many, such as `H100:8`."""
+    if not isinstance(name, str):
+        raise LazyModelError(f"a slice is named, such as 'v5e:2x4' or 'v5e-8'; got {name!r}")
+    card, _, count = name.strip().partition(":")
+    known = tpu_generation(card) is None and known_memory(card) is not None
+    if known and not count:
+        raise LazyModelError(f"{name!r} is a card; say how many, such as '{card}:8'")
+    return known and count.isdecimal() and len(count) < 7
+
+
+def _generation(name: str) -> Generation:
+    found = tpu_generation(name)
+    if found is None:
+        near = closest(name[:40], (*GENERATIONS, *CARDS))
+        raise LazyModelError(f"{name[:40]!r} is no TPU generation{near}; known are {', '.join(GENERATIONS)}")
+    return found
+
+
+def _parse(name: str) -> tuple[Generation, Shape]:
+    """Generation and shape in chips of `v5e:2x4` or `v5e-8`."""
+    match = re.fullmatch(r"\s*([A-Za-z0-9 -]{1,20}?)(?::(\d{1,4}(?:x\d{1,4}){1,2})|-(\d{1,6}))\s*", name)
+    if match is None:
+        generation = tpu_generation(name)
+        examples = generation or GENERATIONS["v5e"]
+        shape = examples.shapes[min(2, len(examples.shapes) - 1)]
+        near = "" if generation else closest(re.split("[:-]", name[:40])[0], (*GENERATIONS, *CARDS))
+        raise LazyModelError(
+            f"{name[:40]!r} is no TPU slice{near}; write a generation and its chips, such as "
+            f"{examples.slice_name(shape)!r} or {examples.rented_name(shape)!r}"
+        )
+    generation = _generation(match[1])
+    if match[2]:
+        dimensions = len(generation.shapes[0])
+        shape = tuple(sorted(int(size) for size in match[2].split("x")))
+        if len(shape) > dimensions and shape[0] == 1:
+            shape = shape[1:]  # 2x4x1 of a generation with two dimensions
+        elif len(shape) < dimensions:
+            shape = (1, *shape)
+        # Slices are named with sizes ascending, but for those one chip thick.
+        shape = (*shape[1:], 1) if dimensions == 3 and shape[0] == 1 else shape
+        chips = math.prod(shape)
+    else:
+        number = int(match[3])
+        chips, rest = divmod(number, generation.cores_per_chip)
+        found = [] if rest else [s for s in generation.candidates if math.prod(s) == chips]
+        shape = found[0] if found else ()
+    if not shape or not generation.exists(shape):
+        raise LazyModelError(_no_such_slice(name, generation, chips))
+    return generation, shape
+
+
+def _no_such_slice(name: str, generation: Generation, chips: int) -> str:
+    sizes = generation.candidates
+    below = [shape for shape in sizes if math.prod(shape) <= chips][-1:]
+    above = [shape for shape in sizes if math.prod(shape) > chips][:1]
+    nearest = " and ".join(f"{generation.slice_name(s)} ({generation.rented_name(s)})" for s in (*below, *above))
+    counted = "cores, two a chip" if generation.cores_per_chip == 2 else "chips"
+    return f"there is no TPU slice {name.strip()[:40]!r}; nearest: {nearest}. {generation.name}-N counts {counted}."
+
+
+def check_axes(axes: Any) -> None:
+    named = isinstance(axes, Mapping) and all(isinstance(axis, str) for axis in cast("Mapping[Any, Any]", axes))
+    if axes is not None and not named:
+        raise LazyModelError(f"axes is a mapping of axis name to size, such as {{'model': 8}}; got {axes!r}")
+
+
+def _axis_sizes(axes: Mapping[str, int] | None, num_devices: int, name: str) -> dict[str, int]:
+    """Axis sizes whose product is the number of devices."""
+    if axes is None:
+        return {"model": num_devices}
+    check_axes(axes)
+    sizes = dict(axes)
+    wrong = {axis: size for axis, size in sizes.items() if type(size) is not int or (size < 1 and size != -1)}
+    if wrong or not sizes or list(sizes.values()).count(-1) > 1:
+        raise LazyModelError(f"axes are names with positive sizes, one of which may be -1; got {sizes}")
+    rest = math.prod(size for size in sizes.values() if size != -1)
+    if -1 in sizes.values():
+        if num_devices % rest == 0:
+            return {axis: num_devices // rest if size == -1 else size for axis, size in sizes.items()}
+    elif rest == num_devices:
+        return sizes
+    # The last axis takes what divisors of the sizes asked for leave, or the one whose size was left open.
+    taker = next((axis for axis, size in sizes.items() if size == -1), list(sizes)[-1])
+    nearest, left = dict(sizes), num_devices
+    for axis, size in sizes.items():
+        if axis != taker:
+            nearest[axis] = math.gcd(left, size)
+            left //= nearest[axis]
+    nearest[taker] = left
+    raise LazyModelError(f"axes {sizes} do not make the {num_devices} devices of {name}; {nearest} would")
+
+
+# --- libtpu ----------------------------------------------------------------------------------------------------------
+
+# Read by libtpu when it is loaded. Without a TPU it would ask the cloud's metadata server for what is set here, take a
+# lock file that allows one process on the machine, log to stderr and leave files under /tmp/tpu_logs.
+_LIBTPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_LOG_DIR": "disabled",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
+
+
+@contextlib.contextmanager
+def libtpu_environment() -> Generator[None]:
+    """The variables above, where they are not set and no TPU is here that might be opened later.
+
+    What libtpu does when it is loaded decides; JAX loads it, too, when it looks for devices.
+    """
+    here = glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*")
+    added = {} if here else {name: value for name, value in _LIBTPU_ENVIRONMENT.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def has_libtpu() -> bool:
+    """Whether TPU programs can be compiled here."""
+    return bool(os.environ.get("TPU_LIBRARY_PATH")) or importlib.util.find_spec("libtpu") is not None
+
+
+@functools.cache
+def _devices(generation: Generation, shape: Shape) -> tuple[Any, ...]:
+    """The devices of a slice. Each call of libtpu makes new ones, unequal to the last; so they are kept."""
+    name = generation.slice_name(shape)
+    if not has_libtpu():
+        raise LazyModelError(
+            f'devices of {name} come from libtpu, which is not installed: pip install "lazymodel[tpu]"'
+        )
+    try:
+        with libtpu_environment():
+            description = topologies.get_topology_desc(
+                f"{generation.libtpu or generation.name}:{'x'.join(map(str, shape))}",
+                "tpu",
+                chips_per_host_bounds=list(generation.host_bounds(shape)),
+                chip_config_name=generation.chip_config,
+            )
+    except jax.errors.JaxRuntimeError as error:
+        message = str(error).splitlines()[0]
+        if "lockfile" in message:
+            message = (
+                "another process holds libtpu, as one that uses this machine's TPU does; wait for it, or set "
+                "ALLOW_MULTIPLE_LIBTPU_LOAD=1 to compile beside it"
+            )
+        raise LazyModelError(f"libtpu gives no devices for {name}: {message}") from error
+    devices = tuple(description.devices)
+    if len(devices) != generation.num_devices(shape):
+        raise LazyModelError(
+            f"libtpu gives {len(devices)} devices for {name}, expected {generation.num_devices(shape)}; "
+            "this libtpu sees the chips otherwise than the one that lazymodel was tested with"
+        )
+    return devices

@@ -1,0 +1,1 @@
+"""Which tensor becomes which variable."""

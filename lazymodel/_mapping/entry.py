@@ -1,0 +1,451 @@
+# pyright: reportPrivateUsage=false
+# `From` is the user's: its parts are read by the classes below, and by nobody else.
+"""What a variable is made of: `From`, the steps of an entry of a `WeightMap`, and how each is done and undone.
+
+Every step can be undone from the variable's shape alone, which is what makes the way back automatic. Values are
+`LazyTensor`s on their way in and out, so nothing here reads or holds one.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import jax
+import numpy as np
+
+from lazymodel._abstract.paths import Captures, Template
+from lazymodel._errors import LazyModelError
+from lazymodel._tensors.lazy import LazyTensor, lazy
+
+# Steps ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Transpose:
+    axes: tuple[int, ...] | None
+
+    def apply(self, values: Any) -> Any:
+        return np.transpose(values, self.axes)
+
+    def undo(self, values: Any) -> Any:
+        if self.axes is None:
+            return np.transpose(values)
+        if len(self.axes) != values.ndim:
+            raise ValueError(f"transpose{self.axes} does not give {values.ndim} dimensions")
+        return np.transpose(values, np.argsort([axis % len(self.axes) for axis in self.axes]))
+
+    def __str__(self) -> str:
+        return ".T" if self.axes is None else f".transpose{self.axes}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rearrange:
+    pattern: str
+    before: tuple[tuple[str, ...], ...]
+    after: tuple[tuple[str, ...], ...]
+    sizes: tuple[tuple[str, int], ...]
+
+    def apply(self, values: Any) -> Any:
+        return self._move(values, self.before, self.after)
+
+    def undo(self, values: Any) -> Any:
+        return self._move(values, self.after, self.before)
+
+    def _move(self, values: Any, before: tuple[tuple[str, ...], ...], after: tuple[tuple[str, ...], ...]) -> Any:
+        sizes = self._solve(values.shape, before)
+        source, target = sum(before, ()), sum(after, ())
+        values = np.reshape(values, tuple(sizes[name] for name in source))
+        values = np.transpose(values, [source.index(name) for name in target])
+        return np.reshape(values, tuple(math.prod(sizes[name] for name in group) for group in after))
+
+    def _solve(self, shape: tuple[int, ...], groups: tuple[tuple[str, ...], ...]) -> dict[str, int]:
+        """The extent of every named axis."""
+        if len(shape) != len(groups):
+            raise ValueError(f"rearrange {self.pattern!r} needs {len(groups)} dimensions, found {list(shape)}")
+        sizes = dict(self.sizes)
+        for extent, group in zip(shape, groups, strict=True):
+            unknown = [name for name in group if name not in sizes]
+            known = math.prod(sizes[name] for name in group if name in sizes)
+            if len(unknown) > 1:
+                raise ValueError(f"rearrange {self.pattern!r} needs the sizes of all but one of {', '.join(unknown)}")
+            if unknown and known and extent % known == 0:
+                sizes[unknown[0]] = extent // known
+            elif unknown or known != extent:
+                text = " x ".join(f"{name}={sizes[name]}" if name in sizes else name for name in group) or "1"
+                raise ValueError(f"rearrange {self.pattern!r}: {text} does not make the {extent} of {list(shape)}")
+        return sizes
+
+    def __str__(self) -> str:
+        sizes = "".join(f", {name}={size}" for name, size in self.sizes)
+        return f".rearrange({self.pattern!r}{sizes})"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scale:
+    factor: float
+
+    def apply(self, values: Any) -> Any:
+        return values * self.factor
+
+    def undo(self, values: Any) -> Any:
+        return values / self.factor
+
+    def __str__(self) -> str:
+        return f".scale({self.factor})"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    index: int
+    of: int | tuple[int, ...]
+    axis: int
+
+    @property
+    def count(self) -> int:
+        return self.of if isinstance(self.of, int) else len(self.of)
+
+    def apply(self, values: Any) -> Any:
+        axis = _axis(self.axis, values.ndim)
+        extent = values.shape[axis]
+        of = (extent // self.of,) * self.of if isinstance(self.of, int) else self.of
+        if sum(of) != extent:
+            parts = f"{self.of} equal parts" if isinstance(self.of, int) else f"the {sum(of)} of parts {of}"
+            raise ValueError(f"{extent} of {list(values.shape)}, axis {self.axis}, are not {parts}")
+        start = sum(of[: self.index])
+        return values[(*(slice(None),) * axis, slice(start, start + of[self.index]))]
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """The whole, of which these are all parts."""
+        extents = [part.shape[_axis(self.axis, part.ndim)] for part in parts]
+        expected = [extents[0]] * len(parts) if isinstance(self.of, int) else list(self.of)
+        if extents != expected:
+            raise ValueError(f"parts have extents {extents} along axis {self.axis}, expected {expected}")
+        return np.concatenate(parts, self.axis)
+
+    def __str__(self) -> str:
+        return f".part({self.index}, of={self.of}, axis={self.axis})"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stack:
+    capture: str
+    axis: int
+
+    def __str__(self) -> str:
+        return f".stack({self.capture!r}" + (f", axis={self.axis})" if self.axis else ")")
+
+
+_Step: TypeAlias = "_Transpose | _Rearrange | _Scale | _Part | _Stack"
+
+
+def _axis(axis: int, ndim: int) -> int:
+    if not -ndim <= axis < ndim:
+        raise ValueError(f"there is no axis {axis} in {ndim} dimensions")
+    return axis % ndim
+
+
+def _require_equal(shapes: Sequence[tuple[int, ...]], what: str) -> None:
+    for index, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            raise ValueError(f"tensors {what} differ in shape: {list(shapes[0])}, and number {index} is {list(shape)}")
+
+
+def _require_one_kind(tensors: Sequence[Any]) -> None:
+    """Joined by NumPy, integers and floats would become floats that need not have all of the integers."""
+    dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
+    kinds = {bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact)) for dtype in dtypes}
+    if len(kinds) > 1:
+        names = " and ".join(dtype.name for dtype in dtypes)
+        raise ValueError(f"tensors of one variable are {names}; is one of them a scale?")
+
+
+class From:
+    """What a variable is made of: the names of one or several tensors, and steps, applied from left to right.
+
+    Names may have captures: `{layer}` is whatever the entry's path has there, or counts up where it is stacked.
+    Objects are immutable; every method returns a new one.
+
+    Args:
+        *names: Name of the tensor, or of several, which are joined along `axis` before anything else.
+        axis: That axis.
+        sizes: Their extents along it. Only needed to write them again: without, nothing says where one ends.
+
+    Example:
+        >>> From("h.{layer}.attn.weight").T.part(1, of=3, axis=1).stack("layer")
+        From('h.{layer}.attn.weight').T.part(1, of=3, axis=1).stack('layer')
+    """
+
+    def __init__(self, *names: str, axis: int = 0, sizes: Sequence[int] | None = None) -> None:
+        if not names or not all(isinstance(cast(Any, name), str) and name for name in names):
+            raise LazyModelError(f"From takes names of tensors; got {names!r}")
+        if sizes is not None and len(sizes) != len(names):
+            raise LazyModelError(f"From{names} has {len(names)} names and {len(sizes)} sizes")
+        self._templates = tuple(Template(name) for name in names)
+        self._axis = axis
+        self._sizes = None if sizes is None else tuple(sizes)
+        self._steps: tuple[_Step, ...] = ()
+        self.read_only = False
+
+    def _then(self, *steps: _Step, read_only: bool = False) -> From:
+        other = copy.copy(self)
+        other._steps, other.read_only = (*self._steps, *steps), read_only or self.read_only
+        return other
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names, captures and all."""
+        return tuple(template.text for template in self._templates)
+
+    @property
+    def T(self) -> From:
+        """All dimensions reversed."""
+        return self._then(_Transpose(None))
+
+    def transpose(self, *axes: int) -> From:
+        """As `ndarray.transpose`."""
+        if sorted(axis % max(len(axes), 1) for axis in axes) != list(range(len(axes))):
+            raise LazyModelError(f"transpose{axes} is no order of axes")
+        return self._then(_Transpose(axes or None))
+
+    def rearrange(self, pattern: str, **sizes: int) -> From:
+        """Splits, reorders and merges axes by name, such as `"(heads dim) model -> model heads dim", heads=8`.
+
+        Args:
+            pattern: The axes before and after, `1` for one of extent 1; those in parentheses are one axis together.
+                A plain reshape is not offered: it does not say what shape it came from, so nothing could undo it.
+            **sizes: Extents that the shapes do not give.
+        """
+        sides = [_groups(pattern, side) for side in pattern.split("->")]
+        if len(sides) != 2:
+            raise LazyModelError(f"rearrange takes 'before -> after'; got {pattern!r}")
+        names = [[name for group in side for name in group] for side in sides]
+        if sorted(names[0]) != sorted(names[1]) or len(set(names[0])) != len(names[0]):
+            raise LazyModelError(f"rearrange {pattern!r}: every axis is named once on either side of the arrow")
+        if unknown := set(sizes) - set(names[0]):
+            raise LazyModelError(f"rearrange {pattern!r} has no axis {sorted(unknown)[0]!r}")
+        return self._then(_Rearrange(pattern, sides[0], sides[1], tuple(sizes.items())))
+
+    def scale(self, factor: float) -> From:
+        """Multiplies by a number; written divided by it, which restores every bit where it is a power of two."""
+        if not factor or not math.isfinite(factor):
+            raise LazyModelError(f"scale takes a finite number that is not 0; got {factor!r}")
+        return self._then(_Scale(factor))
+
+    def part(self, index: int, of: int | Sequence[int], axis: int = 0) -> From:
+        """One part of a fused tensor along an axis; other entries take the others.
+
+        Args:
+            index: Which, from 0.
+            of: How many equal parts there are, or the extent of each.
+            axis: Along which axis.
+        """
+        of = of if isinstance(of, int) else tuple(of)
+        step = _Part(index, of, axis)
+        if not 0 <= index < step.count:
+            raise LazyModelError(f"part {index} of {step.count} does not exist: parts count from 0")
+        return self._then(step)
+
+    def stack(self, capture: str, axis: int = 0) -> From:
+        """Stacks what has the numbers 0, 1, … in the place of a capture along a new axis, as a scanned model does."""
+        if not any(capture in template.captures for template in self._templates):
+            raise LazyModelError(f"stack({capture!r}): there is no {{{capture}}} in {', '.join(self.names)}")
+        return self._then(_Stack(capture, axis))
+
+    def unsaved(self) -> From:
+        """The same, but left out on the way back: for a tensor that another entry writes, such as a tied embedding."""
+        return self._then(read_only=True)
+
+    def __repr__(self) -> str:
+        names = ", ".join(map(repr, self.names))
+        joined = f", axis={self._axis}" if len(self._templates) > 1 else ""
+        joined += f", sizes={self._sizes}" if self._sizes is not None else ""
+        return f"From({names}{joined}){''.join(map(str, self._steps))}" + (".unsaved()" if self.read_only else "")
+
+
+def _groups(pattern: str, side: str) -> tuple[tuple[str, ...], ...]:
+    groups: list[tuple[str, ...]] = []
+    if re.fullmatch(r"(\s*(\w+|\([\w\s]*\)))*\s*", side) is None:
+        raise LazyModelError(f"rearrange {pattern!r}: expected axis names and parentheses, found {side.strip()!r}")
+    for token in re.findall(r"\w+|\([^()]*\)", side):
+        names = tuple(name for name in token.strip("()").split() if name != "1")
+        if bad := [name for name in names if not name.isidentifier()]:
+            raise LazyModelError(f"rearrange {pattern!r}: {bad[0]!r} is no name of an axis")
+        groups.append(names)
+    return tuple(groups)
+
+
+def check_captures(source: From, path: Template) -> None:
+    """Raises LazyModelError where a capture of the names is neither in the entry's path nor stacked, or both."""
+    stacked = {step.capture for step in source._steps if isinstance(step, _Stack)}
+    for name in source._templates:
+        if unknown := set(name.captures) - set(path.captures) - stacked:
+            capture = sorted(unknown)[0]
+            raise LazyModelError(
+                f"entry {path.text!r}: {{{capture}}} of {name.text!r} is neither in the path nor stacked; "
+                f"add .stack({capture!r}) if the variable has all of them"
+            )
+    if twice := stacked & set(path.captures):
+        raise LazyModelError(f"entry {path.text!r}: {{{sorted(twice)[0]}}} is stacked, so it cannot be in the path")
+
+
+# In -------------------------------------------------------------------------------------------------------------------
+
+
+class Missing(Exception):
+    """The checkpoint lacks a tensor of this name."""
+
+
+class Tensors:
+    """A checkpoint's tensors, and which of them were taken."""
+
+    def __init__(self, checkpoint: Mapping[str, Any]) -> None:
+        self.checkpoint = checkpoint
+        self.taken: set[str] = set()
+        self._counts: dict[Any, dict[Any, int]] = {}
+
+    def take(self, name: str) -> LazyTensor:
+        if name not in self.checkpoint:
+            raise Missing(name)
+        self.taken.add(name)
+        return lazy(self.checkpoint[name], name)
+
+    def count(self, template: Template, capture: str, captures: Captures) -> int:
+        """One more than the highest number in a capture's place; a number that is left out is missed when taken."""
+        known = tuple(sorted(set(captures).intersection(template.captures)))
+        key = (template.text, capture, known)
+        if key not in self._counts:
+            counts = self._counts[key] = {}
+            for name in self.checkpoint:
+                found = template.match(name)
+                if found is not None and re.fullmatch(r"0|[1-9]\d{0,8}", found.get(capture, "")):
+                    # A number beyond that of all tensors leaves one out, which is missed before it is counted up to.
+                    number = min(int(found[capture]), len(self.checkpoint))
+                    values = tuple(found[name] for name in known)
+                    counts[values] = max(counts.get(values, 0), number + 1)
+        count = self._counts[key].get(tuple(captures[name] for name in known), 0)
+        if not count:
+            raise Missing(template.fill(captures | {capture: "0"}))
+        return count
+
+
+def read_entry(source: From, captures: Captures, tensors: Tensors, steps: Sequence[_Step] | None = None) -> Any:
+    """The value of an entry's variable, after all steps or only the first ones.
+
+    Raises:
+        Missing: The checkpoint lacks a tensor.
+        ValueError: The tensors' shapes are not what the steps take.
+    """
+    steps = source._steps if steps is None else steps
+    if not steps:
+        return _joined(source, [tensors.take(template.fill(captures)) for template in source._templates])
+    *before, step = steps
+    if not isinstance(step, _Stack):
+        return step.apply(read_entry(source, captures, tensors, before))
+    count = max(tensors.count(template, step.capture, captures) for template in source._templates)
+    numbered = (captures | {step.capture: str(index)} for index in range(count))
+    layers = [read_entry(source, known, tensors, before) for known in numbered]
+    _require_equal([layer.shape for layer in layers], f"of {{{step.capture}}}")
+    _require_one_kind(layers)
+    return np.stack(layers, _axis(step.axis, layers[0].ndim + 1))
+
+
+def _joined(source: From, pieces: Sequence[Any]) -> Any:
+    if len(pieces) == 1:
+        return pieces[0]
+    axis = _axis(source._axis, pieces[0].ndim)
+    # Checked here: what NumPy is to raise for lazy tensors, it would read them for.
+    _require_equal([(*piece.shape[:axis], *piece.shape[axis + 1 :]) for piece in pieces], "beside the axis")
+    found = tuple(piece.shape[axis] for piece in pieces)
+    _require_one_kind(pieces)
+    if source._sizes is not None and found != source._sizes:
+        raise ValueError(f"the tensors have extents {found} along axis {source._axis}, not {source._sizes}")
+    return np.concatenate(pieces, axis)
+
+
+# Out ------------------------------------------------------------------------------------------------------------------
+
+
+class Parts:
+    """Tensors on their way out, some of them in parts that are not all there yet."""
+
+    def __init__(self) -> None:
+        self.finished: dict[str, Any] = {}
+        self._writers: dict[str, str] = {}
+        self._parts: dict[Any, dict[int, tuple[_Part, Any, str]]] = {}
+        self.path = ""  # the variable at hand
+
+    def finish(self, name: str, value: Any) -> None:
+        if name in self.finished:
+            raise LazyModelError(
+                f"both {self._writers[name]!r} and {self.path!r} would be written to {name!r}; end the entry of the "
+                "one that repeats the other with .unsaved()"
+            )
+        self.finished[name], self._writers[name] = value, self.path
+
+    def add(self, whole: Any, part: _Part, value: Any) -> Any:
+        """The whole, once all its parts have been added."""
+        parts = self._parts.setdefault((whole, part.of, part.axis), {})
+        if part.index in parts:
+            raise LazyModelError(
+                f"both {parts[part.index][2]!r} and {self.path!r} would be written to part {part.index} of "
+                f"{whole[0]!r}; end the entry of the one that repeats the other with .unsaved()"
+            )
+        parts[part.index] = (part, value, self.path)
+        if len(parts) < part.count:
+            return None
+        del self._parts[whole, part.of, part.axis]
+        return part.join([parts[index][1] for index in range(part.count)])
+
+    def check_complete(self) -> None:
+        for (whole, _, axis), parts in self._parts.items():
+            part, _, path = next(iter(parts.values()))
+            lacking = [str(index) for index in range(part.count) if index not in parts]
+            raise LazyModelError(
+                f"{path!r} is a part of {whole[0]!r} (axis {axis}), and no variable gives part {', '.join(lacking)} of "
+                f"its {part.count}. Give each an entry with the same steps before .part"
+            )
+
+
+def write_entry(
+    source: From, value: Any, captures: Captures, parts: Parts, steps: Sequence[_Step] | None = None
+) -> None:
+    """Adds the tensors that an entry makes of its variable's value; undoes all steps, or only the first ones.
+
+    Raises:
+        LazyModelError: Another variable is written to the same place.
+        ValueError, IndexError: A step cannot be undone.
+    """
+    steps = source._steps if steps is None else steps
+    names = [template.fill(captures) for template in source._templates]
+    if not steps:
+        for name, piece in zip(names, _split(source, names[0], value), strict=True):
+            parts.finish(name, piece)
+        return
+    *before, step = steps
+    if isinstance(step, _Stack):
+        index: tuple[Any, ...] = (slice(None),) * _axis(step.axis, value.ndim)
+        for number in range(value.shape[len(index)]):
+            known = captures | {step.capture: str(number)}
+            write_entry(source, value[(*index, number)], known, parts, before)
+    elif not isinstance(step, _Part):
+        write_entry(source, step.undo(value), captures, parts, before)
+    # What the parts are parts of is known by its names and by the steps that led to it.
+    elif (joined := parts.add((*names, tuple(before)), step, value)) is not None:
+        write_entry(source, joined, captures, parts, before)
+
+
+def _split(source: From, name: str, value: Any) -> Sequence[Any]:
+    """The tensors that were joined."""
+    if len(source.names) == 1:
+        return [value]
+    axis = _axis(source._axis, value.ndim)
+    if source._sizes is None:
+        raise ValueError(f"nothing says where {name!r} ends; give From the sizes of its tensors")
+    if sum(source._sizes) != value.shape[axis]:
+        raise ValueError(f"sizes {source._sizes} do not add up to the {value.shape[axis]} of {list(value.shape)}")
+    return np.split(value, np.cumsum(source._sizes)[:-1].tolist(), axis)

@@ -1,0 +1,235 @@
+"""`WeightMap`: a table of which tensors become which variables, usable in both directions.
+
+Responsible for what is read from where and written to where. Values are `LazyTensor`s throughout, so nothing here
+reads one. A table has an entry for each variable path, or for a pattern of paths:
+
+    WeightMap({
+        "embed/embedding": "model.embed_tokens.weight",
+        "layers/{layer}/up/kernel": From("model.layers.{layer}.mlp.up_proj.weight").T,
+        "blocks/query/kernel": From("h.{layer}.qkv.weight").T.part(0, of=3, axis=1).stack("layer"),
+    })
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from lazymodel._abstract.paths import Captures, Template
+from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._errors import LazyModelError
+from lazymodel._mapping.entry import From, Missing, Parts, Tensors, check_captures, read_entry, write_entry
+from lazymodel._programs.keys import is_key
+from lazymodel._show.text import LISTED, closest, first_lines
+from lazymodel._tensors.lazy import LazyTensor
+
+_PERMUTED = 5  # dimensions up to which permutations are tried for a suggestion: 120 of them
+
+
+@dataclasses.dataclass(frozen=True)
+class MappingReport:
+    """What a table makes of a checkpoint and a model, found without reading a tensor.
+
+    Attributes:
+        unused: Tensors that no entry takes, name → suggestion.
+        missing: Variables whose entry names a tensor that the checkpoint lacks, path → what is missing.
+        ambiguous: Variables that several entries match, path → which.
+        misshapen: Variables whose entry gives another shape, path → expected, found, and a suggestion.
+        unmatched: Entries that match no variable, path pattern → suggestion.
+        unmapped: Variables that no entry matches, path → suggestion. These are initialized, so alone they are no error.
+    """
+
+    unused: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    missing: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    ambiguous: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    misshapen: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    unmatched: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    unmapped: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong; variables that no entry matches are not counted."""
+        return not any((self.unused, self.missing, self.ambiguous, self.misshapen, self.unmatched))
+
+    def problems(self) -> list[str]:
+        """One text a kind of finding, unmapped variables left out."""
+        kinds = (
+            ("variables that several entries match", self.ambiguous),
+            ("variables whose tensors the checkpoint lacks", self.missing),
+            ("variables that would get another shape", self.misshapen),
+            ("entries that match no variable", self.unmatched),
+            ("tensors that no entry takes", self.unused),
+        )
+        return [_findings(kind, found) for kind, found in kinds if found]
+
+    def __str__(self) -> str:
+        texts = self.problems() or ["every entry fits, and every tensor is taken"]
+        if self.unmapped:
+            texts.append(_findings("variables without an entry, which are initialized", self.unmapped))
+        return "\n".join(texts)
+
+
+def _findings(kind: str, found: Mapping[str, str]) -> str:
+    lines = [f"  {name!r}{text}" for name, text in found.items()]
+    return "\n".join([f"{len(found)} {kind}:", *first_lines(lines, indent="  ")])
+
+
+class WeightMap:
+    """A table from variable paths to the tensors of a checkpoint, usable in both directions.
+
+    Args:
+        entries: Variable path → `From`, or just a tensor's name, or None for a variable that checkpoints do not have.
+            Paths may have captures: `{layer}` matches text without `/` and `.`, `{rest...}` any text. A path without
+            captures goes before patterns; a variable that two patterns match is an error.
+        ignore: Names of tensors, with captures or without, that may be left unused.
+
+    Raises:
+        LazyModelError: An entry has a capture in its names that is neither in its path nor stacked.
+    """
+
+    def __init__(self, entries: Mapping[str, From | str | None], *, ignore: Iterable[str] = ()) -> None:
+        self._ignore = tuple(Template(name) for name in ([ignore] if isinstance(ignore, str) else ignore))
+        self._entries: dict[str, tuple[Template, From | None]] = {}
+        for path, entry in entries.items():
+            template = Template(path)
+            source = From(entry) if isinstance(entry, str) else entry
+            if source is not None and not isinstance(cast(Any, source), From):
+                raise LazyModelError(f"entry {path!r}: expected a From, a name or None, found {source!r}")
+            if source is not None:
+                check_captures(source, template)
+            self._entries[path] = (template, source)
+        self._patterns = {path: entry for path, entry in self._entries.items() if entry[0].captures}
+
+    def check(self, checkpoint: Mapping[str, Any], abstract: Mapping[str, AbstractVariable]) -> MappingReport:
+        """Compares the table with a checkpoint and an abstract model; reads headers only."""
+        return self.apply(checkpoint, abstract)[1]
+
+    def write(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors by name from arrays by variable path: the way back. Lazy tensors stay lazy.
+
+        Raises:
+            LazyModelError: A variable has no entry or several, or its entry cannot be undone; names it.
+        """
+        parts = Parts()
+        for path, array in arrays.items():
+            found = self._find(path)
+            if len(found) != 1:
+                what = (
+                    f"matches {' and '.join(repr(entry) for entry, _, _ in found)}; leave one of them out"
+                    if found
+                    else f"has no entry in the table{closest(path, self._entries)}; give it one, None to leave it out"
+                )
+                raise LazyModelError(f"variable {path!r} {what}")
+            _, source, captures = found[0]
+            if source is None or source.read_only:
+                continue
+            parts.path = path
+            try:
+                write_entry(source, array, captures, parts)
+            except (ValueError, IndexError) as error:
+                shape = list(np.shape(array))
+                raise LazyModelError(f"{path!r}, shape {shape}, cannot be written as {source}: {error}") from error
+        parts.check_complete()
+        return parts.finished
+
+    def _find(self, path: str) -> list[tuple[str, From | None, Captures]]:
+        """The entries that match a path: pattern, source, captures."""
+        if path in self._entries and path not in self._patterns:
+            return [(path, self._entries[path][1], {})]
+        matches = ((pattern, source, template.match(path)) for pattern, (template, source) in self._patterns.items())
+        return [(pattern, source, captures) for pattern, source, captures in matches if captures is not None]
+
+    def apply(
+        self, checkpoint: Mapping[str, Any], abstract: Mapping[str, AbstractVariable]
+    ) -> tuple[dict[str, LazyTensor], MappingReport]:
+        """The variables' values, lazy, as far as nothing is wrong with them, and what is wrong."""
+        tensors, mapped, report = Tensors(checkpoint), dict[str, LazyTensor](), MappingReport()
+        matched: set[str] = set()
+        for path, variable in abstract.items():
+            found = self._find(path)
+            matched.update(pattern for pattern, _, _ in found)
+            if not found:
+                report.unmapped[path] = _suggestion(report.unmapped, path, self._entries)
+            elif len(found) > 1:
+                report.ambiguous[path] = f" matches {' and '.join(repr(pattern) for pattern, _, _ in found)}"
+            else:
+                _, source, captures = found[0]
+                if source is not None:
+                    _take(variable, source, captures, tensors, mapped, report)
+        names = [name for _, source in self._entries.values() if source is not None for name in source.names]
+        for name in checkpoint:
+            if name not in tensors.taken and all(ignored.match(name) is None for ignored in self._ignore):
+                report.unused[name] = _suggestion(report.unused, name, names)
+        for pattern, (_, source) in self._entries.items():
+            if pattern not in matched and source is not None:
+                report.unmatched[pattern] = _suggestion(report.unmatched, pattern, abstract)
+        return mapped, report
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"WeightMap({len(self)} entries)"
+
+
+def _take(
+    variable: AbstractVariable,
+    source: From,
+    captures: Captures,
+    tensors: Tensors,
+    mapped: dict[str, LazyTensor],
+    report: MappingReport,
+) -> None:
+    """One variable's value, or what is wrong with it."""
+    path = variable.path
+    try:
+        value = read_entry(source, captures, tensors)
+    except Missing as error:
+        name = error.args[0]
+        report.missing[path] = f" takes {name!r}{_suggestion(report.missing, name, tensors.checkpoint)}"
+        return
+    except ValueError as error:
+        report.misshapen[path] = f" from {source}: {error}"
+        return
+    expected, _ = stored_as(variable)
+    if tuple(value.shape) == expected:
+        mapped[path] = value
+        return
+    text = f" expects {list(expected)}, found {list(value.shape)} from {source}"
+    report.misshapen[path] = text + _shape_hint(tuple(value.shape), expected)
+
+
+def _suggestion(found: Mapping[str, str], name: str, names: Iterable[str]) -> str:
+    """The closest names, for those findings that are listed: comparing all of many thousand takes long."""
+    return closest(name, names) if len(found) < LISTED else ""
+
+
+def stored_as(variable: AbstractVariable) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype that a variable's values are read in; those of a PRNG key are its key data."""
+    if not is_key(variable.dtype):
+        return tuple(variable.shape), np.dtype(variable.dtype)
+    data = jax.eval_shape(jax.random.key_data, variable.struct)
+    return data.shape, np.dtype(data.dtype)
+
+
+def _shape_hint(found: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    if found[::-1] == expected:
+        return "; the shape matches if transposed: add .T"
+    if len(found) == len(expected) <= _PERMUTED and sorted(found) == sorted(expected):
+        orders = itertools.permutations(range(len(found)))
+        order = next(order for order in orders if tuple(found[axis] for axis in order) == expected)
+        return f"; the shape matches with .transpose{order}"
+    if math.prod(found) == math.prod(expected):
+        return "; the number of elements is the same: split or merge axes with .rearrange"
+    longer = [axis for axis, (f, e) in enumerate(zip(found, expected, strict=False)) if f != e]
+    if len(found) == len(expected) and len(longer) == 1:
+        axis = longer[0]
+        if expected[axis] and found[axis] % expected[axis] == 0:
+            return f"; is it fused? Take .part(…, of={found[axis] // expected[axis]}, axis={axis})"
+    return ""

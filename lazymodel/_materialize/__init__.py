@@ -1,0 +1,1 @@
+"""Values onto devices: the verb `materialize`, the stream, the report."""

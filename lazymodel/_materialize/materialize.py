@@ -1,0 +1,243 @@
+"""Materializing: initialize what has no weights, stream what has, hand the arrays back.
+
+This module orchestrates. What is done for each variable is decided in `_mapping/match`, how a variable is computed is
+in `_programs/programs`, how a tensor is read in `_materialize/stream`. What was done is measured here and described in
+`_materialize/report`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.layout import Format
+from jax.sharding import Sharding
+
+from lazymodel._abstract.host_arrays import host_array
+from lazymodel._abstract.placement import device_shardings, is_narrowed, stays_on_host
+from lazymodel._abstract.spec import ModelSpec
+from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._devices.agreement import agreement
+from lazymodel._devices.hardware import require_live
+from lazymodel._errors import CheckpointError
+from lazymodel._mapping.mapped import flat_checkpoint
+from lazymodel._mapping.match import Choice, choose, warn_of_rest
+from lazymodel._mapping.table import stored_as
+from lazymodel._materialize.report import Costs, make_report
+from lazymodel._materialize.stream import StreamItem, stream
+from lazymodel._programs.jaxprs import is_weak, with_weak_type
+from lazymodel._programs.keys import as_keys
+from lazymodel._programs.programs import run_recipes
+from lazymodel._show.progress import Progress, ProgressTo, ReportTo, delivery, progress_for
+from lazymodel._show.text import parse_budget
+from lazymodel._tensors.casting import SAFE, UNSAFE, converted
+from lazymodel._tensors.lazy import lazy
+from lazymodel._tensors.source import BYTES_READ
+from lazymodel._tensors.stored import local_nbytes
+
+
+def materialize(
+    model: ModelSpec,
+    checkpoint: Mapping[str, Any] | None = None,
+    *,
+    initialize: str | None = None,
+    strict: bool = True,
+    cast: str = SAFE,
+    max_host_memory: int | str | None = None,
+    progress: ProgressTo = None,
+    report: ReportTo = None,
+) -> Any:
+    """Makes every variable on its own devices, and the user's object from them.
+
+    Nothing is handed to the user's object before every array is complete, so a failure leaves nothing half-written.
+    Where several processes share the model's devices, all of them must call this, and it fails in all or in none.
+
+    Args:
+        checkpoint: Path to tensor, such as `open_checkpoint` returns; None uses what the model was built with.
+        initialize: `"missing"` initializes what the checkpoint lacks, `"nothing"` makes that an error, `"all"`
+            ignores the checkpoint. None is `"missing"` with a warning that lists what a given checkpoint lacked.
+        strict: Whether a checkpoint tensor that the model has no variable for, or that has another shape than its
+            variable, is an error. If not, such tensors are left out with a warning that lists them, and a
+            variable whose tensor was left out is treated like one that the checkpoint lacks. With
+            `initialize="nothing"` another shape is an error all the same.
+        cast: `"safe"` makes it an error where a tensor's values could lose what they mean in its variable's dtype:
+            floats into integers, numbers into bool, complex into real, quantized numbers (integers or eight-bit
+            floats with a scale beside them) into floats. Floats become other floats, narrower ones too, and beyond
+            their range infinite; integers anything that has all values of their dtype, and if they are few enough
+            (16 MiB) anything that has all their values. `"unsafe"` casts as `ndarray.astype` does. What a mapping
+            casts with `astype` was asked for.
+        max_host_memory: Ceiling for the host's staging memory in bytes, or `"4GiB"`.
+        progress: True or False for a bar, None for a bar when a person is watching, a callable
+            `f(done_nbytes, total_nbytes)` or a `Progress` for your own. Bytes are those of the distinct shards of
+            this process; they are told of from several threads, one call at a time.
+        report: True prints a `LoadReport` once the model is complete; a callable, such as `reports.append`, is
+            given it instead. A failure reports nothing but its error.
+
+    Raises:
+        LazyModelError: The model is sharded over devices that are only planned for.
+        CheckpointError: A tensor is missing (with `initialize="nothing"`), unexpected or of another shape (with
+            `strict`), would lose what it means in its variable's dtype (unless `cast="unsafe"`), or cannot be read, in
+            this or another process; or the processes' checkpoints have other tensors.
+        Exception: Whatever a callable given as `progress` or `report` raises.
+    """
+    start = time.perf_counter()
+    require_live(model.variables)
+    shardings = device_shardings(model.variables)
+    assigned = [variable.sharding for variable in model.values()]
+    # Before the first program runs: one that only some processes run can wait forever for the rest.
+    with agreement(assigned) as stage:
+        deliver = delivery(report)
+        checkpoint = flat_checkpoint(checkpoint)
+        choice = choose(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
+        if checkpoint is not None and initialize != "all":
+            warn_of_rest(model, checkpoint, choice, initialize)
+        budget = None if max_host_memory is None else parse_budget(max_host_memory)
+        stage.outcome = _outcome(choice)
+        if jax.process_count() > 1:
+            stage.details = _details(choice)
+    with agreement(assigned) as stage:
+        arrays, costs = make_arrays(model, choice, shardings, budget, progress_for(progress), stage.check)
+    result = model.framework.rebuild(arrays)
+    if deliver is not None:
+        deliver(make_report(model, choice, checkpoint, shardings, costs, time.perf_counter() - start))
+    return result
+
+
+def make_arrays(
+    model: ModelSpec,
+    choice: Choice,
+    shardings: Mapping[str, Sharding],
+    max_host_memory: int | None,
+    progress: Progress,
+    check: Callable[[], None],
+) -> tuple[dict[str, Any], Costs]:
+    """Runs the init programs, the stream, and what is computed from other variables.
+
+    Returns path to finished array, of JAX or (see `_abstract/host_arrays`) of NumPy, and what it cost.
+
+    Init programs come first: their temporaries are spent while the devices are still empty. Progress is counted in
+    bytes of the distinct shards of this process. `check` is called with every piece of work; what it raises ends it.
+    """
+    nbytes = {path: local_nbytes(shardings[path], v.shape, v.dtype) for path, v in model.items()}
+    items = [
+        _stream_item(model[path], source, shardings[path], choice)
+        for path, source in choice.sources.items()
+        if not stays_on_host(model[path])
+    ]
+    arrays: dict[str, Any] = {}
+    watcher = _Watcher(progress, check)
+    progress.start(sum(nbytes.values()), f"{model.name}: materializing {len(model)} variables")
+    try:
+        start = time.perf_counter()
+        arriving = stream(items, max_host_memory=max_host_memory, on_bytes=watcher.advance)  # or refused, at once
+        for path, array in run_recipes(choice.recipes, shardings, model.programs):
+            arrays[path] = _in_layout(array, model[path])
+            watcher.advance(nbytes[path], path)
+        started, read = time.perf_counter(), BYTES_READ.count
+        for path, array in arriving:
+            arrays[path] = _in_layout(as_keys(array, model[path].dtype), model[path])
+            watcher.advance(0, path)
+        for path, array in _rest(model, choice, arrays, shardings):
+            arrays[path] = array
+            watcher.advance(nbytes[path], path)
+        # In the model's order, since every process has to run a program for all at the same turn.
+        arrays.update({path: _as_weak(arrays[path], model[path]) for path in model if model[path].weak_type})
+        jax.block_until_ready([arrays[item.path] for item in items])
+        streamed = time.perf_counter()
+        jax.block_until_ready(list(arrays.values()))  # the init programs, which ran on while files were read
+        initializing = started - start + time.perf_counter() - streamed
+        return arrays, Costs(BYTES_READ.count - read, initializing, streamed - started)
+    except CheckpointError:
+        if watcher.error is not None:
+            raise watcher.error from None
+        raise
+    finally:
+        progress.finish()
+
+
+def _rest(
+    model: ModelSpec, choice: Choice, arrays: Mapping[str, Any], shardings: Mapping[str, Sharding]
+) -> Iterator[tuple[str, Any]]:
+    """What stays on the host, and what depends on the values of others."""
+    for path, source in choice.sources.items():
+        if stays_on_host(model[path]):
+            yield path, host_array(model[path], _read_as(model[path], source, choice))
+    computed = {path for recipe in choice.recipes for path in recipe.paths}
+    derived = [path for path in model if path not in computed and path not in choice.sources]
+    if derived and model.derived is not None:
+        for path, array in model.derived.compute(derived, arrays, shardings).items():
+            yield path, _in_layout(array, model[path])
+
+
+class _Watcher:
+    """Tells of progress from several threads, one call at a time.
+
+    Attributes:
+        error: What the receiver or the check raised, which the stream would otherwise take for a failure of its own.
+    """
+
+    def __init__(self, progress: Progress, check: Callable[[], None]) -> None:
+        self._progress, self._check = progress, check
+        self._lock = threading.Lock()
+        self.error: Exception | None = None
+
+    def advance(self, nbytes: int, path: str | None = None) -> None:
+        with self._lock:
+            try:
+                self._progress.advance(nbytes, path)
+                self._check()
+            except Exception as error:
+                self.error = self.error or error
+                raise
+
+
+def _outcome(choice: Choice) -> str:
+    """What this process is about to do, in words that differ if it differs."""
+    initialized = [path for recipe in choice.recipes for path in recipe.paths]
+    names = f": {', '.join(initialized)}" if initialized else ""
+    return f"load {len(choice.sources)} variables and initialize {len(initialized)}{names}"
+
+
+def _details(choice: Choice) -> str:
+    """What the tensors are that this process is about to load, which differs where the files are of another kind."""
+    loaded = sorted(choice.sources.items())
+    return "\n".join(f"{path} {getattr(source, 'dtype', '')} {np.shape(source)}" for path, source in loaded)
+
+
+def _stream_item(variable: AbstractVariable, source: Any, sharding: Sharding, choice: Choice) -> StreamItem:
+    """What the stream reads. Keys are read as their key data, whose trailing dimension no spec names."""
+    tensor = lazy(_read_as(variable, source, choice), variable.path)
+    return StreamItem(variable.path, tensor, *stored_as(variable), sharding)
+
+
+def _read_as(variable: AbstractVariable, source: Any, choice: Choice) -> Any:
+    """A source's values in the variable's dtype; what the user's own code made is cast as that would cast it."""
+    _, dtype = stored_as(variable)
+    if choice.from_file(variable.path):
+        return converted(lazy(source, variable.path), dtype, choice.cast)
+    return source if source.dtype == dtype else converted(lazy(source, variable.path), dtype, UNSAFE)
+
+
+def _as_weak(array: Any, variable: AbstractVariable) -> Any:
+    """The array weakly typed, in the same buffers."""
+    if isinstance(array, np.ndarray) or is_weak(jax.typeof(array)):
+        return array
+    placed = array.sharding if variable.layout is None else array.format
+    with jax.enable_x64(True) if is_narrowed(array.dtype) else contextlib.nullcontext():
+        return jax.jit(_weakened, donate_argnums=0, out_shardings=placed)(array)
+
+
+def _weakened(array: jax.Array) -> jax.Array:
+    return with_weak_type(array, True)
+
+
+def _in_layout(array: jax.Array, variable: AbstractVariable) -> jax.Array:
+    """The array with its bytes in the order that the variable asks for, as far as its devices have such orders."""
+    if variable.layout is None:
+        return array
+    return jax.device_put(array, Format(variable.layout, array.sharding), donate=True)

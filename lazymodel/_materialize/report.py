@@ -1,0 +1,233 @@
+"""The load report: what a materialization did with every variable, and what it cost this process.
+
+Responsible for describing, in plain values that outlive the checkpoint: a report holds no tensor, array or device. What
+is loaded is decided in `_materialize/materialize`, which measures too; how a report looks as a table is in `_report`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from lazymodel._abstract.spec import ModelSpec
+from lazymodel._mapping.match import Choice
+from lazymodel._show.table import ACTIONS, Row, Table, Tabled, folded_table, shape_text
+from lazymodel._show.text import folded_names, format_bytes, listed, plural
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.stored import (
+    MismatchedTensor,
+    StoredTensor,
+    is_initial,
+    needed_nbytes,
+    stored_tensors,
+    unused_tensors,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadRow:
+    """What became of one variable.
+
+    Attributes:
+        path: The variable's path.
+        shape: Its global shape.
+        dtype: The name of its dtype.
+        nbytes: Bytes of the whole variable, over all devices, counted once.
+        action: `"load"` from a checkpoint, `"initialize"` by a program, or `"constant"`, a value that it was built
+            with.
+        initializer: What initialized it, where something did.
+        tensors: What it was loaded from: one tensor, or those that were joined into it.
+        needed_nbytes: Bytes, as stored in files, of its distinct shards in this process.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    action: str
+    initializer: str = ""
+    tensors: tuple[StoredTensor, ...] = ()
+    needed_nbytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LoadReport(Tabled):
+    """What materializing a model did, in this process.
+
+    `print(report)` shows a table in which variables that differ only in numbers share a row; `to_dict` has it all.
+
+    Attributes:
+        name: The model's name.
+        process_index: Which of the processes this is, from 0.
+        process_count: How many there are.
+        rows: One a variable, in the model's order.
+        unused: Tensors of the checkpoint that no variable took. For Keras presets, tensors of the weight files that
+            were opened and that KerasHub did not ask for.
+        mismatched: Tensors that were left out for their shapes; their variables are not among the loaded ones.
+        files: Path to size in bytes of every file that was loaded from; None for what is not a single file.
+        needed_nbytes: Bytes, as stored in files, of all distinct shards of this process. A tensor that two variables
+            are loaded from counts twice; what several devices hold alike counts once.
+        read_nbytes: Tensor bytes that this process read from files meanwhile. More than needed where reading through
+            a gap is faster than seeking over it, or where a file can only be read in whole chunks.
+        seconds: Wall-clock seconds of the whole call.
+        initialize_seconds: Seconds of it that initializing took by itself: until every init program was compiled and
+            started, and after streaming until the last of them was done. What devices compute while files are read
+            takes no time of its own.
+        stream_seconds: Seconds in between, until every array that is loaded was complete on its devices.
+    """
+
+    name: str
+    process_index: int
+    process_count: int
+    rows: tuple[LoadRow, ...]
+    unused: tuple[StoredTensor, ...]
+    mismatched: tuple[MismatchedTensor, ...]
+    files: Mapping[str, int | None]
+    needed_nbytes: int
+    read_nbytes: int
+    seconds: float
+    initialize_seconds: float
+    stream_seconds: float
+
+    @property
+    def loaded(self) -> tuple[LoadRow, ...]:
+        """The variables that were loaded."""
+        return tuple(row for row in self.rows if row.action == "load")
+
+    @property
+    def initialized(self) -> tuple[LoadRow, ...]:
+        """The variables that were initialized."""
+        return tuple(row for row in self.rows if row.action == "initialize")
+
+    @property
+    def constants(self) -> tuple[LoadRow, ...]:
+        """The variables that kept a value that the model was built with."""
+        return tuple(row for row in self.rows if row.action == "constant")
+
+    @property
+    def gb_per_second(self) -> float | None:
+        """Bytes read, in units of 10⁹, a second of streaming; None where nothing was read."""
+        if not self.read_nbytes or self.stream_seconds <= 0:
+            return None
+        return self.read_nbytes / 1e9 / self.stream_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as lists, dicts, strings and numbers that `json.dumps` takes and gives back equal."""
+        return json.loads(json.dumps(dataclasses.asdict(self) | {"gb_per_second": self.gb_per_second}))
+
+    def table(self) -> Table:
+        """What is shown."""
+        title = (
+            f"{self.name}: materialized {plural(len(self.rows), 'variable')}, "
+            f"{format_bytes(sum(row.nbytes for row in self.rows))}, in {self.seconds:.2f} s"
+        )
+        if self.process_count > 1:
+            title += f", by process {self.process_index} of {self.process_count}"
+        return folded_table(title, ("shape", "dtype", "bytes", "value"), map(_row, self.rows), self._lines())
+
+    def _lines(self) -> list[str]:
+        lines: list[str] = []
+        for rows in (self.loaded, self.initialized, self.constants):
+            if rows:
+                action = ACTIONS.get(rows[0].action, rows[0].action)
+                nbytes = format_bytes(sum(row.nbytes for row in rows))
+                lines.append(f"{action}: {plural(len(rows), 'variable')}, {nbytes}")
+        if self.needed_nbytes or self.read_nbytes:
+            rate = "" if self.gb_per_second is None else f", {self.gb_per_second:.2f} GB/s"
+            read, needed = format_bytes(self.read_nbytes), format_bytes(self.needed_nbytes)
+            lines.append(f"read: {read} of files, {needed} needed{rate}")
+        lines.append(f"time: {self.initialize_seconds:.2f} s initializing, {self.stream_seconds:.2f} s streaming")
+        if self.unused:
+            nbytes = format_bytes(sum(tensor.nbytes or 0 for tensor in self.unused))
+            names = listed(folded_names(tensor.name for tensor in self.unused))
+            lines.append(f"unused: {plural(len(self.unused), 'tensor')}, {nbytes}: {names}")
+        if self.mismatched:
+            texts = listed(map(str, self.mismatched))
+            lines.append(f"did not match: {plural(len(self.mismatched), 'tensor')}: {texts}")
+        if self.files:
+            sizes = (f"{file} ({'size unknown' if n is None else format_bytes(n)})" for file, n in self.files.items())
+            lines.append(f"files: {listed(sizes)}")
+        return lines
+
+
+def _row(row: LoadRow) -> Row:
+    note, dtype = ACTIONS.get(row.action, row.action), row.dtype
+    if row.action == "initialize":
+        note += f": {row.initializer}"
+    elif row.tensors:
+        first, *others = row.tensors
+        note += f": {first.name}" + (f" of {os.path.basename(first.file)}" if first.file else "")
+        note += f" and {len(others):,} more" if others else ""
+        stored = dict.fromkeys(tensor.dtype for tensor in row.tensors)
+        if list(stored) != [dtype]:
+            dtype = f"{', '.join(stored)} → {dtype}"
+    return Row(row.path, (shape_text(row.shape), dtype), row.nbytes, note)
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What `_materialize/materialize` measured: see the attributes of the same names in `LoadReport`."""
+
+    read_nbytes: int
+    initialize_seconds: float
+    stream_seconds: float
+
+
+def make_report(
+    model: ModelSpec,
+    choice: Choice,
+    checkpoint: Mapping[str, Any] | None,
+    shardings: Mapping[str, Sharding],
+    costs: Costs,
+    seconds: float,
+) -> LoadReport:
+    """The report on a model that was materialized from these choices; `seconds` are those of everything."""
+    initializers = {path: recipe.origin for recipe in choice.recipes for path in recipe.paths}
+    rows: list[LoadRow] = []
+    for path, variable in model.items():
+        row = LoadRow(path, variable.shape, variable.dtype.name, variable.nbytes, "constant")
+        source = choice.sources.get(path)
+        if path in initializers:
+            row = dataclasses.replace(row, action="initialize", initializer=initializers[path])
+        elif path in choice.given or (isinstance(source, LazyTensor) and not is_initial(source)):
+            tensors = stored_tensors(source, path)
+            needed = needed_nbytes(source, shardings[path])
+            row = dataclasses.replace(row, action="load", tensors=tensors, needed_nbytes=needed)
+        elif source is None or is_initial(source):
+            row = dataclasses.replace(row, action="initialize", initializer=variable.origin)
+        rows.append(row)
+    files = dict.fromkeys(tensor.file for row in rows for tensor in row.tensors if tensor.file)
+    given = {} if checkpoint is None else checkpoint
+    return LoadReport(
+        name=model.name,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        rows=tuple(rows),
+        unused=(*model.unused, *unused_tensors(given, choice.unused), *_unmapped(given)),
+        mismatched=(*model.mismatched, *choice.mismatched),
+        files={file: _size(file) for file in files},
+        needed_nbytes=sum(row.needed_nbytes for row in rows),
+        read_nbytes=costs.read_nbytes,
+        seconds=seconds,
+        initialize_seconds=costs.initialize_seconds,
+        stream_seconds=costs.stream_seconds,
+    )
+
+
+def _unmapped(checkpoint: Mapping[str, Any]) -> tuple[StoredTensor, ...]:
+    """What a mapping took nothing from, where the checkpoint is what `map_checkpoint` made of another one."""
+    return unused_tensors(getattr(checkpoint, "source", {}), getattr(checkpoint, "unused", ()))
+
+
+def _size(file: str) -> int | None:
+    """Bytes of a file; None for a folder, or what is no longer there."""
+    try:
+        return os.path.getsize(file) if os.path.isfile(file) else None
+    except OSError:
+        return None

@@ -1,0 +1,203 @@
+"""Groups of small tensors: neighbours in a file that the stream reads, converts and hands over together.
+
+A tensor of a few KiB is read in less time than it takes to plan for it, to hand it from thread to thread and to look
+whether its file has changed. So the stream makes one job of many: one read for what lies side by side, one buffer,
+one thread. Responsible for which tensors are small enough and simple enough, and for filling a group; what may be in
+flight, and what becomes of the arrays, is decided in `_materialize/stream`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from lazymodel._errors import CheckpointError
+from lazymodel._tensors.boxes import Geometry, box_shape, strided, whole_box
+from lazymodel._tensors.buffers import ALIGNMENT, Workspace, assign
+from lazymodel._tensors.fill import fill
+from lazymodel._tensors.leaves import FileLeaf, View
+from lazymodel._tensors.shards import Boxes
+from lazymodel._tensors.source import Source
+
+_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
+
+SMALL_NBYTES = 64 << 10  # bytes of a tensor; a larger one gains little, and is worth the attention of several threads
+GROUP = 512 << 10  # bytes of a group: a hundred times what its overhead takes, and all of it lives as long as any of it
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Small:
+    """A tensor that can be part of a group.
+
+    Attributes:
+        tensor: What it is, of its variable's dtype.
+        boxes: The parts that devices hold.
+        source: Its file, if its elements are a range of it with nothing else in it; None for what is read in its own
+            way, whole: a part of a tensor, what is compressed or joined, an array in memory.
+        start: First byte of that range.
+        stored_nbytes: Bytes of that range; 0 where there is none.
+        placed_nbytes: Bytes of all its boxes, each with a cache line to begin with.
+        spent_nbytes: Bytes of temporaries that converting it takes.
+    """
+
+    tensor: View
+    boxes: Boxes
+    source: Source | None
+    start: int
+    stored_nbytes: int
+    placed_nbytes: int
+    spent_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that it takes while its group is filled."""
+        return self.stored_nbytes + self.placed_nbytes + self.spent_nbytes
+
+
+def small(tensor: View, boxes: Boxes) -> Small | None:
+    """How a tensor can be part of a group, if it can: it is small, and all of it is wanted here."""
+    size, itemsize = tensor.size, tensor.itemsize
+    nbytes, stored_nbytes = size * itemsize, size * tensor.itemsize_stored
+    if not boxes.whole or not size or max(stored_nbytes, nbytes) > SMALL_NBYTES:
+        return None
+    placed = sum(_padded(elements * itemsize) for elements in boxes.sizes)
+    # What goes into a conversion, what comes out, and a mask or the like.
+    widest = max([tensor.itemsize_stored, *(step.dtype.itemsize for step in tensor.steps)])
+    spent = 3 * size * widest if tensor.steps else 0
+    geometry = tensor.geometry()
+    repeats = any(n > 1 and not stride for n, stride in zip(geometry.shape, geometry.strides, strict=True))
+    # Where it repeats elements, something else may lie between those that it has.
+    if type(tensor.leaf) is FileLeaf and not repeats and geometry.span(tensor.itemsize_stored) == stored_nbytes:
+        return Small(tensor, boxes, tensor.leaf.source, tensor.offset, stored_nbytes, placed, spent)
+    return Small(tensor, boxes, None, 0, 0, placed, spent + nbytes + tensor.leaf.unit_nbytes)
+
+
+class Group:
+    """Small tensors in the order of their file.
+
+    Attributes:
+        members: The tensors.
+        placed_nbytes: Bytes of the buffer that their boxes are put into.
+        values_nbytes: Bytes of their boxes alone.
+        nbytes: Bytes of host memory that filling it takes, that buffer included.
+        current: Number of the member to which an error is due.
+    """
+
+    def __init__(self, members: Sequence[Small]) -> None:
+        self.members = tuple(members)
+        self.placed_nbytes = sum(member.placed_nbytes for member in members)
+        self.values_nbytes = sum(sum(member.boxes.sizes) * member.tensor.itemsize for member in members)
+        self.nbytes = self.placed_nbytes + sum(member.stored_nbytes for member in members)
+        self.nbytes += max(member.spent_nbytes for member in members)
+        self.current = 0
+
+    def arrays(self, buffer: np.ndarray, workspace: Workspace) -> list[jax.Array]:
+        """Reads all members into a 64-byte-aligned buffer of `placed_nbytes` bytes, and makes their arrays.
+
+        Where devices use the host's memory the arrays live in the buffer, which must not be written to again. On
+        others they are complete when this returns.
+
+        Raises:
+            CheckpointError: A file is truncated, changed or unreadable; `current` says for which member.
+        """
+        raw = np.empty(sum(member.stored_nbytes for member in self.members), np.uint8)
+        self._read(raw)
+        arrays: list[jax.Array] = []
+        read = placed = 0
+        for number, member in enumerate(self.members):
+            self.current = number
+            values = _values(member, raw, read, workspace)
+            arrays.append(_array(member, values, buffer, placed))
+            read += member.stored_nbytes
+            placed += member.placed_nbytes
+            member.tensor.leaf.release()
+        _jax.block_until_ready(arrays)
+        return arrays
+
+    def _read(self, raw: np.ndarray) -> None:
+        """Reads the members that are ranges of files: with one call what lies side by side."""
+        runs: list[tuple[Source, int, int]] = []  # with first and last byte
+        for member in self.members:
+            if member.source is not None:
+                start, stop = member.start, member.start + member.stored_nbytes
+                if runs and (runs[-1][0], runs[-1][2]) == (member.source, start):
+                    start = runs.pop()[1]
+                runs.append((member.source, start, stop))
+        try:
+            done = 0
+            for source, start, stop in runs:
+                source.read_into(start, raw[done : done + stop - start])
+                done += stop - start
+            for source in dict.fromkeys(source for source, _, _ in runs):
+                source.check_unchanged()
+        except CheckpointError:
+            self._find_unreadable()
+            raise
+
+    def _find_unreadable(self) -> None:
+        """Raises the error of the first member that cannot be read, if it still cannot be."""
+        for number, member in enumerate(self.members):
+            self.current = number
+            if isinstance(leaf := member.tensor.leaf, FileLeaf) and member.source is not None:
+                leaf.fill_runs(member.start - leaf.offset, [np.empty(member.stored_nbytes, np.uint8)])
+        self.current = 0
+
+
+def groups(smalls: Sequence[Small | None], limit: int) -> Iterator[tuple[range, Group | None]]:
+    """Divides tensors, None for those that are not small, into groups whose filling takes at most `limit` bytes.
+
+    Yields:
+        Numbers of neighbours and the group that they are, or one number and None, in order.
+    """
+    limit = min(limit, GROUP)
+    group: list[Small] = []
+    together = spent = 0
+    for number, member in enumerate([*smalls, None]):
+        if member is not None and member.nbytes > limit:
+            member = None
+        lasting = member.stored_nbytes + member.placed_nbytes if member else 0
+        if group and (member is None or together + lasting + max(spent, member.spent_nbytes) > limit):
+            yield range(number - len(group), number), Group(group)
+            group, together, spent = [], 0, 0
+        if member is not None:
+            group.append(member)
+            together, spent = together + lasting, max(spent, member.spent_nbytes)
+        elif number < len(smalls):
+            yield range(number, number + 1), None
+
+
+def _values(member: Small, raw: np.ndarray, position: int, workspace: Workspace) -> np.ndarray:
+    """A member's elements, converted; `raw` has its range of the file from a position on."""
+    tensor = member.tensor
+    if member.source is None:
+        values = np.empty(tensor.shape, tensor.dtype)
+        fill(tensor, [whole_box(tensor.shape)], [values], workspace)
+        return values
+    geometry = tensor.geometry()
+    start = position + tensor.leaf.offset + geometry.start - member.start
+    stored = strided(raw, Geometry(start, geometry.shape, geometry.strides), tensor.leaf.dtype)
+    if not tensor.steps:
+        return stored
+    values = np.empty(tensor.shape, tensor.dtype)
+    assign(values, stored, tensor.steps)
+    return values
+
+
+def _array(member: Small, values: np.ndarray, buffer: np.ndarray, position: int) -> jax.Array:
+    """The sharded array of a member, its boxes put into the buffer from a position on."""
+    boxes, dtype = member.boxes, member.tensor.dtype
+    shards: list[np.ndarray] = []
+    for box, elements in zip(boxes.boxes, boxes.sizes, strict=True):
+        shard = np.ndarray(box_shape(box), dtype, cast(Any, buffer), position)
+        shard[...] = values[(*box, ...)]
+        shards.append(shard)
+        position += _padded(elements * dtype.itemsize)
+    return boxes.array(shards, dtype)
+
+
+def _padded(nbytes: int) -> int:
+    return nbytes + -nbytes % ALIGNMENT

@@ -1,0 +1,445 @@
+"""The stream: (variable, tensor, sharding) triples in, sharded `jax.Array`s out, under a ceiling of host memory.
+
+Responsible for which boxes of a tensor this process needs, in which order they are read, by how many threads, how
+much may be in flight, and for handing buffers to devices. How a box is read is in `_tensors/fill`; which tensor
+belongs to which variable is decided by `_materialize/materialize` or an integration.
+
+Life of a job (the boxes of one variable that are filled together): its bytes are reserved from the budget, its
+buffers allocated, its parts filled by whichever threads are free, its buffers put on their devices, and the bytes
+given back. Jobs start strictly in order, so the earliest variable can always finish and nothing waits in a circle.
+
+Where a device's memory is the host's (the CPU backend), the buffer that was filled becomes the array's own memory:
+nothing is copied, and it is never written again. Other devices get copies, and the buffers are used again.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from lazymodel._errors import CheckpointError
+from lazymodel._materialize.bands import band_parts, copy_to
+from lazymodel._materialize.small_tensors import Group, Small, groups, small
+from lazymodel._show.text import format_bytes, misshapen
+from lazymodel._tensors.boxes import BoxKey, box_of, box_shape
+from lazymodel._tensors.buffers import Arena, Workspace, cores, default_budget, empty_aligned
+from lazymodel._tensors.fill import fill_parts, prefers_one_pass
+from lazymodel._tensors.lazy import LazyTensor, lazy
+from lazymodel._tensors.leaves import Part
+from lazymodel._tensors.shards import Boxes, boxes_for
+from lazymodel._tensors.stored import where
+
+_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
+
+BAND = 16 << 20  # bytes of a piece of shards that are larger than the budget: a transfer of a few milliseconds
+WORKSPACE = 64 << 20  # bytes of temporaries of a thread, at most; more makes nothing faster
+_THREADS = 8  # more do not help: memory bandwidth, not the number of requests, is the limit from here on
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamItem:
+    """One variable to fill.
+
+    Attributes:
+        path: The variable's path, for messages.
+        tensor: Where its values come from.
+        shape: Its global shape, which must be the tensor's.
+        dtype: Its dtype; values are cast as `ndarray.astype` casts.
+        sharding: Where its shards go.
+    """
+
+    path: str
+    tensor: LazyTensor | np.ndarray
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    sharding: Sharding
+
+
+def stream(
+    items: Sequence[StreamItem],
+    *,
+    max_host_memory: int | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> Iterator[tuple[str, jax.Array]]:
+    """Reads every item's shards onto this process's devices; yields (path, array) in file order.
+
+    Each distinct shard is read once, however many devices hold it. Reading runs ahead in threads, which end when the
+    iterator is exhausted, closed or fails.
+
+    Args:
+        items: What to fill. Their order does not matter.
+        max_host_memory: Ceiling in bytes for the host memory in use at any time: values on their way to devices,
+            and every temporary. None is 4 GiB, or an eighth of the memory that is available if that is less. The
+            memory of the devices themselves is no part of it, which on CPU devices is host memory too: there the
+            variable that is next to be yielded does not count, those read ahead do.
+        on_bytes: Called with the number of bytes of shards just filled, from any thread, one call at a time. Over a
+            whole stream they add up to the bytes of all distinct shards of this process.
+
+    Raises:
+        CheckpointError: At once, for a tensor whose shape is not its variable's or that cannot be read within the
+            ceiling; while iterating, for anything that goes wrong with one variable, naming it and its file.
+    """
+    plans = [_plan(item) for item in items]
+    plans.sort(key=lambda plan: (plan.tensor.file, plan.tensor.offset))
+    ceiling = default_budget() if max_host_memory is None else max_host_memory
+    threads = max(2, min(_THREADS, cores()))  # two on one core as well: one reads while the other waits for a disk
+    workspace, budget = _divided(ceiling, threads)
+    for plan in plans:
+        if plan.least_nbytes(workspace) > budget:
+            chunks = " (its chunks are that large)" if plan.unit_nbytes(workspace) else ""
+            raise CheckpointError(
+                f"{plan.item.path!r} from {where(plan.tensor)}: reading any of it takes "
+                f"{format_bytes(plan.least_nbytes(workspace))} at once{chunks}, "
+                f"and max_host_memory={format_bytes(ceiling)} leaves {format_bytes(budget)}. Give at least "
+                f"{_least_ceiling(plans, threads)} bytes."
+            )
+    return _Stream(plans, budget, [Workspace(workspace) for _ in range(threads)], on_bytes).arrays()
+
+
+def _divided(ceiling: int, threads: int) -> tuple[int, int]:
+    """Of a ceiling in bytes: what each thread has as its workspace, and what is left for all."""
+    workspace = min(WORKSPACE, ceiling // (4 * threads))
+    return workspace, ceiling - threads * workspace
+
+
+def _least_ceiling(plans: Sequence[_Plan], threads: int) -> int:
+    """The smallest ceiling in bytes under which all of them can be read."""
+
+    def enough(ceiling: int) -> bool:
+        workspace, budget = _divided(ceiling, threads)
+        return all(plan.least_nbytes(workspace) <= budget for plan in plans)
+
+    # Half of a ceiling or more is left of it, so twice the need is enough.
+    return bisect.bisect_left(range(2 * max(plan.least_nbytes(0) for plan in plans)), True, key=enough)
+
+
+@dataclasses.dataclass(eq=False)
+class _Plan:
+    """An item with its boxes; `shards` fills up as they arrive, or `array` at once."""
+
+    item: StreamItem
+    tensor: LazyTensor
+    boxes: Boxes
+    small: Small | None  # how it can share a job with its neighbours
+    shards: dict[BoxKey, list[jax.Array]] = dataclasses.field(default_factory=dict[BoxKey, list[jax.Array]])
+    array: jax.Array | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.array is not None or len(self.shards) == len(self.boxes.devices)
+
+    def places(self, key: BoxKey) -> list[SingleDeviceSharding]:
+        """Where the shards of a box go."""
+        kind = self.item.sharding.memory_kind
+        return [SingleDeviceSharding(device, memory_kind=kind) for device in self.boxes.devices[key]]
+
+    def unit_nbytes(self, workspace: int) -> int:
+        """Bytes that a thread needs beyond its workspace."""
+        unit = self.tensor.leaf.unit_nbytes
+        return unit if unit > workspace else 0
+
+    def least_nbytes(self, workspace: int) -> int:
+        """Bytes for filling one element of it, and an element to put it in."""
+        return self.unit_nbytes(workspace) + self.item.dtype.itemsize
+
+    def take(self) -> jax.Array:
+        """The finished array, which is the caller's alone."""
+        array, self.array = self.array, None
+        if array is None:
+            shards = [shard for key in self.boxes.devices for shard in self.shards[key]]
+            self.shards = {}
+            item = self.item
+            array = jax.make_array_from_single_device_arrays(item.shape, item.sharding, shards, dtype=item.dtype)
+        return array
+
+
+@dataclasses.dataclass(eq=False)
+class _Job:
+    """Boxes of one plan, or small plans, that are filled together, out of one reservation."""
+
+    plan: _Plan
+    boxes: list[BoxKey]
+    nbytes: int  # what it reserves
+    band: int = 0  # bytes of the pieces in which it goes to its devices; 0 if it goes whole
+    one_by_one: bool = False  # whether its parts must not run at the same time, for want of memory
+    outs: list[np.ndarray] = dataclasses.field(default_factory=list[np.ndarray])
+    parts: list[Part] = dataclasses.field(default_factory=list[Part])
+    unfinished: int = 0
+    group: Group | None = None
+    plans: Sequence[_Plan] = ()  # those of the group
+    arrays: list[jax.Array] = dataclasses.field(default_factory=list[jax.Array])  # likewise, when they are complete
+
+    @property
+    def on_host(self) -> bool:
+        """Whether all buffers of a group become the arrays' own memory."""
+        return all(plan.boxes.on_host for plan in self.plans)
+
+
+def _plan(item: StreamItem) -> _Plan:
+    tensor = lazy(item.tensor, item.path)
+    if tuple(tensor.shape) != tuple(item.shape):
+        raise CheckpointError(
+            f"{misshapen(item.path, item.shape, tensor.shape, where(tensor))}; "
+            "is this the checkpoint of another configuration?"
+        )
+    if jax.dtypes.canonicalize_dtype(item.dtype) != item.dtype:
+        raise CheckpointError(
+            f"{item.path!r}: JAX would store {item.dtype.name} as "
+            f"{jax.dtypes.canonicalize_dtype(item.dtype).name}; enable 64-bit types (jax_enable_x64) or cast"
+        )
+    boxes = boxes_for(item.sharding, tuple(item.shape))
+    tensor = tensor.astype(item.dtype)
+    return _Plan(item, tensor, boxes, small(tensor, boxes))
+
+
+class _Stream:
+    """The threads and what they share. `_changed` guards everything below it."""
+
+    def __init__(
+        self,
+        plans: Sequence[_Plan],
+        budget: int,
+        workspaces: Sequence[Workspace],
+        on_bytes: Callable[[int], None] | None,
+    ) -> None:
+        self._plans = plans
+        self._budget = budget
+        self._on_bytes = on_bytes
+        self._x64 = bool(cast(Any, jax.config).jax_enable_x64)  # a thread-local setting, which threads do not inherit
+        self._threads = [
+            threading.Thread(target=self._work, args=(workspace,), name=f"lazymodel-stream-{index}", daemon=True)
+            for index, workspace in enumerate(workspaces)
+        ]
+        self._workspace = min(workspace.limit for workspace in workspaces)
+        self._starting = threading.Lock()  # held while waiting for room: jobs start in order
+        self._arena = Arena()  # used while `_starting` is held
+        self._job: _Job | None = None
+        self._jobs = iter(self._make_jobs())
+        self._report = threading.Lock()
+        self._changed = threading.Condition()
+        self._in_flight = 0
+        self._held: dict[_Plan, int] = {}  # reservations that last until their array is yielded
+        self._spare: list[np.ndarray] = []  # buffers to be used again, oldest first
+        self._stopped = False
+        self._error: CheckpointError | None = None
+
+    def arrays(self) -> Iterator[tuple[str, jax.Array]]:
+        if not self._plans:
+            return
+        for thread in self._threads:
+            thread.start()
+        try:
+            for plan in self._plans:
+                with self._changed:
+                    self._changed.wait_for(lambda plan=plan: self._error is not None or plan.complete)
+                    if self._error is not None:
+                        raise self._error
+                    array = plan.take()
+                    self._in_flight -= self._held.pop(plan, 0)
+                    self._changed.notify_all()
+                yield plan.item.path, array
+                del array  # the consumer's alone: it may donate or drop it while the next one is awaited
+        finally:
+            with self._changed:
+                self._stopped = True
+                self._changed.notify_all()
+            for thread in self._threads:
+                thread.join()
+            for plan in self._plans:  # those that were begun, where not all are complete
+                plan.tensor.leaf.release()
+
+    def _make_jobs(self) -> Iterator[_Job]:
+        """Divides plans into what is filled together; each job reserves what it needs, and at most the budget."""
+        for numbers, group in groups([plan.small for plan in self._plans], self._budget // 4):
+            plans = self._plans[numbers.start : numbers.stop]
+            if group is None:
+                yield from self._jobs_of(plans[0])
+            else:
+                yield _Job(plans[0], [], group.nbytes, group=group, plans=plans)
+
+    def _jobs_of(self, plan: _Plan) -> Iterator[_Job]:
+        """The jobs of one plan by itself."""
+        itemsize = plan.item.dtype.itemsize
+        sizes = {key: size * itemsize for key, size in zip(plan.boxes.devices, plan.boxes.sizes, strict=True)}
+        total = sum(sizes.values())
+        unit = plan.unit_nbytes(self._workspace)
+        everyone = unit * len(self._threads)
+        if plan.boxes.on_host:
+            # The arrays' own memory: what exceeds the budget only keeps others from being read ahead.
+            temporaries = everyone if everyone <= self._budget else unit
+            nbytes = min(total + temporaries, self._budget)
+            yield _Job(plan, list(sizes), nbytes, one_by_one=temporaries < everyone)
+            return
+        tiled = prefers_one_pass(plan.tensor, plan.boxes.boxes)
+        together = tiled or total + everyone <= self._budget // 4
+        for keys in [list(sizes)] if together else [[key] for key in sizes]:
+            nbytes = sum(sizes[key] for key in keys)
+            if nbytes + unit <= self._budget:
+                serial = nbytes + everyone > self._budget
+                yield _Job(plan, keys, nbytes + (unit if serial else everyone), one_by_one=serial)
+                continue
+            # Threads that each hold a piece and what filling it takes.
+            threads = len(self._threads)
+            serial = threads * (unit + itemsize) > self._budget // 2
+            band = (self._budget - unit) if serial else (self._budget - everyone) // threads
+            band = max(min(band, BAND), itemsize)
+            reserve = min(unit + band if serial else threads * (unit + band), self._budget)
+            yield _Job(plan, keys, reserve, band=band, one_by_one=serial)
+
+    # In the threads
+
+    def _work(self, workspace: Workspace) -> None:
+        with jax.enable_x64(self._x64):
+            while (task := self._next()) is not None:
+                job, part = task
+                try:
+                    self._run(job, part, workspace)
+                except Exception as error:
+                    self._fail(job, error)
+                    return
+                del task, job, part  # keep no buffer alive while waiting
+
+    def _next(self) -> tuple[_Job, Part] | None:
+        """The next part to fill, of the current job or a new one; None when there is nothing left or all stops."""
+        with self._starting:
+            while True:
+                if self._stopped:
+                    return None
+                if self._job is not None and self._job.parts:
+                    return self._job, self._job.parts.pop(0)
+                self._job = None
+                job = next(self._jobs, None)
+                if job is None or not self._reserve(job):
+                    return None
+                try:
+                    self._start(job)
+                except Exception as error:
+                    self._fail(job, error)
+                    return None
+                self._job = job
+
+    def _reserve(self, job: _Job) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._in_flight + job.nbytes <= self._budget)
+            if self._stopped:
+                return False
+            self._in_flight += job.nbytes
+            spare = 0
+            for index in range(len(self._spare) - 1, -1, -1):
+                spare += self._spare[index].nbytes
+                if spare + self._in_flight > self._budget:
+                    del self._spare[: index + 1]
+                    break
+            return True
+
+    def _start(self, job: _Job) -> None:
+        plan = job.plan
+        if job.group is not None:
+            job.parts = [self._group_part(job, job.group)]
+        elif job.band:
+            places = {key: plan.places(key) for key in job.boxes}
+            job.parts = band_parts(plan.tensor, places, job.band, plan.shards.update)
+        else:
+            boxes = [box_of(key) for key in job.boxes]
+            job.outs = [self._buffer(plan, box_shape(box)) for box in boxes]
+            job.parts = fill_parts(plan.tensor, boxes, job.outs)
+        if job.one_by_one and len(job.parts) > 1:
+            parts = job.parts
+
+            def run(workspace: Workspace) -> None:
+                for part in parts:
+                    if self._stopped:
+                        return
+                    part.run(workspace)
+
+            job.parts = [Part(sum(part.nbytes for part in parts), run)]
+        # A tensor without elements has no parts, but is delivered all the same.
+        job.parts = job.parts or [Part(0, lambda workspace: None)]
+        job.unfinished = len(job.parts)
+
+    def _buffer(self, plan: _Plan, shape: tuple[int, ...]) -> np.ndarray:
+        dtype = plan.item.dtype
+        if plan.boxes.on_host:
+            return self._arena.empty(shape, dtype)  # arrays of one load live equally long
+        nbytes = math.prod(shape) * dtype.itemsize
+        with self._changed:
+            for index, spare in enumerate(self._spare):
+                if spare.nbytes == nbytes:
+                    return self._spare.pop(index).view(dtype).reshape(shape)
+        return empty_aligned(shape, dtype)
+
+    def _run(self, job: _Job, part: Part, workspace: Workspace) -> None:
+        part.run(workspace)
+        if self._on_bytes is not None and not self._stopped:
+            with self._report:
+                self._on_bytes(part.nbytes)
+        with self._changed:
+            job.unfinished -= 1
+            if job.unfinished or self._stopped:
+                return
+        if job.group is None:
+            self._deliver(job)
+        else:
+            self._deliver_group(job, job.group)
+
+    def _deliver(self, job: _Job) -> None:
+        """Hands over what was filled; the shards of bands are there already."""
+        plan = job.plan
+        array, shards = None, dict[BoxKey, list[jax.Array]]()
+        if plan.boxes.on_host:
+            array = plan.boxes.array(job.outs, plan.item.dtype)
+        elif not job.band:
+            for key, out in zip(job.boxes, job.outs, strict=True):
+                shards[key] = [copy_to(place, out) for place in plan.places(key)]
+        _jax.block_until_ready((array, list(shards.values())))
+        with self._changed:
+            if array is not None:
+                plan.array, self._held[plan] = array, job.nbytes
+            else:
+                plan.shards.update(shards)
+                self._spare += [out.reshape(-1).view(np.uint8) for out in job.outs]
+                self._in_flight -= job.nbytes
+            job.outs = []
+            if plan.complete:
+                plan.tensor.leaf.release()
+            self._changed.notify_all()
+
+    def _group_part(self, job: _Job, group: Group) -> Part:
+        """The part that fills a group."""
+        empty = self._arena.empty if job.on_host else empty_aligned
+        job.outs = [empty((group.placed_nbytes,), np.dtype(np.uint8))]
+
+        def run(workspace: Workspace) -> None:
+            job.arrays = group.arrays(job.outs.pop(), workspace)  # the arrays' own from now on
+
+        return Part(group.values_nbytes, run)
+
+    def _deliver_group(self, job: _Job, group: Group) -> None:
+        """Hands over the arrays of a group."""
+        with self._changed:
+            self._in_flight -= job.nbytes
+            for plan, array, member in zip(job.plans, job.arrays, group.members, strict=True):
+                plan.array = array
+                if job.on_host:
+                    self._held[plan] = member.placed_nbytes
+                    self._in_flight += member.placed_nbytes
+            job.arrays = []
+            self._changed.notify_all()
+
+    def _fail(self, job: _Job, error: Exception) -> None:
+        plan = job.plan if job.group is None else job.plans[job.group.current]
+        message = f"{plan.item.path!r} from {where(plan.tensor)}: {error or type(error).__name__}"
+        wrapped = CheckpointError(message)
+        wrapped.__cause__ = error
+        with self._changed:
+            self._error = self._error or wrapped
+            self._stopped = True
+            self._changed.notify_all()

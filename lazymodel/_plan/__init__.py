@@ -1,0 +1,1 @@
+"""What it will take, before a byte moves: the verb `plan`."""

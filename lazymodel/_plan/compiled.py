@@ -1,0 +1,230 @@
+"""What the compiler says that a forward pass or a training step takes, on the model's devices.
+
+Responsible for making the program that a plan compiles: parameters in their shardings, LoRA pairs merged as they are
+in use, gradients and an optimizer's update around the user's loss, inputs split over the mesh's data axes. The numbers
+come from `_devices/compiler`; nothing runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lazymodel._abstract.framework import PlannedFunction
+from lazymodel._abstract.spec import ModelSpec
+from lazymodel._devices.compiler import CompiledMemory, compile_memory
+from lazymodel._errors import LazyModelError
+from lazymodel._plan.what_if import Use
+
+# Names of mesh axes over which a batch is split; any other axis splits what is inside the model.
+_DATA_AXES = ("data", "batch", "dp", "fsdp", "replica")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compile:
+    """What a plan compiles for the model's devices, which need not be here (`lazymodel.topology`), and never runs.
+
+    Attributes:
+        what: `"init"`, the init programs; `"forward"`, a forward pass; or `"train"`, a training step with the model's
+            own optimizer, the one of `WhatIf`, or without either plain gradient descent.
+        function: `function(tree, *inputs)` for these two, which returns the outputs or the loss; `tree` is the model's
+            own, without optimizer state. None takes a Keras model's own forward pass.
+        inputs: Its inputs: arrays, or `jax.ShapeDtypeStruct`s with shardings.
+        batch: Batch size of a Keras model's own forward pass; None is one for each part of the mesh's data axes.
+        sequence: Its sequence length; None is 1024, or the most that the model takes.
+
+    Raises:
+        LazyModelError: One is none of these, or does not go with the others.
+
+    Example:
+        >>> abstract.plan(compile=lm.Compile("train", batch=8, sequence=512))
+    """
+
+    what: str
+    function: Callable[..., Any] | None = None
+    inputs: Sequence[Any] = ()
+    _: dataclasses.KW_ONLY
+    batch: int | None = None
+    sequence: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.what not in ("init", "forward", "train"):
+            raise LazyModelError(f"what is compiled is 'init', 'forward' or 'train'; got {self.what!r}")
+        given_inputs: Any = self.inputs
+        listed = isinstance(given_inputs, list | tuple)
+        wrong_inputs = [each for each in self.inputs if not _is_input(each)] if listed else [given_inputs]
+        if wrong_inputs:
+            got = wrong_inputs[0]
+            raise LazyModelError(
+                "inputs is a tuple of what the function takes after the tree, of arrays or "
+                "jax.ShapeDtypeStruct(shape, dtype); got "
+                + (repr(got) if isinstance(got, str | list | tuple) else type(got).__name__)
+            )
+        sizes = {name: size for name in ("batch", "sequence") if (size := getattr(self, name)) is not None}
+        if not self.is_use:
+            given = {"function": self.function is not None, "inputs": bool(len(self.inputs)), **sizes}
+            if named := [name for name, value in given.items() if value]:
+                raise LazyModelError(f"only 'forward' or 'train' takes {' and '.join(named)}; got {self.what!r}")
+        if wrong := {name: size for name, size in sizes.items() if type(size) is not int or size < 1}:
+            raise LazyModelError(f"batch and sequence are positive numbers; got {wrong}")
+        if self.function is not None and not callable(self.function):
+            raise LazyModelError(f"function is called with the model's tree and the inputs; got {self.function!r}")
+        if self.function is None and self.inputs:
+            raise LazyModelError("inputs are for a function of yours, which goes before them")
+        if self.function is not None and sizes:
+            raise LazyModelError("batch and sequence are for a model's own forward pass; give inputs of that shape")
+
+    @property
+    def is_use(self) -> bool:
+        """Whether it is the model in use, rather than what makes its variables."""
+        return self.what != "init"
+
+
+def _is_input(given: Any) -> bool:
+    """Whether it is a pytree of arrays, structs and numbers, and no shape."""
+    if isinstance(given, list | tuple) and given and all(type(size) is int for size in cast("Sequence[Any]", given)):
+        return False
+    leaves: list[Any] = jax.tree.leaves(given)
+    return all(hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex) for leaf in leaves)
+
+
+def compile_use(model: ModelSpec, use: Use, compile: Compile) -> tuple[CompiledMemory, str]:
+    """Compiles a forward pass or a training step; returns its memory on one device, and what was compiled."""
+    function, inputs = compile.function, compile.inputs
+    if function is None:
+        planned = _own(model, compile)
+        function, inputs, description = planned.function, planned.inputs, planned.description
+    else:
+        description = getattr(function, "__name__", "the given function")
+    values = {path: variable.struct for path, variable in model.items()}
+    own = _without_optimizer(model)
+
+    def structure(mapping: Mapping[str, Any]) -> Any:
+        return own.framework.structure({path: mapping[path] for path in own})
+
+    if compile.what == "forward":
+
+        def forward(values: Mapping[str, Any], pairs: Mapping[str, Any], *inputs: Any) -> Any:
+            merged = {**values, **{path: _merge(values[path], pair) for path, pair in pairs.items()}}
+            return function(structure(merged), *inputs)
+
+        return compile_memory(forward, values, use.pairs, *inputs), f"compiled forward pass: {description}"
+
+    def loss(trained: Mapping[str, Any], rest: Mapping[str, Any], inputs: Any) -> Any:
+        merged = {
+            path: _merge(rest[path], trained[path]) if path in use.pairs
+            else trained[path][0] if path in trained
+            else rest[path]
+            for path in values
+        }  # fmt: skip
+        value = function(structure(merged), *inputs)
+        value = value[0] if isinstance(value, tuple) else value
+        if getattr(value, "shape", ()) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            raise LazyModelError(
+                "a training step needs the loss, a floating-point scalar (or a tuple that begins with it); "
+                f"{description} returns {jax.typeof(value)}"
+            )
+        return value
+
+    step = _training_step(model, use, loss)
+    state = {path: values[path] for path in use.state}
+    frozen = {p: value for p, value in values.items() if p not in state and (p in use.pairs or p not in use.trained)}
+    memory = compile_memory(step, dict(use.trained), use.slot_structs(), state, frozen, *inputs, donate=(0, 1, 2))
+    return memory, f"compiled training step: {description}"
+
+
+def _training_step(model: ModelSpec, use: Use, loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Gradients of a loss and an optimizer's update, of what is trained, stated slots, own state, all else, inputs."""
+    moments: dict[str, list[str]] = {path: [] for path in use.trained}  # own state that is updated by a gradient
+    for path in use.state:
+        parameter = model.get(cast("str", model[path].follows))
+        numbers = jnp.issubdtype(model[path].dtype, jnp.inexact)
+        if parameter is not None and parameter.path in moments and numbers and parameter.shape == model[path].shape:
+            moments[parameter.path].append(path)
+
+    def step(trained: Any, slots: Any, state: Any, frozen: Any, *inputs: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(trained, {**frozen, **state}, inputs)
+        new_trained: dict[str, Any] = {}
+        new_slots: dict[str, Any] = {}
+        new_state = dict(state)
+        stated = use.slot_structs()
+        for path, structs in use.trained.items():
+            own = moments[path]
+            updated = [
+                _update(p, g, (*s, *(state[name] for name in own)), (struct, *places, *(model[n].struct for n in own)))
+                for p, g, s, struct, places in zip(
+                    trained[path], gradients[path], slots[path], structs, stated[path], strict=True
+                )
+            ]
+            new_trained[path] = tuple(p for p, _ in updated)
+            new_slots[path] = tuple(s[: len(s) - len(own)] for _, s in updated)
+            for _, s in updated:
+                new_state.update(zip(own, s[len(s) - len(own) :], strict=True))
+        return value, new_trained, new_slots, new_state
+
+    return step
+
+
+def _without_optimizer(model: ModelSpec) -> ModelSpec:
+    """The model whose tree a forward pass or loss takes."""
+    return model if model.optimized is None else model.optimized.model or model
+
+
+def _own(model: ModelSpec, compile: Compile) -> PlannedFunction:
+    """The model's own forward pass or loss, its inputs split over the mesh's data axes."""
+    meshes = [v.sharding.mesh for v in model.values() if isinstance(v.sharding, NamedSharding)]
+    mesh = cast("Mesh", meshes[0]) if meshes else None
+    axes = [axis for axis in ([] if mesh is None else mesh.shape) if axis in _DATA_AXES]
+    parts = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
+    size = parts if compile.batch is None else compile.batch
+    planned = _without_optimizer(model).framework.forward(compile.what, batch=size, sequence=compile.sequence)
+    if planned is None:
+        expected = "the loss, a scalar" if compile.what == "train" else "the outputs"
+        raise LazyModelError(
+            f"compiling {compile.what!r} needs a function and its inputs: Compile({compile.what!r}, f, (…)), where "
+            f"f(tree, *inputs) returns {expected} and tree is a pytree like AbstractModel.tree. Only Keras models "
+            "bring their own."
+        )
+    if mesh is None:
+        return planned
+    if size % parts:
+        raise LazyModelError(
+            f"a batch of {size} does not divide over {parts} parts of the mesh (axis {', '.join(map(repr, axes))}); "
+            f"the nearest that does is {max(round(size / parts), 1) * parts}"
+        )
+    over_batch = NamedSharding(mesh, PartitionSpec(tuple(axes) or None))
+
+    def spread(struct: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=over_batch)
+
+    inputs = jax.tree.map(spread, planned.inputs)
+    return dataclasses.replace(planned, inputs=inputs)
+
+
+def _merge(kernel: Any, pair: Any) -> Any:
+    """What a layer with LoRA computes with: Keras, too, adds the product to the kernel."""
+    first, last = pair
+    return kernel + jnp.matmul(first, last).astype(kernel.dtype)
+
+
+def _update(parameter: Any, gradient: Any, slots: Sequence[Any], structs: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """Takes the memory of an optimizer's step: every slot and the parameter are read once and written once.
+
+    Results lie where what they replace does (`structs`, of the parameter and of the slots), or they could not take its
+    memory.
+    """
+    new = tuple((0.9 * slot + 0.1 * gradient).astype(slot.dtype) for slot in slots)
+    change = sum(new, gradient) if new else gradient
+    updated = (parameter - 1e-3 * change).astype(parameter.dtype)
+
+    def placed(value: Any, struct: Any) -> Any:
+        named = isinstance(struct.sharding, NamedSharding)
+        return jax.lax.with_sharding_constraint(value, struct.sharding) if named else value
+
+    return placed(updated, structs[0]), tuple(map(placed, new, structs[1:]))

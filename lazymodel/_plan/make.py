@@ -1,0 +1,223 @@
+"""The verb `plan`: predicts what materializing a model will cost, and using it, before a byte moves.
+
+Responsible for putting a plan together: what stays from the shardings, what is needed for a moment and what passes
+through hosts from `_plan/steps`, what using the model adds from `_plan/what_if`, and, where it is asked for, what the
+compiler says from `_plan/compiled`.
+
+Devices need not be here. On a mesh without live devices, or without any (`jax.sharding.AbstractMesh`), nothing is
+compiled unless asked for, and a plan is arithmetic: a second or two for a model of a thousand billion parameters.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from lazymodel._abstract.placement import Placement, device_shardings
+from lazymodel._abstract.spec import ModelSpec
+from lazymodel._devices.compiler import CompiledMemory
+from lazymodel._devices.hardware import device_memory as known_memory
+from lazymodel._devices.hardware import is_arithmetic, is_live
+from lazymodel._errors import DoesNotFitError, LazyModelError
+from lazymodel._mapping.mapped import flat_checkpoint
+from lazymodel._mapping.match import Choice, choose, describe_sources, refused_casts
+from lazymodel._plan.compiled import Compile, compile_use
+from lazymodel._plan.plan import MemoryPlan, PlanRow
+from lazymodel._plan.steps import action, make_hosts, make_steps, make_timeline, read_anywhere
+from lazymodel._plan.what_if import ACTIVATIONS, GRADIENTS, PARAMETERS, Use, WhatIf
+from lazymodel._show.text import parse_bytes
+
+
+def plan(
+    model: ModelSpec,
+    checkpoint: Mapping[str, Any] | None = None,
+    *,
+    initialize: str | None = None,
+    device_memory: int | str | None = None,
+    what_if: WhatIf | None = None,
+    compile: Compile | None = None,
+) -> MemoryPlan:
+    """Predicts bytes per device and host before any is spent, while materializing and in use.
+
+    What the model has is counted, each once: its parameters, the state of its optimizer (`with_optimizer`, or a Keras
+    model's own that was built), and then the gradients of what that trains. NumPy arrays that stay on the host are no
+    device's.
+
+    Init programs are compiled where their devices are here, or with `Compile("init")`; else their temporaries are
+    estimated, and a plan takes a second or two whatever the model's size.
+
+    Args:
+        model: The model.
+        checkpoint: What `materialize` would be given. A tensor of another shape than its variable is no error here; the
+            variable's row says so.
+        initialize: As for `materialize`.
+        device_memory: Bytes of one device, or `"16GiB"`; None is what the devices say or are known to have, and CPUs
+            have no limit.
+        what_if: What the model does not have, by arithmetic: `lazymodel.WhatIf(optimizer="adamw", lora_rank=8)`.
+        compile: What the compiler is asked about, for devices that need not be here (`lazymodel.topology`):
+            `lazymodel.Compile("train", batch=8)`.
+
+    Raises:
+        LazyModelError: An argument is none of these; there is no function, or no device, to compile for; or an
+            optimizer or LoRA was stated for a model that has an optimizer.
+    """
+    what_if = _checked(model, what_if, compile)
+    limit = None if device_memory is None else parse_bytes(device_memory, name="device_memory", at_least=1)
+    # A plan says in its table what is initialized, so lacking tensors need no warning here.
+    # Nor does what is refused keep it from being a plan: it is noted.
+    checkpoint = flat_checkpoint(checkpoint)
+    choice = choose(model, checkpoint, initialize=initialize or "missing", strict=False, cast="unsafe")
+    refused = refused_casts(model, checkpoint, choice)
+    placement = Placement(device_shardings(model.variables))
+    devices = _devices(placement)
+    use = Use(model, placement.shardings, what_if)
+    compile_programs = devices.live or (compile is not None and not compile.is_use)
+    steps, programs = make_steps(model, choice, placement, platform=devices.platform, compile_programs=compile_programs)
+    signature, resident = placement.fullest(use.shard_nbytes)
+    timeline = tuple(make_timeline(steps, signature))
+    parts, compiled = _parts(use, placement), None
+    estimated = not programs and any(step.action == "initialize" for step in steps)
+    notes = [*use.notes, *_notes(refused, devices.platform if estimated else None)]
+    if compile is not None and compile.is_use:
+        compiled, parts[ACTIVATIONS], note, found = _compiled(model, use, compile)
+        notes.append(note)
+        limit = found if limit is None else limit
+        if compile.what == "train":  # gradients are among its temporaries
+            parts.pop(GRADIENTS, None)
+    rows = _rows(model, choice, use)
+    hosts = make_hosts(model, choice, placement, steps, on_cpu=devices.platform == "cpu")
+    # For devices that are not here, the process that reads most counts.
+    here = [host.read_nbytes for host in hosts if not devices.live or host.index == jax.process_index()]
+    return MemoryPlan(
+        name=model.name,
+        rows=rows,
+        device_nbytes=resident,
+        peak_nbytes=max((step.peak_nbytes for step in timeline), default=0),
+        read_nbytes=max(here or [host.read_nbytes for host in hosts] or [read_anywhere(choice, placement)]),
+        host_nbytes=max((row.shard_nbytes for row in rows if row.path in choice.sources), default=0),
+        num_devices=len(placement.devices),
+        device_memory=devices.memory if limit is None else limit,
+        programs=programs,
+        parts=parts,
+        timeline=timeline,
+        hosts=hosts,
+        device_kind=devices.kind,
+        mesh=dict(placement.meshes[0].shape) if placement.meshes else {},
+        compiled=compiled,
+        notes=tuple(notes),
+    )
+
+
+def _checked(model: ModelSpec, what_if: WhatIf | None, compile: Compile | None) -> WhatIf:
+    """What is stated, with the optimizer that a compiled training step has; refuses what does not go together."""
+    given: Any = (what_if, compile)
+    for value, name, cls, such in zip(
+        given, ("what_if", "compile"), (WhatIf, Compile), ('(optimizer="adamw")', '("forward")'), strict=True
+    ):
+        if not isinstance(value, cls | None):
+            raise LazyModelError(f"{name} is a lazymodel.{cls.__name__}, such as {cls.__name__}{such}; got {value!r}")
+    what_if = what_if or WhatIf()
+    if compile is None:
+        return what_if
+    if compile.is_use and what_if.quantize is not None:
+        raise LazyModelError(
+            f"compiling {compile.what!r} compiles the model as it is, and quantize={what_if.quantize!r} is arithmetic; "
+            "plan them one by one, or build the quantized model"
+        )
+    if any(is_arithmetic(variable.sharding) for variable in model.values()):
+        raise LazyModelError(
+            f"compiling {compile.what!r} needs devices to compile for, and this mesh is one for arithmetic; "
+            "make it with lazymodel.topology, or plan without compile"
+        )
+    if compile.what == "train" and what_if.optimizer is None and model.optimized is None:
+        return dataclasses.replace(what_if, optimizer="sgd")
+    return what_if
+
+
+@dataclasses.dataclass(frozen=True)
+class _Devices:
+    """What is known of the devices: whether they run, what they are, and the bytes of the smallest."""
+
+    live: bool
+    platform: str
+    kind: str
+    memory: int | None
+
+
+def _devices(placement: Placement) -> _Devices:
+    real = [device for device in placement.devices if not isinstance(device, int)]
+    # Compile-only devices belong to a client that can compile and nothing else.
+    live = bool(real) and len(real) == len(placement.devices) and all(map(is_live, real))
+    described = [mesh.abstract_device for mesh in placement.meshes if isinstance(mesh, AbstractMesh)]
+    kinds = {(device.platform, device.device_kind) for device in (*real, *filter(None, described))}
+    known: list[Any] = [kind for _, kind in kinds]
+    if live:  # they can say themselves, those of this process
+        known = [device for device in real if device.process_index == jax.process_index()]
+    limits = [limit for limit in map(known_memory, known) if limit is not None]
+    return _Devices(
+        live=live,
+        platform=min(kinds, default=("", ""))[0],
+        kind=", ".join(sorted(kind for _, kind in kinds)),
+        memory=min(limits, default=None),
+    )
+
+
+def _parts(use: Use, placement: Placement) -> dict[str, int]:
+    """What the device holds that holds most while the model is used, by kind."""
+    in_use: collections.Counter[str] = collections.Counter()
+    for amounts in use.parts.values():
+        in_use.update(amounts)
+    fullest, _ = placement.fullest(in_use)
+    kept = (kind for kind, amounts in use.parts.items() if kind == PARAMETERS or amounts)
+    return {kind: placement.held(fullest, use.parts[kind]) for kind in kept}
+
+
+def _notes(refused: Sequence[str], estimated: str | None) -> Iterator[str]:
+    """What `materialize` would refuse, and for which platform temporaries are estimated."""
+    if refused:
+        more = f" ({len(refused)} tensors)" if len(refused) > 1 else ""
+        yield f"materialize refuses this checkpoint: {refused[0]}{more}"
+    if estimated is not None:
+        each = "12 to 16 bytes an element" if estimated == "cpu" else "next to none on TPUs and GPUs"
+        yield f"temporaries of init programs are estimated: {each}"
+
+
+def _compiled(model: ModelSpec, use: Use, compile: Compile) -> tuple[CompiledMemory | None, int, str, int | None]:
+    """What the compiler said, the bytes that it adds, a note, and the limit of a device that it does not fit."""
+    compiled = limit = None
+    try:
+        compiled, note = compile_use(model, use, compile)
+        total = compiled.peak_nbytes
+    except DoesNotFitError as error:
+        if error.needed_nbytes is None:
+            raise
+        total, limit, note = error.needed_nbytes, error.limit_nbytes, str(error)
+    # The compiler pads and keeps what it returns; all of that is its own part.
+    return compiled, max(total - use.argument_nbytes(compile.what), 0), note, limit
+
+
+def _rows(model: ModelSpec, choice: Choice, use: Use) -> tuple[PlanRow, ...]:
+    origins = {path: recipe.origin for recipe in choice.recipes for path in recipe.paths}
+    for left_out in choice.mismatched:
+        if left_out.path in origins:
+            origins[left_out.path] += f"; shape {left_out.found} of the checkpoint does not match"
+    origins |= describe_sources(choice.sources)
+    return tuple(
+        PlanRow(
+            path=path,
+            shape=variable.shape,
+            dtype=variable.dtype,
+            spec=variable.spec,
+            shard_nbytes=use.shard_nbytes[path],
+            nbytes=variable.nbytes,
+            action=action(choice, path),
+            source=origins.get(path) or variable.origin,
+            used_nbytes=sum(amounts.get(path, 0) for amounts in use.parts.values()),
+        )
+        for path, variable in model.items()
+    )

@@ -1,0 +1,444 @@
+"""The memory plan: what every device and host will hold, and the peak on the way there, before a byte moves.
+
+Responsible for what a plan says, in numbers, tables and plain values, and for whether it fits and what would. How its
+numbers come to be is decided in `_plan/make`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+from jax.sharding import PartitionSpec
+
+from lazymodel._devices.compiler import CompiledMemory
+from lazymodel._errors import DoesNotFitError, LazyModelError
+from lazymodel._plan.figures import bar, figure
+from lazymodel._plan.what_if import ACTIVATIONS, PARAMETERS
+from lazymodel._show.table import ACTIONS, Row, Table, Tabled, folded_table, shape_text, spec_text
+from lazymodel._show.text import format_bytes, parse_bytes, plural
+
+_OFFENDERS = 5  # how many `check` names
+_LARGEST = 3  # how many the table names of what does not fit
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRow:
+    """One variable in a plan.
+
+    Attributes:
+        path: The variable's path.
+        shape: Its global shape.
+        dtype: Its dtype.
+        spec: Its partition spec, or None where it lives on one device.
+        shard_nbytes: Bytes that each of its devices holds.
+        nbytes: Bytes of the whole variable.
+        action: `"load"` from a checkpoint, `"initialize"` by a program, or `"constant"`.
+        source: File and tensor, or the initializer, for people.
+        used_nbytes: Bytes that each of its devices holds for it while the model is used: itself, quantized if that was
+            asked for, its LoRA pair, its gradient and the slots of an optimizer that is only stated. Optimizer state
+            that the model has is rows of its own.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec | None
+    shard_nbytes: int
+    nbytes: int
+    action: str
+    source: str
+    used_nbytes: int = 0
+
+    @property
+    def most_nbytes(self) -> int:
+        """Bytes that each of its devices must have for it, materializing or in use."""
+        return max(self.shard_nbytes, self.used_nbytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as in `MemoryPlan.to_dict`."""
+
+        def plain(entry: Any) -> Any:
+            return None if entry is None else list(entry) if isinstance(entry, tuple) else str(entry)
+
+        spec = None if self.spec is None else [plain(entry) for entry in self.spec]
+        return vars(self) | {"shape": list(self.shape), "dtype": self.dtype.name, "spec": spec}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanStep:
+    """One step of materializing, on the fullest device.
+
+    Attributes:
+        path: The variable that is made, or the first of those that one program makes.
+        action: As in `PlanRow`.
+        held_nbytes: Bytes held once it is made.
+        peak_nbytes: Most bytes held while it is made, temporaries included.
+    """
+
+    path: str
+    action: str
+    held_nbytes: int
+    peak_nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HostPlan:
+    """What one process will hold and read.
+
+    Attributes:
+        index: Its `process_index`.
+        num_devices: How many of the model's devices are its own.
+        device_nbytes: Bytes that these hold together once everything is there.
+        read_nbytes: Bytes that it reads from files, every distinct shard once.
+        staging_nbytes: Ceiling of the host memory through which those pass; `max_host_memory` lowers it.
+        peak_nbytes: Most host memory while materializing: the staging and, where the devices are CPUs, what they hold.
+    """
+
+    index: int
+    num_devices: int
+    device_nbytes: int
+    read_nbytes: int
+    staging_nbytes: int
+    peak_nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MemoryPlan(Tabled):
+    """What materializing a model will cost, and using it.
+
+    Attributes:
+        name: The model's name.
+        rows: One a variable, in the model's order.
+        device_nbytes: Bytes of the fullest device once everything is there.
+        peak_nbytes: Most bytes that a device holds while materializing, temporaries of the init programs included.
+        read_nbytes: Bytes that this process reads from files, every distinct shard once. For devices that are not here,
+            those of the process that reads most.
+        host_nbytes: Bytes of the largest single shard that passes through this process's host memory.
+        num_devices: Number of devices that hold anything.
+        device_memory: Bytes that one device has, or None where there is no limit to speak of (CPU).
+        programs: Number of compiled init programs; 0 where their temporaries are estimated.
+        parts: What a device holds while the model is used, on the fullest device, by kind: `"parameters"`, `"LoRA"`,
+            `"optimizer state"`, `"gradients"`, `"activations"` (with all other temporaries of what was compiled, of a
+            training step its gradients too).
+        timeline: The steps of materializing, in order.
+        hosts: One a process; empty for a mesh without devices.
+        device_kind: What the devices are called, or an empty string.
+        mesh: Axis names and sizes; empty without a mesh.
+        compiled: What the compiler said about the forward pass or training step, if one was compiled.
+        notes: What a reader has to know about how the numbers came to be.
+    """
+
+    name: str
+    rows: tuple[PlanRow, ...]
+    device_nbytes: int
+    peak_nbytes: int
+    read_nbytes: int
+    host_nbytes: int
+    num_devices: int
+    device_memory: int | None
+    programs: int
+    parts: Mapping[str, int]
+    timeline: tuple[PlanStep, ...] = ()
+    hosts: tuple[HostPlan, ...] = ()
+    device_kind: str = ""
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
+    compiled: CompiledMemory | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of the fullest device while the model is used: the sum of `parts`."""
+        return sum(self.parts.values())
+
+    @property
+    def needed_nbytes(self) -> int:
+        """Bytes that a device must have, to materialize the model and to use it."""
+        return max(self.peak_nbytes, self.used_nbytes)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether what is needed fits the device memory; None where that is not known."""
+        return None if self.device_memory is None else self.needed_nbytes <= self.device_memory
+
+    def check(self, device_memory: int | str | None = None) -> MemoryPlan:
+        """Returns the plan itself if it fits.
+
+        Args:
+            device_memory: Bytes of one device, or text such as `"16GiB"`; None takes the plan's own.
+
+        Raises:
+            DoesNotFitError: It does not; names the variables that take most of a device, and what would fit.
+        """
+        limit = self.device_memory
+        if device_memory is not None:
+            limit = parse_bytes(device_memory, name="device_memory", at_least=1)
+        if limit is None or self.needed_nbytes <= limit:
+            return self
+        in_use = f"; in use {format_bytes(self.used_nbytes)}: {self._listed_parts()}"
+        use = in_use if set(self.parts) - {PARAMETERS} else ""
+        raise DoesNotFitError(
+            f"{self.name} needs {format_bytes(self.needed_nbytes)} on a device ({format_bytes(self.device_nbytes)} "
+            f"once materialized{use}) and a device has {format_bytes(limit)}, "
+            f"{format_bytes(self.needed_nbytes - limit)} too little. "
+            f"Largest on a device: {self._largest(_OFFENDERS)}. {self.mend(limit)}"
+        )
+
+    def _replicated(self, row: PlanRow) -> bool:
+        return row.shard_nbytes == row.nbytes and self.num_devices > 1
+
+    def _largest(self, count: int) -> str:
+        """The variables that take most of a device."""
+        return ", ".join(
+            f"{row.path} {format_bytes(row.most_nbytes)}{' (replicated)' if self._replicated(row) else ''}"
+            for row in heapq.nlargest(count, self.rows, key=lambda row: row.most_nbytes)
+        )
+
+    def mend(self, device_memory: int) -> str:
+        """What would make it fit devices of this many bytes, by arithmetic, as a sentence or two."""
+        replicated = sum(row.most_nbytes for row in self.rows if self._replicated(row))
+        if replicated > device_memory // 2:
+            return (
+                f"{format_bytes(replicated)} are replicated on every device, which no number of devices mends: "
+                "shard these further, or use a smaller dtype."
+            )
+        # What each device computes with stays as large; only what is split shrinks with more devices.
+        fixed = self.parts.get(ACTIVATIONS, 0) + replicated
+        if fixed >= device_memory:
+            return (
+                f"{format_bytes(fixed)} of a device do not shrink with more devices (activations, replicated "
+                "variables): use a smaller batch or sequence."
+            )
+        split = (self.needed_nbytes - fixed) * self.num_devices
+        devices = 1 << max(math.ceil(split / (device_memory - fixed)) - 1, 0).bit_length()
+        wide = any(row.dtype.itemsize >= 4 and jax.numpy.issubdtype(row.dtype, jax.numpy.floating) for row in self.rows)
+        return (
+            f"With everything else split evenly it would fit {devices:,} such devices"
+            f"{', or half as many in bfloat16' if wide else ''}. Shard these further, use more devices, or a smaller "
+            "dtype."
+        )
+
+    def by_module(self, depth: int = 1) -> Modules:
+        """The variables summed over the modules that their paths name, down to this many parts of a path.
+
+        Example:
+            >>> print(plan.by_module(depth=2))
+        """
+        if type(depth) is not int or depth < 1:
+            raise LazyModelError(f"depth is a number of path parts, from 1; got {depth!r}")
+        sums: dict[tuple[str, ...], list[int]] = {}
+        for row in self.rows:
+            parts = tuple(row.path.split("/"))
+            for length in range(1, min(depth, max(len(parts) - 1, 1)) + 1):
+                entry = sums.setdefault(parts[:length], [0, 0, 0, 0])
+                for index, amount in enumerate((1, row.nbytes, row.shard_nbytes, row.used_nbytes)):
+                    entry[index] += amount
+        first = {prefix: position for position, prefix in enumerate(sums)}
+        order = sorted(sums, key=lambda prefix: [first[prefix[: n + 1]] for n in range(len(prefix))])
+        return Modules(self.name, tuple(ModuleRow("/".join(prefix), len(prefix), *sums[prefix]) for prefix in order))
+
+    def plot(self, path: Any = None) -> Any:
+        """Draws what a device holds against what it has, and the timeline while materializing.
+
+        Args:
+            path: A file to write (`.png`, `.svg`, …); None only returns the figure.
+
+        Returns:
+            A `matplotlib.figure.Figure`.
+
+        Raises:
+            LazyModelError: matplotlib is not installed, or the file cannot be written.
+        """
+        return figure(
+            self.name,
+            self.parts,
+            [(step.held_nbytes, step.peak_nbytes) for step in self.timeline],
+            held=self.device_nbytes,
+            peak=self.peak_nbytes,
+            limit=self.device_memory,
+            path=path,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as lists, dicts, strings and numbers that `json.dumps` takes and gives back equal."""
+        plain = dataclasses.asdict(dataclasses.replace(self, rows=(), mesh=dict(self.mesh), parts=dict(self.parts)))
+        del plain["rows"]
+        return {
+            "fits": self.fits,
+            "needed_nbytes": self.needed_nbytes,
+            "used_nbytes": self.used_nbytes,
+            **{name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()},
+            "modules": [dataclasses.asdict(module) for module in self.by_module(depth=2)],
+            "variables": [row.to_dict() for row in self.rows],
+        }
+
+    @property
+    def _drawn_parts(self) -> Mapping[str, int]:
+        return self.parts or {PARAMETERS: self.device_nbytes}
+
+    def table(self) -> Table:
+        """What is shown: the variables, and a summary below them."""
+
+        def row(row: PlanRow) -> Row:
+            note = ACTIONS.get(row.action, row.action)
+            if row.action == "initialize":
+                note = f"{note}: {row.source}"
+            cells = (shape_text(row.shape), row.dtype.name, spec_text(row.spec))
+            return Row(row.path, cells, row.shard_nbytes, note)
+
+        nbytes = sum(row.nbytes for row in self.rows)
+        title = f"{self.name}: plan for {plural(len(self.rows), 'variable')}, {format_bytes(nbytes)}"
+        headings = ("shape", "dtype", "partition spec", "bytes/device", "value")
+        lines = [*self._device_lines(), *self._host_lines(), *self.notes]
+        return folded_table(title, headings, map(row, self.rows), lines)
+
+    def _device_lines(self) -> Iterable[str]:
+        if self.mesh or self.device_kind:
+            mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+            yield ": ".join(filter(None, (self.device_kind or "mesh", mesh)))
+        device = "device" if self.num_devices == 1 else f"each of {self.num_devices:,} devices, on the fullest"
+        yield (
+            f"{device}: {format_bytes(self.device_nbytes)} resident, "
+            f"{format_bytes(self.peak_nbytes)} at the peak while materializing"
+        )
+        if len(self.parts) > 1 or self.used_nbytes != self.device_nbytes:
+            yield f"in use: {format_bytes(self.used_nbytes)}: {self._listed_parts()}"
+        if self.device_memory is not None:
+            yield f"device memory: {format_bytes(self.device_memory)}; {self.verdict()}"
+            if not self.fits:
+                yield f"largest on a device: {self._largest(_LARGEST)}"
+                yield self.mend(self.device_memory)
+
+    def _host_lines(self) -> Iterable[str]:
+        totals: dict[str, list[int]] = {}
+        for row in self.rows:
+            totals.setdefault(row.action, []).append(row.nbytes)
+        for action, sizes in totals.items():
+            line = f"{ACTIONS.get(action, action)}: {plural(len(sizes), 'variable')}, {format_bytes(sum(sizes))}"
+            if action == "load":
+                reader = "this process" if len(self.hosts) <= 1 else "the process that reads most"
+                line += f"; {reader} reads {format_bytes(self.read_nbytes)}"
+                line += f", its largest shard in host memory is {format_bytes(self.host_nbytes)}"
+            elif action == "initialize" and self.programs:
+                line += f"; {plural(self.programs, 'compiled program')}"
+            yield line
+        if self.hosts:
+            fullest = max(host.peak_nbytes for host in self.hosts)
+            each = "host" if len(self.hosts) == 1 else f"each of {len(self.hosts):,} hosts, at most"
+            yield f"{each}: {format_bytes(fullest)} of host memory while materializing"
+
+    def _listed_parts(self) -> str:
+        return ", ".join(f"{format_bytes(nbytes)} {kind}" for kind, nbytes in self.parts.items())
+
+    def verdict(self) -> str:
+        """Whether it fits, and with what to spare."""
+        if self.device_memory is None:
+            return "unknown"
+        spare = self.device_memory - self.needed_nbytes
+        return f"fits, {format_bytes(spare)} to spare" if spare >= 0 else f"does not fit, {format_bytes(-spare)} short"
+
+    def _repr_html_(self) -> str:
+        modules = self.by_module(depth=2)
+        more = f"<details><summary>by module</summary>{modules._repr_html_()}</details>" if len(modules) > 1 else ""
+        full = max(self.needed_nbytes, self.device_memory or 0, 1)
+        return f"{bar(self.parts, full)}{super()._repr_html_()}{more}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleRow:
+    """One module of a plan: the variables whose paths begin with its own.
+
+    Attributes:
+        path: The prefix.
+        depth: Its number of parts.
+        variables: How many variables it has.
+        nbytes: Their bytes, each counted once.
+        shard_nbytes: Bytes of them on a device that holds all.
+        used_nbytes: The same while the model is used; see `PlanRow`.
+    """
+
+    path: str
+    depth: int
+    variables: int
+    nbytes: int
+    shard_nbytes: int
+    used_nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Modules(Tabled, Sequence[ModuleRow]):
+    """A plan by module, outer modules before what they hold; prints as a table."""
+
+    name: str
+    rows: tuple[ModuleRow, ...]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def table(self) -> Table:
+        """What is shown: rows indented by their depth, of which those of one depth may fold."""
+
+        def row(module: ModuleRow) -> Row:
+            path = "  " * (module.depth - 1) + module.path
+            cells = (f"{module.variables:,}", format_bytes(module.nbytes), format_bytes(module.used_nbytes))
+            return Row(path, cells, module.shard_nbytes, "")
+
+        headings = ("variables each", "bytes each", "in use each", "bytes/device", "")
+        return folded_table(f"{self.name} by module", headings, map(row, self.rows), (), noun="module")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class PlanComparison(Tabled):
+    """Several plans side by side; prints as a table.
+
+    Attributes:
+        plans: Name to plan, in the order given.
+    """
+
+    plans: Mapping[str, MemoryPlan]
+
+    @property
+    def fitting(self) -> tuple[str, ...]:
+        """Names of the plans that are known to fit."""
+        return tuple(name for name, plan in self.plans.items() if plan.fits)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Each plan's `to_dict`, by name."""
+        return {name: plan.to_dict() for name, plan in self.plans.items()}
+
+    def table(self) -> Table:
+        """What is shown: a row a plan."""
+
+        def cells(name: str, plan: MemoryPlan) -> tuple[str, ...]:
+            memory = "–" if plan.device_memory is None else format_bytes(plan.device_memory)
+            amounts = (plan.device_nbytes, plan.peak_nbytes, plan.used_nbytes)
+            return (name, f"{plan.num_devices:,}", *map(format_bytes, amounts), memory, plan.verdict())
+
+        columns = ("plan", "devices", "resident/device", "peak materializing", "in use", "device memory", "verdict")
+        names = sorted({plan.name for plan in self.plans.values()})
+        title = f"{', '.join(names)}: {plural(len(self.plans), 'plan')}"
+        return Table(title, columns, [cells(*item) for item in self.plans.items()], frozenset(columns[1:6]))
+
+
+def compare_plans(plans: Mapping[str, MemoryPlan]) -> PlanComparison:
+    """Puts the plans of several meshes, dtypes or anything else into one table.
+
+    Example:
+        >>> lm.compare_plans({f"model={n}": abstract.shard(mesh(n), rules).plan() for n in (4, 8)})
+    """
+    given: Any = plans
+    if isinstance(given, Mapping) and not given:
+        raise LazyModelError("there is no plan to compare; pass a mapping of name to MemoryPlan")
+    named = cast("Mapping[Any, Any]", given) if isinstance(given, Mapping) else {"": None}
+    if not all(isinstance(plan, MemoryPlan) for plan in named.values()):
+        raise LazyModelError(
+            f"plans are a mapping of name to MemoryPlan, such as {{'v5e-8': model.plan()}}; got {type(given).__name__}"
+        )
+    return PlanComparison(dict(plans))

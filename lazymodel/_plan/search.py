@@ -1,0 +1,229 @@
+"""The search for the smallest slice of a TPU generation, or the fewest cards, on which a model fits.
+
+Responsible for which candidates are planned, by arithmetic and then by the compiler, and for saying why others do not
+do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lazymodel._abstract.spec import ModelSpec
+from lazymodel._devices.hardware import device_memory as known_memory
+from lazymodel._devices.hardware import tpu_generation
+from lazymodel._devices.topology import arithmetic_mesh, check_axes, has_libtpu, topology, topology_names
+from lazymodel._errors import DoesNotFitError, LazyModelError, ShardingError
+from lazymodel._plan.compiled import Compile
+from lazymodel._plan.make import plan
+from lazymodel._plan.plan import MemoryPlan
+from lazymodel._plan.what_if import WhatIf
+from lazymodel._sharding.rules import Rules, named_rules
+from lazymodel._sharding.shard import shard
+from lazymodel._show.table import Table, Tabled
+from lazymodel._show.text import format_bytes, parse_bytes
+
+_CARD_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+# How many candidates that fit by arithmetic are given to the compiler before the search gives up.
+_CONFIRMED = 6
+_INIT_PROGRAMS = Compile("init")
+
+
+@dataclasses.dataclass(frozen=True)
+class TopologyRow:
+    """One slice that was considered.
+
+    Attributes:
+        name: Its name, for `topology`.
+        num_devices: Devices in it.
+        axes: Axis name to size.
+        device_nbytes: Bytes that a device must have by arithmetic, `MemoryPlan.needed_nbytes`; None where no plan was
+            made because the variables alone, split evenly over all devices, are too large.
+        compiled_nbytes: The same as the compiler says; None where it was not asked.
+        fits: Whether it fits by the best knowledge there is.
+        reason: Why not; empty where it fits.
+    """
+
+    name: str
+    num_devices: int
+    axes: Mapping[str, int]
+    device_nbytes: int | None
+    compiled_nbytes: int | None
+    fits: bool
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class TopologyTable(Tabled):
+    """What `smallest_topology` found, smallest slice first.
+
+    Attributes:
+        model: The model's name.
+        device_memory: Bytes that one device has.
+        rows: All slices considered; the last one fits.
+    """
+
+    model: str
+    device_memory: int
+    rows: tuple[TopologyRow, ...]
+
+    @property
+    def smallest(self) -> TopologyRow:
+        """The smallest slice that fits."""
+        return next(row for row in self.rows if row.fits)
+
+    def table(self) -> Table:
+        """What is shown: a row a slice."""
+
+        def size(nbytes: int | None) -> str:
+            return "–" if nbytes is None else format_bytes(nbytes)
+
+        def cells(row: TopologyRow) -> tuple[str, ...]:
+            mesh = ", ".join(f"{axis}={length}" for axis, length in row.axes.items())
+            verdict = "yes" if row.fits else f"no: {row.reason}"
+            amounts = size(row.device_nbytes), size(row.compiled_nbytes)
+            return row.name, f"{row.num_devices:,}", mesh, *amounts, verdict
+
+        title = f"{self.model} on devices of {format_bytes(self.device_memory)}"
+        columns = ("topology", "devices", "mesh", "arithmetic", "compiled", "fits")
+        return Table(
+            title, columns, [cells(row) for row in self.rows], frozenset(("devices", "arithmetic", "compiled"))
+        )
+
+
+def smallest_topology(
+    abstract: ModelSpec,
+    device: str,
+    rules: Rules | None = None,
+    *,
+    axes: Mapping[str, int] | None = None,
+    max_devices: int = 1024,
+    device_memory: int | str | None = None,
+    checkpoint: Mapping[str, Any] | None = None,
+    what_if: WhatIf | None = None,
+    compile: Compile | None = _INIT_PROGRAMS,
+) -> TopologyTable:
+    """The smallest slice of one generation on which a model fits: found by arithmetic, confirmed by the compiler.
+
+    Args:
+        abstract: The model; shardings that it has are replaced.
+        device: A TPU generation, `"v5e"`, or a card, `"H100"`, of which 1, 2, 4, … are tried by arithmetic alone.
+        rules: As for `AbstractModel.shard`.
+        axes: As for `topology`; a size of -1 takes what a slice has. None is one axis, `"model"`.
+        max_devices: Largest slice to consider.
+        device_memory: Bytes of one device, or `"14GiB"`, if less than the device has is to be used.
+        checkpoint: As for `AbstractModel.plan`.
+        what_if: As for `AbstractModel.plan`.
+        compile: What is compiled to confirm, as for `AbstractModel.plan`; None is arithmetic alone, for which libtpu
+            need not be installed.
+
+    Raises:
+        DoesNotFitError: It fits on none; names the one that comes nearest, and by how much.
+        ShardingError: The rules fit on none.
+        LazyModelError: The device is unknown, or libtpu is not installed and there is something to compile.
+    """
+    given: Any = device
+    if not isinstance(given, str):
+        raise LazyModelError(f"a TPU generation or a card is named, such as 'v5e' or 'H100'; got {given!r}")
+    known = known_memory(device)
+    if tpu_generation(device) is None and known is not None:
+        names, compile = [f"{device}:{count}" for count in _CARD_COUNTS], None
+    else:
+        names = topology_names(device)
+        if compile is not None and not has_libtpu():
+            raise LazyModelError(
+                'confirming by the compiler needs libtpu: pip install "lazymodel[tpu]", or pass compile=None'
+            )
+    assert known is not None  # every generation is in the table
+    limit = known if device_memory is None else parse_bytes(device_memory, name="device_memory", at_least=1)
+    check_axes(axes)
+    rules = named_rules(rules)
+
+    def planned(mesh: Any, compile: Compile | None) -> MemoryPlan:
+        # What rules leave unmatched is the same on every mesh, and said when the chosen one is sharded.
+        sharded = shard(abstract, mesh, rules, on_unmatched="ignore")
+        return plan(sharded, checkpoint, device_memory=limit, what_if=what_if, compile=compile)
+
+    rows: list[TopologyRow] = []
+    misfits: list[ShardingError] = []
+    for name in names:
+        if arithmetic_mesh(name).size > max_devices:
+            break
+        row = _consider(abstract, name, axes, limit, planned, misfits)
+        if row.fits and compile is not None:
+            row = _confirm(row, limit, compile, planned)
+        rows.append(row)
+        if row.fits:
+            return TopologyTable(abstract.name, limit, tuple(rows))
+        if sum(row.compiled_nbytes is not None for row in rows) >= _CONFIRMED:
+            break
+    if misfits and len(misfits) == len(rows):  # no matter of memory
+        raise ShardingError(f"the rules fit on no {device} slice. {rows[0].name}: {misfits[0]}") from misfits[0]
+    raise DoesNotFitError(_nowhere(abstract, device, limit, max_devices, rows))
+
+
+def _consider(
+    abstract: ModelSpec,
+    name: str,
+    axes: Mapping[str, int] | None,
+    limit: int,
+    planned: Callable[[Any, None], MemoryPlan],
+    misfits: list[ShardingError],
+) -> TopologyRow:
+    """One slice by arithmetic; an error of the rules there is appended to `misfits`."""
+    size = arithmetic_mesh(name).size
+    row = TopologyRow(name, size, dict(axes or {}), None, None, False)
+    try:
+        mesh = arithmetic_mesh(name, axes)
+    except LazyModelError as error:
+        return dataclasses.replace(row, reason=_first_line(error))
+    row = dataclasses.replace(row, axes=dict(mesh.shape))
+    nbytes = sum(variable.nbytes for variable in abstract.values() if not variable.on_host)
+    if nbytes > limit * size:
+        reason = f"{format_bytes(math.ceil(nbytes / size))} a device even if everything is split"
+        return dataclasses.replace(row, reason=reason)
+    try:
+        needed = planned(mesh, None).needed_nbytes
+    except ShardingError as error:
+        misfits.append(error)
+        return dataclasses.replace(row, reason=_first_line(error))
+    return dataclasses.replace(row, device_nbytes=needed, fits=needed <= limit, reason=_shortfall(needed, limit))
+
+
+def _confirm(
+    row: TopologyRow, limit: int, compile: Compile, planned: Callable[[Any, Compile], MemoryPlan]
+) -> TopologyRow:
+    """One slice by the compiler."""
+    try:
+        needed = planned(topology(row.name, row.axes), compile).needed_nbytes
+    except DoesNotFitError as error:
+        needed = error.needed_nbytes or 0
+        return dataclasses.replace(row, compiled_nbytes=needed, fits=False, reason=_first_line(error))
+    return dataclasses.replace(row, compiled_nbytes=needed, fits=needed <= limit, reason=_shortfall(needed, limit))
+
+
+def _shortfall(needed: int, limit: int) -> str:
+    return f"{format_bytes(needed - limit)} too little" if needed > limit else ""
+
+
+def _nowhere(abstract: ModelSpec, device: str, limit: int, max_devices: int, rows: list[TopologyRow]) -> str:
+    start = (
+        f"{abstract.name} ({format_bytes(abstract.nbytes)}) fits on no {device} slice of at most {max_devices} devices"
+    )
+    known = [(row.compiled_nbytes or row.device_nbytes or 0, row) for row in rows]
+    known = [(needed, row) for needed, row in known if needed]
+    if known:
+        needed, nearest = min(known, key=lambda pair: pair[0])
+        return (
+            f"{start} of {format_bytes(limit)}; nearest is {nearest.name} with {format_bytes(needed)} on a device. "
+            "Rules that split more, more axes, a smaller dtype or a larger max_devices would help."
+        )
+    if not rows:
+        return f"{start}: the smallest slice has more"
+    return f"{start} of {format_bytes(limit)}; {rows[-1].name}: {rows[-1].reason}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

@@ -1,0 +1,277 @@
+"""What a model holds in use: parameters, optimizer state and gradients, and what would be added or taken away.
+
+State that the model has (`with_optimizer`, a compiled Keras model) are variables of its own; gradients are of what
+that optimizer trains. What is only stated (`WhatIf`: an optimizer's name, LoRA, quantization) is arithmetic on what is
+there.
+
+Responsible for that arithmetic on shapes, dtypes and shardings, variable by variable, and for the structs that a
+training step takes besides the parameters. What the compiler says is `_plan/compiled`'s matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from lazymodel._abstract.placement import resident_nbytes, stays_on_host
+from lazymodel._abstract.spec import ModelSpec
+from lazymodel._errors import LazyModelError
+from lazymodel._sharding.describe import describe
+from lazymodel._sharding.follow import lora_shardings
+from lazymodel._show.text import closest
+
+PARAMETERS, LORA, OPTIMIZER, GRADIENTS = "parameters", "LoRA", "optimizer state", "gradients"
+ACTIVATIONS = "activations"
+
+# Arrays of a parameter's shape that an optimizer keeps for each: moments, accumulators, velocities.
+_SLOTS = {
+    "adadelta": 2,
+    "adagrad": 1,
+    "adam": 2,
+    "adamax": 2,
+    "adamw": 2,
+    "amsgrad": 3,
+    "ftrl": 2,
+    "lamb": 2,
+    "lion": 1,
+    "momentum": 1,
+    "nadam": 2,
+    "rmsprop": 1,
+    "sgd": 0,
+}
+# What `enable_lora` of a KerasHub backbone takes (the layers query, value, query_dense, value_dense), and the names of
+# the same projections elsewhere.
+_LORA_TARGETS = r"(?:.*/)?(?:query|value|q_proj|v_proj)(?:_dense)?/kernel"
+_QUANTIZED_BITS = {"int8": 8, "int4": 4}
+_SMALLEST_QUANTIZED = 4096  # elements; smaller matrices are biases of attention heads and the like
+_SCALE_NBYTES = 4  # a float32 for each column
+
+StatedOptimizer: TypeAlias = "str | int | Sequence[Any]"
+Pair: TypeAlias = "tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]"
+
+
+@dataclasses.dataclass(frozen=True)
+class WhatIf:
+    """What a plan adds to a model that does not have it, or takes away, by arithmetic.
+
+    What the model has, a plan counts without being told.
+
+    Attributes:
+        optimizer: Training, of a model that has no optimizer: gradients, and an optimizer's slots for every trainable
+            parameter. A name such as `"adamw"`, the number of slots, or their dtypes.
+        lora_rank: Rank of LoRA pairs, which are then all that is trained.
+        lora_targets: Regex of the paths that get a pair; None is the query and value projections, as in KerasHub.
+        quantize: `"int8"` or `"int4"`: what quantizing the materialized model leaves.
+
+    Raises:
+        LazyModelError: One is none of these, or there are targets and no rank.
+
+    Example:
+        >>> abstract.plan(what_if=lm.WhatIf(optimizer="adamw", lora_rank=8))
+    """
+
+    optimizer: StatedOptimizer | None = None
+    lora_rank: int | None = None
+    lora_targets: str | None = None
+    quantize: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer is not None:
+            slot_dtypes(self.optimizer)
+        if self.lora_rank is not None and (type(self.lora_rank) is not int or self.lora_rank < 1):
+            raise LazyModelError(f"lora_rank is a positive number; got {self.lora_rank!r}")
+        if self.lora_targets is not None and self.lora_rank is None:
+            raise LazyModelError("lora_targets was given without lora_rank; say both")
+        try:
+            re.compile(self.targets)
+        except (re.error, TypeError) as error:
+            raise LazyModelError(f"lora_targets {self.lora_targets!r} is not a regular expression: {error}") from error
+        if self.quantize is not None and self.quantize not in tuple(_QUANTIZED_BITS):
+            raise LazyModelError(f"quantize is {' or '.join(map(repr, _QUANTIZED_BITS))}; got {self.quantize!r}")
+
+    @property
+    def targets(self) -> str:
+        """The regex of the paths that get a LoRA pair."""
+        return _LORA_TARGETS if self.lora_targets is None else self.lora_targets
+
+
+class Use:
+    """What a model holds while it is used.
+
+    Attributes:
+        shard_nbytes: Path to the bytes of its shard on a device, as materialized.
+        parts: Kind to path to bytes on a device.
+        pairs: Path to its LoRA pair.
+        slots: The dtypes of a stated optimizer's slots, None for the parameter's own; None without one.
+        state: The paths of the optimizer state that the model has.
+        trained: Path to what the optimizer updates: its own struct, or its pair.
+        notes: How the numbers came to be.
+    """
+
+    def __init__(self, model: ModelSpec, shardings: Mapping[str, Sharding], what_if: WhatIf) -> None:
+        self.notes: list[str] = []
+        self.shard_nbytes = {path: resident_nbytes(variable) for path, variable in model.items()}
+        self.state = tuple(path for path, variable in model.items() if variable.follows is not None)
+        self._check_one_optimizer(model, what_if)
+        self.pairs: dict[str, Pair] = {}
+        if what_if.lora_rank is not None:
+            self.pairs = _pairs(model, shardings, what_if.lora_rank, what_if.targets)
+            self.notes.append(f"LoRA of rank {what_if.lora_rank} on {len(self.pairs)} variables; all others are frozen")
+        self.slots = None if what_if.optimizer is None else slot_dtypes(what_if.optimizer)
+        self.trained = self._trained(model, shardings)
+        state = set(self.state)
+        self.parts: dict[str, dict[str, int]] = {
+            PARAMETERS: {path: nbytes for path, nbytes in self.shard_nbytes.items() if path not in state},
+            LORA: {path: sum(map(_struct_nbytes, pair)) for path, pair in self.pairs.items()},
+            OPTIMIZER: {path: self.shard_nbytes[path] for path in self.state},
+            GRADIENTS: {path: sum(map(_struct_nbytes, structs)) for path, structs in self.trained.items()},
+        }
+        for path, slots in self.slot_structs().items():
+            if self.slots:
+                self.parts[OPTIMIZER][path] = sum(map(_struct_nbytes, itertools.chain(*slots)))
+        if what_if.quantize is not None:
+            self._quantize(model, shardings, what_if.quantize)
+
+    def slot_structs(self) -> dict[str, tuple[tuple[jax.ShapeDtypeStruct, ...], ...]]:
+        """Path to a stated optimizer's slots for each of what is trained there."""
+        return {
+            path: tuple(
+                tuple(
+                    jax.ShapeDtypeStruct(s.shape, dtype or s.dtype, sharding=s.sharding) for dtype in self.slots or ()
+                )
+                for s in structs
+            )
+            for path, structs in self.trained.items()
+        }
+
+    def argument_nbytes(self, what: str) -> int:
+        """Bytes on a device that a compiled `"forward"` or `"train"` is given: a forward pass no slots only stated."""
+        kinds = (PARAMETERS, LORA, OPTIMIZER) if what == "train" else (PARAMETERS, LORA)
+        held = sum(sum(self.parts[kind].values()) for kind in kinds)
+        return held if what == "train" else held + sum(self.shard_nbytes[path] for path in self.state)
+
+    def _check_one_optimizer(self, model: ModelSpec, what_if: WhatIf) -> None:
+        if model.optimized is None or (what_if.optimizer is None and what_if.lora_rank is None):
+            return
+        state = f"{len(self.state)} variables of state, such as {self.state[0]!r}" if self.state else "no state"
+        has = f"{model.name} has an optimizer already ({state})"
+        if what_if.optimizer is not None:
+            raise LazyModelError(
+                f"optimizer={what_if.optimizer!r} would be a second one: {has}, which a plan counts; leave optimizer "
+                "out, or plan the model without its own"
+            )
+        raise LazyModelError(
+            f"lora_rank={what_if.lora_rank} plans pairs that are trained in place of the parameters, and {has} for "
+            "these; plan the model without it"
+        )
+
+    def _trained(
+        self, model: ModelSpec, shardings: Mapping[str, Sharding]
+    ) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
+        trained: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {}
+        if self.slots is not None and self.pairs:
+            trained |= self.pairs
+        elif self.slots is not None or model.optimized is not None:
+            paths = model.optimized.paths if model.optimized is not None else _trainable(model)
+            for path in paths:
+                variable = model[path]
+                trained[path] = (jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=shardings[path]),)
+        if self.slots is not None:
+            self.notes.append(
+                f"training: {len(self.slots)} optimizer {'slot' if len(self.slots) == 1 else 'slots'} for each of "
+                f"{sum(map(len, trained.values())):,} trainable variables"
+            )
+        elif model.optimized is not None:
+            self.notes.append(
+                f"training with the model's own optimizer: {len(self.state):,} variables of state for "
+                f"{len(trained):,} trainable variables"
+            )
+        return trained
+
+    def _quantize(self, model: ModelSpec, shardings: Mapping[str, Sharding], mode: str) -> None:
+        roles = describe(model.variables)
+        count = 0
+        for path, variable in model.items():
+            floating = jax.numpy.issubdtype(variable.dtype, np.floating) and variable.dtype.itemsize > 1
+            if not floating or len(variable.shape) < 2 or variable.size < _SMALLEST_QUANTIZED:
+                continue
+            if variable.follows is not None or roles[path].role == "lora" or stays_on_host(variable):
+                continue
+            if path in self.trained and path not in self.pairs:
+                mend = "add lora_rank, or leave out the optimizer"
+                mend = mend if model.optimized is None else "plan the model without its optimizer"
+                raise LazyModelError(
+                    f"quantize={mode!r} takes {path!r} too, which is trained, and quantized parameters cannot be "
+                    f"trained; {mend}"
+                )
+            shard = shardings[path].shard_shape(variable.shape)
+            columns = math.prod(shard) // max(shard[-2], 1)
+            self.parts[PARAMETERS][path] = -(-math.prod(shard) * _QUANTIZED_BITS[mode] // 8) + columns * _SCALE_NBYTES
+            count += 1
+        self.notes.append(
+            f"{mode}: {count} matrices are quantized after they are materialized, one by one, with a scale a column"
+        )
+
+
+def _trainable(model: ModelSpec) -> list[str]:
+    return [
+        path
+        for path, variable in model.items()
+        if variable.trainable and variable.follows is None and jax.numpy.issubdtype(variable.dtype, np.inexact)
+    ]
+
+
+def slot_dtypes(optimizer: Any) -> tuple[Any, ...]:
+    """The dtypes of the slots that a stated optimizer keeps of each parameter, None for the parameter's own."""
+    if isinstance(optimizer, str):
+        slots = _SLOTS.get(optimizer.lower())
+        if slots is None:
+            raise LazyModelError(
+                f"optimizer {optimizer!r} is not known{closest(optimizer, _SLOTS)}; give the number of slots that it "
+                f"keeps of each parameter, or one of {', '.join(_SLOTS)}"
+            )
+        return (None,) * slots
+    if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer >= 0:
+        return (None,) * optimizer
+    try:
+        return tuple(jax.numpy.dtype(dtype) for dtype in cast("Sequence[Any]", optimizer))
+    except TypeError:
+        own = "; with_optimizer() takes an optimizer itself, and a plan then counts its state"
+        mend = own if callable(optimizer) or hasattr(optimizer, "init") or hasattr(optimizer, "variables") else ""
+        raise LazyModelError(
+            f"optimizer is a name, a number of slots or their dtypes; got {optimizer!r}{mend}"
+        ) from None
+
+
+def _pairs(model: ModelSpec, shardings: Mapping[str, Sharding], rank: int, targets: str) -> dict[str, Pair]:
+    """For each target of shape (…, n) a pair of shapes (…, rank) and (rank, n), as Keras makes them."""
+    regex = re.compile(targets)
+    pairs: dict[str, Pair] = {}
+    for path, variable in model.items():
+        if variable.follows is not None or len(variable.shape) < 2 or not regex.fullmatch(path):
+            continue
+        first, last = lora_shardings(shardings[path], variable.shape, rank)
+        pairs[path] = (
+            jax.ShapeDtypeStruct((*variable.shape[:-1], rank), variable.dtype, sharding=first),
+            jax.ShapeDtypeStruct((rank, variable.shape[-1]), variable.dtype, sharding=last),
+        )
+    if not pairs:
+        raise LazyModelError(
+            f"no variable of {model.name} is a LoRA target {targets!r}{closest(targets, model)}; "
+            "set lora_targets to a regex of whole paths"
+        )
+    return pairs
+
+
+def _struct_nbytes(struct: Any) -> int:
+    """Bytes of it on a device."""
+    shape = struct.shape if struct.sharding is None else struct.sharding.shard_shape(struct.shape)
+    return math.prod(shape) * struct.dtype.itemsize

@@ -1,0 +1,1 @@
+"""Init programs: what is asked of a jaxpr, recipes, and compiling and running them."""

@@ -1,0 +1,359 @@
+"""What tracing and init programs need to know about jaxprs: run one equation, name it, classify it.
+
+Everything that touches JAX's own representation is here, through `jax.extend.core` and `jax.core.eval_jaxpr`, so
+that a new JAX release changes this module and no other. What to do with the answers is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+from jax import core
+from jax.extend.core.primitives import convert_element_type_p
+from jax.interpreters import partial_eval
+
+from lazymodel._programs.keys import is_key, key_data
+
+CONFIG: Any = jax.config  # whose settings are not annotated
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Elementwise, exact or not: every element depends on the same element of the operands alone.
+ELEMENTWISE = _names(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
+    clamp complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2
+    expm1 floor ge gt igamma igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min
+    mul ne neg nextafter not optimization_barrier or polygamma population_count pow real reduce_precision
+    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
+    sin sinh sqrt square stop_gradient sub tan tanh xor clz zeta device_put sharding_constraint name
+    """
+)
+# Of those, what CPUs compute by polynomials or estimates, which XLA may do differently in the last few elements of an
+# array, those that do not fill a vector register.
+_APPROXIMATE = _names(
+    """
+    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2
+    expm1 igamma igammac lgamma log log1p logistic polygamma pow regularized_incomplete_beta rsqrt sin sinh tan tanh
+    zeta
+    """
+)
+# Of those, what chooses among values, or changes signs: nothing is rounded.
+_EXACT = _names(
+    """
+    abs argmax argmin bitcast_convert_type clamp complex conj copy copy_p cummax cummin device_put imag max min name neg
+    nextafter optimization_barrier real reduce_max reduce_min select_n sharding_constraint sign sort stop_gradient
+    """
+)
+_OVER_DEVICES = _names("shard_map xla_pmap mesh_cast reshard all_gather psum ppermute all_to_all")
+# Data movement: values are moved or repeated, never computed with.
+STRUCTURAL = _names(
+    """
+    broadcast broadcast_in_dim concatenate dynamic_slice expand_dims gather iota pad reshape rev select_and_gather
+    slice split squeeze stack tile transpose unstack random_wrap random_unwrap random_clone empty empty2 full
+    dynamic_update_slice scatter
+    """
+)
+# Not elementwise, yet exact in any order, so a partitioned run gives the same bits.
+_ORDERLESS = _names(
+    """
+    argmax argmin cummax cummin reduce_and reduce_max reduce_min reduce_or reduce_xor sort top_k scatter_max
+    scatter_min random_bits random_seed random_split random_fold_in threefry2x32 rng_bit_generator
+    """
+)
+# Sums are exact, and so orderless, for integers only.
+_INTEGER_ORDERLESS = _names("reduce_sum reduce_prod cumsum cumprod scatter_add scatter_mul dot_general")
+# Equations that only run an inner jaxpr. Eagerly, the first kind is one compiled unit; the second runs step by step.
+JIT = _names("jit pjit")
+CALLS = _names("closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat checkpoint remat2")
+CONTROL = _names("scan while cond")
+# Parameters that only differentiation looks at, or that name a place in the source.
+_IGNORED_PARAMS = _names(
+    "jvp_jaxpr_fun jvp_jaxpr_thunk fwd_jaxpr_thunk bwd out_trees symbolic_zeros debug_info debug num_consts_bwd"
+)
+
+
+def uses_x64() -> bool:
+    """Whether 64-bit types are on, in this thread and context."""
+    return bool(CONFIG.jax_enable_x64)
+
+
+def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """A jaxpr, closed or open, as (jaxpr, constants)."""
+    consts = getattr(jaxpr, "consts", ())
+    return getattr(jaxpr, "jaxpr", jaxpr), consts
+
+
+def inner_jaxpr(eqn: Any) -> Any:
+    """The jaxpr that a call equation runs."""
+    return eqn.params["call_jaxpr"] if "call_jaxpr" in eqn.params else eqn.params["jaxpr"]
+
+
+def inner_jaxprs(eqn: Any) -> Iterator[Any]:
+    """Every jaxpr among an equation's parameters, opened; those that only differentiation uses are left out."""
+    for name, value in eqn.params.items():
+        if name in _IGNORED_PARAMS:
+            continue
+        for item in cast("Sequence[Any]", value) if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, (jex.Jaxpr, jex.ClosedJaxpr)):
+                yield opened(item)[0]
+
+
+def is_dropped(var: Any) -> bool:
+    """Whether an equation's result is thrown away."""
+    return isinstance(var, jex.DropVar)
+
+
+def one_equation(eqn: Any, constant: Sequence[bool]) -> Any:
+    """An equation as a jaxpr of its own: operands in order, without those that are `constant` literals."""
+    invars = [atom if fixed else jex.Var(atom.aval) for atom, fixed in zip(eqn.invars, constant, strict=True)]
+    outvars = [jex.Var(var.aval) for var in eqn.outvars]
+    free = [var for var, fixed in zip(invars, constant, strict=True) if not fixed]
+    info = jex.DebugInfo("lazymodel", eqn.primitive.name, ("",) * len(free), None)
+    return jex.Jaxpr((), free, outvars, [eqn.replace(invars=invars, outvars=outvars)], eqn.effects, info)
+
+
+def live_part(jaxpr: Any, index: int) -> tuple[Any, list[bool]]:
+    """A jaxpr cut down to what one of its outputs needs (inside scans too), and which inputs are left."""
+    used = [position == index for position in range(len(jaxpr.outvars))]
+    cut, inputs = partial_eval.dce_jaxpr(jaxpr, used)
+    return cut, list(inputs)
+
+
+def run_jaxpr(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+    """Evaluates an open jaxpr without constants, eagerly or under a trace."""
+    return core.eval_jaxpr(jaxpr, (), *values)
+
+
+def is_weak(aval: Any) -> bool:
+    """Whether values of a type are weakly typed."""
+    return bool(getattr(aval, "weak_type", False))
+
+
+def with_weak_type(value: Any, weak: bool) -> Any:
+    """The same array, weakly typed, as those of Python scalars are, or not; eagerly or under a trace."""
+    if is_key(value.dtype) or is_weak(jax.typeof(value)) == weak:
+        return value
+    # No function of JAX makes an array weak, but jitted functions and this primitive keep it so.
+    return convert_element_type_p.bind(value, new_dtype=value.dtype, weak_type=weak, sharding=None)
+
+
+class _Identity:
+    """An object known by identity alone; holding it keeps its id from being used again."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class Interned:
+    """A canonical form whose hash is computed once, and whose equality is that of the form itself."""
+
+    __slots__ = ("_hash", "form")
+
+    def __init__(self, form: Hashable) -> None:
+        self.form = form
+        self._hash = hash(form)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Interned) and self._hash == other._hash and self.form == other.form
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class Canonical:
+    """Canonical forms of jaxprs: equal only for equal computations.
+
+    Two computations that differ in anything that may change a value never share a form. Equal ones may have
+    different forms (an unknown object in a parameter counts by identity): that costs a compilation, nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._jaxprs: dict[int, tuple[Any, Interned]] = {}
+
+    def aval(self, aval: Any) -> Hashable:
+        """Shape, dtype, weak type and, on explicit meshes, sharding."""
+        return (aval.shape, aval.dtype, is_weak(aval), getattr(aval, "sharding", None))
+
+    def context(self, eqn: Any) -> Hashable:
+        """Settings that JAX keeps with an equation: compute type, threefry variant, metadata."""
+        names = ("compute_type", "threefry_partitionable", "cur_abstract_mesh", "xla_metadata")
+        return tuple(self.parameter(getattr(eqn.ctx, name, None)) for name in names)
+
+    def equation(self, eqn: Any) -> Hashable:
+        """An equation without its operands: primitive, parameters, result types."""
+        params = tuple(
+            (name, self.parameter(value)) for name, value in sorted(eqn.params.items()) if name not in _IGNORED_PARAMS
+        )
+        outs = tuple(self.aval(var.aval) for var in eqn.outvars)
+        # A primitive is known by name to people, but two libraries may use one name.
+        return (eqn.primitive.name, _Identity(eqn.primitive), params, outs, self.context(eqn))
+
+    def jaxpr(self, closed: Any) -> Interned:
+        """A whole jaxpr, its variables numbered in order of appearance."""
+        if (known := self._jaxprs.get(id(closed))) is not None:
+            return known[1]
+        jaxpr, consts = opened(closed)
+        numbers: dict[Any, int] = {}
+
+        def number(var: Any) -> int:
+            return numbers.setdefault(var, len(numbers))
+
+        def atom(value: Any) -> Hashable:
+            if isinstance(value, jex.Literal):
+                return ("literal", self.parameter(value.val), self.aval(value.aval))
+            return number(value)
+
+        form: list[Hashable] = [tuple(self.parameter(const) for const in consts)]
+        form.append(tuple((number(var), self.aval(var.aval)) for var in (*jaxpr.constvars, *jaxpr.invars)))
+        for eqn in jaxpr.eqns:
+            operands = tuple(atom(value) for value in eqn.invars)
+            form.append((self.equation(eqn), operands, tuple(number(var) for var in eqn.outvars)))
+        form.append(tuple(atom(value) for value in jaxpr.outvars))
+        interned = Interned(tuple(form))
+        self._jaxprs[id(closed)] = (closed, interned)  # the jaxpr is kept, so its id stays its own
+        return interned
+
+    def parameter(self, value: Any) -> Hashable:
+        """Any equation parameter."""
+        if value is None or isinstance(value, (str, bytes, np.dtype)):
+            return cast("Hashable", value)
+        if isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr)):
+            return self.jaxpr(value)
+        if isinstance(value, enum.Enum):
+            return (_Identity(type(value)), value.name)
+        if type(value) in (bool, int, float, complex):
+            return (type(value).__name__, repr(value))  # `repr` tells 0.0 from -0.0, and nan equals itself
+        if isinstance(value, (tuple, list)):
+            items = cast("Sequence[Any]", value)
+            return (_Identity(type(items)), *(self.parameter(item) for item in items))
+        if isinstance(value, Mapping):
+            pairs = cast("Mapping[Any, Any]", value).items()
+            return ("mapping", *((self.parameter(key), self.parameter(item)) for key, item in pairs))
+        if isinstance(value, (set, frozenset)):
+            members = cast("frozenset[Any]", value)
+            return ("set", frozenset(self.parameter(item) for item in members))
+        if isinstance(value, (np.ndarray, np.generic, jax.Array)) or hasattr(value, "__array__"):
+            return self._array(value)
+        return self._object(value)
+
+    def _array(self, value: Any) -> Hashable:
+        if is_key(value.dtype):
+            return ("key", value.dtype, self._array(key_data(value)))
+        array = np.asarray(value)
+        digest = hashlib.sha256(np.ascontiguousarray(array).view(np.uint8).tobytes()).digest() if array.size else b""
+        return ("array", type(value).__name__, array.shape, str(array.dtype), is_weak(value), digest)
+
+    def _object(self, value: Any) -> Hashable:
+        # JAX's own value objects (shardings, PRNG implementations, dimension numbers) compare by value. An equality
+        # that someone else wrote may leave out what matters here, so those count by identity.
+        if type(value).__module__.split(".")[0] in ("jax", "jaxlib") and not callable(value):
+            try:
+                hash(value)
+            except TypeError:
+                return _Identity(value)
+            return (_Identity(type(value)), value)
+        return _Identity(value)
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr, each before those inside it."""
+    for eqn in opened(jaxpr)[0].eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from equations(inner)
+
+
+def is_partitionable(jaxpr: Any) -> bool:
+    """Whether XLA may split a computation over devices without changing a bit of its result.
+
+    True for elementwise operations, data movement, counter-based random bits and whatever is exact in any order.
+    Floating-point sums, contractions and factorizations are not: partial sums would be added in another order.
+    """
+    for eqn in equations(jaxpr):
+        name = eqn.primitive.name
+        if name in JIT or name in CALLS or name in CONTROL:
+            continue
+        if name in _INTEGER_ORDERLESS:
+            if not all(np.issubdtype(var.aval.dtype, np.integer) or var.aval.dtype == bool for var in eqn.outvars):
+                return False
+        elif name not in ELEMENTWISE and name not in STRUCTURAL and name not in _ORDERLESS:
+            return False
+    return True
+
+
+def rounds(eqn: Any) -> bool:
+    """Whether an equation that calls no other computes floating-point numbers, rather than choosing or moving them."""
+    name = eqn.primitive.name
+    if name in STRUCTURAL or name in _EXACT:
+        return False
+    if name == "convert_element_type" and (
+        not is_floating(eqn.invars[0].aval) or eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
+    ):
+        return False
+    return any(is_floating(var.aval) for var in eqn.outvars)
+
+
+def is_floating(aval: Any) -> bool:
+    """Whether a type is a floating-point one."""
+    return not is_key(aval.dtype) and bool(jax.numpy.issubdtype(aval.dtype, np.inexact))
+
+
+def names_devices(jaxpr: Any) -> bool:
+    """Whether a computation says itself over which devices it is split."""
+    return any(eqn.primitive.name in _OVER_DEVICES for eqn in equations(jaxpr))
+
+
+def is_approximate(jaxpr: Any) -> bool:
+    """Whether a computation has functions in it that are not correctly rounded."""
+    return any(eqn.primitive.name in _APPROXIMATE for eqn in equations(jaxpr))
+
+
+def calls_back(eqn: Any) -> bool:
+    """Whether an equation, or one inside it, calls Python."""
+    inside = (inner for jaxpr in inner_jaxprs(eqn) for inner in equations(jaxpr))
+    return any(each.primitive.name == "pure_callback" for each in (eqn, *inside))
+
+
+def depends_on_sharding(jaxpr: Any) -> bool:
+    """Whether random bits are drawn by a generator whose values change with the sharding: not counter-based."""
+    for eqn in equations(jaxpr):
+        name = eqn.primitive.name
+        if name in ("rng_bit_generator", "rng_uniform"):
+            return True
+        if name == "random_bits":
+            partitionable = getattr(eqn.ctx, "threefry_partitionable", None)
+            if partitionable is None:
+                partitionable = CONFIG.jax_threefry_partitionable
+            if "fry" not in eqn.invars[0].aval.dtype.name or not partitionable:
+                return True
+        elif name == "threefry2x32" and not CONFIG.jax_threefry_partitionable:
+            return True
+    return False
+
+
+def is_cheap(eqn: Any) -> bool:
+    """Whether computing a result twice costs next to nothing: no random bits, no contraction, no loop."""
+    name = eqn.primitive.name
+    if name in JIT or name in CALLS:
+        return all(is_cheap(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
+    return name in ELEMENTWISE or name in STRUCTURAL

@@ -1,0 +1,1 @@
+"""From devices, or from another checkpoint, into files: the verb `save`."""

@@ -1,0 +1,248 @@
+"""Where safetensors files go: what is there already, and the steps after which the new files count instead.
+
+Responsible for names, for which files are the old checkpoint, and for the order in which files come and go. Not
+responsible for what is in them, nor for how one step is made to happen completely or not at all (`_save/atomic`).
+
+What counts in a folder is decided as `open_checkpoint` does it: an index before `model.safetensors`, and that before
+numbered shards without an index. Other programs ask for `model.safetensors` first, so it comes and goes while there is
+a complete index, and both see the old checkpoint or the new one at every instant. Shards come under names that nothing
+has, then the index is replaced, then the old shards go; where the new ones could not have the usual names because the
+old ones had them, they get these too, as links, and the index changes once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from typing import Any
+
+from lazymodel._errors import LazyModelError
+from lazymodel._save.atomic import Staging, staging, writing
+from lazymodel._show.text import format_bytes, listed
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel.checkpoints._open import staging_folder, weight_files
+from lazymodel.checkpoints._orbax_folder import find_item
+from lazymodel.checkpoints._safetensors import open_safetensors
+from lazymodel.checkpoints._shards import is_numbered
+from lazymodel.checkpoints._untrusted import read_json_file, shard_path, weight_map
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedFile:
+    """One file to write."""
+
+    name: str
+    header: bytes  # everything before the tensors
+    tensors: tuple[tuple[str, LazyTensor, int], ...]  # name, tensor, and byte in the file
+    nbytes: int  # of all of it
+
+
+class Destination:
+    """Where files go, and the steps there.
+
+    Attributes:
+        path: The file, or the folder.
+        files: The files that are written.
+    """
+
+    _inside: bool  # whether the path is a folder that files are put into
+
+    def __init__(self, path: Path, files: list[SavedFile]) -> None:
+        self.path, self.files = path, files
+        self._stage = Staging(path, inside=self._inside)
+
+    def place(self, file: SavedFile) -> Path:
+        """A file's temporary place, the same in every process."""
+        return self._stage.new / file.name
+
+    @contextlib.contextmanager
+    def begun(self, *, overwrite: bool) -> Generator[None, None, None]:
+        """Locks the destination and makes every file with its header and its full length, until the block ends.
+
+        Raises:
+            LazyModelError: There is a checkpoint, or something that is none, in the way; another saver is at it; or
+                there is no room.
+        """
+        with staging(self.path, inside=self._inside, rivals=self._rivals()) as self._stage:
+            if (there := self._there()) is not None and not overwrite:
+                raise LazyModelError(f"there is a checkpoint already: {there}. Pass overwrite=True to replace it")
+            self._allocate()
+            yield
+
+    def commit(self) -> None:
+        """Puts the complete files in place; where that cannot be done, what was there is as it was."""
+        raise NotImplementedError
+
+    def _rivals(self) -> list[Path]:
+        """The staging folders of destinations that have files in common with this one."""
+        raise NotImplementedError
+
+    def _there(self) -> Path | None:
+        """What is to be replaced, if anything; raises LazyModelError for what must not be."""
+        raise NotImplementedError
+
+    def _allocate(self) -> None:
+        total = sum(file.nbytes for file in self.files)
+        with writing(self.path):
+            free = shutil.disk_usage(self._stage.new).free
+            if free < total:
+                raise LazyModelError(
+                    f"{self.path} needs {format_bytes(total)}, and there are {format_bytes(free)} free"
+                )
+            for file in self.files:
+                with open(self.place(file), "wb") as stream:
+                    stream.write(file.header)
+                    stream.truncate(file.nbytes)
+
+
+class FileDestination(Destination):
+    """A single file, `x.safetensors`."""
+
+    _inside = False
+
+    def __init__(self, path: Path, files: list[SavedFile]) -> None:
+        super().__init__(path, [dataclasses.replace(file, name=path.name) for file in files])
+
+    def _rivals(self) -> list[Path]:
+        return [staging_folder(self.path.parent, inside=True)] if self.path.name == SINGLE else []
+
+    def _there(self) -> Path | None:
+        folder = self.path.parent
+        if self.path.is_dir():
+            raise LazyModelError(f"{self.path} is a folder; give the name of a file, or a folder without .safetensors")
+        for index in sorted(folder.glob("*.safetensors.index.json")):
+            if self.path.name in _listed(index) or (self.path.name, index.name) == (SINGLE, INDEX):
+                raise LazyModelError(
+                    f"{self.path} would change the sharded checkpoint of {index}, or be hidden by it; save to the "
+                    f"folder, {folder}, or to another name"
+                )
+        return self.path if os.path.lexists(self.path) else None
+
+    def commit(self) -> None:
+        self._stage.replace_file(self.path.name)
+
+
+class FolderDestination(Destination):
+    """A folder: `model.safetensors`, or shards with their index. Other files in it stay."""
+
+    _inside = True  # it may be a link to another file system, where files cannot be moved to
+
+    def _rivals(self) -> list[Path]:
+        if self.path.exists() and not self.path.is_dir():
+            raise LazyModelError(f"{self.path} is a file; give a folder, or a name that ends with .safetensors")
+        beside = self.path.parent / self.path.resolve().name if self.path.is_symlink() else self.path
+        return [staging_folder(beside), staging_folder(self.path.resolve()), staging_folder(self.path / SINGLE)]
+
+    def _there(self) -> Path | None:
+        self._old = _old_files(self.path)
+        return self.path / self._old[0] if self._old else None
+
+    def commit(self) -> None:
+        with writing(self.path):
+            if len(self.files) == 1:
+                self._commit_single()
+            else:
+                self._commit_shards()
+
+    def _commit_single(self) -> None:
+        others = [name for name in self._old if name not in (INDEX, SINGLE)]
+        if INDEX in self._old:
+            self._stage.replace_files([SINGLE], INDEX, others)
+        else:
+            self._stage.replace_files([], SINGLE, others)
+
+    def _commit_shards(self) -> None:
+        if self._old and not {INDEX, SINGLE} & set(self._old):
+            self._index_old()
+        usual = [file.name for file in self.files]
+        names = self._free(usual)
+        for name, free in zip(usual, names, strict=True):
+            if name != free:
+                os.rename(self._stage.new / name, self._stage.new / free)
+        self._write_index(self._weights(names))
+        if not self._old:
+            # The shards without an index would look complete before it comes; the index without its shards does not.
+            self._stage.replace_files([INDEX, *names[:-1]], names[-1], [])
+            return
+        self._stage.replace_files(names, INDEX, [name for name in self._old if name != INDEX])
+        if names != usual and not self._stage.unfinished and self._free(usual) == usual:
+            # What is saved counts from here on, so if this cannot be done it only keeps its other names.
+            with contextlib.suppress(OSError, LazyModelError):
+                for name, free in zip(usual, names, strict=True):
+                    os.link(self.path / free, self._stage.new / name)
+                self._write_index(self._weights(usual))
+                self._stage.replace_files(usual, INDEX, names)
+
+    def _index_old(self) -> None:
+        """Gives old shards without an index one, so that new ones can come beside them."""
+        try:
+            with open_safetensors(self.path, [self.path / name for name in self._old]) as old:
+                weights = {name: os.path.basename(tensor.leaf.file) for name, tensor in old.items()}
+        except LazyModelError:  # they are not complete, or no checkpoint for another reason
+            return
+        self._write_index(weights)
+        self._stage.replace_files([], INDEX, [])
+
+    def _free(self, names: list[str]) -> list[str]:
+        """The usual names of shards, or others that no file in the folder has."""
+        version, free = 1, names
+        while any(os.path.lexists(self.path / name) for name in free):
+            version += 1
+            free = [name.replace("model-", f"model-v{version}-") for name in names]
+        return free
+
+    def _weights(self, names: Iterable[str]) -> dict[str, str]:
+        return {tensor: name for file, name in zip(self.files, names, strict=True) for tensor, _, _ in file.tensors}
+
+    def _write_index(self, weights: dict[str, str]) -> None:
+        total = sum(file.nbytes - len(file.header) for file in self.files)
+        content: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": weights}
+        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+        (self._stage.new / INDEX).write_text(text, encoding="utf-8")
+
+
+def _old_files(folder: Path) -> list[str]:
+    """Names of the files in a folder that are a checkpoint of ours to replace, the one that decides first.
+
+    Raises:
+        LazyModelError: There is a checkpoint of another format or other names, which a new one beside it would hide.
+    """
+    names = [path.name for path in weight_files(folder)]
+    if not names:
+        try:
+            found = find_item(folder)
+        except LazyModelError:  # of Orbax, too, though it cannot be opened
+            found = folder
+        if found is not None:
+            raise _other(folder, "Orbax")
+        return []
+    if names == [INDEX]:
+        shards = [name for name in _listed(folder / INDEX) if os.path.lexists(folder / name)]
+        return [INDEX, *shards, *([SINGLE] if (folder / SINGLE).exists() and SINGLE not in shards else [])]
+    if names == [SINGLE] or all(is_numbered(name) and name.startswith("model-") for name in names):
+        return names
+    raise _other(folder, listed(names))
+
+
+def _listed(index: Path) -> list[str]:
+    """Names of the shards beside an index that it lists; none where it cannot be read."""
+    try:
+        shards = dict.fromkeys(weight_map(read_json_file(index), index).values())
+        return [shard for shard in shards if shard_path(index, shard).parent == index.parent]
+    except (LazyModelError, TypeError):  # whose checkpoint cannot be opened
+        return []
+
+
+def _other(folder: Path, what: str) -> LazyModelError:
+    return LazyModelError(
+        f"there is a checkpoint already in {folder}, of another format or other names: {what}. Files of this one would "
+        "hide it, or be hidden by it: save to another folder, or remove it first"
+    )

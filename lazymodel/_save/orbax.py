@@ -1,0 +1,102 @@
+"""Saving as Orbax does: a folder that Orbax writes beside the destination, and that is put in its place as a whole.
+
+Responsible for the tree, for what may be replaced, and for the processes' agreement. What is in the folder is Orbax's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lazymodel._devices.agreement import agreement
+from lazymodel._errors import LazyModelError
+from lazymodel._save.atomic import Staging, staging, writing
+from lazymodel._show.text import listed
+from lazymodel.checkpoints._open import staging_folder
+from lazymodel.checkpoints._orbax_folder import foreign_entries, zero_size_metadata
+
+
+def save_orbax(arrays: Mapping[str, Any], path: Path, *, overwrite: bool) -> None:
+    """Saves arrays as the item `path`. With several processes all of them must call it.
+
+    Args:
+        arrays: Path, with `/` between keys → array.
+        path: A folder.
+        overwrite: Whether an Orbax item that is there is replaced.
+
+    Raises:
+        LazyModelError: Orbax is not installed or cannot save these, something is there that is not to be replaced,
+            another saver is at it, or the disk is full. What was there is as it was.
+        CheckpointError: Another process failed.
+    """
+    try:
+        orbax: Any = importlib.import_module("orbax.checkpoint")
+    except ImportError as error:
+        raise LazyModelError("format='orbax' needs orbax-checkpoint: pip install 'lazymodel[orbax]'") from error
+    tree = _tree(arrays)
+    path = Path(os.path.realpath(path))  # a link stays, and what it leads to is replaced
+    leads = jax.process_index() == 0  # Orbax waits for all processes, whichever devices the arrays are on
+    everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("devices",)), PartitionSpec())
+    shardings = [everywhere] if jax.process_count() > 1 else []
+    terms = {"done": "saved", "given": "trees differ", "mend": "Save the same model in all processes"}
+    stage = Staging(path, inside=False)
+    with contextlib.ExitStack() as stack:
+        with agreement(shardings, **terms):
+            if leads:
+                stack.enter_context(staging(path, rivals=[staging_folder(path, inside=True)]))
+                _check_free(path, overwrite=overwrite)
+                with writing(path):
+                    stage.new.rmdir()  # Orbax makes it
+        with agreement(shardings, **terms):
+            try:
+                # Not StandardCheckpointer, whose threads would still write when a Ctrl-C has ended the call.
+                with orbax.Checkpointer(orbax.StandardCheckpointHandler()) as checkpointer:
+                    given = orbax.args.StandardSave(tree, custom_metadata=zero_size_metadata(arrays) or None)
+                    checkpointer.save(stage.new, args=given)
+            except Exception as error:  # of many types: Orbax's own, tensorstore's, the system's
+                reason = (str(error) or type(error).__name__).splitlines()[0]
+                raise LazyModelError(
+                    f"cannot write {path}: Orbax says: {reason}. What was there before is as it was"
+                ) from error
+        with agreement(shardings, **terms):
+            if leads:
+                stage.replace_folder()
+
+
+def _tree(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays at their keys; None for those without elements, which Orbax does not save."""
+    tree: dict[str, Any] = {}
+    for name, array in arrays.items():
+        *parents, key = name.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise LazyModelError(f"{name!r}: Orbax saves a tree, and a part of this path is an array itself")
+        if key in node:
+            raise LazyModelError(f"{name!r}: Orbax saves a tree, and this path is also the beginning of another")
+        node[key] = array if array.size else None
+    return tree
+
+
+def _check_free(path: Path, *, overwrite: bool) -> None:
+    """Raises LazyModelError where there is something that is not to be replaced."""
+    if not path.exists():
+        return
+    if not overwrite:
+        raise LazyModelError(f"there is something already: {path}. Pass overwrite=True to replace it")
+    if not path.is_dir():
+        raise LazyModelError(f"{path} is a file; give a folder")
+    if foreign := foreign_entries(path):
+        raise LazyModelError(
+            f"{path} holds what is no part of an Orbax checkpoint and would be gone with it: {listed(foreign)}"
+            ". Save to another folder, or move these away"
+        )

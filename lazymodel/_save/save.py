@@ -1,0 +1,148 @@
+"""The verb `save`: a model's arrays to safetensors or Orbax, a piece of a tensor at a time.
+
+Values go the way that loading takes, backwards: an array is the leaf of a lazy tensor (`DeviceLeaf`), a mapping is
+NumPy on such tensors, and what is written is read out of them box by box, so that nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import jax
+import numpy as np
+
+from lazymodel._abstract.arrays import lazy_array, named_arrays
+from lazymodel._devices.agreement import agreement
+from lazymodel._errors import LazyModelError
+from lazymodel._mapping.table import WeightMap
+from lazymodel._save.destination import FileDestination, FolderDestination
+from lazymodel._save.orbax import save_orbax
+from lazymodel._save.safetensors import layout
+from lazymodel._save.write import check_budget, write_files
+from lazymodel._show.progress import Progress
+from lazymodel._show.text import closest, parse_budget, parse_bytes
+from lazymodel._tensors.boxes import fresh_view, geometry_of
+from lazymodel._tensors.device import DeviceLeaf
+from lazymodel._tensors.lazy import LazyTensor
+
+_DEFAULT_BUDGET = 256 << 20  # bytes; all threads with all they take, beyond which nothing gets faster
+
+WriteFunction: TypeAlias = "Callable[[Mapping[str, LazyTensor]], Mapping[str, Any]]"
+
+
+def save(
+    model: Any,
+    path: str | os.PathLike[str],
+    *,
+    mapping: WeightMap | WriteFunction | None = None,
+    format: str = "safetensors",
+    max_shard_size: int | str = "5GB",
+    max_host_memory: int | str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    progress: bool | Progress | Callable[[int, int], object] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Writes a model's arrays, or any others, to a checkpoint; each shard is copied to the host once, in pieces.
+
+    Where several processes share the arrays, all of them must call this with the same arguments. Each writes the
+    shards that only it, or it first, holds, into files on a file system that all share; it fails in all or in none.
+
+    At each instant the path opens as the complete old checkpoint or the complete new one: everything is written to a
+    folder `.*.lazymodel-saving` first, and one rename makes it count. A failure, a full disk or a kill before that
+    leaves what was there, and the next save removes what a killed one left. Files that are not of the checkpoint stay;
+    a second saver of the same path is refused, as is what would hide a checkpoint of another format.
+
+    Args:
+        model: A mapping of path to array, any pytree of arrays, or a model of a known framework. Paths are those of
+            `build_abstract`. Lazy tensors of another checkpoint are taken as well, which converts it. PRNG keys are
+            saved as their key data; what is no array is left out.
+        path: A file that ends with `.safetensors`, of any size; or a folder, which may hold other files. For Orbax a
+            folder.
+        mapping: The `WeightMap` that the model was loaded with, undone; or a function that takes path → `LazyTensor`
+            and returns a flat dict of tensor name → lazy tensor or array, made with NumPy. None keeps the paths.
+        format: `"safetensors"` or `"orbax"`. Orbax (package `orbax-checkpoint`) saves arrays as they are, so there a
+            mapping may rename them and no more; its tree has the parts of the paths as keys.
+        max_shard_size: Bytes of tensors of one file in a folder, or `"5GB"`. A larger tensor has a file to itself.
+        max_host_memory: Ceiling for the host's staging memory in bytes, or `"1GiB"`; None is 256 MiB. Orbax takes what
+            it takes.
+        metadata: Strings to strings, for the header of every safetensors file. `{"format": "pt"}` is added unless
+            `format` is given: Hugging Face's loaders ask for it, and it says that names and layouts are PyTorch's.
+        progress: As for `materialize`, in bytes that this process writes.
+        overwrite: Whether a checkpoint that is there already is replaced. One of another format never is, nor an Orbax
+            folder with other files in it: both are errors before anything is written.
+
+    Raises:
+        LazyModelError: There is a checkpoint already, or a saver at work on it; a dtype does not exist in the format,
+            the mapping does not fit, the disk is full, or a file cannot be written. What was there is as it was.
+        CheckpointError: Another process failed, or a lazy tensor cannot be read.
+    """
+    arrays = named_arrays(model)
+    shardings = [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
+    if format not in ("safetensors", "orbax"):
+        raise LazyModelError(f"format is 'safetensors' or 'orbax'; got {format!r}")
+    tensors = _map({name: lazy_array(name, array) for name, array in arrays.items()}, mapping)
+    if format == "orbax":
+        save_orbax({name: _plain(name, tensor) for name, tensor in tensors.items()}, Path(path), overwrite=overwrite)
+        return
+    shared = any(not array.is_fully_addressable for array in arrays.values() if isinstance(array, jax.Array))
+    leads = not shared or jax.process_index() == min(_processes(shardings))
+    budget = _DEFAULT_BUDGET if max_host_memory is None else parse_budget(max_host_memory)
+    terms = {"done": "saved", "given": "tensors differ", "mend": "Save the same model in all processes"}
+    with contextlib.ExitStack() as stack:
+        with agreement(shardings, **terms) as stage:
+            single = Path(path).suffix == ".safetensors"
+            shard_size = None if single else parse_bytes(max_shard_size, name="max_shard_size", at_least=1)
+            files, checksum = layout(tensors, shard_size, {"format": "pt"} | dict(metadata or {}))
+            check_budget(files, budget)
+            target = FileDestination(Path(path), files) if single else FolderDestination(Path(path), files)
+            if leads:
+                stack.enter_context(target.begun(overwrite=overwrite))
+            stage.outcome = f"write {len(tensors)} tensors (checksum {checksum})"
+        with agreement(shardings, **terms) as stage:
+            write_files(target, budget, progress, stage.check, leads=leads)
+        with agreement(shardings, **terms):
+            if leads:
+                target.commit()
+
+
+def _processes(shardings: Sequence[jax.sharding.Sharding]) -> set[int]:
+    return {device.process_index for sharding in shardings for device in cast(Any, sharding.device_set)}
+
+
+def _map(arrays: dict[str, LazyTensor], mapping: WeightMap | WriteFunction | None) -> dict[str, LazyTensor]:
+    """The tensors to write, by name."""
+    if mapping is None:
+        return arrays
+    written: Any = mapping.write(arrays) if isinstance(mapping, WeightMap) else mapping(_Named(arrays))
+    if not isinstance(written, Mapping):
+        raise LazyModelError(f"a function for saving returns a dict of tensor name to tensor; got {type(written)}")
+    tensors: dict[str, LazyTensor] = {}
+    for name, value in cast("Mapping[Any, Any]", written).items():
+        if not isinstance(name, str) or not isinstance(value, LazyTensor | np.ndarray | np.generic | jax.Array):
+            raise LazyModelError(
+                f"a function for saving returns a flat dict of tensor name to tensor; got {name!r}: {type(value)}"
+            )
+        tensors[name] = lazy_array(name, value)
+    return tensors
+
+
+class _Named(dict[str, LazyTensor]):
+    """Arrays by path, for a function that may ask for one that is not there."""
+
+    def __missing__(self, path: str) -> LazyTensor:
+        raise LazyModelError(f"the model has no variable {path!r}{closest(path, self)}")
+
+
+def _plain(name: str, tensor: LazyTensor) -> Any:
+    """The array that a lazy tensor is all of, as it is."""
+    leaf = tensor.leaf
+    geometry = geometry_of(fresh_view(leaf.shape, leaf.dtype.itemsize))
+    if tensor.steps or tensor.geometry() != geometry:
+        raise LazyModelError(f"{name!r}: Orbax saves arrays as they are, so a mapping may only rename them")
+    if isinstance(leaf, DeviceLeaf):
+        return leaf.array
+    return tensor.read()

@@ -1,0 +1,236 @@
+"""Writing tensors to files: which bytes this process writes, band by band, in threads, under a ceiling of memory.
+
+Each box of an array is written by one process, the one that has its first replica; what all of them have, by the
+leading one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from lazymodel._errors import LazyModelError
+from lazymodel._save.destination import Destination, SavedFile
+from lazymodel._show.progress import Progress, progress_for
+from lazymodel._show.text import format_bytes
+from lazymodel._tensors.boxes import Box, box_shape, clip, cover, fresh_view, geometry_of, normalize, shift, slabs
+from lazymodel._tensors.buffers import Workspace, empty_aligned
+from lazymodel._tensors.device import DeviceLeaf
+from lazymodel._tensors.fill import fill_parts
+from lazymodel._tensors.lazy import LazyTensor, PiecesLeaf
+from lazymodel._tensors.leaves import Leaf
+from lazymodel.checkpoints._safetensors_header import FLOAT4
+
+_BAND = 16 << 20  # bytes that are staged at a time: a write of some milliseconds, a transfer likewise
+_THREADS = 4  # one disk is saturated by fewer; they overlap transfers, transposing and writing
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """Elements to write: a lazy tensor, and where each of its elements goes."""
+
+    name: str  # of the tensor that they belong to, for messages
+    tensor: LazyTensor  # its axes are in file order
+    start: int  # byte in the file of its first element
+    strides: tuple[int, ...]  # bytes in the file, descending but for axes of extent 1
+    packed: bool = False  # whether two elements are a byte; then it has one dimension
+
+
+def _pieces(name: str, tensor: LazyTensor, offset: int, *, leads: bool) -> Iterator[_Piece]:
+    """What this process writes of a tensor."""
+    if not tensor.size:
+        return
+    if _complete(tensor.leaf):
+        if leads and tensor.dtype == FLOAT4:
+            yield _Piece(name, tensor.reshape(-1), offset, (1,), packed=True)
+        elif leads:
+            yield _Piece(name, tensor, offset, fresh_view(tensor.shape, tensor.itemsize).strides)
+        return
+    if tensor.dtype == FLOAT4:
+        raise LazyModelError(
+            f"{name!r}: 4-bit floats that several processes share cannot be written, because two are one byte"
+        )
+    for own, target in _owned(tensor, fresh_view(tensor.shape, tensor.itemsize), leads=leads):
+        order = sorted(range(own.ndim), key=lambda axis, target=target: -abs(target.strides[axis]))
+        own, target = own.transpose(order), target.transpose(order)
+        flip = tuple(slice(None, None, -1 if stride < 0 else 1) for stride in target.strides)
+        geometry = geometry_of(target[(*flip, ...)])
+        yield _Piece(name, own[(*flip, ...)], offset + geometry.start, geometry.strides)
+
+
+def _complete(leaf: Leaf) -> bool:
+    if isinstance(leaf, PiecesLeaf):
+        return all(_complete(piece.leaf) for piece in leaf.pieces)
+    return not isinstance(leaf, DeviceLeaf) or leaf.complete
+
+
+def _owned(tensor: LazyTensor, target: np.ndarray, *, leads: bool) -> Iterator[tuple[LazyTensor, np.ndarray]]:
+    """The parts of a tensor that this process is to write, each with the part of `target`, addresses, it goes to."""
+    leaf = tensor.leaf
+    if not tensor.size:
+        return
+    if _complete(leaf):
+        if leads:
+            yield tensor, target
+        return
+    geometry, view, repeated = normalize(tensor.geometry(), target)
+    if repeated:
+        axis = repeated[0]
+        index: tuple[Any, ...] = (slice(None),) * axis
+        for position in range(tensor.shape[axis]):
+            yield from _owned(tensor[(*index, position)], target[(*index, position, ...)], leads=leads)
+        return
+    covering = cover(geometry, leaf.shape, leaf.dtype.itemsize)
+    if covering.inner is not None:
+        # No plain box of the leaf: halves of it become one sooner or later, a single element at the latest.
+        order: list[int] = tensor.file_order()
+        axis = next(axis for axis in order if tensor.shape[axis] > 1)
+        index = (slice(None),) * axis
+        half = tensor.shape[axis] // 2
+        for part in (slice(0, half), slice(half, None)):
+            yield from _owned(tensor[(*index, part)], target[(*index, part, ...)], leads=leads)
+    elif isinstance(leaf, PiecesLeaf):
+        for piece, within in leaf.places():
+            for common, out in clip([(covering.box, covering.align(view))], within):
+                own = piece.box(shift(common, within)).converted(tensor.steps)
+                yield from _owned(own, out, leads=leads)
+    else:
+        for box in cast(DeviceLeaf, leaf).owned:
+            for common, out in clip([(covering.box, covering.align(view))], box):
+                yield LazyTensor(leaf).box(common).converted(tensor.steps), out
+
+
+def check_budget(files: Sequence[SavedFile], budget: int) -> None:
+    """Raises LazyModelError where a tensor cannot be read within the budget."""
+    for file in files:
+        for name, tensor, _ in file.tensors:
+            if tensor.leaf.unit_nbytes + 2 * tensor.itemsize > budget:
+                raise LazyModelError(
+                    f"{name!r}: reading any of it takes {format_bytes(tensor.leaf.unit_nbytes)} at once, more than "
+                    f"max_host_memory={format_bytes(budget)}"
+                )
+
+
+def write_files(
+    target: Destination,
+    budget: int,
+    progress: bool | Progress | Callable[[int, int], object] | None,
+    check: Callable[[], None],
+    *,
+    leads: bool,
+) -> None:
+    """Writes what is this process's, in file order; what `check`, called with every piece, raises ends it."""
+    pieces = [
+        (file, [piece for name, tensor, at in file.tensors for piece in _pieces(name, tensor, at, leads=leads)])
+        for file in target.files
+    ]
+    unit = max((piece.tensor.leaf.unit_nbytes for _, group in pieces for piece in group), default=0)
+    threads = max(min(_THREADS, os.cpu_count() or 1, budget // (unit + 2 * _BAND)), 1)
+    band = max(min(_BAND, (budget // threads - unit) // 2), 1)
+    bar = progress_for(progress)
+    bar.start(sum(piece.tensor.nbytes for _, group in pieces for piece in group), f"{target.path.name}: saving")
+    try:
+        for file, group in pieces:
+            where = target.place(file)
+            try:
+                with _descriptor(where) as fd:
+                    _write_file(fd, group, threads, band, unit, bar, check)
+            except OSError as error:
+                hint = "; with several processes the path must be on a file system that all of them share"
+                hint = hint if isinstance(error, FileNotFoundError) else ""
+                raise LazyModelError(f"cannot write {target.path} ({where.name}): {error.strerror}{hint}") from error
+    finally:
+        bar.finish()
+
+
+@contextlib.contextmanager
+def _descriptor(path: Path) -> Generator[int]:
+    fd = os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+    try:
+        yield fd
+        os.fsync(fd)  # renamed before its bytes are on disk, a power failure could leave it there without them
+    finally:
+        os.close(fd)
+
+
+def _write_file(
+    fd: int, pieces: Sequence[_Piece], threads: int, band: int, unit: int, bar: Progress, check: Callable[[], None]
+) -> None:
+    jobs = _jobs(pieces, band)
+    lock, stopped = threading.Lock(), threading.Event()
+
+    def work() -> None:
+        workspace = Workspace(band + unit)
+        buffer = np.empty(0, np.uint8)
+        while not stopped.is_set():
+            with lock:
+                job = next(jobs, None)
+            if job is None:
+                return
+            try:
+                piece, box, others = job
+                nbytes = math.prod(box_shape(box)) * piece.tensor.itemsize
+                if buffer.nbytes < nbytes:
+                    buffer = empty_aligned((nbytes,), np.dtype(np.uint8))
+                values = buffer[:nbytes].view(piece.tensor.dtype).reshape(box_shape(box))
+                for part in fill_parts(piece.tensor, [box], [values]):
+                    part.run(workspace)
+                _put(fd, piece, box, values)
+                with lock:
+                    bar.advance(nbytes, piece.name)
+                    check()
+                    others.remove(box)
+                    if not others:
+                        piece.tensor.leaf.release()
+            except BaseException:
+                stopped.set()
+                raise
+
+    with ThreadPoolExecutor(threads) as pool:
+        for worker in [pool.submit(work) for _ in range(threads)]:
+            worker.result()
+
+
+def _jobs(pieces: Sequence[_Piece], band: int) -> Iterator[tuple[_Piece, Box, list[Box]]]:
+    """Each piece in bands, with the list of those that are still to be done."""
+    for piece in pieces:
+        elements = max(band // piece.tensor.itemsize, 1)
+        if piece.packed:  # two are a byte
+            elements = max(elements - elements % 2, 2)
+        boxes = list(slabs(piece.tensor.shape, elements))
+        others = boxes[:]
+        for box in boxes:
+            yield piece, box, others
+
+
+def _put(fd: int, piece: _Piece, box: Box, values: np.ndarray) -> None:
+    """Writes a box of a piece, run by run."""
+    if piece.packed:
+        bits = values.view(np.uint8)
+        packed = (bits[0::2] & 15) | (bits[1::2] << 4)  # the earlier element in the low bits, as it is read
+        _pwrite(fd, packed, piece.start + box[0].start // 2)
+        return
+    start = piece.start + sum(part.start * stride for part, stride in zip(box, piece.strides, strict=True))
+    run, outer = values.itemsize, values.ndim
+    while outer and (values.shape[outer - 1] == 1 or piece.strides[outer - 1] == run):
+        outer -= 1
+        run *= values.shape[outer]
+    rows = values.view(np.uint8).reshape(-1, run) if values.ndim else values.reshape(1).view(np.uint8).reshape(1, run)
+    for row, index in zip(rows, np.ndindex(*values.shape[:outer]), strict=True):
+        _pwrite(fd, row, start + sum(i * stride for i, stride in zip(index, piece.strides, strict=False)))
+
+
+def _pwrite(fd: int, data: np.ndarray, offset: int) -> None:
+    view = memoryview(cast(Any, data))
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written

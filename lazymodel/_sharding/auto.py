@@ -1,0 +1,307 @@
+"""`auto`: shardings for a model that brings none, and a reason with each.
+
+Responsible for placing the labelled dimensions of `_sharding/roles` on mesh axes. One table says, for each role, in
+which order the dimensions are tried; the first that divides is taken. What belongs to another variable (a bias, a LoRA
+factor, a quantization scale, an optimizer slot) is split as that one is. Not responsible for guessing roles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from jax.sharding import Mesh, PartitionSpec
+
+from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._errors import ShardingError
+from lazymodel._sharding.describe import Described, describe
+from lazymodel._sharding.roles import ROLES, Role
+from lazymodel._show.text import format_bytes
+
+Axes: TypeAlias = "str | Sequence[str] | None"
+
+# What people call mesh axes → what parameters are split for over them. `batch` is what keras.distribution calls the
+# axis of its data; published Keras layouts split parameters over it too.
+_TENSOR_NAMES = ("model", "tensor", "tp", "mp", "tensor_parallel", "model_parallel", "mdl")
+_FSDP_NAMES = ("fsdp", "zero", "fully_sharded")
+_DATA_NAMES = ("data", "batch", "dp", "data_parallel")
+_EXPERT_NAMES = ("expert", "experts", "ep", "expert_parallel")
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """A spec and why it was chosen.
+
+    Attributes:
+        spec: One entry for each dimension that is split, and those before it.
+        text: The reason, for people.
+        role: What the variable is taken for, if anything.
+        labels: What each dimension is, if known.
+        tried: What was considered before and did not divide.
+    """
+
+    spec: PartitionSpec
+    text: str
+    role: str = ""
+    labels: tuple[str, ...] = ()
+    tried: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto:
+    """Automatic sharding rules; made by `auto`."""
+
+    tensor: tuple[str, ...] | None = None
+    fsdp: tuple[str, ...] | None = None
+    expert: tuple[str, ...] | None = None
+
+    def propose(self, variables: Mapping[str, AbstractVariable], mesh: Mesh, *, large: int) -> dict[str, Proposal]:
+        """A spec for every variable, which fits it on this mesh.
+
+        Args:
+            variables: Path to variable, of the whole model.
+            mesh: The mesh; axes of size 1 are left out of specs.
+            large: Bytes from which on a variable is split wherever that is possible, whatever its role.
+
+        Raises:
+            ShardingError: The mesh lacks an axis that was named, or the axes cannot be told from their names.
+        """
+        return _Proposer(variables, *self._axes(mesh), mesh, large).all()
+
+    def _axes(self, mesh: Mesh) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """The mesh axes for tensor, fully-sharded and expert parallelism."""
+        names = tuple(str(name) for name in mesh.axis_names)
+        given = [axis for axes in (self.tensor, self.fsdp, self.expert) for axis in axes or ()]
+        for axis in given:
+            if axis not in names:
+                raise ShardingError(f"auto: the mesh has no axis {axis!r}; its axes are {', '.join(map(repr, names))}")
+            if given.count(axis) > 1:
+                raise ShardingError(f"auto: axis {axis!r} is named twice; each axis serves one kind of parallelism")
+        free = [name for name in names if name not in given]
+
+        def named(known: Sequence[str]) -> tuple[str, ...]:
+            return tuple(name for name in free if name.lower() in known)
+
+        tensor = named(_TENSOR_NAMES) if self.tensor is None else self.tensor
+        fsdp = (named(_FSDP_NAMES) or named(_DATA_NAMES)) if self.fsdp is None else self.fsdp
+        expert = named(_EXPERT_NAMES) if self.expert is None else self.expert
+        if not (tensor or fsdp or expert) and self.tensor is None:
+            if len(free) != 1:
+                raise ShardingError(
+                    f"auto: nothing is known of mesh axes {', '.join(map(repr, names))}; say what they are for: "
+                    f"lm.auto(tensor={names[-1]!r}, fsdp={names[0]!r})"
+                )
+            tensor = (free[0],)
+        return tensor, fsdp, expert
+
+
+def auto(*, tensor: Axes = None, fsdp: Axes = None, expert: Axes = None) -> Auto:
+    """Rules that propose a sharding for every variable of any model: `abstract.shard(mesh, lm.auto())`.
+
+    A proposal follows from a variable's role, told from its path, shape and neighbours: vocabularies, attention heads
+    (never split inside a head), MLPs by columns and then by rows, experts, output channels; biases, LoRA factors,
+    quantization scales and optimizer slots follow the variable that they belong to. Where the first choice of
+    dimension does not divide, the next one is taken; nothing of 1 MiB (`large` of `shard`) or more is replicated
+    unless no dimension divides. The same model and mesh give the same proposal. `AbstractModel.explain` tells why.
+
+    Args:
+        tensor: Mesh axes for tensor parallelism. None takes those named `model`, `tensor`, `tp` or `mp`, or the only
+            axis of a mesh, if its name says nothing else. `()` for none, here and below.
+        fsdp: Mesh axes over which parameters are stored in pieces and gathered for use (fully-sharded data
+            parallelism). None takes those named `fsdp`, and without such those named `data`, `batch` or `dp`.
+        expert: Mesh axes for experts. None takes those named `expert`, `experts` or `ep`. Without one, experts are
+            split over the tensor axes. What is not an expert is stored in pieces over these axes too.
+
+    Example:
+        >>> import jax
+        >>> from lazymodel import build_abstract
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("model",))
+        >>> model = build_abstract(lambda key: {"kernel": jax.random.normal(key, (8, 32))}, jax.random.key(0))
+        >>> model.shard(mesh, auto())["kernel"].spec
+        PartitionSpec()
+    """
+    return Auto(_as_axes(tensor), _as_axes(fsdp), _as_axes(expert))
+
+
+def _as_axes(axes: Axes) -> tuple[str, ...] | None:
+    given: Any = axes
+    if not isinstance(given, str | Sequence | None):
+        raise ShardingError(f"auto: axes are the name of a mesh axis, a sequence of names or None; got {given!r}")
+    return None if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+class _Placement:
+    """One variable's dimensions while axes are placed on them."""
+
+    def __init__(self, described: Described, shape: tuple[int, ...], mesh: Mesh) -> None:
+        self.described, self.shape, self.mesh = described, shape, mesh
+        self.axes: list[tuple[str, ...]] = [() for _ in shape]
+        self.tried: list[str] = []
+
+    def place(self, axes: tuple[str, ...], dims: Sequence[int], *, whole_units: bool = True) -> bool:
+        """Puts axes on the first of these dimensions that divides, free ones first; several axes apart if need be.
+
+        Axes that have a dimension already keep it. Returns whether all have one.
+        """
+        axes = tuple(axis for axis in axes if self.mesh.shape[axis] > 1 and not any(axis in on for on in self.axes))
+        if not axes:
+            return True
+        for dim in sorted(dims, key=lambda dim: bool(self.axes[dim])):
+            if self._fits(dim, axes, whole_units=whole_units):
+                self.axes[dim] += axes
+                return True
+        if len(axes) == 1:
+            return False
+        ordered = sorted(axes, key=lambda axis: -self.mesh.shape[axis])
+        placed = [self.place((axis,), dims, whole_units=whole_units) for axis in ordered]  # all of them that can be
+        return all(placed)
+
+    def _fits(self, dim: int, axes: tuple[str, ...], *, whole_units: bool) -> bool:
+        parts = self.parts((*self.axes[dim], *axes))
+        size, units, label = self.shape[dim], self.described.units[dim], self.described.labels[dim]
+        where = f"dimension {dim} ({label}, {size})"
+        over = f"{parts} parts over {_names(axes)}"
+        if not size or size % parts:
+            self._try(f"{where} does not divide into {over}")
+        elif whole_units and units % parts:
+            what = "whole heads in it are not known" if units == 1 else f"its {units} heads do not divide"
+            self._try(f"{where} is not split into {over}: {what}")
+        else:
+            return True
+        return False
+
+    def _try(self, text: str) -> None:
+        if text not in self.tried:
+            self.tried.append(text)
+
+    def parts(self, axes: Sequence[str]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return trimmed([axes[0] if len(axes) == 1 else axes or None for axes in self.axes])
+
+    def text(self) -> str:
+        """`heads (16) in 8 parts over 'model'`, for every dimension that is split."""
+        return ", ".join(
+            f"{label} ({size}) in {self.parts(axes)} parts over {_names(axes)}"
+            for label, size, axes in zip(self.described.labels, self.shape, self.axes, strict=True)
+            if axes
+        )
+
+
+@dataclasses.dataclass
+class _Proposer:
+    variables: Mapping[str, AbstractVariable]
+    tensor: tuple[str, ...]
+    fsdp: tuple[str, ...]
+    expert: tuple[str, ...]
+    mesh: Mesh
+    large: int
+
+    def __post_init__(self) -> None:
+        self.described = describe(self.variables)
+        self.placed: dict[str, _Placement] = {}
+        self.why: dict[str, str] = {}
+
+    def all(self) -> dict[str, Proposal]:
+        proposals: dict[str, Proposal] = {}
+        for path, described in self.described.items():
+            placement = self._placement(path)
+            text = "; ".join(part for part in (placement.text(), self.why[path]) if part)
+            tried = tuple(placement.tried)
+            proposals[path] = Proposal(placement.spec, text, described.role, described.labels, tried)
+        return proposals
+
+    def _placement(self, path: str) -> _Placement:
+        """The placement of a variable, after that of the variable that it follows."""
+        if path in self.placed:
+            return self.placed[path]
+        variable, described, row = self.variables[path], self.described[path], ROLES[self.described[path].role]
+        placement = self.placed[path] = _Placement(described, variable.shape, self.mesh)
+        large = variable.nbytes >= self.large
+        if self.mesh.size == 1:
+            self.why[path] = "the mesh has one device"
+        elif described.follows is not None:
+            self.why[path] = self._follow(placement, large=large)
+        elif row.tensor:
+            self.why[path] = self._order(placement, row)
+        elif not large:
+            # Gathering a small one costs a message, keeping it almost nothing.
+            less = f"{row.name} of {format_bytes(variable.nbytes)}, less than {format_bytes(self.large)}"
+            small = f"{less}: replicated, a copy costs less than gathering it"
+            self.why[path] = small if variable.shape else "a scalar"
+        else:
+            self.why[path] = "large, so it is stored in pieces"
+        if large and self.mesh.size > 1 and not any(placement.axes):
+            self._anywhere(placement)
+            if not any(placement.axes):
+                self.why[path] = "replicated: no dimension divides by any axis of the mesh"
+        return placement
+
+    def _order(self, placement: _Placement, order: Role) -> str:
+        labels, expert = placement.described.labels, order.tensor[0] == "experts"
+
+        def dims(wanted: Sequence[str]) -> list[int]:
+            return [dim for label in wanted for dim, found in enumerate(labels) if found == label]
+
+        placed = True
+        fsdp = self.fsdp if expert else (*self.fsdp, *self.expert)
+        if expert and self.expert:
+            # If there are too few experts for the axis, it splits what is inside them.
+            placed = placement.place(self.expert, dims(order.tensor))
+            placed &= placement.place(self.tensor, dims((*order.tensor[1:], "experts")))
+        else:
+            placed = placement.place(self.tensor, dims(order.tensor))
+        first = dims(order.tensor[:1])
+        why = order.why if first and any(set(self.tensor) & set(placement.axes[dim]) for dim in first) else ""
+        # Alone, it takes columns: over rows, XLA may add up activations of the whole batch instead of gathering the
+        # much smaller weight (half the bytes for the queries of a compiled Gemma block).
+        alone = order.fsdp[0] == "in" and not any(self.mesh.shape[axis] > 1 for axis in self.tensor)
+        stored = dims(order.tensor if alone else order.fsdp)
+        # A head stays whole in storage too, as long as there is another way.
+        if not placement.place(fsdp, stored):
+            placed &= placement.place(fsdp, stored, whole_units=False)
+        if not placed:
+            why = f"{why}; not split over every axis" if why else "not split over every axis: no dimension divides"
+        elif not why and placement.tried:
+            why = f"since {placement.tried[0]}"
+        return why
+
+    def _follow(self, placement: _Placement, *, large: bool) -> str:
+        """Splits a variable as the one that it belongs to is."""
+        follows, dims = placement.described.follows, placement.described.dims
+        assert follows is not None
+        other = self._placement(follows)
+        # Of small ones only what saves communication: a bias stays with its columns, and is not stored in pieces.
+        slot = placement.described.role == "optimizer_slot"
+        keep = {axis for axis in self.mesh.axis_names if slot or large or axis in (*self.tensor, *self.expert)}
+        for dim, source in enumerate(dims):
+            if source is not None:
+                axes = tuple(axis for axis in other.axes[source] if axis in keep)
+                if placement.shape[dim] % placement.parts(axes) == 0:
+                    placement.axes[dim] = axes
+                else:
+                    placement.tried.append(
+                        f"dimension {dim} ({placement.shape[dim]}) does not divide as that of {follows!r}"
+                    )
+        return f"split as {follows}" if any(placement.axes) else f"replicated, as {follows} is along these dimensions"
+
+    def _anywhere(self, placement: _Placement) -> None:
+        """Stores a large variable in pieces, along whatever divides: the largest dimension first, layers last."""
+        labels = placement.described.labels
+        dims = sorted(range(len(labels)), key=lambda dim: (labels[dim] == "layers", -placement.shape[dim], dim))
+        for axes in (self.tensor, (*self.fsdp, *self.expert)):
+            placement.place(axes, dims, whole_units=False)
+
+
+def trimmed(entries: Sequence[Any]) -> PartitionSpec:
+    """A spec without the last entries that split nothing."""
+    count = max((index + 1 for index, entry in enumerate(entries) if entry is not None), default=0)
+    return PartitionSpec(*entries[:count])
+
+
+def _names(axes: Sequence[str]) -> str:
+    return " and ".join(map(repr, axes))

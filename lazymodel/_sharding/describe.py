@@ -1,0 +1,361 @@
+"""A variable's role, told from its path, its shape and its neighbours.
+
+Responsible for which row of `_sharding/roles` a variable is, a label for each of its dimensions, the largest number of
+parts that keeps a dimension's units whole, and which other variable it belongs to. Not responsible for what is made of
+it: `_sharding/auto` places labels on mesh axes.
+
+Roles are guesses, and a wrong one costs speed, never correctness: every sharding computes the same values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+
+import jax
+import numpy as np
+
+from lazymodel._abstract.paths import rule_path
+from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._sharding.roles import FUSED_HEADS, HEADS, ROLES
+
+_WEIGHT = r"(_?kernel|weight|weights|w|embeddings?)$"
+_ATTENTION = re.compile(r"(^|[/_])(\w*attention\w*|\w*attn\w*|mha|sdpa)(_\d+)?/")
+_MLP = re.compile(r"feed_?forward|mlp|ffw|ffn|intermediate")
+_SLOT = re.compile(r"(^|/)(opt\w*|adam\w*|sgd|mu|nu|trace|ema\w*|momentum|velocity|acc\w*|v_row|v_col|avg\w*)/")
+_NORM_VECTOR = re.compile(r"(norm|(^|[/_])ln)[^/]*(/(scale|weight|gamma|bias))?$")
+_HEAD_NORM = re.compile(r"(^|[/_])(q|k|query|key)_?(layer_?)?norm\w*/[a-z]+$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """What is known of a variable.
+
+    Attributes:
+        role: A name of `ROLES`.
+        labels: One for each dimension.
+        units: For each dimension, how many parts at most keep its units whole: heads, where it holds heads.
+        follows: The path of the variable that it belongs to and is split like, and
+        dims: for each of its dimensions, which one of that variable, or None.
+    """
+
+    role: str
+    labels: tuple[str, ...]
+    units: tuple[int, ...]
+    follows: str | None = None
+    dims: tuple[int | None, ...] = ()
+
+
+def describe(variables: Mapping[str, AbstractVariable]) -> dict[str, Described]:
+    """The role of every variable, from all of them together."""
+    return _Describer(variables).all()
+
+
+class _Describer:
+    def __init__(self, variables: Mapping[str, AbstractVariable]) -> None:
+        self._variables = variables
+        self._names = {path: rule_path(path).lower() for path in variables}
+        self._stacks = _stacks(variables, self._names)
+        self._children: dict[str, list[str]] = {}
+        for path in variables:
+            self._children.setdefault(_parent(path), []).append(path)
+        self._layers: dict[str, list[str]] = {}
+        for place in dict.fromkeys(place for path in variables for place in _places(path)):
+            if place:
+                self._layers.setdefault(_parent(place), []).append(place)
+        self._flat = {self._names[path].replace("/", "_"): path for path in reversed(list(variables))}
+        self._by_name = {self._names[path]: path for path in reversed(list(variables))}
+        for path in variables:
+            # (model, optimizer): the optimizer's paths do not know that the model is the first of two.
+            self._by_name.setdefault(self._names[path].partition("/")[2], path)
+        self._head_dims, self._head_counts = self._evidence()  # prefix → number, where all evidence below it agrees
+
+    def all(self) -> dict[str, Described]:
+        described: dict[str, Described] = {}
+        for path, variable in self._variables.items():
+            found = self._one(path, variable, shape := self._inner(path))
+            if len(shape) < len(variable.shape):
+                dims: tuple[int | None, ...] = ()
+                if found.follows is not None:
+                    shifted = tuple(None if dim is None else dim + 1 for dim in found.dims)
+                    dims = (0, *shifted) if found.follows in self._stacks else (None, *found.dims)
+                labels, units = ("layers", *found.labels), (variable.shape[0], *found.units)
+                found = dataclasses.replace(found, labels=labels, units=units, dims=dims)
+            described[path] = found
+        return described
+
+    def _one(self, path: str, variable: AbstractVariable, shape: tuple[int, ...]) -> Described:
+        """A variable's role, of its shape in one layer."""
+        name, n = self._names[path], len(shape)
+        if not shape or jax.numpy.issubdtype(variable.dtype, jax.dtypes.prng_key) or "seed_generator" in name:
+            return self._labelled("state", path, shape)
+        if (slot := self._slot(path, variable)) is not None:
+            return slot
+        for row in ROLES.values():
+            if row.within or n not in row.ndims or not re.search(row.pattern, name):
+                continue
+            follows = row.name in ("lora", "scale", "bias")
+            if follows and (found := self._follower(path, row.name, shape)) is not None:
+                return found
+            if row.name != "bias" or n == 1 or _ATTENTION.search(name) is not None:
+                return self._labelled(row.name, path, shape)
+        if n < 2 or not np.prod(shape) or not re.search(_WEIGHT, name):
+            return self._labelled("other", path, shape)
+        tail = "/".join(name.split("/")[-3:])
+        attention = _ATTENTION.search(name) is not None and not _MLP.search(tail)
+        if n < 5 and (attention or n == 3):
+            for row in ROLES.values():
+                if row.within == "attention" and n in row.ndims and re.search(row.pattern, tail):
+                    if row.name == "attention_output":
+                        return self._attention_output(path, shape)
+                    if n < 4 or {2, 3} & set(shape):
+                        return self._projection(row.name, path, shape)
+            if n < 4 and attention:
+                fused = n == 2 and shape[1] == 3 * shape[0]
+                return self._projection("fused_query_key_value" if fused else "query_key_value", path, shape)
+        if n >= 4:
+            return self._labelled("convolution", path, shape)
+        if n == 3:
+            return self._labelled("other", path, shape)
+        beside = self._layer(_parent(_parent(path))) if name.split("/")[-2:-1] == ["gate"] else ()
+        if any("expert" in self._names[other] for other in beside):
+            return self._labelled("router", path, shape)
+        return self._dense(path, shape)
+
+    def _labelled(self, role: str, path: str, shape: tuple[int, ...]) -> Described:
+        """Roles whose dimensions follow from their number."""
+        row = ROLES[role]
+        return Described(role, row.label(len(shape), out_first=row.turns and self._out_first(path, shape)), shape)
+
+    def _dense(self, path: str, shape: tuple[int, ...]) -> Described:
+        """A matrix outside attention: by name, or else one that widens is `up` and one that narrows `down`."""
+        size_in, size_out = shape[::-1] if self._out_first(path, shape) else shape
+        tail = "/".join(self._names[path].split("/")[-3:])
+        up, down = (re.search(ROLES[name].pattern, tail) is not None for name in ("mlp_up", "mlp_down"))
+        narrows = down if up != down else size_out < size_in
+        return self._labelled("mlp_down" if narrows else "mlp_up", path, shape)
+
+    def _projection(self, role: str, path: str, shape: tuple[int, ...]) -> Described:
+        """Query, key and value: which dimension counts the heads."""
+        if len(shape) == 2:
+            out_first = self._out_first(path, shape)
+            size_in, size = shape[::-1] if out_first else shape
+            fused = role.startswith("fused")
+            labels, units = (
+                ("in", FUSED_HEADS if fused else HEADS),
+                (size_in, 1 if fused else self._heads_in(path, size)),
+            )
+            return Described(role, labels[::-1], units[::-1]) if out_first else Described(role, labels, units)
+        heads, width = self._output_of(path)
+        last = len(shape) - 1
+        candidates = [dim for dim in range(last) if shape[dim] == heads]
+        if len(candidates) != 1:
+            # The width is the one that an output projection gives back; what is left counts heads.
+            candidates = [dim for dim in range(last) if width is not None and shape[dim] != width and shape[dim] != 3]
+        dim = candidates[-1] if candidates else last - 1
+        inner = [d for d in range(last) if d != dim]
+        wide = max(inner, key=lambda d: (shape[d] == width, shape[d]))
+        names = {dim: HEADS, wide: "in", last: "head_dim"}
+        return Described(role, tuple(names.get(d, "parts") for d in range(len(shape))), shape)
+
+    def _attention_output(self, path: str, shape: tuple[int, ...]) -> Described:
+        if len(shape) == 3:
+            like_query = shape[0] != shape[-1] and any(
+                other != path and self._variables[other].shape == self._variables[path].shape
+                for other in self._layer(_parent(_parent(path)))
+            )
+            labels = ("out", HEADS, "head_dim") if like_query else (HEADS, "head_dim", "out")
+            return Described("attention_output", labels, shape)
+        if self._out_first(path, shape):
+            return Described("attention_output", ("out", HEADS), (shape[0], self._heads_in(path, shape[1])))
+        return Described("attention_output", (HEADS, "out"), (self._heads_in(path, shape[0]), shape[1]))
+
+    # --- neighbours ---
+
+    def _follower(self, path: str, role: str, shape: tuple[int, ...]) -> Described | None:
+        """A LoRA factor, scale or bias: the weight in the same layer (or one level up or down) that it belongs to."""
+        parent = _parent(path)
+        leaf = self._names[path].split("/")[-1]
+        places = [parent, _parent(parent), f"{parent}/base_module", f"{_parent(parent)}/base_module"]
+        stem = re.sub(r"(_scale|_zero|_zero_point|_?bias)$", "", leaf)
+        for place in places if role == "lora" else places[:1]:
+            weights = [
+                other
+                for other in self._children.get(place, ())
+                if other != path and len(self._variables[other].shape) >= 2 and self._is_weight(other)
+            ]
+            named = [o for o in weights if self._names[o].split("/")[-1] in (stem, f"_{stem}") and stem]
+            for other in named or weights:
+                dims = self._factor_dims(leaf, role, shape, other)
+                if dims is not None:
+                    labels = tuple("rank" if d is None else "of its weight" for d in dims)
+                    return Described(role, labels, shape, other, dims)
+        return None
+
+    def _factor_dims(self, leaf: str, role: str, shape: tuple[int, ...], other: str) -> tuple[int | None, ...] | None:
+        weight = self._inner(other)
+        if role == "lora":
+            n = len(shape)
+            if leaf.endswith("_a"):
+                return (*range(n - 1), None) if shape[:-1] == weight[: n - 1] else None
+            return (*(None,) * (n - 1), len(weight) - 1) if shape[-1] == weight[-1] else None
+        packs = role == "scale" and len(shape) == len(weight) == 2 and self._variables[other].dtype == np.int8
+        if packs and any(-(-size // 2) == packed for size, packed in zip(shape, weight, strict=True)):
+            # Two 4-bit numbers share a byte, and a group of them a scale: the same dimensions, of other extents.
+            return (0, 1)
+        embedding = "embedding" in self._names[other].split("/")[-1]
+        out_first = not embedding and len(weight) == 2 and self._out_first(other, weight)
+        return _aligned(shape, weight, from_left=embedding or out_first)
+
+    def _is_weight(self, path: str) -> bool:
+        leaf = self._names[path].split("/")[-1]
+        return not re.search(r"lora_|_scale$|_zero|bias$|_(a|b)$", leaf)
+
+    def _slot(self, path: str, variable: AbstractVariable) -> Described | None:
+        """An optimizer's slot: its path holds that of a variable, and its shape is the same or lacks a dimension.
+
+        Keras names slots `adam/dense_kernel_momentum`, Optax `0/mu/dense/kernel`.
+        """
+        parts = self._names[path].split("/")
+        candidates = ["/".join(parts[start:]) for start in range(1, len(parts))]
+        found = None
+        if _SLOT.search(path.lower()):
+            found = next((self._by_name[c] for c in candidates if self._by_name.get(c, path) != path), None)
+        if found is None:
+            words = parts[-1].split("_")
+            stems = ["_".join(words[:end]) for end in range(len(words) - 1, max(len(words) - 4, 0), -1)]
+            found = next((self._flat[stem] for stem in stems if "_" in stem and stem in self._flat), None)
+        if found is None or found == path:
+            return None
+        shape, other = variable.shape, self._variables[found].shape
+        dims: tuple[int | None, ...] | None = None
+        if shape == other:
+            dims = tuple(range(len(shape)))
+        elif len(shape) < len(other):
+            dims = _aligned(shape, other, from_left="col" not in parts[-1])
+        if dims is None:
+            return None
+        stack = int(path in self._stacks)
+        inner = tuple(None if dim is None else dim - stack for dim in dims[stack:])
+        return dataclasses.replace(self._labelled("optimizer_slot", path, shape[stack:]), follows=found, dims=inner)
+
+    def _out_first(self, path: str, shape: tuple[int, ...]) -> bool:
+        """Whether a weight is stored as (out, in), as PyTorch and Equinox do: it is called `weight`, not `kernel`.
+
+        A bias beside it tells with certainty, unless the matrix is square.
+        """
+        leaf = self._names[path].split("/")[-1]
+        for other in self._children.get(_parent(path), ()) if shape[0] != shape[-1] else ():
+            bias = self._variables[other].shape[int(path in self._stacks) :]
+            if len(bias) == 1 and re.search(r"(^|_)(bias|b)$", self._names[other].split("/")[-1]):
+                return bias[0] == shape[0]
+        return leaf in ("weight", "weights")
+
+    def _output_of(self, path: str) -> tuple[int | None, int | None]:
+        """(heads, width) of the attention layer, from its output projection (heads, head_dim, width)."""
+        own = self._variables[path].shape
+        for prefix in itertools.islice(_places(path), 3):
+            for child in self._layer(prefix):
+                shape = self._inner(child)
+                tail = "/".join(self._names[child].split("/")[-3:])
+                if len(shape) == 3 and re.search(ROLES["attention_output"].pattern, tail) and re.search(_WEIGHT, tail):
+                    # Of equal shapes, both are stored as (width, heads, head_dim).
+                    return (None, None) if self._variables[child].shape == own else (shape[0], shape[-1])
+        return None, None
+
+    def _layer(self, prefix: str) -> Iterator[str]:
+        """The variables of a layer and of the layers below it, two levels deep."""
+        yield from self._children.get(prefix, ())
+        for level in self._layers.get(prefix, ()):
+            for below in (level, *self._layers.get(level, ())):
+                yield from self._children.get(below, ())
+
+    def _evidence(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Heads as other variables show them: norms of a head's width, and tables with a column for each head."""
+        head_dims: dict[str, set[int]] = {}
+        counts: dict[str, set[int]] = {}
+        for path, name in self._names.items():
+            shape = self._inner(path)
+            if _HEAD_NORM.search(name) and len(shape) == 1:
+                _note(head_dims, path, shape[0])
+            elif len(shape) == 3 and re.search(_WEIGHT, name) and _ATTENTION.search(name):
+                if "que" in name.split("/")[-2]:
+                    described = self._projection("query_key_value", path, shape)
+                    _note(counts, path, shape[described.labels.index(HEADS)])
+            elif re.search(r"attention\w*/embeddings$|relative_(attention|position)_bias", name) and len(shape) == 2:
+                _note(counts, path, shape[1])
+        agreed = [
+            {place: found.pop() for place, found in all.items() if len(found) == 1} for all in (head_dims, counts)
+        ]
+        return agreed[0], agreed[1]
+
+    def _heads_in(self, path: str, size: int) -> int:
+        """How many heads a dimension of so many columns holds, at least: what is unknown is not split.
+
+        Without evidence, pieces of 128 columns hold whole heads of 16, 32, 64 and 128, which nearly all models have.
+        """
+        for place in _places(path):
+            head_dim = self._head_dims.get(place)
+            if head_dim is not None and head_dim < size and size % head_dim == 0:
+                return size // head_dim
+            count = self._head_counts.get(place)
+            if count is not None and size % count == 0:
+                return count
+        return size // 128 if size % 128 == 0 else 1
+
+    def _inner(self, path: str) -> tuple[int, ...]:
+        """The variable's shape in one layer, where it holds one slice for each."""
+        return self._variables[path].shape[int(path in self._stacks) :]
+
+
+def _parent(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _places(path: str) -> Iterator[str]:
+    """What the path is in, from the inside to the whole model, which is ``""``."""
+    while path:
+        path = _parent(path)
+        yield path
+
+
+def _note(found: dict[str, set[int]], path: str, value: int) -> None:
+    for place in _places(path):
+        found.setdefault(place, set()).add(value)
+
+
+def _aligned(
+    shape: tuple[int, ...], weight: tuple[int, ...], *, from_left: bool = False
+) -> tuple[int | None, ...] | None:
+    """For each dimension of `shape`, the one of `weight` that it runs along; None for those that are 1 or of its own.
+
+    Both are walked from the right (or left), so a bias takes the last dimension of a square kernel.
+    """
+    step = 1 if from_left else -1
+    free = list(range(len(weight)))[::step]
+    dims: list[int | None] = []
+    for size in shape[::step]:
+        match = next((position for position, dim in enumerate(free) if weight[dim] == size != 1), None)
+        dims.append(None if match is None else free[match])
+        free = free[0 if match is None else match + 1 :]
+    return tuple(dims[::step]) if any(dim is not None for dim in dims) else None
+
+
+def _stacks(variables: Mapping[str, AbstractVariable], names: Mapping[str, str]) -> frozenset[str]:
+    """The variables that hold one slice for each layer, as `scan` over layers and `vmap` of a constructor make them.
+
+    A part of the model is a stack if everything in it has the same leading size and a vector by name, a norm's scale,
+    has two dimensions. Experts have a leading size of their own and are none.
+    """
+    leading: dict[str, set[int]] = {}
+    vectors: set[str] = set()
+    others: set[str] = set()  # a lone norm of two dimensions is no stack: its layer must hold something else
+    for path, variable in variables.items():
+        vector = bool(_NORM_VECTOR.search(names[path])) and len(variable.shape) == 2
+        for place in _places(path):
+            leading.setdefault(place, set()).add(variable.shape[0] if variable.shape else -1)
+            (vectors if vector else others).add(place)
+    stacks = {place for place in vectors & others if len(leading[place]) == 1 and "expert" not in place.lower()}
+    return frozenset(path for path in variables if any(place in stacks for place in _places(path)))

@@ -1,0 +1,110 @@
+"""What is split like another variable: LoRA pairs, quantization scales, optimizer state.
+
+Responsible for the one rule, that each dimension is split as the one that it runs along, and for who follows whom.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from lazymodel._abstract.variable import AbstractVariable, Reason
+from lazymodel._sharding.auto import trimmed
+from lazymodel._sharding.describe import describe
+from lazymodel._sharding.rules import axes_of
+
+
+def along(sharding: Any, dims: Sequence[int | None], shape: Sequence[int]) -> Any:
+    """The sharding of an array that belongs to another.
+
+    Args:
+        sharding: Of the other; one without a spec is the array's as it is.
+        dims: For each dimension of the array the one of the other that it runs along, or None.
+        shape: Of the array. What does not divide is not split, as fewer groups of elements with a scale than parts.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    of_other = dict(enumerate(sharding.spec))
+    entries = [None if dim is None else of_other.get(dim) for dim in dims]
+    for dim, entry in enumerate(entries):
+        if shape[dim] % math.prod(sharding.mesh.shape[axis] for axis in axes_of(entry)):
+            entries[dim] = None
+    return NamedSharding(sharding.mesh, trimmed(entries))
+
+
+def follow_weights(variables: Mapping[str, AbstractVariable], paths: Iterable[str]) -> dict[str, AbstractVariable]:
+    """Those of the paths that are LoRA pairs or quantization scales, each split like the weight that it belongs to.
+
+    Left out are those whose weight is not known, has no sharding, or is one of the paths itself.
+
+    Args:
+        variables: Path to variable, with shardings as far as they are known.
+        paths: Of the variables for which nothing else says how they are split.
+    """
+    described = describe(variables)
+    left = set(paths)
+    followed: dict[str, AbstractVariable] = {}
+    for path, variable in variables.items():
+        role = described[path]
+        weight = variables.get(role.follows or "")
+        if path not in left or role.role not in ("lora", "scale"):
+            continue
+        if weight is None or weight.path in left or weight.sharding is None:
+            continue
+        sharding = along(weight.sharding, role.dims, variable.shape)
+        text = f"with {weight.path!r}, which it belongs to"
+        if isinstance(sharding, NamedSharding):
+            text = f"{sharding.spec}, {text}"
+        followed[path] = dataclasses.replace(variable, sharding=sharding, reason=Reason("follows", text))
+    return followed
+
+
+def lora_shardings(sharding: Any, shape: tuple[int, ...], rank: int) -> tuple[Any, Any]:
+    """The shardings of the LoRA pair of a weight of shape (…, n), which Keras makes (…, rank) and (rank, n)."""
+    *rest, last = range(len(shape))
+    return along(sharding, [*rest, None], (*shape[:-1], rank)), along(sharding, [None, last], (rank, shape[-1]))
+
+
+def follow(
+    state: Mapping[str, AbstractVariable], assigned: Mapping[str, AbstractVariable], mesh: Any = None
+) -> dict[str, AbstractVariable]:
+    """Optimizer state, each part placed like its parameter; what belongs to none on every device of the mesh."""
+    if mesh is None:
+        shardings = (variable.sharding for variable in assigned.values())
+        mesh = next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
+    mesh = getattr(mesh, "backend_mesh", mesh)
+    placed: dict[str, AbstractVariable] = {}
+    for path, variable in state.items():
+        parameter = assigned.get(variable.follows or "")
+        sharding = layout = None
+        text = "optimizer state of no parameter, replicated"
+        if parameter is not None and parameter.shape == variable.shape:
+            sharding = parameter.sharding
+            layout = parameter.layout if parameter.dtype == variable.dtype else None
+            text = f"as {parameter.path!r}, whose optimizer state it is"
+        elif parameter is not None and isinstance(parameter.sharding, NamedSharding):
+            sharding = _related(parameter.sharding, parameter.shape, variable.shape)
+            text = f"{sharding.spec}, from the sharding of {parameter.path!r}, whose optimizer state it is"
+        elif mesh is not None:
+            sharding = NamedSharding(mesh, PartitionSpec())
+        reason = None if sharding is None else Reason("optimizer", text)
+        placed[path] = dataclasses.replace(variable, sharding=sharding, layout=layout, reason=reason)
+    return placed
+
+
+def _related(sharding: NamedSharding, parameter: tuple[int, ...], shape: tuple[int, ...]) -> NamedSharding:
+    """The sharding of state of another shape than its parameter's.
+
+    A history, as L-BFGS keeps, has further leading dimensions. Factored second moments lack a dimension; where it might
+    be either of two that are split in different ways, as for square matrices, the state is replicated: it is small.
+    """
+    own = list(range(len(parameter)))
+    candidates = [[dim for dim in own if dim != left_out] for left_out in own]
+    found = {along(sharding, dims, shape) for dims in candidates if tuple(parameter[dim] for dim in dims) == shape}
+    if own and shape[-len(own) :] == parameter:
+        found = {along(sharding, [None] * (len(shape) - len(own)) + own, shape)}
+    return found.pop() if len(found) == 1 else NamedSharding(sharding.mesh, PartitionSpec())

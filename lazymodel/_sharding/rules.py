@@ -1,0 +1,297 @@
+"""Every form of rules and specs, read: what people write becomes one function of a variable.
+
+Responsible for reading, for matching, for the reason that comes with an answer, and for saying what was meant instead.
+Whether a spec fits its variable is checked in `_sharding/shard`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
+
+from jax.experimental.layout import Format
+from jax.sharding import Mesh, PartitionSpec, Sharding
+
+from lazymodel._abstract.paths import rule_path
+from lazymodel._abstract.variable import AbstractVariable, Reason
+from lazymodel._errors import ShardingError
+from lazymodel._sharding.auto import Auto, Proposal, auto
+from lazymodel._sharding.describe import describe
+from lazymodel._sharding.roles import Role
+from lazymodel._show.text import closest
+
+
+@runtime_checkable
+class Proposer(Protocol):
+    """Rules that look at the whole model at once, as `auto` does."""
+
+    def propose(self, variables: Mapping[str, AbstractVariable], mesh: Mesh, *, large: int) -> Mapping[str, Proposal]:
+        """Path to proposal; a path that is left out counts as matched by no rule.
+
+        Args:
+            variables: Path to variable.
+            mesh: The mesh.
+            large: Bytes from which on replicating a variable is worth a warning.
+        """
+        ...
+
+
+Spec: TypeAlias = PartitionSpec | Sharding | Format | Sequence[Any] | None
+# Keys are path regexes and roles; a Mapping is invariant in them, so `str | Role` would refuse a `dict[str, …]`.
+Rules: TypeAlias = (
+    Mapping[Any, Spec]
+    | Callable[[AbstractVariable], Spec]
+    | Sequence[tuple[str, Any]]
+    | Proposer
+    | Callable[..., Auto]
+    | Literal["auto"]
+)
+# Takes a variable and gives what a rule says of it and why, or None where no rule matches it.
+Answers: TypeAlias = "Callable[[AbstractVariable], tuple[Any, Reason] | None]"
+
+
+def read_rules(
+    rules: Any, variables: Mapping[str, AbstractVariable], mesh: Mesh, large: int
+) -> tuple[Answers, tuple[str, ...], bool]:
+    """Any form of rules but a name as a function of a variable; what matched nothing, and whether that is tolerated."""
+    if rules is None:
+        return _metadata_answers(variables, mesh), (), False
+    if isinstance(rules, Proposer):
+        proposals = rules.propose(variables, mesh, large=large)
+
+        def propose(variable: AbstractVariable) -> tuple[Any, Reason] | None:
+            found = proposals.get(variable.path)
+            return found and (found.spec, Reason("proposed", found.text, found.role, found.labels, found.tried))
+
+        return propose, (), False
+    if isinstance(rules, Mapping):
+        lenient = is_layout_map(rules)
+        return *_mapping_answers(cast("Mapping[str | Role, Any]", rules), variables, lenient=lenient), lenient
+    if callable(rules):
+        function = cast("Callable[[AbstractVariable], Any]", rules)
+        name = getattr(function, "__qualname__", type(function).__name__)
+
+        def call(variable: AbstractVariable) -> tuple[Any, Reason] | None:
+            answer = function(variable)
+            check_is_spec(answer, f"the callable {name}, of {variable.path!r}")
+            return None if answer is None else (answer, Reason("callable", f"as the callable {name} says"))
+
+        return call, (), False
+    if isinstance(rules, Sequence) and not isinstance(rules, str | PartitionSpec):
+        return _logical_answers(cast("Sequence[Any]", rules), variables), (), False
+    raise ShardingError(
+        "rules are a mapping of path regex to PartitionSpec, a Keras LayoutMap, a callable taking a variable, "
+        f"a sequence of (logical axis, mesh axis) or lm.auto(); got {type(rules).__name__}"
+        + (f". For all variables: {{'.*': {rules!r}}}" if isinstance(rules, PartitionSpec) else "")
+    )
+
+
+def named_rules(rules: Any, what: str = "rules") -> Any:
+    """Rules that were given by name, or by the function that makes them; any other as they are.
+
+    Args:
+        rules: `"auto"`, `lazymodel.auto` or `lazymodel.Auto` for `lazymodel.auto()`.
+        what: The parameter that they were given as.
+
+    Raises:
+        ShardingError: There are none of this name.
+    """
+    if rules is auto or rules is Auto:
+        return auto()
+    if not isinstance(rules, str):
+        return rules
+    if rules != "auto":
+        raise ShardingError(
+            f"{what}={rules!r} is not known{closest(rules, ['auto'])}; rules by name are 'auto', which is lm.auto(). "
+            f"A rule for paths is written {{{rules!r}: PartitionSpec(…)}}"
+        )
+    return auto()
+
+
+def is_layout_map(rules: Any) -> bool:
+    """Whether a mapping is Keras' LayoutMap, for whose class the core does not ask Keras: it carries a device mesh."""
+    return hasattr(rules, "device_mesh")
+
+
+def _mapping_answers(
+    table: Mapping[str | Role, Any], variables: Mapping[str, AbstractVariable], *, lenient: bool
+) -> tuple[Answers, tuple[str, ...]]:
+    patterns: dict[str | Role, re.Pattern[str]] = {}
+    for key, spec in table.items():
+        check_is_spec(spec, f"rule {key.name if isinstance(key, Role) else key!r}")
+        if isinstance(key, Role):
+            continue
+        try:
+            patterns[key] = re.compile(key)
+        except re.error as error:
+            raise ShardingError(
+                f"rule {error.pattern!r} is not a regular expression: {error}; `.*` stands for any text"
+            ) from error
+        except TypeError as error:
+            raise ShardingError(f"a rule's key is a path regex or a role; got {key!r}") from error
+    described = describe(variables) if len(patterns) < len(table) else {}
+    matches: dict[str, str | Role] = {}
+    alive: set[str | Role] = set()
+    for path in variables:
+        name = rule_path(path)
+        found = [
+            key
+            for key in table
+            if (key.name == described[path].role if isinstance(key, Role) else patterns[key].fullmatch(name))
+        ]
+        alive.update(found)
+        if lenient and name in patterns:
+            found = [name]
+        if lenient and len(found) > 1:
+            raise ShardingError(
+                f"{path!r} is matched by more than one key of the LayoutMap: {', '.join(map(repr, found))}; "
+                "make them exclusive"
+            )
+        if found:
+            matches[path] = found[0]
+
+    def answer(variable: AbstractVariable) -> tuple[Any, Reason] | None:
+        key = matches.get(variable.path)
+        if key is None:
+            return None
+        text = f"rule for role {key.name!r}" if isinstance(key, Role) else f"rule {key!r} matches"
+        return table[key], Reason("rule", text, key.name if isinstance(key, Role) else "")
+
+    def dead(key: str | Role) -> str:
+        if isinstance(key, Role):
+            return f"no variable has the role {key.name!r}"
+        return f"rule {key!r} matches no variable{closest(key, [rule_path(path) for path in variables])}"
+
+    return answer, tuple(dead(key) for key in table if key not in alive)
+
+
+def _logical_answers(rules: Sequence[Any], variables: Mapping[str, AbstractVariable]) -> Answers:
+    for rule in rules:
+        pair = isinstance(rule, Sequence) and len(cast("Sequence[Any]", rule)) == 2 and isinstance(rule[0], str)
+        if not pair or isinstance(rule[1], PartitionSpec):
+            raise ShardingError(
+                "rules in a sequence are pairs of a logical axis and a mesh axis, a tuple of them or None; got "
+                f"{rule!r}. Rules by path are a mapping, {{path pattern: PartitionSpec}}"
+            )
+
+    def answer(variable: AbstractVariable, names: tuple[Any, ...]) -> tuple[Any, Reason] | None:
+        entries, unknown = resolve_logical(names, rules)
+        if unknown and not any(entries):
+            return None  # replicated, and said so if it is large
+        text = f"logical axes {names}"
+        if unknown:
+            text += f"; no rule for {', '.join(map(repr, unknown))}, which are not split"
+        return PartitionSpec(*entries), Reason("logical", text, labels=tuple(str(name) for name in names))
+
+    return _by_axis_names(
+        answer,
+        variables,
+        "rules are pairs of logical and mesh axes, and no variable of this model carries names for its axes. "
+        "Give rules by path, or lm.auto().",
+    )
+
+
+def _metadata_answers(variables: Mapping[str, AbstractVariable], mesh: Mesh) -> Answers:
+    def answer(variable: AbstractVariable, names: tuple[Any, ...]) -> tuple[Any, Reason]:
+        for axis in (axis for name in names for axis in ((name,) if isinstance(name, str) else name or ())):
+            if axis not in mesh.shape:
+                raise ShardingError(
+                    f"{variable.path!r} has axes {names}, and {axis!r} is no axis of the mesh "
+                    f"({', '.join(map(repr, mesh.axis_names))}). If it is a logical axis, give rules: "
+                    f"shard(mesh, [({axis!r}, {mesh.axis_names[-1]!r}), …])"
+                )
+        return PartitionSpec(*names), Reason("metadata", "as the variable's own metadata says")
+
+    return _by_axis_names(
+        answer,
+        variables,
+        "shard() without rules uses the axis names that variables carry, and no variable of this model does. "
+        "Give rules, such as lm.auto().",
+    )
+
+
+def _by_axis_names(
+    answer: Callable[[AbstractVariable, tuple[Any, ...]], tuple[Any, Reason] | None],
+    variables: Mapping[str, AbstractVariable],
+    lacking: str,
+) -> Answers:
+    """Answers for variables that carry names for their axes; an error if none does."""
+    if not any(variable.logical_axes for variable in variables.values()):
+        raise ShardingError(lacking)
+
+    def checked(variable: AbstractVariable) -> tuple[Any, Reason] | None:
+        names = variable.logical_axes
+        if names is None:
+            return None
+        if len(names) > len(variable.shape):
+            raise ShardingError(
+                f"{variable.path!r} of shape {variable.shape} has more axis names than dimensions: {tuple(names)}"
+            )
+        if repeated := [name for name in names if isinstance(name, str) and names.count(name) > 1]:
+            raise ShardingError(f"{variable.path!r}: axis {repeated[0]!r} occurs more than once in {tuple(names)}")
+        return answer(variable, names)
+
+    return checked
+
+
+def resolve_logical(names: Sequence[Any], rules: Sequence[tuple[str, Any]]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """Mesh axes for the logical axes of one variable, and the logical axes that no rule knows.
+
+    The semantics are those of `flax.linen.logical_to_mesh_axes`: a rule whose mesh axes already split another dimension
+    is passed over for the next one of the same logical axis.
+    """
+    resolved: dict[int, Any] = {}
+    used: set[str] = set()
+    for logical, target in rules:
+        if logical not in names:
+            continue
+        position = list(names).index(logical)
+        entry = target if target is None or isinstance(target, str) else tuple(target)
+        if position not in resolved and not used.intersection(axes_of(entry)):
+            resolved[position] = entry
+            used.update(axes_of(entry))
+    known = {logical for logical, _ in rules}
+    unknown = tuple(name for name in names if isinstance(name, str) and name not in known)
+    return tuple(resolved.get(position) for position in range(len(names))), unknown
+
+
+def check_is_spec(spec: Any, where: str) -> None:
+    """Checks that it is any form of spec: PartitionSpec, sequence, None, a sharding, or Keras' TensorLayout.
+
+    Args:
+        spec: What was given.
+        where: The rule that gave it, for the error.
+
+    Raises:
+        ShardingError: It is none, or has an entry that cannot be an axis.
+    """
+    if spec is None or isinstance(spec, PartitionSpec | Sharding | Format):
+        return
+    entries = getattr(spec, "axes", spec)
+    if isinstance(entries, str):
+        raise ShardingError(
+            f"{where}: a spec is a PartitionSpec or a tuple of axis names; got {entries!r}. Write "
+            f"PartitionSpec({entries!r}) to split the first dimension, PartitionSpec(None, {entries!r}) for the second"
+        )
+    if not isinstance(entries, Sequence):
+        raise ShardingError(
+            f"{where}: a spec is a PartitionSpec or a tuple of axis names; got {spec!r}. PartitionSpec() replicates"
+        )
+    for entry in cast("Sequence[Any]", entries):
+        names = cast("Sequence[Any]", entry) if isinstance(entry, list | tuple) else (entry,)
+        if not all(isinstance(name, Hashable) for name in names):
+            raise ShardingError(f"{where}: an entry of a spec is an axis name, a tuple of them, or None; got {entry!r}")
+
+
+def spec_entries(spec: Any) -> tuple[Any, ...]:
+    """The entries of any form of spec that `check_is_spec` lets pass, but a sharding."""
+    if spec is None:
+        return ()
+    entries = cast("Sequence[Any]", getattr(spec, "axes", spec))
+    return tuple(tuple(cast("list[Any]", entry)) if isinstance(entry, list) else entry for entry in entries)
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes that one entry of a spec names."""
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)

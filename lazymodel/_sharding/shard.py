@@ -1,0 +1,259 @@
+"""The verb `shard`: rules in, a checked sharding for every variable out, with the reason for it.
+
+Responsible for asking the rules, for saying what does not fit before a byte moves, and for mending it where that was
+asked for. Not responsible for how rules are read (`_sharding/rules`), nor for proposing shardings (`_sharding/auto`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+from jax.experimental.layout import Format
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from lazymodel._abstract.host_arrays import kept_on_host
+from lazymodel._abstract.paths import rule_path
+from lazymodel._abstract.spec import AnyModel
+from lazymodel._abstract.variable import AbstractVariable, Reason
+from lazymodel._errors import ShardingError, warn
+from lazymodel._sharding.auto import Auto
+from lazymodel._sharding.follow import follow, follow_weights
+from lazymodel._sharding.rules import (
+    Rules,
+    axes_of,
+    check_is_spec,
+    is_layout_map,
+    named_rules,
+    read_rules,
+    spec_entries,
+)
+from lazymodel._show.text import first_lines, format_bytes, listed, parse_bytes
+
+
+def shard(
+    model: AnyModel,
+    mesh: Mesh,
+    rules: Rules | None = None,
+    *,
+    on_unmatched: str = "warn",
+    large: int | str = "1MiB",
+    repair: bool | Auto = False,
+) -> AnyModel:
+    """Assigns a sharding to every variable.
+
+    Rules are one of
+
+    - `lazymodel.auto(...)`, also as `"auto"`, or any other object with its method `propose`.
+    - a mapping of path regex to spec. The whole path must match (`re.fullmatch`); the first rule that matches, in
+      the mapping's order, is taken. A key may also be a `lazymodel.role`. A pattern that matches no variable is an
+      error.
+    - a Keras `LayoutMap`, read in the same way, but as Keras reads it: a pattern that matches nothing is only
+      warned about, because published maps serve several models.
+    - a callable of a variable; None means that no rule applies.
+    - a sequence of (logical axis, mesh axis, tuple of them or None), for variables that carry names for their axes, as
+      Flax' do. As in Flax, rules are tried in their order, each mesh axis splits one dimension only, and a logical axis
+      without a rule is not split.
+    - None: variables carry names of mesh axes, as Flax' partitioning metadata does, and these are used.
+
+    A spec is a `PartitionSpec`, a tuple or list of axis names, None (replicate), or a whole `NamedSharding` or
+    `jax.experimental.layout.Format` (a layout on the device and a sharding).
+
+    What nothing matches is replicated, but LoRA pairs and quantization scales are split like the weight that they
+    belong to. Optimizer state (`with_optimizer`) is sharded like the parameters that it belongs to, whatever the rules
+    say of its own paths; only the patterns of a mapping that match no parameter are rules for it (to spread it over
+    data-parallel devices, say).
+
+    Args:
+        mesh: The devices and their axis names; an object with a `backend_mesh`, as Keras' `DeviceMesh`, is unwrapped.
+        rules: As above.
+        on_unmatched: What to do about variables of at least `large` bytes that no rule matches (they are replicated
+            on every device): `"warn"`, `"error"` or `"ignore"`.
+        large: That threshold, in bytes or as `"16MiB"`. `lazymodel.auto()` replicates nothing of this size that can
+            be split.
+        repair: True gives what does not fit, and what of at least `large` bytes no rule matches, the sharding that
+            `lazymodel.auto()` proposes, in silence; `explain()` lists what was mended, and rules that matched nothing.
+            An `auto(...)` of your own says which axes are for what.
+
+    Raises:
+        ShardingError: A rule matches nothing, names an unknown axis, uses one twice, does not divide a dimension
+            or has more dimensions than the variable. All misfits of one call are reported together.
+    """
+    own = {path: variable for path, variable in model.items() if variable.follows is None}
+    state = {path: variable for path, variable in model.items() if variable.follows is not None}
+    own_rules, state_rules, ruled = _split_rules(rules, own, state)
+    assigned, notes = assign(own, mesh, own_rules, on_unmatched=on_unmatched, large=large, repair=repair)
+    following = follow(state, assigned, mesh)
+    if state_rules:
+        placed, more = assign(ruled, mesh, state_rules, on_unmatched=on_unmatched, large=large, repair=repair)
+        following |= placed
+        notes += more
+    return dataclasses.replace(model, variables=kept_on_host({**assigned, **following}), sharding_notes=notes)
+
+
+def _split_rules(
+    rules: Any, own: Mapping[str, AbstractVariable], state: Mapping[str, AbstractVariable]
+) -> tuple[Any, dict[str, Any], dict[str, AbstractVariable]]:
+    """Rules for parameters, those of a mapping that match optimizer state only, and the state that these match."""
+    if not state or not isinstance(rules, Mapping) or is_layout_map(rules):
+        return rules, {}, {}
+    for_state: dict[str, Any] = {}
+    ruled: set[str] = set()
+    table = cast("Mapping[Any, Any]", rules)
+    for key, spec in table.items():
+        try:
+            pattern = re.compile(key) if isinstance(key, str) else None
+        except re.error:
+            pattern = None  # `assign` says what is wrong with it
+        if pattern is None or any(pattern.fullmatch(rule_path(path)) for path in own):
+            continue
+        if matched := [path for path in state if pattern.fullmatch(rule_path(path))]:
+            for_state[cast("str", key)] = spec
+            ruled.update(matched)
+    own_rules = {key: spec for key, spec in table.items() if key not in for_state}
+    return own_rules, for_state, {path: variable for path, variable in state.items() if path in ruled}
+
+
+def assign(
+    variables: Mapping[str, AbstractVariable],
+    mesh: Mesh,
+    rules: Rules | None,
+    *,
+    on_unmatched: str = "warn",
+    large: int | str = "1MiB",
+    repair: bool | Auto = False,
+) -> tuple[dict[str, AbstractVariable], tuple[str, ...]]:
+    """The variables with shardings and reasons, and notes on rules that matched nothing; see `shard`."""
+    if on_unmatched not in ("warn", "error", "ignore"):
+        raise ShardingError(f"on_unmatched is 'warn', 'error' or 'ignore'; got {on_unmatched!r}")
+    mesh = _as_mesh(mesh)
+    rules, repair = named_rules(rules), named_rules(repair, "repair")
+    threshold = parse_bytes(large, name="large")
+    answers, notes, lenient = read_rules(rules, variables, mesh, threshold)
+    if notes and not repair:
+        if not lenient:
+            raise ShardingError(f"{'; '.join(notes)}. Mend the pattern (the whole path must match) or remove the rule.")
+        warn("; ".join(notes))
+
+    assigned: dict[str, AbstractVariable] = {}
+    without_rule: list[str] = []
+    misfits: dict[str, str] = {}
+    for path, variable in variables.items():
+        answer = answers(variable)
+        if answer is None:
+            without_rule.append(path)
+            answer = None, Reason("unmatched", "replicated, since no rule matches it")
+        try:
+            assigned[path] = _placed(variable, *answer, mesh)
+        except ShardingError as error:
+            misfits[path] = str(error)
+    followed = follow_weights(assigned, without_rule) if without_rule and mesh.size > 1 else {}
+    assigned = {path: followed.get(path, variable) for path, variable in assigned.items()}
+    unmatched = [
+        variables[path]
+        for path in without_rule
+        if path not in followed and variables[path].nbytes >= threshold and mesh.size > 1
+    ]
+    if repair and (misfits or unmatched):
+        proposals = (repair if isinstance(repair, Auto) else Auto()).propose(variables, mesh, large=threshold)
+        for path, why in {**{variable.path: "no rule matches it" for variable in unmatched}, **misfits}.items():
+            found = proposals[path]
+            reason = Reason("repaired", f"{found.text} (repaired: {why})", found.role, found.labels, found.tried)
+            assigned[path] = _placed(variables[path], found.spec, reason, mesh)
+        assigned = {path: assigned[path] for path in variables}  # in the model's own order
+    elif misfits:
+        raise ShardingError("\n".join([*first_lines(list(misfits.values())), "repair=True of shard() mends them."]))
+    elif unmatched and on_unmatched != "ignore":
+        message = _unmatched_message(unmatched, threshold, mesh)
+        if on_unmatched == "error":
+            raise ShardingError(message)
+        warn(message)
+    return assigned, notes
+
+
+def _placed(variable: AbstractVariable, answer: Any, reason: Reason, mesh: Mesh) -> AbstractVariable:
+    """The variable with the sharding that an answer of the rules stands for.
+
+    Raises:
+        ShardingError: It does not fit.
+    """
+    layout: Any = None
+    if isinstance(answer, Format):
+        layout = cast("Any", answer.layout)
+        if answer.sharding is None or not (layout is None or hasattr(layout, "major_to_minor")):
+            raise ShardingError(
+                f"{variable.path!r}: a Format needs a sharding and a layout that is written out, not AUTO; got {answer}"
+            )
+        if layout is not None and sorted(layout.major_to_minor) != list(range(len(variable.shape))):
+            raise ShardingError(
+                f"{variable.path!r} of shape {variable.shape}: the layout's major_to_minor {layout.major_to_minor} is "
+                "no order of its dimensions"
+            )
+        answer = answer.sharding
+    if isinstance(answer, NamedSharding) and isinstance(answer.mesh, Mesh):
+        check_spec(variable, answer.spec, answer.mesh)
+    sharding = answer if isinstance(answer, Sharding) else NamedSharding(mesh, check_spec(variable, answer, mesh))
+    return dataclasses.replace(variable, sharding=sharding, layout=layout, reason=reason)
+
+
+def check_spec(variable: AbstractVariable, spec: Any, mesh: Mesh) -> PartitionSpec:
+    """A spec as a `PartitionSpec` that is known to fit the variable on the mesh.
+
+    Raises:
+        ShardingError: It has more dimensions than the variable, names an axis that the mesh lacks, uses an axis
+            twice, or splits a dimension into unequal parts.
+    """
+    check_is_spec(spec, repr(variable.path))
+    entries = spec_entries(spec)
+    where = f"{variable.path!r} of shape {variable.shape} with {PartitionSpec(*entries)}"
+    if len(entries) > len(variable.shape):
+        raise ShardingError(
+            f"{where}: the spec has {len(entries)} entries for {len(variable.shape)} dimensions; drop the last ones"
+        )
+    used: set[str] = set()
+    for dimension, axes in enumerate(map(axes_of, entries)):
+        for axis in axes:
+            if axis not in mesh.shape:
+                raise ShardingError(
+                    f"{where}: the mesh has no axis {axis!r}; its axes are "
+                    f"{', '.join(f'{name!r} ({size})' for name, size in mesh.shape.items())}"
+                )
+            if axis in used:
+                raise ShardingError(f"{where}: axis {axis!r} is used twice; a mesh axis can split one dimension only")
+            used.add(axis)
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        if variable.shape[dimension] % parts:
+            fitting = [index for index, size in enumerate(variable.shape) if size and size % parts == 0]
+            mend = (
+                f"dimension {' or '.join(map(str, fitting))} would divide"
+                if fitting
+                else "no dimension divides; replicate it with PartitionSpec() or use a mesh whose axis divides it"
+            )
+            raise ShardingError(
+                f"{where}: dimension {dimension} of size {variable.shape[dimension]} does not divide into {parts} "
+                f"parts (axis {', '.join(map(repr, axes))}); {mend}"
+            )
+    return PartitionSpec(*entries)
+
+
+def _as_mesh(mesh: Any) -> Mesh:
+    mesh = getattr(mesh, "backend_mesh", mesh)
+    if not isinstance(mesh, Mesh | AbstractMesh):  # one without devices has names and sizes, which is all that is used
+        raise ShardingError(
+            f"mesh is a jax.sharding.Mesh; got {type(mesh).__name__}. "
+            "Make one with jax.sharding.Mesh(devices, axis_names)."
+        )
+    return cast("Mesh", mesh)
+
+
+def _unmatched_message(unmatched: list[AbstractVariable], threshold: int, mesh: Mesh) -> str:
+    unmatched = sorted(unmatched, key=lambda variable: -variable.nbytes)
+    described = listed(f"{v.path} {v.shape} {format_bytes(v.nbytes)}" for v in unmatched)
+    return (
+        f"{len(unmatched)} variables of at least {format_bytes(threshold)} match no sharding rule and are replicated "
+        f"on all {mesh.size} devices ({format_bytes(sum(v.nbytes for v in unmatched))} each): {described}. "
+        "Add a rule for them, or pass repair=True; PartitionSpec() says that replication is meant."
+    )

@@ -1,0 +1,1 @@
+"""What people read: text, tables, progress. It knows no model."""

@@ -1,0 +1,196 @@
+"""Tables for a terminal and for a notebook.
+
+Responsible for presentation only. A model has thousands of variables and a person reads about forty lines, so rows
+whose paths differ only in numbers are folded into one (`block_{0..25}/query/kernel`, 26 of them). What names hold
+reaches a terminal without control characters and markup, and HTML escaped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+import html
+import io
+import os
+import shutil
+import sys
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from lazymodel._show.text import fold, format_bytes, printable, unnumbered
+
+_MAX_ROWS = 40  # rows of a table before the smallest are only counted
+_FALLBACK_WIDTH = 120  # columns, where no terminal says how wide it is
+_MIN_WIDTH = 60
+_MIN_COLUMN = 12  # columns that a folded path or origin keeps, however narrow the terminal
+
+ACTIONS = {"load": "loaded", "initialize": "initialized"}  # and "constant", of plans and loads
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A title, a grid, and lines below it."""
+
+    title: str
+    columns: tuple[str, ...]  # headings; the first and the last are of columns that may be cut into lines
+    rows: Sequence[Sequence[str]]
+    right: frozenset[str] = frozenset()  # columns that are aligned to the right
+    lines: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "title", printable(self.title))
+        object.__setattr__(self, "rows", tuple(tuple(map(printable, row)) for row in self.rows))
+        object.__setattr__(self, "lines", tuple(map(printable, self.lines)))
+
+    def text(self) -> str:
+        """For a terminal, as wide as it; no colours."""
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table as Grid
+        from rich.text import Text
+
+        width = max(shutil.get_terminal_size((_FALLBACK_WIDTH, 24)).columns, _MIN_WIDTH)
+        out = io.StringIO()
+        console = Console(
+            file=out, width=width, color_system=None, force_terminal=False, force_jupyter=False, legacy_windows=False
+        )
+        console.print(Text(self.title))
+        if self.rows:
+            grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+            for name in self.columns:
+                # A path and an origin may be cut into lines; nothing else is worth reading in pieces.
+                foldable = name in (self.columns[0], self.columns[-1])
+                grid.add_column(
+                    name,
+                    justify="right" if name in self.right else "left",
+                    overflow="fold",
+                    no_wrap=not foldable,
+                    min_width=_MIN_COLUMN if foldable else None,
+                )
+            for row in self.rows:
+                grid.add_row(*(Text(cell, overflow="fold") for cell in row))
+            console.print(grid)
+        for line in self.lines:
+            console.print(Text(line))
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    def html(self) -> str:
+        """For a notebook: self-contained, without colours of its own, so that it reads on light and dark pages."""
+
+        def row(tag: str, cells: Sequence[str]) -> str:
+            aligned = ("right" if name in self.right else "left" for name in self.columns)
+            style = "padding:0.1em 0.8em 0.1em 0"
+            texts = (
+                f'<{tag} style="text-align:{align};{style}">{html.escape(cell)}</{tag}>'
+                for align, cell in zip(aligned, cells, strict=True)
+            )
+            return f"<tr>{''.join(texts)}</tr>"
+
+        parts = [f"<p><strong>{html.escape(self.title)}</strong></p>"]
+        if self.rows:
+            body = "".join(row("td", cells) for cells in self.rows)
+            parts.append(f"<table><thead>{row('th', self.columns)}</thead><tbody>{body}</tbody></table>")
+        if self.lines:
+            parts.append(f"<p>{'<br/>'.join(map(html.escape, self.lines))}</p>")
+        return f"<div>{''.join(parts)}</div>"
+
+
+class Tabled:
+    """What prints as a table, and shows it in a notebook."""
+
+    def table(self) -> Table:
+        """What is shown."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return self.table().text()
+
+    def _repr_html_(self) -> str:
+        return self.table().html()
+
+
+# Rows that fold -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One variable, ready to be grouped: those with equal keys and templates share a row of the table."""
+
+    path: str
+    cells: tuple[str, ...]  # shape, dtype, …: equal within a group
+    nbytes: int
+    note: str  # the last column; numbers in it are folded as in paths
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Rows that are one row of the table."""
+
+    rows: Sequence[Row]
+    count: int
+    cells: tuple[str, ...]
+    nbytes: int  # of the whole group
+
+    @property
+    def name(self) -> str:
+        """All paths as one; asked for the groups that are shown only, because it takes a while."""
+        return fold([row.path for row in self.rows])
+
+    @property
+    def note(self) -> str:
+        """All notes as one."""
+        return fold(list(dict.fromkeys(row.note for row in self.rows)))
+
+
+def grouped(rows: Iterable[Row]) -> list[Group]:
+    """Rows folded into groups, in the order in which each group first appears."""
+    members: dict[Hashable, list[Row]] = {}
+    template = functools.cache(unnumbered)  # of notes, such as a file's name, of which there are few
+    for row in rows:
+        members.setdefault((unnumbered(row.path), row.cells, template(row.note)), []).append(row)
+    return [Group(group, len(group), group[0].cells, sum(row.nbytes for row in group)) for group in members.values()]
+
+
+def folded_table(
+    title: str, headings: Sequence[str], rows: Iterable[Row], lines: Iterable[str] = (), *, noun: str = "variable"
+) -> Table:
+    """A table of the largest groups; headings: of `Row.cells`, bytes, note; `noun` of the path."""
+    *cell_headings, bytes_heading, note_heading = headings
+    groups = grouped(rows)
+    largest = heapq.nlargest(_MAX_ROWS, range(len(groups)), key=lambda index: (groups[index].nbytes, -index))
+    shown = [groups[index] for index in sorted(largest)]
+    grid = [(group.name, f"{group.count:,}", *group.cells, format_bytes(group.nbytes), group.note) for group in shown]
+    if left := len(groups) - len(shown):
+        count = sum(group.count for group in groups) - sum(group.count for group in shown)
+        nbytes = sum(group.nbytes for group in groups) - sum(group.nbytes for group in shown)
+        blank = ("",) * len(cell_headings)
+        grid.append((f"… and {left:,} more", f"{count:,}", *blank, format_bytes(nbytes), ""))
+    columns = (noun, "count", *cell_headings, bytes_heading, note_heading)
+    return Table(title, columns, grid, frozenset(("count", bytes_heading)), tuple(lines))
+
+
+@functools.lru_cache(maxsize=1024)
+def shape_text(shape: tuple[int, ...]) -> str:
+    return f"({', '.join(map(str, shape))})"
+
+
+def spec_text(spec: jax.sharding.PartitionSpec | None) -> str:
+    if spec is None:
+        return "–"
+    entries: tuple[Any, ...] = tuple(spec)
+    if all(entry is None or entry == () for entry in entries):
+        return "replicated"
+    return f"P({', '.join(map(repr, entries))})"
+
+
+def print_text(text: str) -> None:
+    """Prints what the terminal's encoding may lack, and where the reader (`head`, a pager) may have left."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "replace").decode(encoding), flush=True)
+    except BrokenPipeError:
+        # The interpreter flushes once more when it ends, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

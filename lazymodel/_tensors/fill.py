@@ -1,0 +1,223 @@
+"""How arrays are filled with boxes of a view: into which parts the work is cut, and what is read together.
+
+Responsible for boxes that are neighbours in a file, or whose rows are so short that one pass over the region they tile
+is better than one each. How a leaf reads one box is the leaf's matter; who runs the parts, and when, is the caller's.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from lazymodel._tensors.boxes import (
+    Box,
+    bounding,
+    box_shape,
+    clip,
+    cover,
+    normalize,
+    repeat,
+    run_axis,
+    runs_in,
+    shift,
+    slabs,
+    unshift,
+)
+from lazymodel._tensors.buffers import STAGING, Workspace, assign
+from lazymodel._tensors.leaves import DividedLeaf, FileLeaf, Part, View
+
+PART = 32 << 20  # bytes that one part of a fill writes: the unit that threads share out
+ONE_PASS_RUN = 64 << 10  # bytes; boxes whose rows are longer are read row by row rather than scattered
+# Bytes of a run from which spreading runs over shards straight from the page cache beats a staged copy. Where there is
+# a map, they are copied out of it; else the kernel scatters them: for runs of 128, 512 and 1408 bytes two threads got
+# 4.1, 5.2 and 5.8 GB/s, against 4.1, 4.5 and 4.6 with staging and 6.7 without scattering; out of a map a fifth more.
+RUN = 256
+RUNS = 1 << 15  # runs prepared at a time: half as many took 4 % longer, an eighth 25 %, and twice as many as long
+RUN_NBYTES = 64  # bytes of temporaries that preparing one takes
+
+Targets: TypeAlias = "Sequence[tuple[Box, np.ndarray]]"  # boxes, each with the array that it goes to
+
+
+def prefers_one_pass(view: View, boxes: Sequence[Box]) -> bool:
+    """Whether boxes are better filled together, by reading the region they tile once and scattering it.
+
+    They are when their rows in the file are short: then each box alone would read its neighbours' bytes too.
+    """
+    if len(boxes) < 2 or not view.size:
+        return False
+    if sum(math.prod(box_shape(box)) for box in boxes) != math.prod(box_shape(bounding(boxes))):
+        return False
+    for box in boxes:
+        geometry = view.geometry(box).normalized()
+        run = geometry.run(view.itemsize_stored)
+        if run < ONE_PASS_RUN and run < math.prod(geometry.shape) * view.itemsize_stored:
+            return True
+    return False
+
+
+def fill_parts(view: View, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> list[Part]:
+    """Plans how to fill `outs`, arrays of the view's dtype, with boxes of the view.
+
+    Args:
+        view: What to read.
+        boxes: Ranges in every dimension, step 1.
+        outs: As many arrays, each of its box's shape.
+    """
+    leaf = view.leaf
+    targets = [(box, out) for box, out in zip(boxes, outs, strict=True) if out.size]
+    if isinstance(leaf, DividedLeaf):
+        parts: list[Part] = []
+        aligned: list[tuple[Box, np.ndarray]] = []
+        for box, out in targets:
+            geometry, ordered, repeated = normalize(view.geometry(box), out)
+            covering = cover(geometry, leaf.shape, leaf.dtype.itemsize)
+            if repeated or covering.inner is not None:
+                parts += _box_parts(view, box, out)
+            else:
+                aligned.append((covering.box, covering.align(ordered)))
+        if aligned:
+            parts += leaf.parts([box for box, _ in aligned], [out for _, out in aligned], view.steps)
+        return parts
+    if prefers_one_pass(view, boxes):
+        return _scatter_parts(view, targets)
+    if isinstance(leaf, FileLeaf) and not view.steps:
+        return _run_parts(view, leaf, targets)
+    return [part for box, out in targets for part in _box_parts(view, box, out)]
+
+
+def fill(view: View, boxes: Sequence[Box], outs: Sequence[np.ndarray], workspace: Workspace) -> None:
+    """Fills arrays with boxes of a view, here and now."""
+    for part in fill_parts(view, boxes, outs):
+        part.run(workspace)
+
+
+def _run_parts(view: View, leaf: FileLeaf, targets: Targets) -> list[Part]:
+    """Parts for boxes of a file: those that are one run in it are read together where they are neighbours."""
+    parts: list[Part] = []
+    runs: list[tuple[int, np.ndarray]] = []
+    for box, out in targets:
+        geometry, ordered, repeated = normalize(view.geometry(box), out)
+        contiguous = geometry.run(view.itemsize) == ordered.nbytes
+        if not contiguous or repeated or not ordered.flags.c_contiguous:
+            parts += _box_parts(view, box, out)
+            continue
+        flat, step = ordered.reshape(-1), max(PART // view.itemsize, 1)
+        for first in range(0, flat.size, step):
+            runs.append((geometry.start + first * view.itemsize, flat[first : first + step]))
+    runs.sort(key=lambda run: run[0])
+    groups: list[tuple[int, int, list[np.ndarray]]] = []  # first byte, the one after the last, arrays
+    for position, out in runs:
+        start, end, group = groups[-1] if groups else (0, -1, [])
+        if position == end and end + out.nbytes - start <= PART:
+            group.append(out)
+            groups[-1] = (start, end + out.nbytes, group)
+        else:
+            groups.append((position, position + out.nbytes, [out]))
+    for start, end, group in groups:
+        parts.append(Part(end - start, functools.partial(_fill_runs, leaf, start, group)))
+    return parts
+
+
+def _fill_runs(leaf: FileLeaf, start: int, outs: Sequence[np.ndarray], workspace: Workspace) -> None:
+    leaf.fill_runs(start, outs)
+
+
+def _box_parts(view: View, box: Box, out: np.ndarray) -> list[Part]:
+    """Parts that each read a range of a box along its outermost axis in the file."""
+    piece = view.box(box)
+    order = piece.file_order()
+    piece, out = piece.transpose(order), out.transpose(order)
+    parts: list[Part] = []
+    for part in slabs(piece.shape, max(PART // out.itemsize, 1), _row_step(piece)):
+        target = out[(*part, ...)]
+        parts.append(Part(target.nbytes, functools.partial(_fill_box, piece, part, target)))
+    return parts
+
+
+def _fill_box(view: View, box: Box, out: np.ndarray, workspace: Workspace) -> None:
+    geometry, ordered, repeated = normalize(view.geometry(box), out)
+    view.leaf.fill(geometry, ordered, view.steps, workspace)
+    repeat(out, repeated)
+
+
+def _scatter_parts(view: View, targets: Targets) -> list[Part]:
+    """Parts that each read a range of the region that the boxes tile, and scatter it over them."""
+    region = bounding([box for box, _ in targets])
+    whole = view.box(region)
+    order = whole.file_order()
+    whole = whole.transpose(order)
+    relative = [(shift(box, region), out.transpose(order)) for box, out in targets]
+    ordered = [(tuple(box[axis] for axis in order), out) for box, out in relative]
+    return [
+        Part(math.prod(box_shape(part)) * whole.itemsize, functools.partial(_fill_part, whole, part, ordered))
+        for part in slabs(whole.shape, max(PART // whole.itemsize, 1), _row_step(whole))
+    ]
+
+
+def _fill_part(view: View, part: Box, targets: Targets, workspace: Workspace) -> None:
+    """Fills a part of a view, whose axes are in file order, into all that want something of it."""
+    wanted = clip(targets, part)
+    # As stored: the conversion is part of the scattering.
+    stored = View(view.leaf, view.addresses)
+    if _copy_runs(view, part, wanted, workspace) or (not view.steps and _scatter_runs(stored, part, wanted, workspace)):
+        return
+    room = max(workspace.room // 2 if view.leaf.unit_nbytes else workspace.room, 1)
+    for piece in slabs(box_shape(part), max(min(STAGING, room) // stored.itemsize, 1), _row_step(view)):
+        slab = unshift(piece, part)
+        with workspace.array(box_shape(slab), stored.dtype) as values:
+            _fill_box(stored, slab, values, workspace)
+            for common, out in clip(wanted, slab):
+                assign(out, values[shift(common, slab)], view.steps)
+
+
+def _copy_runs(view: View, part: Box, wanted: Targets, workspace: Workspace) -> bool:
+    """Copies a part of a file out of a map of it, in long runs, to one target after the other; else returns False."""
+    leaf = view.leaf
+    if not isinstance(leaf, FileLeaf) or _shortest_run(part, wanted) * view.itemsize_stored < RUN:
+        return False
+    with leaf.source.mapped() as memory:
+        if memory is None:
+            return False
+    for common, out in wanted:
+        _fill_box(view, common, out, workspace)
+    return True
+
+
+def _scatter_runs(stored: View, part: Box, wanted: Targets, workspace: Workspace) -> bool:
+    """Lets the kernel scatter a part that is one range of a file, in long runs; else returns False."""
+    leaf = stored.leaf
+    if not isinstance(leaf, FileLeaf) or not leaf.source.scatters or workspace.room < RUNS * RUN_NBYTES:
+        return False
+    shortest = _shortest_run(part, wanted)
+    if shortest * stored.itemsize < RUN or not stored.box(part).addresses.flags.c_contiguous:
+        return False
+    for slab in slabs(box_shape(part), RUNS * shortest):
+        piece = unshift(slab, part)
+        starts, runs = zip(*(runs_in(piece, common, out) for common, out in clip(wanted, piece)), strict=True)
+        # Shards of one axis take turns, so their runs need no sorting; the last ones of an uneven split do.
+        join = np.stack if len({each.size for each in starts}) == 1 else np.concatenate
+        axis = 1 if join is np.stack else 0
+        starts, runs = join(starts, axis).reshape(-1), join(runs, axis).reshape(-1, 2)
+        if (starts[1:] < starts[:-1]).any():
+            runs = runs[np.argsort(starts, kind="stable")]
+        leaf.fill_scattered(stored.geometry(piece).start, runs)
+    return True
+
+
+def _shortest_run(part: Box, wanted: Targets) -> int:
+    """Elements of the shortest run that is one both in a part and in an array that wants something of it."""
+    return min(math.prod(out.shape[run_axis(part, common, out) :]) for common, out in wanted)
+
+
+def _row_step(view: View) -> int:
+    """The leaf's `row_step` where the view's first axis is the leaf's, whole rows, from its first row on; else 1."""
+    leaf = view.leaf
+    if leaf.row_step == 1 or not view.ndim:
+        return 1
+    geometry = view.geometry()
+    row = math.prod(leaf.shape[1:]) * leaf.dtype.itemsize
+    return leaf.row_step if geometry.strides[0] == row and geometry.start // row % leaf.row_step == 0 else 1

@@ -1,0 +1,299 @@
+"""Lazy tensors: arrays still on disk that take NumPy's view operations without reading a byte.
+
+Responsible for NumPy's protocols on views (`_tensors/leaves`), and for what is no view but stays lazy all the same:
+joining tensors, a fresh order of elements. How they are filled is in `_tensors/fill`, and where arrays go in
+`_materialize/stream`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from lazymodel._tensors.boxes import Box, box_shape, checked_box, clip, shift, whole_box
+from lazymodel._tensors.buffers import Convert, DType, Steps, Workspace, empty_aligned
+from lazymodel._tensors.fill import fill, fill_parts
+from lazymodel._tensors.leaves import ArrayLeaf, DividedLeaf, Part, View
+
+READ_WORKSPACE = 64 << 20  # bytes of temporaries when a tensor is read outside of a stream
+
+# Array methods that read the tensor. A list, so that asking for anything else (`hasattr(x, "numpy")`) reads nothing.
+_READING_METHODS = (
+    *("all", "any", "argmax", "argmin", "argsort", "clip", "copy", "cumsum", "dot", "flatten", "item", "max", "mean"),
+    *("min", "nonzero", "prod", "repeat", "round", "std", "sum", "take", "tobytes", "tofile", "tolist", "var"),
+)
+
+
+class PiecesLeaf(DividedLeaf):
+    """Tensors joined along an axis; with a single one, a fresh C order for a view that is not contiguous."""
+
+    def __init__(self, pieces: Sequence[LazyTensor], axis: int) -> None:
+        first = pieces[0]
+        self.pieces, self.axis = tuple(pieces), axis
+        self.name, self.file, self.offset, self.dtype = first.name, first.file, first.offset, first.dtype
+        joined = sum(piece.shape[axis] for piece in pieces) if first.ndim else 1
+        self.shape = tuple(joined if index == axis else extent for index, extent in enumerate(first.shape))
+        self.unit_nbytes = max(piece.leaf.unit_nbytes for piece in pieces)
+
+    def places(self) -> Iterator[tuple[LazyTensor, Box]]:
+        """Each piece, and the box that it is of the whole."""
+        start = 0
+        for piece in self.pieces:
+            box = list(whole_box(piece.shape))
+            if box:
+                box[self.axis] = slice(start, start + piece.shape[self.axis])
+                start = box[self.axis].stop
+            yield cast(LazyTensor, piece), tuple(box)
+
+    def parts(self, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: Steps) -> list[Part]:
+        parts: list[Part] = []
+        for piece, within in self.places():
+            wanted = clip(zip(boxes, outs, strict=True), within)
+            if wanted:
+                own = [shift(common, within) for common, _ in wanted]
+                parts += fill_parts(piece.converted(steps), own, [out for _, out in wanted])
+        return parts
+
+
+class LazyTensor(View, np.lib.mixins.NDArrayOperatorsMixin):
+    """An array still on disk. Made by a checkpoint, not by hand.
+
+    Basic indexing, `transpose`, `reshape`, `split`, `concatenate`, `stack`, `astype` and the like return another lazy
+    tensor and read nothing; so do `+`, `-`, `*` and `/` with a scalar. Other arithmetic and every other NumPy function
+    read this one tensor and return an ordinary array.
+    """
+
+    __slots__ = ()
+
+    # Reading
+
+    def read(self, box: Box | None = None) -> np.ndarray:
+        """Reads a box into a fresh, C-contiguous, 64-byte-aligned array that shares memory with nothing.
+
+        Args:
+            box: One slice a dimension, of step 1 and in range; None reads everything.
+
+        Raises:
+            CheckpointError: The file is truncated, changed or unreadable.
+        """
+        box = whole_box(self.shape) if box is None else checked_box(box, self.shape)
+        out = empty_aligned(box_shape(box), self.dtype)
+        fill(self, [box], [out], Workspace(READ_WORKSPACE))
+        return out
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError(f"tensor {self.name!r} is in {self.file}: an array of it is always a copy")
+        return (self if dtype is None else self.astype(dtype)).read()
+
+    def __float__(self) -> float:
+        return float(self.read())
+
+    def __int__(self) -> int:
+        return int(self.read())
+
+    def __bool__(self) -> bool:
+        return bool(self.read())
+
+    def __complex__(self) -> complex:
+        return complex(self.read())
+
+    def __index__(self) -> int:
+        return operator.index(self.read()[()])
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _READING_METHODS:
+            return getattr(self.read(), name)
+        raise AttributeError(f"LazyTensor has no attribute {name!r}; np.asarray(tensor) reads it into an array")
+
+    # Views
+
+    def __getitem__(self, index: Any) -> Any:
+        keys = cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
+        if not all(_is_basic(key) for key in keys):
+            return self.read()[index]  # advanced indexing copies in NumPy as well
+        # The Ellipsis keeps NumPy from making a scalar, for which it would read the made-up address.
+        return self.at(self.addresses[keys if any(key is Ellipsis for key in keys) else (*keys, Ellipsis)])
+
+    def __len__(self) -> int:
+        if not self.ndim:
+            raise TypeError("len() of a tensor without dimensions")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[LazyTensor]:
+        if not self.ndim:
+            raise TypeError("iteration over a tensor without dimensions")
+        return (self[index] for index in range(self.shape[0]))
+
+    @property
+    def T(self) -> LazyTensor:
+        """All dimensions reversed."""
+        return self.at(self.addresses.T)
+
+    def swapaxes(self, axis1: int, axis2: int) -> LazyTensor:
+        """As `ndarray.swapaxes`."""
+        return self.at(self.addresses.swapaxes(axis1, axis2))
+
+    def squeeze(self, axis: Any = None) -> LazyTensor:
+        """As `ndarray.squeeze`."""
+        return self.at(self.addresses.squeeze(axis))
+
+    def reshape(self, *shape: Any, order: Any = "C", copy: bool | None = None) -> Any:
+        """As `ndarray.reshape`; where that is not a view, elements are rearranged while they are read."""
+        target = shape[0] if len(shape) == 1 else shape
+        if order not in ("C", "A", None) or copy:
+            return self.read().reshape(target, order=order)
+        try:
+            return self.at(np.reshape(self.addresses, target, copy=False))
+        except ValueError:
+            rebased = LazyTensor(PiecesLeaf([self], 0))
+            return rebased.at(np.reshape(rebased.addresses, target, copy=False))
+
+    def ravel(self, order: Any = "C") -> Any:
+        """As `ndarray.ravel`, lazily for C order."""
+        return self.reshape(-1, order=order)
+
+    def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> LazyTensor:
+        """A cast, carried out while reading; bit-equal to `ndarray.astype`."""
+        dtype = np.dtype(dtype)
+        return self if dtype == self.dtype else self.converted((Convert(dtype),))
+
+    def view(self, dtype: Any = None) -> Any:
+        """The same bits as another dtype; read where the item size changes."""
+        if dtype is None:
+            return self
+        dtype = np.dtype(dtype)
+        return self.converted((Convert(dtype, True),)) if dtype.itemsize == self.itemsize else self.read().view(dtype)
+
+    def __repr__(self) -> str:
+        where = f" in {self.file}" if self.file else ""
+        return f"LazyTensor({self.name!r}, {self.dtype.name}{list(self.shape)}{where})"
+
+    # NumPy's protocols
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if ufunc in _SCALAR_UFUNCS and method == "__call__" and not kwargs and self._alone_among(inputs):
+            convert = _arithmetic(ufunc, self.dtype, inputs)
+            if convert.dtype.kind != "c":  # products of these may be fused or not, depending on where they lie
+                return self.converted((convert,))
+        return getattr(ufunc, method)(*_read_all(inputs), **_read_all(kwargs))
+
+    def _alone_among(self, inputs: tuple[Any, ...]) -> bool:
+        """Whether all operands but this one, which occurs once, are scalars."""
+        others = [value for value in inputs if value is not self]
+        return len(others) == len(inputs) - 1 and all(isinstance(value, _SCALARS) for value in others)
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func in _VIEW_FUNCTIONS and args and isinstance(args[0], LazyTensor):
+            tensor = args[0]
+            result = func(tensor.addresses, *args[1:], **kwargs)
+            if isinstance(result, np.ndarray):
+                return tensor.at(result)
+            return [tensor.at(view) for view in cast("list[np.ndarray]", result)]
+        if func in _FUNCTIONS:
+            result = _FUNCTIONS[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return func(*_read_all(args), **_read_all(kwargs))
+
+
+def lazy(array: Any, name: str = "array") -> LazyTensor:
+    """A lazy tensor over an array in memory, so that arrays and tensors go one way."""
+    return array if isinstance(array, LazyTensor) else LazyTensor(ArrayLeaf(np.asarray(array), name))
+
+
+_SCALARS = (bool, int, float, complex, np.generic)
+# Arithmetic whose every result is rounded by itself, and so does not depend on which box an element is read in.
+_SCALAR_UFUNCS: frozenset[Any] = frozenset((np.add, np.subtract, np.multiply, np.true_divide, np.negative))
+
+
+def _arithmetic(ufunc: Any, dtype: DType, inputs: tuple[Any, ...]) -> Convert:
+    """Arithmetic of one array of a dtype and scalars as a conversion; NumPy raises what it would for the array."""
+
+    def compute(values: np.ndarray) -> np.ndarray:
+        return np.asarray(ufunc(*(value if isinstance(value, _SCALARS) else values for value in inputs)))
+
+    inputs = tuple(value if isinstance(value, _SCALARS) else None for value in inputs)  # keeps no tensor alive
+    return Convert(compute(np.empty(1, dtype)[:0]).dtype, function=compute)
+
+
+def _is_basic(key: Any) -> bool:
+    if key is None or key is Ellipsis or isinstance(key, slice):
+        return True
+    return isinstance(key, (int, np.integer)) and not isinstance(key, bool)
+
+
+def _read_all(value: Any) -> Any:
+    """A nested argument with every lazy tensor in it read."""
+    if isinstance(value, LazyTensor):
+        return value.read()
+    if isinstance(value, dict):
+        return {key: _read_all(item) for key, item in cast("dict[Any, Any]", value).items()}
+    if type(value) in (list, tuple):
+        items = [_read_all(item) for item in cast("Sequence[Any]", value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value
+
+
+def _concatenate(arrays: Any, axis: Any = 0, **kwargs: Any) -> Any:
+    if axis is None or set(kwargs) - {"dtype", "casting"}:
+        return NotImplemented
+    pieces = [lazy(array) for array in arrays]
+    ndim = pieces[0].ndim
+    if not -ndim <= axis < ndim or len({piece.ndim for piece in pieces}) > 1:
+        return NotImplemented  # NumPy words the error, here and below
+    axis = int(axis) % ndim
+    if len({(*piece.shape[:axis], *piece.shape[axis + 1 :]) for piece in pieces}) > 1:
+        return NotImplemented
+    dtype = kwargs.get("dtype") or np.result_type(*(piece.dtype for piece in pieces))
+    return LazyTensor(PiecesLeaf([piece.astype(dtype) for piece in pieces], axis))
+
+
+def _stack(arrays: Any, axis: int = 0, **kwargs: Any) -> Any:
+    pieces = [lazy(array) for array in arrays]
+    if len({piece.shape for piece in pieces}) > 1 or not -pieces[0].ndim <= axis + 1 <= pieces[0].ndim + 1:
+        return NotImplemented
+    axis = int(axis) % (pieces[0].ndim + 1)
+    index = (*(slice(None),) * axis, None)
+    return _concatenate([piece[index] for piece in pieces], axis, **kwargs)
+
+
+# NumPy answers these with views, never copies; anything added here must as well.
+_VIEW_FUNCTIONS: frozenset[Any] = frozenset(
+    (
+        *(np.transpose, np.swapaxes, np.moveaxis, np.rollaxis, np.squeeze, np.expand_dims, np.broadcast_to),
+        *(np.split, np.array_split, np.hsplit, np.vsplit, np.dsplit, np.flip, np.fliplr, np.flipud),
+        *(np.atleast_1d, np.atleast_2d, np.atleast_3d),
+    )
+)
+
+
+def _reshape(a: Any, shape: Any, order: Any = "C", *, copy: bool | None = None) -> Any:
+    return lazy(a).reshape(shape, order=order, copy=copy)
+
+
+def _ravel(a: Any, order: Any = "C") -> Any:
+    return lazy(a).ravel(order)
+
+
+def _copy(a: Any, order: Any = "K", subok: bool = False) -> Any:
+    return a  # nothing can write into it
+
+
+def _size(a: Any, axis: Any = None) -> int:
+    return a.size if axis is None else NotImplemented
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    np.reshape: _reshape,
+    np.ravel: _ravel,
+    np.concatenate: _concatenate,
+    np.stack: _stack,
+    np.copy: _copy,
+    np.shape: operator.attrgetter("shape"),
+    np.ndim: operator.attrgetter("ndim"),
+    np.size: _size,
+}

@@ -1,0 +1,161 @@
+"""MXFP4 tensors, decoded while they are read: blocks of 4-bit floats as a leaf.
+
+Responsible for decoding the blocks that a box needs. What the numbers are is somebody else's function: it is run once,
+on every scale with every byte, and what it made of them is looked up from then on. So its result is what is loaded,
+bit for bit, whatever it does with special values.
+
+The format is that of the OCP Microscaling Formats specification, version 1.0, section 5: blocks of 32 numbers of four
+bits (E2M1), here two to a byte, the first in the lower half, and for each block an exponent of eight bits (E8M0).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from lazymodel._tensors.boxes import Box, bounding, box_shape, clip, grid, intersect, shift, slabs, unshift, whole_box
+from lazymodel._tensors.buffers import DType, Steps, Workspace, assign
+from lazymodel._tensors.fill import fill
+from lazymodel._tensors.leaves import DividedLeaf, Part, View
+
+BLOCK = 32  # numbers that share a scale
+CODES = BLOCK // 2  # bytes of a block, each of two numbers
+BLOCKS = 1 << 16  # blocks that are read at once: 1 MiB, far beyond where calls cost anything
+# Blocks that are looked up at once: 512 KiB of indices and of float32 each, which stay in the caches. A quarter as many
+# took 9 to 49 % longer, and no more were faster.
+LOOKED_UP = 4096
+LOOKED_UP_ROWS = 128  # of these: where the result is transposed, what is written together fills its cache lines
+_INDEX = np.dtype(np.intp)  # what NumPy looks up with; it would convert narrower ones, out of its own memory
+# Bytes of temporaries of one block: codes, a scale, indices, numbers of up to eight bytes, and each array's alignment.
+_UNIT = CODES + 1 + CODES * _INDEX.itemsize + BLOCK * 8 + 4 * 64
+
+Decode: TypeAlias = "Callable[[Any, Any], Any]"  # blocks `uint8[..., 16]` and scales `uint8[...]` to `float32[...]`
+
+
+class DecodedPairs:
+    """What every byte stands for under every scale.
+
+    Args:
+        values: `float32[65536, 2]`: two numbers at `scale * 256 + byte`.
+    """
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+        # Half a MiB each, beyond the budget of a load; it has variables of one dtype or two.
+        self.converted = functools.lru_cache(maxsize=2)(self._converted)
+
+    def _converted(self, dtype: DType, steps: Steps) -> np.ndarray:
+        """Opaque pairs of numbers after conversion to a dtype: done to the table, it need not be done to every one."""
+        converted = np.empty(self.values.shape, dtype)
+        assign(converted, self.values, steps)
+        return converted.view(f"V{2 * dtype.itemsize}").reshape(-1)
+
+
+def decoded_pairs(decode: Decode) -> DecodedPairs | None:
+    """What a function makes of every scale with every byte; None if that is not all there is to it.
+
+    That is tried with numbers that lie elsewhere: a function that gives their places another meaning cannot be looked
+    up.
+    """
+    every = np.arange(256, dtype=np.uint8)
+    codes = np.broadcast_to(every.reshape(-1, CODES), (1, 256, 256 // CODES, CODES))
+    scales = np.broadcast_to(every[:, None], (256, 256 // CODES))[None]
+    rng = np.random.default_rng(0)
+    other_codes = rng.integers(0, 256, (2, 24, 3, CODES), np.uint8)
+    other_scales = rng.integers(0, 256, other_codes.shape[:-1], np.uint8)
+    with np.errstate(all="ignore"):  # the largest scale is no number
+        table = np.asarray(decode(codes, scales))
+        expected = np.asarray(decode(other_codes, other_scales))
+    if table.dtype != np.float32 or table.shape != (1, 256, 512) or expected.shape != (2, 24, 3 * BLOCK):
+        return None
+    table = np.ascontiguousarray(table).reshape(-1, 2)
+    found = table[other_scales[..., None].astype(_INDEX) << 8 | other_codes].reshape(expected.shape)
+    return DecodedPairs(table) if np.ascontiguousarray(expected).tobytes() == found.tobytes() else None
+
+
+class Mxfp4Leaf(DividedLeaf):
+    """A float32 array of shape `[experts, rows, blocks * 32]` that is stored as MXFP4.
+
+    Args:
+        blocks: `uint8[experts, rows, blocks, 16]`.
+        scales: `uint8[experts, rows, blocks]`.
+        table: What they mean.
+    """
+
+    def __init__(self, blocks: View, scales: View, table: DecodedPairs) -> None:
+        self.pieces = (blocks, scales)
+        self.name, self.file, self.offset = blocks.name, blocks.file, blocks.offset
+        self.shape, self.dtype = (*blocks.shape[:2], blocks.shape[2] * BLOCK), table.values.dtype
+        self.unit_nbytes = 2 * _UNIT + max(piece.leaf.unit_nbytes for piece in self.pieces)
+        self._table = table
+
+    def parts(self, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: Steps) -> list[Part]:
+        pairs = self._table.converted(outs[0].dtype, steps)
+        region = bounding(boxes)
+        blocks = _blocks(region)
+        parts: list[Part] = []
+        for slab in slabs(box_shape(blocks), BLOCKS):
+            within = intersect(_numbers(unshift(slab, blocks)), region)
+            assert within is not None  # a block of the region has at least one number of it
+            wanted = clip(zip(boxes, outs, strict=True), within)
+            # Where boxes fill it, each block is read and decoded once, although it may go to two of them.
+            together = sum(out.size for _, out in wanted) == math.prod(box_shape(within))
+            for targets in [wanted] if together else [[target] for target in wanted]:
+                nbytes = sum(out.nbytes for _, out in targets)
+                parts.append(Part(nbytes, functools.partial(self._decode, pairs, targets)))
+        return parts
+
+    def _decode(self, pairs: np.ndarray, targets: Sequence[tuple[Box, np.ndarray]], workspace: Workspace) -> None:
+        """Fills arrays with boxes that are one range of the file, or one box."""
+        blocks = _blocks(bounding([box for box, _ in targets]))
+        room = max(workspace.room, self.unit_nbytes)
+        for slab in slabs(box_shape(blocks), max(min(BLOCKS, room // 2 // (CODES + 1)), 1)):
+            slab = unshift(slab, blocks)
+            shape = box_shape(slab)
+            with (
+                workspace.array((*shape, CODES), np.dtype(np.uint8)) as codes,
+                workspace.array(shape, np.dtype(np.uint8)) as scales,
+            ):
+                for tensor, values in zip(self.pieces, (codes, scales), strict=True):
+                    box = (*slab, slice(0, CODES))[: tensor.ndim]
+                    fill(tensor, [box], [values], workspace)
+                for tile in _tiles(shape, max(workspace.room // _UNIT, 1)):
+                    within = _numbers(unshift(tile, slab))
+                    with _looked_up(pairs, codes[tile], scales[tile], workspace) as found:
+                        for common, out in clip(targets, within):
+                            numbers = found.view(out.dtype).reshape(box_shape(within))
+                            assign(out, numbers[shift(common, within)])
+
+
+@contextlib.contextmanager
+def _looked_up(pairs: np.ndarray, codes: np.ndarray, scales: np.ndarray, workspace: Workspace) -> Generator[np.ndarray]:
+    """The pairs of numbers that codes stand for, until the end of the `with` block."""
+    with workspace.array(codes.shape, _INDEX) as index, workspace.array(codes.shape, pairs.dtype) as found:
+        np.left_shift(scales[..., None], 8, out=index, dtype=_INDEX)
+        np.bitwise_or(index, codes, out=index)
+        np.take(pairs, index, out=found, mode="clip")  # none can be out of range; by default NumPy copies the result
+        yield found
+
+
+def _tiles(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
+    """Divides `[experts, rows, blocks]` into what is looked up at once."""
+    size = min(LOOKED_UP, limit)
+    rows = min(shape[1], LOOKED_UP_ROWS, size)
+    columns = min(shape[2], max(size // rows, 1))
+    experts = min(shape[0], max(size // (rows * columns), 1))
+    return grid(whole_box(shape), (experts, rows, columns))
+
+
+def _blocks(box: Box) -> Box:
+    """The blocks that have numbers of a box."""
+    return (*box[:-1], slice(box[-1].start // BLOCK, -(-box[-1].stop // BLOCK)))
+
+
+def _numbers(box: Box) -> Box:
+    """The numbers of blocks."""
+    return (*box[:-1], slice(box[-1].start * BLOCK, box[-1].stop * BLOCK))

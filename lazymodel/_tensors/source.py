@@ -1,0 +1,182 @@
+"""The bytes of one file, wherever it lies, read into memory that we own: `Source`.
+
+Responsible for the choice between one read, one read per row, a copy out of memory that has the file's bytes already
+and a read of the whole span, and for converting on the way. Knows nothing of tensors' names, formats or views: it is
+given a geometry. How bytes come from where they lie is a subclass's matter (`_tensors/files`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from lazymodel._tensors.boxes import Geometry, slabs, strided
+from lazymodel._tensors.buffers import STAGING, DType, Steps, Workspace, assign
+
+# Bytes between two rows from which reading them one by one wins over reading through the gap: a call costs about as
+# much as copying 8 KiB out of the page cache, and twice that keeps sequential read-ahead going on disks.
+ROW_GAP = 16 << 10
+# Bytes of a row from which one call a row is as fast as copying out of a map, which is faster below: with a quarter
+# of every row needed, a map gave 3.2 to 4.8 GB/s for rows of 0.5 to 16 KiB, calls 0.6 to 3.5, whole spans 1.5.
+ROW_CALL = 64 << 10
+MAP_BLOCK = 16 << 20  # bytes copied out of a map at a time, during which no one can write to the file
+
+
+class ByteCounter:
+    """A thread-safe count of bytes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def add(self, count: int) -> None:
+        """Adds `count` bytes."""
+        with self._lock:
+            self._count += count
+
+    @property
+    def count(self) -> int:
+        """Bytes counted so far."""
+        return self._count
+
+
+BYTES_READ = ByteCounter()
+"""Tensor bytes read from files by this process, headers not included."""
+
+
+class Source:
+    """One file's bytes, which any number of threads may read. A subclass defines `read_into` and `check_unchanged`.
+
+    Attributes:
+        path: The file's path or address, for messages.
+        scatters: Whether `read_runs` can be used.
+        row_gap: Bytes between two rows from which a call each is cheaper than reading through the gap.
+        row_call: Bytes of a row from which a call each costs nothing that counts.
+    """
+
+    scatters: bool = False
+    row_gap: int = ROW_GAP
+    row_call: int = ROW_CALL
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._counter = ByteCounter()
+
+    @property
+    def bytes_read(self) -> int:
+        """Tensor bytes read through this source so far."""
+        return self._counter.count
+
+    def count(self, nbytes: int) -> None:
+        """Counts bytes that were read, here or by other means, such as the HDF5 library."""
+        self._counter.add(nbytes)
+        BYTES_READ.add(nbytes)
+
+    def check_unchanged(self) -> None:
+        """Raises CheckpointError when the file is no longer what it was when it was opened."""
+        raise NotImplementedError
+
+    def read_into(self, offset: int, *outs: np.ndarray) -> None:
+        """Fills C-contiguous arrays, one after the other, with the bytes from `offset` on, and counts them.
+
+        Raises:
+            CheckpointError: The file ends before, or cannot be read.
+        """
+        raise NotImplementedError
+
+    def read_runs(self, offset: int, runs: np.ndarray) -> None:
+        """Fills runs of memory, one after the other, with the bytes from `offset` on, and counts them.
+
+        Args:
+            offset: Byte of the file.
+            runs: `int64[n, 2]`, C-contiguous: address and length of each, in bytes. The caller keeps that memory
+                alive; the array itself is used up.
+
+        Raises:
+            CheckpointError: The file ends before, or cannot be read.
+        """
+        raise NotImplementedError
+
+    def mapped(self) -> AbstractContextManager[np.ndarray | None]:
+        """The file's bytes as a read-only array until the end of the `with` block; None where there is none."""
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        """Gives up what is open; a later read opens it again."""
+
+    def read_strided(self, place: Geometry, stored: DType, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
+        """Fills `out` from a strided box of the file, converting on the way.
+
+        What is contiguous is read with as few calls as there can be, straight into `out` where that lies as the file
+        does. Rows of at least `row_call` bytes are read one by one. Shorter ones are copied out of a map of the file
+        where there can be one (`mapped`); else rows at least `row_gap` bytes apart are read one by one, and the rest
+        is read gaps and all.
+
+        Args:
+            place: Where in the file, normalized, of the shape of `out`.
+            stored: The file's dtype.
+            out: An array of any strides.
+            steps: How to get from `stored` to the dtype of `out`.
+            workspace: Where temporaries come from.
+        """
+        if out.size == 0:
+            return
+        itemsize, run = stored.itemsize, place.run(stored.itemsize)
+        contiguous = out.size * itemsize == run
+        if contiguous and out.flags.c_contiguous and not steps and out.dtype == stored:
+            self.read_into(place.start, out)
+        elif (contiguous or run < self.row_call) and self._copy_mapped(place, stored, out, steps):
+            pass
+        elif contiguous:
+            self._read_staged(place, stored, out, steps, workspace)
+        elif (
+            run >= self.row_call
+            or any(stride - place.span(itemsize, axis + 1) >= self.row_gap for axis, stride in enumerate(place.strides))
+            or place.strides[0] + place.span(itemsize, 1) > min(STAGING, workspace.room)
+        ):
+            self._read_rows(place, stored, out, steps, workspace)
+        else:
+            self._read_spans(place, stored, out, steps, workspace)
+
+    def _copy_mapped(self, place: Geometry, stored: DType, out: np.ndarray, steps: Steps) -> bool:
+        """Fills `out` out of a map; False where there is none."""
+        for box in slabs(out.shape, max(MAP_BLOCK // stored.itemsize, 1)):
+            part = out[(*box, ...)]  # the Ellipsis keeps what has no dimensions an array
+            own = place.box(box)
+            with self.mapped() as memory:
+                if memory is None or own.start + own.span(stored.itemsize) > memory.nbytes:
+                    return False  # whatever is missing is reported by those that read
+                assign(part, strided(memory, own, stored), steps)
+            self.count(part.size * stored.itemsize)
+        return True
+
+    def _read_staged(self, place: Geometry, stored: DType, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
+        """A contiguous range, piece by piece through a staging buffer."""
+        size = min(out.size, max(min(STAGING, workspace.room) // stored.itemsize, 1))
+        with workspace.array((size,), stored) as staging:
+            for box in slabs(out.shape, size):
+                piece = out[(*box, ...)]
+                values = staging[: piece.size]
+                self.read_into(place.box(box).start, values)
+                assign(piece, values.reshape(piece.shape), steps)
+
+    def _read_rows(self, place: Geometry, stored: DType, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
+        """Index by index of the first axis."""
+        for index in range(len(out)):
+            row = Geometry(place.start + index * place.strides[0], place.shape[1:], place.strides[1:])
+            self.read_strided(row, stored, out[index, ...], steps, workspace)
+
+    def _read_spans(self, place: Geometry, stored: DType, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
+        """As many rows at a time as staging holds, and what lies between them."""
+        inner = place.span(stored.itemsize, 1)
+        rows = min((min(STAGING, workspace.room) - inner) // place.strides[0] + 1, len(out))
+        nbytes = place.take(0, slice(0, rows)).span(stored.itemsize)
+        with workspace.array((nbytes,), np.dtype(np.uint8)) as staging:
+            for start in range(0, len(out), rows):
+                own = place.take(0, slice(start, start + rows))
+                span = staging[: own.span(stored.itemsize)]
+                self.read_into(own.start, span)
+                assign(out[start : start + rows], strided(span, Geometry(0, own.shape, own.strides), stored), steps)

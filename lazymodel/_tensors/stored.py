@@ -1,0 +1,131 @@
+"""Where values lie: which tensors of which files they are read from, and how many bytes of these a process needs.
+
+Responsible for describing, in plain values that outlive the checkpoint: what is here holds no tensor, array or device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from jax.sharding import Sharding
+
+from lazymodel._errors import CheckpointError
+from lazymodel._tensors.computed import ComputedLeaf
+from lazymodel._tensors.leaves import DividedLeaf, Leaf, View
+from lazymodel._tensors.shards import boxes_for
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a checkpoint has it.
+
+    Attributes:
+        name: Its name in the checkpoint.
+        file: The path of its file; empty for an array in memory.
+        dtype: The name of its dtype as stored; empty where `nbytes` is None.
+        nbytes: Bytes of all its elements as stored, before any compression; None where its header is not readable,
+            which fails a load only if the tensor is needed.
+    """
+
+    name: str
+    file: str
+    dtype: str
+    nbytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class MismatchedTensor:
+    """A tensor that was left out because its shape is not its variable's.
+
+    Attributes:
+        path: The variable's path.
+        tensor: The tensor that was found for it.
+        expected: The shape that the variable needs.
+        found: The shape that the tensor has.
+    """
+
+    path: str
+    tensor: StoredTensor
+    expected: tuple[int, ...]
+    found: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.path!r} expected shape {self.expected}, found {self.found} in {where(self.tensor)}"
+
+
+def where(source: Any) -> str:
+    """What values are read from, a view, an array or a `StoredTensor`, for messages: a tensor and its file."""
+    if file := getattr(source, "file", ""):
+        return f"tensor {source.name!r} of {file}"
+    return f"tensor {source.name!r}" if isinstance(source, StoredTensor) else "an array in memory"
+
+
+def local_nbytes(sharding: Sharding, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    """Bytes of all distinct shards that this process's devices hold."""
+    return sum(boxes_for(sharding, shape).sizes) * dtype.itemsize
+
+
+def needed_nbytes(source: Any, sharding: Sharding) -> int:
+    """Bytes, as stored in files, of the distinct shards of a tensor in this process; 0 for an array in memory."""
+    if not isinstance(source, View):
+        return 0
+    boxes = boxes_for(sharding, source.shape).boxes
+    # What is broadcast is in the file once.
+    elements = sum(math.prod(source.geometry(box).normalized().shape) for box in boxes)
+    return int(elements * stored_itemsize(source.leaf))
+
+
+def stored_tensors(source: Any, name: str) -> tuple[StoredTensor, ...]:
+    """The tensors that a source of values reads from; `name` is what an array in memory is called."""
+    if not isinstance(source, View):
+        array = np.asarray(source)
+        return (StoredTensor(name, "", array.dtype.name, array.nbytes),)
+    found = [
+        StoredTensor(leaf.name, leaf.file, leaf.dtype.name, math.prod(leaf.shape) * leaf.dtype.itemsize)
+        for leaf in _leaves(source.leaf)
+    ]
+    return tuple(dict.fromkeys(found))
+
+
+def is_initial(source: Any) -> bool:
+    """Whether a source is computed from an initial value rather than from what a file has."""
+    return isinstance(source, View) and isinstance(source.leaf, ComputedLeaf) and not source.file
+
+
+def unused_tensors(checkpoint: Mapping[str, Any], names: Iterable[str]) -> tuple[StoredTensor, ...]:
+    """Describes tensors of a checkpoint that nothing takes; one that cannot be read is no error."""
+    unused: list[StoredTensor] = []
+    for name in names:
+        try:
+            source = checkpoint[name]
+        except CheckpointError:
+            unused.append(StoredTensor(name, getattr(checkpoint, "path", ""), "", None))
+            continue
+        first = stored_tensors(source, name)[0]
+        nbytes = first.nbytes
+        if isinstance(source, View) and source.file:
+            nbytes = int(source.size * stored_itemsize(source.leaf))
+        unused.append(StoredTensor(name, first.file, first.dtype, nbytes))
+    return tuple(unused)
+
+
+def _leaves(leaf: Leaf) -> Iterator[Leaf]:
+    """What a leaf is made of, down to what is in a file or in memory."""
+    if isinstance(leaf, DividedLeaf):
+        for piece in leaf.pieces:
+            yield from _leaves(piece.leaf)
+    else:
+        yield leaf
+
+
+def stored_itemsize(leaf: Leaf) -> Fraction:
+    """Bytes of files that are read for one element: the average where tensors of several dtypes were joined."""
+    if not isinstance(leaf, DividedLeaf):
+        return Fraction(leaf.dtype.itemsize if leaf.file else 0)
+    nbytes = sum((piece.size * stored_itemsize(piece.leaf) for piece in leaf.pieces), Fraction(0))
+    return nbytes / max(math.prod(leaf.shape), 1) if leaf.reads_pieces else Fraction(0)

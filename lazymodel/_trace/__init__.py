@@ -1,0 +1,1 @@
+"""A function becomes init recipes."""

@@ -1,0 +1,320 @@
+"""Finding traced arrays where JAX does not look for them: in objects that are no pytrees.
+
+What an init function returns is flattened as a pytree. An object that is not registered as one is a leaf, and arrays
+in its attributes are not seen: the model would come back without these variables, and with tracers in their place,
+which are dead once tracing is over. So every such object is searched, through attributes, slots, containers, closures,
+partials and bound methods, and what is found is refused with its place and the way to make the object a pytree. What is
+stored in an argument, a global or a closure instead of being returned is searched for afterwards, and warned about.
+
+Not responsible for arrays that are values already: objects may hold these as they like.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import enum
+import functools
+import gc
+import inspect
+import itertools
+import types
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax import core
+
+from lazymodel._errors import TraceError, warn
+
+# Objects that a search looks at; some µs each, so about a second where somebody returns the whole world.
+_LIMIT = 100_000
+_TRACER = core.Tracer
+_DATA = (
+    *(str, bytes, bytearray, int, float, complex, bool, type(None), type(Ellipsis), enum.Enum, np.generic, np.dtype),
+    *(jax.Array, jax.ShapeDtypeStruct, jax.sharding.Mesh, jax.sharding.Sharding, jax.sharding.PartitionSpec),
+    *(type, types.ModuleType, types.CodeType, types.BuiltinFunctionType),
+)
+_ITERATORS = (
+    *(types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, filter, zip, enumerate, reversed),
+    *(itertools.chain, itertools.repeat, itertools.count, itertools.cycle, itertools.islice, itertools.starmap),
+    *(type(iter([])), type(iter(())), type(iter({})), type(iter({}.values())), type(iter({}.items()))),
+)
+_CONTAINERS = (tuple, list, dict, type(None), None, collections.OrderedDict)
+_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+# Packages whose objects and functions are not searched: their own bookkeeping has traces in it.
+_OWN = ("jax", "jaxlib", "numpy")
+# A cache keeps its results in links of this type, which hide them from everything but the garbage collector.
+_CACHED = type(functools.cache(len))  # whose name is private
+_LINK = "_lru_list_elem"
+# What makes a pytree of an object, by the package that it is from.
+_MENDS = {
+    "penzai": "call `pz.unbind_params(model, freeze=True)` in the function and return what it gives: the model without "
+    "its parameters, and these; `pz.bind_variables` puts them together again",
+    "flax": "return the modules themselves in tuples, lists or dicts, or `nnx.split(module)`",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Escaped:
+    """A traced array where it cannot be followed."""
+
+    place: str  # how to get to it from where the search began, such as `.layers[0].w`
+    kind: str  # its dtype and shape
+    holder: Any  # the innermost object on the way that has a type of its own
+
+
+def find(root: Any) -> Escaped | None:
+    """The first traced array in an object, nearest first; None if there is none among the first 100,000 objects."""
+    seen = {id(root)}
+    kept: list[Any] = []  # what was made by looking, whose ids must not be used again
+    queue: collections.deque[tuple[str, Any, Any]] = collections.deque([("", root, root)])
+    while queue and len(seen) < _LIMIT:
+        place, value, holder = queue.popleft()
+        if isinstance(value, _TRACER):
+            return Escaped(place, _kind(value), holder)
+        owner = value if hasattr(type(value), "__module__") and type(value).__module__ != "builtins" else holder
+        for suffix, child in _children(value):
+            if id(child) not in seen and (isinstance(child, _TRACER) or not isinstance(child, _DATA)):
+                seen.add(id(child))
+                kept.append(child)
+                queue.append((place + suffix, child, owner))
+    return None
+
+
+def refuse_escaped(leaves: Iterable[tuple[str, Any]], treedef: Any = None) -> None:
+    """Raises TraceError where what a traced function returned holds traced arrays, or has yet to be run.
+
+    Args:
+        leaves: Path and leaf, of all leaves that are no arrays.
+        treedef: The structure of the result, if it has one, whose static parts may hold traced arrays too.
+    """
+    for path, leaf in leaves:
+        if isinstance(leaf, _DATA):
+            continue
+        if isinstance(leaf, _ITERATORS):
+            raise TraceError(
+                f"the result has a {type(leaf).__name__} at {path!r}, which makes its values when it is gone through: "
+                "return a list or a tuple of them"
+            )
+        if (found := find(leaf)) is not None:
+            raise TraceError(_refusal(path, leaf, found))
+    for kind, static in _static_parts(treedef):
+        if (found := find(static)) is not None:
+            raise TraceError(
+                f"a {kind.__name__} of the result has a traced {found.kind} among its static parts (at "
+                f"{found.place or 'the part itself'}): static fields are for what is no array; make it a field that "
+                "JAX flattens"
+            )
+
+
+def refuse_empty(result: Any, leaves: Sequence[tuple[str, Any]], name: str) -> None:
+    """Raises TraceError for a result without an array that is no model, or abstract already.
+
+    A model that really has no variables has nothing but plain data.
+    """
+    for path, leaf in leaves:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TraceError(
+                f"{name} returned shapes instead of arrays ({path!r} is {leaf}), as `jax.eval_shape` and "
+                "`nnx.eval_shape` do: pass the class or the init function itself, which is not run but traced"
+            )
+    if result is None:
+        raise TraceError(f"{name} returned None: it has to return its arrays, in any pytree")
+    # A class that says of itself how it is flattened may well have no arrays.
+    container = isinstance(result, (tuple, list, dict)) or any(leaf is result for _, leaf in leaves)
+    for path, leaf in leaves:
+        if container and not isinstance(leaf, (*_DATA, np.ndarray)):
+            raise TraceError(f"{name} returned no arrays, but at {path!r} {_article(leaf)}: {_mend_empty(leaf)}")
+
+
+@contextlib.contextmanager
+def watched(build: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Generator[None]:
+    """Looks afterwards for traced arrays that tracing left behind in what a function was given, or knows of.
+
+    Searched are its arguments, the object it is a method of, its closure and the globals that it and the functions of
+    its own package that it calls name, and caches among them.
+
+    Warns:
+        LazyModelWarning: There is one, which any later use will fail on.
+    """
+    yield
+    places: list[tuple[str, Any]] = [
+        (f"argument {index!r}", value) for index, value in (*enumerate(args), *kwargs.items())
+    ]
+    for place, value in (*places, *_surroundings(build)):
+        if isinstance(value, (*_DATA, *_ITERATORS)) and not isinstance(value, _TRACER):
+            continue
+        if (found := find(value)) is not None:
+            called = getattr(build, "__name__", type(build).__name__)
+            warn(
+                f"{called} left a traced {found.kind} in {place}{found.place}. It has no value, so what is kept there "
+                "fails when it is used; return arrays, or keep them once they are materialized"
+            )
+            return
+
+
+def is_iterator(leaf: Any) -> bool:
+    """Whether a leaf is something to go through; JAX warns of those itself unless it is told that they are leaves."""
+    return isinstance(leaf, (*_ITERATORS, *_VIEWS))
+
+
+def _kind(tracer: Any) -> str:
+    aval = jax.typeof(tracer)
+    return f"{getattr(aval.dtype, 'name', aval.dtype)}{list(aval.shape)}" if hasattr(aval, "dtype") else str(aval)
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, with how to get there; nothing of the user's is run for it."""
+    if isinstance(value, (dict, types.MappingProxyType)):
+        items = dict.items(value) if isinstance(value, dict) else value.items()
+        yield from ((_key_text(key), item) for key, item in list(cast("Iterable[tuple[Any, Any]]", items)))
+    elif isinstance(value, (list, tuple, set, frozenset, collections.deque, *_VIEWS)):
+        base = next(kind for kind in type(value).__mro__ if kind.__module__ in ("builtins", "collections"))
+        yield from ((f"[{index}]", item) for index, item in enumerate(list(cast(Any, base).__iter__(value))))
+    elif isinstance(value, np.ndarray) and value.dtype == object:
+        yield from ((f".flat[{index}]", item) for index, item in enumerate(value.ravel().tolist()))
+    elif isinstance(value, types.MethodType):
+        yield from (("", value.__self__), ("", value.__func__))
+    elif isinstance(value, types.CellType):
+        with contextlib.suppress(ValueError):  # a cell that is empty yet
+            yield "", value.cell_contents
+    elif isinstance(value, types.FunctionType):
+        if _package(value) in _OWN:
+            return
+        yield from _closure(value)
+        yield from (("", value.__defaults__), ("", value.__kwdefaults__))
+    elif isinstance(value, functools.partial):
+        part = cast("functools.partial[Any]", value)
+        yield from (("", part.func), ("", part.args), ("", part.keywords))
+    elif isinstance(value, _CACHED) or type(value).__name__ == _LINK:
+        yield from (("'s cache", item) for item in gc.get_referents(value))
+        return
+    elif _package(type(value)) in _OWN and not callable(value):
+        return
+    yield from _attributes(value)
+
+
+def _package(value: Any) -> str:
+    return (getattr(value, "__module__", None) or "").partition(".")[0]
+
+
+def _key_text(key: Any) -> str:
+    return f"[{key!r}]" if type(key) in (str, int, bool, float, tuple) else f"[a {type(key).__name__}]"
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        own = {}
+    if isinstance(own, dict):
+        yield from ((f".{name}", item) for name, item in list(own.items()))
+    for base in type(value).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else tuple(slots):
+            mangled = f"_{base.__name__.lstrip('_')}{name}" if name[:2] == "__" and name[-2:] != "__" else name
+            member = base.__dict__.get(mangled)
+            if isinstance(member, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # a slot that is not filled
+                    yield f".{name}", member.__get__(value)
+
+
+def _closure(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a cell that is empty yet
+            yield f" ({name} of {function.__name__})", cell.cell_contents
+
+
+def _surroundings(build: Any) -> Iterator[tuple[str, Any]]:
+    """What a function knows besides its arguments: place and value."""
+    build = inspect.unwrap(build) if isinstance(build, types.FunctionType) else build
+    while isinstance(build, functools.partial):
+        yield "the partial's arguments", (build.args, build.keywords)
+        build = cast("functools.partial[Any]", build).func
+    if isinstance(build, types.MethodType) and not isinstance(build.__self__, type):
+        yield "the object that it is a method of", build.__self__
+    function = build.__init__ if isinstance(build, type) else build
+    function = getattr(function, "__func__", inspect.unwrap(function))
+    if not isinstance(function, types.FunctionType):
+        return
+    package = _package(function)
+    seen: set[int] = set()
+    waiting: list[types.FunctionType] = [function]
+    while waiting and len(seen) < _LIMIT:
+        function = waiting.pop()
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        known = [(f"the closure of {function.__name__}{place}", value) for place, value in _closure(function)]
+        names = [name for name in _names(function.__code__) if name in function.__globals__]
+        known += [(f"the global {name!r}", function.__globals__[name]) for name in names]
+        for place, value in known:
+            inner = getattr(value, "__init__", None) if isinstance(value, type) else value
+            if isinstance(inner, types.FunctionType):
+                if _package(inner) == package:
+                    waiting.append(inner)
+            elif not isinstance(value, type):
+                yield place, value
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Names that a function, with the functions inside it, looks up by name."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _static_parts(treedef: Any) -> Iterator[tuple[type, Any]]:
+    """The static data of every node of a structure that is not one of Python's own containers."""
+    waiting = [] if treedef is None else [treedef]
+    while waiting:
+        node = waiting.pop()
+        kind, static = node.node_data() or (None, None)
+        if kind not in _CONTAINERS and not isinstance(static, _DATA):
+            yield kind, static
+        waiting.extend(node.children())
+
+
+def _refusal(path: str, leaf: Any, found: Escaped) -> str:
+    what = f"the result has {_article(leaf)} at {path!r}, which JAX does not look into, with a traced {found.kind}"
+    return f"{what} at {path}{found.place}, whose value would be lost. {_mend(leaf, found.holder)}"
+
+
+def _article(leaf: Any) -> str:
+    if isinstance(leaf, (types.FunctionType, types.MethodType)):
+        return f"the function {leaf.__qualname__}"
+    kind = type(leaf)
+    module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+    return f"{'an' if kind.__name__[:1] in 'AEIOUaeiou' else 'a'} {module}{kind.__qualname__}"
+
+
+def _mend(leaf: Any, holder: Any) -> str:
+    """How to make a pytree of an object."""
+    for value in (leaf, holder):
+        package = _package(type(value))
+        if package in _MENDS:
+            return f"To make it a pytree, {_MENDS[package]}."
+    if isinstance(leaf, (types.FunctionType, types.MethodType, functools.partial)):
+        return "Return the arrays themselves, or `jax.tree_util.Partial(function, *arrays)`, which is a pytree."
+    if isinstance(leaf, (set, frozenset, *_VIEWS)):
+        return "Return a list or a tuple instead."
+    if dataclasses.is_dataclass(leaf):
+        return (
+            f"Register it: `jax.tree_util.register_dataclass({type(leaf).__name__})`, or return its arrays in a dict."
+        )
+    return (
+        f"Make it a pytree: a dataclass with `jax.tree_util.register_dataclass`, or "
+        f"`jax.tree_util.register_pytree_node({type(leaf).__name__}, …)`; or return its arrays in a tuple or a dict."
+    )
+
+
+def _mend_empty(leaf: Any) -> str:
+    if callable(getattr(leaf, "init", None)):
+        return "pass that object itself, then the arguments of its init"
+    if callable(leaf):
+        return "if one of the functions makes the arrays, as `init` of an (init, apply) pair does, pass that one"
+    return _MENDS.get(_package(type(leaf))) or "return its arrays, in any pytree"

@@ -1,0 +1,1 @@
+"""An abstract model becomes another: the verbs `with_optimizer`, `quantize`, `lora`, `reinitialize`, `rekey`."""

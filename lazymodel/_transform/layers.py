@@ -1,0 +1,45 @@
+"""The verbs `quantize` and `lora`: the layers of a model are changed, by the framework that knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lazymodel._abstract.spec import AnyModel
+
+
+def quantize(model: AnyModel, how: Any, filters: str | Sequence[str] | Callable[[Any], bool] | None = None) -> AnyModel:
+    """The quantized model: a kernel is quantized while it is read, and never exists whole in floating point.
+
+    For Keras models that are not changed otherwise yet: before `lora`, `shard`, `with_optimizer`, `reinitialize`.
+    Materialized, it is equal bit for bit to what the framework's own quantization makes of the loaded model.
+
+    Args:
+        how: `"int8"`, `"int4"`, `"float8"` or a `keras.quantizers.QuantizationConfig`. Schemes that calibrate with
+            data (GPTQ, AWQ) need the loaded model. A quantizer of your own in a configuration is run at once, with
+            one layer's weights read at a time. `"int4"` stores the kernels of `EinsumDense` as matrices, so rules
+            for their float shapes do not fit; `lazymodel.auto()` does.
+        filters: Which layers, as the `filters` of `keras.Model.quantize`.
+
+    Raises:
+        LazyModelError: The model has no layers that can be quantized so, or is changed otherwise already.
+    """
+    return model.framework.quantize(model, how, filters)
+
+
+def lora(model: AnyModel, rank: int, targets: str | None = None) -> AnyModel:
+    """The model with LoRA pairs, initialized on their devices and split like their kernels where no rule is theirs.
+
+    For Keras models, as `model.backbone.enable_lora(rank)` does after loading: the pairs are all that is trained.
+    It comes after `quantize` and before `shard`, `with_optimizer` and `reinitialize`.
+
+    Args:
+        rank: The rank of the pairs.
+        targets: Regex of whole paths (`re.fullmatch`): the layers whose kernel or embeddings it matches get a pair.
+            None is the query and value projections, or what the backbone says.
+
+    Raises:
+        LazyModelError: The rank is no positive integer, no layer is a target, a target cannot have a pair, or the
+            model is changed otherwise already.
+    """
+    return model.framework.lora(model, rank, targets)

@@ -1,0 +1,270 @@
+"""Optimizer state as variables of the abstract model: `AbstractModel.with_optimizer`.
+
+Responsible for finding the state that an optimizer starts with, from shapes alone, for tying each part of it to the
+parameter that it belongs to, which it is sharded like (`_sharding/follow`). How the state is computed is `_trace`'s
+matter, which makes the same init programs as for parameters. An optimizer is anything with an `init` function of a
+pytree of parameters, as Optax' gradient transformations have; nothing here imports Optax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from lazymodel._abstract.framework import Derived, Framework, Optimizer, Training
+from lazymodel._abstract.paths import rule_path, unique_paths
+from lazymodel._abstract.spec import AnyModel, ModelSpec, Optimized
+from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._errors import LazyModelError
+from lazymodel._programs.programs import InitRecipe
+from lazymodel._sharding.follow import follow
+from lazymodel._show.text import closest
+from lazymodel._trace.errors import explain
+from lazymodel._trace.function import trace_function
+
+PREFIX = "optimizer/"  # of the paths of all optimizer state
+
+
+def with_optimizer(
+    model: AnyModel, optimizer: Optimizer, trained: Callable[[AbstractVariable], bool] | str | None = None
+) -> AnyModel:
+    """The model with the state that an optimizer starts with, as further variables.
+
+    The state's variables are called `optimizer/` and their place in it, such as `optimizer/0/mu/layers/0/kernel`.
+    What has its parameter's shape is sharded like its parameter, whether `shard` was or will be called; what is
+    factored, as in Adafactor, by what is left of its parameter's spec; step counts and the like are replicated.
+    Nothing is allocated until `materialize`, which then returns
+
+    - for a JAX function, an Equinox module or a Keras model, (model, state), with `state` what
+      `optimizer.init(params)` returns. `params` is the model's tree with None for all that is not trained, as
+      `equinox.filter(model, equinox.is_inexact_array)` has it.
+    - for Linen, (variables, state), where `params` is `variables["params"]`.
+    - for NNX, (module, optimizer), an `nnx.Optimizer` of what is trained.
+
+    State that is a function of the parameters' values, such as a copy of them, is computed from the materialized
+    parameters, loaded or initialized. `materialize(checkpoint)` takes state from a checkpoint that has it.
+
+    Args:
+        optimizer: An Optax gradient transformation.
+        trained: Which variables it gets: a path regex (`re.fullmatch`) or a function of a variable; None is every
+            trainable one. Integers, masks and keys are never trained.
+
+    Raises:
+        LazyModelError: There is an optimizer already, or nothing to train.
+        TraceError: The optimizer's `init` needs values that tracing does not have.
+    """
+    if not callable(getattr(optimizer, "init", None)):
+        raise LazyModelError(
+            f"with_optimizer takes an Optax gradient transformation, or what has its init(params); got {optimizer!r}"
+        )
+    if model.optimized is not None:
+        raise LazyModelError(f"{model.name} has an optimizer already; chain transformations, or start from the model")
+    paths = _trained(model, trained)
+    structs = {path: dataclasses.replace(model[path], sharding=None, layout=None).struct for path in paths}
+    found = _start(model, optimizer, structs)
+    if taken := [path for path in found.structs if path in model.variables]:
+        raise LazyModelError(f"{model.name} has a variable of its own at {taken[0]!r}, where optimizer state would go")
+
+    def constant_part(leaves: Mapping[str, Any]) -> dict[str, Any]:
+        return {path: leaf for path, leaf in found.leaves(leaves) if path not in found.derived}
+
+    traced = trace_function(constant_part, (structs,), {}, name=model.name)
+    state: dict[str, AbstractVariable] = {}
+    for path, struct in found.structs.items():
+        origin = traced[path].origin if path in traced else "of parameters"
+        origin = "value" if origin == "constant" else origin
+        on_host = path in traced and traced[path].on_host
+        state[path] = AbstractVariable(
+            path,
+            tuple(struct.shape),
+            traced[path].dtype if on_host else struct.dtype,
+            origin=origin,
+            trainable=False,
+            follows=found.follows[path],
+            weak_type=bool(getattr(struct, "weak_type", False)),
+            on_host=on_host,
+        )
+    on_host = {path: source for path, source in traced.sources.items() if traced[path].on_host}
+    constants = {path: source for path, source in traced.sources.items() if path not in on_host}
+
+    return dataclasses.replace(
+        model,
+        variables={**model.variables, **follow(state, model.variables)},
+        recipes=(*model.recipes, *traced.recipes, *map(_recipe, constants.items())),
+        sources={**model.sources, **on_host},
+        framework=_WithState(model, found),
+        derived=found.derive(paths),
+        optimized=Optimized(paths, model),
+    )
+
+
+class _WithState(Framework):
+    """The framework of a model and of its optimizer's state."""
+
+    def __init__(self, model: ModelSpec, found: _Started) -> None:
+        self._model, self._found = model, found
+
+    def structure(self, leaves: Mapping[str, Any]) -> Any:
+        return self._model.framework.structure(leaves), self._found.unflatten(leaves)
+
+    def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
+        own = {path: arrays[path] for path in self._model}
+        return self._found.training.finish(self._model.framework.rebuild(own), self._found.unflatten(arrays))
+
+    def quantize(self, model: Any, how: Any, filters: Any) -> Any:
+        raise LazyModelError(f"{model.name} has an optimizer already; quantize comes before with_optimizer")
+
+    def lora(self, model: Any, rank: int, targets: str | None) -> Any:
+        raise LazyModelError(f"{model.name} has an optimizer already; lora comes before with_optimizer")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mark:
+    """A variable's place in the model's tree."""
+
+    path: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Started:
+    """What starting an optimizer abstractly found.
+
+    Attributes:
+        start: Starts it with arrays of its parameters.
+        slots: For each leaf of the state its path, and what is no array itself. An array that occurs twice is one
+            variable, under its first path.
+        first: Path to the index of the first leaf that has it.
+        structs: Path to shape and dtype.
+        treedef: The structure of the state.
+        derived: The paths of what depends on the values of parameters.
+        follows: Path to the parameter that it belongs to, or to an empty string.
+        training: The abstract start.
+    """
+
+    start: Callable[[Mapping[str, Any]], Training]
+    slots: tuple[Any, ...]
+    first: Mapping[str, int]
+    structs: Mapping[str, Any]
+    treedef: Any
+    derived: frozenset[str]
+    follows: Mapping[str, str]
+    training: Training
+
+    def leaves(self, parameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        """Path and array, of arrays of the parameters."""
+        leaves = jax.tree.leaves(self.start(parameters).state)
+        return [(path, leaves[index]) for path, index in self.first.items()]
+
+    def derive(self, parameters: Sequence[str]) -> Derived | None:
+        """How to compute what depends on the values of parameters, if anything does."""
+        if not self.derived:
+            return None
+        paths = tuple(path for path in self.structs if path in self.derived)
+        return Derived(paths, tuple(parameters), lambda leaves: dict(self.leaves(leaves)))
+
+    def unflatten(self, mapping: Mapping[str, Any]) -> Any:
+        leaves = [mapping[slot.path] if isinstance(slot, _Mark) else slot for slot in self.slots]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def _start(model: ModelSpec, optimizer: Optimizer, parameters: Mapping[str, jax.ShapeDtypeStruct]) -> _Started:
+    """Starts an optimizer abstractly.
+
+    Raises:
+        TraceError: Its `init` needs the values of parameters on the host.
+    """
+    start = functools.partial(model.framework.start_training, model.variables, optimizer)
+    slots: list[Any] = []
+    first: dict[str, int] = {}
+    follows: dict[str, str] = {}
+    started: list[tuple[Training, Any]] = []
+
+    def flat(leaves: Mapping[str, Any]) -> list[Any]:
+        training = start(leaves)
+        found, treedef = jax.tree_util.tree_flatten_with_path(training.state)
+        started.append((training, treedef))
+        names = unique_paths([training.path_of(keys) for keys, _ in found])
+        known: dict[int, _Mark] = {}
+        for index, (name, (_, leaf)) in enumerate(zip(names, found, strict=True)):
+            if not isinstance(leaf, (jax.Array, np.ndarray)):
+                slots.append(leaf)
+                continue
+            if id(leaf) not in known:
+                known[id(leaf)] = _Mark(PREFIX + name)
+                first[PREFIX + name] = index
+                follows[PREFIX + name] = _parameter(rule_path(name), training.parameters)
+            slots.append(known[id(leaf)])
+        return [found[index][1] for index in first.values()]
+
+    try:
+        closed = jax.make_jaxpr(flat)(dict(parameters))
+    except Exception as error:
+        explained = explain(error)
+        if explained is None:
+            raise
+        raise explained from error
+    ((training, treedef),) = started
+    derived = frozenset(path for path, depends in zip(first, _depend_on_inputs(closed.jaxpr), strict=True) if depends)
+    structs = dict(zip(first, closed.out_avals, strict=True))
+    return _Started(start, tuple(slots), first, structs, treedef, derived, follows, training)
+
+
+def _copy(value: jax.Array) -> tuple[jax.Array, ...]:
+    return (value,)
+
+
+def _recipe(constant: tuple[str, Any]) -> InitRecipe:
+    """A recipe for a step count and the like: a checkpoint that lacks it lacks something, as with moments."""
+    path, value = constant
+    return InitRecipe((path,), "optimizer constant", _copy, (np.asarray(value),), origin="value")
+
+
+def _parameter(name: str, parameters: Mapping[str, str]) -> str:
+    """The parameter whose place in the tree ends a leaf's name, such as `0/mu/layers/0/kernel`; or an empty string."""
+    while name not in parameters:
+        _, slash, name = name.partition("/")
+        if not slash:
+            return parameters.get("", "")  # where the tree is one array
+    return parameters[name]
+
+
+def _depend_on_inputs(jaxpr: Any) -> list[bool]:
+    """For each result of a jaxpr, whether it may depend on an argument's value."""
+    dependent = set(jaxpr.invars)
+
+    def depends(atom: Any) -> bool:
+        return not hasattr(atom, "val") and atom in dependent  # what has a value is a literal
+
+    for eqn in jaxpr.eqns:
+        if any(map(depends, eqn.invars)):
+            dependent.update(eqn.outvars)
+    return [depends(atom) for atom in jaxpr.outvars]
+
+
+def _trained(model: ModelSpec, trained: Callable[[AbstractVariable], bool] | str | None) -> tuple[str, ...]:
+    """The paths of the parameters that the optimizer gets."""
+    candidates = [path for path, variable in model.items() if jax.numpy.issubdtype(variable.dtype, np.inexact)]
+    if trained is None:
+        paths = [path for path in candidates if model[path].trainable]
+        what = "that is trainable"
+    elif isinstance(trained, str):
+        try:
+            pattern = re.compile(trained)
+        except re.error as error:
+            raise LazyModelError(f"trained={trained!r} is not a regular expression: {error}") from error
+        paths = [path for path in candidates if pattern.fullmatch(rule_path(path))]
+        what = f"that {trained!r} matches{closest(trained, candidates)}"
+    else:
+        if not callable(trained):
+            raise LazyModelError(f"trained is a path regex or a function of a variable; got {trained!r}")
+        paths = [path for path in candidates if trained(model[path])]
+        what = "that the given function chooses"
+    if not paths:
+        raise LazyModelError(f"{model.name} has no floating-point variable {what}, so there is nothing to optimize")
+    return tuple(paths)

@@ -1,0 +1,294 @@
+"""Another initializer, or other random keys, for some variables of an abstract model.
+
+Responsible for which variables get which initializer and which key. The initializers are traced like any init function
+(`_trace`), so they run as the same programs: compiled once for each initializer, shape, dtype and sharding, with the
+key as a run-time input, equal bit for bit to calling the initializer eagerly. Schemes are in `initializers`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, cast
+
+import jax
+import numpy as np
+
+from lazymodel._abstract.paths import Template, rule_path
+from lazymodel._abstract.spec import AnyModel, ModelSpec
+from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._errors import LazyModelError, TraceError
+from lazymodel._programs.keys import is_key, key_data
+from lazymodel._programs.programs import InitRecipe
+from lazymodel._show.text import closest
+from lazymodel._trace.function import trace_function
+from lazymodel._trace.small import on_host
+
+Initializer: TypeAlias = "Callable[..., Any]"
+InitRules: TypeAlias = "Mapping[str, Initializer] | Callable[[AbstractVariable], Initializer | None]"
+
+
+def path_key(key: jax.Array, path: str) -> jax.Array:
+    """The key of one variable: a function of a key and the variable's path alone, whatever other variables there are.
+
+    It is `fold_in(fold_in(key, a), b)`, where `a` and `b` are the first and the second four bytes, as big-endian
+    integers, of the SHA-256 digest of the path in UTF-8.
+
+    Args:
+        key: A typed key, such as `jax.random.key(0)`.
+        path: The variable's path.
+
+    Returns:
+        A key of the same kind.
+    """
+    digest = hashlib.sha256(path.encode()).digest()
+    for start in (0, 4):
+        key = jax.random.fold_in(key, np.uint32(int.from_bytes(digest[start : start + 4], "big")))
+    return key
+
+
+def reinitialize(
+    model: AnyModel,
+    rules: str | InitRules,
+    initializer: Initializer | None = None,
+    *,
+    key: jax.Array | int | None = None,
+) -> AnyModel:
+    """Gives variables another initializer, run as any other: sharded, one program for each kind.
+
+    A variable's key is `lazymodel.path_key(key, path)`, so its values do not change when others come, go or are
+    renamed, and are bit for bit those of `initializer(path_key(key, path), shape, dtype)`. Variables that no rule
+    matches keep their initializers and keys. One that the model was built with a weight for is initialized from
+    now on; a checkpoint given to `materialize` still goes before any initializer. Optimizer state stays as its
+    optimizer starts it, for the new values where it depends on them.
+
+    Args:
+        rules: A path regex (`re.fullmatch`) and an initializer; or a mapping of them, of which the first that
+            matches is taken; or a callable of a variable that returns an initializer or None. In a pattern,
+            `{layer}` captures text without `/` and `.`.
+        initializer: Any of `jax.nn.initializers`, of `lazymodel.initializers`, or a callable of key, shape and
+            dtype that JAX can trace. If it has further parameters named `path`, or as the pattern's captures, it is
+            given these, captured numbers as ints.
+        key: A typed key, or its seed; needed if an initializer draws random values.
+
+    Raises:
+        LazyModelError: A pattern matches nothing, an initializer returns another shape or dtype, or a key is
+            lacking.
+
+    Example:
+        >>> import lazymodel as lm
+        >>> abstract = lm.build_abstract(lambda: {"w": jax.numpy.ones((8, 4))})
+        >>> abstract.reinitialize("w", jax.nn.initializers.normal(0.02), key=jax.random.key(0))["w"].origin
+        'normal'
+    """
+    key = _checked_key(key)
+    chosen = _choose(model, rules, initializer)
+    absent = jax.ShapeDtypeStruct((), jax.eval_shape(jax.random.key, 0).dtype)
+
+    def compute(key: jax.Array) -> dict[str, Any]:
+        values: dict[int, Any] = {}  # by identity; holding them keeps one's id from being used again
+        result: dict[str, Any] = {}
+        for path, choice in chosen.items():
+            value = _initial(model[path], choice, path_key(key, path))
+            # A copy where an initializer returns one array twice: these stay two variables.
+            result[path] = jax.numpy.array(value, copy=True) if id(value) in values else value
+            values[id(value)] = value
+        return result
+
+    try:
+        traced = trace_function(compute, (absent if key is None else key,), {}, name=model.name)
+    except TraceError as error:
+        if key is None and "ShapeDtypeStruct" in str(error):
+            raise LazyModelError(
+                f"{error.args[0].split(' ')[0]} gets random values, and no key was given: pass "
+                "key=jax.random.key(seed) to reinitialize"
+            ) from error
+        raise
+    variables = dict(model.variables)
+    for path in chosen:
+        variables[path] = dataclasses.replace(variables[path], origin=traced[path].origin)
+    kept = ([path for path in recipe.paths if path not in chosen] for recipe in model.recipes)
+    recipes = [recipe.restricted_to(paths) for recipe, paths in zip(model.recipes, kept, strict=True) if paths]
+    sources = {path: source for path, source in model.sources.items() if path not in chosen}
+    return dataclasses.replace(
+        model,
+        variables=variables,
+        recipes=(*recipes, *traced.recipes),
+        sources={**sources, **traced.sources},
+    )
+
+
+def rekey(model: AnyModel, key: jax.Array | int, pattern: str = ".*") -> AnyModel:
+    """Draws the values of the model's own initializers from keys by path, `lazymodel.path_key(key, path)`.
+
+    By default a model's keys come from the order in which it creates its variables, so adding one changes all that
+    follow. By path they do not. A variable whose initializer takes several keys has them folded from its own by
+    0, 1, …; variables that are cut from one random array have the key of the first. Keys that the model holds, such
+    as dropout's, stay as they are.
+
+    Args:
+        key: A typed key, or its seed.
+        pattern: Path regex (`re.fullmatch`) of the variables.
+
+    Raises:
+        LazyModelError: The pattern matches nothing, or the key is of another generator than the model's.
+    """
+    checked = _checked_key(key)
+    if checked is None:
+        raise LazyModelError("rekey needs a key, such as jax.random.key(0)")
+    template = Template(pattern, regex=True)
+    matched = {path for path in model if template.match(rule_path(path)) is not None and not is_key(model[path].dtype)}
+    if not matched:
+        raise LazyModelError(f"no variable of {model.name} matches {pattern!r}{closest(pattern, model)}")
+    recipes: list[InitRecipe] = []
+    with on_host():
+        for recipe in model.recipes:
+            random = any(dtype is not None for dtype in recipe.keys)
+            if not random or not matched.intersection(recipe.paths):
+                recipes.append(recipe)
+                continue
+            if apart := [path for path in recipe.paths if path not in matched]:
+                raise LazyModelError(
+                    f"{recipe.paths[0]!r} and {apart[0]!r} are cut from one random array, so both change with its key; "
+                    f"make the pattern {pattern!r} match both, or neither"
+                )
+            recipes.append(dataclasses.replace(recipe, inputs=_rekeyed(recipe, checked)))
+    return dataclasses.replace(model, recipes=tuple(recipes))
+
+
+def _rekeyed(recipe: InitRecipe, key: jax.Array) -> tuple[np.ndarray[Any, Any], ...]:
+    """The recipe's inputs with keys of its path: that key itself, or one folded from it where there are several."""
+    base = path_key(key, recipe.paths[0])
+    several = sum(dtype is not None for dtype in recipe.keys) > 1
+    inputs = list(recipe.inputs)
+    number = 0
+    for index, dtype in enumerate(recipe.keys):
+        if dtype is None:
+            continue
+        if dtype != key.dtype:
+            raise LazyModelError(f"{recipe.paths[0]!r} is initialized with a {dtype}; the key given is a {key.dtype}")
+        own = jax.random.fold_in(base, number) if several else base
+        shape = inputs[index].shape[:-1]
+        inputs[index] = key_data(jax.random.split(own, shape) if shape else own)
+        number += 1
+    return tuple(inputs)
+
+
+def _checked_key(key: Any) -> jax.Array | None:
+    if key is None:
+        return None
+    if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+        return jax.random.key(int(key))
+    if not isinstance(key, jax.Array) or not is_key(key.dtype) or key.shape != ():
+        found = f"{key.dtype}{list(key.shape)}" if isinstance(key, jax.Array) else repr(key)
+        raise LazyModelError(
+            f"key is one typed key, such as jax.random.key(0), or its seed; got {found}. Raw keys become typed with "
+            "jax.random.wrap_key_data"
+        )
+    return key
+
+
+# Rules ----------------------------------------------------------------------------------------------------------------
+
+
+_Choice: TypeAlias = "tuple[Initializer, Mapping[str, str | int]]"  # and what its pattern captured, numbers as ints
+
+
+def _choose(model: ModelSpec, rules: Any, initializer: Initializer | None) -> dict[str, _Choice]:
+    """An initializer for each variable that gets a new one."""
+    if isinstance(rules, str):
+        if initializer is None:
+            raise LazyModelError(f"which initializer for {rules!r}? Such as jax.nn.initializers.normal(0.02)")
+        rules = {rules: initializer}
+    elif initializer is not None:
+        raise LazyModelError("an initializer goes with one pattern; a mapping of patterns has its own")
+    chosen: dict[str, _Choice] = {}
+    if isinstance(rules, Mapping):
+        chosen = _choose_by_pattern(model, cast("Mapping[str, Any]", rules))
+    elif callable(rules):
+        rule = cast("Callable[[AbstractVariable], Initializer | None]", rules)
+        found = {path: rule(variable) for path, variable in model.items() if variable.follows is None}
+        chosen = {path: (answer, {}) for path, answer in found.items() if answer is not None}
+        if not chosen:
+            raise LazyModelError(f"the rule gave no variable of {model.name} an initializer: all its answers are None")
+    else:
+        raise LazyModelError(
+            f"rules are a path regex and an initializer, a mapping of them, or a callable of a variable; got {rules!r}"
+        )
+    for path, (choice, _) in chosen.items():
+        if not callable(choice):
+            raise LazyModelError(
+                f"{path!r}: an initializer is a callable of key, shape and dtype, such as "
+                f"jax.nn.initializers.zeros; got {choice!r}"
+            )
+        if is_key(model[path].dtype):
+            raise LazyModelError(
+                f"{path!r} is a PRNG key ({model[path].dtype}), which has no initializer; leave it out of the pattern"
+            )
+    return chosen
+
+
+def _choose_by_pattern(model: ModelSpec, rules: Mapping[str, Any]) -> dict[str, _Choice]:
+    templates = {pattern: Template(pattern, regex=True) for pattern in rules}
+    alive: set[str] = set()
+    chosen: dict[str, _Choice] = {}
+    for path, variable in model.items():
+        for pattern, template in templates.items() if variable.follows is None else ():
+            match = template.match(rule_path(path))
+            if match is None:
+                continue
+            alive.add(pattern)
+            captures = {name: int(text) if text.isdecimal() else text for name, text in match.items()}
+            chosen.setdefault(path, (rules[pattern], captures))
+    if dead := [pattern for pattern in rules if pattern not in alive]:
+        if state := [path for path in model if templates[dead[0]].match(rule_path(path)) is not None]:
+            raise LazyModelError(
+                f"{dead[0]!r} matches only optimizer state, such as {state[0]!r}, which starts as the optimizer says"
+            )
+        raise LazyModelError(
+            f"no variable of {model.name} matches {', '.join(map(repr, dead))}{closest(dead[0], model)}. "
+            "A pattern matches a whole path."
+        )
+    return chosen
+
+
+def _initial(variable: AbstractVariable, choice: _Choice, key: jax.Array) -> Any:
+    """The variable's value, traced."""
+    initializer, captures = choice
+    known: dict[str, Any] = {**captures, "path": variable.path}
+    try:
+        value = initializer(key, variable.shape, variable.dtype, **_wanted(variable, initializer, known))
+    except LazyModelError:
+        raise
+    except Exception as error:
+        error.add_note(f"while initializing {variable.path!r}, {variable.dtype.name}{list(variable.shape)}")
+        raise
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        raise LazyModelError(f"{variable.path!r}: its initializer returned no array but {type(value).__name__}")
+    found = f"{np.dtype(value.dtype).name}{list(value.shape)}"
+    expected = f"{variable.dtype.name}{list(variable.shape)}"
+    if found != expected:
+        raise LazyModelError(
+            f"{variable.path!r}: expected {expected}, and its initializer returned {found}; it is called with key, "
+            "shape and dtype, and is to return an array of these"
+        )
+    return value
+
+
+def _wanted(variable: AbstractVariable, initializer: Initializer, known: Mapping[str, Any]) -> dict[str, Any]:
+    """What a callable wants to know besides key, shape and dtype: parameters named `path` or like a capture."""
+    try:
+        parameters = list(inspect.signature(initializer).parameters.values())[3:]
+    except (TypeError, ValueError):  # built in C: nothing is known of its parameters
+        return {}
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for parameter in parameters:
+        lacks = parameter.default is parameter.empty and parameter.kind not in variadic
+        if lacks and parameter.name not in known:
+            raise LazyModelError(
+                f"{variable.path!r}: its initializer needs {parameter.name!r}, which its pattern does not capture; "
+                f"write {{{parameter.name}}} where the path has it"
+            )
+    return {parameter.name: known[parameter.name] for parameter in parameters if parameter.name in known}

@@ -1,0 +1,391 @@
+"""NumPy files: read in place, decompressed in small pieces, and refused where they are not the numbers they claim."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import threading
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import lazymodel as lm
+from lazymodel._errors import CheckpointError
+from lazymodel._tensors.leaves import FileLeaf
+from lazymodel._tensors.source import BYTES_READ
+from lazymodel.checkpoints import _numpy, open_checkpoint
+
+SAVE = {"stored": np.savez, "deflated": np.savez_compressed}
+
+
+def numbers(shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
+    return np.arange(math.prod(shape)).reshape(shape).astype(dtype)
+
+
+def arrays() -> dict[str, np.ndarray]:
+    return {
+        "layers/0/kernel": numbers((16, 32)),
+        "fortran": np.asfortranarray(numbers((4, 5, 6), np.int16)),
+        "big_endian": numbers((3, 4), ">f8"),
+        "scalar": np.array(2.5, np.float16),
+        "empty": np.zeros((0, 3), np.int8),
+        "flags": np.array([True, False]),
+        "complex": numbers((2, 2), np.complex64),
+    }
+
+
+@pytest.mark.parametrize("saved", SAVE)
+def test_archives(tmp_path, saved):
+    path = tmp_path / "model.npz"
+    SAVE[saved](path, **arrays())
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.format == "numpy"
+        assert set(checkpoint) == set(arrays())
+        assert checkpoint.files == [str(path)]
+        for name, array in arrays().items():
+            before = BYTES_READ.count
+            tensor = checkpoint[name]
+            values = tensor.read()
+            assert (tensor.name, values.shape, values.dtype) == (name, array.shape, array.dtype.newbyteorder("="))
+            np.testing.assert_array_equal(values, array)
+            assert BYTES_READ.count - before == array.nbytes
+        assert checkpoint.bytes_read == checkpoint.nbytes
+        tensor, array = checkpoint["fortran"], arrays()["fortran"]
+        assert isinstance(tensor.leaf, FileLeaf)
+        np.testing.assert_array_equal(tensor[1:3, ::2, 4].astype(np.float32).read(), array[1:3, ::2, 4])
+        np.testing.assert_array_equal(tensor.T[::-1].read(), array.T[::-1])
+        offsets = [checkpoint[name].offset for name in checkpoint if checkpoint[name].size]
+        assert offsets == sorted(offsets), "tensors are read in the order of the file"
+    np.testing.assert_array_equal(tensor.read(), array)  # usable after close
+
+
+@pytest.mark.parametrize("name", arrays())
+def test_single_arrays(tmp_path, name):
+    array = arrays()[name]
+    path = tmp_path / "token_embedding.npy"
+    np.save(path, array)
+    checkpoint = open_checkpoint(path)
+    assert list(checkpoint) == ["token_embedding"]
+    np.testing.assert_array_equal(checkpoint["token_embedding"].read(), array)
+    path.rename(tmp_path / "weights")  # known by its first bytes, too
+    np.testing.assert_array_equal(open_checkpoint(tmp_path / "weights")["weights"].read(), array)
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
+def test_header_versions(tmp_path, version):
+    with open(tmp_path / "w.npy", "wb") as file:
+        np.lib.format.write_array(file, numbers((3, 4)), version)
+    np.testing.assert_array_equal(open_checkpoint(tmp_path / "w.npy")["w"].read(), numbers((3, 4)))
+
+
+@pytest.mark.parametrize("saved", SAVE)
+def test_materializing(tmp_path, mesh8, saved):
+    values = {"a": numbers((16, 64)), "b": np.asfortranarray(numbers((64, 24))), "c": numbers((8,))}
+    path = tmp_path / "model.npz"
+    SAVE[saved](path, **values)
+    abstract = lm.build_abstract(lambda: {name: jnp.zeros(value.shape, jnp.bfloat16) for name, value in values.items()})
+    rules = {"a": P("model"), "b": P(None, "model"), "c": P()}
+    model = abstract.shard(mesh8, rules).materialize(open_checkpoint(path))
+    expected = {name: value.astype(ml_dtypes.bfloat16) for name, value in values.items()}
+    jax.tree.map(np.testing.assert_array_equal, expected, model)
+
+
+def test_members_that_are_no_arrays_are_left_out(tmp_path):
+    path = tmp_path / "model.npz"
+    np.savez(path, w=numbers((2,)))
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("README.txt", "weights")
+        archive.writestr("empty", "")
+    assert list(open_checkpoint(path)) == ["w"]
+
+
+# Compressed members ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_steps(monkeypatch):
+    """Pieces small enough for small arrays to need many."""
+    monkeypatch.setattr(_numpy, "_INPUT", 64)
+    monkeypatch.setattr(_numpy, "_PIECE", 256)
+    monkeypatch.setattr(_numpy, "_SPACING", 1024)
+    monkeypatch.setattr(_numpy, "_RESUMES", 100)
+
+
+def decompressed(monkeypatch) -> list[int]:
+    """The sizes of all pieces that are decompressed from now on."""
+    sizes: list[int] = []
+    step = _numpy._DeflatedSource._next
+
+    def count(source: Any, cursor: Any, limit: int) -> bytes:
+        piece = step(source, cursor, limit)
+        sizes.append(len(piece))
+        return piece
+
+    monkeypatch.setattr(_numpy._DeflatedSource, "_next", count)
+    return sizes
+
+
+def test_decompressing_holds_little_and_goes_on_where_it_stopped(tmp_path, monkeypatch, small_steps):
+    array = np.random.default_rng(0).integers(0, 99, (256, 64), np.int16)
+    np.savez_compressed(tmp_path / "model.npz", w=array)
+    tensor = open_checkpoint(tmp_path / "model.npz")["w"]
+    assert 0 < tensor.leaf.unit_nbytes <= 3 << 20
+    sizes = decompressed(monkeypatch)
+    for start in range(0, 256, 32):
+        np.testing.assert_array_equal(tensor[start : start + 32].read(), array[start : start + 32])
+    assert max(sizes) <= 256
+    assert sum(sizes) == array.nbytes + 128, "each byte once, with the header of 128"
+    sizes.clear()
+    np.testing.assert_array_equal(tensor[200:202].read(), array[200:202])
+    assert sum(sizes) < 2 * 128 + 1024 + 512, "from the nearest place before, not from the start"
+
+
+def test_places_to_go_on_from_are_few_and_given_up(tmp_path, monkeypatch, small_steps):
+    monkeypatch.setattr(_numpy, "_RESUMES", 4)
+    array = np.random.default_rng(0).integers(0, 99, (256, 64), np.int16)
+    np.savez_compressed(tmp_path / "model.npz", w=array)
+    tensor = open_checkpoint(tmp_path / "model.npz")["w"]
+    sizes = decompressed(monkeypatch)
+    np.testing.assert_array_equal(tensor.read(), array)
+    source = tensor.leaf.source
+    assert 2 <= len(source._resume) <= 4
+    sizes.clear()
+    np.testing.assert_array_equal(tensor[200:202].read(), array[200:202])
+    assert sum(sizes) < array.nbytes // 2, "still not from the start"
+    tensor.leaf.release()
+    assert (len(source._resume), source._idle) == (1, [])
+    np.testing.assert_array_equal(tensor[200:202].read(), array[200:202])
+
+
+def test_a_stream_gives_up_the_places_when_the_array_is_there(tmp_path, small_steps):
+    arrays = {name: np.full((64, 64), index, np.float32) for index, name in enumerate("abc")}
+    np.savez_compressed(tmp_path / "model.npz", **arrays)
+    checkpoint = open_checkpoint(tmp_path / "model.npz")
+    abstract = lm.build_abstract(lambda: {name: jnp.zeros((64, 64)) for name in arrays})
+    jax.tree.map(np.testing.assert_array_equal, abstract.materialize(checkpoint), arrays)
+    assert [len(tensor.leaf.source._resume) for tensor in checkpoint.values()] == [1, 1, 1]
+
+
+def test_a_read_that_fails_is_an_error_of_the_checkpoint(tmp_path, monkeypatch):
+    np.savez_compressed(tmp_path / "model.npz", w=numbers((100,)))
+    tensor = open_checkpoint(tmp_path / "model.npz")["w"]
+
+    def fail(*_: Any) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(_numpy.os, "pread", fail)
+    with pytest.raises(CheckpointError, match=r"cannot read .*model\.npz at byte .*: Input/output error"):
+        tensor.read()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_box_of_a_compressed_member(tmp_path_factory, data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)))
+    array = np.random.default_rng(len(shape)).integers(0, 9, shape, np.int16)
+    path = tmp_path_factory.mktemp("npz") / "model.npz"
+    np.savez_compressed(path, w=np.asfortranarray(array) if data.draw(st.booleans()) else array)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_INPUT", "_PIECE", "_SPACING"):
+            patch.setattr(_numpy, name, data.draw(st.integers(1, 200)))
+        tensor = open_checkpoint(path)["w"]
+        for _ in range(3):
+            index = tuple(
+                slice(*sorted(data.draw(st.tuples(*[st.integers(0, extent)] * 2))), data.draw(st.sampled_from([1, 2])))
+                for extent in shape
+            )
+            np.testing.assert_array_equal(tensor[index].read(), array[index])
+
+
+def test_threads_share_a_compressed_member(tmp_path, small_steps):
+    array = np.random.default_rng(0).integers(0, 99, (64, 64), np.int16)
+    np.savez_compressed(tmp_path / "model.npz", w=array)
+    tensor = open_checkpoint(tmp_path / "model.npz")["w"]
+    wrong: list[int] = []
+
+    def work(first: int) -> None:
+        for row in (*range(first, 64, 8), *range(first, 64, 8)):
+            if not np.array_equal(tensor[row].read(), array[row]):
+                wrong.append(row)
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def deflated(tmp_path: Path, array: np.ndarray) -> tuple[Path, bytearray, int, int]:
+    """A compressed archive, its bytes, and where the member's own begin and end."""
+    path = tmp_path / "model.npz"
+    np.savez_compressed(path, w=array)
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo("w.npy")
+    content = bytearray(path.read_bytes())
+    start = info.header_offset + 30 + sum(struct.unpack("<HH", content[info.header_offset + 26 :][:4]))
+    return path, content, start, start + info.compress_size
+
+
+def test_damaged_compressed_members(tmp_path):
+    array = np.random.default_rng(0).standard_normal(4096)
+    path, content, start, end = deflated(tmp_path, array)
+    for position in (start + 600, (start + end) // 2, end - 100):
+        damaged = bytearray(content)
+        damaged[position] ^= 0x10
+        path.write_bytes(damaged)
+        tensor = open_checkpoint(path)["w"]
+        with pytest.raises(CheckpointError, match=r"'w': .*model\.npz: expected \d+ bytes of member 'w.npy', found"):
+            tensor.read()
+
+
+def test_a_checksum_that_does_not_match(tmp_path):
+    path, content, _, _ = deflated(tmp_path, np.zeros(1000))
+    with zipfile.ZipFile(path) as archive:
+        crc = struct.pack("<I", archive.getinfo("w.npy").CRC)
+    at = content.rindex(crc)
+    content[at : at + 4] = b"\0\0\0\0"
+    path.write_bytes(content)
+    tensor = open_checkpoint(path)["w"]
+    np.testing.assert_array_equal(tensor[:900].read(), np.zeros(900))
+    with pytest.raises(CheckpointError, match="found bytes whose checksum is .*, not 0x0"):
+        tensor.read()
+
+
+def archive(path: Path, name: str, content: bytes, size: int | None = None, **fields: Any) -> Path:
+    """An archive with one member, whose directory says what `fields` say."""
+    with zipfile.ZipFile(path, "w", fields.pop("method", zipfile.ZIP_DEFLATED)) as file:
+        file.writestr(name, content)
+        info = file.filelist[0]
+        if size is not None:
+            info.file_size = size
+        for field, value in fields.items():
+            setattr(info, field, value)
+    return path
+
+
+def header(shape: str, descr: str = "'<f4'", fortran: str = "False") -> bytes:
+    text = f"{{'descr': {descr}, 'fortran_order': {fortran}, 'shape': {shape}, }}".encode()
+    text += b" " * (-(len(text) + 11) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text
+
+
+@pytest.mark.parametrize("saved", SAVE)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (header("(1099511627776,)") + b"1234", "expected 4398046511104 bytes for float32"),
+        (header("(2,)") + b"1234", "expected 8 bytes for float32.2., found 4; it is truncated"),
+        (header("(1,)") + b"12345678", "expected 4 bytes for float32.1., found 8"),
+        (header("(-1,)"), "expected a shape of non-negative ints"),
+        (header("(True,)") + b"1234", "expected a shape of non-negative ints"),
+        (header("(0, 18446744073709551616)"), "expected a shape of non-negative ints"),
+        (header("(" + "1, " * 40 + ")") + b"1234", "expected a shape of non-negative ints"),
+        (header("1"), "expected the header of an array"),
+        (header("__import__('os').getpid()"), "expected the header of an array"),
+        (header("(" * 400 + ")" * 400), "expected the header of an array"),
+        (header("()", "'|O'") + pickle.dumps([1]), "found pickled Python objects"),
+        (header("(1,)", "[('a', '<f4'), ('b', '|O')]") + b"1234", "found pickled Python objects"),
+        (header("(1,)", "[('a', '<f4')]") + b"1234", "records, text and dates cannot be weights"),
+        (header("(1,)", "'<U1'") + b"1234", "records, text and dates"),
+        (header("(1,)", "'<M8[s]'") + b"12345678", "records, text and dates"),
+        (header("(1,)", "('<f4', (2,))") + b"12345678", "records, text|expected the header"),
+        (header("(2,)", "'|V2'") + b"1234", r"2-byte values of an unknown type .*bfloat16.*safetensors"),
+        (b"\x93NUMPY\x03\x00" + header("(1,)")[8:], "it has version .3, 0."),
+        (b"\x93NUMPY\x02\x00\xff\xff\xff\xff", "expected the header of an array"),
+        (b"\x93NUMPY\x01\x00", "expected the header of an array"),
+    ],
+)
+def test_hostile_headers(tmp_path, saved, content, message):
+    method = zipfile.ZIP_DEFLATED if saved == "deflated" else zipfile.ZIP_STORED
+    path = archive(tmp_path / "model.npz", "w.npy", content, method=method)
+    with pytest.raises(CheckpointError, match=message) as info:
+        open_checkpoint(path)
+    assert "model.npz: array 'w'" in str(info.value)
+    (tmp_path / "w.npy").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message) as info:
+        open_checkpoint(tmp_path / "w.npy")
+    assert "w.npy" in str(info.value)
+
+
+def test_bfloat16_is_refused_with_a_mend(tmp_path):
+    array = numbers((4,), ml_dtypes.bfloat16)
+    np.savez(tmp_path / "model.npz", w=array)
+    with pytest.raises(CheckpointError, match=r"array 'w': expected numbers, found 2-byte values .*array\.view"):
+        open_checkpoint(tmp_path / "model.npz")
+    np.savez(tmp_path / "model.npz", w=array.view(np.uint16))
+    tensor = open_checkpoint(tmp_path / "model.npz")["w"].view(ml_dtypes.bfloat16)
+    assert tensor.read().tobytes() == array.tobytes()
+
+
+def npy(array: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
+
+
+def test_hostile_archives(tmp_path):
+    path = tmp_path / "model.npz"
+    content = npy(np.zeros(100_000))
+
+    def refused(message: str) -> None:
+        with pytest.raises(CheckpointError, match=message) as info:
+            open_checkpoint(path)
+        assert str(path) in str(info.value)
+
+    archive(path, "w.npy", content, size=1 << 40)
+    refused("which cannot be as many")
+    archive(path, "w.npy", content, method=zipfile.ZIP_STORED, size=1 << 20)
+    refused("which cannot be as many")
+    archive(path, "w.npy", content, method=zipfile.ZIP_BZIP2)
+    refused("found method 12; unpack the archive, or load and save it again")
+    archive(path, "w.npy", content, flag_bits=1)
+    refused("is encrypted")
+    archive(path, "w.npy", content, compress_size=1 << 30)
+    refused("truncated")
+    archive(path, "w.npy", content, header_offset=7)
+    refused("it is corrupt|corrupt")
+    archive(path, "w.npy", content, size=len(content) - 8)
+    refused("expected 800000 bytes for float64.100000., found 799992")
+    path.write_bytes(archive(path, "w.npy", content).read_bytes()[:-30])
+    refused("found one that is truncated or corrupt")
+    path.write_bytes(b"nothing")
+    refused("found one that is truncated or corrupt")
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("w.npy", content)
+        with pytest.warns(UserWarning, match="Duplicate"):
+            file.writestr("w.npy", content)
+    refused("found two named 'w'")
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("w.npy", content)
+        file.writestr("w", content)
+    refused("found two named 'w'")
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("v.npy", content)
+        file.writestr("w.npy", content)
+        file.filelist[1].header_offset = file.filelist[0].header_offset
+    refused("overlaps another")
+
+
+def test_files_that_change_or_are_pointers(tmp_path):
+    for name, saved in (("a", np.savez), ("b", np.savez_compressed)):
+        path = tmp_path / f"{name}.npz"
+        saved(path, w=numbers((100,)))
+        tensor = open_checkpoint(path)["w"]
+        saved(path, w=numbers((101,)))
+        with pytest.raises(CheckpointError, match=rf"{name}\.npz"):
+            tensor.read()
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 98765\n")
+    with pytest.raises(CheckpointError, match="LFS pointer"):
+        open_checkpoint(path)

@@ -1,0 +1,374 @@
+"""Saving: what is written is what was there, bit for bit, in pieces within the budget; or nothing is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+import lazymodel as lm
+from lazymodel import From, WeightMap
+from lazymodel._save import write as write_module
+from lazymodel._tensors.buffers import Workspace
+from lazymodel.checkpoints._safetensors_header import DTYPES
+from tests.conftest import child_environment
+
+WORKER = Path(__file__).with_name("_save_worker.py")
+PATIENCE = 50  # seconds, both processes together
+
+
+def random_bits(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Every kind of value, NaNs included."""
+    rng = np.random.default_rng(seed)
+    if dtype == np.bool_:
+        return rng.random(shape) < 0.5
+    values = rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8)
+    if dtype == np.dtype(ml_dtypes.float4_e2m1fn):
+        values &= 15
+    return values.view(dtype)[..., 0]
+
+
+def place(array: np.ndarray, mesh: jax.sharding.Mesh, *spec: Any) -> jax.Array:
+    return jax.device_put(array, NamedSharding(mesh, P(*spec)))
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def arrays(mesh8: jax.sharding.Mesh) -> dict[str, jax.Array]:
+    """Sharded on either axis, replicated, without dimensions, without elements."""
+    floats = np.dtype("float32")
+    return {
+        "rows": place(random_bits(floats, (16, 6), 1), mesh8, "model"),
+        "columns": place(random_bits(np.dtype(ml_dtypes.bfloat16), (5, 24), 2), mesh8, None, "model"),
+        "everywhere": place(random_bits(floats, (7,), 3), mesh8),
+        "count": jnp.asarray(3),
+        "nothing": jnp.zeros((0, 4)),
+    }
+
+
+@pytest.mark.parametrize("tag", DTYPES)
+def test_every_dtype_comes_back_on_another_mesh_bit_for_bit(
+    tmp_path: Path, mesh8: jax.sharding.Mesh, mesh42: jax.sharding.Mesh, tag: str
+) -> None:
+    values = random_bits(DTYPES[tag], (8, 16))
+    with jax.enable_x64(True):
+        lm.save({"a/w": place(values, mesh8, None, "model")}, tmp_path / "saved")
+        with lm.open_checkpoint(tmp_path / "saved") as ckpt:
+            assert ckpt["a/w"].dtype == values.dtype
+            abstract = lm.build_abstract(lambda: {"a": {"w": jnp.zeros((8, 16), values.dtype)}})
+            abstract = abstract.shard(mesh42, {"a/w": P("batch", "model")})
+            array = abstract.materialize(ckpt, initialize="nothing")["a"]["w"]
+    assert array.dtype == values.dtype and array.sharding.spec == P("batch", "model")
+    assert np.asarray(array).tobytes() == values.tobytes()
+
+
+def test_one_file_is_what_the_reference_implementation_reads(tmp_path: Path, arrays: dict[str, jax.Array]) -> None:
+    lm.save(arrays, tmp_path / "x.safetensors", metadata={"made by": "test"}, max_shard_size=1)
+    assert files_in(tmp_path) == ["x.safetensors"]
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert loaded.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert loaded[name].shape == array.shape and loaded[name].tobytes() == np.asarray(array).tobytes()
+    with safe_open(tmp_path / "x.safetensors", "numpy") as file:
+        assert file.metadata() == {"format": "pt", "made by": "test"}
+    header = int.from_bytes((tmp_path / "x.safetensors").read_bytes()[:8], "little")
+    assert header % 8 == 0
+
+
+def test_a_sharded_folder_has_an_index(tmp_path: Path, arrays: dict[str, jax.Array]) -> None:
+    lm.save(arrays, tmp_path / "deep" / "saved", max_shard_size="400B")
+    names = files_in(tmp_path / "deep" / "saved")
+    assert names == [*(f"model-0000{n}-of-00002.safetensors" for n in (1, 2)), "model.safetensors.index.json"]
+    index = json.loads((tmp_path / "deep" / "saved" / names[-1]).read_text())
+    assert index["metadata"] == {"total_size": sum(array.nbytes for array in arrays.values())}
+    for name, file in index["weight_map"].items():
+        assert name in load_file(tmp_path / "deep" / "saved" / file)
+    assert max((tmp_path / "deep" / "saved" / name).stat().st_size for name in names[:2]) < 400 + 400
+    with lm.open_checkpoint(tmp_path / "deep" / "saved") as ckpt:
+        assert ckpt.keys() == arrays.keys()
+        for name, array in arrays.items():
+            assert ckpt[name].read().tobytes() == np.asarray(array).tobytes()
+
+
+def test_pytrees_keys_and_ties(tmp_path: Path) -> None:
+    def build(key: jax.Array) -> dict[str, Any]:
+        tied = jax.random.normal(key, (2, 3))
+        return {"layers": [{"w": tied}, {"w": jnp.zeros(2)}], "head": tied, "name": "x", "key": jax.random.key(5)}
+
+    tree = build(jax.random.key(1))
+    lm.save(tree, tmp_path / "saved")
+    abstract = lm.build_abstract(build, jax.random.key(0))
+    with lm.open_checkpoint(tmp_path / "saved") as ckpt:
+        assert set(ckpt) == set(abstract) == {"head", "layers/1/w", "key"}, "what is tied is saved once"
+        model = abstract.materialize(ckpt, initialize="nothing")
+    np.testing.assert_array_equal(model["layers"][0]["w"], tree["head"])
+    assert jax.random.key_data(model["key"]).tolist() == jax.random.key_data(tree["key"]).tolist()
+
+
+def test_a_table_and_a_function_write_what_was_read(tmp_path: Path, mesh8: jax.sharding.Mesh) -> None:
+    stored = {f"h.{n}.qkv": random_bits(np.dtype("float32"), (48, 16), n) for n in range(3)}
+    lm.save(stored, tmp_path / "stored")
+    fused = From("h.{n}.qkv")
+    table = WeightMap(
+        {
+            "q": fused.part(0, of=(16, 32)).T.stack("n"),
+            "kv": fused.part(1, of=(16, 32)).rearrange("(kv d) m -> kv m d", kv=2).stack("n", axis=1),
+        }
+    )
+    abstract = lm.build_abstract(lambda: {"q": jnp.zeros((3, 16, 16)), "kv": jnp.zeros((2, 3, 16, 16))})
+    abstract = abstract.shard(mesh8, {"q": P(None, "model"), "kv": P(None, None, None, "model")})
+    model = abstract.materialize(lm.map_checkpoint(lm.open_checkpoint(tmp_path / "stored"), table, abstract))
+
+    def back(arrays: Mapping[str, lm.LazyTensor]) -> dict[str, Any]:
+        q, kv = arrays["q"], arrays["kv"]
+        return {
+            f"h.{n}.qkv": np.concatenate([q[n].T, np.reshape(np.transpose(kv[:, n], (0, 2, 1)), (32, 16))])
+            for n in range(3)
+        }
+
+    for name, mapping in (("table", table), ("function", back)):
+        lm.save(model, tmp_path / name, mapping=mapping, max_host_memory=600)
+        loaded = load_file(tmp_path / name / "model.safetensors")
+        assert loaded.keys() == stored.keys()
+        for key, value in stored.items():
+            assert loaded[key].tobytes() == value.tobytes()
+
+
+def test_the_budget_bounds_what_is_staged(
+    tmp_path: Path, mesh8: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = place(random_bits(np.dtype("float32"), (256, 512)), mesh8, None, "model")
+    limits: list[int] = []
+    staged: list[int] = []
+    lock = threading.Lock()
+
+    def workspace(limit: int) -> Workspace:
+        with lock:
+            limits.append(limit)
+        return Workspace(limit)
+
+    write = os.pwrite
+
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        with lock:
+            staged.append(len(data))
+        return write(fd, data, offset)
+
+    monkeypatch.setattr(write_module, "Workspace", workspace)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    done: list[tuple[int, int]] = []
+    lm.save(
+        {"w": array},
+        tmp_path / "saved",
+        max_host_memory=32 << 10,
+        progress=lambda now, total: done.append((now, total)),
+    )
+    assert sum(limits) + len(limits) * max(staged) <= 32 << 10, "of all threads, with what they stage"
+    assert done[-1] == (array.nbytes, array.nbytes) and len(done) > 8
+    assert load_file(tmp_path / "saved" / "model.safetensors")["w"].tobytes() == np.asarray(array).tobytes()
+
+
+def test_checkpoints_can_be_converted(tmp_path: Path) -> None:
+    values = {"a/b": random_bits(np.dtype("float32"), (4, 5)), "c": np.arange(3)}
+    np.savez(tmp_path / "x.npz", **values)
+    with lm.open_checkpoint(tmp_path / "x.npz") as ckpt:
+        lm.save(ckpt, tmp_path / "x.safetensors")
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert {name: array.tobytes() for name, array in loaded.items()} == {
+        name: array.tobytes() for name, array in values.items()
+    }
+
+
+# Failures -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_leaves_nothing(
+    tmp_path: Path, arrays: dict[str, jax.Array], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, data: Any, offset: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    for target in ("saved", "x.safetensors"):
+        with pytest.raises(lm.LazyModelError, match=rf"cannot write .*{target} \(.*safetensors\): No space left"):
+            lm.save(arrays, tmp_path / target)
+    assert files_in(tmp_path) == []
+
+
+def test_an_older_checkpoint_stays_until_the_new_one_is_complete(tmp_path: Path, arrays: dict[str, jax.Array]) -> None:
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "config.json").write_text("{}")
+    lm.save(arrays, tmp_path / "saved", max_shard_size=1)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
+    assert len(before) == len(arrays) + 2
+
+    with pytest.raises(lm.LazyModelError, match="there is a checkpoint already: .*index.json. Pass overwrite=True"):
+        lm.save(arrays, tmp_path / "saved")
+
+    def stop(done: int, total: int) -> None:
+        if done:
+            raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        lm.save({"w": jnp.ones(5)}, tmp_path / "saved", overwrite=True, progress=stop)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()} == before
+
+    lm.save({"w": jnp.ones(5)}, tmp_path / "saved", overwrite=True)
+    assert files_in(tmp_path / "saved") == ["config.json", "model.safetensors"]
+    assert lm.open_checkpoint(tmp_path / "saved")["w"].read().tolist() == [1.0] * 5
+    lm.save({"w": jnp.zeros(1)}, tmp_path / "saved" / "model.safetensors", overwrite=True)
+    assert lm.open_checkpoint(tmp_path / "saved")["w"].read().tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        ({"w": np.zeros(2, "complex128")}, {}, "'w': safetensors has no dtype complex128, only BF16, BOOL"),
+        ({"w": np.zeros(3, ml_dtypes.float4_e2m1fn)}, {}, r"'w': safetensors packs 4-bit floats in pairs, and \[3\]"),
+        ({"__metadata__": np.zeros(2)}, {}, "cannot be called '__metadata__'"),
+        ({"\ud800": np.zeros(2)}, {}, "cannot be written as UTF-8"),
+        ({"w": np.zeros(2)}, {"format": "pickle"}, "format is 'safetensors' or 'orbax'; got 'pickle'"),
+        ({"w": np.zeros(2)}, {"metadata": {"a": 1}}, "metadata maps strings to strings; found 'a': 1"),
+        ({"w": np.zeros(2)}, {"mapping": lambda a: a["v"]}, "no variable 'v'; closest: 'w'|no variable 'v'"),
+        ({"w": np.zeros(2)}, {"mapping": lambda a: {"w": {"v": a["w"]}}}, "a flat dict of tensor name to tensor"),
+        ({"w": np.zeros(2)}, {"mapping": lambda a: [a["w"]]}, "returns a dict of tensor name to tensor"),
+        ({"w": np.zeros(2)}, {"mapping": WeightMap({"v": "v"})}, "variable 'w' has no entry in the table"),
+        ({"w": np.zeros(2)}, {"max_host_memory": 8}, "max_host_memory"),
+        (
+            {"w": np.zeros(2)},
+            {"format": "orbax", "mapping": lambda a: {"w": a["w"][:1]}},
+            "'w': Orbax saves arrays as they are",
+        ),
+        ({"a": np.zeros(2), "a/b": np.zeros(2)}, {"format": "orbax"}, "'a/b': Orbax saves a tree"),
+        ({"a/b": np.zeros(2), "a#": np.zeros(2)}, {"format": "orbax", "mapping": lambda t: {"a/b": t["a/b"],
+            "a": t["a#"]}}, "'a': Orbax saves a tree"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_saved_is_said_before_anything_is_written(
+    tmp_path: Path, given: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(lm.LazyModelError, match=message):
+        lm.save(given, tmp_path / "saved", **options)
+    assert files_in(tmp_path) == []
+
+
+def test_there_has_to_be_something_to_save(tmp_path: Path) -> None:
+    abstract = lm.build_abstract(lambda: {"w": jnp.zeros(2)})
+    with pytest.raises(lm.LazyModelError, match="no arrays in what was given to save, .*AbstractModel.*materialized"):
+        lm.save(abstract, tmp_path / "saved")
+
+
+def test_a_donated_array_is_named(tmp_path: Path) -> None:
+    array = jnp.ones(3)
+    array.delete()
+    with pytest.raises(lm.LazyModelError, match="'w' was deleted or donated"):
+        lm.save({"w": array}, tmp_path / "saved")
+
+
+def test_paths_that_are_something_else(tmp_path: Path) -> None:
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(lm.LazyModelError, match="is a folder; give the name of a file"):
+        lm.save({"w": np.ones(1)}, tmp_path / "folder.safetensors")
+    with pytest.raises(lm.LazyModelError, match="is a file; give a folder"):
+        lm.save({"w": np.ones(1)}, tmp_path / "file")
+    assert files_in(tmp_path) == ["file", "folder.safetensors"]
+
+
+# Orbax ----------------------------------------------------------------------------------------------------------------
+
+
+def test_orbax_comes_back(tmp_path: Path, mesh8: jax.sharding.Mesh) -> None:
+    pytest.importorskip("orbax.checkpoint")
+    values = {"a/b": random_bits(np.dtype(np.uint32), (8, 4)), "a/c": random_bits(np.dtype(ml_dtypes.bfloat16), (16,))}
+    arrays = {"a/b": place(values["a/b"], mesh8, "model"), "a/c": place(values["a/c"], mesh8, "model")}
+    renamed = WeightMap({"a/{n}": "params/{n}"})
+    lm.save(arrays, tmp_path / "saved", format="orbax", mapping=renamed)
+    with lm.open_checkpoint(tmp_path / "saved") as ckpt:
+        assert {name: tensor.read().tobytes() for name, tensor in ckpt.items()} == {
+            f"params/{name[2:]}": value.tobytes() for name, value in values.items()
+        }
+    with pytest.raises(lm.LazyModelError, match="there is something already: .*saved. Pass overwrite=True"):
+        lm.save(arrays, tmp_path / "saved", format="orbax")
+
+
+# Several processes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which two processes of four devices each saved what `_save_worker` makes."""
+    folder = tmp_path_factory.mktemp("processes")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = child_environment() | {"JAX_PLATFORMS": "cpu"}
+    logs = [folder / f"log-{process}.txt" for process in range(2)]
+    workers: list[subprocess.Popen[bytes]] = []
+    try:
+        for process, log in enumerate(logs):
+            with log.open("wb") as file:
+                command = [sys.executable, str(WORKER), str(process), address, str(folder)]
+                workers.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment))
+        deadline = time.monotonic() + PATIENCE
+        for worker in workers:
+            try:
+                worker.wait(max(deadline - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                break
+    finally:
+        codes = [worker.poll() for worker in workers]
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
+    return folder
+
+
+@pytest.mark.timeout(60)
+def test_two_processes_write_one_checkpoint(processes: Path) -> None:
+    outcomes = [json.loads((processes / f"outcomes-{process}.json").read_text()) for process in range(2)]
+    expected = np.load(processes / "expected.npz")
+    for name in ("plain", "mapped"):
+        with lm.open_checkpoint(processes / name) as ckpt:
+            wanted = {key.removeprefix(f"{name}:"): value for key, value in expected.items() if key.startswith(name)}
+            assert set(ckpt) == set(wanted)
+            for key, value in wanted.items():
+                assert ckpt[key].read().tobytes() == value.tobytes(), (name, key)
+    assert sum(outcome["wrote"] for outcome in outcomes) == sum(
+        value.nbytes for key, value in expected.items() if key.startswith("plain")
+    ), "every byte once"
+    assert all(outcome["wrote"] > 0 for outcome in outcomes)
+    own, other = outcomes[1]["failed"], outcomes[0]["failed"]
+    assert own.startswith("cannot write") and "No space left" in own
+    assert other.startswith("process 1 failed, so nothing was saved here either: cannot write")
+    assert all("tensors differ" in outcome["differ"] for outcome in outcomes)
+    kept = [path.name for path in processes.iterdir() if path.is_dir()]
+    assert sorted(kept) == ["mapped", "plain"], "failures left nothing"
+
+
+def test_what_cannot_be_read_within_the_budget_is_not_begun(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "a.npz", w=np.zeros(1 << 18, np.float32))
+    with pytest.raises(lm.LazyModelError, match=r"'w': reading any of it takes .* more than max_host_memory=1\.00 KiB"):
+        lm.save(lm.open_checkpoint(tmp_path / "a.npz"), tmp_path / "out", max_host_memory=1024)
+    assert not (tmp_path / "out").exists()

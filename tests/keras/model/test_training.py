@@ -1,0 +1,267 @@
+"""Training a model placed by a mesh and rules: optimizer state beside its variables, losses as stock Keras'."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from pathlib import Path
+
+import jax
+import keras
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import lazymodel as lm
+import lazymodel_keras as lk
+from tests.keras.models import seeded
+
+optimizers = keras.optimizers
+RULES = {".*up/kernel": P(None, "model"), ".*up/bias": P("model"), ".*down/kernel": P("model", None), ".*": P()}
+
+# Every optimizer class, and the options that change which variables one has.
+OPTIMIZERS = {
+    "adadelta": lambda: optimizers.Adadelta(),
+    "adafactor": lambda: optimizers.Adafactor(),
+    "adagrad": lambda: optimizers.Adagrad(),
+    "adam": lambda: optimizers.Adam(),
+    "adam accumulating": lambda: optimizers.Adam(gradient_accumulation_steps=2),
+    "adam amsgrad": lambda: optimizers.Adam(amsgrad=True),
+    "adam averaging": lambda: optimizers.Adam(use_ema=True),
+    "adam scheduled": lambda: optimizers.Adam(optimizers.schedules.CosineDecay(0.01, 100)),
+    "adamax": lambda: optimizers.Adamax(),
+    "adamw": lambda: optimizers.AdamW(),
+    "ftrl": lambda: optimizers.Ftrl(),
+    "lamb": lambda: optimizers.Lamb(),
+    "lion": lambda: optimizers.Lion(),
+    "loss scale": lambda: optimizers.LossScaleOptimizer(optimizers.Adam()),
+    "muon": lambda: optimizers.Muon(),
+    "nadam": lambda: optimizers.Nadam(),
+    "rmsprop": lambda: optimizers.RMSprop(centered=True, momentum=0.9),
+    "sgd": lambda: optimizers.SGD(),
+    "sgd momentum": lambda: optimizers.SGD(momentum=0.9, nesterov=True),
+}
+if hasattr(optimizers, "ScheduleFreeAdamW"):
+    OPTIMIZERS["schedule free"] = lambda: optimizers.ScheduleFreeAdamW()
+if hasattr(optimizers, "MultiOptimizer"):
+
+    def multi() -> keras.Optimizer:
+        kernels, others = optimizers.Adam(), optimizers.SGD(momentum=0.9)
+        return optimizers.MultiOptimizer(lambda variable: kernels if "kernel" in variable.path else others)
+
+    OPTIMIZERS["multi"] = multi
+
+
+# Those that keep their state in ways of their own.
+DIFFERENT = {"adafactor", "adam accumulating", "loss scale", "multi", "muon", "nadam", "schedule free", "sgd"}
+
+
+def net(optimizer: str, *, build: bool = True) -> keras.Model:
+    model = keras.Sequential(
+        [
+            keras.Input((16,)),
+            keras.layers.Dense(32, activation="relu", name="up"),
+            keras.layers.Dropout(0.1, seed=3),
+            keras.layers.BatchNormalization(name="norm"),
+            keras.layers.Dense(8, name="down"),
+        ],
+        name="net",
+    )
+    model.compile(OPTIMIZERS[optimizer](), "mse")
+    if build:
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return rng.standard_normal((64, 16)).astype("f"), rng.standard_normal((64, 8)).astype("f")
+
+
+def losses(model: keras.Model, epochs: int = 2) -> list[float]:
+    return model.fit(*data(), batch_size=16, epochs=epochs, shuffle=False, verbose=0).history["loss"]
+
+
+def owners(model: keras.Model) -> dict[str, keras.Variable]:
+    """Optimizer variable's path → the variable it is named after and shaped like."""
+    return {
+        slot.path: variable
+        for variable in model.trainable_variables
+        for slot in model.optimizer.variables
+        if variable.path.replace("/", "_") in slot.path and slot.shape == variable.shape
+    }
+
+
+def assert_placed_like_owners(model: keras.Model) -> None:
+    slots = {slot.path: slot for slot in model.optimizer.variables}
+    for path, variable in owners(model).items():
+        placed, expected = slots[path].value.sharding, variable.value.sharding
+        assert placed.is_equivalent_to(expected, len(variable.shape)), path
+
+
+def test_every_optimizer_is_here() -> None:
+    abstract = {"Optimizer"}
+    classes = {
+        name
+        for name, cls in vars(optimizers).items()
+        if inspect.isclass(cls) and issubclass(cls, optimizers.Optimizer) and name not in abstract
+    }
+    made = {type(make()).__name__ for make in OPTIMIZERS.values()}
+    assert classes == made
+
+
+@pytest.mark.parametrize(
+    "optimizer", [name if name in DIFFERENT else pytest.param(name, marks=pytest.mark.large) for name in OPTIMIZERS]
+)
+def test_state_is_placed_like_its_variables(optimizer: str, mesh42: Mesh) -> None:
+    stock = seeded(lambda: net(optimizer))
+    abstract = seeded(lambda: lm.build_abstract(net, optimizer)).shard(mesh42, RULES)
+    for path, variable in abstract.items():
+        if variable.follows and variable.shape == abstract[variable.follows].shape:
+            assert variable.spec == abstract[variable.follows].spec, path
+    model = abstract.materialize()
+    assert len(stock.optimizer.variables) == len(model.optimizer.variables)
+    for one, other in zip(stock.optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(one.value, other.value)  # one of them begins with copies of the variables
+        assert len(other.value.sharding.device_set) == 8
+    assert_placed_like_owners(model)
+    if optimizer not in ("sgd",):
+        assert any("model" in str(slot.value.sharding.spec) for slot in model.optimizer.variables)
+
+
+def test_copies_of_variables_that_are_loaded(tmp_path: Path, mesh42: Mesh) -> None:
+    """Schedule-free optimizers begin where the variables are: at what was loaded, and in no other place."""
+    if "schedule free" not in OPTIMIZERS:
+        pytest.skip(f"Keras {keras.__version__} has no such optimizer")
+    net("sgd").save_weights(tmp_path / "net.weights.h5")
+
+    def build() -> keras.Model:
+        model = net("schedule free", build=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
+            model.load_weights(tmp_path / "net.weights.h5")
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    abstract = lm.build_abstract(build).shard(mesh42, RULES)
+    copy = next(variable for path, variable in abstract.items() if path.endswith("up_kernel_momentum"))
+    assert copy.origin == abstract["net/up/kernel"].origin and "net.weights.h5" in copy.origin
+    model = abstract.materialize()
+    for slot, variable in ((s, v) for s in model.optimizer.variables for v in model.trainable_variables):
+        if slot.path.endswith(variable.path.replace("/", "_") + "_momentum"):
+            np.testing.assert_array_equal(slot.value, variable.value)
+            assert slot.value is not variable.value
+
+
+def test_factored_state_keeps_what_is_left_of_the_spec(mesh42: Mesh) -> None:
+    abstract = lm.build_abstract(net, "adafactor").shard(mesh42, RULES)
+    found = {(v.follows, v.shape): v.spec for v in abstract.values() if v.follows}
+    assert found["net/up/kernel", (16,)] == P()
+    assert found["net/up/kernel", (32,)] == P("model")
+    assert found["net/down/kernel", (32,)] == P("model")
+    assert found["net/down/kernel", (8,)] == P()
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_trains(optimizer: str, mesh42: Mesh) -> None:
+    expected = seeded(lambda: losses(net(optimizer)))
+    found = seeded(lambda: losses(lm.build_abstract(net, optimizer).shard(mesh42, RULES).materialize()))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [name if name == "nadam" else pytest.param(name, marks=pytest.mark.large) for name in OPTIMIZERS]
+)
+def test_state_is_restored(optimizer: str, tmp_path: Path, mesh42: Mesh) -> None:
+    """From Keras' own files and Orbax checkpoints, and the file can be written again."""
+    pytest.importorskip("orbax.checkpoint")
+    source, rng = net(optimizer), np.random.default_rng(0)
+    for variable in [*source.variables, *source.optimizer.variables]:
+        if variable.dtype == "float32":
+            variable.assign(rng.standard_normal(variable.shape))
+    source.save_weights(tmp_path / "net.weights.h5")
+    paths = [tmp_path / "net.weights.h5"]
+    # Keras can save neither variables of one path, nor functions whose source is not in a module, with Orbax.
+    if optimizer not in ("adafactor", "multi") and hasattr(keras.callbacks, "OrbaxCheckpoint"):
+        callback = keras.callbacks.OrbaxCheckpoint(str(tmp_path / "orbax"), save_on_background=False)
+        callback.set_model(source)
+        callback.on_epoch_end(0)
+        callback.on_train_end()
+        paths.append(tmp_path / "orbax")
+    for path in paths:
+        model = lk.restore(lm.build_abstract(net, optimizer, build=False).shard(mesh42, RULES), path)
+        for one, other in zip(
+            [*source.variables, *source.optimizer.variables],
+            [*model.variables, *model.optimizer.variables],
+            strict=True,
+        ):
+            np.testing.assert_array_equal(one.value, other.value, err_msg=other.path)
+        assert_placed_like_owners(model)
+        if path.suffix == ".h5":
+            model.save_weights(path)
+
+
+def test_an_optimizer_built_later(mesh42: Mesh) -> None:
+    """For a model that has its values: in a block of its own, with or without rules, which are not for it."""
+    for options in ({}, {"mesh": mesh42, "rules": lambda variable: P()}):
+        model = lm.build_abstract(net, "adam", build=False).shard(mesh42, RULES).materialize()
+        with lk.deferred(**options):
+            model.optimizer.build(model.trainable_variables)
+        assert len(model.optimizer.variables) == 14
+        assert_placed_like_owners(model)
+
+
+def test_under_a_distribution(mesh42: Mesh) -> None:
+    """Layout maps have patterns for the model's variables; its optimizer's go beside them, as in stock Keras."""
+    devices = keras.distribution.DeviceMesh((4, 2), ["model", "batch"], keras.distribution.list_devices("cpu"))
+    layouts = keras.distribution.LayoutMap(devices)
+    layouts["net/up/kernel"] = (None, "model")
+    with keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch").scope():
+        model = lm.build_abstract(net, "adam").materialize()
+    assert model.get_layer("up").kernel.value.sharding.spec == P(None, "model")
+    assert_placed_like_owners(model)
+
+
+def test_explicit_axes_are_taken_as_automatic_ones() -> None:
+    """`jax.make_mesh` makes Explicit axes, with which Keras' Dropout fails."""
+    mesh = jax.make_mesh((4, 2), ("model", "data"))
+    assert all(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types)
+    model = lm.build_abstract(net, "adam").shard(mesh, RULES).materialize()
+    kernel = model.get_layer("up").kernel.value
+    assert kernel.sharding.spec == P(None, "model")
+    assert all(kind == jax.sharding.AxisType.Auto for kind in kernel.sharding.mesh.axis_types)
+    assert np.isfinite(model(data()[0], training=True)).all()
+
+
+class Watch(keras.callbacks.Callback):
+    """Notes how the state is placed within an epoch."""
+
+    def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+        self.specs = [value.sharding.spec for value in self.model._jax_state["trainable_variables"]]
+
+
+def test_losses_are_those_of_stock_keras(mesh42: Mesh) -> None:
+    """Without a distribution, and with one that splits the batches over a mesh axis."""
+    expected = seeded(lambda: losses(net("adam", build=False)))
+
+    def deferred() -> keras.Model:
+        with lk.deferred(mesh=mesh42, rules=RULES):
+            return net("adam", build=False)
+
+    model = seeded(deferred)
+    np.testing.assert_allclose(losses(model), expected, rtol=1e-5)
+    assert_placed_like_owners(model)
+
+    model, watch = seeded(deferred), Watch()
+    with lk.distribution(mesh42, "batch").scope():
+        found = model.fit(*data(), batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=[watch])
+    np.testing.assert_allclose(found.history["loss"], expected, rtol=1e-5)
+    assert watch.specs[:2] == [P(None, "model"), P("model")]
+    assert_placed_like_owners(model)
+
+
+def test_there_is_no_such_axis(mesh42: Mesh) -> None:
+    with pytest.raises(lm.ShardingError, match="no axis 'rows' to split batches over"):
+        lk.distribution(mesh42, "rows")

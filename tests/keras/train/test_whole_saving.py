@@ -1,0 +1,361 @@
+"""Keras' own saving inside `streamed_saving`: the old or the new, complete, wherever it is killed or fails."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import faulthandler
+import os
+import resource
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+import lazymodel as lm
+import lazymodel_keras as lk
+from tests.keras.models import BACKBONES, BERT, randomize
+
+BERT_BACKBONE = BACKBONES["bert"][0]
+KB = 1 / (1 << 20)  # in GB, as Keras counts shards
+
+
+def net(seed: int = 0) -> keras.Model:
+    layers = [keras.layers.Dense(16, name=f"layer_{i}") for i in range(4)]
+    return randomize(keras.Sequential([keras.layers.Input((16,)), *layers], name="net"), seed)
+
+
+def bert(seed: int = 0) -> Any:
+    return randomize(BERT_BACKBONE(**{**BERT, "max_sequence_length": 64}, name="bert"), seed)
+
+
+def task(seed: int = 0) -> Any:
+    return randomize(keras_hub.models.BertTextClassifier(bert(), num_classes=2, name="task"), seed)
+
+
+def values(model: Any) -> list[np.ndarray]:
+    return [np.asarray(variable.value) for variable in model.weights]
+
+
+def loaded(path: Path) -> list[np.ndarray]:
+    model = net()
+    model.load_weights(path)
+    return values(model)
+
+
+class Way:
+    """A way of saving, and of reading what it saved as stock Keras does."""
+
+    def __init__(
+        self,
+        make: Callable[[int], Any],
+        name: str,
+        save: Callable[[Any, Path], Any],
+        load: Callable[[Path], list[np.ndarray]],
+        old: Callable[[Any, Path], Any] | None = None,
+        beside: tuple[str, ...] = (),
+    ) -> None:
+        self.make, self.name, self.load, self.beside = make, name, load, ("notes.txt", *beside)
+        self.saves = (old or save, save)  # the one that is replaced, and the one that replaces it
+
+    def save(self, model: Any, folder: Path, *, old: bool = False) -> None:
+        with lk.streamed_saving():
+            self.saves[0 if old else 1](model, folder / self.name)
+
+
+def save_lora(model: Any, path: Path) -> None:
+    rng = np.random.default_rng(int(abs(float(values(model)[0].flat[0])) * 1e6))
+    if not getattr(model, "_lora_rank", None):
+        model.enable_lora(2)
+    for variable in model.trainable_variables:
+        variable.assign(rng.standard_normal(variable.shape).astype("f"))
+    model.save_lora_weights(str(path))
+
+
+def load_lora(path: Path) -> list[np.ndarray]:
+    model = bert()
+    model.enable_lora(2)
+    model.load_lora_weights(str(path))
+    return [np.asarray(variable.value) for variable in model.trainable_variables]
+
+
+def sharded(size: float) -> Callable[[Any, Path], Any]:
+    return lambda model, path: model.save_weights(path, max_shard_size=size * KB)
+
+
+def preset(size: float | None) -> Callable[[Any, Path], Any]:
+    return lambda model, path: model.save_to_preset(str(path), max_shard_size=size and size * KB)
+
+
+def load_preset(path: Path) -> list[np.ndarray]:
+    return values(BERT_BACKBONE.from_preset(str(path)))
+
+
+WAYS = {
+    "weights": Way(net, "m.weights.h5", lambda model, path: model.save_weights(path), loaded),
+    "more shards": Way(net, "m.weights.json", sharded(1.25), loaded, sharded(2.5), ("other_00000.weights.h5",)),
+    "fewer shards": Way(net, "m.weights.json", sharded(2.5), loaded, sharded(1.25), ("m_0.weights.h5",)),
+    "keras": Way(net, "m.keras", lambda m, path: m.save(path), lambda p: values(keras.saving.load_model(p))),
+    "legacy": Way(net, "m.h5", lambda m, path: m.save(path), lambda p: values(keras.saving.load_model(p))),
+    "folder": Way(
+        *(net, "m", lambda m, path: m.save(path, zipped=False), lambda p: values(keras.saving.load_model(p))),
+        beside=("m/notes.txt",),
+    ),
+    "lora": Way(bert, "m.lora.h5", save_lora, load_lora),
+    "preset": Way(bert, "p", preset(None), load_preset, preset(20), ("p/notes.txt", "p/assets/mine/vocabulary.txt")),
+    "sharded preset": Way(bert, "p", preset(20), load_preset, preset(None), ("p/.hidden",)),
+    "task": Way(
+        *(task, "p", preset(None)),
+        lambda path: values(keras_hub.models.BertTextClassifier.from_preset(str(path), preprocessor=None)),
+        beside=("p/notes.txt",),
+    ),
+}
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+
+
+class Killed(BaseException):
+    """The process is no more."""
+
+
+class Operations:
+    """Counts what changes files; the one of a given number, and all after it, are not carried out."""
+
+    def __init__(self, kill_at: int | None = None, error: Callable[[], BaseException] | None = None) -> None:
+        self.count, self.kill_at, self.error = 0, kill_at, error
+
+    def _counted(self, original: Any, wanted: Callable[..., bool] = lambda *args, **kwargs: True) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if wanted(*args, **kwargs):
+                self.count += 1
+                if self.error is not None:  # fails once, and the process lives on
+                    if self.count == self.kill_at:
+                        raise self.error()
+                elif self.kill_at is not None and self.count >= self.kill_at:
+                    raise Killed
+            return original(*args, **kwargs)
+
+        return call
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("replace", "rename", "unlink", "mkdir", "rmdir", "link", "symlink", "fsync", "write"):
+                patch.setattr(os, name, self._counted(getattr(os, name)))
+            from lazymodel._save import atomic
+
+            patch.setattr(atomic, "exchange", self._counted(atomic.exchange))
+            patch.setattr(shutil, "rmtree", self._counted(shutil.rmtree))
+            patch.setattr(h5py.Group, "create_dataset", self._counted(h5py.Group.create_dataset))
+            writes = lambda file, mode="r", *args, **kwargs: any(letter in mode for letter in "wax+")  # noqa: E731
+            patch.setattr(builtins, "open", self._counted(builtins.open, writes))
+            yield
+
+
+def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    return len(one) == len(other) and all(a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.fixture
+def prepared(way: Way, tmp_path: Path) -> Any:
+    """A folder with the old state and others' files; and what it, a clean save and their listing are."""
+    old, new = way.make(1), way.make(2)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    way.save(old, folder, old=True)
+    for name in way.beside:
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_text(f"not to be touched: {name}")
+    before = way.load(folder / way.name)
+    shutil.copytree(folder, tmp_path / "clean")
+    operations = Operations()
+    with operations.counted():
+        way.save(new, tmp_path / "clean")
+    after = way.load(tmp_path / "clean" / way.name)
+    assert not same(before, after)
+    return folder, new, before, after, listing(tmp_path / "clean"), operations.count
+
+
+def check_way(way: Way, prepared: Any, points: Callable[[int], Any], **how: Any) -> tuple[int, int]:
+    """Kills a save at some of its operations, and looks each time; returns how often old and new were found."""
+    folder, new, before, after, clean, count = prepared
+    found = [0, 0]
+    assert count > 5
+    for number in points(count):
+        shutil.copytree(folder, folder.parent / "try")
+        stopped = Operations(number, **how)
+        with stopped.counted(), contextlib.suppress(Killed, KeyboardInterrupt, OSError, lm.LazyModelError):
+            way.save(new, folder.parent / "try")
+        opened = way.load(folder.parent / "try" / way.name)
+        assert same(opened, before) or same(opened, after), f"a mixture after operation {number} of {count}"
+        found[same(opened, after)] += 1
+        for name in way.beside:
+            assert (folder.parent / "try" / name).read_text() == f"not to be touched: {name}", number
+        if how:  # it tidied up itself
+            left = [name for name in listing(folder.parent / "try") if "lazymodel-saving" in name]
+            assert not left or same(opened, after), f"{left} after {number}"
+        way.save(new, folder.parent / "try")
+        assert listing(folder.parent / "try") == clean, f"after a save that was killed at operation {number}"
+        assert same(way.load(folder.parent / "try" / way.name), after)
+        shutil.rmtree(folder.parent / "try")
+    return found[0], found[1]
+
+
+def some(count: int) -> list[int]:
+    """Few operations, some of the last among them, which are those that count."""
+    return [count // 2, count - 4, count - 1]
+
+
+@ways
+def test_killed(way: Way, prepared: Any) -> None:
+    check_way(way, prepared, some)
+
+
+@pytest.mark.large
+@ways
+def test_killed_at_every_operation(way: Way, prepared: Any) -> None:
+    old, new = check_way(way, prepared, lambda count: range(1, count + 1))
+    assert old
+    assert new
+
+
+@pytest.mark.large
+@ways
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, lambda: OSError(28, "No space left on device")], ids=["^C", "full"]
+)
+def test_interrupted_at_every_operation(way: Way, prepared: Any, error: Any) -> None:
+    with pytest.warns(lm.LazyModelWarning) if error is not KeyboardInterrupt else contextlib.nullcontext():
+        check_way(way, prepared, lambda count: range(1, count + 1), error=error)
+
+
+def in_a_child_that_writes_little(limit: int, work: Callable[[], Any]) -> bool:
+    """Whether `work` ended without an error in a child process whose files cannot grow beyond `limit` bytes.
+
+    A child, because HDF5 may end the process where it cannot write what is left while it closes a file.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX warns of forks, and this one uses no device
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            faulthandler.disable()
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1] == 0
+
+
+@ways
+def test_a_full_disk_leaves_the_old(way: Way, prepared: Any) -> None:
+    folder, new, before, after, clean, _ = prepared
+    for limit in (100, 1500):
+        assert not in_a_child_that_writes_little(limit, lambda: way.save(new, folder))
+        assert same(way.load(folder / way.name), before)
+    way.save(new, folder)
+    assert same(way.load(folder / way.name), after)
+    assert listing(folder) == clean
+
+
+@pytest.mark.parametrize("name", ["weights", "more shards", "preset"])
+def test_a_disk_without_room_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is written: HDF5 would end the process when it finds out too late."""
+    way, (old, new) = WAYS[name], (WAYS[name].make(1), WAYS[name].make(2))
+    way.save(old, tmp_path)
+    listed, nbytes = listing(tmp_path), sum(value.nbytes for value in values(new))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: (1 << 40, 1 << 40, nbytes - 1))
+    with pytest.raises(lm.LazyModelError, match=rf"cannot save to {tmp_path}/.*: it needs .* and .* are free"):
+        way.save(new, tmp_path)
+    assert same(way.load(tmp_path / way.name), values(old))
+    assert listing(tmp_path) == listed
+
+
+@pytest.mark.parametrize("name", ["weights", "more shards", "preset"])
+def test_a_second_saver_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    way = WAYS[name]
+    model, inside = way.make(1), threading.Event()
+    go_on = threading.Event()
+    way.save(model, tmp_path, old=True)
+    original = h5py.Group.create_dataset
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        inside.set()
+        assert go_on.wait(60)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(h5py.Group, "create_dataset", slow)
+    first = threading.Thread(target=way.save, args=(model, tmp_path))
+    first.start()
+    assert inside.wait(60)
+    try:
+        with pytest.raises(lm.LazyModelError, match="being saved to by another saver"):
+            way.save(model, tmp_path)
+    finally:
+        go_on.set()
+        first.join()
+    way.save(model, tmp_path)
+    assert same(way.load(tmp_path / way.name), values(model))
+
+
+def test_what_a_path_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path, and a link."""
+    monkeypatch.chdir(tmp_path)
+    model = net(3)
+    (tmp_path / "elsewhere").mkdir()
+    os.symlink(tmp_path / "elsewhere" / "target.weights.h5", tmp_path / "link.weights.h5")
+    with lk.streamed_saving():
+        model.save_weights("plain.weights.h5")
+        model.save_weights("link.weights.h5")
+        (tmp_path / "elsewhere" / "target.weights.h5").chmod(0o600)
+        model.save_weights("link.weights.h5")
+    assert (tmp_path / "link.weights.h5").is_symlink()
+    assert (tmp_path / "elsewhere" / "target.weights.h5").stat().st_mode & 0o777 == 0o600
+    for name in ("plain.weights.h5", "link.weights.h5", "elsewhere/target.weights.h5"):
+        assert same(loaded(tmp_path / name), values(model))
+    assert listing(tmp_path) == sorted(
+        ["plain.weights.h5", "link.weights.h5", "elsewhere", "elsewhere/target.weights.h5"]
+    )
+
+
+def test_the_current_folder_is_replaced_and_entered_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "p").mkdir()
+    monkeypatch.chdir(tmp_path / "p")
+    model = bert(3)
+    for _ in range(2):
+        with lk.streamed_saving():
+            model.save_to_preset(".")
+        assert same(load_preset(Path(".")), values(model))
+        assert os.getcwd() == str(tmp_path / "p")
+    assert sorted(os.listdir()) == ["config.json", "metadata.json", "model.weights.h5"]
+
+
+def test_a_preset_without_the_tasks_own_weights_any_more(tmp_path: Path) -> None:
+    """Stock KerasHub leaves the old ones there, and then fails to load them."""
+    with lk.streamed_saving():
+        task(1).save_to_preset(str(tmp_path / "p"))
+        assert (tmp_path / "p" / "task.weights.h5").exists()
+        bert(2).save_to_preset(str(tmp_path / "p"))
+    assert (tmp_path / "p" / "task.weights.h5").exists(), "a backbone is saved into what else there is, as stock does"
+    assert same(load_preset(tmp_path / "p"), values(bert(2)))
+
+
+def test_outside_the_block_keras_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (keras.src.saving.saving_lib.save_weights_only, BERT_BACKBONE.save_to_preset)
+    with lk.streamed_saving():
+        pass
+    assert before == (keras.src.saving.saving_lib.save_weights_only, BERT_BACKBONE.save_to_preset)

@@ -1,0 +1,348 @@
+"""Models quantized while they are read: equal to quantizing the loaded model, one kernel's slab at a time."""
+
+from __future__ import annotations
+
+import gc
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import keras
+import keras_hub
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import lazymodel as lm
+import lazymodel_keras as lk
+from lazymodel._tensors import computed
+from tests.keras.models import GEMMA, assert_same, randomize, save_hugging_face, save_preset, seeded
+from tests.keras.versions import needs_keras, needs_saved_tasks
+
+# Keras warns of every layer that it passes over, and so do we.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Invalid quantization mode. Expected one of:UserWarning"),
+]
+
+Backbone = keras_hub.models.Backbone
+GemmaCausalLM = keras_hub.models.GemmaCausalLM
+quantizers = keras.quantizers
+
+
+class Halves(keras.quantizers.AbsMaxQuantizer):
+    """A quantizer that Keras does not know."""
+
+    def __call__(self, x: Any, axis: Any = None, to_numpy: bool = False) -> Any:
+        values = np.asarray(x)
+        scale = np.full_like(np.max(values, axis=self.axis, keepdims=True), 0.5)
+        return np.clip(np.round(values * scale), -127, 127).astype("int8"), scale
+
+
+@pytest.fixture(scope="module")
+def preset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_preset(tmp_path_factory.mktemp("quantize") / "gemma", "gemma")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_preset(tmp_path_factory.mktemp("quantize") / "llama3", "llama3")
+
+
+def quantized(model: Any, how: Any, filters: Any = None) -> Any:
+    """What stock Keras makes of a loaded model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.freeze()  # Keras collects garbage after every layer: all of this process' without it
+        model.quantize(**({"mode": how} if isinstance(how, str) else {"config": how}), filters=filters)
+        gc.unfreeze()
+    return model
+
+
+def load(preset: Path, how: Any, filters: Any = None) -> Any:
+    """What it is compared with: quantized while it is loaded."""
+    return lk.abstract_from_preset(Backbone, str(preset)).quantize(how, filters).materialize()
+
+
+HOW: dict[str, Callable[[], Any]] = {
+    "int8": lambda: "int8",
+    "int4": lambda: "int4",
+    "float8": lambda: "float8",
+    "int4 of columns": lambda: quantizers.Int4QuantizationConfig(block_size=None),
+    "int4 of odd blocks": lambda: quantizers.Int4QuantizationConfig(block_size=24),
+    "int8 weights only": lambda: quantizers.Int8QuantizationConfig(activation_quantizer=None),
+    "int8 of its own range": lambda: quantizers.Int8QuantizationConfig(
+        weight_quantizer=quantizers.AbsMaxQuantizer(axis=0, value_range=(-100, 90))
+    ),
+}
+
+
+blocks = needs_keras("3.14", "int4 in blocks")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(how, marks=blocks if name in ("int4 of columns", "int4 of odd blocks") else (), id=name)
+        for name, how in HOW.items()
+    ],
+)
+def test_equals_quantizing_the_loaded_model(llama: Path, mesh8: Mesh, how: Callable[[], Any]) -> None:
+    filters = "feedforward" if how is HOW["int8 of its own range"] else None  # its axis is a matrix' only
+    stock = quantized(Backbone.from_preset(str(llama)), how(), filters)
+    ours = lk.abstract_from_preset(Backbone, str(llama)).quantize(how(), filters).shard(mesh8, lm.auto()).materialize()
+    assert_same(stock, ours, outputs=False)
+    assert [v.path for v in stock.trainable_variables] == [v.path for v in ours.trainable_variables]
+    for one, other in zip(stock._flatten_layers(), ours._flatten_layers(), strict=True):
+        assert one.dtype_policy.name == other.dtype_policy.name
+        assert getattr(one, "_is_quantized", False) == getattr(other, "_is_quantized", False)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [("bfloat16", "int8"), ("bfloat16", "int4"), pytest.param("mixed_bfloat16", "int8", marks=pytest.mark.large)],
+)
+def test_narrow_weights(preset: Path, dtype: str, how: str) -> None:
+    stock = quantized(GemmaCausalLM.from_preset(str(preset), dtype=dtype, preprocessor=None), how)
+    ours = (
+        lk.abstract_from_preset(GemmaCausalLM, str(preset), dtype=dtype, preprocessor=None).quantize(how).materialize()
+    )
+    assert_same(stock, ours, outputs=False)
+
+
+@pytest.mark.large
+def test_runs_like_stock(preset: Path) -> None:
+    stock = quantized(Backbone.from_preset(str(preset)), "int8")
+    assert_same(stock, load(preset, "int8"), outputs=True)
+
+
+@pytest.mark.parametrize("how", ["int4", pytest.param("int8", marks=pytest.mark.large)])
+def test_hugging_face(tmp_path: Path, mesh8: Mesh, how: str) -> None:
+    """Kernels that are transposed and reshaped views of what is in the files."""
+    folder = str(save_hugging_face(tmp_path / "llama3", "llama3", shards=2))
+    stock = quantized(Backbone.from_preset(folder), how)
+    ours = lk.abstract_from_preset(Backbone, folder).quantize(how).shard(mesh8, lm.auto()).materialize()
+    assert_same(stock, ours, outputs=False)
+
+
+@pytest.mark.parametrize("filters", ["query|value", ["^token_embedding$"], lambda layer: layer.name == "key"])
+def test_filters(preset: Path, filters: Any) -> None:
+    stock = quantized(Backbone.from_preset(str(preset)), "int8", filters)
+    assert 0 < sum(variable.dtype == "int8" for variable in stock.variables) < 10
+    assert_same(stock, load(preset, "int8", filters), outputs=False)
+
+
+def test_a_quantizer_of_ones_own(preset: Path) -> None:
+    def how() -> Any:
+        return quantizers.Int8QuantizationConfig(weight_quantizer=Halves(axis=-1))
+
+    stock = quantized(Backbone.from_preset(str(preset)), how(), "token_embedding")
+    ours = load(preset, how(), "token_embedding")
+    assert_same(stock, ours, outputs=False)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("how", ["int8", "int4"])
+def test_without_weights(preset: Path, how: str) -> None:
+    stock = quantized(seeded(lambda: Backbone.from_preset(str(preset), load_weights=False)), how)
+    ours = seeded(
+        lambda: lk.abstract_from_preset(Backbone, str(preset), load_weights=False).quantize(how).materialize()
+    )
+    assert_same(stock, ours, outputs=False)
+
+
+@pytest.mark.parametrize("how", ["int8", "int4"])
+def test_reads_every_weight_once_in_slabs(preset: Path, mesh8: Mesh, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    slabs: list[int] = []
+    init = computed.Computation.__init__
+
+    def watched(self: Any, source: Any, function: Any, steps: Any) -> None:
+        def watching(values: np.ndarray) -> Any:
+            slabs.append(values.nbytes)
+            return function(values)
+
+        init(self, source, watching, steps)
+
+    monkeypatch.setattr(computed.Computation, "__init__", watched)
+    monkeypatch.setattr(computed, "SLAB", 1024)
+    reports: list[lm.LoadReport] = []
+    abstract = lk.abstract_from_preset(Backbone, str(preset)).quantize(how).shard(mesh8, lm.auto())
+    assert not slabs, "nothing is computed before it is wanted"
+    plan = abstract.plan()
+    model = abstract.materialize(report=reports.append)
+    stored = Backbone.from_preset(str(preset))
+    floats = sum(variable.value.nbytes for variable in stored.variables)
+    kernels = sum(v.value.nbytes for v in stored.variables if len(v.shape) > 1)
+    (report,) = reports
+    assert report.read_nbytes == report.needed_nbytes == plan.read_nbytes == floats
+    assert sum(slabs) == kernels
+    assert max(slabs) <= 32 * 64 * 4, "a column group of one layer, never a whole embedding"
+    assert abstract.nbytes == sum(variable.value.nbytes for variable in model.variables)
+    assert {row.action for row in report.rows} <= {"load", "constant"}
+
+
+def test_the_plan_is_what_is_materialized(preset: Path, mesh8: Mesh) -> None:
+    abstract = lk.abstract_from_preset(Backbone, str(preset)).quantize("int8").shard(mesh8, lm.auto())
+    kernel = abstract["decoder_block_0/attention/query/kernel"]
+    assert (kernel.dtype, kernel.shape, kernel.trainable) == (np.int8, (8, 32, 4), False)
+    assert kernel.origin.startswith(str(preset))
+    model = abstract.materialize()
+    rows = {row.path: row for row in abstract.plan().rows}
+    for variable in model.variables:
+        assert rows[variable.path].shard_nbytes == variable.value.addressable_shards[0].data.nbytes
+    again = abstract.materialize()
+    assert again is not model
+    assert_same(model, again, outputs=False)
+
+
+def test_a_scale_is_split_like_its_weight(preset: Path, mesh8: Mesh) -> None:
+    """Rules and layout maps that were written for float models."""
+    rules = {r".*attention/(query|key|value)/kernel": P("model"), "token_embedding/embeddings": P("model")}
+    abstract = lk.abstract_from_preset(Backbone, str(preset)).quantize("int8").shard(mesh8, rules)
+    assert abstract["token_embedding/embeddings_scale"].spec == P("model")
+    assert abstract["decoder_block_1/attention/query/kernel_scale"].spec == P(None, None, "model")
+    assert abstract["decoder_block_1/ffw_linear/kernel_scale"].spec == P()
+    assert "token_embedding/embeddings" in str(abstract.explain("token_embedding/embeddings_scale"))
+    replicated = {**rules, ".*_scale": P()}
+    abstract = lk.abstract_from_preset(Backbone, str(preset)).quantize("int8").shard(mesh8, replicated)
+    assert abstract["token_embedding/embeddings_scale"].spec == P(), "a rule goes before"
+
+
+@blocks
+def test_scales_of_blocks_are_split_like_their_weight(preset: Path, mesh8: Mesh) -> None:
+    config = quantizers.Int4QuantizationConfig(block_size=16)
+    rules = {"token_embedding/embeddings": P("model"), r".*ffw_gating/kernel": P(None, "model")}
+    abstract = lk.abstract_from_preset(Backbone, str(preset)).quantize(config).shard(mesh8, rules)
+    assert abstract["decoder_block_0/ffw_gating/kernel"].shape == (32, 16)
+    assert abstract["decoder_block_0/ffw_gating/kernel_scale"].shape == (2, 32)
+    assert abstract["decoder_block_0/ffw_gating/kernel_scale"].spec == P(None, "model")
+    assert abstract["decoder_block_0/ffw_gating/kernel_zero"].spec == P(None, "model")
+
+
+@needs_keras("3.14", "layout maps whose keys match whole paths")
+def test_a_scale_is_split_like_its_weight_in_a_layout_map(preset: Path, mesh8: Mesh) -> None:
+    devices = keras.distribution.DeviceMesh((1, 8), ("batch", "model"), list(mesh8.devices.flat))
+    layout = keras_hub.models.GemmaBackbone.get_layout_map(devices)
+    with keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch").scope():
+        floats = lk.abstract_from_preset(Backbone, str(preset))
+    abstract = floats.quantize("int8")  # under the distribution that it was built in
+    assert abstract["token_embedding/embeddings"].spec == P("model", "batch")
+    assert abstract["token_embedding/embeddings_scale"].spec == P("model")
+
+
+@pytest.mark.parametrize(
+    "cls",
+    ["Backbone", pytest.param("CausalLM", marks=needs_saved_tasks)],
+)
+@pytest.mark.parametrize("how", ["int4", *(pytest.param(how, marks=pytest.mark.large) for how in ("int8", "float8"))])
+def test_presets_saved_quantized(tmp_path: Path, preset: Path, mesh8: Mesh, how: str, cls: str) -> None:
+    """Stock loads these into tasks; for backbones it builds float layers and fails."""
+    folder = str(tmp_path / "saved")
+    if cls == "Backbone":
+        saved = quantized(Backbone.from_preset(str(preset)), how)
+        saved.save_to_preset(folder)
+        with pytest.raises(Exception, match="."):  # what it is depends on the layer that comes first
+            assert_same(saved, Backbone.from_preset(folder), outputs=False)
+        stock = type(saved).from_config(saved.get_config())
+        stock.load_weights(f"{folder}/model.weights.h5")
+        assert_same(stock, lk.from_preset(Backbone, folder, mesh=mesh8, rules=lm.auto()), outputs=False)
+        with lk.deferred():
+            later = Backbone.from_preset(folder)
+        assert_same(stock, later, outputs=False)
+    else:
+        saved = quantized(GemmaCausalLM.from_preset(str(preset), preprocessor=None), how)
+        saved.save_to_preset(folder)
+        stock = GemmaCausalLM.from_preset(folder, preprocessor=None)
+        ours = lk.from_preset(GemmaCausalLM, folder, preprocessor=None, mesh=mesh8, rules=lm.auto())
+        assert_same(stock, ours, outputs=False)
+
+
+def test_errors(tmp_path: Path, preset: Path) -> None:
+    abstract = lk.abstract_from_preset(Backbone, str(preset))
+    with pytest.raises(lm.LazyModelError, match="calibrates with data .* then call model.quantize"):
+        abstract.quantize("gptq")
+    with pytest.raises(lm.LazyModelError, match="'int8', 'int4', 'float8' or a keras.*got 'int3'"):
+        abstract.quantize("int3")
+    with pytest.raises(lm.LazyModelError, match="no LoRA for layers quantized with 'float8'"):
+        abstract.quantize("float8").lora(2)
+    with pytest.raises(lm.LazyModelError, match="'int8'.* changes nothing: none of the layers .* that the filters let"):
+        abstract.quantize("int8", "nothing")
+    with pytest.raises(lm.LazyModelError, match="Keras cannot quantize .* with 'int8': .*float16"):
+        lk.abstract_from_preset(Backbone, str(preset), dtype="float16").quantize("int8")
+    saved = load(preset, "int8")
+    saved.save_to_preset(str(tmp_path / "saved"))
+    with pytest.raises(lm.LazyModelError, match=re.escape("is quantized already: layer token_embedding is int8")):
+        lk.abstract_from_preset(Backbone, str(tmp_path / "saved")).quantize("int4")
+    # After a step that failed half-way the model is what it was.
+    assert_same(Backbone.from_preset(str(preset)), abstract.materialize(), outputs=False)
+
+
+QUANTIZE, LORA = (lambda a: a.quantize("int8")), (lambda a: a.lora(2, ".*kernel"))
+ORDERS: list[tuple[Any, Any, str]] = [
+    (lambda a, mesh: a.shard(mesh, {".*": P()}), QUANTIZE, "has shardings already.*quantize comes before shard"),
+    (lambda a, mesh: a.shard(mesh, {".*": P()}), LORA, "has shardings already.*lora comes before shard"),
+    (lambda a, mesh: a.with_optimizer(optax.sgd(1.0, 0.9)), QUANTIZE, "optimizer already; quantize comes before"),
+    (lambda a, mesh: a.with_optimizer(optax.sgd(1.0, 0.9)), LORA, "optimizer already; lora comes before"),
+    (lambda a, mesh: a.rekey(0, ".*kernel"), QUANTIZE, "has other initializers already.*quantize comes before"),
+    (lambda a, mesh: QUANTIZE(a), QUANTIZE, "is quantized already"),
+    (lambda a, mesh: LORA(a), LORA, "lora is already enabled"),
+    (lambda a, mesh: LORA(a), QUANTIZE, "has LoRA pairs already.*quantize comes before lora"),
+]
+
+
+@pytest.mark.parametrize(("before", "step", "text"), ORDERS)
+def test_steps_in_another_order(mesh8: Mesh, before: Any, step: Any, text: str) -> None:
+    changed = before(lm.build_abstract(dense), mesh8)
+    with pytest.raises(lm.LazyModelError, match=text):
+        step(changed)
+    changed.materialize()
+
+
+def dense() -> Any:
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(8)])
+
+
+def test_an_abstract_model_stays_as_it_is() -> None:
+    """The first step takes its object; whatever else is made of it gets another with the same values and names."""
+    keras.backend.clear_session()
+    floats = lm.build_abstract(dense)
+    paths = list(floats)
+    first, second, pairs = floats.quantize("int8"), floats.quantize("int8"), floats.quantize("int8").lora(2, ".*kernel")
+    assert list(first) == list(second)
+    assert list(floats) == paths
+    planned = floats.framework.forward("forward", batch=2, sequence=None)
+    assert planned is not None
+    values = {path: np.ones(variable.shape, variable.dtype) for path, variable in floats.items()}
+    assert planned.function(values, np.ones((2, 8), "float32")).tolist() == [[144 + 1] * 8] * 2, "of the float model"
+    assert_same(first.materialize(), second.materialize(), outputs=False)
+    loaded = floats.materialize()
+    assert [variable.path for variable in loaded.variables] == paths
+    assert_same(quantized(loaded, "int8"), second.materialize(), outputs=False)
+    kept = {path: variable for path, variable in pairs.items() if "lora" not in path}
+    assert {v.path: v.shape for v in kept.values()} == {v.path: v.shape for v in first.values()}
+
+
+def test_what_no_layers_has() -> None:
+    for step in (lambda a: a.quantize("int8"), lambda a: a.lora(8)):
+        with pytest.raises(lm.LazyModelError, match="only Keras models .* plain pytree has no layers.*WhatIf"):
+            step(lm.build_abstract(lambda: {"w": jax.numpy.ones((8, 4))}))
+        with pytest.raises(lm.LazyModelError, match=r"changes one keras\.Model; this is Dense"):
+            step(lm.build_abstract(keras.layers.Dense, 4))
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("how", ["int8", "int4"])
+def test_tied_or_not(tmp_path: Path, how: str) -> None:
+    for config in (GEMMA, {**GEMMA, "vocabulary_size": 67}):
+        model = randomize(keras_hub.models.GemmaBackbone(**config))
+        model.save_to_preset(str(tmp_path / f"{config['vocabulary_size']}"))
+        folder = str(tmp_path / f"{config['vocabulary_size']}")
+        assert_same(
+            quantized(model, how), lk.abstract_from_preset(Backbone, folder).quantize(how).materialize(), outputs=False
+        )

@@ -1,0 +1,226 @@
+"""The plan of the house, kept: who may import whom, told from the code's own imports and CONTRIBUTING's table.
+
+A room is a folder, or a file that stands beside folders. It imports itself, `_errors.py` and what its row names.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.conftest import ROOT
+
+MOST_LINES = 500
+MOST_LINES_OF_A_FUNCTION = 80
+MOST_FLOORS = 9
+EVERYWHERE = {"lazymodel._errors"}  # what every file may import
+
+
+class Import(NamedTuple):
+    """One import of this repository's own: by whom, of what, in which line, and whether at the top of the file."""
+
+    importer: str
+    imported: str
+    name: str
+    line: int
+    at_the_top: bool
+
+
+class House:
+    """The Python files of some packages, by module name."""
+
+    def __init__(self, *packages: Path) -> None:
+        self.packages = {package.name for package in packages}
+        self.files: dict[str, Path] = {}
+        for package in packages:
+            for path in sorted(package.rglob("*.py")):
+                parts = path.relative_to(package.parent).with_suffix("").parts
+                self.files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+        self.trees = {module: ast.parse(path.read_text()) for module, path in self.files.items()}
+
+    def imports(self) -> Iterator[Import]:
+        for module, tree in self.trees.items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ImportFrom):
+                    assert node.level == 0 and node.module, f"{module}: imports are absolute (line {node.lineno})"
+                    found = [(node.module, alias.name) for alias in node.names]
+                elif isinstance(node, ast.Import):
+                    found = [(alias.name, "") for alias in node.names]
+                else:
+                    continue
+                for origin, name in found:
+                    if origin.split(".")[0] in self.packages:
+                        whole = f"{origin}.{name}"
+                        imported, name = (whole, "") if whole in self.files else (origin, name)
+                        yield Import(module, imported, name, node.lineno, node in tree.body)
+
+
+def table(text: str) -> dict[str, set[str]]:
+    """CONTRIBUTING's table: room → the rooms that it may import, both as dotted names."""
+    rooms: dict[str, set[str]] = {}
+    for line in text.splitlines():
+        if re.match(r"\| `(lazymodel|integrations)/", line):
+            room, _, allowed = line.strip().strip("|").split("|")
+            for name in map(dotted, re.findall(r"`([^`]+)`", room)):
+                rooms[name] = {dotted(path, name) for path in re.findall(r"`([^`]+)`", allowed)}
+    return rooms
+
+
+def dotted(path: str, beside: str = "lazymodel") -> str:
+    """`lazymodel/_show/` or, in the core's rows, `_show/` → `lazymodel._show`."""
+    path = path.removeprefix("integrations/").removesuffix("/").removesuffix(".py").removesuffix("/__init__")
+    if not path.startswith("lazymodel"):
+        path = f"{beside.split('.')[0]}/{path}"
+    return path.replace("/", ".")
+
+
+def room(module: str, rooms: Iterable[str]) -> str:
+    """The row of CONTRIBUTING's table that a module stands in: its folder's or its own, or else its package's."""
+    return max((name for name in {*rooms, *EVERYWHERE} if f"{module}.".startswith(f"{name}.")), key=len, default=module)
+
+
+def climbing(house: House, rooms: Mapping[str, set[str]]) -> list[str]:
+    found: list[str] = []
+    for one in house.imports():
+        here, there = room(one.importer, rooms), room(one.imported, rooms)
+        if there not in rooms.get(here, set()) | {here} | EVERYWHERE:
+            found.append(f"{one.importer}:{one.line} imports {one.imported}, which {here} may not")
+    return sorted(set(found))
+
+
+def circles(edges: Iterable[tuple[str, str]]) -> list[str]:
+    sorter: TopologicalSorter[str] = TopologicalSorter()
+    for importer, imported in edges:
+        if importer != imported:
+            sorter.add(importer, imported)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        return [" → ".join(error.args[1])]
+    return []
+
+
+def late(house: House) -> list[str]:
+    return [f"{one.importer}:{one.line} imports {one.imported} late" for one in house.imports() if not one.at_the_top]
+
+
+def borrowed(house: House) -> list[str]:
+    """Names with an underscore that another file imports."""
+    return [f"{one.importer}:{one.line} {one.imported}.{one.name}" for one in house.imports() if one.name[:1] == "_"]
+
+
+def twice_private(house: House) -> list[str]:
+    return [module for module in house.files if len(re.findall(r"\._", module)) > 1]
+
+
+def too_long(house: House) -> list[str]:
+    found: list[str] = []
+    for module, tree in house.trees.items():
+        if (lines := len(house.files[module].read_text().splitlines())) > MOST_LINES:
+            found.append(f"{module}: {lines} lines")
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if (lines := (node.end_lineno or 0) - node.lineno + 1) > MOST_LINES_OF_A_FUNCTION:
+                found.append(f"{module}.{node.name}: {lines} lines")
+    return found
+
+
+def floors(edges: Iterable[tuple[str, str]]) -> dict[str, int]:
+    """How high each room stands: one above the highest that it imports."""
+    below: dict[str, set[str]] = {}
+    for importer, imported in edges:
+        if importer != imported:
+            below.setdefault(importer, set()).add(imported)
+            below.setdefault(imported, set())
+    height: dict[str, int] = {}
+    for room in TopologicalSorter(below).static_order():
+        height[room] = 1 + max((height[other] for other in below[room]), default=0)
+    return height
+
+
+def between_files(house: House) -> list[tuple[str, str]]:
+    return [(one.importer, one.imported) for one in house.imports()]
+
+
+def between_rooms(house: House, rooms: Iterable[str]) -> list[tuple[str, str]]:
+    return [(room(importer, rooms), room(imported, rooms)) for importer, imported in between_files(house)]
+
+
+CORE = House(ROOT / "lazymodel")
+ALL = House(ROOT / "lazymodel", ROOT / "integrations" / "lazymodel_keras", ROOT / "integrations" / "lazymodel_flax")
+ROOMS = table((ROOT / "CONTRIBUTING.md").read_text())
+
+
+def test_no_import_climbs() -> None:
+    assert climbing(ALL, ROOMS) == []
+
+
+def test_every_row_of_the_table_is_a_room_and_every_permission_is_used() -> None:
+    used = set(between_rooms(ALL, ROOMS))
+    assert set(ROOMS) == {room(module, ROOMS) for module in ALL.files} - EVERYWHERE
+    assert [(name, other) for name in ROOMS for other in ROOMS[name] if (name, other) not in used] == []
+
+
+def test_no_circle_of_files_or_rooms() -> None:
+    assert circles(between_files(ALL)) == []
+    assert circles(between_rooms(ALL, ROOMS)) == []
+
+
+def test_imports_stand_at_the_top() -> None:
+    assert late(ALL) == []
+
+
+def test_underscores() -> None:
+    assert borrowed(ALL) == []
+    assert twice_private(ALL) == []
+
+
+def test_sizes() -> None:
+    assert too_long(ALL) == []
+    assert max(floors(between_rooms(CORE, ROOMS)).values()) <= MOST_FLOORS
+
+
+def test_tests_stand_where_the_code_stands() -> None:
+    """`tests/core/<folder>` for a folder of the core, `tests/<framework>` for an integration."""
+    folders = {path.name for path in (ROOT / "lazymodel").iterdir() if (path / "__init__.py").exists()}
+    tested = {path.name for path in (ROOT / "tests" / "core").iterdir() if any(path.glob("test_*.py"))}
+    assert tested == {folder.removeprefix("_") for folder in folders}
+
+
+@pytest.fixture
+def crooked(tmp_path: Path) -> House:
+    """A house that breaks every rule once."""
+    for name, text in {
+        "__init__.py": "",
+        "_errors.py": "",
+        "_low/__init__.py": "",
+        "_low/one.py": "from lazymodel._high.two import name\nfrom lazymodel._errors import error",
+        "_low/_three.py": "def long():\n" + "    pass\n" * MOST_LINES,
+        "_high/__init__.py": "",
+        "_high/two.py": "from lazymodel._low.one import _name\ndef late():\n    import lazymodel._low._three",
+    }.items():
+        (tmp_path / "lazymodel" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "lazymodel" / name).write_text(text)
+    return House(tmp_path / "lazymodel")
+
+
+def test_the_rules_can_fail(crooked: House) -> None:
+    rooms = table("| `lazymodel/_low/` | below | |\n| `lazymodel/_high/` | above | `_low/` |")
+    assert rooms == {"lazymodel._low": set(), "lazymodel._high": {"lazymodel._low"}}
+    assert climbing(crooked, rooms) == [
+        "lazymodel._low.one:1 imports lazymodel._high.two, which lazymodel._low may not"
+    ]
+    assert len(climbing(crooked, {})) == 3, "without a row, a file may import nothing but errors"
+    assert len(circles(between_files(crooked))) == len(circles(between_rooms(crooked, rooms))) == 1
+    assert late(crooked) == ["lazymodel._high.two:3 imports lazymodel._low._three late"]
+    assert borrowed(crooked) == ["lazymodel._high.two:1 lazymodel._low.one._name"]
+    assert twice_private(crooked) == ["lazymodel._low._three"]
+    assert too_long(crooked) == ["lazymodel._low._three: 501 lines", "lazymodel._low._three.long: 501 lines"]
+    assert floors([("a", "b"), ("b", "c"), ("a", "c")]) == {"c": 1, "b": 2, "a": 3}
