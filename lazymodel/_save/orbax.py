@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,9 @@ from lazymodel._save.atomic import Staging, staging, writing
 from lazymodel._show.text import listed
 from lazymodel.checkpoints._open import staging_folder
 from lazymodel.checkpoints._orbax_folder import foreign_entries, zero_size_metadata
+
+_QUIET = 0.3  # seconds without a late write after which no more is expected
+_LATEST = 10.0  # seconds, at most, that late writes are waited for
 
 
 def save_orbax(arrays: Mapping[str, Any], path: Path, *, overwrite: bool) -> None:
@@ -55,6 +60,7 @@ def save_orbax(arrays: Mapping[str, Any], path: Path, *, overwrite: bool) -> Non
                 _check_free(path, overwrite=overwrite)
                 with writing(path):
                     stage.new.rmdir()  # Orbax makes it
+                stack.push(lambda kind, *_: None if kind is None else _outlast(stage.folder))
         with agreement(shardings, **terms):
             try:
                 # Not StandardCheckpointer, whose threads would still write when a Ctrl-C has ended the call.
@@ -69,6 +75,19 @@ def save_orbax(arrays: Mapping[str, Any], path: Path, *, overwrite: bool) -> Non
         with agreement(shardings, **terms):
             if leads:
                 stage.replace_folder()
+
+
+def _outlast(folder: Path) -> None:
+    """Removes what Orbax began and gave up in a saver's folder, until nothing of it comes back.
+
+    Orbax raises at the first write that fails. tensorstore's threads finish the others, and make folders for them anew.
+    """
+    start = last = time.monotonic()
+    while (now := time.monotonic()) < min(last + _QUIET, start + _LATEST):
+        for child in folder.glob("new*"):
+            shutil.rmtree(child, ignore_errors=True)
+            last = now
+        time.sleep(_QUIET / 30)
 
 
 def _tree(arrays: Mapping[str, Any]) -> dict[str, Any]:
