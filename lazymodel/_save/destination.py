@@ -25,10 +25,11 @@ from lazymodel._errors import LazyModelError
 from lazymodel._save.atomic import Staging, staging, writing
 from lazymodel._show.text import format_bytes, listed
 from lazymodel._tensors.lazy import LazyTensor
+from lazymodel.checkpoints._checkpoint import JoinedCheckpoint
 from lazymodel.checkpoints._open import staging_folder, weight_files
 from lazymodel.checkpoints._orbax_folder import find_item
-from lazymodel.checkpoints._safetensors import open_safetensors
-from lazymodel.checkpoints._shards import is_numbered
+from lazymodel.checkpoints._safetensors import SafetensorsFile
+from lazymodel.checkpoints._shards import is_numbered, open_loose
 from lazymodel.checkpoints._untrusted import read_json_file, shard_path, weight_map
 
 SINGLE = "model.safetensors"
@@ -184,7 +185,8 @@ class FolderDestination(Destination):
     def _index_old(self) -> None:
         """Gives old shards without an index one, so that new ones can come beside them."""
         try:
-            with open_safetensors(self.path, [self.path / name for name in self._old]) as old:
+            parts = open_loose(self.path, [self.path / name for name in self._old], SafetensorsFile)
+            with JoinedCheckpoint(self.path, parts) as old:
                 weights = {name: os.path.basename(tensor.leaf.file) for name, tensor in old.items()}
         except LazyModelError:  # they are not complete, or no checkpoint for another reason
             return

@@ -10,7 +10,7 @@ import importlib
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def save_orbax(arrays: Mapping[str, Any], path: Path, *, overwrite: bool) -> Non
                 _check_free(path, overwrite=overwrite)
                 with writing(path):
                     stage.new.rmdir()  # Orbax makes it
-                stack.push(lambda kind, *_: None if kind is None else _outlast(stage.folder))
+                stack.enter_context(_outlasting(stage.folder))
         with agreement(shardings, **terms):
             try:
                 # Not StandardCheckpointer, whose threads would still write when a Ctrl-C has ended the call.
@@ -77,17 +77,22 @@ def save_orbax(arrays: Mapping[str, Any], path: Path, *, overwrite: bool) -> Non
                 stage.replace_folder()
 
 
-def _outlast(folder: Path) -> None:
-    """Removes what Orbax began and gave up in a saver's folder, until nothing of it comes back.
+@contextlib.contextmanager
+def _outlasting(folder: Path) -> Generator[None]:
+    """Where Orbax gives up, removes what it began in a saver's folder until nothing of it comes back.
 
     Orbax raises at the first write that fails. tensorstore's threads finish the others, and make folders for them anew.
     """
-    start = last = time.monotonic()
-    while (now := time.monotonic()) < min(last + _QUIET, start + _LATEST):
-        for child in folder.glob("new*"):
-            shutil.rmtree(child, ignore_errors=True)
-            last = now
-        time.sleep(_QUIET / 30)
+    try:
+        yield
+    except BaseException:
+        start = last = time.monotonic()
+        while (now := time.monotonic()) < min(last + _QUIET, start + _LATEST):
+            for child in folder.glob("new*"):
+                shutil.rmtree(child, ignore_errors=True)
+                last = now
+            time.sleep(_QUIET / 30)
+        raise
 
 
 def _tree(arrays: Mapping[str, Any]) -> dict[str, Any]:
