@@ -30,18 +30,7 @@ _LATEST = 10.0  # seconds, at most, that late writes are waited for
 
 
 def save_orbax(arrays: Mapping[str, Any], path: Path, *, overwrite: bool) -> None:
-    """Saves arrays as the item `path`. With several processes all of them must call it.
-
-    Args:
-        arrays: Path, with `/` between keys → array.
-        path: A folder.
-        overwrite: Whether an Orbax item that is there is replaced.
-
-    Raises:
-        LazyModelError: Orbax is not installed or cannot save these, something is there that is not to be replaced,
-            another saver is at it, or the disk is full. What was there is as it was.
-        CheckpointError: Another process failed.
-    """
+    """Saves arrays as an item, at paths with `/` between keys. With several processes all of them must call it."""
     try:
         orbax: Any = importlib.import_module("orbax.checkpoint")
     except ImportError as error:

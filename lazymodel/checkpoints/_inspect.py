@@ -191,17 +191,13 @@ class _Inspection:
     # What there is.
 
     def look(self) -> None:
-        """Finds files, tensors and problems."""
-        if not self.where.is_dir():
-            self.look_at_file(self.where)
-            return
         try:
-            files = weight_files(self.where)
+            files = weight_files(self.where) if self.where.is_dir() else [self.where]
         except CheckpointError as error:
             self.format = "safetensors"
             self.problem(str(error))
             return
-        if files and files[0].suffix == ".safetensors":
+        if files and files[0].suffix == ".safetensors" and self.where.is_dir():
             self.look_at_loose(files)
         elif files:
             self.look_at_file(files[0])
@@ -323,7 +319,6 @@ class _Inspection:
             self.files[file] = () if file in wrong else tuple(hash.algorithm for hash in stated)
 
     def summary(self) -> CheckpointSummary:
-        """All of it."""
         found = Counter(tensor.file for tensor in self.tensors.values())
         files: list[FileSummary] = []
         for file, verified in self.files.items():

@@ -24,17 +24,13 @@ OLD = "old"  # in one: the folder that is being replaced, where the file system 
 
 
 class Format(NamedTuple):
-    """A kind of file: what its names end in, what its content begins with, and how it is opened.
-
-    Attributes:
-        shard: The format of the files that it names, where it is an index.
-    """
+    """A kind of file: what its names end in, what its content begins with, and how it is opened."""
 
     name: str
     suffixes: tuple[str, ...]
     magic: bytes | None
     open: Callable[[Path], Checkpoint]
-    shard: Format | None = None
+    shard: Format | None = None  # the format of the files that it names, where it is an index
 
     @property
     def grouped(self) -> bool:
@@ -152,11 +148,7 @@ def existing(path: str | os.PathLike[str]) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a folder that are its checkpoint: its index or its only weight file, or all its safetensors files.
-
-    Raises:
-        CheckpointError: It has several index files, none of them with the usual name.
-    """
+    """The files of a folder that are its checkpoint: an index, the only weight file, or all safetensors files."""
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     preferred = folder / "model.safetensors.index.json"
     if len(indexes) > 1 and preferred not in indexes:
