@@ -257,13 +257,10 @@ def _program(layered: bool, spectral: bool, everywhere: NamedSharding | None) ->
     """Compiled once for each shape, dtype and sharding that it is called with; results are on every device."""
 
     def measure(values: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        return _numbers(values), _bidiagonal(values) if spectral and _is_matrix(values) else None
+        matrix = values.ndim > 1 and jnp.issubdtype(values.dtype, np.floating)
+        return _numbers(values), _bidiagonal(values) if spectral and matrix else None
 
     return jax.jit(jax.vmap(measure) if layered else measure, out_shardings=everywhere)
-
-
-def _is_matrix(values: jax.Array) -> bool:
-    return values.ndim > 1 and bool(jnp.issubdtype(values.dtype, np.floating))
 
 
 def _computed(values: jax.Array) -> jax.Array:

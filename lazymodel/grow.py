@@ -101,12 +101,7 @@ def depth(
 
 
 def width(
-    checkpoint: Any,
-    units: int,
-    *,
-    incoming: Mapping[str, int],
-    outgoing: Mapping[str, int],
-    uneven: float = 0.0,
+    checkpoint: Any, units: int, *, incoming: Mapping[str, int], outgoing: Mapping[str, int], uneven: float = 0.0
 ) -> MappedCheckpoint:
     """A model with more hidden units, which are copies of the given ones (Net2WiderNet).
 
@@ -168,7 +163,8 @@ def width(
                     continue
                 copies = units // count + (low < units % count)
                 piece = tensor[(*index, slice(low, high))]
-                share = _share(start // count, copies, uneven)
+                tilt = 2 * (start // count) / (copies - 1) - 1 if copies > 1 else 0.0
+                share = (1 + uneven * tilt) / copies  # of the unit; the copies' shares sum to one
                 pieces.append(piece * share if leaves and share != 1 else piece)
         grown[name] = _joined([lazy(piece).astype(tensor.dtype) for piece in pieces], len(index))
     return MappedCheckpoint(grown, checkpoint)
@@ -301,9 +297,3 @@ def _joined(pieces: Sequence[Any], axis: int) -> LazyTensor:
 def _zeros(tensor: LazyTensor) -> Any:
     """As many zeros, of which one is in memory."""
     return np.broadcast_to(cast(Any, lazy(np.zeros((), tensor.dtype), f"zeros for {tensor.name}")), tensor.shape)
-
-
-def _share(copy: int, copies: int, uneven: float) -> float:
-    """What part of a unit one of its copies gives; the copies' parts sum to one."""
-    tilt = 2 * copy / (copies - 1) - 1 if copies > 1 else 0.0
-    return (1 + uneven * tilt) / copies

@@ -232,7 +232,12 @@ def _leave() -> None:
         why = f"{type(error).__name__}: {excerpt(error)}" if isinstance(error, BaseException) else ""
         here.put(f"{TROUBLE}{here.process}/left", json.dumps({"why": why, "alone": alone}))
         if alone:
-            _see_off(here)
+            if _state().service is not None:  # process 0, whose end would abort those who are still connected
+                deadline = time.monotonic() + min(wait_seconds(), _FAREWELL)
+                expected = set(range(here.processes)) - GIVEN_UP
+                while time.monotonic() < deadline and not expected <= _left(here).keys():
+                    time.sleep(0.05)
+                time.sleep(_QUIET)
             _detach()
     except Exception as error:  # a program that ends must not be kept from it
         print(f"lazymodel: the other processes could not be told that this one ends: {error}", file=sys.stderr)
@@ -242,17 +247,6 @@ def _left(store: Store) -> dict[int, str]:
     """What the processes said that have ended."""
     texts = store.folder(TROUBLE).items()
     return {int(key.partition("/")[0]): text for key, text in texts if key.endswith("/left")}
-
-
-def _see_off(store: Store) -> None:
-    """Process 0, whose end would abort those who are still connected, waits until they are gone."""
-    if _state().service is None:
-        return
-    deadline = time.monotonic() + min(wait_seconds(), _FAREWELL)
-    expected = set(range(store.processes)) - GIVEN_UP
-    while time.monotonic() < deadline and not expected <= _left(store).keys():
-        time.sleep(0.05)
-    time.sleep(_QUIET)
 
 
 def _detach() -> None:

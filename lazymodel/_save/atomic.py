@@ -110,14 +110,17 @@ class Staging:
                 sync(self.new / name)
             fresh = [name for name in first if not os.path.lexists(self.destination / name)]
             gone = [name for name in old if os.path.lexists(self.destination / name)]
-            self._write_journal(
-                {
-                    "commit": commit,
-                    "moves": commit in moved,
-                    "new": {name: _identity(self.new / name) for name in fresh},
-                    "old": {name: _identity(self.destination / name) for name in gone},
-                }
-            )
+            journal = {
+                "commit": commit,
+                "moves": commit in moved,
+                "new": {name: _identity(self.new / name) for name in fresh},
+                "old": {name: _identity(self.destination / name) for name in gone},
+            }
+            written = self.folder / f"{_NEW}.{_JOURNAL}"
+            written.write_text(json.dumps(journal), encoding="utf-8")
+            sync(written)
+            os.replace(written, self.folder / _JOURNAL)
+            sync(self.folder)
             for name in first:
                 os.replace(self.new / name, self.destination / name)
             sync(self.destination)  # what the next step relies on is on the disk before it
@@ -133,13 +136,6 @@ class Staging:
     def unfinished(self) -> bool:
         """Whether what `replace_files` replaced could not all be removed, and still has to be."""
         return (self.folder / _JOURNAL).exists()
-
-    def _write_journal(self, journal: dict[str, Any]) -> None:
-        written = self.folder / f"{_NEW}.{_JOURNAL}"
-        written.write_text(json.dumps(journal), encoding="utf-8")
-        sync(written)
-        os.replace(written, self.folder / _JOURNAL)
-        sync(self.folder)
 
     def _tidy(self) -> None:
         """Removes the files of whichever side of `replace_files` does not count, this saver's or a killed one's."""

@@ -84,14 +84,11 @@ def open_archive(path: Path) -> Checkpoint:
         groups = by_shard(weight_map(read_json_object(window.read(), index), index), index, grouped=True)
     if missing := [shard for shard in groups if shard not in members]:
         raise CheckpointError(f"{path}: expected shards {listed(map(repr, missing))} in the archive, found {there}")
-    shards = {shard: weights(shard, f"{path}:{shard}") for shard in groups}
-    return JoinedCheckpoint(
-        path,
-        [
-            (shard, indexed_names(shard, shard.path, found.name, groups[name], (), grouped=True))
-            for name, shard in shards.items()
-        ],
-    )
+    shards = [weights(name, f"{path}:{name}") for name in groups]
+    names = [
+        indexed_names(shard, found.name, groups[name], grouped=True) for name, shard in zip(groups, shards, strict=True)
+    ]
+    return JoinedCheckpoint(path, list(zip(shards, names, strict=True)))
 
 
 def _dataset_names(file: H5File) -> list[str]:

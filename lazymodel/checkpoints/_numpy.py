@@ -25,7 +25,15 @@ from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.leaves import ArrayLeaf, FileLeaf
 from lazymodel._tensors.source import Source
 from lazymodel.checkpoints._checkpoint import Checkpoint
-from lazymodel.checkpoints._untrusted import MAX_DIMENSIONS, Member, check_pointer, counts, zip_directory, zip_member
+from lazymodel.checkpoints._untrusted import (
+    MAX_DIMENSIONS,
+    Member,
+    check_pointer,
+    counts,
+    reading,
+    zip_directory,
+    zip_member,
+)
 
 _MAX_HEADER = 12 + 10_000  # bytes: magic and length, then as much header as NumPy itself reads from untrusted files
 
@@ -213,7 +221,8 @@ class _DeflatedSource(Source):
             data = cursor.tail
             if not data and not cursor.decoder.eof:
                 want = min(_INPUT, member.stored - cursor.taken)
-                data = self._compressed(cursor.taken, want)
+                with reading(f"{self.path} at byte {cursor.taken}"):
+                    data = os.pread(self._file.descriptor(), want, member.start + cursor.taken)
                 cursor.taken += len(data)
             try:
                 piece = cursor.decoder.decompress(data, limit)
@@ -233,13 +242,6 @@ class _DeflatedSource(Source):
                     if len(self._resume) > _RESUMES:
                         self._resume, self._spacing = self._resume[::2], 2 * self._spacing
         return piece
-
-    def _compressed(self, start: int, count: int) -> bytes:
-        """Some of the bytes of the member, as they are in the file."""
-        try:
-            return os.pread(self._file.descriptor(), count, self._member.start + start) if count else b""
-        except OSError as error:
-            raise CheckpointError(f"cannot read {self.path} at byte {start}: {error.strerror}") from error
 
     def _corrupt(self, found: str) -> CheckpointError:
         self.check_unchanged()

@@ -31,16 +31,10 @@ class Format(NamedTuple):
     magic: bytes | None
     open: Callable[[Path], Checkpoint]
     shard: Format | None = None  # the format of the files that it names, where it is an index
-
-    @property
-    def grouped(self) -> bool:
-        """Whether its indexes list groups of tensors, each perhaps in several shards."""
-        return self.name == "hdf5"
+    grouped: bool = False  # whether its indexes list groups of tensors, each perhaps in several shards
 
 
 def _index_of(suffix: str, kind: Format) -> Format:
-    """An index that says which file of a format has which tensor (Hugging Face's), or which group of them (Keras')."""
-
     def open_index(index: Path) -> Checkpoint:
         weights = weight_map(read_json_file(index), index)
         return JoinedCheckpoint(index, open_indexed(index, weights, kind.open, grouped=kind.grouped))
@@ -49,7 +43,7 @@ def _index_of(suffix: str, kind: Format) -> Format:
 
 
 SAFETENSORS = Format("safetensors", (".safetensors",), None, SafetensorsFile)
-_HDF5 = Format("hdf5", (".weights.h5", ".h5", ".hdf5"), b"\x89HDF\r\n\x1a\n", open_hdf5)
+_HDF5 = Format("hdf5", (".weights.h5", ".h5", ".hdf5"), b"\x89HDF\r\n\x1a\n", open_hdf5, grouped=True)
 # The first one that a file's name or content fits is its format.
 _FORMATS = (
     _index_of(".safetensors.index.json", SAFETENSORS),

@@ -164,7 +164,7 @@ class OrbaxCheckpoint(Checkpoint):
     def __init__(
         self, path: Path, store: _Store, names: dict[str, tuple[str, str]], complete: bool, empty: dict[str, LazyTensor]
     ) -> None:
-        first = [store.item / MANIFEST, store.item / METADATA, *(Path(file) for file in store.files)]
+        first = [store.item / MANIFEST, store.item / METADATA, *map(Path, store.files)]
         source = FileSource(next(file for file in first if file.exists()))
         super().__init__(path, [*names, *empty], [source])
         self._tensors.update(empty)
@@ -242,7 +242,12 @@ class ChunkedLeaf(Leaf):
         limit = 0 if self._keep else max(min(workspace.room, _COPIES * _BATCH), self.unit_nbytes) // _COPIES
         for piece in _whole_chunks(box, self.chunk, limit // self.dtype.itemsize):
             target = out[(*shift(piece, box), ...)]
-            chunk = self._chunk_of(piece) if self._keep else piece
+            chunk = piece
+            if self._keep:  # the one that the piece begins in, as far as it is inside the array
+                chunk = tuple(
+                    slice(start := part.start - part.start % step, min(start + step, extent))
+                    for part, step, extent in zip(piece, self.chunk, self.shape, strict=True)
+                )
             if piece != chunk:
                 key = (self.name, *(part.start for part in chunk))
                 values = self._kept.take(key, target.size, lambda chunk=chunk: self._decode(chunk))
@@ -259,14 +264,6 @@ class ChunkedLeaf(Leaf):
     def release(self) -> None:
         if self._keep:
             self._kept.clear(self.name)
-
-    def _chunk_of(self, piece: Box) -> Box:
-        """The chunk that a piece begins in, as far as it is inside the array."""
-        corner = [part.start - part.start % step for part, step in zip(piece, self.chunk, strict=True)]
-        return tuple(
-            slice(start, min(start + step, extent))
-            for start, step, extent in zip(corner, self.chunk, self.shape, strict=True)
-        )
 
     def _decode(self, chunk: Box) -> np.ndarray:
         values = np.empty(box_shape(chunk), self.dtype)

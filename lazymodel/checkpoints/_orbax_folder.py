@@ -73,7 +73,12 @@ def find_item(folder: Path) -> Path | None:
         return None
     _require_committed(folder)
     unfinished = [child.name for child in items if _UNFINISHED in child.name]
-    arrays = [child for child in items if _UNFINISHED not in child.name and _holds_arrays(child)]
+    arrays: list[Path] = []
+    for child in items:
+        if _UNFINISHED not in child.name:
+            tree = read_tree(child)
+            if tree is None or tree.stores_arrays or tree.empty:
+                arrays.append(child)
     if len(arrays) > 1 and {child.name for child in arrays} == {"pytree", "assets"}:
         # Keras' callback keeps the model's files (vocabularies) as byte arrays beside its variables.
         arrays = [child for child in arrays if child.name == "pytree"]
@@ -172,11 +177,6 @@ def _unfinished(folder: Path) -> str | None:
         if "commit_timestamp_nsecs" in content and content["commit_timestamp_nsecs"] is None:
             return f"{_STEP_METADATA} has no commit time"
     return None
-
-
-def _holds_arrays(item: Path) -> bool:
-    tree = read_tree(item)
-    return tree is None or tree.stores_arrays or bool(tree.empty)
 
 
 # What is in an item ---------------------------------------------------------------------------------------------------

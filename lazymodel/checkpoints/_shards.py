@@ -21,6 +21,7 @@ from lazymodel.checkpoints._untrusted import require_shards, shard_path
 
 SAVE_KEY = "lazymodel_save"  # in a shard's metadata: what the shards of one save have in common, and no others
 _PART = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.safetensors")  # as Hugging Face numbers the shards of a model
+_NOUNS = ("tensor", "group")  # what an index lists, by whether it groups them
 _MAX_NAME = 240  # characters of a name that a message shows; a file may give a tensor a name of megabytes
 
 Report = Callable[[str, Path | None], None]  # is told what is wrong, and in which file
@@ -70,15 +71,16 @@ def open_indexed(
     opened: dict[Path, Checkpoint] = {}
     for path, keys in expected.items():
         with _noted(problem, path):
-            _require(path, f"{some(keys, _noun(grouped))} as {index.name} says")
+            _require(path, f"{some(keys, _NOUNS[grouped])} as {index.name} says")
             opened[path] = open(path)
     for message in _save_problems(index, {path: shard.metadata for path, shard in opened.items()}, indexed=True):
         _tell(problem, message)
     known = weights.keys() if not grouped else {key.strip("/") for key in weights}
-    return [
-        (shard, indexed_names(shard, path, index.name, expected[path], known, problem, grouped=grouped))
+    names = [
+        indexed_names(shard, index.name, expected[path], known, problem, grouped=grouped)
         for path, shard in opened.items()
     ]
+    return list(zip(opened.values(), names, strict=True))
 
 
 def by_shard(
@@ -100,15 +102,15 @@ def by_shard(
 
 def indexed_names(
     shard: Checkpoint,
-    path: str | os.PathLike[str],
     index: str,
     expected: Sequence[str],
-    known: Collection[str],
+    known: Collection[str] = (),
     problem: Report | None = None,
     *,
     grouped: bool,
 ) -> Sequence[str]:
     """The tensors of a shard that an index, which lists `known` in all, says it has."""
+    path = shard.path
     held: Any = shard.keys()
     if grouped:
         held = {}
@@ -117,8 +119,8 @@ def indexed_names(
 
     def tell(keys: Sequence[str], verb: str, what: str) -> None:
         if keys:
-            message = f"{os.fspath(path)}: {verb} {some(keys, _noun(grouped))}, which {index} {what}"
-            _tell(problem, f"{message}; download both again", Path(path))
+            message = f"{path}: {verb} {some(keys, _NOUNS[grouped])}, which {index} {what}; download both again"
+            _tell(problem, message, Path(path))
 
     tell([key for key in expected if key not in held], "lacks", "says it has")
     if problem is not None:
@@ -187,10 +189,6 @@ def short(text: str) -> str:
     """The text, without the middle of one that is too long to show."""
     half = _MAX_NAME // 2
     return text if len(text) <= _MAX_NAME else f"{text[:half]}…{text[-half:]}"
-
-
-def _noun(grouped: bool) -> str:
-    return "group" if grouped else "tensor"
 
 
 @contextlib.contextmanager
