@@ -18,14 +18,7 @@ from lazymodel._errors import DoesNotFitError, LazyModelError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status.
-
-    Args:
-        argv: The arguments; None takes the process's.
-
-    Raises:
-        SystemExit: With status 2, for arguments that are wrong; with 0, for `--help`.
-    """
+    """Runs a command, of the process's arguments if none are given, and returns its exit status."""
     parser = argparse.ArgumentParser(prog="lazymodel", description="Look at checkpoints and models before loading.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_inspect_parser(commands)

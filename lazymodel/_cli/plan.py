@@ -99,9 +99,16 @@ def _plan(arguments: argparse.Namespace) -> int:
         meshes = _meshes(arguments)
         source = _described(arguments.model)
         plans = _plans(arguments, source, meshes, what_if, compile)
-    shown = next(iter(plans.values())) if len(plans) == 1 else compare_plans(plans)
+    shown: Any = next(iter(plans.values())) if len(plans) == 1 else compare_plans(plans)
     if arguments.html:
-        _write_page(Path(arguments.html), shown)
+        page = (
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Memory plan</title></head>'
+            f'<body style="font-family:sans-serif">{shown._repr_html_()}</body></html>\n'
+        )
+        try:
+            Path(arguments.html).write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise LazyModelError(f"cannot write {arguments.html}: {error.strerror or error}") from error
     print_text(json.dumps(shown.to_dict(), indent=2) if arguments.json else str(shown))
     return 0 if any(plan.fits is not False for plan in plans.values()) else 1
 
@@ -129,7 +136,7 @@ def _plans(
     built = WhatIf()
     if what_if.quantize is not None and not _is_factory(source):
         built, what_if = what_if, WhatIf(what_if.optimizer)
-    with _status(f"building {source}") as say:
+    with _status() as say:
         for dtype in arguments.dtype or [None]:
             say(f"building {source}{f' in {dtype}' if dtype else ''}")
             model = _model(source, arguments.cls, dtype, built)
@@ -147,12 +154,11 @@ def _meshes(arguments: argparse.Namespace) -> dict[str, Any]:
     all_axes = [None if text is None else parse_axes(text) for text in arguments.mesh or [None]]
     wanted = list(itertools.product(arguments.topology or [None], all_axes))
 
-    def meshes(compiled: bool) -> dict[str, Any]:
-        names = [", ".join(filter(None, (topology, _axes_text(axes or {})))) for topology, axes in wanted]
-        return dict(zip(names, (_mesh(*each, compiled=compiled) for each in wanted), strict=True))
-
-    arithmetic = meshes(False)
-    return arithmetic if arguments.compile is None else meshes(True)
+    names = [", ".join(filter(None, (topology, _axes_text(axes or {})))) for topology, axes in wanted]
+    meshes = [_mesh(*each, compiled=False) for each in wanted]
+    if arguments.compile is not None:
+        meshes = [_mesh(*each, compiled=True) for each in wanted]
+    return dict(zip(names, meshes, strict=True))
 
 
 def _described(source: str) -> str:
@@ -193,8 +199,7 @@ def _mesh(topology: str | None, axes: Mapping[str, int] | None, *, compiled: boo
     """The mesh to plan for; None is one device."""
     if topology is not None:
         return compiled_mesh(topology, axes) if compiled else arithmetic_mesh(topology, axes)
-    if axes is None:
-        # One device that is neither here nor of a known kind.
+    if axes is None:  # one device that is neither here nor of a known kind
         return None if compiled else AbstractMesh((1,), ("model",))
     sizes, names = tuple(axes.values()), tuple(axes)
     if not compiled:
@@ -252,23 +257,12 @@ def _sharded(model: AbstractModel, mesh: Any) -> AbstractModel:
         return model.shard(mesh, auto())
 
 
-def _write_page(file: Path, shown: Any) -> None:
-    page = (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Memory plan</title></head>'
-        f'<body style="font-family:sans-serif">{shown._repr_html_()}</body></html>\n'
-    )
-    try:
-        file.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise LazyModelError(f"cannot write {file}: {error.strerror or error}") from error
-
-
 @contextlib.contextmanager
-def _status(text: str) -> Generator[Callable[[str], None], None, None]:
+def _status() -> Generator[Callable[[str], None]]:
     """Says on standard error what is going on, where a person is watching."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda text: None
         return
-    with console.status(escape(text)) as status:
+    with console.status("") as status:
         yield lambda text: status.update(escape(text))

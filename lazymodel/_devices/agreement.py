@@ -51,15 +51,10 @@ _TEXT = 1024  # characters of an outcome that are quoted: enough for a message w
 
 @dataclasses.dataclass
 class Stage:
-    """What a process says about a stage that it got through.
+    """What a process says about a stage that it got through."""
 
-    Attributes:
-        outcome: What all processes must have come to. They compare all of it; an error quotes its beginning.
-        details: More that must be the same everywhere, and that nobody needs to read.
-    """
-
-    outcome: str = ""
-    details: str = ""
+    outcome: str = ""  # what all processes must have come to; they compare all of it, an error quotes its beginning
+    details: str = ""  # more that must be the same everywhere, and that nobody needs to read
     _meeting: _Meeting | None = None
     _checked: float = dataclasses.field(default_factory=time.monotonic)
 
@@ -81,12 +76,13 @@ def agreement(
     done: str = "materialized",
     given: str = "checkpoints differ",
     mend: str = "Give all processes the same files",
-) -> Generator[Stage, None, None]:
+) -> Generator[Stage]:
     """Runs its body as a stage at whose end all processes that hold devices of these shardings wait for each other.
 
     A process in which the body fails raises that error, at once; all others raise a `CheckpointError` that names the
-    process and quotes its message, at the latest when they come to the end of their own. Nothing is exchanged where all
-    devices belong to this process, as in one-process runs, so one process may still load a model of its own.
+    process and quotes its message, at the latest when they come to the end of their own, as they do where a process
+    comes to another outcome, ends, is killed or does not come in time. Nothing is exchanged where all devices belong to
+    this process, so one process may still load a model of its own.
 
     A process waits for `LAZYMODEL_WAIT_SECONDS` (1800), and for one that was at work and then gave no sign of life, as
     one that was killed, no longer than a minute.
@@ -96,14 +92,6 @@ def agreement(
         done: What the stage does, for the message that it was not done here either.
         given: What it means that outcomes differ, for a message that begins with "the processes'".
         mend: What to do about that.
-
-    Yields:
-        A `Stage`, in which the body may note an outcome that must be the same everywhere.
-
-    Raises:
-        CheckpointError: The body failed in another process or came to another outcome there, or another process ended,
-            was killed, or did not come in time.
-        LazyModelError: The processes do not know each other, or `LAZYMODEL_WAIT_SECONDS` is not a time.
     """
     members = _sharing_processes(shardings)
     if not members:
@@ -139,7 +127,7 @@ def agreement(
 
 
 @contextlib.contextmanager
-def opening() -> Generator[None, None, None]:
+def opening() -> Generator[None]:
     """Runs the opening of a checkpoint: where it fails, the processes that wait for this one get to know."""
     store = run_store()
     if store is None or getattr(_within, "stage", False):  # what fails in a stage is said at its end

@@ -221,11 +221,7 @@ def is_arithmetic(sharding: Any) -> bool:
 
 
 def require_live(variables: Mapping[str, Any]) -> None:
-    """Checks that every variable's devices are here, or in another process of this program.
-
-    Raises:
-        LazyModelError: One's are not.
-    """
+    """Checks that every variable's devices are here, or in another process of this program."""
     known: set[Any] = set()  # few meshes serve many variables
     for path, variable in variables.items():
         sharding: Sharding | None = variable.sharding

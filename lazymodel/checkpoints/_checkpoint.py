@@ -109,15 +109,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
 
 class JoinedCheckpoint(Checkpoint):
-    """Several files as one mapping.
-
-    Args:
-        path: The path that was opened.
-        parts: The files, and of each the names of the tensors that count.
-
-    Raises:
-        CheckpointError: Two files have a tensor of the same name.
-    """
+    """Several files as one mapping; of each the tensors whose names are given, and no name twice."""
 
     def __init__(self, path: str | os.PathLike[str], parts: Sequence[tuple[Checkpoint, Collection[str]]]) -> None:
         owners: dict[str, Checkpoint] = {}

@@ -247,7 +247,6 @@ class _Inspection:
         self.add(open_indexed(index, weights, self.noting(kind), self.problem, grouped=kind.grouped))
 
     def look_at_loose(self, paths: list[Path], kind: Format = SAFETENSORS) -> None:
-        """Files that no index describes."""
         self.format = kind.name
         self.add(open_loose(self.root, paths, self.noting(kind), self.problem))
 
@@ -269,7 +268,7 @@ class _Inspection:
                 self.add_part(checkpoint, names)
 
     def add_part(self, checkpoint: Checkpoint, names: Iterable[str]) -> None:
-        """Notes tensors of a checkpoint, and that some were found before."""
+        """Notes tensors, and that some were found before."""
         self.add_metadata(checkpoint.metadata)
         path = Path(checkpoint.path)
         again: dict[str, list[str]] = {}

@@ -96,17 +96,15 @@ def find_item(folder: Path) -> Path | None:
 
 def foreign_entries(folder: Path) -> list[str]:
     """Names of the files and folders in a folder that are no part of the one Orbax item that it is, or has in it."""
-    return sorted(
-        child.name
-        for child in folder.iterdir()
-        if not (child.name in _OWN or child.name.startswith(_PROCESS) or _is_item_or_array(child))
-    )
 
+    def own(path: Path) -> bool:
+        if path.name in _OWN or path.name.startswith(_PROCESS):
+            return True
+        if not path.is_dir() or _STEP.fullmatch(path.name):  # a whole step is not a part of anything
+            return False
+        return _is_array(path) or (_is_item(path) and find_item(path.parent) == path)
 
-def _is_item_or_array(path: Path) -> bool:
-    if not path.is_dir() or _STEP.fullmatch(path.name):  # a whole step is not a part of anything
-        return False
-    return _is_array(path) or (_is_item(path) and find_item(path.parent) == path)
+    return sorted(child.name for child in folder.iterdir() if not own(child))
 
 
 def _folders(folder: Path) -> list[Path]:

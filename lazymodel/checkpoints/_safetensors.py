@@ -93,11 +93,6 @@ class PackedLeaf(Leaf):
 class SafetensorsFile(Checkpoint):
     """One safetensors file: tensor name → `LazyTensor`, in file order. Opening reads and checks the header.
 
-    Attributes:
-        header: What its header says.
-        metadata: The header's `__metadata__`, strings to strings.
-        source: Its bytes; `source.bytes_read` counts what was read of the tensors.
-
     Raises:
         CheckpointError: The file is missing, truncated, a Git LFS pointer, or its header is malformed: a length out
             of range, a repeated key, an unknown dtype, a shape that is not its byte range, overlaps, or gaps.
