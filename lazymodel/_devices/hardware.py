@@ -35,32 +35,21 @@ class Generation:
     Sizes and names: https://cloud.google.com/tpu/docs/v2 and its siblings v3, v4, v5e, v5p, v6e and tpu7x. A device of
     v2, v3 or v7x is one of the chip's two cores and has half of the chip's memory; one of v4 or v5p is the chip, its
     two cores acting as one ("megacore"). Data sheets: https://cloud.google.com/tpu/docs/system-architecture
-
-    Attributes:
-        name: As clouds call it, and libtpu unless `libtpu` says otherwise.
-        kind: As `jax.Device.device_kind` has it.
-        mib: The largest array, in MiB, for which libtpu 0.0.52 compiles an update in place on one device, found by
-            bisection. What the compiler prints as available is about 3 MiB more, which the program itself takes; the
-            data sheet has more than that, because the runtime reserves some.
-        devices_per_chip: JAX devices of one chip.
-        num_cores: Cores of one JAX device.
-        shapes: Slices that exist, in chips, by size, where they are few; else what is smaller than a cube.
-        max_chips: Largest slice where shapes are composed of cubes; 0 where all are listed.
-        aliases: Other names, lower-cased and without "tpu" in front.
-        libtpu: As `get_topology_desc` wants it, where that is not the name.
-        chip_config: How libtpu is to see the chip's cores.
     """
 
-    name: str
-    kind: str
+    name: str  # as clouds call it, and libtpu unless `libtpu` says otherwise
+    kind: str  # as `jax.Device.device_kind` has it
+    # The largest array, in MiB, for which libtpu 0.0.52 compiles an update in place on one device, found by bisection.
+    # What the compiler prints as available is about 3 MiB more, which the program itself takes; the data sheet has more
+    # than that, because the runtime reserves some.
     mib: int
     devices_per_chip: int
-    num_cores: int
-    shapes: tuple[Shape, ...]
-    max_chips: int = 0
-    aliases: tuple[str, ...] = ()
-    libtpu: str = ""
-    chip_config: str = "default"
+    num_cores: int  # of one JAX device
+    shapes: tuple[Shape, ...]  # slices that exist, in chips, by size, where they are few; else those below a cube
+    max_chips: int = 0  # of the largest slice where shapes are composed of cubes; 0 where all are listed
+    aliases: tuple[str, ...] = ()  # other names, lower-cased and without "tpu" in front
+    libtpu: str = ""  # as `get_topology_desc` wants it, where that is not the name
+    chip_config: str = "default"  # how libtpu is to see the chip's cores
 
     @property
     def cores_per_chip(self) -> int:

@@ -64,12 +64,6 @@ class Window(io.RawIOBase):
         self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 (closed in close)
         self._base, self._size, self._position = base, size, 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         return self._position

@@ -68,23 +68,14 @@ class Problem(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CheckpointSummary:
-    """What `inspect_checkpoint` found. `str()` is a report for a person, `to_dict()` the same for a program.
-
-    Attributes:
-        path: The path that was inspected.
-        format: What the files are: `safetensors`, `hdf5` and so on, or `unknown`.
-        metadata: What the files say about themselves: strings, numbers, or lists and mappings of them.
-        files: The files, index first.
-        tensors: The tensors that could be found, in the order of the files.
-        problems: What is wrong, in the order in which it was found.
-    """
+    """What `inspect_checkpoint` found. `str()` is a report for a person, `to_dict()` the same for a program."""
 
     path: str
-    format: str
-    metadata: dict[str, Any]
-    files: tuple[FileSummary, ...]
-    tensors: tuple[TensorSummary, ...]
-    problems: tuple[Problem, ...]
+    format: str  # what the files are: `safetensors`, `hdf5` and so on, or `unknown`
+    metadata: dict[str, Any]  # what the files say about themselves: strings, numbers, or lists and mappings of them
+    files: tuple[FileSummary, ...]  # index first
+    tensors: tuple[TensorSummary, ...]  # those that could be found, in the order of the files
+    problems: tuple[Problem, ...]  # in the order in which they were found
 
     @property
     def nbytes(self) -> int:
