@@ -7,7 +7,10 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.layout import Format, Layout
+
+from lazymodel._programs.keys import is_key, stored_as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +79,16 @@ class AbstractVariable:
     def nbytes(self) -> int:
         """Bytes of the whole variable, over all devices, counted once."""
         return self.size * self.dtype.itemsize
+
+    @property
+    def is_key(self) -> bool:
+        """Whether its elements are PRNG keys."""
+        return is_key(self.dtype)
+
+    @property
+    def stored(self) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Shape and dtype that its values are stored and read in; those of PRNG keys are their data."""
+        return stored_as(self.shape, self.dtype)
 
     @property
     def spec(self) -> jax.sharding.PartitionSpec | None:

@@ -15,7 +15,6 @@ from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import CheckpointError, warn
 from lazymodel._mapping.mapped import MappedCheckpoint, described
-from lazymodel._mapping.table import stored_as
 from lazymodel._programs.programs import InitRecipe
 from lazymodel._show.text import closest, first_of, folded_names, listed
 from lazymodel._tensors.casting import SAFE, check_mode, refusal, weights
@@ -124,7 +123,7 @@ def _match(model: ModelSpec, checkpoint: Mapping[str, Any], *, strict: bool) -> 
 
 def _mismatch(variable: AbstractVariable, source: Any) -> MismatchedTensor | None:
     """What is wrong with the shape of what a variable is loaded from."""
-    (expected, _), found = stored_as(variable), tuple(np.shape(source))
+    (expected, _), found = variable.stored, tuple(np.shape(source))
     if found == expected:
         return None
     return MismatchedTensor(variable.path, stored_tensors(source, variable.path)[0], expected, found)
@@ -139,7 +138,7 @@ def refused_casts(model: ModelSpec, checkpoint: Mapping[str, Any] | None, choice
     for path, source in choice.sources.items():
         if not choice.from_file(path):
             continue
-        tensor, (_, expected) = lazy(source, path), stored_as(model[path])
+        tensor, (_, expected) = lazy(source, path), model[path].stored
         if tensor.dtype != expected:
             why = refusal(path, tensor, expected, where(source), names)
             refused += [why] if why else []

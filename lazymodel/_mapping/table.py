@@ -18,14 +18,12 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-import jax
 import numpy as np
 
 from lazymodel._abstract.paths import Captures, Template
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError
 from lazymodel._mapping.entry import From, Missing, Parts, Tensors, check_captures, read_entry, write_entry
-from lazymodel._programs.keys import is_key
 from lazymodel._show.text import LISTED, closest, first_lines
 from lazymodel._tensors.lazy import LazyTensor
 
@@ -197,7 +195,7 @@ def _take(
     except ValueError as error:
         report.misshapen[path] = f" from {source}: {error}"
         return
-    expected, _ = stored_as(variable)
+    expected, _ = variable.stored
     if tuple(value.shape) == expected:
         mapped[path] = value
         return
@@ -208,14 +206,6 @@ def _take(
 def _suggestion(found: Mapping[str, str], name: str, names: Iterable[str]) -> str:
     """The closest names, for those findings that are listed: comparing all of many thousand takes long."""
     return closest(name, names) if len(found) < LISTED else ""
-
-
-def stored_as(variable: AbstractVariable) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype that a variable's values are read in; those of a PRNG key are its key data."""
-    if not is_key(variable.dtype):
-        return tuple(variable.shape), np.dtype(variable.dtype)
-    data = jax.eval_shape(jax.random.key_data, variable.struct)
-    return data.shape, np.dtype(data.dtype)
 
 
 def _shape_hint(found: tuple[int, ...], expected: tuple[int, ...]) -> str:

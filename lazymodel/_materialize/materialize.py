@@ -27,7 +27,6 @@ from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError
 from lazymodel._mapping.mapped import flat_checkpoint
 from lazymodel._mapping.match import Choice, choose, warn_of_rest
-from lazymodel._mapping.table import stored_as
 from lazymodel._materialize.report import Costs, make_report
 from lazymodel._materialize.stream import StreamItem, stream
 from lazymodel._programs.jaxprs import is_weak, with_weak_type
@@ -212,12 +211,12 @@ def _details(choice: Choice) -> str:
 def _stream_item(variable: AbstractVariable, source: Any, sharding: Sharding, choice: Choice) -> StreamItem:
     """What the stream reads. Keys are read as their key data, whose trailing dimension no spec names."""
     tensor = lazy(_read_as(variable, source, choice), variable.path)
-    return StreamItem(variable.path, tensor, *stored_as(variable), sharding)
+    return StreamItem(variable.path, tensor, *variable.stored, sharding)
 
 
 def _read_as(variable: AbstractVariable, source: Any, choice: Choice) -> Any:
     """A source's values in the variable's dtype; what the user's own code made is cast as that would cast it."""
-    _, dtype = stored_as(variable)
+    _, dtype = variable.stored
     if choice.from_file(variable.path):
         return converted(lazy(source, variable.path), dtype, choice.cast)
     return source if source.dtype == dtype else converted(lazy(source, variable.path), dtype, UNSAFE)

@@ -60,17 +60,11 @@ def prefers_one_pass(view: View, boxes: Sequence[Box]) -> bool:
 
 
 def fill_parts(view: View, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> list[Part]:
-    """Plans how to fill `outs`, arrays of the view's dtype, with boxes of the view.
-
-    Args:
-        view: What to read.
-        boxes: Ranges in every dimension, step 1.
-        outs: As many arrays, each of its box's shape.
-    """
+    """Plans how to fill `outs`, arrays of the view's dtype, with boxes of the view, each of its array's shape."""
     leaf = view.leaf
     targets = [(box, out) for box, out in zip(boxes, outs, strict=True) if out.size]
+    parts: list[Part] = []
     if isinstance(leaf, DividedLeaf):
-        parts: list[Part] = []
         aligned: list[tuple[Box, np.ndarray]] = []
         for box, out in targets:
             geometry, ordered, repeated = normalize(view.geometry(box), out)
