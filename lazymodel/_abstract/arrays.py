@@ -21,9 +21,8 @@ def named_arrays(model: Any) -> dict[str, Any]:
     found = model_arrays(model)
     if found is None:
         leaves, _ = jax.tree_util.tree_flatten_with_path(dict(model) if isinstance(model, Mapping) else model)
-        arrays = (jax.Array, np.ndarray, LazyTensor)
-        kept = [(path_text(keys), leaf) for keys, leaf in leaves if isinstance(leaf, arrays)]
-        paths = unique_paths([path for path, _ in kept])
+        kept = [(keys, leaf) for keys, leaf in leaves if isinstance(leaf, (jax.Array, np.ndarray, LazyTensor))]
+        paths = unique_paths([path_text(keys) for keys, _ in kept])
         found = dict(zip(paths, (leaf for _, leaf in kept), strict=True))
     seen: set[int] = set()
     distinct = {path: leaf for path, leaf in found.items() if not (id(leaf) in seen or seen.add(id(leaf)))}

@@ -45,7 +45,6 @@ class Placement:
     devices come down to one group.
 
     Attributes:
-        shardings: Path to sharding.
         group: Path to what stands for its devices, a mesh or a set.
         devices: Device to the groups that it belongs to; numbers stand for the devices of a mesh that has none.
         signatures: How many devices belong to the same groups.
@@ -98,7 +97,7 @@ def _members(group: Any) -> Iterator[Any]:
 
 def device_nbytes(variables: Iterable[AbstractVariable]) -> dict[Any, int]:
     """Bytes of variables on each device that holds any of those with a sharding."""
-    placed = {v.path: v for v in variables if v.sharding is not None}
+    placed = {variable.path: variable for variable in variables if variable.sharding is not None}
     placement = Placement({path: cast("Sharding", variable.sharding) for path, variable in placed.items()})
     return placement.on_devices({path: resident_nbytes(variable) for path, variable in placed.items()})
 

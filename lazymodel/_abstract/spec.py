@@ -24,15 +24,10 @@ from lazymodel._tensors.stored import MismatchedTensor, StoredTensor
 
 @dataclasses.dataclass(frozen=True)
 class Optimized:
-    """What an optimizer that a model has trains.
+    """What an optimizer that a model has trains."""
 
-    Attributes:
-        paths: The paths of the parameters.
-        model: The model as it was without the optimizer; None where the framework's own object holds both.
-    """
-
-    paths: tuple[str, ...]
-    model: ModelSpec | None = None
+    paths: tuple[str, ...]  # of the parameters
+    model: ModelSpec | None = None  # as it was without the optimizer; None where the user's own object holds both
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -115,12 +115,11 @@ def make_arrays(
     progress: Progress,
     check: Callable[[], None],
 ) -> tuple[dict[str, Any], Costs]:
-    """Runs the init programs, the stream, and what is computed from other variables.
+    """Runs the init programs, the stream, and what is computed from other variables, as `choice` says of each.
 
-    Returns path to finished array, of JAX or (see `_abstract/host_arrays`) of NumPy, and what it cost.
-
-    Init programs come first: their temporaries are spent while the devices are still empty. Progress is counted in
-    bytes of the distinct shards of this process. `check` is called with every piece of work; what it raises ends it.
+    Returns path to finished array, of JAX or (see `_abstract/host_arrays`) of NumPy, and what it cost. Init programs
+    come first: their temporaries are spent while the devices are still empty. `check` is called with every piece of
+    work; what it raises ends it.
     """
     nbytes = {path: local_nbytes(shardings[path], v.shape, v.dtype) for path, v in model.items()}
     items = [

@@ -1,7 +1,7 @@
 """The load report: what a materialization did with every variable, and what it cost this process.
 
-Responsible for describing, in plain values that outlive the checkpoint: a report holds no tensor, array or device. What
-is loaded is decided in `_materialize/materialize`, which measures too; how a report looks as a table is in `_report`.
+In plain values that outlive the checkpoint: a report holds no tensor, array or device. What is loaded is decided, and
+what it costs measured, in `_materialize/materialize`.
 """
 
 from __future__ import annotations
@@ -204,12 +204,14 @@ def make_report(
         rows.append(row)
     files = dict.fromkeys(tensor.file for row in rows for tensor in row.tensors if tensor.file)
     given = {} if checkpoint is None else checkpoint
+    # What a mapping took nothing from, where the checkpoint is what `map_checkpoint` made of another one.
+    unmapped = unused_tensors(getattr(given, "source", {}), getattr(given, "unused", ()))
     return LoadReport(
         name=model.name,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
         rows=tuple(rows),
-        unused=(*model.unused, *unused_tensors(given, choice.unused), *_unmapped(given)),
+        unused=(*model.unused, *unused_tensors(given, choice.unused), *unmapped),
         mismatched=(*model.mismatched, *choice.mismatched),
         files={file: _size(file) for file in files},
         needed_nbytes=sum(row.needed_nbytes for row in rows),
@@ -218,11 +220,6 @@ def make_report(
         initialize_seconds=costs.initialize_seconds,
         stream_seconds=costs.stream_seconds,
     )
-
-
-def _unmapped(checkpoint: Mapping[str, Any]) -> tuple[StoredTensor, ...]:
-    """What a mapping took nothing from, where the checkpoint is what `map_checkpoint` made of another one."""
-    return unused_tensors(getattr(checkpoint, "source", {}), getattr(checkpoint, "unused", ()))
 
 
 def _size(file: str) -> int | None:

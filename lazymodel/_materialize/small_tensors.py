@@ -23,34 +23,23 @@ from lazymodel._tensors.leaves import FileLeaf, View
 from lazymodel._tensors.shards import Boxes
 from lazymodel._tensors.source import Source
 
-_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
-
 SMALL_NBYTES = 64 << 10  # bytes of a tensor; a larger one gains little, and is worth the attention of several threads
 GROUP = 512 << 10  # bytes of a group: a hundred times what its overhead takes, and all of it lives as long as any of it
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Small:
-    """A tensor that can be part of a group.
+    """A tensor that can be part of a group."""
 
-    Attributes:
-        tensor: What it is, of its variable's dtype.
-        boxes: The parts that devices hold.
-        source: Its file, if its elements are a range of it with nothing else in it; None for what is read in its own
-            way, whole: a part of a tensor, what is compressed or joined, an array in memory.
-        start: First byte of that range.
-        stored_nbytes: Bytes of that range; 0 where there is none.
-        placed_nbytes: Bytes of all its boxes, each with a cache line to begin with.
-        spent_nbytes: Bytes of temporaries that converting it takes.
-    """
-
-    tensor: View
-    boxes: Boxes
+    tensor: View  # of its variable's dtype
+    boxes: Boxes  # the parts that devices hold
+    # Its file, if its elements are a range of it with nothing else in it; None for what is read in its own way, whole:
+    # a part of a tensor, what is compressed or joined, an array in memory.
     source: Source | None
-    start: int
-    stored_nbytes: int
-    placed_nbytes: int
-    spent_nbytes: int
+    start: int  # first byte of that range
+    stored_nbytes: int  # of that range; 0 where there is none
+    placed_nbytes: int  # of all its boxes, each with a cache line to begin with
+    spent_nbytes: int  # of temporaries that converting it takes
 
     @property
     def nbytes(self) -> int:
@@ -80,9 +69,7 @@ class Group:
     """Small tensors in the order of their file.
 
     Attributes:
-        members: The tensors.
-        placed_nbytes: Bytes of the buffer that their boxes are put into.
-        values_nbytes: Bytes of their boxes alone.
+        placed_nbytes: Bytes of the buffer that their boxes are put into; `values_nbytes` are those of the boxes alone.
         nbytes: Bytes of host memory that filling it takes, that buffer included.
         current: Number of the member to which an error is due.
     """
@@ -115,7 +102,7 @@ class Group:
             read += member.stored_nbytes
             placed += member.placed_nbytes
             member.tensor.leaf.release()
-        _jax.block_until_ready(arrays)
+        jax.block_until_ready(arrays)
         return arrays
 
     def _read(self, raw: np.ndarray) -> None:

@@ -19,7 +19,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from lazymodel._errors import CheckpointError
 from lazymodel._materialize.bands import band_parts, copy_to
 from lazymodel._materialize.small_tensors import Group, Small, groups, small
+from lazymodel._programs.jaxprs import uses_x64
 from lazymodel._show.text import format_bytes, misshapen
 from lazymodel._tensors.boxes import BoxKey, box_of, box_shape
 from lazymodel._tensors.buffers import Arena, Workspace, cores, default_budget, empty_aligned
@@ -37,8 +38,6 @@ from lazymodel._tensors.leaves import Part
 from lazymodel._tensors.shards import Boxes, boxes_for
 from lazymodel._tensors.stored import where
 
-_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
-
 BAND = 16 << 20  # bytes of a piece of shards that are larger than the budget: a transfer of a few milliseconds
 WORKSPACE = 64 << 20  # bytes of temporaries of a thread, at most; more makes nothing faster
 _THREADS = 8  # more do not help: memory bandwidth, not the number of requests, is the limit from here on
@@ -46,28 +45,17 @@ _THREADS = 8  # more do not help: memory bandwidth, not the number of requests, 
 
 @dataclasses.dataclass(frozen=True)
 class StreamItem:
-    """One variable to fill.
+    """One variable to fill."""
 
-    Attributes:
-        path: The variable's path, for messages.
-        tensor: Where its values come from.
-        shape: Its global shape, which must be the tensor's.
-        dtype: Its dtype; values are cast as `ndarray.astype` casts.
-        sharding: Where its shards go.
-    """
-
-    path: str
-    tensor: LazyTensor | np.ndarray
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    path: str  # for messages
+    tensor: LazyTensor | np.ndarray  # where its values come from
+    shape: tuple[int, ...]  # the global shape, which must be the tensor's
+    dtype: np.dtype[Any]  # values are cast as `ndarray.astype` casts
     sharding: Sharding
 
 
 def stream(
-    items: Sequence[StreamItem],
-    *,
-    max_host_memory: int | None = None,
-    on_bytes: Callable[[int], None] | None = None,
+    items: Sequence[StreamItem], *, max_host_memory: int | None = None, on_bytes: Callable[[int], None] | None = None
 ) -> Iterator[tuple[str, jax.Array]]:
     """Reads every item's shards onto this process's devices; yields (path, array) in file order.
 
@@ -75,13 +63,12 @@ def stream(
     iterator is exhausted, closed or fails.
 
     Args:
-        items: What to fill. Their order does not matter.
+        items: What to fill, in any order.
         max_host_memory: Ceiling in bytes for the host memory in use at any time: values on their way to devices,
             and every temporary. None is 4 GiB, or an eighth of the memory that is available if that is less. The
             memory of the devices themselves is no part of it, which on CPU devices is host memory too: there the
             variable that is next to be yielded does not count, those read ahead do.
-        on_bytes: Called with the number of bytes of shards just filled, from any thread, one call at a time. Over a
-            whole stream they add up to the bytes of all distinct shards of this process.
+        on_bytes: Called with the bytes of shards just filled, from any thread, one call at a time.
 
     Raises:
         CheckpointError: At once, for a tensor whose shape is not its variable's or that cannot be read within the
@@ -152,11 +139,10 @@ class _Plan:
 
     def take(self) -> jax.Array:
         """The finished array, which is the caller's alone."""
-        array, self.array = self.array, None
+        item, array, self.array = self.item, self.array, None
         if array is None:
             shards = [shard for key in self.boxes.devices for shard in self.shards[key]]
             self.shards = {}
-            item = self.item
             array = jax.make_array_from_single_device_arrays(item.shape, item.sharding, shards, dtype=item.dtype)
         return array
 
@@ -190,10 +176,10 @@ def _plan(item: StreamItem) -> _Plan:
             f"{misshapen(item.path, item.shape, tensor.shape, where(tensor))}; "
             "is this the checkpoint of another configuration?"
         )
-    if jax.dtypes.canonicalize_dtype(item.dtype) != item.dtype:
+    if (stored := jax.dtypes.canonicalize_dtype(item.dtype)) != item.dtype:
         raise CheckpointError(
-            f"{item.path!r}: JAX would store {item.dtype.name} as "
-            f"{jax.dtypes.canonicalize_dtype(item.dtype).name}; enable 64-bit types (jax_enable_x64) or cast"
+            f"{item.path!r}: JAX would store {item.dtype.name} as {stored.name}; "
+            "enable 64-bit types (jax_enable_x64) or cast"
         )
     boxes = boxes_for(item.sharding, tuple(item.shape))
     tensor = tensor.astype(item.dtype)
@@ -210,10 +196,8 @@ class _Stream:
         workspaces: Sequence[Workspace],
         on_bytes: Callable[[int], None] | None,
     ) -> None:
-        self._plans = plans
-        self._budget = budget
-        self._on_bytes = on_bytes
-        self._x64 = bool(cast(Any, jax.config).jax_enable_x64)  # a thread-local setting, which threads do not inherit
+        self._plans, self._budget, self._on_bytes = plans, budget, on_bytes
+        self._x64 = uses_x64()  # a thread-local setting, which threads do not inherit
         self._threads = [
             threading.Thread(target=self._work, args=(workspace,), name=f"lazymodel-stream-{index}", daemon=True)
             for index, workspace in enumerate(workspaces)
@@ -385,10 +369,7 @@ class _Stream:
             job.unfinished -= 1
             if job.unfinished or self._stopped:
                 return
-        if job.group is None:
-            self._deliver(job)
-        else:
-            self._deliver_group(job, job.group)
+        self._deliver(job) if job.group is None else self._deliver_group(job, job.group)
 
     def _deliver(self, job: _Job) -> None:
         """Hands over what was filled; the shards of bands are there already."""
@@ -399,7 +380,7 @@ class _Stream:
         elif not job.band:
             for key, out in zip(job.boxes, job.outs, strict=True):
                 shards[key] = [copy_to(place, out) for place in plan.places(key)]
-        _jax.block_until_ready((array, list(shards.values())))
+        jax.block_until_ready((array, list(shards.values())))
         with self._changed:
             if array is not None:
                 plan.array, self._held[plan] = array, job.nbytes
@@ -436,8 +417,7 @@ class _Stream:
 
     def _fail(self, job: _Job, error: Exception) -> None:
         plan = job.plan if job.group is None else job.plans[job.group.current]
-        message = f"{plan.item.path!r} from {where(plan.tensor)}: {error or type(error).__name__}"
-        wrapped = CheckpointError(message)
+        wrapped = CheckpointError(f"{plan.item.path!r} from {where(plan.tensor)}: {error or type(error).__name__}")
         wrapped.__cause__ = error
         with self._changed:
             self._error = self._error or wrapped

@@ -86,15 +86,15 @@ def kernels_of(
     """
     used = set(outputs) | kept
     for line in lines:  # what only its own function uses is no result of a kernel
-        used.update(place for place in line.operands if place[0] == "step" and _leaves(lines[place[1]], line))
+        steps = (place for place in line.operands if place[0] == "step")
+        used.update(place for place in steps if line.unit is None or lines[place[1]].unit != line.unit)
     where: dict[tuple[Any, ...], Reference] = {}  # of lines' results outside their kernel
 
     def outside(place: tuple[Any, ...]) -> Reference:
         return where.get(place, place)
 
     kernels: list[Kernel] = []
-    numbered = list(enumerate(lines))
-    for _, group in itertools.groupby(numbered, lambda pair: (pair[1].unit, pair[0] if pair[1].unit is None else 0)):
+    for _, group in itertools.groupby(enumerate(lines), lambda pair: (pair[1].unit, pair[1].unit is None and pair[0])):
         part = list(group)
         first = part[0][1]
         if len(part) == 1 and first.function is None:
@@ -106,10 +106,6 @@ def kernels_of(
         kernels.append(_kernel(part, within, results, outside, kinds))
         where.update((place, ("kernel", len(kernels) - 1, index)) for index, place in enumerate(results))
     return Kernels(tuple(kernels), tuple(outside(place) for place in outputs))
-
-
-def _leaves(computing: Line, using: Line) -> bool:
-    return computing.unit is None or computing.unit != using.unit
 
 
 def _kernel(

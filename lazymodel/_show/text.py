@@ -28,7 +28,7 @@ LISTED = 8  # names or findings of one kind that a message lists before it only 
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):  # of SI, as disk vendors print it, and of IEC 80000-13
-    _UNITS |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
+    _UNITS.update({f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power})
 
 _MOST = (1 << 63) - 1  # bytes; what operating systems can count
 _LEAST_BUDGET = 512  # bytes: a sector of a disk. With less, tensors go one element at a time

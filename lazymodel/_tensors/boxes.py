@@ -78,14 +78,10 @@ class Geometry:
 
 
 @functools.lru_cache(maxsize=64)
-def _anchor(itemsize: int) -> Addresses:
-    """One element, whose address stands for byte 0 of every leaf of this item size."""
-    return np.zeros(1, f"V{itemsize}").view(Addresses)
-
-
-@functools.lru_cache(maxsize=64)
-def _anchor_address(itemsize: int) -> int:
-    return int(_anchor(itemsize).__array_interface__["data"][0])
+def _anchor(itemsize: int) -> tuple[Addresses, int]:
+    """One element, which stands for byte 0 of every leaf of this item size, and its address."""
+    anchor = np.zeros(1, f"V{itemsize}").view(Addresses)
+    return anchor, int(anchor.__array_interface__["data"][0])
 
 
 class Addresses(np.ndarray):
@@ -101,13 +97,13 @@ class Addresses(np.ndarray):
 def fresh_view(shape: tuple[int, ...], itemsize: int) -> Addresses:
     """The addresses of a C-contiguous array that starts at byte 0."""
     strides = c_strides(shape, itemsize)
-    return np.lib.stride_tricks.as_strided(_anchor(itemsize), shape, strides, subok=True).view(Addresses)
+    return np.lib.stride_tricks.as_strided(_anchor(itemsize)[0], shape, strides, subok=True).view(Addresses)
 
 
 def geometry_of(view: np.ndarray) -> Geometry:
     """Start and strides of a view of `fresh_view`."""
     address = int(view.__array_interface__["data"][0])
-    return Geometry(address - _anchor_address(view.itemsize), view.shape, view.strides)
+    return Geometry(address - _anchor(view.itemsize)[1], view.shape, view.strides)
 
 
 def normalize(geometry: Geometry, out: np.ndarray) -> tuple[Geometry, np.ndarray, list[int]]:
@@ -137,17 +133,12 @@ def repeat(out: np.ndarray, axes: Sequence[int]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Covering:
-    """The smallest box of an array that we can show to cover a normalized geometry of it.
-
-    Attributes:
-        box: The box.
-        inner: The geometry in a C-contiguous copy of the box; None where it is simply the box.
-        axes: Where it is, for each axis of the geometry (split as `split` says) the axis of the box that it runs along.
-        split: The geometry's shape, with axes that run over several of the box's split up.
-    """
+    """The smallest box of an array that we can show to cover a normalized geometry of it."""
 
     box: Box
-    inner: Geometry | None
+    inner: Geometry | None  # the geometry in a C-contiguous copy of the box; None where it is simply the box
+    # Where it is, for each axis of the geometry the axis of the box that it runs along, and the geometry's shape, its
+    # axes that run over several of the box's split up.
     axes: tuple[int, ...] = ()
     split: tuple[int, ...] = ()
 
@@ -211,8 +202,7 @@ def strided(array: np.ndarray, geometry: Geometry, dtype: np.dtype[Any] | None =
 def slabs(shape: tuple[int, ...], limit: int, multiple: int = 1) -> Iterator[Box]:
     """Splits a box into boxes that are contiguous in C order, each of at most `limit` elements, in order.
 
-    The extent along the first axis is a multiple of `multiple` (but for the last one), even where this exceeds the
-    limit.
+    Extents along the first axis, but the last, are multiples of `multiple`, even where that exceeds the limit.
     """
     if not shape or math.prod(shape) <= limit:
         yield whole_box(shape)
@@ -271,10 +261,8 @@ def run_axis(region: Box, box: Box, out: np.ndarray) -> int:
 
 
 def runs_in(region: Box, box: Box, out: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the runs of a box are: byte offsets in a C-contiguous array of `region`, and their places in `out`.
-
-    Returns:
-        `int64[n]`, and `int64[n, 2]` of addresses and lengths in bytes, in the order of the box.
+    """Where the runs of a box are, in its order: `int64[n]` byte offsets in a C-contiguous array of `region`, and
+    `int64[n, 2]` addresses and lengths of their places in `out`.
     """
     first = run_axis(region, box, out)
     strides = c_strides(box_shape(region), out.itemsize)

@@ -31,20 +31,13 @@ TILE = 128  # rows of a tile when transposing: their cache lines stay in L1 (5 Ã
 
 @dataclasses.dataclass(frozen=True)
 class Convert:
-    """One deferred elementwise conversion: a cast to `dtype`, a reinterpretation of the same bits, or arithmetic.
+    """One deferred elementwise conversion: a cast to `dtype`, a reinterpretation of the same bits, or arithmetic."""
 
-    Attributes:
-        dtype: What it results in.
-        bitcast: Whether it is a reinterpretation.
-        function: The arithmetic: takes an array and returns one of the same shape and of `dtype`.
-    """
-
-    dtype: np.dtype[Any]
-    bitcast: bool = False
-    function: Callable[[np.ndarray], np.ndarray] | None = None
+    dtype: np.dtype[Any]  # what it results in
+    bitcast: bool = False  # whether it is a reinterpretation
+    function: Callable[[np.ndarray], np.ndarray] | None = None  # the arithmetic, elementwise, to `dtype`
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
-        """The values, converted."""
         if self.function is not None:
             return self.function(values)
         return values.view(self.dtype) if self.bitcast else values.astype(self.dtype)
@@ -109,10 +102,7 @@ def _give_back(memory: mmap.mmap, start: int, stop: int) -> None:
 class Workspace:
     """A thread's scratch memory, taken and given back like a stack: staging, casts, whatever is not the result.
 
-    Allocated when first used and used again, so that temporaries cost no page faults. Not thread-safe.
-
-    Args:
-        limit: Bytes of all temporaries together.
+    Allocated when first used, up to `limit` bytes, and used again: temporaries cost no page faults. Not thread-safe.
     """
 
     def __init__(self, limit: int) -> None:

@@ -51,14 +51,9 @@ def check_mode(cast: Any) -> None:
 
 
 def refusal(path: str, tensor: LazyTensor, expected: np.dtype[Any], where: str, names: Container[str] = ()) -> str:
-    """Why a tensor is not cast into a variable's dtype, or an empty string where it may be.
+    """Why a tensor, with all conversions that were asked for, is not cast into a variable's dtype; empty if it may be.
 
-    Args:
-        path: The variable's path.
-        tensor: The tensor, with all conversions that were asked for.
-        expected: The variable's dtype.
-        where: What the tensor is, and the file that it is in, for the message.
-        names: The names of its checkpoint, for scales.
+    `where` says what the tensor is, for the message; scales are looked for among `names`, those of its checkpoint.
     """
     found, verdict = tensor.dtype, _verdict(tensor.dtype, expected)
     if found != expected and is_quantized(found) and jnp.issubdtype(expected, jnp.inexact):
@@ -159,11 +154,7 @@ def _real(values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def _fitting(values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """Integers in another dtype.
-
-    Raises:
-        CheckpointError: One is not there in it.
-    """
+    """Integers in another dtype; CheckpointError where one is not there in it."""
     wide = values if values.dtype.kind in "iu" else values.astype(np.int64)  # ml_dtypes' are narrow
     with np.errstate(all="ignore"):
         cast = values.astype(dtype)
