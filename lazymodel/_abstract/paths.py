@@ -48,9 +48,7 @@ def flatten_paths(tree: Any) -> dict[str, Any]:
 class Template:
     """A name with captures: `{layer}` stands for text without `/` and `.`, `{rest...}` for any text.
 
-    Args:
-        text: The name.
-        regex: Whether what stands outside of captures is a regular expression, whose own braces have numbers in them.
+    With `regex`, what stands outside of captures is a regular expression, whose own braces have numbers in them.
     """
 
     def __init__(self, text: str, *, regex: bool = False) -> None:

@@ -1,8 +1,7 @@
 """Materializing: initialize what has no weights, stream what has, hand the arrays back.
 
-This module orchestrates. What is done for each variable is decided in `_mapping/match`, how a variable is computed is
-in `_programs/programs`, how a tensor is read in `_materialize/stream`. What was done is measured here and described in
-`_materialize/report`.
+What is done for each variable is decided in `_mapping/match`, how one is computed is in `_programs/programs`, how a
+tensor is read in `_materialize/stream`. What was done is measured here, and described in `_materialize/report`.
 """
 
 from __future__ import annotations
@@ -122,10 +121,11 @@ def make_arrays(
     work; what it raises ends it.
     """
     nbytes = {path: local_nbytes(shardings[path], v.shape, v.dtype) for path, v in model.items()}
+    streamed = {path: source for path, source in choice.sources.items() if not stays_on_host(model[path])}
     items = [
-        _stream_item(model[path], source, shardings[path], choice)
-        for path, source in choice.sources.items()
-        if not stays_on_host(model[path])
+        # Keys are read as their key data, whose trailing dimension no spec names.
+        StreamItem(path, lazy(_read_as(model[path], source, choice), path), *model[path].stored, shardings[path])
+        for path, source in streamed.items()
     ]
     arrays: dict[str, Any] = {}
     watcher = _Watcher(progress, check)
@@ -146,10 +146,10 @@ def make_arrays(
         # In the model's order, since every process has to run a program for all at the same turn.
         arrays.update({path: _as_weak(arrays[path], model[path]) for path in model if model[path].weak_type})
         jax.block_until_ready([arrays[item.path] for item in items])
-        streamed = time.perf_counter()
+        ended = time.perf_counter()
         jax.block_until_ready(list(arrays.values()))  # the init programs, which ran on while files were read
-        initializing = started - start + time.perf_counter() - streamed
-        return arrays, Costs(BYTES_READ.count - read, initializing, streamed - started)
+        initializing = started - start + time.perf_counter() - ended
+        return arrays, Costs(BYTES_READ.count - read, initializing, ended - started)
     except CheckpointError:
         if watcher.error is not None:
             raise watcher.error from None
@@ -175,8 +175,7 @@ def _rest(
 class _Watcher:
     """Tells of progress from several threads, one call at a time.
 
-    Attributes:
-        error: What the receiver or the check raised, which the stream would otherwise take for a failure of its own.
+    `error` is what the receiver or the check raised, which the stream would otherwise take for a failure of its own.
     """
 
     def __init__(self, progress: Progress, check: Callable[[], None]) -> None:
@@ -205,12 +204,6 @@ def _details(choice: Choice) -> str:
     """What the tensors are that this process is about to load, which differs where the files are of another kind."""
     loaded = sorted(choice.sources.items())
     return "\n".join(f"{path} {getattr(source, 'dtype', '')} {np.shape(source)}" for path, source in loaded)
-
-
-def _stream_item(variable: AbstractVariable, source: Any, sharding: Sharding, choice: Choice) -> StreamItem:
-    """What the stream reads. Keys are read as their key data, whose trailing dimension no spec names."""
-    tensor = lazy(_read_as(variable, source, choice), variable.path)
-    return StreamItem(variable.path, tensor, *variable.stored, sharding)
 
 
 def _read_as(variable: AbstractVariable, source: Any, choice: Choice) -> Any:

@@ -1,9 +1,8 @@
 """Groups of small tensors: neighbours in a file that the stream reads, converts and hands over together.
 
 A tensor of a few KiB is read in less time than it takes to plan for it, to hand it from thread to thread and to look
-whether its file has changed. So the stream makes one job of many: one read for what lies side by side, one buffer,
-one thread. Responsible for which tensors are small enough and simple enough, and for filling a group; what may be in
-flight, and what becomes of the arrays, is decided in `_materialize/stream`.
+whether its file has changed. So the stream makes one job of many: one read for what lies side by side, one buffer, one
+thread. What may be in flight, and what becomes of the arrays, is decided in `_materialize/stream`.
 """
 
 from __future__ import annotations

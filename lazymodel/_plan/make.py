@@ -174,7 +174,7 @@ def _parts(use: Use, placement: Placement) -> dict[str, int]:
         in_use.update(amounts)
     fullest, _ = placement.fullest(in_use)
     kept = (kind for kind, amounts in use.parts.items() if kind == PARAMETERS or amounts)
-    return {kind: placement.held(fullest, use.parts[kind]) for kind in kept}
+    return {kind: placement.held(use.parts[kind]).get(fullest, 0) for kind in kept}
 
 
 def _notes(refused: Sequence[str], estimated: str | None) -> Iterator[str]:

@@ -1,15 +1,14 @@
 """Init programs: one small compiled program per signature, run once per variable.
 
-An `InitRecipe` says how to compute one variable (or a few that share a large intermediate). Recipes whose
-signatures and shardings are equal are one program: compiled once, run once each with their own inputs (seeds,
-keys, scalars), writing every shard directly on its device. Where recipes come from is not decided here:
-`_trace/function` makes them from a JAX function, an adapter from whatever its framework keeps.
+An `InitRecipe` says how to compute one variable (or a few that share a large intermediate). Recipes whose signatures
+and shardings are equal are one program: compiled once, run once each with their own inputs (seeds, keys, scalars),
+writing every shard directly on its device. A function's recipes come from `_trace/function`, others from an adapter.
 
 A program's values do not depend on the sharding. Elementwise computations and counter-based random bits are split over
-the devices. A computation with floating-point sums in it (a norm, a matrix product, a factorization) would add up
-partial sums in another order. If its recipe says how eager execution cuts it into kernels, one device of each process
-runs these and its result is cut into shards (`_programs/kernels`); else it runs whole on every device, which then keeps
-its own shard. Either takes the memory of the whole variable, which the program's `temp_nbytes` shows.
+the devices. Floating-point sums (a norm, a matrix product, a factorization) would be added up in another order: if the
+recipe says how eager execution cuts them into kernels, one device of each process runs these and the result is cut into
+shards (`_programs/kernels`); else all runs whole on every device, which then keeps its own shard. Either takes the
+memory of the whole variable, which the program's `temp_nbytes` shows.
 """
 
 from __future__ import annotations
@@ -109,10 +108,8 @@ class ProgramCache:
     """Compiled init programs by signature and sharding; one for all models derived from one `build_abstract`.
 
     Programs are also kept for the whole process (the last few hundred used), so building the same init function
-    again, with another seed say, compiles nothing. `len` counts the programs that this cache has handed out.
-
-    Attributes:
-        compiled: Number of programs compiled so far; the others came from another model.
+    again, with another seed say, compiles nothing. `len` counts the programs that this cache has handed out,
+    `compiled` those of them that it compiled; the others came from another model.
     """
 
     _shared: ClassVar[collections.OrderedDict[Hashable, AnyProgram]] = collections.OrderedDict()
@@ -177,13 +174,11 @@ class ProgramCache:
 def run_recipes(
     recipes: Sequence[InitRecipe], shardings: Mapping[str, Sharding], cache: ProgramCache
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Computes every variable of some recipes, each shard directly on its device.
+    """Computes every variable of some recipes, each shard directly on its device; yields path and array as computed.
 
     Programs run in order of descending temporaries, while the devices are emptiest, and the next one is dispatched
-    only when the temporaries in flight allow it, so the peak is that of one large variable.
-
-    Yields:
-        Path and array, in the order computed. The array may still be computing; `jax.block_until_ready` waits.
+    only when the temporaries in flight allow it, so the peak is that of one large variable. The arrays may still be
+    computing; `jax.block_until_ready` waits.
 
     Warns:
         LazyModelWarning: Once: values depend on the sharding, for keys of a generator other than threefry, or because

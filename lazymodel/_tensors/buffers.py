@@ -189,12 +189,9 @@ def default_budget() -> int:
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         available += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    # Containers: control groups version 2, then 1.
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
+    groups = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")  # of containers: versions 2 and 1
+    for folder, limit, used in zip(groups, ("max", "limit_in_bytes"), ("current", "usage_in_bytes"), strict=True):
         with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-            group = Path("/sys/fs/cgroup")
-            available.append(int((group / limit).read_text()) - int((group / used).read_text()))
+            read = [int((folder / f"memory.{name}").read_text()) for name in (limit, used)]
+            available.append(read[0] - read[1])
     return max(min(available) // 8, 64 << 20)

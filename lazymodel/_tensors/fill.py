@@ -112,12 +112,8 @@ def _run_parts(view: View, leaf: FileLeaf, targets: Targets) -> list[Part]:
         else:
             groups.append((position, position + out.nbytes, [out]))
     for start, end, group in groups:
-        parts.append(Part(end - start, functools.partial(_fill_runs, leaf, start, group)))
+        parts.append(Part(end - start, lambda _, start=start, group=group: leaf.fill_runs(start, group)))
     return parts
-
-
-def _fill_runs(leaf: FileLeaf, start: int, outs: Sequence[np.ndarray], workspace: Workspace) -> None:
-    leaf.fill_runs(start, outs)
 
 
 def _box_parts(view: View, box: Box, out: np.ndarray) -> list[Part]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from types import EllipsisType, NoneType
 from typing import Any, cast
 
 import numpy as np
@@ -113,7 +114,7 @@ class LazyTensor(View, np.lib.mixins.NDArrayOperatorsMixin):
 
     def __getitem__(self, index: Any) -> Any:
         keys = cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
-        if not all(_is_basic(key) for key in keys):
+        if not all(isinstance(key, _BASIC) and not isinstance(key, bool) for key in keys):
             return self.read()[index]  # advanced indexing copies in NumPy as well
         # The Ellipsis keeps NumPy from making a scalar, for which it would read the made-up address.
         return self.at(self.addresses[keys if any(key is Ellipsis for key in keys) else (*keys, Ellipsis)])
@@ -175,16 +176,13 @@ class LazyTensor(View, np.lib.mixins.NDArrayOperatorsMixin):
     # NumPy's protocols
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if ufunc in _SCALAR_UFUNCS and method == "__call__" and not kwargs and self._alone_among(inputs):
+        scalars = sum(isinstance(value, _SCALARS) for value in inputs)
+        # All operands but this one, which occurs once, are scalars.
+        if ufunc in _SCALAR_UFUNCS and method == "__call__" and not kwargs and scalars == len(inputs) - 1:
             convert = _arithmetic(ufunc, self.dtype, inputs)
             if convert.dtype.kind != "c":  # products of these may be fused or not, depending on where they lie
                 return self.converted((convert,))
         return getattr(ufunc, method)(*_read_all(inputs), **_read_all(kwargs))
-
-    def _alone_among(self, inputs: tuple[Any, ...]) -> bool:
-        """Whether all operands but this one, which occurs once, are scalars."""
-        others = [value for value in inputs if value is not self]
-        return len(others) == len(inputs) - 1 and all(isinstance(value, _SCALARS) for value in others)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func in _VIEW_FUNCTIONS and args and isinstance(args[0], LazyTensor):
@@ -205,6 +203,7 @@ def lazy(array: Any, name: str = "array") -> LazyTensor:
     return array if isinstance(array, LazyTensor) else LazyTensor(ArrayLeaf(np.asarray(array), name))
 
 
+_BASIC = (NoneType, EllipsisType, slice, int, np.integer)  # of indexing; a bool is a mask
 _SCALARS = (bool, int, float, complex, np.generic)
 # Arithmetic whose every result is rounded by itself, and so does not depend on which box an element is read in.
 _SCALAR_UFUNCS: frozenset[Any] = frozenset((np.add, np.subtract, np.multiply, np.true_divide, np.negative))
@@ -218,12 +217,6 @@ def _arithmetic(ufunc: Any, dtype: DType, inputs: tuple[Any, ...]) -> Convert:
 
     inputs = tuple(value if isinstance(value, _SCALARS) else None for value in inputs)  # keeps no tensor alive
     return Convert(compute(np.empty(1, dtype)[:0]).dtype, function=compute)
-
-
-def _is_basic(key: Any) -> bool:
-    if key is None or key is Ellipsis or isinstance(key, slice):
-        return True
-    return isinstance(key, (int, np.integer)) and not isinstance(key, bool)
 
 
 def _read_all(value: Any) -> Any:
@@ -279,7 +272,7 @@ def _ravel(a: Any, order: Any = "C") -> Any:
     return lazy(a).ravel(order)
 
 
-def _copy(a: Any, order: Any = "K", subok: bool = False) -> Any:
+def _copy(a: Any, *_: Any, **__: Any) -> Any:
     return a  # nothing can write into it
 
 

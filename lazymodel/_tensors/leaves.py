@@ -65,27 +65,26 @@ class FileLeaf(Leaf):
         self.shape, self.dtype = shape, dtype
 
     def fill(self, geometry: Geometry, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
-        place = Geometry(self.offset + geometry.start, geometry.shape, geometry.strides)
-        with self._named():
+        place = dataclasses.replace(geometry, start=self.offset + geometry.start)
+        with self._reading():
             self.source.read_strided(place, self.dtype, out, steps, workspace)
-            self.source.check_unchanged()
 
     def fill_runs(self, start: int, outs: Sequence[np.ndarray]) -> None:
         """Fills C-contiguous arrays one after the other, with what begins at a byte of the leaf; no conversion."""
-        with self._named():
+        with self._reading():
             self.source.read_into(self.offset + start, *outs)
-            self.source.check_unchanged()
 
     def fill_scattered(self, start: int, runs: np.ndarray) -> None:
         """Fills runs of memory, as `Source.read_runs` takes them, from a byte of the leaf on; no conversion."""
-        with self._named():
+        with self._reading():
             self.source.read_runs(self.offset + start, runs)
-            self.source.check_unchanged()
 
     @contextlib.contextmanager
-    def _named(self) -> Generator[None]:
+    def _reading(self) -> Generator[None]:
+        """Raises what goes wrong with the tensor's name, a file that changed meanwhile included."""
         try:
             yield
+            self.source.check_unchanged()
         except CheckpointError as error:
             raise CheckpointError(f"tensor {self.name!r}: {error}") from error
 
