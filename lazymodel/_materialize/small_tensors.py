@@ -82,10 +82,9 @@ class Group:
         self.current = 0
 
     def arrays(self, buffer: np.ndarray, workspace: Workspace) -> list[jax.Array]:
-        """Reads all members into a 64-byte-aligned buffer of `placed_nbytes` bytes, and makes their arrays.
+        """Reads all members into a 64-byte-aligned buffer of `placed_nbytes` bytes, and makes their arrays of it.
 
-        Where devices use the host's memory the arrays live in the buffer, which must not be written to again. On
-        others they are complete when this returns.
+        It must not be written to again where devices use the host's memory, elsewhere not before the arrays are there.
 
         Raises:
             CheckpointError: A file is truncated, changed or unreadable; `current` says for which member.
@@ -101,7 +100,6 @@ class Group:
             read += member.stored_nbytes
             placed += member.placed_nbytes
             member.tensor.leaf.release()
-        jax.block_until_ready(arrays)
         return arrays
 
     def _read(self, raw: np.ndarray) -> None:

@@ -149,23 +149,22 @@ class _Plan:
 
 @dataclasses.dataclass(eq=False)
 class _Job:
-    """Boxes of one plan, or small plans, that are filled together, out of one reservation."""
+    """Small plans, or boxes of one plan, that are filled together, out of one reservation."""
 
-    plan: _Plan
-    boxes: list[BoxKey]
+    plans: Sequence[_Plan]
     nbytes: int  # what it reserves
+    boxes: Sequence[BoxKey] = ()
     band: int = 0  # bytes of the pieces in which it goes to its devices; 0 if it goes whole
     one_by_one: bool = False  # whether its parts must not run at the same time, for want of memory
+    group: Group | None = None  # of the small plans
     outs: list[np.ndarray] = dataclasses.field(default_factory=list[np.ndarray])
     parts: list[Part] = dataclasses.field(default_factory=list[Part])
     unfinished: int = 0
-    group: Group | None = None
-    plans: Sequence[_Plan] = ()  # those of the group
-    arrays: list[jax.Array] = dataclasses.field(default_factory=list[jax.Array])  # likewise, when they are complete
+    arrays: list[jax.Array] = dataclasses.field(default_factory=list[jax.Array])  # those of the plans, when complete
 
     @property
     def on_host(self) -> bool:
-        """Whether all buffers of a group become the arrays' own memory."""
+        """Whether all buffers become the arrays' own memory."""
         return all(plan.boxes.on_host for plan in self.plans)
 
 
@@ -247,7 +246,7 @@ class _Stream:
             if group is None:
                 yield from self._jobs_of(plans[0])
             else:
-                yield _Job(plans[0], [], group.nbytes, group=group, plans=plans)
+                yield _Job(plans, group.nbytes, group=group)
 
     def _jobs_of(self, plan: _Plan) -> Iterator[_Job]:
         """The jobs of one plan by itself."""
@@ -260,7 +259,7 @@ class _Stream:
             # The arrays' own memory: what exceeds the budget only keeps others from being read ahead.
             temporaries = everyone if everyone <= self._budget else unit
             nbytes = min(total + temporaries, self._budget)
-            yield _Job(plan, list(sizes), nbytes, one_by_one=temporaries < everyone)
+            yield _Job([plan], nbytes, list(sizes), one_by_one=temporaries < everyone)
             return
         tiled = prefers_one_pass(plan.tensor, plan.boxes.boxes)
         together = tiled or total + everyone <= self._budget // 4
@@ -268,7 +267,7 @@ class _Stream:
             nbytes = sum(sizes[key] for key in keys)
             if nbytes + unit <= self._budget:
                 serial = nbytes + everyone > self._budget
-                yield _Job(plan, keys, nbytes + (unit if serial else everyone), one_by_one=serial)
+                yield _Job([plan], nbytes + (unit if serial else everyone), keys, one_by_one=serial)
                 continue
             # Threads that each hold a piece and what filling it takes.
             threads = len(self._threads)
@@ -276,7 +275,7 @@ class _Stream:
             band = (self._budget - unit) if serial else (self._budget - everyone) // threads
             band = max(min(band, BAND), itemsize)
             reserve = min(unit + band if serial else threads * (unit + band), self._budget)
-            yield _Job(plan, keys, reserve, band=band, one_by_one=serial)
+            yield _Job([plan], reserve, keys, band, one_by_one=serial)
 
     # In the threads
 
@@ -325,15 +324,20 @@ class _Stream:
             return True
 
     def _start(self, job: _Job) -> None:
-        plan = job.plan
-        if job.group is not None:
-            job.parts = [self._group_part(job, job.group)]
+        plan, group = job.plans[0], job.group
+        if group is not None:
+            buffers = [self._buffer((group.placed_nbytes,), np.dtype(np.uint8), job.on_host)]
+
+            def fill_group(workspace: Workspace) -> None:
+                job.arrays = group.arrays(buffers.pop(), workspace)  # the arrays' own from now on
+
+            job.parts = [Part(group.values_nbytes, fill_group)]
         elif job.band:
             places = {key: plan.places(key) for key in job.boxes}
             job.parts = band_parts(plan.tensor, places, job.band, plan.shards.update)
         else:
             boxes = [box_of(key) for key in job.boxes]
-            job.outs = [self._buffer(plan, box_shape(box)) for box in boxes]
+            job.outs = [self._buffer(box_shape(box), plan.item.dtype, job.on_host) for box in boxes]
             job.parts = fill_parts(plan.tensor, boxes, job.outs)
         if job.one_by_one and len(job.parts) > 1:
             parts = job.parts
@@ -349,9 +353,8 @@ class _Stream:
         job.parts = job.parts or [Part(0, lambda workspace: None)]
         job.unfinished = len(job.parts)
 
-    def _buffer(self, plan: _Plan, shape: tuple[int, ...]) -> np.ndarray:
-        dtype = plan.item.dtype
-        if plan.boxes.on_host:
+    def _buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any], on_host: bool) -> np.ndarray:
+        if on_host:
             return self._arena.empty(shape, dtype)  # arrays of one load live equally long
         nbytes = math.prod(shape) * dtype.itemsize
         with self._changed:
@@ -369,54 +372,36 @@ class _Stream:
             job.unfinished -= 1
             if job.unfinished or self._stopped:
                 return
-        self._deliver(job) if job.group is None else self._deliver_group(job, job.group)
+        self._deliver(job)
 
     def _deliver(self, job: _Job) -> None:
-        """Hands over what was filled; the shards of bands are there already."""
-        plan = job.plan
-        array, shards = None, dict[BoxKey, list[jax.Array]]()
-        if plan.boxes.on_host:
-            array = plan.boxes.array(job.outs, plan.item.dtype)
+        """Hands over what was filled; the shards of bands and the arrays of groups are there already."""
+        plan, group = job.plans[0], job.group
+        shards: dict[BoxKey, list[jax.Array]] = {}
+        if group is None and job.on_host:
+            job.arrays = [plan.boxes.array(job.outs, plan.item.dtype)]
         elif not job.band:
             for key, out in zip(job.boxes, job.outs, strict=True):
                 shards[key] = [copy_to(place, out) for place in plan.places(key)]
-        jax.block_until_ready((array, list(shards.values())))
+        jax.block_until_ready((job.arrays, list(shards.values())))
+        kept = [job.nbytes] if group is None else [member.placed_nbytes for member in group.members]
         with self._changed:
-            if array is not None:
-                plan.array, self._held[plan] = array, job.nbytes
-            else:
+            self._in_flight -= job.nbytes
+            for number, array in enumerate(job.arrays):
+                job.plans[number].array = array
+                if job.on_host:
+                    self._held[job.plans[number]] = kept[number]
+                    self._in_flight += kept[number]
+            if shards:
                 plan.shards.update(shards)
                 self._spare += [out.reshape(-1).view(np.uint8) for out in job.outs]
-                self._in_flight -= job.nbytes
-            job.outs = []
-            if plan.complete:
+            job.outs, job.arrays = [], []
+            if group is None and plan.complete:
                 plan.tensor.leaf.release()
             self._changed.notify_all()
 
-    def _group_part(self, job: _Job, group: Group) -> Part:
-        """The part that fills a group."""
-        empty = self._arena.empty if job.on_host else empty_aligned
-        job.outs = [empty((group.placed_nbytes,), np.dtype(np.uint8))]
-
-        def run(workspace: Workspace) -> None:
-            job.arrays = group.arrays(job.outs.pop(), workspace)  # the arrays' own from now on
-
-        return Part(group.values_nbytes, run)
-
-    def _deliver_group(self, job: _Job, group: Group) -> None:
-        """Hands over the arrays of a group."""
-        with self._changed:
-            self._in_flight -= job.nbytes
-            for plan, array, member in zip(job.plans, job.arrays, group.members, strict=True):
-                plan.array = array
-                if job.on_host:
-                    self._held[plan] = member.placed_nbytes
-                    self._in_flight += member.placed_nbytes
-            job.arrays = []
-            self._changed.notify_all()
-
     def _fail(self, job: _Job, error: Exception) -> None:
-        plan = job.plan if job.group is None else job.plans[job.group.current]
+        plan = job.plans[0 if job.group is None else job.group.current]
         wrapped = CheckpointError(f"{plan.item.path!r} from {where(plan.tensor)}: {error or type(error).__name__}")
         wrapped.__cause__ = error
         with self._changed:
