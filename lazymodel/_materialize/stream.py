@@ -29,14 +29,14 @@ from lazymodel._errors import CheckpointError
 from lazymodel._materialize.bands import band_parts, copy_to
 from lazymodel._materialize.small_tensors import Group, Small, groups, small
 from lazymodel._programs.jaxprs import uses_x64
-from lazymodel._show.text import format_bytes, misshapen
+from lazymodel._show.text import format_bytes
 from lazymodel._tensors.boxes import BoxKey, box_of, box_shape
 from lazymodel._tensors.buffers import Arena, Workspace, cores, default_budget, empty_aligned
 from lazymodel._tensors.fill import fill_parts, prefers_one_pass
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.leaves import Part
 from lazymodel._tensors.shards import Boxes, boxes_for
-from lazymodel._tensors.stored import where
+from lazymodel._tensors.stored import misshapen, where
 
 BAND = 16 << 20  # bytes of a piece of shards that are larger than the budget: a transfer of a few milliseconds
 WORKSPACE = 64 << 20  # bytes of temporaries of a thread, at most; more makes nothing faster
