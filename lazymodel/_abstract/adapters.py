@@ -36,12 +36,6 @@ class Adapter(Protocol):
         ...
 
 
-def model_arrays(model: Any) -> dict[str, Any] | None:
-    """A model's arrays by path, where it is one of a framework that has been imported; None for anything else."""
-    found = (adapter.arrays(model) for adapter in adapters())
-    return next((arrays for arrays in found if arrays is not None), None)
-
-
 def named(framework: str) -> Any:
     """The adapter of a framework, which is imported for it; that of Keras has a `from_config` besides.
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lazymodel._abstract.adapters import model_arrays
+from lazymodel._abstract.adapters import adapters
 from lazymodel._abstract.paths import path_text, unique_paths
 from lazymodel._errors import LazyModelError
 from lazymodel._programs.keys import is_key
@@ -18,8 +18,8 @@ from lazymodel._tensors.lazy import LazyTensor, lazy
 
 def named_arrays(model: Any) -> dict[str, Any]:
     """Path → array, each array under its first path, as `build_abstract` names variables."""
-    found = model_arrays(model)
-    if found is None:
+    known = (adapter.arrays(model) for adapter in adapters())
+    if (found := next((arrays for arrays in known if arrays is not None), None)) is None:
         leaves, _ = jax.tree_util.tree_flatten_with_path(dict(model) if isinstance(model, Mapping) else model)
         kept = [(keys, leaf) for keys, leaf in leaves if isinstance(leaf, (jax.Array, np.ndarray, LazyTensor))]
         paths = unique_paths([path_text(keys) for keys, _ in kept])

@@ -60,11 +60,9 @@ class _Assembly:
     """Shards that come to their devices in pieces, from any thread."""
 
     def __init__(self, places: Mapping[BoxKey, Sequence[SingleDeviceSharding]], dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
+        self._lock, self._places, self._dtype = threading.Lock(), places, dtype
         # As integers: XLA may move small floats through wider ones, which changes signalling NaNs.
         self._bits = dtype if dtype.kind in "biuc" else np.dtype(f"u{dtype.itemsize}")
-        self._lock = threading.Lock()
-        self._places = places
         self._buffers = {
             key: [_zeros(box_shape(box_of(key)), self._bits, place) for place in where] for key, where in places.items()
         }

@@ -7,6 +7,7 @@ what it costs measured, in `_materialize/materialize`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -191,17 +192,16 @@ def make_report(
     initializers = {path: recipe.origin for recipe in choice.recipes for path in recipe.paths}
     rows: list[LoadRow] = []
     for path, variable in model.items():
-        row = LoadRow(path, variable.shape, variable.dtype.name, variable.nbytes, "constant")
+        row = functools.partial(LoadRow, path, variable.shape, variable.dtype.name, variable.nbytes)
         source = choice.sources.get(path)
         if path in initializers:
-            row = dataclasses.replace(row, action="initialize", initializer=initializers[path])
+            rows.append(row("initialize", initializers[path]))
         elif path in choice.given or (isinstance(source, LazyTensor) and not is_initial(source)):
-            tensors = stored_tensors(source, path)
-            needed = needed_nbytes(source, shardings[path])
-            row = dataclasses.replace(row, action="load", tensors=tensors, needed_nbytes=needed)
+            rows.append(row("load", "", stored_tensors(source, path), needed_nbytes(source, shardings[path])))
         elif source is None or is_initial(source):
-            row = dataclasses.replace(row, action="initialize", initializer=variable.origin)
-        rows.append(row)
+            rows.append(row("initialize", variable.origin))
+        else:
+            rows.append(row("constant"))
     files = dict.fromkeys(tensor.file for row in rows for tensor in row.tensors if tensor.file)
     given = {} if checkpoint is None else checkpoint
     # What a mapping took nothing from, where the checkpoint is what `map_checkpoint` made of another one.
@@ -215,10 +215,8 @@ def make_report(
         mismatched=(*model.mismatched, *choice.mismatched),
         files={file: _size(file) for file in files},
         needed_nbytes=sum(row.needed_nbytes for row in rows),
-        read_nbytes=costs.read_nbytes,
         seconds=seconds,
-        initialize_seconds=costs.initialize_seconds,
-        stream_seconds=costs.stream_seconds,
+        **dataclasses.asdict(costs),
     )
 
 

@@ -204,18 +204,16 @@ def slabs(shape: tuple[int, ...], limit: int, multiple: int = 1) -> Iterator[Box
 
     Extents along the first axis, but the last, are multiples of `multiple`, even where that exceeds the limit.
     """
-    if not shape or math.prod(shape) <= limit:
-        yield whole_box(shape)
-        return
     inner = math.prod(shape[1:])
-    if inner > limit and multiple == 1:
+    if not shape or shape[0] * inner <= limit:
+        yield whole_box(shape)
+    elif inner > limit and multiple == 1:
         for index in range(shape[0]):
-            for rest in slabs(shape[1:], limit):
-                yield (slice(index, index + 1), *rest)
-        return
-    step = max(limit // max(inner, 1) // multiple, 1) * multiple
-    for start in range(0, shape[0], step):
-        yield (slice(start, min(start + step, shape[0])), *whole_box(shape[1:]))
+            yield from ((slice(index, index + 1), *rest) for rest in slabs(shape[1:], limit))
+    else:
+        step = max(limit // max(inner, 1) // multiple, 1) * multiple
+        for start in range(0, shape[0], step):
+            yield (slice(start, min(start + step, shape[0])), *whole_box(shape[1:]))
 
 
 def grid(box: Box, extents: Sequence[int]) -> Iterator[Box]:

@@ -59,6 +59,10 @@ class PiecesLeaf(DividedLeaf):
         return parts
 
 
+def _reading(function: Callable[[Any], Any]) -> Callable[[LazyTensor], Any]:
+    return lambda tensor: function(tensor.read()[()])
+
+
 class LazyTensor(View, np.lib.mixins.NDArrayOperatorsMixin):
     """An array still on disk. Made by a checkpoint, not by hand.
 
@@ -90,20 +94,8 @@ class LazyTensor(View, np.lib.mixins.NDArrayOperatorsMixin):
             raise ValueError(f"tensor {self.name!r} is in {self.file}: an array of it is always a copy")
         return (self if dtype is None else self.astype(dtype)).read()
 
-    def __float__(self) -> float:
-        return float(self.read())
-
-    def __int__(self) -> int:
-        return int(self.read())
-
-    def __bool__(self) -> bool:
-        return bool(self.read())
-
-    def __complex__(self) -> complex:
-        return complex(self.read())
-
-    def __index__(self) -> int:
-        return operator.index(self.read()[()])
+    __float__, __int__, __bool__ = _reading(float), _reading(int), _reading(bool)
+    __complex__, __index__ = _reading(complex), _reading(operator.index)
 
     def __getattr__(self, name: str) -> Any:
         if name in _READING_METHODS:
