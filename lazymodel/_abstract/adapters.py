@@ -37,10 +37,9 @@ class Adapter(Protocol):
 
 
 def named(framework: str) -> Any:
-    """The adapter of a framework, which is imported for it; that of Keras has a `from_config` besides.
+    """The adapter of a framework, which is imported for it; LazyModelError where there is none, or not what it needs.
 
-    Raises:
-        LazyModelError: There is none, or what it needs is not installed.
+    That of Keras has a `from_config` besides.
     """
     modules = _modules()
     if framework not in modules:

@@ -89,10 +89,7 @@ class Framework:
     ) -> Training:
         """Starts an optimizer on the model's own tree, with None in place of everything that is not trained.
 
-        Args:
-            variables: The model's variables.
-            optimizer: The optimizer.
-            leaves: Path → array of the parameters that are trained; called while tracing.
+        `leaves` is path → array of the parameters that are trained; called while tracing.
         """
         flat, treedef = jax.tree_util.tree_flatten_with_path(self.structure({path: _Place(path) for path in variables}))
         places = {path_text(keys) if keys else "": leaf.path for keys, leaf in flat if isinstance(leaf, _Place)}

@@ -93,10 +93,7 @@ class ModelSpec(Mapping[str, AbstractVariable]):
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements of all floating-point or complex variables.
-
-        Counters, masks, keys and optimizer state do not count.
-        """
+        """Number of elements of the model's own floating-point or complex variables: no counters, masks, keys."""
         own = (variable for variable in self.values() if variable.follows is None)
         return sum(variable.size for variable in own if jax.numpy.issubdtype(variable.dtype, np.inexact))
 

@@ -173,9 +173,8 @@ def _rest(
 
 
 class _Watcher:
-    """Tells of progress from several threads, one call at a time.
-
-    `error` is what the receiver or the check raised, which the stream would otherwise take for a failure of its own.
+    """Tells of progress from several threads, one call at a time; `error` is what the receiver or check raised,
+    which the stream would otherwise take for a failure of its own.
     """
 
     def __init__(self, progress: Progress, check: Callable[[], None]) -> None:

@@ -119,23 +119,18 @@ class Group:
             for source in dict.fromkeys(source for source, _, _ in runs):
                 source.check_unchanged()
         except CheckpointError:
-            self._find_unreadable()
+            # That of the first member that cannot be read, if it still cannot be.
+            for number, member in enumerate(self.members):
+                self.current = number
+                if isinstance(leaf := member.tensor.leaf, FileLeaf) and member.source is not None:
+                    leaf.fill_runs(member.start - leaf.offset, [np.empty(member.stored_nbytes, np.uint8)])
+            self.current = 0
             raise
-
-    def _find_unreadable(self) -> None:
-        """Raises the error of the first member that cannot be read, if it still cannot be."""
-        for number, member in enumerate(self.members):
-            self.current = number
-            if isinstance(leaf := member.tensor.leaf, FileLeaf) and member.source is not None:
-                leaf.fill_runs(member.start - leaf.offset, [np.empty(member.stored_nbytes, np.uint8)])
-        self.current = 0
 
 
 def groups(smalls: Sequence[Small | None], limit: int) -> Iterator[tuple[range, Group | None]]:
-    """Divides tensors, None for those that are not small, into groups whose filling takes at most `limit` bytes.
-
-    Yields:
-        Numbers of neighbours and the group that they are, or one number and None, in order.
+    """Divides tensors, None for those that are not small, into groups whose filling takes at most `limit` bytes:
+    numbers of neighbours and the group that they are, or one number and None, in order.
     """
     limit = min(limit, GROUP)
     group: list[Small] = []

@@ -111,7 +111,6 @@ def inner_jaxprs(eqn: Any) -> Iterator[Any]:
 
 
 def is_dropped(var: Any) -> bool:
-    """Whether an equation's result is thrown away."""
     return isinstance(var, jex.DropVar)
 
 
@@ -137,7 +136,6 @@ def run_jaxpr(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def is_weak(aval: Any) -> bool:
-    """Whether values of a type are weakly typed."""
     return bool(getattr(aval, "weak_type", False))
 
 
@@ -316,7 +314,6 @@ def rounds(eqn: Any) -> bool:
 
 
 def is_floating(aval: Any) -> bool:
-    """Whether a type is a floating-point one."""
     return not is_key(aval.dtype) and bool(jax.numpy.issubdtype(aval.dtype, np.inexact))
 
 

@@ -10,7 +10,6 @@ import numpy as np
 
 
 def is_key(dtype: Any) -> bool:
-    """Whether a dtype is a typed PRNG key's."""
     return bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
 
 

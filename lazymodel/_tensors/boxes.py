@@ -24,9 +24,8 @@ BoxKey: TypeAlias = "tuple[tuple[int, int], ...]"  # the same, hashable: (start,
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Elements of a leaf's or a file's memory: `start` and `strides` in bytes.
-
-    Normalized, its strides are positive and descending and no extent is 1.
+    """Elements of a leaf's or a file's memory: `start` and `strides` in bytes. In file order, each element once, it is
+    normalized: strides are positive and descending, and no extent is 1.
     """
 
     start: int
@@ -40,7 +39,6 @@ class Geometry:
         return Geometry(self.start + start * self.strides[axis], shape, self.strides)
 
     def box(self, box: Box) -> Geometry:
-        """A box of it."""
         start = self.start + sum(part.start * stride for part, stride in zip(box, self.strides, strict=True))
         return Geometry(start, box_shape(box), self.strides)
 
@@ -107,10 +105,8 @@ def geometry_of(view: np.ndarray) -> Geometry:
 
 
 def normalize(geometry: Geometry, out: np.ndarray) -> tuple[Geometry, np.ndarray, list[int]]:
-    """Brings a geometry and the array it fills into file order.
-
-    Returns the normalized geometry, the view of `out` that it fills, and the axes of `out` along which all elements
-    are one (stride 0), so that the filled part is to be repeated (`repeat`).
+    """Brings a geometry and the array it fills into file order: the normalized geometry, the view of `out` that it
+    fills, and the axes of `out` along which all elements are one (stride 0), so that what is filled is to be repeated.
     """
     axes = geometry.file_axes()
     index: list[Any] = [0] * len(geometry.shape)
@@ -286,12 +282,10 @@ def box_of(key: BoxKey) -> Box:
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """The box that is all of an array."""
     return tuple(slice(0, extent) for extent in shape)
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """The extents of a box."""
     return tuple(s.stop - s.start for s in box)
 
 

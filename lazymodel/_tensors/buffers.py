@@ -178,7 +178,6 @@ def assign(out: np.ndarray, values: np.ndarray, steps: Steps = ()) -> None:
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 

@@ -43,12 +43,9 @@ class Output:
 class Computation:
     """A function of one tensor that can be computed in slabs.
 
-    Args:
-        source: The input.
-        function: Takes a slab of it and returns a tuple of arrays. It must give the same bits for a slab as for the
-            whole, and keep no reference to its argument.
-        steps: For each axis, what slabs begin at multiples of: 1 where indices are independent of each other, the
-            extent where none are.
+    It takes a slab and returns a tuple of arrays, gives the same bits for a slab as for the whole, and keeps no
+    reference to its argument. For each axis, slabs begin at multiples of `steps`: 1 where indices are independent of
+    each other, the extent where none are.
     """
 
     def __init__(self, source: View, function: Function, steps: Sequence[int]) -> None:
@@ -74,7 +71,6 @@ class Computation:
         return math.prod(self.steps) * self.source.itemsize * TEMPORARIES + self.source.leaf.unit_nbytes
 
     def shape(self, output: Output) -> tuple[int, ...]:
-        """The shape of an output."""
         return tuple(-(-extent // ratio) for extent, ratio in zip(self.source.shape, output.ratios, strict=True))
 
     def slabs(self, output: Output, boxes: Sequence[Box]) -> list[Box]:

@@ -147,5 +147,4 @@ def _blocks(box: Box) -> Box:
 
 
 def _numbers(box: Box) -> Box:
-    """The numbers of blocks."""
     return (*box[:-1], slice(box[-1].start * BLOCK, box[-1].stop * BLOCK))

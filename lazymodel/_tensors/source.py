@@ -68,8 +68,7 @@ class Source:
     def read_into(self, offset: int, *outs: np.ndarray) -> None:
         """Fills C-contiguous arrays, one after the other, with the bytes from `offset` on, and counts them.
 
-        Raises:
-            CheckpointError: The file ends before, or cannot be read.
+        CheckpointError where the file ends before, or cannot be read.
         """
         raise NotImplementedError
 
