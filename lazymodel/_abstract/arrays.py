@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from lazymodel._abstract.adapters import adapters
-from lazymodel._abstract.paths import path_text, unique_paths
+from lazymodel._abstract.paths import flatten_paths
 from lazymodel._errors import LazyModelError
 from lazymodel._programs.keys import is_key
 from lazymodel._tensors.device import DeviceLeaf
@@ -20,10 +20,8 @@ def named_arrays(model: Any) -> dict[str, Any]:
     """Path → array, each array under its first path, as `build_abstract` names variables."""
     known = (adapter.arrays(model) for adapter in adapters())
     if (found := next((arrays for arrays in known if arrays is not None), None)) is None:
-        leaves, _ = jax.tree_util.tree_flatten_with_path(dict(model) if isinstance(model, Mapping) else model)
-        kept = [(keys, leaf) for keys, leaf in leaves if isinstance(leaf, (jax.Array, np.ndarray, LazyTensor))]
-        paths = unique_paths([path_text(keys) for keys, _ in kept])
-        found = dict(zip(paths, (leaf for _, leaf in kept), strict=True))
+        tree = dict(model) if isinstance(model, Mapping) else model
+        found = flatten_paths(tree, only=(jax.Array, np.ndarray, LazyTensor))
     seen: set[int] = set()
     distinct = {path: leaf for path, leaf in found.items() if not (id(leaf) in seen or seen.add(id(leaf)))}
     if not distinct:

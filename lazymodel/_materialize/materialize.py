@@ -35,8 +35,8 @@ from lazymodel._show.progress import Progress, ProgressTo, ReportTo, delivery, p
 from lazymodel._show.text import parse_budget
 from lazymodel._tensors.casting import SAFE, UNSAFE, converted
 from lazymodel._tensors.lazy import lazy
+from lazymodel._tensors.shards import boxes_for
 from lazymodel._tensors.source import BYTES_READ
-from lazymodel._tensors.stored import local_nbytes
 
 
 def materialize(
@@ -120,7 +120,8 @@ def make_arrays(
     come first: their temporaries are spent while the devices are still empty. `check` is called with every piece of
     work; what it raises ends it.
     """
-    nbytes = {path: local_nbytes(shardings[path], v.shape, v.dtype) for path, v in model.items()}
+    # Of all distinct shards that this process's devices hold.
+    nbytes = {path: sum(boxes_for(shardings[path], v.shape).sizes) * v.dtype.itemsize for path, v in model.items()}
     streamed = {path: source for path, source in choice.sources.items() if not stays_on_host(model[path])}
     items = [
         # Keys are read as their key data, whose trailing dimension no spec names.

@@ -254,16 +254,6 @@ class Canonical:
             return ("set", frozenset(self.parameter(item) for item in members))
         if isinstance(value, (np.ndarray, np.generic, jax.Array)) or hasattr(value, "__array__"):
             return self._array(value)
-        return self._object(value)
-
-    def _array(self, value: Any) -> Hashable:
-        if is_key(value.dtype):
-            return ("key", value.dtype, self._array(key_data(value)))
-        array = np.asarray(value)
-        digest = hashlib.sha256(np.ascontiguousarray(array).view(np.uint8).tobytes()).digest() if array.size else b""
-        return ("array", type(value).__name__, array.shape, str(array.dtype), is_weak(value), digest)
-
-    def _object(self, value: Any) -> Hashable:
         # JAX's own value objects (shardings, PRNG implementations, dimension numbers) compare by value. An equality
         # that someone else wrote may leave out what matters here, so those count by identity.
         if type(value).__module__.split(".")[0] in ("jax", "jaxlib") and not callable(value):
@@ -273,6 +263,13 @@ class Canonical:
                 return _Identity(value)
             return (_Identity(type(value)), value)
         return _Identity(value)
+
+    def _array(self, value: Any) -> Hashable:
+        if is_key(value.dtype):
+            return ("key", value.dtype, self._array(key_data(value)))
+        array = np.asarray(value)
+        digest = hashlib.sha256(np.ascontiguousarray(array).view(np.uint8).tobytes()).digest() if array.size else b""
+        return ("array", type(value).__name__, array.shape, str(array.dtype), is_weak(value), digest)
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

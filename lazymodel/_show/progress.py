@@ -74,7 +74,7 @@ def progress_for(progress: ProgressTo) -> Progress:
     if isinstance(progress, Progress):
         return progress
     if callable(progress):
-        return _Callback(progress)
+        return _Counted(function=progress)
     raise LazyModelError(
         "progress is True, False, None, a callable of (done bytes, total bytes) or an object with start, advance and "
         f"finish; got {progress!r}"
@@ -82,16 +82,19 @@ def progress_for(progress: ProgressTo) -> Progress:
 
 
 class _Counted:
-    """Counts what is done, one thread at a time, and tells nobody."""
+    """Counts what is done, one thread at a time, and tells a function of bytes done and bytes in all."""
 
     _description = ""
     _done = _total = 0
     _running = False
     _started = _told = 0.0
 
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        self._clock = clock or time.monotonic
-        self._lock = threading.Lock()
+    def __init__(
+        self,
+        clock: Callable[[], float] | None = None,
+        function: Callable[[int, int], object] = lambda done, total: None,
+    ) -> None:
+        self._clock, self._function, self._lock = clock or time.monotonic, function, threading.Lock()
 
     def start(self, total_nbytes: int, description: str) -> None:
         with self._lock:
@@ -111,9 +114,12 @@ class _Counted:
                 self._end()
             self._running = False
 
-    def _begin(self) -> None: ...  # these three are called with the lock held
+    def _begin(self) -> None:  # these three are called with the lock held
+        self._function(0, self._total)
 
-    def _advanced(self, nbytes: int, description: str | None) -> None: ...
+    def _advanced(self, nbytes: int, description: str | None) -> None:
+        if nbytes:  # without, it is news for those who show names
+            self._function(self._done, self._total)
 
     def _end(self) -> None: ...
 
@@ -130,21 +136,6 @@ class _Counted:
         seconds = self._clock() - self._started
         rate = self._done / seconds if seconds > 0 else 0.0
         return f"{format_bytes(self._done)} of {format_bytes(self._total)}", seconds, rate
-
-
-class _Callback(_Counted):
-    """Calls a plain function with bytes done and bytes in all."""
-
-    def __init__(self, function: Callable[[int, int], object]) -> None:
-        super().__init__()
-        self._function = function
-
-    def _begin(self) -> None:
-        self._function(0, self._total)
-
-    def _advanced(self, nbytes: int, description: str | None) -> None:
-        if nbytes:  # without, it is news for those who show names
-            self._function(self._done, self._total)
 
 
 class LogLines(_Counted):

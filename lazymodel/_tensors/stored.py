@@ -70,11 +70,6 @@ def where(source: Any) -> str:
     return f"tensor {source.name!r}" if isinstance(source, StoredTensor) else "an array in memory"
 
 
-def local_nbytes(sharding: Sharding, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    """Bytes of all distinct shards that this process's devices hold."""
-    return sum(boxes_for(sharding, shape).sizes) * dtype.itemsize
-
-
 def needed_nbytes(source: Any, sharding: Sharding) -> int:
     """Bytes, as stored in files, of the distinct shards of a tensor in this process; 0 for an array in memory."""
     if not isinstance(source, View):
