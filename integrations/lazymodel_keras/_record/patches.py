@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import threading
 from collections.abc import Callable, Generator
 from typing import Any
@@ -19,7 +21,7 @@ def active() -> Any:
 
 
 @contextlib.contextmanager
-def activated(recording: Any) -> Generator[None, None, None]:
+def activated(recording: Any) -> Generator[None]:
     """Makes a recording this thread's."""
     _thread.recording = recording
     try:
@@ -38,11 +40,7 @@ def register(install: Install) -> Install:
 
 
 class SharedPatches:
-    """Patches that are installed while at least one thread needs them; each has to act in those threads only.
-
-    Attributes:
-        here: Whether this thread needs them.
-    """
+    """Patches that are installed while at least one thread needs them; each has to act in those threads only."""
 
     def __init__(self, install: Install) -> None:
         self._install = install
@@ -53,10 +51,11 @@ class SharedPatches:
 
     @property
     def here(self) -> bool:
+        """Whether this thread needs them."""
         return getattr(self._thread, "needs", False)
 
     @contextlib.contextmanager
-    def needed(self) -> Generator[None, None, None]:
+    def needed(self) -> Generator[None]:
         """Keeps the patches installed for a while."""
         with self._lock:
             if self._users == 0:
@@ -79,6 +78,34 @@ def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> No
     """Sets an attribute until `undo` closes."""
     undo.callback(setattr, owner, name, vars(owner)[name])
     setattr(owner, name, value)
+
+
+def while_recording(owner: Any, name: str) -> Callable[[Any], Any]:
+    """Has the decorated function called in place of `owner.name` in threads that record.
+
+    Args:
+        owner: A class or module, or a function that returns one, or None where there is nothing to replace.
+        name: The attribute; what it is otherwise comes after the recording, before the arguments.
+    """
+
+    def decorate(ours: Any) -> Any:
+        @register
+        def install(undo: contextlib.ExitStack) -> None:
+            found = owner() if inspect.isfunction(owner) else owner
+            if found is None:
+                return
+            original = vars(found)[name]
+
+            @functools.wraps(original)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                recording = active()
+                return original(*args, **kwargs) if recording is None else ours(recording, original, *args, **kwargs)
+
+            replace(undo, found, name, call)
+
+        return ours
+
+    return decorate
 
 
 def _install_registered(undo: contextlib.ExitStack) -> None:

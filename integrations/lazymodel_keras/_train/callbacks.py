@@ -66,9 +66,7 @@ class TrainingCheckpoint(_Stock):
         super().__init__(where, **options)
         self.checkpointer = _Describing(self.checkpointer, self._describe, where)
         self._metadata = metadata
-        self._epoch = 0
-        self._batch = 0
-        self._trained = 0
+        self._epoch = self._batch = self._trained = 0
         # (batches taken from the data, its state then), from what was trained on last to what was taken last.
         self._states: collections.deque[tuple[int, Any]] = collections.deque()
 
@@ -151,21 +149,19 @@ class _Describing:
     """An Orbax checkpointer that adds custom metadata to every step, and tells of every step that was not saved."""
 
     def __init__(self, checkpointer: Any, describe: Callable[[], dict[str, Any]], directory: str) -> None:
-        self._checkpointer = checkpointer
-        self._describe = describe
-        self._directory = directory
+        self._checkpointer, self._describe, self._directory = checkpointer, describe, directory
         self._saving: list[tuple[int, Any]] = []
 
     def save_checkpointables(self, step: int, *args: Any, **options: Any) -> Any:
-        described = self._describe()
+        options["custom_metadata"] = self._describe()
         with self._naming(step):
-            return self._checkpointer.save_checkpointables(step, *args, custom_metadata=described, **options)
+            return self._checkpointer.save_checkpointables(step, *args, **options)
 
     def save_checkpointables_async(self, step: int, *args: Any, **options: Any) -> Any:
         self.settle()  # Orbax waits for the step before, too
-        described = self._describe()
+        options["custom_metadata"] = self._describe()
         with self._naming(step):
-            saving = self._checkpointer.save_checkpointables_async(step, *args, custom_metadata=described, **options)
+            saving = self._checkpointer.save_checkpointables_async(step, *args, **options)
         if saving is not None:  # it was not skipped
             self._saving.append((step, saving))
         return saving
@@ -178,7 +174,7 @@ class _Describing:
                 saving.result()
 
     @contextlib.contextmanager
-    def _naming(self, step: int) -> Generator[None, None, None]:
+    def _naming(self, step: int) -> Generator[None]:
         try:
             yield
         except Exception as error:  # Orbax' own, tensorstore's, the system's
@@ -223,19 +219,18 @@ def training_state(path: str | os.PathLike[str]) -> TrainingState:
     """
     with open_checkpoint(os.path.expanduser(os.fspath(path))) as checkpoint:
         item = getattr(checkpoint, "item", None)
-        folder = None if item is None else Path(item).parent
-        number = None if folder is None else folder.name.rpartition("_")[2]
-        if folder is None or number is None or not number.isdecimal():
+        folder = Path(item or "").parent
+        number = folder.name.rpartition("_")[2]
+        if item is None or not number.isdecimal():
             raise CheckpointError(
                 f"{os.fspath(path)}: expected a step of an Orbax checkpoint, found {checkpoint.format}"
             )
-        step = int(number)
         updates = [
             int(checkpoint[name].read())
             for name in checkpoint
             if name.startswith("optimizer_variables/") and name.endswith("/iteration") and checkpoint[name].shape == ()
         ]
-    file = folder / "_CHECKPOINT_METADATA"
+    step, file = int(number), folder / "_CHECKPOINT_METADATA"
     custom = read_json_file(file).get("custom_metadata") if file.exists() else None
     ours = cast("dict[str, Any]", custom).get(_KEY) if isinstance(custom, dict) else None
     if ours is None:

@@ -108,8 +108,8 @@ def _weight(value: Any) -> LazyTensor | None:
     recording = active()
     if recording is None or not isinstance(value, keras.Variable):
         return None
-    recorded = recording.recorded.get(id(value))
-    if recorded is None or recorded.reference() is not value or _upstream.value(value) is not None:
+    recorded = recording.of(value)
+    if recorded is None or _upstream.value(value) is not None:
         return None
     if recorded.value is None:
         return LazyTensor(_InitialLeaf(value, recorded))
