@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import os
 import re
 from collections.abc import Callable, Generator, Mapping
@@ -26,7 +24,7 @@ from lazymodel_keras._build import Materializing, check_all_used, check_options,
 from lazymodel_keras._keywords import check_from_preset, ours
 from lazymodel_keras._model.abstract import from_skeleton
 from lazymodel_keras._model.skeleton import Skeleton
-from lazymodel_keras._record.patches import SharedPatches, active, replace
+from lazymodel_keras._record.patches import SharedPatches, active
 from lazymodel_keras._record.recording import Recording
 from lazymodel_keras._record.session import session
 from lazymodel_keras._saved_models import check_saved_model
@@ -195,72 +193,53 @@ class _BlockRules:
         return next(iter(specs), None)
 
 
-def _install(undo: contextlib.ExitStack) -> None:
-    """Wraps the functions that load weights."""
-    load_weights = _lazy_orbax(vars(keras.Model)["load_weights"])
-    replace(undo, keras.Model, "load_weights", _announcing(load_weights, loaded=lambda args, result: args[0]))
-    load_model = _announcing(vars(keras.saving)["load_model"])
-    for module in (keras.saving, keras.models):
-        replace(undo, module, "load_model", load_model)
-    if (models := _upstream.hub_models()) is not None:
-        for cls in (models.Backbone, models.Task):
-            replace(undo, cls, "from_preset", classmethod(_checking(_announcing(vars(cls)["from_preset"].__func__))))
+_hooks = SharedPatches()
 
 
-_hooks = SharedPatches(_install)
-
-
-def _announcing(function: Callable[..., Any], *, loaded: Callable[..., Any] = lambda args, result: result) -> Any:
-    """The function, which when the outermost such call returns tells the recording which object is loaded."""
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        recording = active()
-        if recording is None or recording.on_loaded is None or recording.loading:
-            return function(*args, **kwargs)
-        # What a call leaves unused of its files is its own affair, even if another one opens them again.
-        outer_files, recording.files = recording.files, {}
-        recording.loading = True
-        try:
-            # Keras names layers, and of the first that does not fit what was wrong; all tensors are known here.
-            with recording.explaining(function.__qualname__):
-                result = function(*args, **kwargs)
-            skips = signature.bind(*args, **kwargs).arguments.get("skip_mismatch")
-            partly = bool(skips or kwargs.get("objects_to_skip"))
-            recording.on_loaded(loaded(args, result), function.__qualname__, partly)
-        finally:
-            recording.loading = False
-            recording.close_files()
-            recording.files = outer_files
-        return result
-
-    return call
-
-
-def _checking(from_preset: Callable[..., Any]) -> Any:
-    """A `from_preset` that refuses arguments that nobody takes where it is the outermost call that loads."""
-
-    @functools.wraps(from_preset)
-    def call(cls: Any, preset: Any, *args: Any, **kwargs: Any) -> Any:
-        recording = active()
-        if recording is not None and recording.on_loaded is not None and not recording.loading:
-            check_from_preset(cls, preset, kwargs, ours(taker="lazymodel_keras.deferred"))
-        return from_preset(cls, preset, *args, **kwargs)
-
-    return call
-
-
-def _lazy_orbax(load_weights: Callable[..., Any]) -> Callable[..., Any]:
-    """`Model.load_weights`, which has Orbax read whole arrays, and leaves in silence what it does not find by path."""
-
-    @functools.wraps(load_weights)
-    def call(self: Any, filepath: Any, skip_mismatch: bool = False, **kwargs: Any) -> Any:
-        recording = active()
-        if recording is None or not is_orbax(filepath):
-            return load_weights(self, filepath, skip_mismatch, **kwargs)
+@_hooks.replacing(keras.Model, "load_weights")
+def _load_weights(original: Any, self: Any, filepath: Any, skip_mismatch: bool = False, **kwargs: Any) -> Any:
+    def load() -> Any:
+        if not is_orbax(filepath):
+            return original(self, filepath, skip_mismatch, **kwargs)
+        # Stock Keras has Orbax read whole arrays, and leaves in silence what it does not find by path.
         if given := [name for name, value in kwargs.items() if value is not None]:
             raise LazyModelError(f"load_weights takes no argument {given[0]!r} for an Orbax checkpoint: {filepath}")
-        read_state(recording, self, os.fspath(filepath), strict=not skip_mismatch)
+        return read_state(active(), self, os.fspath(filepath), strict=not skip_mismatch)
 
-    return call
+    partly = bool(skip_mismatch or kwargs.get("objects_to_skip"))
+    return _announced(original.__qualname__, load, of=self, partly=partly)
+
+
+@_hooks.replacing(keras.saving, "load_model")
+@_hooks.replacing(keras.models, "load_model")
+def _load_model(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return _announced(original.__qualname__, lambda: original(*args, **kwargs))
+
+
+@_hooks.replacing(lambda: getattr(_upstream.hub_models(), "Backbone", None), "from_preset")
+@_hooks.replacing(lambda: getattr(_upstream.hub_models(), "Task", None), "from_preset")
+def _from_preset(original: Any, cls: Any, preset: Any, *args: Any, **kwargs: Any) -> Any:
+    if not active().loading:
+        check_from_preset(cls, preset, kwargs, ours(taker="lazymodel_keras.deferred"))
+    return _announced(original.__qualname__, lambda: original(cls, preset, *args, **kwargs))
+
+
+def _announced(what: str, load: Callable[[], Any], *, of: Any = None, partly: bool = False) -> Any:
+    """What a call that loads returns; the outermost tells the recording what is loaded: `of`, or what it returns."""
+    recording: Recording = active()
+    if recording.loading:
+        return load()
+    # What a call leaves unused of its files is its own affair, even if another one opens them again.
+    outer_files, recording.files = recording.files, {}
+    recording.loading = True
+    try:
+        # Keras names layers, and of the first that does not fit what was wrong; all tensors are known here.
+        with recording.explaining(what):
+            result = load()
+        assert recording.on_loaded is not None
+        recording.on_loaded(result if of is None else of, what, partly)
+    finally:
+        recording.loading = False
+        recording.close_files()
+        recording.files = outer_files
+    return result

@@ -1,4 +1,4 @@
-"""Patches of Keras and KerasHub that stay while some thread needs them, and act in the threads that record."""
+"""Patches of Keras and KerasHub that stay while some thread needs them, and act in the threads that do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 Install = Callable[[contextlib.ExitStack], None]
 
 _thread = threading.local()  # like Keras' own global state
-_registered: list[Install] = []
 
 
 def active() -> Any:
@@ -30,20 +29,11 @@ def activated(recording: Any) -> Generator[None]:
         _thread.recording = None
 
 
-def register(install: Install) -> Install:
-    """Has a function install its patches, until the stack that it is given closes, while any thread records.
-
-    They have to act where `active()` is a recording only.
-    """
-    _registered.append(install)
-    return install
-
-
 class SharedPatches:
-    """Patches that are installed while at least one thread needs them; each has to act in those threads only."""
+    """Patches that are installed while at least one thread needs them."""
 
-    def __init__(self, install: Install) -> None:
-        self._install = install
+    def __init__(self) -> None:
+        self._installs: list[Install] = []
         self._lock = threading.Lock()
         self._users = 0
         self._undo = contextlib.ExitStack()
@@ -54,13 +44,43 @@ class SharedPatches:
         """Whether this thread needs them."""
         return getattr(self._thread, "needs", False)
 
+    def register(self, install: Install) -> Install:
+        """Has a function install its patches until the stack that it is given closes; they act where `here` only."""
+        self._installs.append(install)
+        return install
+
+    def replace(self, undo: contextlib.ExitStack, owner: Any, name: str, ours: Any) -> None:
+        """Has `ours(original, …)` called in place of `owner.name(…)` until `undo` closes, where `here`."""
+        found = vars(owner)[name]
+        original = getattr(found, "__func__", found)  # of a method of the class
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return ours(original, *args, **kwargs) if self.here else original(*args, **kwargs)
+
+        replace(undo, owner, name, call if found is original else type(found)(call))
+
+    def replacing(self, owner: Any, name: str) -> Callable[[Any], Any]:
+        """Does so with the decorated function; `owner` may be a function that returns it, None if it is not there."""
+
+        def decorate(ours: Any) -> Any:
+            @self.register
+            def install(undo: contextlib.ExitStack) -> None:
+                if (holder := owner() if inspect.isfunction(owner) else owner) is not None:
+                    self.replace(undo, holder, name, ours)
+
+            return ours
+
+        return decorate
+
     @contextlib.contextmanager
     def needed(self) -> Generator[None]:
         """Keeps the patches installed for a while."""
         with self._lock:
             if self._users == 0:
                 with contextlib.ExitStack() as undo:
-                    self._install(undo)
+                    for install in self._installs:
+                        install(undo)
                     self._undo = undo.pop_all()
             self._users += 1
         before, self._thread.needs = self.here, True
@@ -80,37 +100,18 @@ def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> No
     setattr(owner, name, value)
 
 
-def while_recording(owner: Any, name: str) -> Callable[[Any], Any]:
-    """Has the decorated function called in place of `owner.name` in threads that record.
+recording_patches = SharedPatches()
 
-    Args:
-        owner: A class or module, or a function that returns one, or None where there is nothing to replace.
-        name: The attribute; what it is otherwise comes after the recording, before the arguments.
-    """
+
+def while_recording(owner: Any, name: str) -> Callable[[Any], Any]:
+    """As `SharedPatches.replacing`, in threads that record: the decorated function gets the recording first."""
 
     def decorate(ours: Any) -> Any:
-        @register
-        def install(undo: contextlib.ExitStack) -> None:
-            found = owner() if inspect.isfunction(owner) else owner
-            if found is None:
-                return
-            original = vars(found)[name]
-
-            @functools.wraps(original)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                recording = active()
-                return original(*args, **kwargs) if recording is None else ours(recording, original, *args, **kwargs)
-
-            replace(undo, found, name, call)
+        @recording_patches.replacing(owner, name)
+        def call(original: Any, *args: Any, **kwargs: Any) -> Any:
+            recording = active()
+            return original(*args, **kwargs) if recording is None else ours(recording, original, *args, **kwargs)
 
         return ours
 
     return decorate
-
-
-def _install_registered(undo: contextlib.ExitStack) -> None:
-    for install in _registered:
-        install(undo)
-
-
-recording_patches = SharedPatches(_install_registered)

@@ -107,6 +107,7 @@ class Recording:
         problems: Assignments that did not fit their variable, as errors and as what a report says.
         on_loaded: Where it is wanted at once, called with an object whose weights were just loaded, what loaded them,
             for messages, and whether only some of a file's tensors were wanted.
+        on_made: Where it is wanted, called before a layer or an optimizer is made.
         loading: Whether a call that loads weights is running; only the outermost one counts.
         optimizers: The optimizers that were built, and for which variables, both weakly.
         names: How far Keras had counted automatic names before.
@@ -120,6 +121,7 @@ class Recording:
         self.files: dict[str, OpenedFile] = {}
         self.problems: list[tuple[RecordedVariable, CheckpointError, MismatchedTensor]] = []
         self.on_loaded: Callable[[Any, str, bool], None] | None = None
+        self.on_made: Callable[[], None] | None = None
         self.loading = False
         self.optimizers: list[tuple[weakref.ref[Any], list[weakref.ref[Any]]]] = []
         self.scope = _RecordingScope(self)

@@ -85,5 +85,5 @@ def _copy(recording: Recording, original: Any, x: Any) -> Any:
     # ScheduleFreeAdamW assigns copies of the variables to its own. What is assigned may as well be the variable: it has
     # no value yet. Others may keep the copy, so they are given one.
     abstract = recording.of(x) is not None and _upstream.value(x) is None
-    building = abstract and isinstance(sys._getframe(2).f_locals.get("self"), keras.Optimizer)
+    building = abstract and isinstance(sys._getframe(3).f_locals.get("self"), keras.Optimizer)
     return x if building else original(x)

@@ -18,7 +18,7 @@ from lazymodel import CheckpointError, LazyTensor, open_checkpoint
 from lazymodel.checkpoints import SafetensorsFile
 from lazymodel_keras import _upstream
 from lazymodel_keras._record.hugging_face import refuse_quantized
-from lazymodel_keras._record.patches import active, register, replace, while_recording
+from lazymodel_keras._record.patches import active, recording_patches, replace, while_recording
 
 
 class LazySafeOpen:
@@ -94,7 +94,7 @@ def _open(recording: Any, original: Any, self: Any, path_or_io: Any, mode: str |
     return original(self, path_or_io, mode)
 
 
-@register
+@recording_patches.register
 def _install_safe_open(undo: contextlib.ExitStack) -> None:
     try:
         import safetensors

@@ -96,15 +96,15 @@ class TrainingCheckpoint(_Stock):
                 "jax.process_index(), and give fit the iterator itself"
             )
         self._trained = 0
-        self._states = collections.deque([(0, iterator.get_state())])
-        return self._noted(iterator)
+        self._states = states = collections.deque([(0, iterator.get_state())])
 
-    def _noted(self, iterator: Any) -> Iterator[Any]:
-        # A generator, which `data` is not so that it complains at once: it is what Keras takes for a stream of batches.
-        states = self._states
-        for count, batch in enumerate(iterator, 1):
-            states.append((count, iterator.get_state()))
-            yield batch
+        def noted() -> Iterator[Any]:
+            # A generator, which `data` is not so that it complains at once: what Keras takes for a stream of batches.
+            for count, batch in enumerate(iterator, 1):
+                states.append((count, iterator.get_state()))
+                yield batch
+
+        return noted()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._batch = epoch, 0
@@ -137,7 +137,9 @@ class TrainingCheckpoint(_Stock):
         given = self._metadata() if callable(self._metadata) else self._metadata
         described: dict[str, Any] = {"epoch": self._epoch, "batch": self._batch, "metadata": dict(given or {})}
         if self._states:
-            described["data"] = _encode(self._states[0][1])
+            state = self._states[0][1]
+            is_bytes = isinstance(state, bytes | bytearray)
+            described["data"] = {_BYTES: base64.b64encode(state).decode()} if is_bytes else state
         try:
             json.dumps(described)
         except (TypeError, ValueError) as error:
@@ -246,10 +248,6 @@ def _stock_epoch(step: int, updates: int) -> int | None:
     """The epochs that were completed, where the stock callback's step is an epoch's number from 0, not batches."""
     # Epochs have the same number of updates each, at least one.
     return step + 1 if updates > step and updates % (step + 1) == 0 else None
-
-
-def _encode(state: Any) -> Any:
-    return {_BYTES: base64.b64encode(state).decode()} if isinstance(state, bytes | bytearray) else state
 
 
 def _decode(state: Any) -> Any:
