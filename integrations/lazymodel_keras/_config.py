@@ -76,10 +76,10 @@ def plan_model(source: str, *, cls: str | None = None, dtype: str | None = None)
 
 
 def _from_folder(target: Any, folder: str, source: str, load: bool, options: Mapping[str, Any]) -> AbstractModel:
-    path = os.path.join(folder, "config.json")
-    if os.path.exists(path):
+    path = Path(folder, "config.json")
+    if path.exists():
         try:
-            config = json.loads(Path(path).read_text(encoding="utf-8"))
+            config = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{source} is not JSON: {error}") from error
         if not isinstance(config, dict) or not {"registered_name", "model_type", "architecture"} & set(config):

@@ -74,14 +74,6 @@ def initialize(variable: Any, initializer: Any) -> None:
     variable._initialize_with_initializer(initializer)
 
 
-def give_value(variable: Any, array: Any, layout: Any) -> None:
-    """Makes an abstract variable one with an array, which keeps its layout; None leaves the variable's own."""
-    if layout is not None:
-        variable._layout = layout
-    variable._value = array
-    variable._initializer = None
-
-
 def assign_directly(variable: Any, value: Any) -> None:
     """`variable.assign` without a look at the current scope."""
     variable._direct_assign(value)
@@ -90,6 +82,14 @@ def assign_directly(variable: Any, value: Any) -> None:
 def as_tensor(variable: Any, value: Any, dtype: Any) -> Any:
     """What a variable makes of a value that is no array."""
     return variable._convert_to_tensor(value, dtype=dtype)
+
+
+def give_value(variable: Any, array: Any, layout: Any) -> None:
+    """Makes an abstract variable one with an array, which keeps its layout; None leaves the variable's own."""
+    if layout is not None:
+        variable._layout = layout
+    variable._value = array
+    variable._initializer = None
 
 
 def stored_name(store: Any, key: str) -> str:
@@ -126,10 +126,9 @@ def automatic_names() -> Any:
 
 
 def remembered_draws() -> Callable[[], None]:
-    """Undoes, once called, what was taken from process-wide sources since: automatic names, and Python's random seeds.
+    """Undoes, once called, what was taken since from process-wide sources: automatic names, and Python's random seeds.
 
-    For a build whose result is thrown away, so that the one that counts is named and seeded as if it were the only; or
-    for one more like an earlier, with the `automatic_names` of then.
+    For a build whose result is thrown away, or one more like an earlier, with the `automatic_names` of then.
     """
     names, state = automatic_names(), random.getstate()
 
@@ -183,8 +182,7 @@ def saved_to_presets() -> list[Any]:
 def classes_of_preset(cls: Any, preset: Any) -> tuple[Any, Any]:
     """The class that `cls.from_preset(preset)` makes an object of, and that of its backbone, None where it is unknown.
 
-    KerasHub decides this inside `from_preset`, with the arguments gone when it returns. Where it fails it will fail
-    again there, and say more.
+    KerasHub decides this inside `from_preset`, with the arguments gone when it returns.
     """
     module: Any = _preset_utils()
     if module is None or hub_models() is None:
@@ -195,7 +193,7 @@ def classes_of_preset(cls: Any, preset: Any) -> tuple[Any, Any]:
             return backbone if issubclass(backbone, cls) else cls, backbone
         of_another = issubclass(backbone, hub_models().Backbone) and cls.backbone_cls != backbone
         return module.find_subclass(preset, cls, backbone) if of_another else cls, backbone
-    except Exception:  # each of the hubs that KerasHub asks has errors of its own
+    except Exception:  # of whichever hub KerasHub asks; it fails again when it loads, and says more
         return cls, None
 
 
@@ -257,8 +255,7 @@ def with_gpt_oss_decoder(convert_weights: Any, wrap: Callable[[Any], Any]) -> An
     """GPT-OSS' `convert_weights` with the function that decodes MXFP4 replaced by `wrap(it)`; None if there is none.
 
     That function is defined anew within each of its calls, so no attribute leads to it. What does is the code of the
-    outer one, which is copied with another code in the place of the inner one. What the converter does with the decoded
-    weights remains its own: a converter of ours in its place would go on as before when theirs changes.
+    outer one, which is copied with another code in the place of the inner one.
     """
     decoder = _inner_function(convert_weights, _DECODER)
     if decoder is None or decoder.__code__.co_varnames[: decoder.__code__.co_argcount] != _DECODER_ARGUMENTS:
@@ -272,13 +269,9 @@ def with_gpt_oss_decoder(convert_weights: Any, wrap: Callable[[Any], Any]) -> An
     constants = convert_weights.__code__.co_consts
     replaced = tuple(code if constant is decoder.__code__ else constant for constant in constants)
     names = {**convert_weights.__globals__, "lazymodel_decoder": wrap(decoder)}
-    return FunctionType(
-        convert_weights.__code__.replace(co_consts=replaced),
-        names,
-        convert_weights.__name__,
-        convert_weights.__defaults__,
-        convert_weights.__closure__,
-    )
+    code = convert_weights.__code__.replace(co_consts=replaced)
+    of_converter = convert_weights.__name__, convert_weights.__defaults__, convert_weights.__closure__
+    return FunctionType(code, names, *of_converter)
 
 
 def _inner_function(function: Any, name: str) -> Any:

@@ -100,9 +100,8 @@ def abstract_from_preset(
             also a file whose content has another hash, or whose hash nobody states.
         LazyModelError: Nobody takes an argument.
     """
-    return _abstract(
-        cls, preset, load_weights, kwargs, ours("strict", "cast", "verify"), strict=strict, cast=cast, verify=verify
-    )
+    given = ours("strict", "cast", "verify")
+    return _abstract(cls, preset, load_weights, kwargs, given, strict=strict, cast=cast, verify=verify)
 
 
 def _abstract(

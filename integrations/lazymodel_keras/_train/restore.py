@@ -227,7 +227,7 @@ def _restore_abstract(
     with session(recording):
         read_state(recording, skeleton.result, path, weights_only=weights_only, strict=strict)
     known = {id(variable) for variable, _ in skeleton.variables.values()}
-    more = [(variable, recorded) for variable, recorded in recording.variables() if id(variable) not in known]
+    more = [entry for entry in recording.variables() if id(entry[0]) not in known]
     paths = unique_paths([*skeleton.variables, *(variable.path for variable, _ in more)])
     filled = Skeleton(None, recording, skeleton.result)
     filled.variables = dict(zip(paths, [*skeleton.variables.values(), *more], strict=True))
@@ -292,8 +292,8 @@ def _read_orbax(recording: Recording, model: Any, path: str, weights_only: bool,
             f"{path}: expected variables of a Keras model under {' and '.join(_WEIGHTS)}, "
             f"found {listed(map(repr, sorted(names)))}"
         )
-    optimizer = None if weights_only else getattr(model, "optimizer", None)
-    if optimizer is not None and names.get(_OPTIMIZER) and not optimizer.built:
+    optimizer = None if weights_only or not names.get(_OPTIMIZER) else getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
     automatic = {_upstream.automatic_name(type(part)) for part in _parts(model)} | {"seed_generator", "variable"}
 
@@ -305,7 +305,7 @@ def _read_orbax(recording: Recording, model: Any, path: str, weights_only: bool,
     taken = {path: names["weights"][saved] for path, saved in saved_as.items()}
     wanted = dict(weights)
     unused = {name for name in names["weights"].values() if name not in set(taken.values())}
-    if optimizer is not None and names.get(_OPTIMIZER):
+    if optimizer is not None:
         slots = {variable.path: variable for variable in optimizer.variables}
         found = match_slots(slots, names[_OPTIMIZER], saved_as, automatic)
         wanted |= slots
