@@ -35,10 +35,9 @@ class Skeleton(Framework):
         given_away: Whether it was taken to be changed, so that another has to be built.
         variables: Path to variable and what was recorded about it; with `only_own`, of those that the object holds.
         distribution: The `keras.distribution` that was active when it was built.
-        spec: The abstract model as it was made of this.
     """
 
-    spec: ModelSpec
+    spec: ModelSpec  # the abstract model as it was made of this
 
     def __init__(
         self, build: Callable[[], Any] | None, recording: Recording, result: Any, *, only_own: bool = False

@@ -42,19 +42,12 @@ class GivenValue:
 
 @dataclasses.dataclass(eq=False)
 class RecordedVariable:
-    """What is known about one abstract variable.
+    """What is known about one abstract variable."""
 
-    Attributes:
-        reference: The variable, weakly: what Keras throws away while building is not materialized.
-        initializer: The callable that would initialize it, or a `GivenValue`.
-        seed: The seed that a stateful seed generator gave it, drawn when the variable was created; None otherwise.
-        value: The last value assigned to it: a lazy tensor or an array; None if there was none.
-    """
-
-    reference: weakref.ref[Any]
-    initializer: Any
-    seed: np.ndarray | None = None
-    value: Any = None
+    reference: weakref.ref[Any]  # weakly: what Keras throws away while building is not materialized
+    initializer: Any  # what would initialize it, or a `GivenValue`
+    seed: np.ndarray | None = None  # that a stateful seed generator gave it, drawn when the variable was created
+    value: Any = None  # assigned to it last, a lazy tensor or an array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,13 +88,11 @@ class _RecordingScope(keras.StatelessScope):
 
 
 class Recording:
-    """What was noted in one stretch of Keras code that ran abstractly, or several; see `_session.session`.
-
-    Args:
-        verify: As in `lazymodel.open_checkpoint`, for every weight file.
-        cast: As in `AbstractModel.materialize`, for what is assigned.
+    """What was noted in one stretch of Keras code that ran abstractly, or several; see `_record/session`.
 
     Attributes:
+        verify: As in `lazymodel.open_checkpoint`, for every weight file.
+        cast: As in `AbstractModel.materialize`, for what is assigned.
         recorded: What was recorded, by `id` of the variable, in order of creation.
         files: The weight files that were opened, by path; while `on_loaded` is called, those of that call.
         problems: Assignments that did not fit their variable, as errors and as what a report says.
@@ -115,8 +106,7 @@ class Recording:
 
     def __init__(self, verify: Verify = False, cast: str = SAFE) -> None:
         check_mode(cast)
-        self.verify = verify
-        self.cast = cast
+        self.verify, self.cast = verify, cast
         self.recorded: dict[int, RecordedVariable] = {}
         self.files: dict[str, OpenedFile] = {}
         self.problems: list[tuple[RecordedVariable, CheckpointError, MismatchedTensor]] = []
@@ -155,7 +145,7 @@ class Recording:
             file.tensors.close()
 
     def check_content(self, path: str) -> None:
-        """Hashes a weight file and what belongs to it, once, where that is wanted; see `open`."""
+        """Hashes a weight file and what belongs to it, once, where that is wanted."""
         if self.verify is False:
             return
         where = os.path.abspath(path)

@@ -61,8 +61,8 @@ class TrainingCheckpoint(_Stock):
                 f"Keras {keras.__version__} has no keras.callbacks.OrbaxCheckpoint; upgrade it: pip install -U keras"
             )
         where = os.path.expanduser(os.fspath(directory))
-        if "://" not in where:
-            where = os.path.abspath(where)  # Orbax takes a relative folder, and then fails to write to it
+        # Orbax takes a relative folder, and then fails to write to it.
+        where = where if "://" in where else os.path.abspath(where)
         super().__init__(where, **options)
         self.checkpointer = _Describing(self.checkpointer, self._describe, where)
         self._metadata = metadata

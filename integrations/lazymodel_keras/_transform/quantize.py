@@ -169,15 +169,9 @@ def _pack_int4(original: Any, arr: Any, axis: int = 0, dtype: Any = "int8") -> A
 
 def _order(tensor: LazyTensor) -> tuple[int, ...] | None:
     """Which axis of its leaf each axis of a tensor is, where it is nothing but a transposition of the leaf."""
-    shape = tensor.leaf.shape
-    strides = LazyTensor(tensor.leaf).geometry().strides
-    geometry = tensor.geometry()
-    order = sorted(range(len(shape)), key=lambda axis: -geometry.strides[axis]) if len(shape) == tensor.ndim else []
-    order = tuple(int(axis) for axis in np.argsort(order))
-    same = bool(order) and all(
-        (geometry.shape[axis], geometry.strides[axis]) == (shape[own], strides[own]) for axis, own in enumerate(order)
-    )
-    return order if same and geometry.start == 0 and not tensor.steps else None
+    order = tensor.file_order()
+    same = tensor.transpose(order).geometry() == LazyTensor(tensor.leaf).geometry()
+    return tuple(int(axis) for axis in np.argsort(order)) if order and same and not tensor.steps else None
 
 
 def _unpack_int4(original: Any, packed: Any, orig_len: int, axis: int = 0, dtype: Any = "int8") -> Any:
