@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Self, cast
 
 from lazymodel._abstract.adapters import adapters
-from lazymodel._abstract.placement import device_nbytes
+from lazymodel._abstract.placement import device_nbytes, resident_nbytes, stays_on_host
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError
@@ -60,15 +60,17 @@ class AbstractModel(Tabled, ModelSpec):
         )
         if sharded:
             held = device_nbytes(self.values())
-            anywhere = sum(variable.shard_nbytes for variable in self.values() if variable.sharding is None)
+            anywhere = sum(resident_nbytes(variable) for variable in self.values() if variable.sharding is None)
             title += f", {format_bytes(max(held.values()) + anywhere)} per device on {plural(len(held), 'device')}"
 
         def row(variable: AbstractVariable) -> Row:
             cells = (shape_text(variable.shape), variable.dtype.name)
-            if sharded:
-                other = None if variable.sharding is None else type(variable.sharding).__name__
-                cells += (spec_text(variable.spec) if variable.spec is not None or other is None else other,)
-            return Row(variable.path, cells, variable.shard_nbytes, variable.origin)
+            if not sharded:
+                return Row(variable.path, cells, variable.nbytes, variable.origin)
+            other = None if variable.sharding is None else type(variable.sharding).__name__
+            spec = spec_text(variable.spec) if variable.spec is not None or other is None else other
+            spec = "on the host" if stays_on_host(variable) else spec
+            return Row(variable.path, (*cells, spec), resident_nbytes(variable), variable.origin)
 
         headings = ("shape", "dtype", *(("spec", "bytes/device") if sharded else ("bytes",)), "origin")
         return folded_table(title, headings, map(row, self.values()))

@@ -12,7 +12,7 @@ from typing import Any, overload
 
 from jax.sharding import NamedSharding
 
-from lazymodel._abstract.placement import device_nbytes
+from lazymodel._abstract.placement import device_nbytes, stays_on_host
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable, Reason
 from lazymodel._show.table import Row, grouped
@@ -44,49 +44,33 @@ def explain(model: ModelSpec, path: str | None = None) -> Explanation | Sharding
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """Why a variable has its sharding; prints as a few lines.
-
-    Attributes:
-        variable: The variable, with its sharding and the reason for it.
-    """
+    """Why a variable has its sharding, which it has with the reason for it; prints as a few lines."""
 
     variable: AbstractVariable
-
-    @property
-    def shard_shape(self) -> tuple[int, ...]:
-        """The shape of what one device holds."""
-        sharding = self.variable.sharding
-        return self.variable.shape if sharding is None else tuple(sharding.shard_shape(self.variable.shape))
-
-    @property
-    def alternatives(self) -> Mapping[str, tuple[int, ...]]:
-        """For each axis of the mesh and its size, the dimensions that it divides."""
-        sharding, shape = self.variable.sharding, self.variable.shape
-        axes = sharding.mesh.shape if isinstance(sharding, NamedSharding) else {}
-        return {
-            f"{axis!r} ({size})": tuple(dim for dim, length in enumerate(shape) if length and length % size == 0)
-            for axis, size in axes.items()
-            if size > 1
-        }
 
     def __str__(self) -> str:
         variable, sharding = self.variable, self.variable.sharding
         lines = [f"{variable.path}: {variable.dtype.name} {variable.shape}, {format_bytes(variable.nbytes)}"]
+        if stays_on_host(variable):
+            return f"{lines[0]}\n  on the host: {_why(variable)}"
         if sharding is None:
             return f"{lines[0]}\n  no sharding was assigned; it goes to one device"
         reason = variable.reason or Reason("given", "an active distribution, or the model's builder, gave it")
         spec: Any = variable.spec if variable.spec is not None else sharding
         holds = f"each of {sharding.num_devices} devices holds" if sharding.num_devices > 1 else "one device holds"
-        lines.append(f"spec: {spec}; {holds} {self.shard_shape}, {format_bytes(variable.shard_nbytes)}")
+        shape = tuple(sharding.shard_shape(variable.shape))
+        lines.append(f"spec: {spec}; {holds} {shape}, {format_bytes(variable.shard_nbytes)}")
         if variable.layout is not None:
             lines.append(f"layout: dimensions from major to minor {variable.layout.major_to_minor}")
         known = {"role": reason.role, "dimensions": ", ".join(reason.labels)}
         if any(known.values()):
             lines.append("; ".join(f"{what}: {text}" for what, text in known.items() if text))
         lines += [f"why ({reason.kind}): {reason.text}", *(f"considered: {text}" for text in reason.tried)]
-        for axis, dims in self.alternatives.items():
-            numbers = f"dimension{'s' if len(dims) > 1 else ''} {', '.join(map(str, dims))}" if dims else "no dimension"
-            lines.append(f"axis {axis} divides {numbers}")
+        axes = sharding.mesh.shape if isinstance(sharding, NamedSharding) else {}
+        for axis, size in axes.items():
+            dims = [str(dim) for dim, length in enumerate(variable.shape) if length and length % size == 0]
+            numbers = f"dimension{'s' if len(dims) > 1 else ''} {', '.join(dims)}" if dims else "no dimension"
+            lines += [f"axis {axis!r} ({size}) divides {numbers}"] if size > 1 else []
         return "\n  ".join(lines)
 
     __repr__ = __str__
@@ -98,12 +82,13 @@ class ShardingReport:
 
     Attributes:
         name: The model's name.
-        nbytes: Bytes of all variables, each counted once.
+        nbytes: Bytes of all variables that devices hold, each counted once.
         num_devices: Devices that hold anything.
         fullest_nbytes: Bytes on the device that holds most.
         emptiest_nbytes: Bytes on the one that holds least.
         replicated: Path and reason of every variable that is whole on each of several devices, largest first.
         replicated_nbytes: Bytes that these take on each device.
+        on_host: Path and reason of NumPy arrays that stay on the host, of which no device holds anything.
         unmatched: Paths that no rule matched.
         repaired: Path and reason of what `repair` mended.
         notes: What is to be said of the rules: those that matched nothing.
@@ -116,6 +101,7 @@ class ShardingReport:
     emptiest_nbytes: int
     replicated: Mapping[str, str]
     replicated_nbytes: int
+    on_host: Mapping[str, str]
     unmatched: tuple[str, ...]
     repaired: Mapping[str, str]
     notes: tuple[str, ...]
@@ -134,6 +120,7 @@ class ShardingReport:
         each = f", {format_bytes(self.replicated_nbytes)} each"
         for title, found, more in (
             ("replicated", self.replicated, each),
+            ("on the host", self.on_host, ""),
             ("repaired", self.repaired, ""),
             ("matched by no rule", dict.fromkeys(self.unmatched, ""), ""),
         ):
@@ -146,9 +133,11 @@ class ShardingReport:
 
 def _explain_model(model: ModelSpec) -> ShardingReport:
     variables = sorted(model.values(), key=lambda variable: -variable.nbytes)
+    placed = [variable for variable in variables if not stays_on_host(variable)]
+    nbytes, per_device = sum(variable.nbytes for variable in placed), device_nbytes(placed)
     replicated = [
         variable
-        for variable in variables
+        for variable in placed
         if variable.sharding is not None
         and variable.sharding.num_devices > 1
         and variable.shard_nbytes == variable.nbytes
@@ -156,24 +145,29 @@ def _explain_model(model: ModelSpec) -> ShardingReport:
     by_kind: dict[str, list[AbstractVariable]] = {}
     for variable in variables:
         by_kind.setdefault("" if variable.reason is None else variable.reason.kind, []).append(variable)
-    per_device = device_nbytes(variables)
     return ShardingReport(
         name=model.name,
-        nbytes=model.nbytes,
+        nbytes=nbytes,
         num_devices=max(len(per_device), 1),
-        fullest_nbytes=max(per_device.values(), default=model.nbytes),
-        emptiest_nbytes=min(per_device.values(), default=model.nbytes),
-        replicated={variable.path: _words(variable) for variable in replicated},
+        fullest_nbytes=max(per_device.values(), default=nbytes),
+        emptiest_nbytes=min(per_device.values(), default=nbytes),
+        replicated=_words(replicated),
         replicated_nbytes=sum(variable.nbytes for variable in replicated),
+        on_host=_words(variable for variable in variables if stays_on_host(variable)),
         unmatched=tuple(variable.path for variable in by_kind.get("unmatched", ())),
-        repaired={variable.path: _words(variable) for variable in by_kind.get("repaired", ())},
+        repaired=_words(by_kind.get("repaired", ())),
         notes=model.sharding_notes,
     )
 
 
-def _words(variable: AbstractVariable) -> str:
-    reason = "given" if variable.reason is None else variable.reason.text
-    return f"{variable.shape}, {format_bytes(variable.nbytes)}: {reason}"
+def _why(variable: AbstractVariable) -> str:
+    if stays_on_host(variable) and (variable.reason is None or variable.reason.kind != "host"):
+        return "a NumPy array, which nothing splits over devices"
+    return "given" if variable.reason is None else variable.reason.text
+
+
+def _words(variables: Iterable[AbstractVariable]) -> dict[str, str]:
+    return {v.path: f"{v.shape}, {format_bytes(v.nbytes)}: {_why(v)}" for v in variables}
 
 
 def _listed(entries: Iterable[tuple[str, str]]) -> list[str]:
