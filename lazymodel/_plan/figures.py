@@ -28,10 +28,8 @@ def bar(parts: Mapping[str, int], full: int) -> str:
 
     def piece(kind: str, nbytes: int) -> str:
         label = html.escape(f"{kind}: {format_bytes(nbytes)}", quote=True)
-        style = (
-            f"display:inline-block;height:1em;width:{100 * nbytes / full:.2f}%;background:{_COLOURS.get(kind, _OVER)}"
-        )
-        return f'<span title="{label}" style="{style}"></span>'
+        look = f"width:{100 * nbytes / full:.2f}%;background:{_COLOURS.get(kind, _OVER)}"
+        return f'<span title="{label}" style="display:inline-block;height:1em;{look}"></span>'
 
     pieces = "".join(piece(kind, nbytes) for kind, nbytes in parts.items())
     return f'<div style="border:1px solid #999;font-size:12px;line-height:1;white-space:nowrap">{pieces}</div>'
@@ -41,7 +39,6 @@ def figure(
     name: str,
     parts: Mapping[str, int],
     timeline: Sequence[tuple[int, int]],
-    *,
     held: int,
     peak: int,
     limit: int | None,

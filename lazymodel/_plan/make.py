@@ -2,10 +2,7 @@
 
 Responsible for putting a plan together: what stays from the shardings, what is needed for a moment and what passes
 through hosts from `_plan/steps`, what using the model adds from `_plan/what_if`, and, where it is asked for, what the
-compiler says from `_plan/compiled`.
-
-Devices need not be here. On a mesh without live devices, or without any (`jax.sharding.AbstractMesh`), nothing is
-compiled unless asked for, and a plan is arithmetic: a second or two for a model of a thousand billion parameters.
+compiler says from `_plan/compiled`. Devices need not be here.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import AbstractMesh
@@ -115,12 +112,12 @@ def plan(
 
 def _checked(model: ModelSpec, what_if: WhatIf | None, compile: Compile | None) -> WhatIf:
     """What is stated, with the optimizer that a compiled training step has; refuses what does not go together."""
-    given: Any = (what_if, compile)
-    for value, name, cls, such in zip(
-        given, ("what_if", "compile"), (WhatIf, Compile), ('(optimizer="adamw")', '("forward")'), strict=True
+    for name, given, cls, such in (  # the types say this to pyright, and the errors to people
+        ("what_if", cast("Any", what_if), WhatIf, 'WhatIf(optimizer="adamw")'),
+        ("compile", cast("Any", compile), Compile, 'Compile("forward")'),
     ):
-        if not isinstance(value, cls | None):
-            raise LazyModelError(f"{name} is a lazymodel.{cls.__name__}, such as {cls.__name__}{such}; got {value!r}")
+        if not isinstance(given, cls | None):
+            raise LazyModelError(f"{name} is a lazymodel.{cls.__name__}, such as {such}; got {given!r}")
     what_if = what_if or WhatIf()
     if compile is None:
         return what_if

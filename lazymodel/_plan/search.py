@@ -77,20 +77,16 @@ class TopologyTable(Tabled):
     def table(self) -> Table:
         """What is shown: a row a slice."""
 
-        def size(nbytes: int | None) -> str:
-            return "–" if nbytes is None else format_bytes(nbytes)
-
         def cells(row: TopologyRow) -> tuple[str, ...]:
             mesh = ", ".join(f"{axis}={length}" for axis, length in row.axes.items())
             verdict = "yes" if row.fits else f"no: {row.reason}"
-            amounts = size(row.device_nbytes), size(row.compiled_nbytes)
+            amounts = ("–" if n is None else format_bytes(n) for n in (row.device_nbytes, row.compiled_nbytes))
             return row.name, f"{row.num_devices:,}", mesh, *amounts, verdict
 
         title = f"{self.model} on devices of {format_bytes(self.device_memory)}"
         columns = ("topology", "devices", "mesh", "arithmetic", "compiled", "fits")
-        return Table(
-            title, columns, [cells(row) for row in self.rows], frozenset(("devices", "arithmetic", "compiled"))
-        )
+        right = frozenset(("devices", "arithmetic", "compiled"))
+        return Table(title, columns, list(map(cells, self.rows)), right)
 
 
 def smallest_topology(
@@ -209,13 +205,10 @@ def _shortfall(needed: int, limit: int) -> str:
 
 
 def _nowhere(abstract: ModelSpec, device: str, limit: int, max_devices: int, rows: list[TopologyRow]) -> str:
-    start = (
-        f"{abstract.name} ({format_bytes(abstract.nbytes)}) fits on no {device} slice of at most {max_devices} devices"
-    )
-    known = [(row.compiled_nbytes or row.device_nbytes or 0, row) for row in rows]
-    known = [(needed, row) for needed, row in known if needed]
-    if known:
-        needed, nearest = min(known, key=lambda pair: pair[0])
+    size = format_bytes(abstract.nbytes)
+    start = f"{abstract.name} ({size}) fits on no {device} slice of at most {max_devices} devices"
+    if known := {needed: row for row in reversed(rows) if (needed := row.compiled_nbytes or row.device_nbytes)}:
+        needed, nearest = min(known.items(), key=lambda item: item[0])
         return (
             f"{start} of {format_bytes(limit)}; nearest is {nearest.name} with {format_bytes(needed)} on a device. "
             "Rules that split more, more axes, a smaller dtype or a larger max_devices would help."

@@ -63,8 +63,8 @@ def make_steps(
         for recipe in choice.recipes:
             for paths in _by_group(recipe, group):
                 nbytes = sum(shard[path] for path in paths)
-                temporary = sum(_cpu_temporaries(shard[path], model[path].dtype.itemsize) for path in paths)
-                temporary = temporary if platform == "cpu" else 0
+                temporaries = (_cpu_temporaries(shard[path], model[path].dtype.itemsize) for path in paths)
+                temporary = sum(temporaries) if platform == "cpu" else 0
                 computed.append(Step(paths[0], "initialize", group[paths[0]], nbytes, temporary, paths))
     computed.sort(key=lambda step: -step.temporary_nbytes)  # as `run_recipes` runs them
     loaded = sorted((path for path in choice.sources if path in shard), key=lambda p: _file_order(choice.sources[p]))
@@ -83,7 +83,7 @@ def _by_group(recipe: InitRecipe, group: Mapping[str, Hashable]) -> Iterator[tup
     groups: dict[Hashable, list[str]] = {}
     for path in recipe.paths:
         groups.setdefault(group[path], []).append(path)
-    yield from map(tuple, groups.values())
+    return map(tuple, groups.values())
 
 
 def make_timeline(steps: Sequence[Step], signature: Signature) -> Iterator[PlanStep]:
@@ -123,8 +123,7 @@ def make_hosts(
     on_host = sum(variable.nbytes for variable in model.values() if stays_on_host(variable))
     hosts: list[HostPlan] = []
     for process, signatures in sorted(by_process.items()):
-        held = resident = 0
-        peak = 0
+        held = resident = peak = 0
         for step in steps:
             devices = sum(count for signature, count in signatures.items() if step.group in signature)
             resident += step.nbytes * devices

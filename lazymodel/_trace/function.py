@@ -1,7 +1,6 @@
-"""From a JAX init function to an `AbstractModel`: trace once, slice per variable.
+"""From a JAX init function to an abstract model: it is traced to a jaxpr, once, with its arrays as run-time inputs.
 
-The function is traced to a jaxpr with its array arguments as run-time inputs, `_trace/graph` cuts that into init
-recipes, and compiling and running these is in `_programs/programs`.
+`_trace/graph` cuts that into init recipes, and compiling and running these is in `_programs/programs`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from lazymodel._errors import TraceError
 from lazymodel._programs.jaxprs import is_weak
 from lazymodel._programs.keys import is_key
 from lazymodel._programs.programs import ProgramCache
-from lazymodel._trace.errors import explain
+from lazymodel._trace.errors import raise_explained
 from lazymodel._trace.escaped import is_iterator, refuse_empty, refuse_escaped
 from lazymodel._trace.graph import Graph
 from lazymodel._trace.inlined import keep_inlined
@@ -43,13 +42,8 @@ def trace_function(
     A `jax.ShapeDtypeStruct` among the arguments stands for an array whose values no variable needs. An array that
     occurs twice in the result is one variable under its first path, and the same array in both places once rebuilt.
     Arrays are weakly typed where the function's own are; outputs that are no arrays are handed back as they are.
-
-    Args:
-        function: The function.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        name: What to call the model; the function's name by default.
-        path_of: Names a leaf of the result from its `jax.tree_util` key path; by default the keys joined by `/`.
+    `name` is what to call the model, by default the function's name; `path_of` names a leaf of the result from its
+    `jax.tree_util` key path, by default by the keys joined by `/`.
     """
     called: str = name or getattr(function, "__name__", type(function).__name__)
     outputs = _trace(function, args, kwargs, path_of or path_text, called)
@@ -69,17 +63,15 @@ def trace_function(
         value = next(results)
         aval = value.aval
         if value.step is None and value.data is None:
-            raise TraceError(
-                f"{path!r} is an argument that was given as a ShapeDtypeStruct, so it has no value; pass an array"
-            )
+            what = "is an argument that was given as a ShapeDtypeStruct, so it has no value"
+            raise TraceError(f"{path!r} {what}; pass an array")
         # What was computed is initialized, even if it is known already: a checkpoint that lacks it lacks something.
         if value.data is not None and not value.evaluated and not is_key(aval.dtype):
             sources[path] = value.data
         else:
             computed[path] = value
-        variables[path] = AbstractVariable(
-            path, tuple(aval.shape), aval.dtype, origin="constant", weak_type=is_weak(aval)
-        )
+        shape, weak = tuple(aval.shape), is_weak(aval)
+        variables[path] = AbstractVariable(path, shape, aval.dtype, origin="constant", weak_type=weak)
     recipes = graph.recipes(list(computed.items()))
     for recipe in recipes:
         for path in recipe.paths:
@@ -89,14 +81,7 @@ def trace_function(
         leaves = [mapping[leaf.path] if isinstance(leaf, _Slot) else leaf for leaf in outputs.leaves]
         return jax.tree.unflatten(outputs.treedef, leaves)
 
-    return ModelSpec(
-        variables=variables,
-        recipes=recipes,
-        sources=sources,
-        framework=Framework(structure),
-        programs=ProgramCache(),
-        name=called,
-    )
+    return ModelSpec(variables, recipes, sources, Framework(structure), ProgramCache(), called)
 
 
 def known_value(model: ModelSpec, path: str) -> np.ndarray[Any, Any] | None:
@@ -124,9 +109,7 @@ class _Outputs:
     jaxpr: Any = None  # of these, in order, to the distinct `jax.Array`s of the result
     paths: list[str] = dataclasses.field(default_factory=list)  # for each distinct array
     on_host: dict[str, np.ndarray[Any, Any]] = dataclasses.field(default_factory=dict)  # those of them that are NumPy's
-    leaves: list[Any] = dataclasses.field(
-        default_factory=list
-    )  # the result's: a slot for each array, all else as it is
+    leaves: list[Any] = dataclasses.field(default_factory=list)  # the result's: slots for arrays, all else as it is
     treedef: Any = None  # the result's structure
 
 
@@ -174,8 +157,5 @@ def _trace(
         with keep_inlined():
             outputs.jaxpr = jax.make_jaxpr(flat)(*outputs.inputs)
     except Exception as error:
-        explained = explain(error)
-        if explained is None:
-            raise
-        raise explained from error
+        raise_explained(error)
     return outputs

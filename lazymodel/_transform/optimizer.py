@@ -1,9 +1,8 @@
-"""Optimizer state as variables of the abstract model: `AbstractModel.with_optimizer`.
+"""The verb `with_optimizer`: the state that an optimizer starts with, from shapes alone, as variables of the model.
 
-Responsible for finding the state that an optimizer starts with, from shapes alone, for tying each part of it to the
-parameter that it belongs to, which it is sharded like (`_sharding/follow`). How the state is computed is `_trace`'s
-matter, which makes the same init programs as for parameters. An optimizer is anything with an `init` function of a
-pytree of parameters, as Optax' gradient transformations have; nothing here imports Optax.
+Responsible for finding it and for the parameter that each part of it belongs to, and is sharded like
+(`_sharding/follow`). How it is computed is `_trace`'s matter, by the same init programs as parameters. An optimizer is
+anything with an `init` function of a pytree of parameters; nothing here imports Optax.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from lazymodel._errors import LazyModelError
 from lazymodel._programs.programs import InitRecipe
 from lazymodel._sharding.follow import follow
 from lazymodel._show.text import closest
-from lazymodel._trace.errors import explain
+from lazymodel._trace.errors import raise_explained
 from lazymodel._trace.function import trace_function
 
 PREFIX = "optimizer/"  # of the paths of all optimizer state
@@ -78,13 +77,12 @@ def with_optimizer(
     state: dict[str, AbstractVariable] = {}
     for path, struct in found.structs.items():
         origin = traced[path].origin if path in traced else "of parameters"
-        origin = "value" if origin == "constant" else origin
         on_host = path in traced and traced[path].on_host
         state[path] = AbstractVariable(
             path,
             tuple(struct.shape),
             traced[path].dtype if on_host else struct.dtype,
-            origin=origin,
+            origin="value" if origin == "constant" else origin,
             trainable=False,
             follows=found.follows[path],
             weak_type=bool(getattr(struct, "weak_type", False)),
@@ -133,28 +131,17 @@ class _Mark:
 
 @dataclasses.dataclass(frozen=True)
 class _Started:
-    """What starting an optimizer abstractly found.
+    """What starting an optimizer abstractly found."""
 
-    Attributes:
-        start: Starts it with arrays of its parameters.
-        slots: For each leaf of the state its path, and what is no array itself. An array that occurs twice is one
-            variable, under its first path.
-        first: Path to the index of the first leaf that has it.
-        structs: Path to shape and dtype.
-        treedef: The structure of the state.
-        derived: The paths of what depends on the values of parameters.
-        follows: Path to the parameter that it belongs to, or to an empty string.
-        training: The abstract start.
-    """
-
-    start: Callable[[Mapping[str, Any]], Training]
+    start: Callable[[Mapping[str, Any]], Training]  # starts it with arrays of its parameters
+    # For each leaf of the state its path, and what is no array itself. An array that occurs twice is one variable.
     slots: tuple[Any, ...]
-    first: Mapping[str, int]
-    structs: Mapping[str, Any]
-    treedef: Any
-    derived: frozenset[str]
-    follows: Mapping[str, str]
-    training: Training
+    first: Mapping[str, int]  # path to the index of the first leaf that has it
+    structs: Mapping[str, Any]  # path to shape and dtype
+    treedef: Any  # the structure of the state
+    derived: frozenset[str]  # the paths of what depends on the values of parameters
+    follows: Mapping[str, str]  # path to the parameter that it belongs to, or to an empty string
+    training: Training  # the abstract start
 
     def leaves(self, parameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """Path and array, of arrays of the parameters."""
@@ -163,10 +150,8 @@ class _Started:
 
     def derive(self, parameters: Sequence[str]) -> Derived | None:
         """How to compute what depends on the values of parameters, if anything does."""
-        if not self.derived:
-            return None
         paths = tuple(path for path in self.structs if path in self.derived)
-        return Derived(paths, tuple(parameters), lambda leaves: dict(self.leaves(leaves)))
+        return Derived(paths, tuple(parameters), lambda leaves: dict(self.leaves(leaves))) if paths else None
 
     def unflatten(self, mapping: Mapping[str, Any]) -> Any:
         leaves = [mapping[slot.path] if isinstance(slot, _Mark) else slot for slot in self.slots]
@@ -174,11 +159,7 @@ class _Started:
 
 
 def _start(model: ModelSpec, optimizer: Optimizer, parameters: Mapping[str, jax.ShapeDtypeStruct]) -> _Started:
-    """Starts an optimizer abstractly.
-
-    Raises:
-        TraceError: Its `init` needs the values of parameters on the host.
-    """
+    """Starts an optimizer abstractly; TraceError where its `init` needs the values of parameters on the host."""
     start = functools.partial(model.framework.start_training, model.variables, optimizer)
     slots: list[Any] = []
     first: dict[str, int] = {}
@@ -192,30 +173,24 @@ def _start(model: ModelSpec, optimizer: Optimizer, parameters: Mapping[str, jax.
         names = unique_paths([training.path_of(keys) for keys, _ in found])
         known: dict[int, _Mark] = {}
         for index, (name, (_, leaf)) in enumerate(zip(names, found, strict=True)):
-            if not isinstance(leaf, (jax.Array, np.ndarray)):
-                slots.append(leaf)
-                continue
-            if id(leaf) not in known:
+            if isinstance(leaf, (jax.Array, np.ndarray)) and id(leaf) not in known:
                 known[id(leaf)] = _Mark(PREFIX + name)
                 first[PREFIX + name] = index
                 follows[PREFIX + name] = _parameter(rule_path(name), training.parameters)
-            slots.append(known[id(leaf)])
+            slots.append(known.get(id(leaf), leaf))
         return [found[index][1] for index in first.values()]
 
     try:
         closed = jax.make_jaxpr(flat)(dict(parameters))
     except Exception as error:
-        explained = explain(error)
-        if explained is None:
-            raise
-        raise explained from error
+        raise_explained(error)
     ((training, treedef),) = started
     derived = frozenset(path for path, depends in zip(first, _depend_on_inputs(closed.jaxpr), strict=True) if depends)
     structs = dict(zip(first, closed.out_avals, strict=True))
     return _Started(start, tuple(slots), first, structs, treedef, derived, follows, training)
 
 
-def _copy(value: jax.Array) -> tuple[jax.Array, ...]:
+def _copy(value: jax.Array) -> tuple[jax.Array, ...]:  # a function of the module: equal ones are one program
     return (value,)
 
 
@@ -249,22 +224,22 @@ def _depend_on_inputs(jaxpr: Any) -> list[bool]:
 
 def _trained(model: ModelSpec, trained: Callable[[AbstractVariable], bool] | str | None) -> tuple[str, ...]:
     """The paths of the parameters that the optimizer gets."""
-    candidates = [path for path, variable in model.items() if jax.numpy.issubdtype(variable.dtype, np.inexact)]
+    candidates = [variable for variable in model.values() if jax.numpy.issubdtype(variable.dtype, np.inexact)]
     if trained is None:
-        paths = [path for path in candidates if model[path].trainable]
+        chosen = [variable for variable in candidates if variable.trainable]
         what = "that is trainable"
     elif isinstance(trained, str):
         try:
             pattern = re.compile(trained)
         except re.error as error:
             raise LazyModelError(f"trained={trained!r} is not a regular expression: {error}") from error
-        paths = [path for path in candidates if pattern.fullmatch(rule_path(path))]
-        what = f"that {trained!r} matches{closest(trained, candidates)}"
-    else:
-        if not callable(trained):
-            raise LazyModelError(f"trained is a path regex or a function of a variable; got {trained!r}")
-        paths = [path for path in candidates if trained(model[path])]
+        chosen = [variable for variable in candidates if pattern.fullmatch(rule_path(variable.path))]
+        what = f"that {trained!r} matches{closest(trained, [variable.path for variable in candidates])}"
+    elif callable(trained):
+        chosen = list(filter(trained, candidates))
         what = "that the given function chooses"
-    if not paths:
+    else:
+        raise LazyModelError(f"trained is a path regex or a function of a variable; got {trained!r}")
+    if not chosen:
         raise LazyModelError(f"{model.name} has no floating-point variable {what}, so there is nothing to optimize")
-    return tuple(paths)
+    return tuple(variable.path for variable in chosen)
