@@ -26,25 +26,16 @@ from lazymodel._tensors.stored import MismatchedTensor, is_initial, stored_tenso
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Where every variable's value comes from.
+    """Where every variable's value comes from."""
 
-    Attributes:
-        recipes: The init recipes to run, restricted to what is needed.
-        sources: Path to tensor or array, for everything that is not computed.
-        given: The paths among these that the checkpoint has.
-        lacking: Variables that it has no tensor for.
-        unused: Names of its tensors that no variable takes.
-        mismatched: Its tensors that are left out, as if it lacked them, because of their shapes.
-        cast: How values become their variables' dtypes; see `_tensors/casting`.
-    """
-
-    recipes: tuple[InitRecipe, ...]
-    sources: Mapping[str, Any]
-    given: frozenset[str] = frozenset()
-    lacking: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
+    recipes: tuple[InitRecipe, ...]  # the init recipes to run, restricted to what is needed
+    sources: Mapping[str, Any]  # path to tensor or array, for everything that is not computed
+    given: frozenset[str] = frozenset()  # the paths among these that the checkpoint has
+    lacking: tuple[str, ...] = ()  # variables that it has no tensor for
+    unused: tuple[str, ...] = ()  # names of its tensors that no variable takes
+    # Its tensors that are left out, as if it lacked them, because of their shapes.
     mismatched: tuple[MismatchedTensor, ...] = ()
-    cast: str = SAFE
+    cast: str = SAFE  # how values become their variables' dtypes; see `_tensors/casting`
 
     def from_file(self, path: str) -> bool:
         """Whether a value is read from a file, or given as if it were; the user's own code made any other in memory."""

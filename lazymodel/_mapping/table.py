@@ -34,22 +34,19 @@ _PERMUTED = 5  # dimensions up to which permutations are tried for a suggestion:
 
 @dataclasses.dataclass(frozen=True)
 class MappingReport:
-    """What a table makes of a checkpoint and a model, found without reading a tensor.
+    """What a table makes of a checkpoint and a model, found without reading a tensor."""
 
-    Attributes:
-        unused: Tensors that no entry takes, name → suggestion.
-        missing: Variables whose entry names a tensor that the checkpoint lacks, path → what is missing.
-        ambiguous: Variables that several entries match, path → which.
-        misshapen: Variables whose entry gives another shape, path → expected, found, and a suggestion.
-        unmatched: Entries that match no variable, path pattern → suggestion.
-        unmapped: Variables that no entry matches, path → suggestion. These are initialized, so alone they are no error.
-    """
-
+    # Tensors that no entry takes, name → suggestion.
     unused: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    # Variables whose entry names a tensor that the checkpoint lacks, path → what is missing.
     missing: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    # Variables that several entries match, path → which.
     ambiguous: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    # Variables whose entry gives another shape, path → expected, found, and a suggestion.
     misshapen: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    # Entries that match no variable, path pattern → suggestion.
     unmatched: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    # Variables that no entry matches, path → suggestion. These are initialized, so alone they are no error.
     unmapped: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
 
     @property

@@ -28,30 +28,19 @@ _LARGEST = 3  # how many the table names of what does not fit
 
 @dataclasses.dataclass(frozen=True)
 class PlanRow:
-    """One variable in a plan.
+    """One variable in a plan."""
 
-    Attributes:
-        path: The variable's path.
-        shape: Its global shape.
-        dtype: Its dtype.
-        spec: Its partition spec, or None where it lives on one device.
-        shard_nbytes: Bytes that each of its devices holds.
-        nbytes: Bytes of the whole variable.
-        action: `"load"` from a checkpoint, `"initialize"` by a program, or `"constant"`.
-        source: File and tensor, or the initializer, for people.
-        used_nbytes: Bytes that each of its devices holds for it while the model is used: itself, quantized if that was
-            asked for, its LoRA pair, its gradient and the slots of an optimizer that is only stated. Optimizer state
-            that the model has is rows of its own.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    spec: PartitionSpec | None
-    shard_nbytes: int
-    nbytes: int
-    action: str
-    source: str
+    path: str  # the variable's path
+    shape: tuple[int, ...]  # its global shape
+    dtype: Any  # its dtype
+    spec: PartitionSpec | None  # its partition spec, or None where it lives on one device
+    shard_nbytes: int  # bytes that each of its devices holds
+    nbytes: int  # bytes of the whole variable
+    action: str  # `"load"` from a checkpoint, `"initialize"` by a program, or `"constant"`
+    source: str  # file and tensor, or the initializer, for people
+    # Bytes that each of its devices holds for it while the model is used: itself, quantized if that was asked
+    # for, its LoRA pair, its gradient and the slots of an optimizer that is only stated. Optimizer state that the
+    # model has is rows of its own.
     used_nbytes: int = 0
 
     @property

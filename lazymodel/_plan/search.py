@@ -33,41 +33,26 @@ _INIT_PROGRAMS = Compile("init")
 
 @dataclasses.dataclass(frozen=True)
 class TopologyRow:
-    """One slice that was considered.
+    """One slice that was considered."""
 
-    Attributes:
-        name: Its name, for `topology`.
-        num_devices: Devices in it.
-        axes: Axis name to size.
-        device_nbytes: Bytes that a device must have by arithmetic, `MemoryPlan.needed_nbytes`; None where no plan was
-            made because the variables alone, split evenly over all devices, are too large.
-        compiled_nbytes: The same as the compiler says; None where it was not asked.
-        fits: Whether it fits by the best knowledge there is.
-        reason: Why not; empty where it fits.
-    """
-
-    name: str
-    num_devices: int
-    axes: Mapping[str, int]
+    name: str  # its name, for `topology`
+    num_devices: int  # devices in it
+    axes: Mapping[str, int]  # axis name to size
+    # Bytes that a device must have by arithmetic, `MemoryPlan.needed_nbytes`; None where no plan was made because
+    # the variables alone, split evenly over all devices, are too large.
     device_nbytes: int | None
-    compiled_nbytes: int | None
-    fits: bool
-    reason: str = ""
+    compiled_nbytes: int | None  # the same as the compiler says; None where it was not asked
+    fits: bool  # whether it fits by the best knowledge there is
+    reason: str = ""  # why not; empty where it fits
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TopologyTable(Tabled):
-    """What `smallest_topology` found, smallest slice first.
+    """What `smallest_topology` found, smallest slice first."""
 
-    Attributes:
-        model: The model's name.
-        device_memory: Bytes that one device has.
-        rows: All slices considered; the last one fits.
-    """
-
-    model: str
-    device_memory: int
-    rows: tuple[TopologyRow, ...]
+    model: str  # the model's name
+    device_memory: int  # bytes that one device has
+    rows: tuple[TopologyRow, ...]  # all slices considered; the last one fits
 
     @property
     def smallest(self) -> TopologyRow:

@@ -78,33 +78,21 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ShardingReport:
-    """How a model spreads over its devices; prints as a summary.
+    """How a model spreads over its devices; prints as a summary."""
 
-    Attributes:
-        name: The model's name.
-        nbytes: Bytes of all variables that devices hold, each counted once.
-        num_devices: Devices that hold anything.
-        fullest_nbytes: Bytes on the device that holds most.
-        emptiest_nbytes: Bytes on the one that holds least.
-        replicated: Path and reason of every variable that is whole on each of several devices, largest first.
-        replicated_nbytes: Bytes that these take on each device.
-        on_host: Path and reason of NumPy arrays that stay on the host, of which no device holds anything.
-        unmatched: Paths that no rule matched.
-        repaired: Path and reason of what `repair` mended.
-        notes: What is to be said of the rules: those that matched nothing.
-    """
-
-    name: str
-    nbytes: int
-    num_devices: int
-    fullest_nbytes: int
-    emptiest_nbytes: int
+    name: str  # the model's name
+    nbytes: int  # bytes of all variables that devices hold, each counted once
+    num_devices: int  # devices that hold anything
+    fullest_nbytes: int  # bytes on the device that holds most
+    emptiest_nbytes: int  # bytes on the one that holds least
+    # Path and reason of every variable that is whole on each of several devices, largest first.
     replicated: Mapping[str, str]
-    replicated_nbytes: int
+    replicated_nbytes: int  # bytes that these take on each device
+    # Path and reason of NumPy arrays that stay on the host, of which no device holds anything.
     on_host: Mapping[str, str]
-    unmatched: tuple[str, ...]
-    repaired: Mapping[str, str]
-    notes: tuple[str, ...]
+    unmatched: tuple[str, ...]  # paths that no rule matched
+    repaired: Mapping[str, str]  # path and reason of what `repair` mended
+    notes: tuple[str, ...]  # what is to be said of the rules: those that matched nothing
 
     @property
     def imbalance(self) -> float:
