@@ -53,11 +53,8 @@ def choose(
 ) -> Choice:
     """Decides for every variable whether it is loaded or initialized, and checks that what is loaded fits.
 
-    The checkpoint is one of `flat_checkpoint`, the rest is as for `materialize`. What was left out or is lacking is
-    noted in the choice, not warned about.
-
-    Raises:
-        CheckpointError: As `materialize`, and before anything is read.
+    The checkpoint is one of `flat_checkpoint`, the rest is as for `materialize`, errors too. What was left out or is
+    lacking is noted in the choice, not warned about.
     """
     if initialize not in (None, "missing", "nothing", "all"):
         raise CheckpointError(f"initialize is 'missing', 'nothing', 'all' or None; got {initialize!r}")

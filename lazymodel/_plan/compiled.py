@@ -1,8 +1,7 @@
 """What the compiler says that a forward pass or a training step takes, on the model's devices.
 
-Responsible for making the program that a plan compiles: parameters in their shardings, LoRA pairs merged as they are
-in use, gradients and an optimizer's update around the user's loss, inputs split over the mesh's data axes. The numbers
-come from `_devices/compiler`; nothing runs.
+Responsible for the program: parameters in their shardings, LoRA pairs merged as they are in use, gradients and an
+optimizer's update around the user's loss, inputs split over the mesh's data axes. Nothing runs.
 """
 
 from __future__ import annotations
@@ -170,8 +169,8 @@ def _without_optimizer(model: ModelSpec) -> ModelSpec:
 
 def _own(model: ModelSpec, compile: Compile) -> PlannedFunction:
     """The model's own forward pass or loss, its inputs split over the mesh's data axes."""
-    meshes = [v.sharding.mesh for v in model.values() if isinstance(v.sharding, NamedSharding)]
-    mesh = cast("Mesh", meshes[0]) if meshes else None
+    meshes = (v.sharding.mesh for v in model.values() if isinstance(v.sharding, NamedSharding))
+    mesh = cast("Mesh | None", next(meshes, None))
     axes = [axis for axis in ([] if mesh is None else mesh.shape) if axis in _DATA_AXES]
     parts = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
     size = parts if compile.batch is None else compile.batch

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax.sharding import AbstractMesh
@@ -136,14 +136,11 @@ def _checked(model: ModelSpec, what_if: WhatIf | None, compile: Compile | None) 
     return what_if
 
 
-@dataclasses.dataclass(frozen=True)
-class _Devices:
-    """What is known of the devices: whether they run, what they are, and the bytes of the smallest."""
-
-    live: bool
+class _Devices(NamedTuple):
+    live: bool  # whether they run
     platform: str
     kind: str
-    memory: int | None
+    memory: int | None  # bytes of the smallest
 
 
 def _devices(placement: Placement) -> _Devices:
@@ -156,19 +153,13 @@ def _devices(placement: Placement) -> _Devices:
     if live:  # they can say themselves, those of this process
         known = [device for device in real if device.process_index == jax.process_index()]
     limits = [limit for limit in map(known_memory, known) if limit is not None]
-    return _Devices(
-        live=live,
-        platform=min(kinds, default=("", ""))[0],
-        kind=", ".join(sorted(kind for _, kind in kinds)),
-        memory=min(limits, default=None),
-    )
+    kind = ", ".join(sorted(kind for _, kind in kinds))
+    return _Devices(live, min(kinds, default=("", ""))[0], kind, min(limits, default=None))
 
 
 def _parts(use: Use, placement: Placement) -> dict[str, int]:
     """What the device holds that holds most while the model is used, by kind."""
-    in_use: collections.Counter[str] = collections.Counter()
-    for amounts in use.parts.values():
-        in_use.update(amounts)
+    in_use = sum(map(collections.Counter[str], use.parts.values()), collections.Counter[str]())
     fullest, _ = placement.fullest(in_use)
     kept = (kind for kind, amounts in use.parts.items() if kind == PARAMETERS or amounts)
     return {kind: placement.held(fullest, use.parts[kind]) for kind in kept}

@@ -1,7 +1,6 @@
-"""The memory plan: what every device and host will hold, and the peak on the way there, before a byte moves.
+"""The memory plan: what it says, in numbers, tables and plain values, whether it fits and what would.
 
-Responsible for what a plan says, in numbers, tables and plain values, and for whether it fits and what would. How its
-numbers come to be is decided in `_plan/make`.
+How its numbers come to be is decided in `_plan/make`.
 """
 
 from __future__ import annotations
@@ -170,17 +169,15 @@ class MemoryPlan(Tabled):
         """What would make it fit devices of this many bytes, by arithmetic, as a sentence or two."""
         replicated = sum(row.most_nbytes for row in self.rows if self._replicated(row))
         if replicated > device_memory // 2:
-            return (
-                f"{format_bytes(replicated)} are replicated on every device, which no number of devices mends: "
-                "shard these further, or use a smaller dtype."
-            )
+            whole = f"{format_bytes(replicated)} are replicated on every device, which no number of devices mends"
+            return f"{whole}: shard these further, or use a smaller dtype."
         # What each device computes with stays as large; only what is split shrinks with more devices.
         fixed = self.parts.get(ACTIVATIONS, 0) + replicated
         if fixed >= device_memory:
-            return (
-                f"{format_bytes(fixed)} of a device do not shrink with more devices (activations, replicated "
-                "variables): use a smaller batch or sequence."
+            same = (
+                f"{format_bytes(fixed)} of a device do not shrink with more devices (activations, replicated variables)"
             )
+            return f"{same}: use a smaller batch or sequence."
         split = (self.needed_nbytes - fixed) * self.num_devices
         devices = 1 << max(math.ceil(split / (device_memory - fixed)) - 1, 0).bit_length()
         wide = any(row.dtype.itemsize >= 4 and jax.numpy.issubdtype(row.dtype, jax.numpy.floating) for row in self.rows)
@@ -210,13 +207,10 @@ class MemoryPlan(Tabled):
         return Modules(self.name, tuple(ModuleRow("/".join(prefix), len(prefix), *sums[prefix]) for prefix in order))
 
     def plot(self, path: Any = None) -> Any:
-        """Draws what a device holds against what it has, and the timeline while materializing.
+        """Draws what a device holds against what it has, and the timeline; returns a `matplotlib.figure.Figure`.
 
         Args:
             path: A file to write (`.png`, `.svg`, …); None only returns the figure.
-
-        Returns:
-            A `matplotlib.figure.Figure`.
 
         Raises:
             LazyModelError: matplotlib is not installed, or the file cannot be written.

@@ -1,8 +1,4 @@
-"""The search for the smallest slice of a TPU generation, or the fewest cards, on which a model fits.
-
-Responsible for which candidates are planned, by arithmetic and then by the compiler, and for saying why others do not
-do.
-"""
+"""The search for the smallest slice of a TPU generation, or the fewest cards, on which a model fits."""
 
 from __future__ import annotations
 

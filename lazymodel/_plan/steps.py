@@ -1,7 +1,7 @@
 """The way to a materialized model: its steps, what devices hold after each, and what passes through hosts.
 
-Responsible for the order in which `_materialize/materialize` works, for what each step leaves and takes meanwhile, by
-the init programs' own memory analysis or a stated estimate of it, and for the bytes of every process.
+The order is that in which `_materialize/materialize` works; what a step takes meanwhile is by the init programs' own
+memory analysis, or a stated estimate of it.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ def make_steps(
 
 
 def _cpu_temporaries(shard_nbytes: int, itemsize: int) -> int:
-    each = _CPU_NARROW_TEMPORARIES if itemsize < 4 else _CPU_TEMPORARIES
-    return shard_nbytes // max(itemsize, 1) * each
+    return shard_nbytes // max(itemsize, 1) * (_CPU_NARROW_TEMPORARIES if itemsize < 4 else _CPU_TEMPORARIES)
 
 
 def _by_group(recipe: InitRecipe, group: Mapping[str, Hashable]) -> Iterator[tuple[str, ...]]:
@@ -132,16 +131,8 @@ def make_hosts(
             held += step.nbytes * devices if step.action == "initialize" else shared
             peak = max(peak, held + step.temporary_nbytes * devices)
         staging = 0 if on_cpu else min(DEFAULT_BUDGET, sum(n for (p, _), n in distinct.items() if p == process))
-        hosts.append(
-            HostPlan(
-                index=process,
-                num_devices=sum(signatures.values()),
-                device_nbytes=resident,
-                read_nbytes=read[process],
-                staging_nbytes=staging,
-                peak_nbytes=(peak if on_cpu else staging) + on_host,
-            )
-        )
+        peak = (peak if on_cpu else staging) + on_host
+        hosts.append(HostPlan(process, signatures.total(), resident, read[process], staging, peak))
     return tuple(hosts)
 
 

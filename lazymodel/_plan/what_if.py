@@ -1,11 +1,8 @@
 """What a model holds in use: parameters, optimizer state and gradients, and what would be added or taken away.
 
 State that the model has (`with_optimizer`, a compiled Keras model) are variables of its own; gradients are of what
-that optimizer trains. What is only stated (`WhatIf`: an optimizer's name, LoRA, quantization) is arithmetic on what is
-there.
-
-Responsible for that arithmetic on shapes, dtypes and shardings, variable by variable, and for the structs that a
-training step takes besides the parameters. What the compiler says is `_plan/compiled`'s matter.
+that optimizer trains. What is only stated (`WhatIf`) is arithmetic on shapes, dtypes and shardings. What the compiler
+says is `_plan/compiled`'s matter.
 """
 
 from __future__ import annotations
@@ -141,15 +138,13 @@ class Use:
             return
         state = f"{len(self.state)} variables of state, such as {self.state[0]!r}" if self.state else "no state"
         has = f"{model.name} has an optimizer already ({state})"
-        if what_if.optimizer is not None:
-            raise LazyModelError(
-                f"optimizer={what_if.optimizer!r} would be a second one: {has}, which a plan counts; leave optimizer "
-                "out, or plan the model without its own"
-            )
-        raise LazyModelError(
-            f"lora_rank={what_if.lora_rank} plans pairs that are trained in place of the parameters, and {has} for "
-            "these; plan the model without it"
+        second = (
+            f"optimizer={what_if.optimizer!r} would be a second one: {has}, which a plan counts; leave optimizer out"
         )
+        pairs = f"lora_rank={what_if.lora_rank} plans pairs that are trained in place of the parameters, and {has}"
+        if what_if.optimizer is not None:
+            raise LazyModelError(f"{second}, or plan the model without its own")
+        raise LazyModelError(f"{pairs} for these; plan the model without it")
 
     def _trained(
         self, model: ModelSpec, shardings: Mapping[str, Sharding]
@@ -199,11 +194,8 @@ class Use:
 
 
 def _trainable(model: ModelSpec) -> list[str]:
-    return [
-        path
-        for path, variable in model.items()
-        if variable.trainable and variable.follows is None and jax.numpy.issubdtype(variable.dtype, np.inexact)
-    ]
+    own = (variable for variable in model.values() if variable.trainable and variable.follows is None)
+    return [variable.path for variable in own if jax.numpy.issubdtype(variable.dtype, np.inexact)]
 
 
 def slot_dtypes(optimizer: Any) -> tuple[Any, ...]:

@@ -1,8 +1,7 @@
 """`auto`: shardings for a model that brings none, and a reason with each.
 
-Responsible for placing the labelled dimensions of `_sharding/roles` on mesh axes. One table says, for each role, in
-which order the dimensions are tried; the first that divides is taken. What belongs to another variable (a bias, a LoRA
-factor, a quantization scale, an optimizer slot) is split as that one is. Not responsible for guessing roles.
+Responsible for placing the labelled dimensions of `_sharding/roles` on mesh axes, in the order that each role gives; of
+them the first that divides is taken. What belongs to another variable is split as that one is.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from jax.sharding import Mesh, PartitionSpec
 
@@ -42,10 +41,7 @@ class Auto:
     def propose(self, variables: Mapping[str, AbstractVariable], mesh: Mesh, *, large: int) -> Proposals:
         """A spec for every variable, which fits it on this mesh, and why it was chosen.
 
-        Args:
-            variables: Path to variable, of the whole model.
-            mesh: The mesh; axes of size 1 are left out of specs.
-            large: Bytes from which on a variable is split wherever that is possible, whatever its role.
+        What has `large` bytes or more is split wherever that is possible, whatever its role.
 
         Raises:
             ShardingError: The mesh lacks an axis that was named, or the axes cannot be told from their names.
@@ -107,11 +103,10 @@ def auto(*, tensor: Axes = None, fsdp: Axes = None, expert: Axes = None) -> Auto
     return Auto(_as_axes(tensor), _as_axes(fsdp), _as_axes(expert))
 
 
-def _as_axes(axes: Axes) -> tuple[str, ...] | None:
-    given: Any = axes
-    if not isinstance(given, str | Sequence | None):
-        raise ShardingError(f"auto: axes are the name of a mesh axis, a sequence of names or None; got {given!r}")
-    return None if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+def _as_axes(axes: Any) -> tuple[str, ...] | None:
+    if not isinstance(axes, str | Sequence | None):
+        raise ShardingError(f"auto: axes are the name of a mesh axis, a sequence of names or None; got {axes!r}")
+    return None if axes is None else (axes,) if isinstance(axes, str) else tuple(cast("Sequence[str]", axes))
 
 
 class _Placement:
@@ -135,11 +130,9 @@ class _Placement:
             if self._fits(dim, axes, whole_units=whole_units):
                 self.axes[dim] += axes
                 return True
-        if len(axes) == 1:
-            return False
-        ordered = sorted(axes, key=lambda axis: -self.mesh.shape[axis])
-        placed = [self.place((axis,), dims, whole_units=whole_units) for axis in ordered]  # all of them that can be
-        return all(placed)
+        apart = sorted(axes, key=lambda axis: -self.mesh.shape[axis]) if len(axes) > 1 else ()
+        placed = [self.place((axis,), dims, whole_units=whole_units) for axis in apart]  # all of them that can be
+        return bool(placed) and all(placed)
 
     def _fits(self, dim: int, axes: tuple[str, ...], *, whole_units: bool) -> bool:
         parts = self.parts((*self.axes[dim], *axes))

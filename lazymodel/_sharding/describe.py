@@ -1,10 +1,7 @@
-"""A variable's role, told from its path, its shape and its neighbours.
+"""A variable's role, told from its path, its shape and its neighbours; and which other variable it belongs to.
 
-Responsible for which row of `_sharding/roles` a variable is, a label for each of its dimensions, the largest number of
-parts that keeps a dimension's units whole, and which other variable it belongs to. Not responsible for what is made of
-it: `_sharding/auto` places labels on mesh axes.
-
-Roles are guesses, and a wrong one costs speed, never correctness: every sharding computes the same values.
+Roles are guesses, and a wrong one costs speed, never correctness: every sharding computes the same values. What is made
+of them is decided in `_sharding/auto`, which places labels on mesh axes.
 """
 
 from __future__ import annotations
@@ -93,7 +90,7 @@ class _Describer:
                 return self._labelled(row.name, path, shape)
         if n < 2 or not np.prod(shape) or not re.search(_WEIGHT, name):
             return self._labelled("other", path, shape)
-        tail = "/".join(name.split("/")[-3:])
+        tail = self._tail(path)
         attention = _ATTENTION.search(name) is not None and not _MLP.search(tail)
         if n < 5 and (attention or n == 3):
             for row in ROLES.values():
@@ -120,8 +117,7 @@ class _Describer:
     def _dense(self, path: str, shape: tuple[int, ...]) -> Described:
         """A matrix outside attention: by name, or else one that widens is `up` and one that narrows `down`."""
         size_in, size_out = shape[::-1] if self._out_first(path, shape) else shape
-        tail = "/".join(self._names[path].split("/")[-3:])
-        up, down = (re.search(ROLES[name].pattern, tail) is not None for name in ("mlp_up", "mlp_down"))
+        up, down = (bool(re.search(ROLES[name].pattern, self._tail(path))) for name in ("mlp_up", "mlp_down"))
         narrows = down if up != down else size_out < size_in
         return self._labelled("mlp_down" if narrows else "mlp_up", path, shape)
 
@@ -153,9 +149,9 @@ class _Describer:
             )
             labels = ("out", HEADS, "head_dim") if like_query else (HEADS, "head_dim", "out")
             return Described("attention_output", labels, shape)
-        if self._out_first(path, shape):
-            return Described("attention_output", ("out", HEADS), (shape[0], self._heads_in(path, shape[1])))
-        return Described("attention_output", (HEADS, "out"), (self._heads_in(path, shape[0]), shape[1]))
+        turn = -1 if self._out_first(path, shape) else 1
+        size_in, size_out = shape[::turn]
+        return Described("attention_output", (HEADS, "out")[::turn], (self._heads_in(path, size_in), size_out)[::turn])
 
     # --- neighbours ---
 
@@ -195,13 +191,10 @@ class _Describer:
         return _aligned(shape, weight, from_left=embedding or out_first)
 
     def _slot(self, path: str, variable: AbstractVariable) -> Described | None:
-        """An optimizer's slot: its path holds that of a variable, and its shape is the same or lacks a dimension.
-
-        Keras names slots `adam/dense_kernel_momentum`, Optax `0/mu/dense/kernel`.
-        """
+        """An optimizer's slot: its path holds that of a variable, and its shape is the same or lacks a dimension."""
         parts = self._names[path].split("/")
         candidates = ["/".join(parts[start:]) for start in range(1, len(parts))]
-        found = None
+        found = None  # Keras names slots `adam/dense_kernel_momentum`, Optax `0/mu/dense/kernel`
         if _SLOT.search(path.lower()):
             found = next((self._by_name[c] for c in candidates if self._by_name.get(c, path) != path), None)
         if found is None:
@@ -237,7 +230,7 @@ class _Describer:
         for prefix in itertools.islice(_places(path), 3):
             for child in self._layer(prefix):
                 shape = self._inner(child)
-                tail = "/".join(self._names[child].split("/")[-3:])
+                tail = self._tail(child)
                 if len(shape) == 3 and re.search(ROLES["attention_output"].pattern, tail) and re.search(_WEIGHT, tail):
                     # Of equal shapes, both are stored as (width, heads, head_dim).
                     return (None, None) if self._variables[child].shape == own else (shape[0], shape[-1])
@@ -264,10 +257,8 @@ class _Describer:
                     _note(counts, path, shape[described.labels.index(HEADS)])
             elif re.search(r"attention\w*/embeddings$|relative_(attention|position)_bias", name) and len(shape) == 2:
                 _note(counts, path, shape[1])
-        agreed = [
-            {place: found.pop() for place, found in all.items() if len(found) == 1} for all in (head_dims, counts)
-        ]
-        return agreed[0], agreed[1]
+        dims, heads = ({place: n.pop() for place, n in all.items() if len(n) == 1} for all in (head_dims, counts))
+        return dims, heads
 
     def _heads_in(self, path: str, size: int) -> int:
         """How many heads a dimension of so many columns holds, at least: what is unknown is not split.
@@ -275,13 +266,15 @@ class _Describer:
         Without evidence, pieces of 128 columns hold whole heads of 16, 32, 64 and 128, which nearly all models have.
         """
         for place in _places(path):
-            head_dim = self._head_dims.get(place)
-            if head_dim is not None and head_dim < size and size % head_dim == 0:
+            head_dim, count = self._head_dims.get(place, size), self._head_counts.get(place)
+            if head_dim < size and size % head_dim == 0:
                 return size // head_dim
-            count = self._head_counts.get(place)
             if count is not None and size % count == 0:
                 return count
         return size // 128 if size % 128 == 0 else 1
+
+    def _tail(self, path: str) -> str:
+        return "/".join(self._names[path].split("/")[-3:])
 
     def _inner(self, path: str) -> tuple[int, ...]:
         """The variable's shape in one layer, where it holds one slice for each."""

@@ -1,8 +1,4 @@
-"""The verb `explain`: why one variable is where it is, and how a whole model spreads over its devices.
-
-Responsible for gathering and wording it. The reasons themselves come with the variables, from `_sharding/shard` and
-`_sharding/auto`.
-"""
+"""The verb `explain`: why one variable is where it is, and how a whole model spreads over its devices."""
 
 from __future__ import annotations
 
@@ -123,13 +119,8 @@ def _explain_model(model: ModelSpec) -> ShardingReport:
     variables = sorted(model.values(), key=lambda variable: -variable.nbytes)
     placed = [variable for variable in variables if not stays_on_host(variable)]
     nbytes, per_device = sum(variable.nbytes for variable in placed), device_nbytes(placed)
-    replicated = [
-        variable
-        for variable in placed
-        if variable.sharding is not None
-        and variable.sharding.num_devices > 1
-        and variable.shard_nbytes == variable.nbytes
-    ]
+    apart = (variable for variable in placed if variable.sharding is not None and variable.sharding.num_devices > 1)
+    replicated = [variable for variable in apart if variable.shard_nbytes == variable.nbytes]
     by_kind: dict[str, list[AbstractVariable]] = {}
     for variable in variables:
         by_kind.setdefault("" if variable.reason is None else variable.reason.kind, []).append(variable)
@@ -160,11 +151,8 @@ def _words(variables: Iterable[AbstractVariable]) -> dict[str, str]:
 
 def _listed(entries: Iterable[tuple[str, str]]) -> list[str]:
     """A line for all paths that differ in numbers only; where several lines would say the same, it is said once."""
-    rows: list[Row] = []
-    for path, text in entries:
-        what, _, why = text.partition(": ")
-        rows.append(Row(printable(path), (what,), 0, printable(why)))
-    groups = grouped(rows)
+    parted = ((path, *text.partition(": ")) for path, text in entries)
+    groups = grouped(Row(printable(path), (what,), 0, printable(why)) for path, what, _, why in parted)
     sentences: dict[str, list[str]] = {}
     for group in groups[:_LISTED]:
         times = f" × {group.count}" if group.count > 1 else ""

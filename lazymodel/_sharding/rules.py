@@ -1,6 +1,5 @@
 """Every form of rules and specs, read: what people write becomes one function of a variable.
 
-Responsible for reading, for matching, for the reason that comes with an answer, and for saying what was meant instead.
 Whether a spec fits its variable is checked in `_sharding/shard`.
 """
 

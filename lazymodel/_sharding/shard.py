@@ -1,7 +1,6 @@
 """The verb `shard`: rules in, a checked sharding for every variable out, with the reason for it.
 
-Responsible for asking the rules, for saying what does not fit before a byte moves, and for mending it where that was
-asked for. Not responsible for how rules are read (`_sharding/rules`), nor for proposing shardings (`_sharding/auto`).
+What does not fit is said before a byte moves, and mended where that was asked for.
 """
 
 from __future__ import annotations
@@ -141,24 +140,22 @@ def assign(
     without_rule: list[str] = []
     misfits: dict[str, str] = {}
     for path, variable in variables.items():
-        answer = answers(variable)
-        if answer is None:
+        if (answer := answers(variable)) is None:
             without_rule.append(path)
             answer = None, Reason("unmatched", "replicated, since no rule matches it")
         try:
             assigned[path] = _placed(variable, *answer, mesh)
         except ShardingError as error:
             misfits[path] = str(error)
-    followed = follow_weights(assigned, without_rule) if without_rule and mesh.size > 1 else {}
-    assigned = {path: followed.get(path, variable) for path, variable in assigned.items()}
-    unmatched = [
-        variables[path]
-        for path in without_rule
-        if path not in followed and variables[path].nbytes >= threshold and mesh.size > 1
-    ]
+    without_rule = without_rule if mesh.size > 1 else []
+    followed = follow_weights(assigned, without_rule) if without_rule else {}
+    assigned |= followed
+    left = (variables[path] for path in without_rule if path not in followed)
+    unmatched = [variable for variable in left if variable.nbytes >= threshold]
     if repair and (misfits or unmatched):
         proposals = (repair if isinstance(repair, Auto) else Auto()).propose(variables, mesh, large=threshold)
-        for path, why in {**{variable.path: "no rule matches it" for variable in unmatched}, **misfits}.items():
+        misfits |= {variable.path: "no rule matches it" for variable in unmatched}
+        for path, why in misfits.items():
             spec, reason = proposals[path]
             reason = dataclasses.replace(reason, kind="repaired", text=f"{reason.text} (repaired: {why})")
             assigned[path] = _placed(variables[path], spec, reason, mesh)
@@ -229,16 +226,14 @@ def check_spec(variable: AbstractVariable, spec: Any, mesh: Mesh) -> PartitionSp
 def _as_mesh(mesh: Any) -> Mesh:
     mesh = getattr(mesh, "backend_mesh", mesh)
     if not isinstance(mesh, Mesh | AbstractMesh):  # one without devices has names and sizes, which is all that is used
-        raise ShardingError(
-            f"mesh is a jax.sharding.Mesh; got {type(mesh).__name__}. "
-            "Make one with jax.sharding.Mesh(devices, axis_names)."
-        )
+        mend = "Make one with jax.sharding.Mesh(devices, axis_names)."
+        raise ShardingError(f"mesh is a jax.sharding.Mesh; got {type(mesh).__name__}. {mend}")
     return cast("Mesh", mesh)
 
 
 def _unmatched_message(unmatched: list[AbstractVariable], threshold: int, mesh: Mesh) -> str:
-    unmatched = sorted(unmatched, key=lambda variable: -variable.nbytes)
-    described = listed(f"{v.path} {v.shape} {format_bytes(v.nbytes)}" for v in unmatched)
+    largest = sorted(unmatched, key=lambda variable: -variable.nbytes)
+    described = listed(f"{v.path} {v.shape} {format_bytes(v.nbytes)}" for v in largest)
     return (
         f"{len(unmatched)} variables of at least {format_bytes(threshold)} match no sharding rule and are replicated "
         f"on all {mesh.size} devices ({format_bytes(sum(v.nbytes for v in unmatched))} each): {described}. "

@@ -42,9 +42,8 @@ def path_key(key: jax.Array, path: str) -> jax.Array:
     Returns:
         A key of the same kind.
     """
-    digest = hashlib.sha256(path.encode()).digest()
-    for start in (0, 4):
-        key = jax.random.fold_in(key, np.uint32(int.from_bytes(digest[start : start + 4], "big")))
+    for part in np.frombuffer(hashlib.sha256(path.encode()).digest()[:8], ">u4"):
+        key = jax.random.fold_in(key, np.uint32(part))
     return key
 
 
@@ -209,14 +208,11 @@ def _choose(model: ModelSpec, rules: Any, initializer: Initializer | None) -> di
         )
     for path, (choice, _) in chosen.items():
         if not callable(choice):
-            raise LazyModelError(
-                f"{path!r}: an initializer is a callable of key, shape and dtype, such as "
-                f"jax.nn.initializers.zeros; got {choice!r}"
-            )
-        if is_key(model[path].dtype):
-            raise LazyModelError(
-                f"{path!r} is a PRNG key ({model[path].dtype}), which has no initializer; leave it out of the pattern"
-            )
+            what = "an initializer is a callable of key, shape and dtype, such as jax.nn.initializers.zeros"
+            raise LazyModelError(f"{path!r}: {what}; got {choice!r}")
+        if is_key(dtype := model[path].dtype):
+            what = f"is a PRNG key ({dtype}), which has no initializer"
+            raise LazyModelError(f"{path!r} {what}; leave it out of the pattern")
     return chosen
 
 
