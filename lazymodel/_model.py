@@ -54,10 +54,8 @@ class AbstractModel(Tabled, ModelSpec):
     def table(self) -> Table:
         """A row for variables that differ only in numbers, largest first where there are too many."""
         sharded = any(variable.sharding is not None for variable in self.values())
-        title = (
-            f"{self.name}: {plural(len(self), 'variable')}, {plural(self.num_parameters, 'parameter')}, "
-            f"{format_bytes(self.nbytes)}"
-        )
+        counts = plural(len(self), "variable"), plural(self.num_parameters, "parameter"), format_bytes(self.nbytes)
+        title = f"{self.name}: {', '.join(counts)}"
         if sharded:
             held = device_nbytes(self.values())
             anywhere = sum(resident_nbytes(variable) for variable in self.values() if variable.sharding is None)
@@ -117,11 +115,7 @@ def build_abstract(build: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
 
 
 def _init_function(build: Any) -> tuple[Callable[..., Any], str | None]:
-    """What is run to build a model that no adapter knows, and what to call it; None for its own name.
-
-    Raises:
-        LazyModelError: Nothing of it can be.
-    """
+    """What is run to build a model that no adapter knows, and what to call it; None for its own name."""
     if not isinstance(build, type) and callable(init := getattr(build, "init", None)):
         if callable(getattr(build, "apply", None)):  # as Haiku has it
             return init, type(build).__name__
@@ -135,7 +129,5 @@ def _init_function(build: Any) -> tuple[Callable[..., Any], str | None]:
     mend = ""
     if isinstance(build, tuple) and callable(next(iter(cast("tuple[Any, ...]", build)), None)):
         mend = "; of an (init, apply) pair pass `init`, the first of them"
-    raise LazyModelError(
-        f"build_abstract takes something that builds a model, then its arguments; got {type(build).__name__} "
-        f"{build!r}{mend}"
-    )
+    what = "build_abstract takes something that builds a model, then its arguments"
+    raise LazyModelError(f"{what}; got {type(build).__name__} {build!r}{mend}")

@@ -60,16 +60,9 @@ def figure(
     over = (peak - held) / _GIB
     left.bar("materializing", over, bottom=held / _GIB, color=_OVER, label="peak while materializing")
     if limit is not None:
-        left.annotate(
-            f"device memory, {format_bytes(limit)}",
-            (0.5, limit / _GIB),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            xytext=(0, 3),
-            ha="center",
-            fontsize=7,
-            color=_LIMIT,
-        )
+        where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "xytext": (0, 3), "ha": "center"}
+        text = f"device memory, {format_bytes(limit)}"
+        left.annotate(text, (0.5, limit / _GIB), fontsize=7, color=_LIMIT, **where)
     left.set_ylabel("GiB on the fullest device")
     left.legend(fontsize=7, frameon=False)
     steps = range(1, len(timeline) + 1)

@@ -121,16 +121,15 @@ def _checked(model: ModelSpec, what_if: WhatIf | None, compile: Compile | None) 
     what_if = what_if or WhatIf()
     if compile is None:
         return what_if
+    what = f"compiling {compile.what!r}"
     if compile.is_use and what_if.quantize is not None:
         raise LazyModelError(
-            f"compiling {compile.what!r} compiles the model as it is, and quantize={what_if.quantize!r} is arithmetic; "
-            "plan them one by one, or build the quantized model"
+            f"{what} compiles the model as it is, and quantize={what_if.quantize!r} is arithmetic; plan them one by "
+            "one, or build the quantized model"
         )
     if any(is_arithmetic(variable.sharding) for variable in model.values()):
-        raise LazyModelError(
-            f"compiling {compile.what!r} needs devices to compile for, and this mesh is one for arithmetic; "
-            "make it with lazymodel.topology, or plan without compile"
-        )
+        mend = "make it with lazymodel.topology, or plan without compile"
+        raise LazyModelError(f"{what} needs devices to compile for, and this mesh is one for arithmetic; {mend}")
     if compile.what == "train" and what_if.optimizer is None and model.optimized is None:
         return dataclasses.replace(what_if, optimizer="sgd")
     return what_if

@@ -35,12 +35,11 @@ _CPU_NARROW_TEMPORARIES = 4 * 4
 class Step:
     """One program or one loaded variable: what it leaves on each device of its group, and takes meanwhile."""
 
-    path: str
     action: str
+    paths: tuple[str, ...]
     group: Hashable
     nbytes: int
     temporary_nbytes: int = 0
-    paths: tuple[str, ...] = ()
 
 
 def make_steps(
@@ -56,21 +55,21 @@ def make_steps(
         wanted = [(recipe, [placement.shardings[path] for path in recipe.paths]) for recipe in recipes]
         programs = model.programs.get_all(wanted)
         for recipe, program in zip(recipes, programs, strict=True):
-            first = recipe.paths[0]
             nbytes = max(program.output_nbytes, sum(shard[path] for path in recipe.paths))
-            computed.append(Step(first, "initialize", group[first], nbytes, program.temp_nbytes, recipe.paths))
+            where = group[recipe.paths[0]]
+            computed.append(Step("initialize", recipe.paths, where, nbytes, program.temp_nbytes))
     else:
         for recipe in choice.recipes:
             for paths in _by_group(recipe, group):
                 nbytes = sum(shard[path] for path in paths)
                 temporaries = (_cpu_temporaries(shard[path], model[path].dtype.itemsize) for path in paths)
                 temporary = sum(temporaries) if platform == "cpu" else 0
-                computed.append(Step(paths[0], "initialize", group[paths[0]], nbytes, temporary, paths))
+                computed.append(Step("initialize", paths, group[paths[0]], nbytes, temporary))
     computed.sort(key=lambda step: -step.temporary_nbytes)  # as `run_recipes` runs them
     loaded = sorted((path for path in choice.sources if path in shard), key=lambda p: _file_order(choice.sources[p]))
-    steps = [Step(path, action(choice, path), group[path], shard[path], paths=(path,)) for path in loaded]
-    known = {path for step in (*computed, *steps) for path in step.paths}
-    steps += [Step(path, "initialize", group[path], shard[path], paths=(path,)) for path in shard if path not in known]
+    known = {path for step in computed for path in step.paths}.union(loaded)
+    rest = [path for path in shard if path not in known]
+    steps = [Step(action(choice, path), (path,), group[path], shard[path]) for path in (*loaded, *rest)]
     return computed + steps, len({id(program) for program in programs})
 
 
@@ -95,7 +94,7 @@ def make_timeline(steps: Sequence[Step], signature: Signature) -> Iterator[PlanS
     for step in steps:
         if step.group in signature:
             held += step.nbytes
-            yield PlanStep(step.path, step.action, held, held + step.temporary_nbytes)
+            yield PlanStep(step.paths[0], step.action, held, held + step.temporary_nbytes)
 
 
 def action(choice: Choice, path: str) -> str:
@@ -127,7 +126,7 @@ def make_hosts(
             devices = sum(count for signature, count in signatures.items() if step.group in signature)
             resident += step.nbytes * devices
             # On CPUs, devices that hold the same loaded values share one buffer.
-            shared = distinct.get((process, step.path), 0)
+            shared = distinct.get((process, step.paths[0]), 0)
             held += step.nbytes * devices if step.action == "initialize" else shared
             peak = max(peak, held + step.temporary_nbytes * devices)
         staging = 0 if on_cpu else min(DEFAULT_BUDGET, sum(n for (p, _), n in distinct.items() if p == process))

@@ -159,7 +159,7 @@ class _Describer:
         """A LoRA factor, scale or bias: the weight in the same layer (or one level up or down) that it belongs to."""
         parent = _parent(path)
         leaf = self._names[path].split("/")[-1]
-        places = [parent, _parent(parent), f"{parent}/base_module", f"{_parent(parent)}/base_module"]
+        places = [f"{place}{below}" for below in ("", "/base_module") for place in (parent, _parent(parent))]
         stem = re.sub(r"(_scale|_zero|_zero_point|_?bias)$", "", leaf)
         for place in places if role == "lora" else places[:1]:
             leaves = {o: self._names[o].split("/")[-1] for o in self._children.get(place, ()) if o != path}

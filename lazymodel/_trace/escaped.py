@@ -104,10 +104,10 @@ def refuse_escaped(leaves: Iterable[tuple[str, Any]], treedef: Any = None) -> No
             )
     for kind, static in _static_parts(treedef):
         if (found := find(static)) is not None:
+            where = f"among its static parts (at {found.place or 'the part itself'})"
             raise TraceError(
-                f"a {kind.__name__} of the result has a traced {found.kind} among its static parts (at "
-                f"{found.place or 'the part itself'}): static fields are for what is no array; make it a field that "
-                "JAX flattens"
+                f"a {kind.__name__} of the result has a traced {found.kind} {where}: static fields are for what is no "
+                "array; make it a field that JAX flattens"
             )
 
 

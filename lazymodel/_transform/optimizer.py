@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from lazymodel._abstract.framework import Derived, Framework, Optimizer, Training
-from lazymodel._abstract.paths import rule_path, unique_paths
+from lazymodel._abstract.paths import rule_path
 from lazymodel._abstract.spec import AnyModel, ModelSpec, Optimized
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError
@@ -25,7 +25,7 @@ from lazymodel._programs.programs import InitRecipe
 from lazymodel._sharding.follow import follow
 from lazymodel._show.text import closest
 from lazymodel._trace.errors import raise_explained
-from lazymodel._trace.function import trace_function
+from lazymodel._trace.function import Flat, flattened, trace_function
 
 PREFIX = "optimizer/"  # of the paths of all optimizer state
 
@@ -71,7 +71,7 @@ def with_optimizer(
         raise LazyModelError(f"{model.name} has a variable of its own at {taken[0]!r}, where optimizer state would go")
 
     def constant_part(leaves: Mapping[str, Any]) -> dict[str, Any]:
-        return {path: leaf for path, leaf in found.leaves(leaves) if path not in found.derived}
+        return {path: leaf for path, leaf in found.leaves(leaves).items() if path not in found.derived}
 
     traced = trace_function(constant_part, (structs,), {}, name=model.name)
     state: dict[str, AbstractVariable] = {}
@@ -84,7 +84,7 @@ def with_optimizer(
             traced[path].dtype if on_host else struct.dtype,
             origin="value" if origin == "constant" else origin,
             trainable=False,
-            follows=found.follows[path],
+            follows=_parameter(rule_path(path.removeprefix(PREFIX)), found.training.parameters),
             weak_type=bool(getattr(struct, "weak_type", False)),
             on_host=on_host,
         )
@@ -109,11 +109,11 @@ class _WithState(Framework):
         self._model, self._found = model, found
 
     def structure(self, leaves: Mapping[str, Any]) -> Any:
-        return self._model.framework.structure(leaves), self._found.unflatten(leaves)
+        return self._model.framework.structure(leaves), self._found.flat.unflatten(leaves)
 
     def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
         own = {path: arrays[path] for path in self._model}
-        return self._found.training.finish(self._model.framework.rebuild(own), self._found.unflatten(arrays))
+        return self._found.training.finish(self._model.framework.rebuild(own), self._found.flat.unflatten(arrays))
 
     def quantize(self, model: Any, how: Any, filters: Any) -> Any:
         raise LazyModelError(f"{model.name} has an optimizer already; quantize comes before with_optimizer")
@@ -123,71 +123,43 @@ class _WithState(Framework):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Mark:
-    """A variable's place in the model's tree."""
-
-    path: str
-
-
-@dataclasses.dataclass(frozen=True)
 class _Started:
     """What starting an optimizer abstractly found."""
 
     start: Callable[[Mapping[str, Any]], Training]  # starts it with arrays of its parameters
-    # For each leaf of the state its path, and what is no array itself. An array that occurs twice is one variable.
-    slots: tuple[Any, ...]
-    first: Mapping[str, int]  # path to the index of the first leaf that has it
+    flat: Flat  # the state
     structs: Mapping[str, Any]  # path to shape and dtype
-    treedef: Any  # the structure of the state
     derived: frozenset[str]  # the paths of what depends on the values of parameters
-    follows: Mapping[str, str]  # path to the parameter that it belongs to, or to an empty string
     training: Training  # the abstract start
 
-    def leaves(self, parameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
-        """Path and array, of arrays of the parameters."""
-        leaves = jax.tree.leaves(self.start(parameters).state)
-        return [(path, leaves[index]) for path, index in self.first.items()]
+    def leaves(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Path to array, of arrays of the parameters."""
+        return self.flat.named(jax.tree.leaves(self.start(parameters).state))
 
     def derive(self, parameters: Sequence[str]) -> Derived | None:
         """How to compute what depends on the values of parameters, if anything does."""
         paths = tuple(path for path in self.structs if path in self.derived)
-        return Derived(paths, tuple(parameters), lambda leaves: dict(self.leaves(leaves))) if paths else None
-
-    def unflatten(self, mapping: Mapping[str, Any]) -> Any:
-        leaves = [mapping[slot.path] if isinstance(slot, _Mark) else slot for slot in self.slots]
-        return jax.tree.unflatten(self.treedef, leaves)
+        return Derived(paths, tuple(parameters), self.leaves) if paths else None
 
 
 def _start(model: ModelSpec, optimizer: Optimizer, parameters: Mapping[str, jax.ShapeDtypeStruct]) -> _Started:
     """Starts an optimizer abstractly; TraceError where its `init` needs the values of parameters on the host."""
     start = functools.partial(model.framework.start_training, model.variables, optimizer)
-    slots: list[Any] = []
-    first: dict[str, int] = {}
-    follows: dict[str, str] = {}
-    started: list[tuple[Training, Any]] = []
+    started: list[tuple[Training, Flat]] = []
 
     def flat(leaves: Mapping[str, Any]) -> list[Any]:
         training = start(leaves)
-        found, treedef = jax.tree_util.tree_flatten_with_path(training.state)
-        started.append((training, treedef))
-        names = unique_paths([training.path_of(keys) for keys, _ in found])
-        known: dict[int, _Mark] = {}
-        for index, (name, (_, leaf)) in enumerate(zip(names, found, strict=True)):
-            if isinstance(leaf, (jax.Array, np.ndarray)) and id(leaf) not in known:
-                known[id(leaf)] = _Mark(PREFIX + name)
-                first[PREFIX + name] = index
-                follows[PREFIX + name] = _parameter(rule_path(name), training.parameters)
-            slots.append(known.get(id(leaf), leaf))
-        return [found[index][1] for index in first.values()]
+        found = flattened(training.state, lambda keys: PREFIX + training.path_of(keys))
+        started.append((training, found.traced()))
+        return list(found.arrays.values())
 
     try:
         closed = jax.make_jaxpr(flat)(dict(parameters))
     except Exception as error:
         raise_explained(error)
-    ((training, treedef),) = started
-    derived = frozenset(path for path, depends in zip(first, _depend_on_inputs(closed.jaxpr), strict=True) if depends)
-    structs = dict(zip(first, closed.out_avals, strict=True))
-    return _Started(start, tuple(slots), first, structs, treedef, derived, follows, training)
+    ((training, found),) = started
+    derived = [path for path, depends in zip(found.arrays, _depend_on_inputs(closed.jaxpr), strict=True) if depends]
+    return _Started(start, found, dict(zip(found.arrays, closed.out_avals, strict=True)), frozenset(derived), training)
 
 
 def _copy(value: jax.Array) -> tuple[jax.Array, ...]:  # a function of the module: equal ones are one program

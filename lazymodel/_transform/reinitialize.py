@@ -230,13 +230,10 @@ def _choose_by_pattern(model: ModelSpec, rules: Mapping[str, Any]) -> dict[str, 
             chosen.setdefault(path, (rules[pattern], captures))
     if dead := [pattern for pattern in rules if pattern not in alive]:
         if state := [path for path in model if templates[dead[0]].match(rule_path(path)) is not None]:
-            raise LazyModelError(
-                f"{dead[0]!r} matches only optimizer state, such as {state[0]!r}, which starts as the optimizer says"
-            )
-        raise LazyModelError(
-            f"no variable of {model.name} matches {', '.join(map(repr, dead))}{closest(dead[0], model)}. "
-            "A pattern matches a whole path."
-        )
+            what = f"{dead[0]!r} matches only optimizer state, such as {state[0]!r}"
+            raise LazyModelError(f"{what}, which starts as the optimizer says")
+        what = f"no variable of {model.name} matches {', '.join(map(repr, dead))}{closest(dead[0], model)}"
+        raise LazyModelError(f"{what}. A pattern matches a whole path.")
     return chosen
 
 
