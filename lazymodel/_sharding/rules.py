@@ -54,7 +54,7 @@ def read_rules(
 ) -> tuple[Answers, tuple[str, ...], bool]:
     """Any form of rules but a name as a function of a variable; what matched nothing, and whether that is tolerated."""
     if rules is None:
-        return _metadata_answers(variables, mesh), (), False
+        return _axis_answers(None, variables, mesh), (), False
     if isinstance(rules, Proposer):
         proposals = rules.propose(variables, mesh, large=large)
         return lambda variable: proposals.get(variable.path), (), False
@@ -72,7 +72,7 @@ def read_rules(
 
         return call, (), False
     if isinstance(rules, Sequence) and not isinstance(rules, str | PartitionSpec):
-        return _logical_answers(cast("Sequence[Any]", rules), variables), (), False
+        return _axis_answers(cast("Sequence[Any]", rules), variables, mesh), (), False
     raise ShardingError(
         "rules are a mapping of path regex to PartitionSpec, a Keras LayoutMap, a callable taking a variable, "
         f"a sequence of (logical axis, mesh axis) or lm.auto(); got {type(rules).__name__}"
@@ -149,61 +149,25 @@ def _mapping_answers(
     return answer, tuple(dead(key) for key in table if key not in alive)
 
 
-def _logical_answers(rules: Sequence[Any], variables: Mapping[str, AbstractVariable]) -> Answers:
-    for rule in rules:
+def _axis_answers(rules: Sequence[Any] | None, variables: Mapping[str, AbstractVariable], mesh: Mesh) -> Answers:
+    """Answers for variables that carry names for their axes: those of the mesh, or logical ones that rules are for."""
+    for rule in rules or ():
         pair = isinstance(rule, Sequence) and len(cast("Sequence[Any]", rule)) == 2 and isinstance(rule[0], str)
         if not pair or isinstance(rule[1], PartitionSpec):
             raise ShardingError(
                 "rules in a sequence are pairs of a logical axis and a mesh axis, a tuple of them or None; got "
                 f"{rule!r}. Rules by path are a mapping, {{path pattern: PartitionSpec}}"
             )
-
-    def answer(variable: AbstractVariable, names: tuple[Any, ...]) -> tuple[Any, Reason] | None:
-        entries, unknown = resolve_logical(names, rules)
-        if unknown and not any(entries):
-            return None  # replicated, and said so if it is large
-        text = f"logical axes {names}"
-        if unknown:
-            text += f"; no rule for {', '.join(map(repr, unknown))}, which are not split"
-        return PartitionSpec(*entries), Reason("logical", text, labels=tuple(str(name) for name in names))
-
-    return _by_axis_names(
-        answer,
-        variables,
-        "rules are pairs of logical and mesh axes, and no variable of this model carries names for its axes. "
-        "Give rules by path, or lm.auto().",
-    )
-
-
-def _metadata_answers(variables: Mapping[str, AbstractVariable], mesh: Mesh) -> Answers:
-    def answer(variable: AbstractVariable, names: tuple[Any, ...]) -> tuple[Any, Reason]:
-        for axis in (axis for name in names for axis in ((name,) if isinstance(name, str) else name or ())):
-            if axis not in mesh.shape:
-                raise ShardingError(
-                    f"{variable.path!r} has axes {names}, and {axis!r} is no axis of the mesh "
-                    f"({', '.join(map(repr, mesh.axis_names))}). If it is a logical axis, give rules: "
-                    f"shard(mesh, [({axis!r}, {mesh.axis_names[-1]!r}), …])"
-                )
-        return PartitionSpec(*names), Reason("metadata", "as the variable's own metadata says")
-
-    return _by_axis_names(
-        answer,
-        variables,
-        "shard() without rules uses the axis names that variables carry, and no variable of this model does. "
-        "Give rules, such as lm.auto().",
-    )
-
-
-def _by_axis_names(
-    answer: Callable[[AbstractVariable, tuple[Any, ...]], tuple[Any, Reason] | None],
-    variables: Mapping[str, AbstractVariable],
-    lacking: str,
-) -> Answers:
-    """Answers for variables that carry names for their axes; an error if none does."""
     if not any(variable.logical_axes for variable in variables.values()):
-        raise ShardingError(lacking)
+        uses = "shard() without rules uses the axis names that variables carry, and no variable of this model does"
+        raise ShardingError(
+            f"{uses}. Give rules, such as lm.auto()."
+            if rules is None
+            else "rules are pairs of logical and mesh axes, and no variable of this model carries names for its axes. "
+            "Give rules by path, or lm.auto()."
+        )
 
-    def checked(variable: AbstractVariable) -> tuple[Any, Reason] | None:
+    def answer(variable: AbstractVariable) -> tuple[Any, Reason] | None:
         names = variable.logical_axes
         if names is None:
             return None
@@ -213,9 +177,22 @@ def _by_axis_names(
             )
         if repeated := [name for name in names if isinstance(name, str) and names.count(name) > 1]:
             raise ShardingError(f"{variable.path!r}: axis {repeated[0]!r} occurs more than once in {tuple(names)}")
-        return answer(variable, names)
+        if rules is not None:
+            entries, unknown = resolve_logical(names, rules)
+            if unknown and not any(entries):
+                return None  # replicated, and said so if it is large
+            left = f"; no rule for {', '.join(map(repr, unknown))}, which are not split" if unknown else ""
+            return PartitionSpec(*entries), Reason("logical", f"logical axes {names}{left}", labels=(*map(str, names),))
+        for axis in (axis for name in names for axis in ((name,) if isinstance(name, str) else name or ())):
+            if axis not in mesh.shape:
+                raise ShardingError(
+                    f"{variable.path!r} has axes {names}, and {axis!r} is no axis of the mesh "
+                    f"({', '.join(map(repr, mesh.axis_names))}). If it is a logical axis, give rules: "
+                    f"shard(mesh, [({axis!r}, {mesh.axis_names[-1]!r}), …])"
+                )
+        return PartitionSpec(*names), Reason("metadata", "as the variable's own metadata says")
 
-    return checked
+    return answer
 
 
 def resolve_logical(names: Sequence[Any], rules: Sequence[tuple[str, Any]]) -> tuple[tuple[Any, ...], tuple[str, ...]]:

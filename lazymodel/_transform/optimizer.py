@@ -59,9 +59,8 @@ def with_optimizer(
         TraceError: The optimizer's `init` needs values that tracing does not have.
     """
     if not callable(getattr(optimizer, "init", None)):
-        raise LazyModelError(
-            f"with_optimizer takes an Optax gradient transformation, or what has its init(params); got {optimizer!r}"
-        )
+        takes = "with_optimizer takes an Optax gradient transformation, or what has its init(params)"
+        raise LazyModelError(f"{takes}; got {optimizer!r}")
     if model.optimized is not None:
         raise LazyModelError(f"{model.name} has an optimizer already; chain transformations, or start from the model")
     paths = _trained(model, trained)
@@ -76,18 +75,12 @@ def with_optimizer(
     traced = trace_function(constant_part, (structs,), {}, name=model.name)
     state: dict[str, AbstractVariable] = {}
     for path, struct in found.structs.items():
-        origin = traced[path].origin if path in traced else "of parameters"
-        on_host = path in traced and traced[path].on_host
-        state[path] = AbstractVariable(
-            path,
-            tuple(struct.shape),
-            traced[path].dtype if on_host else struct.dtype,
-            origin="value" if origin == "constant" else origin,
-            trainable=False,
-            follows=_parameter(rule_path(path.removeprefix(PREFIX)), found.training.parameters),
-            weak_type=bool(getattr(struct, "weak_type", False)),
-            on_host=on_host,
-        )
+        shape, weak = tuple(struct.shape), bool(getattr(struct, "weak_type", False))
+        derived = AbstractVariable(path, shape, struct.dtype, origin="of parameters", weak_type=weak)
+        variable = traced.variables.get(path, derived)
+        origin = "value" if variable.origin == "constant" else variable.origin
+        follows = _parameter(rule_path(path.removeprefix(PREFIX)), found.training.parameters)
+        state[path] = dataclasses.replace(variable, origin=origin, trainable=False, follows=follows)
     on_host = {path: source for path, source in traced.sources.items() if traced[path].on_host}
     constants = {path: source for path, source in traced.sources.items() if path not in on_host}
 
