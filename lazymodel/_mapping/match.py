@@ -112,10 +112,8 @@ def _match(model: ModelSpec, checkpoint: Mapping[str, Any], *, strict: bool) -> 
 
 def _mismatch(variable: AbstractVariable, source: Any) -> MismatchedTensor | None:
     """What is wrong with the shape of what a variable is loaded from."""
-    (expected, _), found = stored_as(variable), tuple(np.shape(source))
-    if found == expected:
-        return None
-    return MismatchedTensor(variable.path, stored_tensors(source, variable.path)[0], expected, found)
+    (expected, _), found, path = stored_as(variable), tuple(np.shape(source)), variable.path
+    return None if found == expected else MismatchedTensor(path, stored_tensors(source, path)[0], expected, found)
 
 
 def refused_casts(model: ModelSpec, checkpoint: Mapping[str, Any] | None, choice: Choice) -> list[str]:
@@ -128,9 +126,8 @@ def refused_casts(model: ModelSpec, checkpoint: Mapping[str, Any] | None, choice
         if not choice.from_file(path):
             continue
         tensor, (_, expected) = lazy(source, path), stored_as(model[path])
-        if tensor.dtype != expected:
-            why = refusal(path, tensor, expected, where(source), names)
-            refused += [why] if why else []
+        if tensor.dtype != expected and (why := refusal(path, tensor, expected, where(source), names)):
+            refused.append(why)
         if path in choice.given:
             taken |= {leaf.name: leaf.dtype for leaf in weights(tensor) if leaf.dtype == tensor.dtype}
     left = {name for name in checkpoint or () if name not in choice.given} | set(checkpoint.unused if mapped else ())

@@ -166,7 +166,7 @@ def _consider(
     except ShardingError as error:
         misfits.append(error)
         return dataclasses.replace(row, reason=_first_line(error))
-    return dataclasses.replace(row, device_nbytes=needed, fits=needed <= limit, reason=_shortfall(needed, limit))
+    return _judged(row, needed, limit, device_nbytes=needed)
 
 
 def _confirm(
@@ -178,11 +178,12 @@ def _confirm(
     except DoesNotFitError as error:
         needed = error.needed_nbytes or 0
         return dataclasses.replace(row, compiled_nbytes=needed, fits=False, reason=_first_line(error))
-    return dataclasses.replace(row, compiled_nbytes=needed, fits=needed <= limit, reason=_shortfall(needed, limit))
+    return _judged(row, needed, limit, compiled_nbytes=needed)
 
 
-def _shortfall(needed: int, limit: int) -> str:
-    return f"{format_bytes(needed - limit)} too little" if needed > limit else ""
+def _judged(row: TopologyRow, needed: int, limit: int, **nbytes: int) -> TopologyRow:
+    reason = f"{format_bytes(needed - limit)} too little" if needed > limit else ""
+    return dataclasses.replace(row, fits=needed <= limit, reason=reason, **nbytes)
 
 
 def _nowhere(abstract: ModelSpec, device: str, limit: int, max_devices: int, rows: list[TopologyRow]) -> str:

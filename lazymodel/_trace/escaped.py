@@ -228,21 +228,19 @@ def _surroundings(build: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(function, types.FunctionType):
         return
     package = _package(function)
-    seen: set[int] = set()
-    waiting: list[types.FunctionType] = [function]
+    seen: set[types.FunctionType] = set()
+    waiting = [function]
     while waiting and len(seen) < _LIMIT:
-        function = waiting.pop()
-        if id(function) in seen:
+        if (function := waiting.pop()) in seen:
             continue
-        seen.add(id(function))
+        seen.add(function)
         known = [(f"the closure of {function.__name__}{place}", value) for place, value in _closure(function)]
         names = [name for name in _names(function.__code__) if name in function.__globals__]
         known += [(f"the global {name!r}", function.__globals__[name]) for name in names]
         for place, value in known:
             inner = getattr(value, "__init__", None) if isinstance(value, type) else value
             if isinstance(inner, types.FunctionType):
-                if _package(inner) == package:
-                    waiting.append(inner)
+                waiting += [inner] if _package(inner) == package else []
             elif not isinstance(value, type):
                 yield place, value
 
@@ -250,9 +248,8 @@ def _surroundings(build: Any) -> Iterator[tuple[str, Any]]:
 def _names(code: types.CodeType) -> Iterator[str]:
     """Names that a function, with the functions inside it, looks up by name."""
     yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+    for inner in code.co_consts:
+        yield from _names(inner) if isinstance(inner, types.CodeType) else ()
 
 
 def _static_parts(treedef: Any) -> Iterator[tuple[type, Any]]:
