@@ -35,7 +35,7 @@ from lazymodel._plan.search import TopologyRow, TopologyTable, smallest_topology
 from lazymodel._plan.what_if import WhatIf
 from lazymodel._programs.programs import InitRecipe, ProgramCache
 from lazymodel._save.save import save
-from lazymodel._sharding.auto import Auto, Proposal, auto
+from lazymodel._sharding.auto import Auto, auto
 from lazymodel._sharding.explain import Explanation, ShardingReport
 from lazymodel._sharding.roles import role
 from lazymodel._show.progress import Progress
@@ -73,7 +73,6 @@ __all__ = [
     "PlanRow",
     "ProgramCache",
     "Progress",
-    "Proposal",
     "Reason",
     "ShardingError",
     "ShardingReport",

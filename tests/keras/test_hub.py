@@ -234,6 +234,8 @@ def test_a_report_names_what_a_converter_left_out(tmp_path: Path) -> None:
     save_file(load_file(shard) | {"lm_head.extra": np.zeros((4, 4), "float16")}, shard)
     with pytest.raises(lm.CheckpointError, match=r"holds 1 tensors .*: lm_head\.extra\. .* Pass strict=False"):
         lk.abstract_from_preset(cls, str(folder))
+    with pytest.raises(lm.CheckpointError, match="Use lazymodel_keras.abstract_from_preset with strict=False to leave"):
+        lm.build_abstract(cls.from_preset, str(folder))
     with pytest.warns(lm.LazyModelWarning, match=r"holds 1 tensors .*: lm_head\.extra\."):
         abstract = lk.abstract_from_preset(cls, str(folder), strict=False)
     assert abstract.unused == (lm.StoredTensor("lm_head.extra", str(shard), "float16", 32),)

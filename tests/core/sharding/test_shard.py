@@ -198,8 +198,9 @@ def test_imbalance_between_devices(mesh8: Mesh) -> None:
 
 def test_a_proposer_of_ones_own(mesh8: Mesh) -> None:
     class Last:
-        def propose(self, variables: Any, mesh: Mesh, *, large: int) -> dict[str, lm.Proposal]:
-            return {path: lm.Proposal(P(None, "model"), f"last, {large}") for path in variables if path != "b"}
+        def propose(self, variables: Any, mesh: Mesh, *, large: int) -> dict[str, tuple[P, lm.Reason]]:
+            found = P(None, "model"), lm.Reason("proposed", f"last, {large}")
+            return {path: found for path in variables if path != "b"}
 
     sharded = build(a=(3, 8), b=(4, 4)).shard(mesh8, Last(), large=17, on_unmatched="ignore")
     assert sharded["a"].spec == P(None, "model")
