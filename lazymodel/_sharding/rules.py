@@ -91,13 +91,13 @@ def named_rules(rules: Any, what: str = "rules") -> Any:
     """Rules that were given by name, or by the function that makes them; any other as they are.
 
     Args:
-        rules: `"auto"`, `lazymodel.auto` or `lazymodel.Auto` for `lazymodel.auto()`.
+        rules: `"auto"` or `lazymodel.auto` for `lazymodel.auto()`.
         what: The parameter that they were given as.
 
     Raises:
         ShardingError: There are none of this name.
     """
-    if rules is auto or rules is Auto:
+    if rules is auto:
         return auto()
     if not isinstance(rules, str):
         return rules

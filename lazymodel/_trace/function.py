@@ -21,7 +21,6 @@ from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import TraceError
 from lazymodel._programs.jaxprs import is_weak
 from lazymodel._programs.keys import is_key
-from lazymodel._programs.programs import ProgramCache
 from lazymodel._trace.errors import explain
 from lazymodel._trace.escaped import is_iterator, refuse_empty, refuse_escaped
 from lazymodel._trace.graph import Graph
@@ -94,7 +93,6 @@ def trace_function(
         recipes=recipes,
         sources=sources,
         framework=Framework(structure),
-        programs=ProgramCache(),
         name=called,
     )
 

@@ -13,13 +13,12 @@ from lazymodel import (
     AbstractModel,
     AbstractVariable,
     CheckpointError,
-    InitRecipe,
     LazyTensor,
-    ProgramCache,
 )
 from lazymodel._abstract.paths import rule_path
 from lazymodel._abstract.spec import Optimized
 from lazymodel._errors import warn
+from lazymodel._programs.programs import InitRecipe
 from lazymodel._sharding.follow import follow, follow_weights
 from lazymodel._sharding.shard import check_spec
 from lazymodel._show.text import first_of, format_bytes, listed
@@ -73,7 +72,6 @@ def from_skeleton(skeleton: Skeleton, *, quiet: bool = False) -> AbstractModel:
         recipes=tuple(recipes),
         sources=sources,
         framework=skeleton,
-        programs=ProgramCache(),
         name=getattr(skeleton.result, "name", None) or "model",
         unused=skeleton.recording.unused_tensors(),
         mismatched=skeleton.recording.mismatched_tensors(variable for variable, _ in skeleton.variables.values()),
