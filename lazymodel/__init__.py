@@ -1,12 +1,24 @@
 """Build large models abstractly, shard them, and materialize every variable directly on its devices.
 
-    abstract = lazymodel.build_abstract(init_fn, jax.random.key(0))   # shapes only
-    abstract = abstract.shard(mesh, {r".*/kernel": P(None, "model")})  # a sharding for every variable
-    print(abstract.plan(checkpoint))                                    # bytes per device, before any is spent
-    model = abstract.materialize(checkpoint)                            # initialize what is missing, stream the rest
+    >>> import warnings, jax, optax, numpy as np, lazymodel as lm
+    >>> from jax.sharding import Mesh, PartitionSpec as P
+    >>> def init(key):
+    ...     up, down = jax.random.split(key)
+    ...     return {
+    ...         "up": {"kernel": jax.random.normal(up, (64, 256))},
+    ...         "down": {"kernel": jax.random.normal(down, (256, 64))},
+    ...     }
+    >>> mesh = Mesh(np.array(jax.devices()), ("model",))
+    >>> abstract = lm.build_abstract(init, jax.random.key(0))  # shapes only
+    >>> sharded = abstract.shard(mesh, {"up/kernel": P(None, "model"), "down/kernel": P("model")})
+    >>> sharded.plan().device_nbytes  # before any is spent
+    16384
+    >>> model = sharded.materialize()  # with a checkpoint, what it holds is streamed in, and the rest initialized
+    >>> lm.save(model, "model.safetensors")
 
-The core knows JAX only. Flax and Keras have their own packages, `lazymodel_flax` and `lazymodel_keras`, which
-`build_abstract` finds by itself once their framework is imported.
+Examples of docstrings go on from here, on eight devices. The core knows JAX only. Flax and Keras have their own
+packages, `lazymodel_flax` and `lazymodel_keras`, which `build_abstract` finds by itself once their framework is
+imported.
 """
 
 from lazymodel import grow, initializers

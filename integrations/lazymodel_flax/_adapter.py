@@ -10,7 +10,14 @@ from lazymodel_flax import linen, nnx
 
 
 class FlaxAdapter:
-    """Recognizes NNX classes and factories, and Linen modules."""
+    """Recognizes NNX classes and factories, and Linen modules.
+
+    Example:
+        >>> list(lm.build_abstract(nnx.Linear, 8, 16, rngs=nnx.Rngs(0)))
+        ['bias', 'kernel']
+        >>> list(lm.build_abstract(linen.Dense(16), jax.random.key(0), jax.numpy.ones((1, 8))))
+        ['params/bias', 'params/kernel']
+    """
 
     def matches(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether `build` is a Linen module, an NNX class, or a function, which may return an NNX module.

@@ -65,6 +65,11 @@ def plan(
     Raises:
         LazyModelError: An argument is none of these; there is no function, or no device, to compile for; or an
             optimizer or LoRA was stated for a model that has an optimizer.
+
+    Example:
+        >>> plan = sharded.plan(lm.open_checkpoint("model.safetensors"), device_memory="16GiB")
+        >>> plan.fits, plan.device_nbytes, plan.read_nbytes
+        (True, 16384, 131072)
     """
     what_if = _checked(model, what_if, compile)
     limit = None if device_memory is None else parse_bytes(device_memory, name="device_memory", at_least=1)

@@ -31,6 +31,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
     Attributes:
         path: The path that was opened.
         format: What its files are, for reports.
+
+    Example:
+        >>> with lm.open_checkpoint("model.safetensors") as checkpoint:
+        ...     print(list(checkpoint), checkpoint.nbytes, checkpoint.bytes_read)
+        ['down/kernel', 'up/kernel'] 131072 0
     """
 
     format: ClassVar[str] = "unknown"
