@@ -1,7 +1,7 @@
 """The load report: what a materialization did with every variable, and what it cost this process.
 
 Responsible for describing, in plain values that outlive the checkpoint: a report holds no tensor, array or device. What
-is loaded is decided in `_materialize/materialize`, which measures too; how a report looks as a table is in `_report`.
+is loaded is decided in `_materialize/materialize`, which measures too.
 """
 
 from __future__ import annotations

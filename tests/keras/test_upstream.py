@@ -109,7 +109,7 @@ def test_what_layers_quantize_with_is_what_is_replaced() -> None:
 
 
 def test_kerashub_forgets_the_dtype_of_quantized_backbones() -> None:
-    """Once it does not, `_kerashub._install_saved_policies` is not needed."""
+    """Once it does not, `_record/kerashub` is not needed."""
     loader = _upstream.preset_loader_class()
     assert loader({}, {}).get_backbone_kwargs(trainable=True) == ({"dtype": None}, {"trainable": True})
 

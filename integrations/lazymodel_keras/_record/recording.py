@@ -101,7 +101,7 @@ class _RecordingScope(keras.StatelessScope):
 
 
 class Recording:
-    """What was noted in one stretch of Keras code that ran abstractly, or several; see `_session.session`.
+    """What was noted in one stretch of Keras code that ran abstractly, or several; see `_record/session`.
 
     Args:
         verify: As in `lazymodel.open_checkpoint`, for every weight file.
