@@ -24,11 +24,9 @@ def public(package: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{each}", getattr(value, each)) for each in value.__all__)
         else:
             yield name, value if callable(value) else type(value)
-    verbs = {name: verb for name, verb in vars(lm.AbstractModel).items() if inspect.isfunction(verb)}
-    for name, verb in verbs.items():
-        if verb.__module__ != lm.AbstractModel.__module__ and package.__name__ == (
-            "lazymodel_keras" if name in OF_LAYERS else "lazymodel"
-        ):
+    for name, verb in vars(lm.AbstractModel).items():
+        is_verb = inspect.isfunction(verb) and name[0] != "_" and verb.__module__ != lm.AbstractModel.__module__
+        if is_verb and package.__name__ == ("lazymodel_keras" if name in OF_LAYERS else "lazymodel"):
             yield f"AbstractModel.{name}", verb
 
 
