@@ -53,7 +53,7 @@ class ModelSpec(Mapping[str, AbstractVariable]):
     recipes: tuple[InitRecipe, ...]
     sources: Mapping[str, Any]
     framework: Framework
-    programs: ProgramCache
+    programs: ProgramCache = dataclasses.field(default_factory=ProgramCache)
     name: str = "model"
     unused: tuple[StoredTensor, ...] = ()
     mismatched: tuple[MismatchedTensor, ...] = ()

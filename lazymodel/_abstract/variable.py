@@ -55,6 +55,12 @@ class AbstractVariable:
             another array of lower precision the result has that precision. Loaded or initialized, it is of this type,
             as an array is after `parameter[...] = loaded`.
         on_host: Whether it is a NumPy array, which comes back as one unless its sharding splits it over devices.
+
+    Example:
+        >>> sharded["up/kernel"]
+        AbstractVariable('up/kernel', float32[64, 256], P(None, 'model'), normal)
+        >>> sharded["up/kernel"].nbytes, sharded["up/kernel"].shard_nbytes
+        (65536, 8192)
     """
 
     path: str

@@ -86,6 +86,11 @@ class WeightMap:
 
     Raises:
         LazyModelError: An entry has a capture in its names that is neither in its path nor stacked.
+
+    Example:
+        >>> weights = lm.WeightMap({"{layer}/kernel": lm.From("{layer}.weight").T})
+        >>> weights.check({"up.weight": np.zeros((256, 64)), "down.weight": np.zeros((64, 256))}, abstract).ok
+        True
     """
 
     def __init__(self, entries: Mapping[str, From | str | None], *, ignore: Iterable[str] = ()) -> None:

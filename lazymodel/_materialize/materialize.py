@@ -82,6 +82,11 @@ def materialize(
             `strict`), would lose what it means in its variable's dtype (unless `cast="unsafe"`), or cannot be read, in
             this or another process; or the processes' checkpoints have other tensors.
         Exception: Whatever a callable given as `progress` or `report` raises.
+
+    Example:
+        >>> model = sharded.materialize(lm.open_checkpoint("model.safetensors"), max_host_memory="64MiB")
+        >>> model["up"]["kernel"].sharding.spec
+        P(None, 'model')
     """
     start = time.perf_counter()
     require_live(model.variables)

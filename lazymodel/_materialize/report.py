@@ -81,6 +81,12 @@ class LoadReport(Tabled):
             started, and after streaming until the last of them was done. What devices compute while files are read
             takes no time of its own.
         stream_seconds: Seconds in between, until every array that is loaded was complete on its devices.
+
+    Example:
+        >>> reports = []
+        >>> model = sharded.materialize(lm.open_checkpoint("model.safetensors"), report=reports.append)
+        >>> len(reports[0].loaded), reports[0].needed_nbytes
+        (2, 131072)
     """
 
     name: str

@@ -34,6 +34,19 @@ class Progress(Protocol):
     """What `materialize` tells while it works, in bytes of the distinct shards of this process.
 
     `advance` is called from several threads, one call at a time. An exception raised in it ends the work.
+
+    Example:
+        >>> class Logged:
+        ...     def start(self, total_nbytes, description):
+        ...         print(description, total_nbytes)
+        ...
+        ...     def advance(self, nbytes, description=None): ...
+        ...
+        ...     def finish(self):
+        ...         print("done")
+        >>> model = sharded.materialize(progress=Logged())
+        init: materializing 2 variables 131072
+        done
     """
 
     def start(self, total_nbytes: int, description: str) -> None:

@@ -69,6 +69,13 @@ class LazyTensor(View, np.lib.mixins.NDArrayOperatorsMixin):
     Basic indexing, `transpose`, `reshape`, `split`, `concatenate`, `stack`, `astype` and the like return another lazy
     tensor and read nothing; so do `+`, `-`, `*` and `/` with a scalar. Other arithmetic and every other NumPy function
     read this one tensor and return an ordinary array.
+
+    Example:
+        >>> kernel = lm.open_checkpoint("model.safetensors")["up/kernel"]
+        >>> np.split(kernel.T, 2)[0]  # nothing is read
+        LazyTensor('up/kernel', float32[128, 64] in model.safetensors)
+        >>> kernel[:, :4].read().shape
+        (64, 4)
     """
 
     __slots__ = ()
