@@ -43,7 +43,9 @@ def topology(name: str, axes: Mapping[str, int] | None = None) -> Mesh:
         LazyModelError: No such slice, axes of another product, or libtpu is not installed.
 
     Example:
-        `abstract.shard(lm.topology("v5e:2x4", {"batch": 2, "model": 4}), rules).plan(compile=lm.Compile("init"))`
+        >>> mesh = lm.topology("v5e:2x4", {"batch": 2, "model": 4})
+        >>> abstract.shard(mesh, lm.auto()).plan(compile=lm.Compile("init")).programs
+        2
     """
     if _is_cards(name):
         raise LazyModelError(
@@ -72,6 +74,10 @@ def arithmetic_mesh(name: str, axes: Mapping[str, int] | None = None) -> Abstrac
 
     Raises:
         LazyModelError: No such slice or card, or axes of another product.
+
+    Example:
+        >>> abstract.shard(lm.arithmetic_mesh("H100:8"), lm.auto()).plan().device_nbytes
+        16384
     """
     if _is_cards(name):
         card, _, count = name.strip().partition(":")

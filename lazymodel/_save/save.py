@@ -79,6 +79,11 @@ def save(
         LazyModelError: There is a checkpoint already, or a saver at work on it; a dtype does not exist in the format,
             the mapping does not fit, the disk is full, or a file cannot be written. What was there is as it was.
         CheckpointError: Another process failed, or a lazy tensor cannot be read.
+
+    Example:
+        >>> lm.save(model, "folder", max_shard_size="64KiB")
+        >>> lm.open_checkpoint("folder")
+        SafetensorsCheckpoint('folder/model.safetensors.index.json': 2 tensors, 128.00 KiB in 2 files)
     """
     arrays = named_arrays(model)
     shardings = [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]

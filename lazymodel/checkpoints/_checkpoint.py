@@ -33,6 +33,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
         path: The path that was opened.
         format: What its files are, for reports.
         metadata: What they say about themselves, where the format has a place for that (safetensors' `__metadata__`).
+
+    Example:
+        >>> with lm.open_checkpoint("model.safetensors") as checkpoint:
+        ...     print(list(checkpoint), checkpoint.nbytes, checkpoint.bytes_read)
+        ['down/kernel', 'up/kernel'] 131072 0
     """
 
     format: str = "unknown"

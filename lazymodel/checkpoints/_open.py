@@ -99,6 +99,10 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: Verify = False) -> 
         CheckpointError: Nothing is there, the format is unknown, or a file is truncated, inconsistent or hostile; an
             Orbax checkpoint was never committed, or has several items with arrays, which are then listed; with
             `verify`, also a file whose content has another hash, or whose hash nobody states.
+
+    Example:
+        >>> lm.open_checkpoint("model.safetensors")["up/kernel"]
+        LazyTensor('up/kernel', float32[64, 256] in model.safetensors)
     """
     with opening():
         where = existing(path)
