@@ -28,14 +28,14 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from lazymodel._errors import CheckpointError
 from lazymodel._materialize.bands import band_parts, copy_to
 from lazymodel._materialize.small_tensors import Group, Small, groups, small
-from lazymodel._show.text import format_bytes, misshapen
+from lazymodel._show.text import format_bytes
 from lazymodel._tensors.boxes import BoxKey, box_of, box_shape
 from lazymodel._tensors.buffers import Arena, Workspace, cores, default_budget, empty_aligned
 from lazymodel._tensors.fill import fill_parts, prefers_one_pass
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.leaves import Part
 from lazymodel._tensors.shards import Boxes, boxes_for
-from lazymodel._tensors.stored import where
+from lazymodel._tensors.stored import misshapen, where
 
 _jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 

@@ -165,10 +165,5 @@ def first_of(texts: Sequence[object], what: str) -> str:
     return str(texts[0]) + (f" ({len(texts):,} {what})" if len(texts) > 1 else "")
 
 
-def misshapen(path: str, expected: Sequence[int], found: Sequence[int], where: str = "") -> str:
-    """What is wrong with a tensor of another shape than its variable's."""
-    return f"{path!r}: expected shape {tuple(expected)}, found {tuple(found)}" + (f" in {where}" if where else "")
-
-
 def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -18,6 +18,11 @@ from lazymodel._errors import CheckpointError
 from lazymodel._tensors.computed import ComputedLeaf
 from lazymodel._tensors.leaves import DividedLeaf, Leaf, View
 from lazymodel._tensors.shards import boxes_for
+
+
+def misshapen(path: str, expected: Sequence[int], found: Sequence[int], where: str = "") -> str:
+    """What is wrong with a tensor of another shape than its variable's."""
+    return f"{path!r}: expected shape {tuple(expected)}, found {tuple(found)}" + (f" in {where}" if where else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +60,7 @@ class MismatchedTensor:
     found: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.path!r} expected shape {self.expected}, found {self.found} in {where(self.tensor)}"
+        return misshapen(self.path, self.expected, self.found, where(self.tensor))
 
 
 def where(source: Any) -> str:

@@ -22,8 +22,9 @@ from lazymodel import AbstractModel, CheckpointError, LazyModelError, open_check
 from lazymodel._abstract.paths import unique_paths
 from lazymodel._errors import warn
 from lazymodel._sharding.follow import follow
-from lazymodel._show.text import closest, folded_names, listed, misshapen
+from lazymodel._show.text import closest, folded_names, listed
 from lazymodel._tensors.casting import UNSAFE, check_mode
+from lazymodel._tensors.stored import misshapen
 from lazymodel.checkpoints._untrusted import read_json_file
 from lazymodel_keras import _upstream
 from lazymodel_keras._build import Materializing, check_all_used, check_options
