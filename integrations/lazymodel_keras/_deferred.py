@@ -79,7 +79,8 @@ def deferred(
         >>> model.count_params()
         2608
     """
-    with _block("deferred", mesh, rules, strict, Recording(verify, cast), options):
+    check_options("deferred", options, Placing)
+    with _block(mesh, rules, strict, Recording(verify, cast), options):
         yield
 
 
@@ -123,10 +124,11 @@ def load_model(
         >>> model.layers[0].kernel.value.sharding.spec
         P(None, 'model')
     """
+    check_options("load_model", options, Placing)
     where = os.path.expanduser(os.fspath(path))
     check_saved_model(where)
     recording = Recording(verify, cast)
-    with _block("load_model", mesh, rules, strict, recording, options, one_model=True):
+    with _block(mesh, rules, strict, recording, options, one_model=True):
         if not is_orbax(where):
             return keras.saving.load_model(where, custom_objects, compile=compile, safe_mode=safe_mode)
         model = model_from_orbax(where, custom_objects, compile, safe_mode, strict=strict)
@@ -137,7 +139,6 @@ def load_model(
 
 @contextlib.contextmanager
 def _block(
-    function: str,
     mesh: jax.sharding.Mesh | None,
     rules: Rules | None,
     strict: bool,
@@ -150,7 +151,6 @@ def _block(
 
     So a pattern that matches nothing in it is an error.
     """
-    check_options(function, options, Placing)
     require_rules(mesh, rules, options.get("repair", False))
     materializing: Any = {name: value for name, value in options.items() if name in Materializing.__annotations__}
     sharding: Any = {name: value for name, value in options.items() if name not in materializing}
