@@ -33,6 +33,14 @@ class AbstractModel(Tabled, ModelSpec):
 
     Made by `lazymodel.build_abstract`, or by an integration's own functions; its attributes are those of `ModelSpec`.
     Every step returns another model, and changes nothing.
+
+    Example:
+        >>> abstract
+        init: 2 variables, 32,768 parameters, 128.00 KiB
+        variable      count  shape      dtype        bytes  origin
+        ────────────────────────────────────────────────────────────────
+        down/kernel       1  (256, 64)  float32  64.00 KiB  normal
+        up/kernel         1  (64, 256)  float32  64.00 KiB  normal
     """
 
     quantize = quantize
@@ -97,7 +105,7 @@ def build_abstract(build: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
         LazyModelWarning: The function left traced arrays in an argument, a global or a closure.
 
     Example:
-        >>> abstract = build_abstract(lambda key: {"w": jax.random.normal(key, (8, 4))}, jax.random.key(0))
+        >>> abstract = lm.build_abstract(lambda key: {"w": jax.random.normal(key, (8, 4))}, jax.random.key(0))
         >>> abstract["w"].shape
         (8, 4)
     """

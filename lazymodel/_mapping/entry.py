@@ -139,7 +139,7 @@ class From:
         sizes: Their extents along it. Only needed to write them again: without, nothing says where one ends.
 
     Example:
-        >>> From("h.{layer}.attn.weight").T.part(1, of=3, axis=1).stack("layer")
+        >>> lm.From("h.{layer}.attn.weight").T.part(1, of=3, axis=1).stack("layer")
         From('h.{layer}.attn.weight').T.part(1, of=3, axis=1).stack('layer')
     """
 

@@ -98,9 +98,9 @@ def map_checkpoint(
         LazyModelError: A table without a model.
 
     Example:
-        >>> weights = {"dense.weight": np.zeros((4, 2), np.float32)}
-        >>> map_checkpoint(weights, lambda w: {"dense": {"kernel": w["dense.weight"].T}})["dense/kernel"].shape
-        (2, 4)
+        >>> weights = {"up.weight": np.zeros((256, 64), "float32")}
+        >>> lm.map_checkpoint(weights, lambda w: {"up": {"kernel": w["up.weight"].T}})["up/kernel"].shape
+        (64, 256)
     """
     if not isinstance(mapping, WeightMap):
         watched = _Watched(checkpoint)

@@ -15,7 +15,6 @@ from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import CheckpointError, warn
 from lazymodel._mapping.mapped import MappedCheckpoint, described
-from lazymodel._mapping.table import stored_as
 from lazymodel._programs.programs import InitRecipe
 from lazymodel._show.text import closest, first_of, folded_names, listed
 from lazymodel._tensors.casting import SAFE, check_mode, refusal, weights
@@ -112,7 +111,7 @@ def _match(model: ModelSpec, checkpoint: Mapping[str, Any], *, strict: bool) -> 
 
 def _mismatch(variable: AbstractVariable, source: Any) -> MismatchedTensor | None:
     """What is wrong with the shape of what a variable is loaded from."""
-    (expected, _), found, path = stored_as(variable), tuple(np.shape(source)), variable.path
+    (expected, _), found, path = variable.stored, tuple(np.shape(source)), variable.path
     return None if found == expected else MismatchedTensor(path, stored_tensors(source, path)[0], expected, found)
 
 
@@ -125,7 +124,7 @@ def refused_casts(model: ModelSpec, checkpoint: Mapping[str, Any] | None, choice
     for path, source in choice.sources.items():
         if not choice.from_file(path):
             continue
-        tensor, (_, expected) = lazy(source, path), stored_as(model[path])
+        tensor, (_, expected) = lazy(source, path), model[path].stored
         if tensor.dtype != expected and (why := refusal(path, tensor, expected, where(source), names)):
             refused.append(why)
         if path in choice.given:

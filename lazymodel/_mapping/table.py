@@ -18,14 +18,12 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-import jax
 import numpy as np
 
 from lazymodel._abstract.paths import Captures, Template
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError
 from lazymodel._mapping.entry import From, Missing, Parts, Tensors, check_captures, read_entry, write_entry
-from lazymodel._programs.keys import is_key
 from lazymodel._show.text import LISTED, closest, first_lines
 from lazymodel._tensors.lazy import LazyTensor
 
@@ -85,6 +83,11 @@ class WeightMap:
 
     Raises:
         LazyModelError: An entry has a capture in its names that is neither in its path nor stacked.
+
+    Example:
+        >>> weights = lm.WeightMap({"{layer}/kernel": lm.From("{layer}.weight").T})
+        >>> weights.check({"up.weight": np.zeros((256, 64)), "down.weight": np.zeros((64, 256))}, abstract).ok
+        True
     """
 
     def __init__(self, entries: Mapping[str, From | str | None], *, ignore: Iterable[str] = ()) -> None:
@@ -180,7 +183,7 @@ def _value(variable: AbstractVariable, source: From, captures: Captures, tensors
         value = read_entry(source, captures, tensors)
     except ValueError as error:
         raise ValueError(f" from {source}: {error}") from error
-    found, (expected, _) = tuple(value.shape), stored_as(variable)
+    found, (expected, _) = tuple(value.shape), variable.stored
     if found != expected:
         hint = _shape_hint(found, expected)
         raise ValueError(f" expects {list(expected)}, found {list(found)} from {source}{hint}")
@@ -190,14 +193,6 @@ def _value(variable: AbstractVariable, source: From, captures: Captures, tensors
 def _suggestion(found: Mapping[str, str], name: str, names: Iterable[str]) -> str:
     """The closest names, for those findings that are listed: comparing all of many thousand takes long."""
     return closest(name, names) if len(found) < LISTED else ""
-
-
-def stored_as(variable: AbstractVariable) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype that a variable's values are read in; those of a PRNG key are its key data."""
-    if not is_key(variable.dtype):
-        return tuple(variable.shape), np.dtype(variable.dtype)
-    data = jax.eval_shape(jax.random.key_data, variable.struct)
-    return data.shape, np.dtype(data.dtype)
 
 
 def _shape_hint(found: tuple[int, ...], expected: tuple[int, ...]) -> str:

@@ -42,7 +42,9 @@ class Compile:
         LazyModelError: One is none of these, or does not go with the others.
 
     Example:
-        >>> abstract.plan(compile=lm.Compile("train", batch=8, sequence=512))
+        >>> forward = lm.Compile("forward", lambda tree, x: x @ tree["up"]["kernel"], (np.ones((8, 64), "float32"),))
+        >>> list(sharded.plan(compile=forward).parts)
+        ['parameters', 'activations']
     """
 
     what: str

@@ -49,7 +49,6 @@ def plan(
     estimated, and a plan takes a second or two whatever the model's size.
 
     Args:
-        model: The model.
         checkpoint: What `materialize` would be given. A tensor of another shape than its variable is no error here; the
             variable's row says so.
         initialize: As for `materialize`.
@@ -62,11 +61,14 @@ def plan(
     Raises:
         LazyModelError: An argument is none of these; there is no function, or no device, to compile for; or an
             optimizer or LoRA was stated for a model that has an optimizer.
+
+    Example:
+        >>> sharded.plan(lm.open_checkpoint("model.safetensors"), device_memory="16GiB").read_nbytes
+        131072
     """
     what_if = _checked(model, what_if, compile)
     limit = None if device_memory is None else parse_bytes(device_memory, name="device_memory", at_least=1)
-    # A plan says in its table what is initialized, so lacking tensors need no warning here.
-    # Nor does what is refused keep it from being a plan: it is noted.
+    # What is initialized needs no warning, and what is refused keeps it from being no plan: it says both itself.
     checkpoint = flat_checkpoint(checkpoint)
     choice = choose(model, checkpoint, initialize=initialize or "missing", strict=False, cast="unsafe")
     refused = refused_casts(model, checkpoint, choice)
@@ -161,7 +163,7 @@ def _parts(use: Use, placement: Placement) -> dict[str, int]:
     in_use = sum(map(collections.Counter[str], use.parts.values()), collections.Counter[str]())
     fullest, _ = placement.fullest(in_use)
     kept = (kind for kind, amounts in use.parts.items() if kind == PARAMETERS or amounts)
-    return {kind: placement.held(fullest, use.parts[kind]) for kind in kept}
+    return {kind: placement.held(use.parts[kind]).get(fullest, 0) for kind in kept}
 
 
 def _notes(refused: Sequence[str], estimated: str | None) -> Iterator[str]:

@@ -101,6 +101,11 @@ class MemoryPlan(Tabled):
         mesh: Axis names and sizes; empty without a mesh.
         compiled: What the compiler said about the forward pass or training step, if one was compiled.
         notes: What a reader has to know about how the numbers came to be.
+
+    Example:
+        >>> plan = sharded.plan(device_memory="16GiB").check()
+        >>> plan.device_nbytes, plan.num_devices, plan.fits
+        (16384, 8, True)
     """
 
     name: str
@@ -190,7 +195,12 @@ class MemoryPlan(Tabled):
         """The variables summed over the modules that their paths name, down to this many parts of a path.
 
         Example:
-            >>> print(plan.by_module(depth=2))
+            >>> print(sharded.plan().by_module(depth=2))
+            init by module
+            module        count  variables each  bytes each  in use each  bytes/device
+            ────────────────────────────────────────────────────────────────────────────────────────
+            down              1  1               64.00 KiB   8.00 KiB         8.00 KiB
+            up                1  1               64.00 KiB   8.00 KiB         8.00 KiB
         """
         if type(depth) is not int or depth < 1:
             raise LazyModelError(f"depth is a number of path parts, from 1; got {depth!r}")
@@ -365,7 +375,13 @@ def compare_plans(plans: Mapping[str, MemoryPlan]) -> PlanComparison:
     """Puts the plans of several meshes, dtypes or anything else into one table.
 
     Example:
-        >>> lm.compare_plans({f"model={n}": abstract.shard(mesh(n), rules).plan() for n in (4, 8)})
+        >>> meshes = {name: lm.arithmetic_mesh(name) for name in ("v5e-1", "v5e-8")}
+        >>> lm.compare_plans({name: abstract.shard(mesh, "auto").plan() for name, mesh in meshes.items()})
+        init: 2 plans
+        plan          devices  resident/device  peak materializing      in use  device memory  verdict
+        ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+        v5e-1               1       128.00 KiB          128.00 KiB  128.00 KiB      15.75 GiB  fits, 15.75 GiB to spare
+        v5e-8               8        16.00 KiB           16.00 KiB   16.00 KiB      15.75 GiB  fits, 15.75 GiB to spare
     """
     given: Any = plans
     values: Any = given.values() if isinstance(given, Mapping) else [None]

@@ -100,6 +100,10 @@ def smallest_topology(
         DoesNotFitError: It fits on none; names the one that comes nearest, and by how much.
         ShardingError: The rules fit on none.
         LazyModelError: The device is unknown, or libtpu is not installed and there is something to compile.
+
+    Example:
+        >>> lm.smallest_topology(abstract, "v5e", "auto", device_memory="32KiB", compile=None).smallest.name
+        'v5e:2x2'
     """
     given: Any = device
     if not isinstance(given, str):

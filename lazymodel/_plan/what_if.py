@@ -63,7 +63,8 @@ class WhatIf:
         LazyModelError: One is none of these, or there are targets and no rank.
 
     Example:
-        >>> abstract.plan(what_if=lm.WhatIf(optimizer="adamw", lora_rank=8))
+        >>> sharded.plan(what_if=lm.WhatIf(optimizer="adamw")).parts
+        {'parameters': 16384, 'optimizer state': 32768, 'gradients': 16384}
     """
 
     optimizer: StatedOptimizer | None = None

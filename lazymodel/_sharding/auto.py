@@ -93,12 +93,8 @@ def auto(*, tensor: Axes = None, fsdp: Axes = None, expert: Axes = None) -> Auto
             split over the tensor axes. What is not an expert is stored in pieces over these axes too.
 
     Example:
-        >>> import jax
-        >>> from lazymodel import build_abstract
-        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("model",))
-        >>> model = build_abstract(lambda key: {"kernel": jax.random.normal(key, (8, 32))}, jax.random.key(0))
-        >>> model.shard(mesh, auto())["kernel"].spec
-        PartitionSpec()
+        >>> abstract.shard(mesh, lm.auto())["up/kernel"].spec
+        P(None, 'model')
     """
     return Auto(_as_axes(tensor), _as_axes(fsdp), _as_axes(expert))
 

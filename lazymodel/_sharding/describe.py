@@ -11,7 +11,6 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 
-import jax
 import numpy as np
 
 from lazymodel._abstract.paths import rule_path
@@ -77,7 +76,7 @@ class _Describer:
     def _one(self, path: str, variable: AbstractVariable, shape: tuple[int, ...]) -> Described:
         """A variable's role, of its shape in one layer."""
         name, n = self._names[path], len(shape)
-        if not shape or jax.numpy.issubdtype(variable.dtype, jax.dtypes.prng_key) or "seed_generator" in name:
+        if not shape or variable.is_key or "seed_generator" in name:
             return self._labelled("state", path, shape)
         if (slot := self._slot(path, variable)) is not None:
             return slot

@@ -34,6 +34,14 @@ def explain(model: ModelSpec, path: str | None = None) -> Explanation | Sharding
 
     Raises:
         KeyError: There is no such variable.
+
+    Example:
+        >>> abstract.shard(mesh, lm.auto()).explain("up/kernel")
+        up/kernel: float32 (64, 256), 64.00 KiB
+          spec: P(None, 'model'); each of 8 devices holds (64, 32), 8.00 KiB
+          role: mlp_up; dimensions: in, out
+          why (proposed): out (256) in 8 parts over 'model'; split by columns: no communication before the next layer
+          axis 'model' (8) divides dimensions 0, 1
     """
     return _explain_model(model) if path is None else Explanation(model[path])
 

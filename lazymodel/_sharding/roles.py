@@ -186,6 +186,10 @@ def role(name: str) -> Role:
 
     Raises:
         ShardingError: There is no such role; the message lists them.
+
+    Example:
+        >>> abstract.shard(mesh, {lm.role("mlp_up"): P(None, "model"), ".*": P()})["up/kernel"].spec
+        P(None, 'model')
     """
     if name not in ROLES:
         raise ShardingError(f"there is no role {name!r}{closest(name, ROLES)}; roles are {', '.join(ROLES)}")

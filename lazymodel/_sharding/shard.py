@@ -80,6 +80,11 @@ def shard(
     Raises:
         ShardingError: A rule matches nothing, names an unknown axis, uses one twice, does not divide a dimension
             or has more dimensions than the variable. All misfits of one call are reported together.
+
+    Example:
+        >>> sharded = abstract.shard(mesh, {"up/kernel": P(None, "model"), "down/.*": P("model")})
+        >>> sharded["down/kernel"].spec
+        P('model',)
     """
     own = {path: variable for path, variable in model.items() if variable.follows is None}
     state = {path: variable for path, variable in model.items() if variable.follows is not None}

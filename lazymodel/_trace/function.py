@@ -20,7 +20,6 @@ from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import TraceError
 from lazymodel._programs.jaxprs import is_weak
 from lazymodel._programs.keys import is_key
-from lazymodel._programs.programs import ProgramCache
 from lazymodel._trace.errors import raise_explained
 from lazymodel._trace.escaped import is_iterator, refuse_empty, refuse_escaped
 from lazymodel._trace.graph import Graph
@@ -78,7 +77,7 @@ def trace_function(
     for recipe in recipes:
         for path in recipe.paths:
             variables[path] = dataclasses.replace(variables[path], origin=recipe.origin)
-    return ModelSpec(variables, recipes, sources, Framework(found.unflatten), ProgramCache(), called)
+    return ModelSpec(variables, recipes, sources, Framework(found.unflatten), name=called)
 
 
 def known_value(model: ModelSpec, path: str) -> np.ndarray[Any, Any] | None:

@@ -57,6 +57,12 @@ def with_optimizer(
     Raises:
         LazyModelError: There is an optimizer already, or nothing to train.
         TraceError: The optimizer's `init` needs values that tracing does not have.
+
+    Example:
+        >>> trained = sharded.with_optimizer(optax.adamw(1e-3))
+        >>> trained["optimizer/0/mu/up/kernel"].spec
+        P(None, 'model')
+        >>> model, state = trained.materialize()
     """
     if not callable(getattr(optimizer, "init", None)):
         takes = "with_optimizer takes an Optax gradient transformation, or what has its init(params)"

@@ -41,6 +41,11 @@ def path_key(key: jax.Array, path: str) -> jax.Array:
 
     Returns:
         A key of the same kind.
+
+    Example:
+        >>> key = lm.path_key(jax.random.key(0), "up/kernel")
+        >>> bool((abstract.rekey(0).materialize()["up"]["kernel"] == jax.random.normal(key, (64, 256))).all())
+        True
     """
     for part in np.frombuffer(hashlib.sha256(path.encode()).digest()[:8], ">u4"):
         key = jax.random.fold_in(key, np.uint32(part))
@@ -76,10 +81,8 @@ def reinitialize(
             lacking.
 
     Example:
-        >>> import lazymodel as lm
-        >>> abstract = lm.build_abstract(lambda: {"w": jax.numpy.ones((8, 4))})
-        >>> abstract.reinitialize("w", jax.nn.initializers.normal(0.02), key=jax.random.key(0))["w"].origin
-        'normal'
+        >>> abstract.reinitialize(".*/kernel", jax.nn.initializers.lecun_normal(), key=0)["up/kernel"].origin
+        'truncated_normal'
     """
     key = _checked_key(key)
     chosen = _choose(model, rules, initializer)
@@ -128,6 +131,12 @@ def rekey(model: AnyModel, key: jax.Array | int, pattern: str = ".*") -> AnyMode
 
     Raises:
         LazyModelError: The pattern matches nothing, or the key is of another generator than the model's.
+
+    Example:
+        >>> alone = lm.build_abstract(lambda key: {"up": init(key)["up"]}, jax.random.key(0))
+        >>> kernels = [model.rekey(1).materialize()["up"]["kernel"] for model in (abstract, alone)]
+        >>> bool((kernels[0] == kernels[1]).all())
+        True
     """
     checked = _checked_key(key)
     if checked is None:

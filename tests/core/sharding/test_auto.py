@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
+from lazymodel._abstract.variable import Reason
+from lazymodel._sharding.auto import Auto
 from lazymodel._sharding.describe import describe
 from lazymodel._sharding.shard import check_spec
+from tests.collectives import sent_nbytes
 
 
 def mesh(**axes: int) -> Mesh:
@@ -27,8 +31,8 @@ def variables(shapes: dict[str, tuple[int, ...]], dtype: str = "float32") -> dic
 
 
 def propose(
-    shapes: dict[str, tuple[int, ...]], mesh: Mesh, rules: lm.Auto | None = None, *, large: int = 1 << 20
-) -> dict[str, tuple[P, lm.Reason]]:
+    shapes: dict[str, tuple[int, ...]], mesh: Mesh, rules: Auto | None = None, *, large: int = 1 << 20
+) -> dict[str, tuple[P, Reason]]:
     model = variables(shapes)
     proposals = (rules or lm.auto()).propose(model, mesh, large=large)
     for path, (spec, _) in proposals.items():
@@ -36,7 +40,7 @@ def propose(
     return proposals
 
 
-def specs(shapes: dict[str, tuple[int, ...]], mesh: Mesh, rules: lm.Auto | None = None, **options: int) -> dict[str, P]:
+def specs(shapes: dict[str, tuple[int, ...]], mesh: Mesh, rules: Auto | None = None, **options: int) -> dict[str, P]:
     return {path: spec for path, (spec, _) in propose(shapes, mesh, rules, **options).items()}
 
 
@@ -314,3 +318,18 @@ def test_the_reason_is_told() -> None:
     assert "role: query_key_value; dimensions: in, heads, head_dim" in text
     assert "why (proposed): in (32) in 4 parts over 'model'; since dimension 1 (heads, 6) does not divide" in text
     assert "each of 4 devices holds (8, 6, 4), 768 B" in text
+
+
+def test_columns_then_rows_send_less_than_rows_then_columns() -> None:
+    mesh8 = mesh(model=8)
+
+    def sent(*specs: P) -> int:
+        shapes = ((16, 64), (64, 256), (256, 64))
+        places = [NamedSharding(mesh8, spec) for spec in (P(), *specs)]
+        structs = [jax.ShapeDtypeStruct(s, "float32", sharding=p) for s, p in zip(shapes, places, strict=True)]
+        mlp = jax.jit(lambda x, up, down: jnp.tanh(x @ up) @ down, out_shardings=NamedSharding(mesh8, P()))
+        return sent_nbytes(mlp.lower(*structs).compile())
+
+    proposed = specs({"layer_0/up/kernel": (64, 256), "layer_0/down/kernel": (256, 64)}, mesh8, large=1)
+    one_all_reduce = 2 * 16 * 64 * 4 * 7 // 8
+    assert sent(*proposed.values()) == one_all_reduce < sent(P("model"), P(None, "model"))
