@@ -32,25 +32,22 @@ _PERMUTED = 5  # dimensions up to which permutations are tried for a suggestion:
 
 @dataclasses.dataclass(frozen=True)
 class MappingReport:
-    """What a table makes of a checkpoint and a model, found without reading a tensor."""
+    """What a table makes of a checkpoint and a model, found without reading a tensor.
 
-    # Tensors that no entry takes, name → suggestion.
-    unused: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
-    # Variables whose entry names a tensor that the checkpoint lacks, path → what is missing.
-    missing: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
-    # Variables that several entries match, path → which.
-    ambiguous: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
-    # Variables whose entry gives another shape, path → expected, found, and a suggestion.
-    misshapen: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
-    # Entries that match no variable, path pattern → suggestion.
-    unmatched: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
-    # Variables that no entry matches, path → suggestion. These are initialized, so alone they are no error.
-    unmapped: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    Each maps the names or paths that were found to what is to be said of them.
+    """
+
+    unused: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # tensors that no entry takes
+    missing: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # paths whose tensors are lacking
+    ambiguous: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # paths that several entries match
+    misshapen: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # paths that get another shape
+    unmatched: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # entries that match no path
+    unmapped: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # paths without an entry: initialized
 
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong; variables that no entry matches are not counted."""
-        return not any((self.unused, self.missing, self.ambiguous, self.misshapen, self.unmatched))
+        return not self.problems()
 
     def problems(self) -> list[str]:
         """One text a kind of finding, unmapped variables left out."""

@@ -49,7 +49,6 @@ class PlanRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as in `MemoryPlan.to_dict`."""
-
         entries = self.spec if self.spec is not None else ()
         spec = [list(entry) if isinstance(entry, tuple) else None if entry is None else str(entry) for entry in entries]
         own = {"shape": list(self.shape), "dtype": self.dtype.name, "spec": None if self.spec is None else spec}
@@ -247,7 +246,8 @@ class MemoryPlan(Tabled):
 
         def row(row: PlanRow) -> Row:
             note = ACTIONS.get(row.action, row.action) + (f": {row.source}" if row.action == "initialize" else "")
-            return Row(row.path, (shape_text(row.shape), row.dtype.name, spec_text(row.spec)), row.shard_nbytes, note)
+            spec = spec_text(row.spec) if row.shard_nbytes or not row.nbytes else "on the host"
+            return Row(row.path, (shape_text(row.shape), row.dtype.name, spec), row.shard_nbytes, note)
 
         nbytes = format_bytes(sum(row.nbytes for row in self.rows))
         title = f"{self.name}: plan for {plural(len(self.rows), 'variable')}, {nbytes}"

@@ -234,6 +234,9 @@ def test_numpy_leaves_are_no_device_s_unless_they_are_split(make_mesh):
         "table": (0, 0), "wide": (0, 0)
     }  # fmt: skip
     assert plan.timeline[-1].held_nbytes == shard and len(plan.timeline) == 1
+    assert {cells[0]: cells[-3] for cells in plan.table().rows} == {
+        "w": "P('model')", "table": "on the host", "wide": "on the host"
+    }  # fmt: skip
     report = model.explain()
     assert (report.fullest_nbytes, report.imbalance, report.replicated) == (shard, 1.0, {})
     assert report.on_host == {
