@@ -27,8 +27,8 @@ class Proposer(Protocol):
 
     def propose(
         self, variables: Mapping[str, AbstractVariable], mesh: Mesh, *, large: int
-    ) -> Mapping[str, tuple[Any, Reason]]:
-        """Path → spec and why; a path that is left out counts as matched by no rule.
+    ) -> Mapping[str, tuple[Any, Reason | str]]:
+        """Path → spec and why, in words; a path that is left out counts as matched by no rule.
 
         `large` is the number of bytes from which on replicating a variable is worth a warning.
         """
@@ -57,7 +57,13 @@ def read_rules(
         return _axis_answers(None, variables, mesh), (), False
     if isinstance(rules, Proposer):
         proposals = rules.propose(variables, mesh, large=large)
-        return lambda variable: proposals.get(variable.path), (), False
+
+        def proposed(variable: AbstractVariable) -> tuple[Any, Reason] | None:
+            if (found := proposals.get(variable.path)) is None:
+                return None
+            return found[0], Reason("proposed", found[1]) if isinstance(found[1], str) else found[1]
+
+        return proposed, (), False
     if isinstance(rules, Mapping):
         lenient = is_layout_map(rules)
         return *_mapping_answers(cast("Mapping[str | Role, Any]", rules), variables, lenient=lenient), lenient

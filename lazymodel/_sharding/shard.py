@@ -46,7 +46,8 @@ def shard(
 
     Rules are one of
 
-    - `lazymodel.auto(...)`, also as `"auto"`, or any other object with its method `propose`.
+    - `lazymodel.auto(...)`, also as `"auto"`, or any other object whose method
+      `propose(variables, mesh, *, large)` returns path → (spec, why in words).
     - a mapping of path regex to spec. The whole path must match (`re.fullmatch`); the first rule that matches, in
       the mapping's order, is taken. A key may also be a `lazymodel.role`. A pattern that matches no variable is an
       error.
