@@ -10,23 +10,26 @@ from lazymodel_flax import linen, nnx
 
 
 class FlaxAdapter:
-    """Recognizes NNX classes and factories, and Linen modules."""
+    """Recognizes Linen modules, NNX classes, and functions, which may return an NNX module.
+
+    A function that returns none is traced as the core would trace it, so matching it costs nothing.
+
+    Example:
+        >>> list(lm.build_abstract(nnx.Linear, 8, 16, rngs=nnx.Rngs(0)))
+        ['bias', 'kernel']
+        >>> list(lm.build_abstract(linen.Dense(16), jax.random.key(0), jax.numpy.ones((1, 8))))
+        ['params/bias', 'params/kernel']
+    """
 
     def matches(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether `build` is a Linen module, an NNX class, or a function, which may return an NNX module.
-
-        A function that returns none is traced as the core would trace it, so matching it costs nothing.
-        """
         return linen.matches(build) or nnx.matches(build, args, kwargs)
 
     def build_abstract(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelSpec:
-        """Builds it abstractly; see `linen.build_abstract` and `nnx.build_abstract`."""
         module = linen if linen.matches(build) else nnx
         with watched(build, args, kwargs):
             return module.build_abstract(build, args, kwargs)
 
     def arrays(self, model: Any) -> dict[str, Any] | None:
-        """The arrays of an NNX module, of a pytree with NNX objects in it, or of Linen variables in their boxes."""
         found = nnx.arrays(model)
         return linen.arrays(model) if found is None else found
 

@@ -117,8 +117,7 @@ def _own_traces() -> Generator[None]:
     that are not put on a mesh, or get ours from a trace in which they are. The default device is a part of the key that
     traces are remembered under, and makes no other difference to a trace.
     """
-    device = CONFIG.jax_default_device
-    first = jax.local_devices()[0]
+    device, first = CONFIG.jax_default_device, jax.local_devices()[0]
     other = first if device is None else None if device == first else device
     with jax.default_device(cast(Any, other)):
         yield

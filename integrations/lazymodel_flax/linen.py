@@ -8,7 +8,7 @@ What is trained is the collection `params`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,10 +16,9 @@ from flax import linen
 
 from lazymodel import AbstractVariable, LazyModelError
 from lazymodel._abstract.framework import Framework, Optimizer, Training
-from lazymodel._abstract.paths import path_text
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._trace.function import trace_function
-from lazymodel_flax._logical import with_logical_axes
+from lazymodel_flax._boxes import by_path, variable_path, with_logical_axes
 
 _PARAMS = "params/"  # how the paths of the collection that Flax trains begin
 
@@ -43,7 +42,7 @@ def build_abstract(module: linen.Module, args: tuple[Any, ...], kwargs: dict[str
             "arguments of its init, a key and inputs"
         )
 
-    model = trace_function(module.init, args, kwargs, name=type(module).__name__, path_of=_path)
+    model = trace_function(module.init, args, kwargs, name=type(module).__name__, path_of=variable_path)
     tree = model.framework.structure({path: path for path in model})
     boxes = [box for box in jax.tree.leaves(tree, is_leaf=_is_box) if isinstance(box, linen.Partitioned)]
     model = with_logical_axes(model, {box.value: (box.names, getattr(box, "rules", None)) for box in boxes})
@@ -61,7 +60,7 @@ class _Linen(Framework):
         # As `TrainState.create(params=variables["params"])` does; boxes of what is not trained hold None.
         params = self.structure({path: leaves.get(path) for path in variables})["params"]
         places = {path.removeprefix(_PARAMS): path for path in leaves}
-        return Training(optimizer.init(params), lambda variables, state: (variables, state), _path, places)
+        return Training(optimizer.init(params), lambda variables, state: (variables, state), variable_path, places)
 
 
 def arrays(variables: Any) -> dict[str, Any] | None:
@@ -69,14 +68,8 @@ def arrays(variables: Any) -> dict[str, Any] | None:
     leaves = jax.tree.leaves(variables, is_leaf=_is_box)
     if not any(_is_box(leaf) for leaf in leaves):
         return None
-    found, _ = jax.tree_util.tree_flatten_with_path(variables)
-    return {_path(keys): array for keys, array in found}
+    return by_path(variables)
 
 
 def _is_box(leaf: Any) -> bool:
     return isinstance(leaf, linen.meta.AxisMetadata)
-
-
-def _path(keys: Sequence[Any]) -> str:
-    """The path without the attribute that a box keeps its array in."""
-    return path_text([key for key in keys if not (isinstance(key, jax.tree_util.GetAttrKey) and key.name == "value")])

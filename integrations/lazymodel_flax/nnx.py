@@ -23,7 +23,7 @@ from lazymodel._abstract.paths import path_text
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._trace.escaped import is_iterator, refuse_empty, refuse_escaped
 from lazymodel._trace.function import known_value, trace_function
-from lazymodel_flax._logical import with_logical_axes
+from lazymodel_flax._boxes import by_path, variable_path, with_logical_axes
 from lazymodel_flax._variable_modes import (
     Modes,
     as_plain,
@@ -56,6 +56,7 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """
     if _is_node(build):
         raise LazyModelError(f"build_abstract got a {type(build).__name__} that is built already: pass its class")
+    name = getattr(build, "__name__", type(build).__name__)
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
     where = [index for index, leaf in enumerate(leaves) if _is_node(leaf)]
     given = tuple(leaves[index] for index in where)
@@ -69,10 +70,8 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         # Counts are known, so they count in NumPy. Traced, each would be compared by its sharding, for which some JAX
         # versions search the whole trace: quadratic in the number of layers.
         nodes = nnx.merge(graphdef, jax.tree.map(_count, counts), state)
-        filled = list(rest)
-        for index, node in zip(where, nodes, strict=True):
-            filled[index] = node
-        args, kwargs = jax.tree.unflatten(treedef, filled)
+        placed = dict(zip(where, nodes, strict=True))
+        args, kwargs = jax.tree.unflatten(treedef, [placed.get(index, leaf) for index, leaf in enumerate(rest)])
         with modes.suspended():
             result = build(*args, **kwargs)
         known: dict[int, jax.Array] = {}  # a count that two places hold stays one array
@@ -80,16 +79,16 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         leaves = jax.tree.leaves(result, is_leaf=lambda leaf: _is_node(leaf) or is_iterator(leaf))
         if not any(_is_node(leaf) for leaf in leaves):
             built.append(_Built(None, None, (), {}, frozenset()))
-            _check_plain(result, leaves, _name(build))
+            _check_plain(result, leaves, name)
             return result, after
         refuse_references(result)
         _mark_buffers(result)
         resolve_sharding(result)
         structure, found = nnx.split(result)
         flat, found_def = jax.tree_util.tree_flatten_with_path(found)
-        paths = tuple(_path(keys) for keys, _ in flat)
+        paths = tuple(variable_path(keys) for keys, _ in flat)
         if not any(isinstance(leaf, (jax.Array, np.ndarray)) for _, leaf in flat):
-            refuse_empty(result, list(zip(paths, (leaf for _, leaf in flat), strict=True)), _name(build))
+            refuse_empty(result, list(zip(paths, (leaf for _, leaf in flat), strict=True)), name)
         built.append(_Built(structure, found_def, paths, _axis_names(found), _params(found)))
         return [_as_count(leaf, known) for _, leaf in flat], after
 
@@ -100,7 +99,7 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return paths[keys[1].idx] if built[-1].graphdef is not None else path_text(keys[1:])
 
     # None is a pytree without leaves, so the holes that nodes leave in `rest` trace to themselves.
-    model = trace_function(pure, (rest, state), {}, name=_name(build), path_of=path_of)
+    model = trace_function(pure, (rest, state), {}, name=name, path_of=path_of)
     _advance(given, model)
     return with_logical_axes(_as_module(model, built[-1], modes), built[-1].axes)
 
@@ -109,8 +108,7 @@ def arrays(model: Any) -> dict[str, Any] | None:
     """The arrays of a module, or of a pytree with NNX objects in it, by path; None for what has none."""
     if not any(_is_node(leaf) for leaf in jax.tree.leaves(model, is_leaf=_is_node)):
         return None
-    found, _ = jax.tree_util.tree_flatten_with_path(nnx.split(as_plain(model))[1])
-    return {_path(keys): array for keys, array in found}
+    return by_path(nnx.split(as_plain(model))[1])
 
 
 # Paths of what the given NNX objects hold once `build` has run; no variables of the model.
@@ -151,29 +149,16 @@ def _as_count(leaf: Any, known: dict[int, jax.Array]) -> Any:
         return known.setdefault(id(leaf), jax.numpy.asarray(np.array(leaf, subok=False)))
 
 
-def _name(build: Any) -> str:
-    return getattr(build, "__name__", type(build).__name__)
-
-
-def _path(keys: Sequence[Any]) -> str:
-    """The path without the attribute that a variable keeps its array in."""
-    return path_text([key for key in keys if not (isinstance(key, jax.tree_util.GetAttrKey) and key.name == "value")])
-
-
 def _params(state: Any) -> frozenset[str]:
-    found, _ = jax.tree_util.tree_flatten_with_path(nnx.filter_state(state, nnx.Param))
-    return frozenset(_path(keys) for keys, _ in found)
+    return frozenset(by_path(nnx.filter_state(state, nnx.Param)))
 
 
 def _axis_names(state: Any) -> dict[str, tuple[Any, Any]]:
     """Path to the axis names of each variable that has some, and its own rules for them or None."""
-    found, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: isinstance(node, nnx.Variable))
-    names: dict[str, tuple[Any, Any]] = {}
-    for keys, variable in found:
-        metadata = variable.get_metadata() if isinstance(variable, nnx.Variable) else {}
-        if metadata.get("out_sharding") is not None:
-            names[_path(keys)] = metadata["out_sharding"], metadata.get("sharding_rules")
-    return names
+    found = by_path(state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    metadata = {path: variable.get_metadata() for path, variable in found.items() if isinstance(variable, nnx.Variable)}
+    named = {path: given for path, given in metadata.items() if given.get("out_sharding") is not None}
+    return {path: (given["out_sharding"], given.get("sharding_rules")) for path, given in named.items()}
 
 
 def _check_plain(result: Any, leaves: Sequence[Any], name: str) -> None:
@@ -196,10 +181,11 @@ def _mark_buffers(result: Any) -> None:
     for path, node in nnx.iter_graph(result):
         if not isinstance(node, nnx.Pytree):
             continue
+        data = getattr(node, "_pytree__nodes", {})  # what NNX goes into by itself
         for name, value in list(vars(node).items()):
             if isinstance(value, jax.Array):
                 setattr(node, name, nnx.data(value))
-            elif name not in _OF_NNX and not _is_data(node, name):
+            elif name not in _OF_NNX and not data.get(name, False):
                 refuse_escaped([("/".join(map(str, (*path, name))), value)])
 
 
@@ -207,21 +193,16 @@ def _mark_buffers(result: Any) -> None:
 _OF_NNX = ("_pytree__state", "_pytree__nodes")
 
 
-def _is_data(node: nnx.Pytree, name: str) -> bool:
-    """Whether NNX goes into an attribute by itself."""
-    return bool(getattr(node, "_pytree__nodes", {}).get(name, False))
-
-
 def _advance(given: tuple[Any, ...], model: ModelSpec) -> None:
     """Updates the counts of the user's own `nnx.Rngs`, as building eagerly would have."""
     _, after = model.framework.structure({path: path for path in model})
     state = nnx.state(as_plain(given))
     leaves, treedef = jax.tree.flatten(state)
-    # Only counts: keys do not change, and other state is not known before it is materialized.
-    known = [
-        known_value(model, path) if leaf.dtype == np.uint32 else None for path, leaf in zip(after, leaves, strict=True)
-    ]
-    updated = [leaf if value is None else jax.numpy.asarray(value) for value, leaf in zip(known, leaves, strict=True)]
+    updated: list[Any] = []
+    for path, leaf in zip(after, leaves, strict=True):
+        # Only counts: keys do not change, and other state is not known before it is materialized.
+        value = known_value(model, path) if leaf.dtype == np.uint32 else None
+        updated.append(leaf if value is None else jax.numpy.asarray(value))
     update_counts(given, jax.tree.unflatten(treedef, updated))
 
 
@@ -230,16 +211,12 @@ def _as_module(model: ModelSpec, built: _Built, modes: Modes) -> ModelSpec:
     own = {path: variable for path, variable in model.items() if not path.startswith(_AFTER)}
     if built.graphdef is not None:
         own = {path: dataclasses.replace(own[path], trainable=path in built.params) for path in own}
-
+    kept = ((recipe, [path for path in recipe.paths if path in own]) for recipe in model.recipes)
     return dataclasses.replace(
         model,
         variables=own,
         framework=_Results(model.framework) if built.graphdef is None else _Module(model.framework, built, modes),
-        recipes=tuple(
-            recipe.restricted_to(kept)
-            for recipe in model.recipes
-            if (kept := [path for path in recipe.paths if path in own])
-        ),
+        recipes=tuple(recipe.restricted_to(paths) for recipe, paths in kept if paths),
         sources={path: source for path, source in model.sources.items() if path in own},
     )
 
@@ -298,7 +275,7 @@ class _Trained:
 
 def _state_path(keys: Sequence[Any]) -> str:
     """The path of a leaf of an `nnx.Optimizer`, without the attribute that it keeps Optax' state in."""
-    return _path(keys).removeprefix("opt_state/")
+    return variable_path(keys).removeprefix("opt_state/")
 
 
 class _Filled(dict[str, Any]):

@@ -19,7 +19,13 @@ from lazymodel_keras._model.skeleton import model_variables
 
 
 class KerasAdapter:
-    """Builds Keras classes, bound methods of them such as `from_preset`, and factories that return Keras models."""
+    """Builds Keras classes, bound methods of them such as `from_preset`, and factories that return Keras models.
+
+    Example:
+        >>> abstract = lm.build_abstract(keras_hub.models.GemmaBackbone, **config)
+        >>> abstract["token_embedding/embeddings"].shape
+        (64, 16)
+    """
 
     def matches(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether `build` is a Keras class, a method bound to one, or a factory that may return a Keras model.
@@ -56,25 +62,22 @@ def _check_keywords(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     check_constructor(build, kwargs)
     cls = getattr(build, "__self__", None)
     if inspect.isclass(cls) and build.__name__ == "from_preset" and _upstream.hub_models() is not None:
-        given = dict(kwargs)
-        preset = args[0] if args else given.pop("preset", None)
+        preset = args[0] if args else kwargs.get("preset")
+        given = [name for name in kwargs if name != "preset" or args]
         check_from_preset(cls, preset, given, ours(taker="lazymodel_keras.from_preset"))
 
 
 def _is_keras(build: Any) -> bool | None:
     """Whether something builds Keras models; None for a function that does not say."""
-    if inspect.isclass(build):
-        return issubclass(build, keras.layers.Layer)
-    owner = getattr(build, "__self__", None)
+    while isinstance(build, functools.partial):
+        build = build.func
+    owner = build if inspect.isclass(build) else getattr(build, "__self__", None)
     if owner is not None and not inspect.ismodule(owner):
         return inspect.isclass(owner) and issubclass(owner, keras.layers.Layer)
-    function = build.func if isinstance(build, functools.partial) else build
-    if inspect.isclass(function) or getattr(function, "__self__", None) is not None:
-        return _is_keras(function)
-    if (getattr(function, "__module__", None) or "").split(".")[0] in ("keras", "keras_hub"):
+    if (getattr(build, "__module__", None) or "").split(".")[0] in ("keras", "keras_hub"):
         return True
     try:
-        returned: Any = typing.get_type_hints(function).get("return")
+        returned: Any = typing.get_type_hints(build).get("return")
     except (NameError, TypeError, AttributeError):
         returned = None
     if returned != Any and inspect.isclass(returned):  # since Python 3.11 Any is a class

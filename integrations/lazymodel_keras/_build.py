@@ -6,7 +6,7 @@ changing the layers of a model that was built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -38,9 +38,9 @@ class Materializing(TypedDict, total=False):
     report: ReportTo
 
 
-def check_options(function: str, options: Materializing) -> None:
+def check_options(function: str, options: Mapping[str, Any], taken: type = Materializing) -> None:
     """Raises LazyModelError where a function was given an argument that nobody takes."""
-    names = list(Materializing.__annotations__)
+    names = list(taken.__annotations__)
     for name in options:
         if name not in names:
             raise LazyModelError(f"lazymodel_keras.{function} takes no argument {name!r}{closest(name, names)}")
@@ -59,16 +59,14 @@ class KerasModel(Skeleton):
 
     def _changed(self, model: ModelSpec, step: str, change: Callable[[Any], None]) -> AbstractModel:
         """The abstract model of the object after a change; this one builds another object when it needs it."""
-        before = None
-        if model.optimized is not None:
-            before = "an optimizer"
-        elif model.recipes is not self.spec.recipes:
-            before = "other initializers"
-        elif dict(model) != dict(self.spec):
-            before = "shardings"
-        if before is not None:
+        changes = {
+            "an optimizer": model.optimized is not None,
+            "other initializers": model.recipes is not self.spec.recipes,
+            "shardings": dict(model) != dict(self.spec),
+        }
+        if before := [change for change, is_there in changes.items() if is_there]:
             raise LazyModelError(
-                f"{model.name} has {before} already, which are for its variables as they were built: {step} comes "
+                f"{model.name} has {before[0]} already, which are for its variables as they were built: {step} comes "
                 "before shard, with_optimizer, reinitialize and rekey"
             )
         if not isinstance(self.present().result, keras.Model):
@@ -92,14 +90,10 @@ class KerasModel(Skeleton):
 def abstract_build(
     build: Any, *, what: str, loads: bool, strict: bool = True, cast: str = "safe", verify: Verify = False
 ) -> AbstractModel:
-    """Runs something that builds a model; failures to load it become one `CheckpointError`.
+    """Runs something that builds a model; failures to load it become one `CheckpointError`, which begins with `what`.
 
-    Args:
-        build: Called without arguments.
-        what: What it does, for messages.
-        loads: Whether loading is all it is for; if not, only what fails once a weight file was opened is a failure to
-            load, and other errors are the user's own.
-        strict: As in `abstract_from_preset`, and so are `cast` and `verify`.
+    Where loading is not all that it is for (`loads`), only what fails once a weight file was opened is a failure to
+    load, and other errors are the user's own. For `strict`, `cast` and `verify`, see `abstract_from_preset`.
     """
     recording = Recording(verify, cast)
     try:
@@ -120,11 +114,10 @@ def abstract_build(
                 f"{what}: {files} has no matching tensors for {len(lacking)} variables: {names}; "
                 "is this the checkpoint of another configuration or version?"
             ) from error
-        layers = (
-            known_layers(str(error.args[0]), _indexed_names(recording.files)) if isinstance(error, KeyError) else ""
-        )
+        lacking = isinstance(error, KeyError)
+        layers = known_layers(str(error.args[0]), _indexed_names(recording.files)) if lacking else ""
         raise CheckpointError(f"{what} failed{f' ({files})' if files else ''}: {error}{layers}") from error
-    check_all_used(recording, what, strict=strict)
+    check_all_used(recording, what, strict=strict, taken=loads)
     return from_skeleton(KerasModel(build, recording, result))
 
 
@@ -144,10 +137,11 @@ def require_rules(mesh: Any, rules: Any, repair: Any = False) -> None:
         raise ShardingError(f"{given} was given without {lacking}; pass both, or neither to use keras.distribution")
 
 
-def check_all_used(recording: Recording, what: str, *, strict: bool) -> None:
+def check_all_used(recording: Recording, what: str, *, strict: bool, taken: bool = True) -> None:
     """Warns where weight files hold tensors that nothing asked for, or with `strict` raises CheckpointError.
 
     What converters leave out on purpose is no matter; what is left of quantized weights is an error in any case.
+    `taken` says whether the function that the user called has the parameter `strict`.
     """
     leftovers = Leftovers(recording.files)
     if quantized := leftovers.quantized():
@@ -157,18 +151,17 @@ def check_all_used(recording: Recording, what: str, *, strict: bool) -> None:
         if not path.endswith((".weights.h5", ".keras")):
             continue
         # A layer that took some of its tensors and not all chose to: Keras' own way of loading insists on all of them.
-        unused_names = set(file.unused)
-        visited = {name.rpartition("/")[0] for name in file.tensors if name not in unused_names}
-        unused = [
-            name for name in file.unused if not name.startswith("optimizer/") and name.rpartition("/")[0] not in visited
-        ]
+        visited = {name.rpartition("/")[0] for name in file.tensors if name in file.asked}
+        names = (name for name in file.unused if not name.startswith("optimizer/"))
+        unused = [name for name in names if name.rpartition("/")[0] not in visited]
         if unused:
             messages.append(f"{path} holds {len(unused)} tensors that the model has no variable for: {listed(unused)}")
     messages += leftovers.unexpected()
     if not messages:
         return
     message = f"{what}: {'; '.join(messages)}"
-    message += " " if message.endswith("?") else ". "
+    message += "" if message.endswith("?") else "."
     if strict:
-        raise CheckpointError(f"{message}Pass strict=False to leave them out.")
-    warn(f"{message}They are left out.")
+        mend = "Pass strict=False" if taken else "Use lazymodel_keras.abstract_from_preset with strict=False"
+        raise CheckpointError(f"{message} {mend} to leave them out.")
+    warn(f"{message} They are left out.")

@@ -20,12 +20,7 @@ from lazymodel_keras.hub import abstract_from_preset
 _WEIGHTS = ("*.weights.h5", "*.weights.json", "*.safetensors", "*.safetensors.index.json")
 
 
-def plan_model(
-    source: str,
-    *,
-    cls: str | None = None,
-    dtype: str | None = None,
-) -> AbstractModel:
+def plan_model(source: str, *, cls: str | None = None, dtype: str | None = None) -> AbstractModel:
     """The abstract model that a preset or a configuration describes.
 
     Args:
@@ -49,17 +44,15 @@ def plan_model(
         ) from error
     models: Any = keras_hub.models
     target = models.Backbone
-    # A task's preprocessor needs vocabularies, and a plan no texts.
     options: dict[str, Any] = {}
-    if dtype is not None:
-        options["dtype"] = dtype
     if cls is not None:
         target = getattr(models, cls, None)
         if target is None:
             raise LazyModelError(f"keras_hub.models has no class {cls!r}{closest(cls, vars(models))}")
         if not issubclass(target, models.Backbone):
-            options["preprocessor"] = None
+            options["preprocessor"] = None  # it needs vocabularies, and a plan no texts
     if dtype is not None:
+        options["dtype"] = dtype
         try:
             keras.dtype_policies.get(dtype)
         except (TypeError, ValueError) as error:
@@ -83,10 +76,10 @@ def plan_model(
 
 
 def _from_folder(target: Any, folder: str, source: str, load: bool, options: Mapping[str, Any]) -> AbstractModel:
-    path = os.path.join(folder, "config.json")
-    if os.path.exists(path):
+    path = Path(folder, "config.json")
+    if path.exists():
         try:
-            config = json.loads(Path(path).read_text(encoding="utf-8"))
+            config = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{source} is not JSON: {error}") from error
         if not isinstance(config, dict) or not {"registered_name", "model_type", "architecture"} & set(config):

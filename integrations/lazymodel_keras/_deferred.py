@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import os
 import re
-import sys
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Unpack
 
@@ -22,15 +19,24 @@ from lazymodel._sharding.auto import Auto
 from lazymodel._sharding.rules import Rules
 from lazymodel._show.text import listed
 from lazymodel.checkpoints._verify import Verify
+from lazymodel_keras import _upstream
 from lazymodel_keras._build import Materializing, check_all_used, check_options, require_rules
 from lazymodel_keras._keywords import check_from_preset, ours
 from lazymodel_keras._model.abstract import from_skeleton
 from lazymodel_keras._model.skeleton import Skeleton
-from lazymodel_keras._record.patches import SharedPatches, active, replace
+from lazymodel_keras._record.patches import SharedPatches, active
 from lazymodel_keras._record.recording import Recording
 from lazymodel_keras._record.session import session
 from lazymodel_keras._saved_models import check_saved_model
 from lazymodel_keras._train.restore import is_orbax, model_from_orbax, read_state
+
+
+class Placing(Materializing, total=False):
+    """What is passed on to `AbstractModel.shard` besides, and documented there."""
+
+    on_unmatched: str
+    large: int | str
+    repair: bool | Auto
 
 
 @contextlib.contextmanager
@@ -38,14 +44,11 @@ def deferred(
     *,
     mesh: jax.sharding.Mesh | None = None,
     rules: Rules | None = None,
-    on_unmatched: str = "warn",
-    large: int | str = "1MiB",
-    repair: bool | Auto = False,
     strict: bool = True,
     cast: str = "safe",
     verify: Verify = False,
-    **options: Unpack[Materializing],
-) -> Generator[None, None, None]:
+    **options: Unpack[Placing],
+) -> Generator[None]:
     """Within the block, models are built abstractly and every variable is made directly on its devices.
 
     When a `from_preset`, `load_weights`, `keras.saving.load_model` or `restore` call inside the block returns, that
@@ -57,12 +60,12 @@ def deferred(
         mesh: Devices for every variable; None uses the active `keras.distribution`, or one device.
         rules: Sharding rules that go with the mesh; see `AbstractModel.shard`. They hold for every model of the block,
             so a pattern need not match in each; one that matched in none is warned about at the end.
-        on_unmatched: As in `AbstractModel.shard`, and so are `large` and `repair`.
         strict: As in `abstract_from_preset`: whether weights that the model they are loaded into has no variable for
             are an error; if not, they are left out with a warning. Where `load_weights` is told to take only some
             (`skip_mismatch`, `objects_to_skip`), the rest is neither.
         cast: As in `abstract_from_preset`, for every file that is loaded in the block; so is `verify`.
-        **options: See `AbstractModel.materialize`. There is a report for each model that is loaded, and one for what is
+        **options: `on_unmatched`, `large` and `repair` of `AbstractModel.shard`, and those of
+            `AbstractModel.materialize`. There is a report for each model that is loaded, and one for what is
             initialized on leaving.
 
     Raises:
@@ -71,12 +74,12 @@ def deferred(
         LazyModelError: It was given an argument that nobody takes, or a `from_preset` in the block was.
 
     Example:
-        >>> with deferred():
-        ...     model = keras_hub.models.CausalLM.from_preset("gemma2_9b_en")
+        >>> with lk.deferred(mesh=mesh, rules=lm.auto()):
+        ...     model = keras_hub.models.Backbone.from_preset("preset")
+        >>> model.count_params()
+        2608
     """
-    check_options("deferred", options)
-    sharding = {"on_unmatched": on_unmatched, "large": large, "repair": repair}
-    with _block(mesh, rules, strict, Recording(verify, cast), sharding, options):
+    with _block("deferred", mesh, rules, strict, Recording(verify, cast), options):
         yield
 
 
@@ -88,13 +91,10 @@ def load_model(
     *,
     mesh: jax.sharding.Mesh | None = None,
     rules: Rules | None = None,
-    on_unmatched: str = "warn",
-    large: int | str = "1MiB",
-    repair: bool | Auto = False,
     strict: bool = True,
     cast: str = "safe",
     verify: Verify = False,
-    **options: Unpack[Materializing],
+    **options: Unpack[Placing],
 ) -> Any:
     """Does what `keras.saving.load_model` does, with each variable read straight into its shards.
 
@@ -109,21 +109,24 @@ def load_model(
         compile: As for Keras: whether to compile the model as it was, and load the optimizer's state.
         safe_mode: As for Keras: whether to refuse code in the file.
         mesh: As in `from_preset`, and so is `rules`.
-        on_unmatched: As in `AbstractModel.shard`, and so are `large` and `repair`.
         strict: As in `abstract_from_preset`, and so are `cast` and `verify`.
-        **options: See `AbstractModel.materialize`.
+        **options: As in `deferred`.
 
     Raises:
         CheckpointError: There is no saved model, it is corrupt, or its weights do not fit its configuration.
         ShardingError: The rules do not fit.
         LazyModelError: Nobody takes an argument.
+
+    Example:
+        >>> keras.Sequential([keras.Input((16,)), keras.layers.Dense(64)]).save("model.keras")
+        >>> model = lk.load_model("model.keras", mesh=mesh, rules={".*/kernel": P(None, "model"), ".*/bias": P()})
+        >>> model.layers[0].kernel.value.sharding.spec
+        P(None, 'model')
     """
-    check_options("load_model", options)
     where = os.path.expanduser(os.fspath(path))
     check_saved_model(where)
     recording = Recording(verify, cast)
-    sharding = {"on_unmatched": on_unmatched, "large": large, "repair": repair}
-    with _block(mesh, rules, strict, recording, sharding, options, one_model=True):
+    with _block("load_model", mesh, rules, strict, recording, options, one_model=True):
         if not is_orbax(where):
             return keras.saving.load_model(where, custom_objects, compile=compile, safe_mode=safe_mode)
         model = model_from_orbax(where, custom_objects, compile, safe_mode, strict=strict)
@@ -134,20 +137,23 @@ def load_model(
 
 @contextlib.contextmanager
 def _block(
+    function: str,
     mesh: jax.sharding.Mesh | None,
     rules: Rules | None,
     strict: bool,
     recording: Recording,
-    sharding: dict[str, Any],
-    options: Materializing,
+    options: Placing,
     *,
     one_model: bool = False,
-) -> Generator[None, None, None]:
+) -> Generator[None]:
     """What `deferred` does; with `one_model`, rules are those of the first model that is loaded, as in `from_preset`.
 
-    So a pattern that matches nothing in it is an error. `sharding` has further arguments of `AbstractModel.shard`.
+    So a pattern that matches nothing in it is an error.
     """
-    require_rules(mesh, rules, sharding["repair"])
+    check_options(function, options, Placing)
+    require_rules(mesh, rules, options.get("repair", False))
+    materializing: Any = {name: value for name, value in options.items() if name in Materializing.__annotations__}
+    sharding: Any = {name: value for name, value in options.items() if name not in materializing}
     block_rules = _BlockRules(rules) if isinstance(rules, Mapping) and not hasattr(rules, "device_mesh") else None
     current: Rules | None = rules if one_model else block_rules or rules
 
@@ -165,7 +171,7 @@ def _block(
             abstract = abstract.shard(mesh, current, **sharding)
             abstract = abstract.with_variables({**abstract.variables, **placed})
             current = block_rules or rules  # of what is left, one model or not, there may be anything
-        abstract.materialize(**options)
+        abstract.materialize(**materializing)
 
     def materialize_loaded(result: Any, what: str, partly: bool) -> None:
         if what.endswith("load_weights") and not recording.files:
@@ -191,85 +197,57 @@ class _BlockRules:
         found = [pattern for pattern in self._rules if re.fullmatch(pattern, rule_path(variable.path))]
         for pattern in found:
             self.unused.pop(pattern, None)
-        if not found:
-            return None
-        spec = self._rules[found[0]]
-        return PartitionSpec() if spec is None else spec
+        specs = [PartitionSpec() if self._rules[pattern] is None else self._rules[pattern] for pattern in found]
+        return next(iter(specs), None)
 
 
-def _install(undo: contextlib.ExitStack) -> None:
-    """Wraps the functions that load weights."""
-    replace(
-        undo, keras.Model, "load_weights", _announcing(_lazy_orbax(vars(keras.Model)["load_weights"]), loaded=_self)
-    )
-    load_model = _announcing(vars(keras.saving)["load_model"])
-    for module in (keras.saving, keras.models):
-        replace(undo, module, "load_model", load_model)
-    if "keras_hub" in sys.modules:
-        models = sys.modules["keras_hub"].models
-        for cls in (models.Backbone, models.Task):
-            replace(undo, cls, "from_preset", classmethod(_checking(_announcing(vars(cls)["from_preset"].__func__))))
+_hooks = SharedPatches()
 
 
-_hooks = SharedPatches(_install)
-
-
-def _announcing(function: Callable[..., Any], *, loaded: Callable[..., Any] = lambda args, result: result) -> Any:
-    """The function, which when the outermost such call returns tells the recording which object is loaded."""
-
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        recording = active()
-        if recording is None or recording.on_loaded is None or recording.loading:
-            return function(*args, **kwargs)
-        # What a call leaves unused of its files is its own affair, even if another one opens them again.
-        outer_files, recording.files = recording.files, {}
-        recording.loading = True
-        try:
-            # Keras names layers, and of the first that does not fit what was wrong; all tensors are known here.
-            with recording.explaining(function.__qualname__):
-                result = function(*args, **kwargs)
-            skips = signature.bind(*args, **kwargs).arguments.get("skip_mismatch")
-            partly = bool(skips or kwargs.get("objects_to_skip"))
-            recording.on_loaded(loaded(args, result), function.__qualname__, partly)
-        finally:
-            recording.loading = False
-            recording.close_files()
-            recording.files = outer_files
-        return result
-
-    return call
-
-
-def _checking(from_preset: Callable[..., Any]) -> Any:
-    """A `from_preset` that refuses arguments that nobody takes where it is the outermost call that loads."""
-
-    @functools.wraps(from_preset)
-    def call(cls: Any, preset: Any, *args: Any, **kwargs: Any) -> Any:
-        recording = active()
-        if recording is not None and recording.on_loaded is not None and not recording.loading:
-            check_from_preset(cls, preset, kwargs, ours(taker="lazymodel_keras.deferred"))
-        return from_preset(cls, preset, *args, **kwargs)
-
-    return call
-
-
-def _lazy_orbax(load_weights: Callable[..., Any]) -> Callable[..., Any]:
-    """`Model.load_weights`, which has Orbax read whole arrays, and leaves in silence what it does not find by path."""
-
-    @functools.wraps(load_weights)
-    def call(self: Any, filepath: Any, skip_mismatch: bool = False, **kwargs: Any) -> Any:
-        recording = active()
-        if recording is None or not is_orbax(filepath):
-            return load_weights(self, filepath, skip_mismatch, **kwargs)
+@_hooks.replacing(keras.Model, "load_weights")
+def _load_weights(original: Any, self: Any, filepath: Any, skip_mismatch: bool = False, **kwargs: Any) -> Any:
+    def load() -> Any:
+        if not is_orbax(filepath):
+            return original(self, filepath, skip_mismatch, **kwargs)
+        # Stock Keras has Orbax read whole arrays, and leaves in silence what it does not find by path.
         if given := [name for name, value in kwargs.items() if value is not None]:
             raise LazyModelError(f"load_weights takes no argument {given[0]!r} for an Orbax checkpoint: {filepath}")
-        read_state(recording, self, os.fspath(filepath), strict=not skip_mismatch)
+        return read_state(active(), self, os.fspath(filepath), strict=not skip_mismatch)
 
-    return call
+    partly = bool(skip_mismatch or kwargs.get("objects_to_skip"))
+    return _announced(original.__qualname__, load, of=self, partly=partly)
 
 
-def _self(args: Any, result: Any) -> Any:
-    return args[0]
+@_hooks.replacing(keras.saving, "load_model")
+@_hooks.replacing(keras.models, "load_model")
+def _load_model(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return _announced(original.__qualname__, lambda: original(*args, **kwargs))
+
+
+@_hooks.replacing(lambda: getattr(_upstream.hub_models(), "Backbone", None), "from_preset")
+@_hooks.replacing(lambda: getattr(_upstream.hub_models(), "Task", None), "from_preset")
+def _from_preset(original: Any, cls: Any, preset: Any, *args: Any, **kwargs: Any) -> Any:
+    if not active().loading:
+        check_from_preset(cls, preset, kwargs, ours(taker="lazymodel_keras.deferred"))
+    return _announced(original.__qualname__, lambda: original(cls, preset, *args, **kwargs))
+
+
+def _announced(what: str, load: Callable[[], Any], *, of: Any = None, partly: bool = False) -> Any:
+    """What a call that loads returns; the outermost tells the recording what is loaded: `of`, or what it returns."""
+    recording: Recording = active()
+    if recording.loading:
+        return load()
+    # What a call leaves unused of its files is its own affair, even if another one opens them again.
+    outer_files, recording.files = recording.files, {}
+    recording.loading = True
+    try:
+        # Keras names layers, and of the first that does not fit what was wrong; all tensors are known here.
+        with recording.explaining(what):
+            result = load()
+        assert recording.on_loaded is not None
+        recording.on_loaded(result if of is None else of, what, partly)
+    finally:
+        recording.loading = False
+        recording.close_files()
+        recording.files = outer_files
+    return result

@@ -10,10 +10,8 @@ to give to layers; and what makes something of Keras' and does not return it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,9 +23,9 @@ from lazymodel import AbstractModel
 from lazymodel._trace.leaving import WayOut
 from lazymodel_keras import _upstream
 from lazymodel_keras._build import abstract_build
-from lazymodel_keras._record.patches import SharedPatches, active, replace
+from lazymodel_keras._record.patches import active, while_recording
+from lazymodel_keras._record.recording import Recording
 
-_thread = threading.local()  # `made` is called before something of Keras' is made
 _TRACED = "_traced_by_lazymodel"
 
 
@@ -63,12 +61,11 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wh
     def as_keras() -> AbstractModel:
         return abstract_build(functools.partial(build, *args, **kwargs), what=what, loads=False)
 
+    def as_other() -> AbstractModel:
+        return lazymodel.build_abstract(_named(lambda *args, **kwargs: build(*args, **kwargs), build), *args, **kwargs)
+
     def traced(*args: Any, **kwargs: Any) -> Any:
         return _run(functools.partial(build, *args, **kwargs), what, as_keras, as_other)
-
-    def as_other() -> AbstractModel:
-        plain = _named(lambda *args, **kwargs: build(*args, **kwargs), build)
-        return lazymodel.build_abstract(plain, *args, **kwargs)
 
     try:
         return lazymodel.build_abstract(_named(traced, build), *args, **kwargs)
@@ -102,12 +99,15 @@ def _run(
     def recorded() -> Any:
         if finished:  # another model like the first
             return build()
-        with _watched(made):
+        recording: Recording = active()
+        recording.on_made = made
+        try:
             result = build()
+        finally:
+            recording.on_made = None
         if any(isinstance(leaf, keras.layers.Layer) for leaf in jax.tree.leaves(result)):
             return result
-        recording = active()
-        raise again(as_other) if way_out.left or (recording and recording.recorded) else _Returned(result)
+        raise again(as_other) if way_out.left or recording.recorded else _Returned(result)
 
     finished = False
     with WayOut() as way_out:
@@ -127,37 +127,9 @@ def _raise(error: Exception) -> AbstractModel:
     raise error
 
 
-@contextlib.contextmanager
-def _watched(made: Callable[[], None]) -> Generator[None]:
-    """Calls `made` whenever this thread is about to make a layer or an optimizer."""
-    with _patches.needed():
-        _thread.made = made
-        try:
-            yield
-        finally:
-            _thread.made = None
-
-
-def _install(undo: contextlib.ExitStack) -> None:
-    original_new: Any = keras.Operation.__new__
-    original_init: Any = _upstream.OptimizerBase.__init__
-
-    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        _tell()
-        return original_new(cls, *args, **kwargs)
-
-    @functools.wraps(original_init)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        _tell()
-        original_init(self, *args, **kwargs)
-
-    replace(undo, keras.Operation, "__new__", staticmethod(new))
-    replace(undo, _upstream.OptimizerBase, "__init__", init)
-
-
-def _tell() -> None:
-    if (made := getattr(_thread, "made", None)) is not None:
-        made()
-
-
-_patches = SharedPatches(_install)
+@while_recording(keras.Operation, "__new__")
+@while_recording(_upstream.OptimizerBase, "__init__")
+def _tell(recording: Recording, original: Any, *args: Any, **kwargs: Any) -> Any:
+    if recording.on_made is not None:
+        recording.on_made()
+    return original(*args, **kwargs)

@@ -22,14 +22,15 @@ _OF_KERAS = frozenset({"name", "trainable", "dtype"})
 _TYPO = 0.75  # how alike a name of ours must be where we cannot know what else is taken: mseh is, rules_file is not
 
 
-_TAKERS = {
-    **dict.fromkeys(("mesh", "rules", "on_unmatched", "large", "repair"), "AbstractModel.shard"),
-    **dict.fromkeys(("max_host_memory", "progress", "report"), "AbstractModel.materialize"),
-    **dict.fromkeys(("strict", "cast", "verify"), "lazymodel_keras.abstract_from_preset"),
+_STEP = "a step: lazymodel_keras.abstract_from_preset(cls, preset).{}.shard(mesh, rules).materialize()"
+_OURS = {
+    **dict.fromkeys(("mesh", "rules", "on_unmatched", "large", "repair"), "an argument of AbstractModel.shard"),
+    **dict.fromkeys(("max_host_memory", "progress", "report"), "an argument of AbstractModel.materialize"),
+    **dict.fromkeys(("strict", "cast", "verify"), "an argument of lazymodel_keras.abstract_from_preset"),
 }
 _STEPS = {
-    **dict.fromkeys(("quantize", "quantize_filters"), "quantize('int8')"),
-    **dict.fromkeys(("lora", "lora_rank", "lora_targets"), "lora(8)"),
+    **dict.fromkeys(("quantize", "quantize_filters"), _STEP.format("quantize('int8')")),
+    **dict.fromkeys(("lora", "lora_rank", "lora_targets"), _STEP.format("lora(8)")),
 }
 
 
@@ -38,19 +39,17 @@ def ours(*here: str, taker: str = "") -> dict[str, str]:
 
     Those of `here` (none means all but steps) are for `taker`.
     """
-    takers = {name: f"an argument of {where}" for name, where in _TAKERS.items()}
-    takers |= dict.fromkeys(here or takers, f"an argument of {taker}" if taker else "")
-    step = "a step: lazymodel_keras.abstract_from_preset(cls, preset).{}.shard(mesh, rules).materialize()"
-    return takers | {name: step.format(call) for name, call in _STEPS.items()}
+    return {**_OURS, **dict.fromkeys(here or _OURS, f"an argument of {taker}" if taker else ""), **_STEPS}
 
 
 def check_class(cls: Any) -> None:
     """Raises LazyModelError for what is no class with `from_preset`, such as the name of one."""
     if inspect.isclass(cls) and callable(getattr(cls, "from_preset", None)):
         return
-    names = _class_names()
-    if isinstance(cls, str) and cls.rpartition(".")[2] in names:
-        mend = f"pass the class itself, keras_hub.models.{cls.rpartition('.')[2]}"
+    models: Any = _upstream.hub_models()
+    names = [] if models is None else [name for name in vars(models) if inspect.isclass(getattr(models, name))]
+    if isinstance(cls, str) and (name := cls.rpartition(".")[2]) in names:
+        mend = f"pass the class itself, keras_hub.models.{name}"
     elif isinstance(cls, str):
         mend = f"pass the class itself, not a name{closest(cls, names)}"
     elif inspect.isclass(type(cls)) and hasattr(type(cls), "from_preset"):
@@ -130,8 +129,3 @@ def constructors(cls: type) -> list[Any]:
 
 def _letters(name: str) -> str:
     return name.replace("_", "").lower()
-
-
-def _class_names() -> list[str]:
-    models: Any = _upstream.hub_models()
-    return [] if models is None else [name for name in vars(models) if inspect.isclass(getattr(models, name))]

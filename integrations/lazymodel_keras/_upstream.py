@@ -10,6 +10,7 @@ import contextlib
 import copy
 import importlib
 import inspect
+import operator
 import random
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -18,28 +19,12 @@ from typing import Any
 
 import keras
 
-# Where Keras looks up `convert_to_numpy`, which copies every value whole before it is saved.
-from keras.src import backend as _backend
-
-# Where Keras' layers find the functions that they quantize with, and the operations that lay out the results. They take
-# arrays only, so lazy tensors need them replaced for a while, in every module that has their names.
-from keras.src import ops as _ops
-from keras.src import quantizers as _quantizers
-
 # The list of variables made in a StatelessScope and not initialized yet. Keras initializes it, whole and unsharded,
-# on leaving any outermost StatelessScope, so abstract variables must not stay on it. There is no public access.
+# on leaving any outermost StatelessScope, so abstract variables must not stay on it.
 from keras.src.backend.common import global_state
 
-# The scope that is current: assignments made while Keras traces (in a nested scope) are not the model's own values.
-# `keras.StatelessScope` is public, the question "which one am I in" is not.
+# Assignments made while Keras traces, in a nested scope, are not the model's own values.
 from keras.src.backend.common.stateless_scope import get_stateless_scope
-
-# The modules in which `keras.saving.load_model` looks up what reads an Orbax checkpoint (whole, through Orbax), the
-# weights of a `.keras` file (into memory, where there is room) and those of a legacy HDF5 file.
-from keras.src.legacy.saving import legacy_h5_format as _legacy_h5_format
-from keras.src.quantizers import quantizers as _quantizer_functions
-from keras.src.saving import saving_api as _saving_api
-from keras.src.saving import saving_lib as _saving_lib
 
 # Where Keras opens and reads `.weights.h5` and `.weights.json`. `_load_state` accepts only instances of these classes,
 # and they are made inside `load_weights`, so there is no argument through which a lazy store could be passed.
@@ -52,18 +37,24 @@ _PENDING = "uninitialized_variables"
 _GLOBAL_SEED = "global_seed_generator"  # made when first drawn from, and part of no model
 _NAME_COUNTERS = "object_name_uids"  # how Keras numbers automatic names: dense, dense_1, …
 
-BACKEND: Any = _backend
-OPS: Any = _ops
-QUANTIZERS: tuple[Any, ...] = (_quantizers, _quantizer_functions)
+# Where Keras looks up `convert_to_numpy`, which copies every value whole before it is saved.
+BACKEND = importlib.import_module("keras.src.backend")
 
-SAVING_API: Any = _saving_api
-SAVING_LIB: Any = _saving_lib
-LEGACY_H5: Any = _legacy_h5_format
+# Where Keras' layers find the functions that they quantize with, and the operations that lay out the results. They take
+# arrays only, so lazy tensors need them replaced for a while, in every module that has their names.
+OPS = importlib.import_module("keras.src.ops")
+QUANTIZERS = tuple(importlib.import_module(f"keras.src.quantizers{name}") for name in ("", ".quantizers"))
+
+# The modules in which `keras.saving.load_model` looks up what reads an Orbax checkpoint (whole, through Orbax), the
+# weights of a `.keras` file (into memory, where there is room) and those of a legacy HDF5 file.
+SAVING_API = importlib.import_module("keras.src.saving.saving_api")
+SAVING_LIB = importlib.import_module("keras.src.saving.saving_lib")
+LEGACY_H5 = importlib.import_module("keras.src.legacy.saving.legacy_h5_format")
+LOAD_ORBAX = "_load_model_from_orbax_checkpoint"  # of `SAVING_API`, from Keras 3.14 on
 
 current_scope: Callable[[], Any] = get_stateless_scope
 WeightsStore: Any = H5IOStore
 WEIGHTS_STORE_OPEN = "_get_h5_file"
-LOAD_ORBAX = "_load_model_from_orbax_checkpoint"  # of `SAVING_API`, from Keras 3.14 on
 
 # The class that defines `Variable.__init__` for every backend class; `keras.Variable` itself is the backend's.
 VariableBase: Any = next(cls for cls in keras.Variable.__mro__ if "__init__" in vars(cls))
@@ -71,33 +62,16 @@ VariableBase: Any = next(cls for cls in keras.Variable.__mro__ if "__init__" in 
 # The class whose `build` that of every optimizer calls with the variables that it is for.
 OptimizerBase: Any = next(cls for cls in keras.optimizers.Optimizer.__mro__ if "build" in vars(cls))
 
-
-def value(variable: Any) -> Any:
-    """A variable's array, or None where it is abstract; `Variable.value` would make one."""
-    return variable._value
-
-
-def own_dtype(variable: Any) -> str:
-    """The dtype of a variable's array; `Variable.dtype` is another where Keras casts automatically."""
-    return variable._dtype
-
-
-def initializer(variable: Any) -> Any:
-    """What a variable without a value would be initialized by."""
-    return variable._initializer
+# Of a variable: its array, or None where it is abstract (`Variable.value` would make one); the dtype of its array
+# (`Variable.dtype` is another where Keras casts automatically); what initializes it as long as it is abstract.
+value: Callable[[Any], Any] = operator.attrgetter("_value")
+own_dtype: Callable[[Any], str] = operator.attrgetter("_dtype")
+initializer: Callable[[Any], Any] = operator.attrgetter("_initializer")
 
 
 def initialize(variable: Any, initializer: Any) -> None:
     """Initializes a variable now."""
     variable._initialize_with_initializer(initializer)
-
-
-def give_value(variable: Any, array: Any, layout: Any) -> None:
-    """Makes an abstract variable one with an array, which keeps its layout; None leaves the variable's own."""
-    if layout is not None:
-        variable._layout = layout
-    variable._value = array
-    variable._initializer = None
 
 
 def assign_directly(variable: Any, value: Any) -> None:
@@ -110,29 +84,34 @@ def as_tensor(variable: Any, value: Any, dtype: Any) -> Any:
     return variable._convert_to_tensor(value, dtype=dtype)
 
 
+def give_value(variable: Any, array: Any, layout: Any) -> None:
+    """Makes an abstract variable one with an array, which keeps its layout; None leaves the variable's own."""
+    if layout is not None:
+        variable._layout = layout
+    variable._value = array
+    variable._initializer = None
+
+
 def stored_name(store: Any, key: str) -> str:
     """The name in its file of what a `WeightsStore` has under a key of the current entry."""
     return store._h5_entry_group[key].name.lstrip("/")
 
 
-def pending_variables() -> list[Any] | None:
-    """The variables that Keras would initialize on leaving the current StatelessScope."""
-    return global_state.get_global_attribute(_PENDING)
-
-
-def set_pending_variables(variables: list[Any] | None) -> None:
-    global_state.set_global_attribute(_PENDING, variables)
-
-
 @contextlib.contextmanager
-def no_pending_variables() -> Generator[None, None, None]:
-    """Empties that list for a while."""
-    pending = pending_variables()
-    set_pending_variables([])
+def no_pending_variables() -> Generator[None]:
+    """Empties the list of variables that Keras would initialize on leaving the current StatelessScope, for a while."""
+    pending = global_state.get_global_attribute(_PENDING)
+    global_state.set_global_attribute(_PENDING, [])
     try:
         yield
     finally:
-        set_pending_variables(pending)
+        global_state.set_global_attribute(_PENDING, pending)
+
+
+def not_pending(variable: Any) -> None:
+    """Takes a variable off that list."""
+    if pending := global_state.get_global_attribute(_PENDING):
+        global_state.set_global_attribute(_PENDING, [other for other in pending if other is not variable])
 
 
 def global_seed_state() -> Any:
@@ -147,10 +126,9 @@ def automatic_names() -> Any:
 
 
 def remembered_draws() -> Callable[[], None]:
-    """Undoes, once called, what was taken from process-wide sources since: automatic names, and Python's random seeds.
+    """Undoes, once called, what was taken since from process-wide sources: automatic names, and Python's random seeds.
 
-    For a build whose result is thrown away, so that the one that counts is named and seeded as if it were the only; or
-    for one more like an earlier, with the `automatic_names` of then.
+    For a build whose result is thrown away, or one more like an earlier, with the `automatic_names` of then.
     """
     names, state = automatic_names(), random.getstate()
 
@@ -162,7 +140,7 @@ def remembered_draws() -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def undone_draws(names: Any = None) -> Generator[None, None, None]:
+def undone_draws(names: Any = None) -> Generator[None]:
     """Undoes what building inside it takes, which goes on from `names`; see `remembered_draws`."""
     undo = remembered_draws()
     if names is not None:
@@ -178,16 +156,19 @@ def flat_layers(model: Any, *, include_self: bool = True) -> list[Any]:
     return list(model._flatten_layers(include_self=include_self))
 
 
+def _preset_utils() -> Any:
+    """KerasHub's module that reads presets; None where KerasHub was not imported."""
+    return sys.modules.get("keras_hub.src.utils.preset_utils")
+
+
 def preset_loader_class() -> Any:
     """The class that reads KerasHub's presets, and decides which dtype a backbone is built with; None without it."""
-    module = sys.modules.get("keras_hub.src.utils.preset_utils")
-    return None if module is None else module.PresetLoader
+    return getattr(_preset_utils(), "PresetLoader", None)
 
 
 def hub_models() -> Any:
     """`keras_hub.models`; None where KerasHub was not imported."""
-    module = sys.modules.get("keras_hub")
-    return None if module is None else module.models
+    return getattr(sys.modules.get("keras_hub"), "models", None)
 
 
 def saved_to_presets() -> list[Any]:
@@ -201,10 +182,9 @@ def saved_to_presets() -> list[Any]:
 def classes_of_preset(cls: Any, preset: Any) -> tuple[Any, Any]:
     """The class that `cls.from_preset(preset)` makes an object of, and that of its backbone, None where it is unknown.
 
-    KerasHub decides this inside `from_preset`, with the arguments gone when it returns. Where it fails it will fail
-    again there, and say more.
+    KerasHub decides this inside `from_preset`, with the arguments gone when it returns.
     """
-    module = sys.modules.get("keras_hub.src.utils.preset_utils")
+    module: Any = _preset_utils()
     if module is None or hub_models() is None:
         return cls, None
     try:
@@ -213,7 +193,7 @@ def classes_of_preset(cls: Any, preset: Any) -> tuple[Any, Any]:
             return backbone if issubclass(backbone, cls) else cls, backbone
         of_another = issubclass(backbone, hub_models().Backbone) and cls.backbone_cls != backbone
         return module.find_subclass(preset, cls, backbone) if of_another else cls, backbone
-    except Exception:  # each of the hubs that KerasHub asks has errors of its own
+    except Exception:  # of whichever hub KerasHub asks; it fails again when it loads, and says more
         return cls, None
 
 
@@ -238,17 +218,17 @@ def automatic_name(cls: type) -> str:
 
 def load_weights_file(model: Any, path: str, *, skip_mismatch: bool, objects_to_skip: list[Any]) -> None:
     """`model.load_weights` of a `.keras`, `.weights.h5` or `.weights.json` file, skipping objects of any of them."""
-    _saving_lib.load_weights_only(model, path, skip_mismatch, objects_to_skip)
+    SAVING_LIB.load_weights_only(model, path, skip_mismatch, objects_to_skip)
 
 
 def model_from_config(text: str, custom_objects: Any, compile: bool, safe_mode: bool) -> Any:
     """The model that a `config.json` of a `.keras` file or the `model_config` of an Orbax checkpoint describes."""
-    return _saving_lib._model_from_config(text, custom_objects, compile, safe_mode)
+    return SAVING_LIB._model_from_config(text, custom_objects, compile, safe_mode)
 
 
 def load_assets(model: Any, assets: dict[str, Any]) -> None:
     """Gives a model its files (vocabularies, say) from a nested dict of byte arrays; Keras 3.14 saves such."""
-    _saving_lib._load_assets_from_dict(model, assets)
+    SAVING_LIB._load_assets_from_dict(model, assets)
 
 
 def modules_with_safe_open(safe_open: Any) -> Iterator[Any]:
@@ -275,8 +255,7 @@ def with_gpt_oss_decoder(convert_weights: Any, wrap: Callable[[Any], Any]) -> An
     """GPT-OSS' `convert_weights` with the function that decodes MXFP4 replaced by `wrap(it)`; None if there is none.
 
     That function is defined anew within each of its calls, so no attribute leads to it. What does is the code of the
-    outer one, which is copied with another code in the place of the inner one. What the converter does with the decoded
-    weights remains its own: a converter of ours in its place would go on as before when theirs changes.
+    outer one, which is copied with another code in the place of the inner one.
     """
     decoder = _inner_function(convert_weights, _DECODER)
     if decoder is None or decoder.__code__.co_varnames[: decoder.__code__.co_argcount] != _DECODER_ARGUMENTS:
@@ -290,13 +269,9 @@ def with_gpt_oss_decoder(convert_weights: Any, wrap: Callable[[Any], Any]) -> An
     constants = convert_weights.__code__.co_consts
     replaced = tuple(code if constant is decoder.__code__ else constant for constant in constants)
     names = {**convert_weights.__globals__, "lazymodel_decoder": wrap(decoder)}
-    return FunctionType(
-        convert_weights.__code__.replace(co_consts=replaced),
-        names,
-        convert_weights.__name__,
-        convert_weights.__defaults__,
-        convert_weights.__closure__,
-    )
+    code = convert_weights.__code__.replace(co_consts=replaced)
+    of_converter = convert_weights.__name__, convert_weights.__defaults__, convert_weights.__closure__
+    return FunctionType(code, names, *of_converter)
 
 
 def _inner_function(function: Any, name: str) -> Any:

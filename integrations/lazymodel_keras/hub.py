@@ -53,6 +53,11 @@ def from_preset(
     Raises:
         CheckpointError: As `abstract_from_preset`, and so is LazyModelError.
         ShardingError: The rules do not fit.
+
+    Example:
+        >>> model = lk.from_preset(keras_hub.models.GemmaBackbone, "preset", mesh=mesh, rules="auto", dtype="bfloat16")
+        >>> model.token_embedding.embeddings.value.sharding.spec
+        P('model',)
     """
     require_rules(mesh, rules)
     given = ours("on_unmatched", "mesh", "rules", "max_host_memory", "progress", "report", "strict", "verify")
@@ -99,10 +104,14 @@ def abstract_from_preset(
             read, or does not match the model, or has what the model has no variable for (with `strict`); with `verify`,
             also a file whose content has another hash, or whose hash nobody states.
         LazyModelError: Nobody takes an argument.
+
+    Example:
+        >>> abstract = lk.abstract_from_preset(keras_hub.models.GemmaBackbone, "preset")
+        >>> abstract.shard(mesh, lm.auto()).plan().read_nbytes == abstract.nbytes
+        True
     """
-    return _abstract(
-        cls, preset, load_weights, kwargs, ours("strict", "cast", "verify"), strict=strict, cast=cast, verify=verify
-    )
+    given = ours("strict", "cast", "verify")
+    return _abstract(cls, preset, load_weights, kwargs, given, strict=strict, cast=cast, verify=verify)
 
 
 def _abstract(
@@ -120,27 +129,21 @@ def check_preset(preset: str) -> None:
     """Raises CheckpointError for a preset folder that is not there or not a preset, before anything is built."""
     if "://" in preset:
         return
-    if not os.path.isdir(preset):
-        looks_local = preset.startswith((".", os.sep, "~")) or os.sep in preset
-        if os.path.exists(preset):
-            raise CheckpointError(f"{preset} is a file; a preset is a folder with a config.json")
-        if looks_local:
-            raise CheckpointError(f"preset folder {preset} does not exist")
-        known = set(_builtin_presets())
-        if preset not in known:
+    if os.path.isdir(preset):
+        if not os.path.exists(os.path.join(preset, "config.json")):
             raise CheckpointError(
-                f"{preset!r} is neither a folder nor a preset that KerasHub knows{closest(preset, sorted(known))}"
+                f"preset folder {preset} has no config.json; a preset is a folder that `save_to_preset` wrote or a "
+                "Hugging Face model folder"
             )
         return
-    if not os.path.exists(os.path.join(preset, "config.json")):
-        raise CheckpointError(
-            f"preset folder {preset} has no config.json; a preset is a folder that `save_to_preset` wrote or a "
-            "Hugging Face model folder"
-        )
-
-
-def _builtin_presets() -> list[str]:
+    if os.path.exists(preset):
+        raise CheckpointError(f"{preset} is a file; a preset is a folder with a config.json")
+    if preset.startswith((".", "~")) or os.sep in preset:
+        raise CheckpointError(f"preset folder {preset} does not exist")
     import keras_hub
 
     models: Any = keras_hub.models
-    return [*models.Backbone.presets, *models.Task.presets]
+    if preset not in (known := {*models.Backbone.presets, *models.Task.presets}):
+        raise CheckpointError(
+            f"{preset!r} is neither a folder nor a preset that KerasHub knows{closest(preset, sorted(known))}"
+        )

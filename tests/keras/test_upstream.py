@@ -8,6 +8,7 @@ from unittest import mock
 import keras
 import keras_hub
 import numpy as np
+from keras.src.backend.common import global_state
 from keras.src.saving import saving_lib
 
 from lazymodel._tensors.mxfp4 import decoded_pairs
@@ -17,18 +18,17 @@ from .versions import KERAS, needs_keras, parts
 
 
 def test_variables_made_in_a_stateless_scope_are_pending() -> None:
-    _upstream.set_pending_variables([])
-    with keras.StatelessScope(initialize_variables=False) as scope:
-        assert _upstream.current_scope() is scope
-        variable = keras.Variable("ones", shape=(2,))
-        assert variable._value is None
-        assert variable._initializer is not None
-        pending = _upstream.pending_variables()
-        assert pending is not None
-        assert any(other is variable for other in pending)
-        _upstream.set_pending_variables([])
-    with keras.StatelessScope():
-        pass
+    with _upstream.no_pending_variables():
+        with keras.StatelessScope(initialize_variables=False) as scope:
+            assert _upstream.current_scope() is scope
+            variable = keras.Variable("ones", shape=(2,))
+            assert _upstream.value(variable) is None
+            assert _upstream.initializer(variable) is not None
+            pending = global_state.get_global_attribute("uninitialized_variables")
+            assert any(other is variable for other in pending)
+            _upstream.not_pending(variable)
+        with keras.StatelessScope():
+            pass
     assert variable._value is None, "a variable taken off the list is not initialized"
 
 
@@ -109,7 +109,7 @@ def test_what_layers_quantize_with_is_what_is_replaced() -> None:
 
 
 def test_kerashub_forgets_the_dtype_of_quantized_backbones() -> None:
-    """Once it does not, `_kerashub._install_saved_policies` is not needed."""
+    """Once it does not, `_record/kerashub`'s saved policies are not needed."""
     loader = _upstream.preset_loader_class()
     assert loader({}, {}).get_backbone_kwargs(trainable=True) == ({"dtype": None}, {"trainable": True})
 

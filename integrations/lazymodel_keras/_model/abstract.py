@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from lazymodel import (
-    AbstractModel,
-    AbstractVariable,
-    CheckpointError,
-    InitRecipe,
-    LazyTensor,
-    ProgramCache,
-)
+from lazymodel import AbstractModel, AbstractVariable, CheckpointError, LazyTensor
 from lazymodel._abstract.paths import rule_path
 from lazymodel._abstract.spec import Optimized
 from lazymodel._errors import warn
+from lazymodel._programs.programs import InitRecipe
 from lazymodel._sharding.follow import follow, follow_weights
 from lazymodel._sharding.shard import check_spec
 from lazymodel._show.text import first_of, format_bytes, listed
@@ -32,14 +26,10 @@ _REPLICATED_NBYTES = 1 << 20
 
 
 def from_skeleton(skeleton: Skeleton, *, quiet: bool = False) -> AbstractModel:
-    """Variables, recipes and sources of a skeleton; shardings come from the `keras.distribution` that it was built in.
+    """The model of a skeleton, which keeps it as its `spec`; shardings are those of the `keras.distribution` then.
 
-    Args:
-        skeleton: The skeleton; it keeps the result as its `spec`.
-        quiet: Whether to say nothing of what the distribution replicates.
-
-    Raises:
-        CheckpointError: A tensor can lose what it means in its variable's dtype.
+    Raises CheckpointError where a tensor can lose what it means in its variable's dtype. With `quiet`, nothing is said
+    of what the distribution replicates.
     """
     recipes: list[InitRecipe] = []
     sources: dict[str, Any] = {}
@@ -64,16 +54,16 @@ def from_skeleton(skeleton: Skeleton, *, quiet: bool = False) -> AbstractModel:
             refused.append(why)
     if refused:
         raise CheckpointError(f"{first_of(refused, 'tensors are refused')}.")
-    variables = _placed(skeleton, abstract)
+    paths = {id(variable): path for path, (variable, _) in skeleton.variables.items()}
+    variables = _placed(skeleton, abstract, paths)
     if skeleton.distribution is not None and not quiet:
-        _warn_replicated(list(variables.values()))
-    trained = trained_variables(skeleton.recording, _paths(skeleton))
+        _warn_replicated(variables.values())
+    trained = trained_variables(skeleton.recording, paths)
     model = AbstractModel(
         variables=variables,
         recipes=tuple(recipes),
         sources=sources,
         framework=skeleton,
-        programs=ProgramCache(),
         name=getattr(skeleton.result, "name", None) or "model",
         unused=skeleton.recording.unused_tensors(),
         mismatched=skeleton.recording.mismatched_tensors(variable for variable, _ in skeleton.variables.values()),
@@ -83,31 +73,27 @@ def from_skeleton(skeleton: Skeleton, *, quiet: bool = False) -> AbstractModel:
     return model
 
 
-def _paths(skeleton: Skeleton) -> dict[int, str]:
-    return {id(variable): path for path, (variable, _) in skeleton.variables.items()}
-
-
-def _placed(skeleton: Skeleton, abstract: Mapping[str, AbstractVariable]) -> dict[str, AbstractVariable]:
+def _placed(
+    skeleton: Skeleton, abstract: Mapping[str, AbstractVariable], paths: Mapping[int, str]
+) -> dict[str, AbstractVariable]:
     """The variables, optimizer state told from others, with the shardings that the distribution gives them."""
     distribution = skeleton.distribution
     references = slot_references(skeleton.recording)
     state = optimizer_variables(skeleton.recording, skeleton.result)
-    paths = _paths(skeleton)
     variables = dict(abstract)
     slots: dict[str, AbstractVariable] = {}
     for path, (variable, _) in skeleton.variables.items():
-        value = _upstream.value(variable)
         reference = references.get(id(variable))
-        if value is not None:  # another value for a variable that has its place, whatever rules say
-            slots[path] = dataclasses.replace(abstract[path], follows="", sharding=value.sharding)
-        elif reference is None and id(variable) not in state:
+        # What is placed already stays there, whatever rules say; a slot goes where the variable is that it belongs to,
+        # even if that has its values already. Step counts belong to none.
+        placed = _upstream.value(variable)
+        if placed is None and reference is None and id(variable) not in state:
             variables[path] = _with_layout(abstract[path], variable, distribution)
-        else:
-            # Placed like the variable that it belongs to, even if that has its values already; step counts have none.
-            placed = None if reference is None else _upstream.value(reference)
-            follows = "" if placed is not None else paths.get(id(reference), "")
-            sharding = None if placed is None else placed.sharding
-            slots[path] = dataclasses.replace(abstract[path], follows=follows, sharding=sharding)
+            continue
+        if placed is None and reference is not None:
+            placed = _upstream.value(reference)
+        follows = "" if placed is not None else paths.get(id(reference), "")
+        slots[path] = dataclasses.replace(abstract[path], follows=follows, sharding=getattr(placed, "sharding", None))
     variables |= slots
     if distribution is not None:
         # Published layout maps know no LoRA pairs and no quantization scales.
@@ -115,11 +101,10 @@ def _placed(skeleton: Skeleton, abstract: Mapping[str, AbstractVariable]) -> dic
         variables |= follow_weights(variables, without_layout)
         related = {path: slot for path, slot in slots.items() if slot.sharding is None}
         related = follow(related, {path: v for path, v in variables.items() if path not in slots})
-        variables |= {
-            # An optimizer alone has no variable whose mesh it could take.
-            path: v if v.sharding is not None else _with_layout(v, skeleton.variables[path][0], distribution)
-            for path, v in related.items()
-        }
+        # An optimizer alone has no variable whose mesh it could take.
+        alone = {path: v for path, v in related.items() if v.sharding is None}
+        variables |= related
+        variables |= {p: _with_layout(v, skeleton.variables[p][0], distribution) for p, v in alone.items()}
     return variables
 
 
@@ -139,19 +124,12 @@ def has_layout(path: str, distribution: Any) -> bool:
     return distribution is not None and distribution.get_tensor_layout(rule_path(path)) is not None
 
 
-def _warn_replicated(variables: list[AbstractVariable]) -> None:
-    large = [
-        variable
-        for variable in variables
-        if variable.nbytes >= _REPLICATED_NBYTES
-        and variable.sharding is not None
-        and len(variable.sharding.device_set) > 1
-        and variable.sharding.is_fully_replicated
-    ]
+def _warn_replicated(variables: Iterable[AbstractVariable]) -> None:
+    placed = [(v, v.sharding) for v in variables if v.nbytes >= _REPLICATED_NBYTES and v.sharding is not None]
+    large = [v for v, sharding in placed if len(sharding.device_set) > 1 and sharding.is_fully_replicated]
     if large:
         described = listed(f"{v.path} {v.shape} {format_bytes(v.nbytes)}" for v in large)
         warn(
             f"the active keras.distribution replicates {len(large)} variables of at least "
-            f"{format_bytes(_REPLICATED_NBYTES)} on every device: {described}. "
-            "Add them to its LayoutMap."
+            f"{format_bytes(_REPLICATED_NBYTES)} on every device: {described}. Add them to its LayoutMap."
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -37,7 +37,8 @@ def plan_function(
             "Keras model); give a function and its inputs"
         )
     if sequence is None:
-        sequence = min([_SEQUENCE, *_longest(model)])
+        longest = (getattr(owner, "max_sequence_length", None) for owner in (model, getattr(model, "backbone", None)))
+        sequence = min([_SEQUENCE, *(length for length in longest if isinstance(length, int) and length > 0)])
     described: dict[str, None] = {}
 
     def struct(tensor: Any) -> jax.ShapeDtypeStruct:
@@ -72,11 +73,3 @@ def _cross_entropy(outputs: Any, inputs: Any) -> Any:
 def _mean_square(outputs: Any, inputs: Any) -> Any:
     arrays = [array for array in jax.tree.leaves(outputs) if jnp.issubdtype(array.dtype, jnp.floating)]
     return sum(jnp.mean(jnp.square(array.astype(jnp.float32))) for array in arrays)
-
-
-def _longest(model: Any) -> Iterator[int]:
-    """The longest sequence that a model takes, where it says so."""
-    for owner in (model, getattr(model, "backbone", None)):
-        length = getattr(owner, "max_sequence_length", None)
-        if isinstance(length, int) and length > 0:
-            yield length

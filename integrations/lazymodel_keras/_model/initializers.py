@@ -10,14 +10,14 @@ import collections
 import copy
 import dataclasses
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lazymodel import InitRecipe
+from lazymodel._programs.programs import InitRecipe
 from lazymodel._trace.function import trace_function
 from lazymodel._trace.small import on_host
 from lazymodel_keras import _upstream
@@ -31,20 +31,9 @@ _TEMPLATES = 512  # kept for later models; a decoder has about ten
 _SEED_ATTRIBUTES = ("seed", "_init_seed")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Template:
-    """What an initializer comes down to for one shape and dtype.
-
-    Attributes:
-        recipe: How to compute it, or None where it is a constant.
-        constant: That constant.
-        seed_input: Which input of the recipe is the seed; None if the seed is not found among the inputs.
-    """
-
-    recipe: InitRecipe | None
-    constant: np.ndarray | None
-    seed_input: int | None
-
+# An init recipe and which of its inputs is the seed (None if it is not found among them), or a constant: what an
+# initializer comes down to for one shape and dtype.
+_Template: TypeAlias = "tuple[InitRecipe, int | None] | np.ndarray"
 
 _templates: collections.OrderedDict[Hashable, _Template] = collections.OrderedDict()
 
@@ -60,26 +49,24 @@ def initial_value(path: str, variable: Any, recorded: RecordedVariable) -> InitR
         with on_host():
             return np.asarray(initializer(shape, dtype=dtype))
     seed = recorded.seed if recorded.seed is not None else getattr(initializer, "seed", None)
-    if not is_keras or not isinstance(seed, int | np.ndarray):
-        seed = None
-    elif isinstance(seed, int):
+    if isinstance(seed, int):
         seed = np.asarray([seed, 0], dtype=np.uint32)
+    if not is_keras or not isinstance(seed, np.ndarray):
+        seed = None
     key = _key(initializer, shape, dtype, seeded=seed is not None)
     template = None if key is None else _templates.get(key)
-    if template is None or (seed is not None and template.seed_input is None):
+    if template is None or (seed is not None and not (isinstance(template, tuple) and template[1] is not None)):
         template = _make_template(initializer, shape, dtype, seed)
         if key is not None:
             _templates[key] = template
             while len(_templates) > _TEMPLATES:
                 _templates.popitem(last=False)
-    if template.recipe is None:
-        assert template.constant is not None
-        return template.constant
-    inputs = list(template.recipe.inputs)
-    if seed is not None and template.seed_input is not None:
-        inputs[template.seed_input] = seed
+    if not isinstance(template, tuple):
+        return template
+    recipe, seed_input = template
+    inputs = [seed if index == seed_input else value for index, value in enumerate(recipe.inputs)]
     origin = getattr(initializer, "__name__", type(initializer).__name__)
-    return dataclasses.replace(template.recipe, paths=(path,), inputs=tuple(inputs), origin=origin)
+    return dataclasses.replace(recipe, paths=(path,), inputs=tuple(inputs), origin=origin)
 
 
 def host_value(variable: Any, recorded: RecordedVariable) -> Callable[[], np.ndarray]:
@@ -97,29 +84,28 @@ def host_value(variable: Any, recorded: RecordedVariable) -> Callable[[], np.nda
 def _make_template(initializer: Any, shape: tuple[int, ...], dtype: str, seed: np.ndarray | None) -> _Template:
     """Traces the initializer; a second time with another seed, to see which inputs the seed decides."""
 
-    def traced(seed: np.ndarray | None) -> tuple[InitRecipe | None, np.ndarray | None]:
+    def traced(seed: np.ndarray | None) -> InitRecipe | np.ndarray:
         # A NumPy array would be a constant of the function, rather than an input.
         seeds = () if seed is None else (jnp.asarray(seed),)
         model = trace_function(_function(initializer, shape, dtype), seeds, {})
         (path,) = model
-        return (None, model.sources[path]) if path in model.sources else (model.recipes[0], None)
+        return model.sources[path] if path in model.sources else model.recipes[0]
 
-    recipe, constant = traced(seed)
-    if recipe is None or seed is None:
-        return _Template(recipe, constant, None)
+    recipe = traced(seed)
+    if not isinstance(recipe, InitRecipe):
+        return recipe
+    if seed is None:
+        return recipe, None
     other = seed ^ np.uint32(0x5BD1E995)
-    again, _ = traced(other)
-    assert again is not None
-    differing = [
-        index
-        for index, (a, b) in enumerate(zip(recipe.inputs, again.inputs, strict=True))
-        if a.tobytes() != b.tobytes()
-    ]
-    only_the_seed = len(differing) == 1 and all(
-        r.inputs[differing[0]].dtype == np.uint32 and np.array_equal(r.inputs[differing[0]], s)
-        for r, s in ((recipe, seed), (again, other))
-    )
-    return _Template(recipe, None, differing[0] if only_the_seed else None)
+    again = traced(other)
+    assert isinstance(again, InitRecipe)
+    pairs = list(zip(recipe.inputs, again.inputs, strict=True))
+    differing = [index for index, (a, b) in enumerate(pairs) if a.tobytes() != b.tobytes()]
+    if len(differing) != 1:
+        return recipe, None
+    found = pairs[differing[0]]
+    is_seed = all(a.dtype == np.uint32 and np.array_equal(a, s) for a, s in zip(found, (seed, other), strict=True))
+    return recipe, differing[0] if is_seed else None
 
 
 def _function(initializer: Any, shape: tuple[int, ...], dtype: str) -> Callable[..., jax.Array]:

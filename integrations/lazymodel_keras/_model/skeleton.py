@@ -35,20 +35,16 @@ class Skeleton(Framework):
         given_away: Whether it was taken to be changed, so that another has to be built.
         variables: Path to variable and what was recorded about it; with `only_own`, of those that the object holds.
         distribution: The `keras.distribution` that was active when it was built.
-        spec: The abstract model as it was made of this.
     """
 
-    spec: ModelSpec
+    spec: ModelSpec  # the abstract model as it was made of this
 
     def __init__(
         self, build: Callable[[], Any] | None, recording: Recording, result: Any, *, only_own: bool = False
     ) -> None:
         super().__init__(dict)
-        self.build = build
-        self.recording = recording
-        self.used = False
-        self.given_away = False
-        self.result = result
+        self.build, self.recording, self.result = build, recording, result
+        self.used = self.given_away = False
         self.variables: dict[str, tuple[Any, RecordedVariable]] = _collect(recording, result, only_own=only_own)
         self.distribution = keras.distribution.distribution()
 
@@ -102,14 +98,11 @@ def finish(recording: Recording, variable: Any, array: jax.Array) -> None:
     recording.forget(variable)
     array = automatic(array)
     distribution = keras.distribution.distribution()
-    layout: Any = None
-    if isinstance(array.sharding, jax.sharding.NamedSharding):
-        # Without a layout the next `assign` would put the whole value on the first device.
-        layout = array.sharding
-        if distribution is not None:
-            stock = distribution.get_variable_layout(variable)
-            if getattr(stock, "backend_layout", stock) == array.sharding:
-                layout = stock
+    # Without a layout the next `assign` would put the whole value on the first device.
+    layout: Any = array.sharding if isinstance(array.sharding, jax.sharding.NamedSharding) else None
+    if layout is not None and distribution is not None:
+        stock = distribution.get_variable_layout(variable)
+        layout = stock if getattr(stock, "backend_layout", stock) == layout else layout
     _upstream.give_value(variable, array, layout)
 
 
@@ -125,15 +118,17 @@ def model_variables(result: Any) -> Iterator[Any]:
 
 def _collect(recording: Recording, result: Any, *, only_own: bool) -> dict[str, tuple[Any, RecordedVariable]]:
     """The abstract variables by path: the object's own in its order, then what else is alive unless `only_own`."""
-    recorded = {id(variable): (variable, entry) for variable, entry in recording.variables()}
-    own = {id(v): recorded[id(v)] for v in model_variables(result) if id(v) in recorded}
-    others = [] if only_own else [entry for key, entry in recorded.items() if key not in own]
-    if sum(_nbytes(variable) for variable, _ in others) > _SWEEP_NBYTES:
-        del others, recorded
+
+    def all_recorded() -> dict[int, tuple[Any, RecordedVariable]]:
+        return {id(variable): (variable, entry) for variable, entry in recording.variables()}
+
+    recorded = all_recorded()
+    own = {id(v): recorded.pop(id(v)) for v in model_variables(result) if id(v) in recorded}
+    if not only_own and sum(_nbytes(variable) for variable, _ in recorded.values()) > _SWEEP_NBYTES:
+        recorded.clear()
         gc.collect()
-        recorded = {id(variable): (variable, entry) for variable, entry in recording.variables()}
-        others = [entry for key, entry in recorded.items() if key not in own]
-    entries = [*own.values(), *others]
+        recorded = {key: entry for key, entry in all_recorded().items() if key not in own}
+    entries = [*own.values(), *(() if only_own else recorded.values())]
     return dict(zip(unique_paths([variable.path for variable, _ in entries]), entries, strict=True))
 
 

@@ -6,7 +6,7 @@ Keras can train on. Not responsible for the training itself, which is Keras' own
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,43 +24,39 @@ def slot_references(recording: Recording) -> dict[int, Any]:
     all of Keras' and for others that follow its guide; a name would not do: Adafactor's moments share their variable's.
     """
     references: dict[int, Any] = {}
-    for reference, variables in recording.optimizers:
-        optimizer = reference()
-        if optimizer is None:
-            continue
+    for optimizer, owners in _optimizers(recording):
         own = [id(variable) for variable in optimizer.variables]
         for slots in vars(optimizer).values():
-            if not isinstance(slots, list | tuple) or len(slots) != len(variables):
+            if not isinstance(slots, list | tuple) or len(slots) != len(owners):
                 continue
             if [id(slot) for slot in slots] == own:
                 continue  # all of its variables, as many as it was built for by chance
-            for slot, owner in zip(slots, (variable() for variable in variables), strict=True):
+            for slot, owner in zip(slots, owners, strict=True):
                 if isinstance(slot, keras.Variable) and owner is not None and slot is not owner:
                     references[id(slot)] = owner
     return references
 
 
+def _optimizers(recording: Recording) -> Iterator[tuple[Any, list[Any]]]:
+    """The optimizers that were built, and what for: None where that is no more."""
+    for reference, variables in recording.optimizers:
+        if (optimizer := reference()) is not None:
+            yield optimizer, [variable() for variable in variables]
+
+
 def optimizer_variables(recording: Recording, result: Any) -> set[int]:
     """`id` of every variable of the optimizers that were built, and of those that an object was compiled with."""
     objects = result if isinstance(result, list | tuple) else (result,)
-    optimizers = [reference() for reference, _ in recording.optimizers]
+    optimizers = [optimizer for optimizer, _ in _optimizers(recording)]
     optimizers += [item if isinstance(item, keras.Optimizer) else getattr(item, "optimizer", None) for item in objects]
     return {id(variable) for optimizer in optimizers for variable in getattr(optimizer, "variables", None) or ()}
 
 
 def trained_variables(recording: Recording, paths: Mapping[int, str]) -> tuple[str, ...] | None:
     """The paths, by `id`, of what the optimizers among these variables were built for; None where there is none."""
-    trained: dict[str, None] = {}
-    found = False
-    for reference, variables in recording.optimizers:
-        optimizer = reference()
-        if optimizer is None or not any(id(variable) in paths for variable in optimizer.variables):
-            continue
-        found = True
-        for variable in (each() for each in variables):
-            if variable is not None and variable.trainable and id(variable) in paths:
-                trained[paths[id(variable)]] = None
-    return tuple(trained) if found else None
+    found = [owners for optimizer, owners in _optimizers(recording) if any(id(v) in paths for v in optimizer.variables)]
+    trained = (variable for owners in found for variable in owners if variable is not None and variable.trainable)
+    return tuple(dict.fromkeys(paths[id(v)] for v in trained if id(v) in paths)) if found else None
 
 
 def automatic(array: jax.Array) -> jax.Array:
@@ -95,8 +91,9 @@ def distribution(mesh: Mesh, batch_axis: str | None = None) -> Any:
         ShardingError: The mesh has no such axis.
 
     Example:
-        >>> keras.distribution.set_distribution(lk.distribution(mesh, "data"))
-        >>> model.fit(inputs, targets)
+        >>> model = lm.build_abstract(make_model).shard(mesh, {".*/kernel": P("model"), ".*": P()}).materialize()
+        >>> with lk.distribution(mesh).scope():
+        ...     history = model.fit(np.ones((16, 16)), np.zeros((16, 8)), verbose=0)
     """
     names = list(mesh.axis_names)
     if batch_axis is not None and batch_axis not in names:

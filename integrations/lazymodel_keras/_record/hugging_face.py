@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from lazymodel import CheckpointError, StoredTensor
+from lazymodel import CheckpointError
 from lazymodel._show.text import listed
 from lazymodel._tensors.casting import weights
 from lazymodel._tensors.quantized import is_marker, scales_beside
-from lazymodel._tensors.stored import unused_tensors
+from lazymodel._tensors.stored import StoredTensor, unused_tensors
 from lazymodel.checkpoints import SafetensorsFile
 from lazymodel.checkpoints._untrusted import read_json_file, require_shards, shard_path, weight_map
 
@@ -117,21 +117,16 @@ def checkpoint_files(path: str) -> list[str]:
 
 
 class Leftovers:
-    """What the folders of the opened safetensors files hold and nothing asked for.
-
-    Attributes:
-        by_folder: Folder → file → names, of those shards too that nobody opened.
-    """
+    """What the folders of the opened safetensors files hold and nothing asked for, in shards too that nobody opened."""
 
     def __init__(self, files: Mapping[str, Any]) -> None:  # path to `OpenedFile`
         self._files = {
             str(Path(path)): file for path, file in files.items() if isinstance(file.tensors, SafetensorsFile)
         }
-        self.by_folder: dict[Path, dict[str, list[str]]] = {}
+        self._by_folder: dict[Path, dict[str, list[str]]] = {}  # folder → file → names
         for path, file in self._files.items():
-            unused = self.by_folder.setdefault(Path(path).parent, {})
-            unused[path] = file.unused
-        for folder, unused in self.by_folder.items():
+            self._by_folder.setdefault(Path(path).parent, {})[path] = file.unused
+        for folder, unused in self._by_folder.items():
             for shard, names in _indexed(folder, [Path(path) for path in unused]).items():
                 unused.setdefault(shard, names)
 
@@ -139,32 +134,31 @@ class Leftovers:
     def unopened(self) -> tuple[StoredTensor, ...]:
         """What shards hold that nobody opened."""
         found: list[StoredTensor] = []
-        for unused in self.by_folder.values():
-            for path, names in unused.items():
-                if path in self._files:
-                    continue
-                try:
-                    with contextlib.closing(SafetensorsFile(path)) as file:
-                        found += unused_tensors(file, [name for name in names if name in file])
-                except CheckpointError:  # not downloaded, which is nobody's loss
-                    found += [StoredTensor(name, path, "", None) for name in names]
+        for path, names in (item for unused in self._by_folder.values() for item in unused.items()):
+            if path in self._files:
+                continue
+            try:
+                with contextlib.closing(SafetensorsFile(path)) as file:
+                    found += unused_tensors(file, [name for name in names if name in file])
+            except CheckpointError:  # not downloaded, which is nobody's loss
+                found += [StoredTensor(name, path, "", None) for name in names]
         return tuple(found)
 
     def quantized(self) -> list[str]:
         """What only makes sense together with something that nobody asked for, as messages."""
         messages: list[str] = []
-        for folder, unused in self.by_folder.items():
+        for folder, unused in self._by_folder.items():
             left = {name for names in unused.values() for name in names}
             found = [f"{name!r}, which nothing takes" for name in sorted(left) if is_marker(name)]
-            for path in unused:
-                for name in self._files[path].asked if path in self._files else ():
-                    tensor = self._files[path].tensors.get(name)
-                    if tensor is None or not weights(tensor):
-                        continue
-                    scales = scales_beside(name, left)
-                    if scales or tensor.dtype.kind not in "iu":
-                        beside = f" beside {scales[0]!r}, which nothing takes" if scales else ""
-                        found.append(f"{name!r} ({tensor.dtype.name}){beside}")
+            files = [self._files[path] for path in unused if path in self._files]
+            asked = ((name, file.tensors.get(name)) for file in files for name in file.asked)
+            for name, tensor in asked:
+                if tensor is None or not weights(tensor):
+                    continue
+                scales = scales_beside(name, left)
+                if scales or tensor.dtype.kind not in "iu":
+                    beside = f" beside {scales[0]!r}, which nothing takes" if scales else ""
+                    found.append(f"{name!r} ({tensor.dtype.name}){beside}")
             if found:
                 messages.append(f"{folder} holds quantized weights: {listed(found)}. {_ADVICE}")
         return messages
@@ -172,7 +166,7 @@ class Leftovers:
     def unexpected(self) -> list[str]:
         """What nobody asked for and no converter leaves out on purpose, as messages."""
         messages: list[str] = []
-        for folder, unused in self.by_folder.items():
+        for folder, unused in self._by_folder.items():
             config = _config(folder)
             if not (config.get("model_type") or config.get("architecture")):
                 continue  # a file that someone's own code takes what it wants from
@@ -181,7 +175,8 @@ class Leftovers:
                 name
                 for path, names in unused.items()
                 for name in names
-                if not on_purpose.fullmatch(name) and not self._is_empty(path, name)
+                if not on_purpose.fullmatch(name)
+                and (path not in self._files or self._files[path].tensors[name].size)  # or it is empty
             ]
             if names:
                 messages.append(
@@ -189,9 +184,6 @@ class Leftovers:
                     "Is its config.json that of another model?"
                 )
         return messages
-
-    def _is_empty(self, path: str, name: str) -> bool:
-        return path in self._files and not self._files[path].tensors[name].size
 
 
 def _on_purpose(config: Mapping[str, Any]) -> re.Pattern[str]:
@@ -204,10 +196,9 @@ def _on_purpose(config: Mapping[str, Any]) -> re.Pattern[str]:
     if any(tied) or not tied:
         patterns.append(r"(?:.*\.)?(?:lm_head(?:\.out_proj)?\.weight|embed_out\.weight)")
     # Layers that use the keys and values of an earlier one have none, though files do.
-    shared = text.get("num_kv_shared_layers", config.get("num_kv_shared_layers"))
-    layers = text.get("num_hidden_layers", config.get("num_hidden_layers"))
+    shared, layers = (text.get(key, config.get(key)) for key in ("num_kv_shared_layers", "num_hidden_layers"))
     if kind.startswith(("gemma3n", "gemma4")) and isinstance(shared, int) and isinstance(layers, int):
-        numbers = "|".join(str(number) for number in range(max(layers - shared, 0), layers))
+        numbers = "|".join(map(str, range(max(layers - shared, 0), layers)))
         if numbers:
             patterns.append(rf"(?:.*\.)?layers\.(?:{numbers})\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\.weight")
     return _compiled("|".join(f"(?:{pattern})" for pattern in patterns))

@@ -6,7 +6,6 @@ GPT-OSS' experts, which its converter would hold in float32: it is handed a lazy
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -17,27 +16,17 @@ from lazymodel import LazyTensor
 from lazymodel._errors import warn
 from lazymodel._tensors.mxfp4 import CODES, Decode, Mxfp4Leaf, decoded_pairs
 from lazymodel_keras import _upstream
-from lazymodel_keras._record.patches import active, register, replace
+from lazymodel_keras._record.patches import while_recording
 
 
-@register
-def _install_saved_policies(undo: contextlib.ExitStack) -> None:
-    """Keeps the dtype policies that a preset was quantized with, where its loader would overwrite them with None."""
-    loader = _upstream.preset_loader_class()
-    if loader is None:
-        return
-    original = loader.get_backbone_kwargs
-
-    @functools.wraps(original)
-    def get_backbone_kwargs(self: Any, **kwargs: Any) -> Any:
-        own, others = original(self, **kwargs)
-        if active() is not None and own.get("dtype") is None:
-            saved = (self.config.get("config") or {}).get("dtype")
-            if isinstance(saved, dict) and _is_quantized(keras.dtype_policies.get(saved)):
-                own["dtype"] = saved
-        return own, others
-
-    replace(undo, loader, "get_backbone_kwargs", get_backbone_kwargs)
+@while_recording(_upstream.preset_loader_class, "get_backbone_kwargs")
+def _keep_saved_policies(recording: Any, original: Any, self: Any, **kwargs: Any) -> Any:
+    """Keeps the dtype policies that a preset was quantized with, which its loader would overwrite with None."""
+    own, others = original(self, **kwargs)
+    saved = (self.config.get("config") or {}).get("dtype")
+    if own.get("dtype") is None and isinstance(saved, dict) and _is_quantized(keras.dtype_policies.get(saved)):
+        own["dtype"] = saved
+    return own, others
 
 
 def _is_quantized(policy: Any) -> bool:
@@ -51,9 +40,9 @@ def lazily_decoding(decode: Decode) -> Decode:
 
     @functools.wraps(decode)
     def decode_lazily(blocks: Any, scales: Any) -> Any:
-        lazy = isinstance(blocks, LazyTensor) and isinstance(scales, LazyTensor)
         if (
-            lazy
+            isinstance(blocks, LazyTensor)
+            and isinstance(scales, LazyTensor)
             and blocks.dtype == scales.dtype == np.uint8
             and blocks.shape == (*scales.shape, CODES)
             and scales.ndim == 3
@@ -65,25 +54,12 @@ def lazily_decoding(decode: Decode) -> Decode:
     return decode_lazily
 
 
-@register
-def _install_lazy_decoding(undo: contextlib.ExitStack) -> None:
-    """Has KerasHub's converter of GPT-OSS decode lazily."""
-    converter = _upstream.gpt_oss_converter()
-    if converter is None:
-        return
-    original = converter.convert_weights
+@while_recording(_upstream.gpt_oss_converter, "convert_weights")
+def _decode_lazily(recording: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
     lazily = _upstream.with_gpt_oss_decoder(original, lazily_decoding)
-
-    @functools.wraps(original)
-    def convert_weights(*args: Any, **kwargs: Any) -> Any:
-        if active() is None:
-            return original(*args, **kwargs)
-        if lazily is None:
-            warn(
-                "this KerasHub decodes GPT-OSS' experts in a way that lazymodel does not know: the host holds all of "
-                "them decoded, until the model is materialized"
-            )
-            return original(*args, **kwargs)
-        return lazily(*args, **kwargs)
-
-    replace(undo, converter, "convert_weights", convert_weights)
+    if lazily is None:
+        warn(
+            "this KerasHub decodes GPT-OSS' experts in a way that lazymodel does not know: the host holds all of them "
+            "decoded, until the model is materialized"
+        )
+    return (lazily or original)(*args, **kwargs)

@@ -1,8 +1,10 @@
-"""Patches of Keras and KerasHub that stay while some thread needs them, and act in the threads that record."""
+"""Patches of Keras and KerasHub that stay while some thread needs them, and act in the threads that do."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import threading
 from collections.abc import Callable, Generator
 from typing import Any
@@ -10,7 +12,6 @@ from typing import Any
 Install = Callable[[contextlib.ExitStack], None]
 
 _thread = threading.local()  # like Keras' own global state
-_registered: list[Install] = []
 
 
 def active() -> Any:
@@ -19,7 +20,7 @@ def active() -> Any:
 
 
 @contextlib.contextmanager
-def activated(recording: Any) -> Generator[None, None, None]:
+def activated(recording: Any) -> Generator[None]:
     """Makes a recording this thread's."""
     _thread.recording = recording
     try:
@@ -28,24 +29,11 @@ def activated(recording: Any) -> Generator[None, None, None]:
         _thread.recording = None
 
 
-def register(install: Install) -> Install:
-    """Has a function install its patches, until the stack that it is given closes, while any thread records.
-
-    They have to act where `active()` is a recording only.
-    """
-    _registered.append(install)
-    return install
-
-
 class SharedPatches:
-    """Patches that are installed while at least one thread needs them; each has to act in those threads only.
+    """Patches that are installed while at least one thread needs them."""
 
-    Attributes:
-        here: Whether this thread needs them.
-    """
-
-    def __init__(self, install: Install) -> None:
-        self._install = install
+    def __init__(self) -> None:
+        self._installs: list[Install] = []
         self._lock = threading.Lock()
         self._users = 0
         self._undo = contextlib.ExitStack()
@@ -53,15 +41,46 @@ class SharedPatches:
 
     @property
     def here(self) -> bool:
+        """Whether this thread needs them."""
         return getattr(self._thread, "needs", False)
 
+    def register(self, install: Install) -> Install:
+        """Has a function install its patches until the stack that it is given closes; they act where `here` only."""
+        self._installs.append(install)
+        return install
+
+    def replace(self, undo: contextlib.ExitStack, owner: Any, name: str, ours: Any) -> None:
+        """Has `ours(original, …)` called in place of `owner.name(…)` until `undo` closes, where `here`."""
+        found = vars(owner)[name]
+        original = getattr(found, "__func__", found)  # of a method of the class
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return ours(original, *args, **kwargs) if self.here else original(*args, **kwargs)
+
+        replace(undo, owner, name, call if found is original else type(found)(call))
+
+    def replacing(self, owner: Any, name: str) -> Callable[[Any], Any]:
+        """Does so with the decorated function; `owner` may be a function that returns it, None if it is not there."""
+
+        def decorate(ours: Any) -> Any:
+            @self.register
+            def install(undo: contextlib.ExitStack) -> None:
+                if (holder := owner() if inspect.isfunction(owner) else owner) is not None:
+                    self.replace(undo, holder, name, ours)
+
+            return ours
+
+        return decorate
+
     @contextlib.contextmanager
-    def needed(self) -> Generator[None, None, None]:
+    def needed(self) -> Generator[None]:
         """Keeps the patches installed for a while."""
         with self._lock:
             if self._users == 0:
                 with contextlib.ExitStack() as undo:
-                    self._install(undo)
+                    for install in self._installs:
+                        install(undo)
                     self._undo = undo.pop_all()
             self._users += 1
         before, self._thread.needs = self.here, True
@@ -81,9 +100,18 @@ def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> No
     setattr(owner, name, value)
 
 
-def _install_registered(undo: contextlib.ExitStack) -> None:
-    for install in _registered:
-        install(undo)
+recording_patches = SharedPatches()
 
 
-recording_patches = SharedPatches(_install_registered)
+def while_recording(owner: Any, name: str) -> Callable[[Any], Any]:
+    """As `SharedPatches.replacing`, in threads that record: the decorated function gets the recording first."""
+
+    def decorate(ours: Any) -> Any:
+        @recording_patches.replacing(owner, name)
+        def call(original: Any, *args: Any, **kwargs: Any) -> Any:
+            recording = active()
+            return original(*args, **kwargs) if recording is None else ours(recording, original, *args, **kwargs)
+
+        return ours
+
+    return decorate

@@ -19,11 +19,18 @@ import jax
 import keras
 import numpy as np
 
-from lazymodel import CheckpointError, LazyTensor, MismatchedTensor, StoredTensor
+from lazymodel import CheckpointError, LazyTensor
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, converted, refusal
 from lazymodel._tensors.files import FileSource
 from lazymodel._tensors.lazy import lazy
-from lazymodel._tensors.stored import misshapen, stored_tensors, unused_tensors, where
+from lazymodel._tensors.stored import (
+    MismatchedTensor,
+    StoredTensor,
+    misshapen,
+    stored_tensors,
+    unused_tensors,
+    where,
+)
 from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel_keras import _upstream
 from lazymodel_keras._record.hugging_face import Leftovers, checkpoint_files
@@ -41,19 +48,12 @@ class GivenValue:
 
 @dataclasses.dataclass(eq=False)
 class RecordedVariable:
-    """What is known about one abstract variable.
+    """What is known about one abstract variable."""
 
-    Attributes:
-        reference: The variable, weakly: what Keras throws away while building is not materialized.
-        initializer: The callable that would initialize it, or a `GivenValue`.
-        seed: The seed that a stateful seed generator gave it, drawn when the variable was created; None otherwise.
-        value: The last value assigned to it: a lazy tensor or an array; None if there was none.
-    """
-
-    reference: weakref.ref[Any]
-    initializer: Any
-    seed: np.ndarray | None = None
-    value: Any = None
+    reference: weakref.ref[Any]  # weakly: what Keras throws away while building is not materialized
+    initializer: Any  # what would initialize it, or a `GivenValue`
+    seed: np.ndarray | None = None  # that a stateful seed generator gave it, drawn when the variable was created
+    value: Any = None  # assigned to it last, a lazy tensor or an array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,25 +87,24 @@ class _RecordingScope(keras.StatelessScope):
 
     def get_current_value(self, variable: Any) -> Any:
         # Some models read a variable while they build (DINOv2 interpolates its position embeddings).
-        recorded = self._recording.recorded.get(id(variable))
-        if recorded is None or recorded.reference() is not variable or recorded.value is None:
+        recorded = self._recording.of(variable)
+        if recorded is None or recorded.value is None:
             return None
         return keras.ops.convert_to_tensor(np.asarray(recorded.value), dtype=_upstream.own_dtype(variable))
 
 
 class Recording:
-    """What was noted in one stretch of Keras code that ran abstractly, or several; see `_session.session`.
-
-    Args:
-        verify: As in `lazymodel.open_checkpoint`, for every weight file.
-        cast: As in `AbstractModel.materialize`, for what is assigned.
+    """What was noted in one stretch of Keras code that ran abstractly, or several; see `_record/session`.
 
     Attributes:
+        verify: As in `lazymodel.open_checkpoint`, for every weight file.
+        cast: As in `AbstractModel.materialize`, for what is assigned.
         recorded: What was recorded, by `id` of the variable, in order of creation.
         files: The weight files that were opened, by path; while `on_loaded` is called, those of that call.
         problems: Assignments that did not fit their variable, as errors and as what a report says.
         on_loaded: Where it is wanted at once, called with an object whose weights were just loaded, what loaded them,
             for messages, and whether only some of a file's tensors were wanted.
+        on_made: Where it is wanted, called before a layer or an optimizer is made.
         loading: Whether a call that loads weights is running; only the outermost one counts.
         optimizers: The optimizers that were built, and for which variables, both weakly.
         names: How far Keras had counted automatic names before.
@@ -113,12 +112,12 @@ class Recording:
 
     def __init__(self, verify: Verify = False, cast: str = SAFE) -> None:
         check_mode(cast)
-        self.verify = verify
-        self.cast = cast
+        self.verify, self.cast = verify, cast
         self.recorded: dict[int, RecordedVariable] = {}
         self.files: dict[str, OpenedFile] = {}
         self.problems: list[tuple[RecordedVariable, CheckpointError, MismatchedTensor]] = []
         self.on_loaded: Callable[[Any, str, bool], None] | None = None
+        self.on_made: Callable[[], None] | None = None
         self.loading = False
         self.optimizers: list[tuple[weakref.ref[Any], list[weakref.ref[Any]]]] = []
         self.scope = _RecordingScope(self)
@@ -126,6 +125,11 @@ class Recording:
         self._hashed: dict[str, FileSource] = {}  # by absolute path, as they were when their hash was taken
         self._unverified: CheckpointError | None = None
         self._refused: CheckpointError | None = None
+
+    def of(self, variable: Any) -> RecordedVariable | None:
+        """What was recorded of a variable; None for all others."""
+        recorded = self.recorded.get(id(variable))
+        return recorded if recorded is not None and recorded.reference() is variable else None
 
     def variables(self) -> Iterator[tuple[Any, RecordedVariable]]:
         """The recorded variables that are alive and abstract, or adopted and assigned to, in order of creation."""
@@ -147,7 +151,7 @@ class Recording:
             file.tensors.close()
 
     def check_content(self, path: str) -> None:
-        """Hashes a weight file and what belongs to it, once, where that is wanted; see `open`."""
+        """Hashes a weight file and what belongs to it, once, where that is wanted."""
         if self.verify is False:
             return
         where = os.path.abspath(path)
@@ -220,8 +224,8 @@ class Recording:
 
     def holds_nothing_for(self, variable: Any) -> bool:
         """Whether a variable is recorded and nothing was assigned to it."""
-        recorded = self.recorded.get(id(variable))
-        return recorded is not None and recorded.reference() is variable and recorded.value is None
+        recorded = self.of(variable)
+        return recorded is not None and recorded.value is None
 
     def _assign(self, recorded: RecordedVariable, value: Any) -> Any:
         """What `variable.assign` does while the variable is abstract."""
@@ -229,17 +233,16 @@ class Recording:
         if _upstream.current_scope() is not self.scope:
             return type(variable).assign(variable, value)  # Keras is tracing: the value belongs to the nested scope
         if isinstance(value, keras.Variable):
-            other = self.recorded.get(id(value))
+            other = self.of(value)
             if other is not None and _upstream.value(value) is None and value.shape == variable.shape:
                 # Read from the same tensor, or initialized by the same program: the copy that it would be.
                 recorded.value, recorded.initializer, recorded.seed = other.value, other.initializer, other.seed
                 return value
             value = value.value
-        if not isinstance(value, LazyTensor):
-            value = value if hasattr(value, "shape") else np.asarray(value)
+        value = value if hasattr(value, "shape") else np.asarray(value)
         if tuple(value.shape) != tuple(variable.shape):
-            misfit = misshapen(variable.path, variable.shape, value.shape, where(value))
-            error = CheckpointError(f"{misfit}; is this the checkpoint of another configuration?")
+            wrong = misshapen(variable.path, variable.shape, value.shape, where(value))
+            error = CheckpointError(f"{wrong}; is this the checkpoint of another configuration?")
             tensor = stored_tensors(value, variable.path)[0]
             misfit = MismatchedTensor(variable.path, tensor, tuple(variable.shape), tuple(value.shape))
             self.problems.append((recorded, error, misfit))
@@ -250,11 +253,10 @@ class Recording:
         return value
 
     @contextlib.contextmanager
-    def explaining(self, what: str) -> Generator[None, None, None]:
-        """Has a failure to load name the first mismatch that no later assignment made good; Keras tries several ways.
+    def explaining(self, what: str) -> Generator[None]:
+        """Has a failure to load name the first mismatch that no later assignment made good, or why a file was refused.
 
-        Raises:
-            CheckpointError: There is one, or a file was refused.
+        Keras tries several ways, and some may fail.
         """
         try:
             try:
@@ -271,17 +273,11 @@ class Recording:
     def mismatched_tensors(self, variables: Iterable[Any]) -> tuple[MismatchedTensor, ...]:
         """The tensors that some variables were left without because of their shapes."""
         kept = {id(variable) for variable in variables}
-        found = {
-            id(recorded): misfit
-            for recorded, _, misfit in self.problems
-            if recorded.value is None and id(recorded.reference()) in kept
-        }
-        return tuple(found.values())
+        left = ((recorded, misfit) for recorded, _, misfit in self.problems if recorded.value is None)
+        return tuple({id(r): misfit for r, misfit in left if id(r.reference()) in kept}.values())
 
     def forget(self, variable: Any) -> None:
         """Takes a variable out of the recording: from now on it is an ordinary Keras variable."""
         self.recorded.pop(id(variable), None)
         vars(variable).pop("assign", None)
-        pending = _upstream.pending_variables()
-        if pending:
-            _upstream.set_pending_variables([other for other in pending if other is not variable])
+        _upstream.not_pending(variable)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Generator
@@ -13,18 +12,23 @@ import keras
 
 from lazymodel import LazyModelError
 from lazymodel_keras import _upstream
-from lazymodel_keras._record.patches import activated, active, recording_patches, register, replace
+from lazymodel_keras._record.patches import activated, active, recording_patches, while_recording
 from lazymodel_keras._record.recording import GivenValue, Recording
 
 
 @contextlib.contextmanager
-def session(recording: Recording) -> Generator[Recording, None, None]:
+def session(recording: Recording) -> Generator[Recording]:
     """Within the block, this thread's Keras code is recorded; one recording may have several such blocks.
 
-    Raises:
-        LazyModelError: Another recording is running in this thread, or Keras cannot be recorded.
+    Raises LazyModelError where another recording is running in this thread, or Keras cannot be recorded.
     """
-    _require_supported_mode()
+    if keras.backend.backend() != "jax":
+        raise LazyModelError(
+            f"lazymodel needs Keras on JAX; the backend is {keras.backend.backend()!r}. "
+            "Set KERAS_BACKEND=jax before Keras is imported."
+        )
+    if keras.config.is_nnx_enabled():
+        raise LazyModelError("Keras' NNX mode allocates every variable when it is created; unset KERAS_NNX_ENABLED")
     if active() is not None:
         raise LazyModelError("models are already being built abstractly here; leave the outer block first")
     try:
@@ -46,67 +50,40 @@ def record(build: Callable[[], Any]) -> tuple[Recording, Any]:
         return recording, build()
 
 
-def _require_supported_mode() -> None:
-    if keras.backend.backend() != "jax":
-        raise LazyModelError(
-            f"lazymodel needs Keras on JAX; the backend is {keras.backend.backend()!r}. "
-            "Set KERAS_BACKEND=jax before Keras is imported."
-        )
-    if keras.config.is_nnx_enabled():
-        raise LazyModelError("Keras' NNX mode allocates every variable when it is created; unset KERAS_NNX_ENABLED")
-
-
-def _initialize_variable(
-    original: Any, self: Any, initializer: Any, shape: Any = None, dtype: Any = None, *args: Any, **kwargs: Any
+@while_recording(_upstream.VariableBase, "__init__")
+def _initialize(
+    recording: Recording,
+    original: Any,
+    self: Any,
+    initializer: Any,
+    shape: Any = None,
+    dtype: Any = None,
+    *rest: Any,
+    **options: Any,
 ) -> None:
-    """`keras.Variable.__init__` while recordings run in some thread."""
-    recording = active()
-    if recording is None or _upstream.current_scope() is not recording.scope:
-        original(self, initializer, shape, dtype, *args, **kwargs)
-        if recording is not None and _upstream.value(self) is None:
-            recording.add(
-                self, _upstream.initializer(self)
-            )  # made while Keras traces a layer: abstract like all others
-        return
-    if not callable(initializer) and not isinstance(initializer, str):
+    ours = _upstream.current_scope() is recording.scope
+    if ours and not callable(initializer) and not isinstance(initializer, str):
         # Keras refuses to create a variable from an array in a StatelessScope; an initializer that returns it is fine.
         array = initializer.value if isinstance(initializer, keras.Variable) else initializer
         if not (hasattr(array, "shape") and hasattr(array, "dtype")):
             array = _upstream.as_tensor(self, array, dtype)
         initializer, shape = GivenValue(array), tuple(array.shape)
         dtype = keras.backend.standardize_dtype(array.dtype) if dtype is None else dtype
-    original(self, initializer, shape, dtype, *args, **kwargs)
-    recording.add(self, _upstream.initializer(self))
+    original(self, initializer, shape, dtype, *rest, **options)
+    if ours or _upstream.value(self) is None:  # made while Keras traces a layer: abstract like all
+        recording.add(self, _upstream.initializer(self))
 
 
-@register
-def _install(undo: contextlib.ExitStack) -> None:
-    original = _upstream.VariableBase.__init__
+@while_recording(_upstream.OptimizerBase, "build")
+def _build(recording: Recording, original: Any, self: Any, variables: Any) -> None:
+    original(self, variables)
+    recording.optimizers.append((weakref.ref(self), [weakref.ref(variable) for variable in variables]))
 
-    @functools.wraps(original)
-    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
-        _initialize_variable(original, self, *args, **kwargs)
 
-    original_build = _upstream.OptimizerBase.build
-
-    @functools.wraps(original_build)
-    def build(self: Any, variables: Any) -> None:
-        original_build(self, variables)
-        recording = active()
-        if recording is not None:
-            recording.optimizers.append((weakref.ref(self), [weakref.ref(variable) for variable in variables]))
-
-    original_copy = _upstream.OPS.copy
-
-    @functools.wraps(original_copy)
-    def copy(x: Any) -> Any:
-        # ScheduleFreeAdamW assigns copies of the variables to its own. What is assigned may as well be the variable:
-        # it has no value yet. Others may keep the copy, so they are given one.
-        recording = active()
-        abstract = recording is not None and isinstance(x, keras.Variable) and id(x) in recording.recorded
-        building = abstract and isinstance(sys._getframe(1).f_locals.get("self"), keras.Optimizer)
-        return x if building and _upstream.value(x) is None else original_copy(x)
-
-    replace(undo, _upstream.VariableBase, "__init__", initialize)
-    replace(undo, _upstream.OptimizerBase, "build", build)
-    replace(undo, _upstream.OPS, "copy", copy)
+@while_recording(_upstream.OPS, "copy")
+def _copy(recording: Recording, original: Any, x: Any) -> Any:
+    # ScheduleFreeAdamW assigns copies of the variables to its own. What is assigned may as well be the variable: it has
+    # no value yet. Others may keep the copy, so they are given one.
+    abstract = recording.of(x) is not None and _upstream.value(x) is None
+    building = abstract and isinstance(sys._getframe(3).f_locals.get("self"), keras.Optimizer)
+    return x if building else original(x)

@@ -18,7 +18,7 @@ from lazymodel import CheckpointError, LazyTensor, open_checkpoint
 from lazymodel.checkpoints import SafetensorsFile
 from lazymodel_keras import _upstream
 from lazymodel_keras._record.hugging_face import refuse_quantized
-from lazymodel_keras._record.patches import active, register, replace
+from lazymodel_keras._record.patches import active, recording_patches, replace, while_recording
 
 
 class LazySafeOpen:
@@ -44,9 +44,7 @@ class LazySafeOpen:
     def get_tensor(self, name: str) -> LazyTensor:
         if name not in self._file.tensors:
             # As safetensors does: converters probe for names and catch this.
-            raise CheckpointError(
-                f"{self._file.tensors.path} has no tensor {name!r}{known_layers(name, self._file.tensors.keys())}"
-            )
+            raise CheckpointError(f"{self._file.tensors.path} has no tensor {name!r}{known_layers(name, self.keys())}")
         return self._file[name]
 
     # A slice of a lazy tensor is a lazy tensor.
@@ -68,42 +66,35 @@ def known_layers(name: str, names: Iterable[str]) -> str:
     return ""
 
 
-@register
-def _install(undo: contextlib.ExitStack) -> None:
-    store, open_file = _upstream.WeightsStore, _upstream.WEIGHTS_STORE_OPEN
-    original_getitem, original_open = store.__getitem__, vars(store)[open_file]
-
-    def getitem(self: Any, key: str) -> Any:
-        recording = active()
-        if recording is None or self.mode != "r":
-            return original_getitem(self, key)
-        name = _upstream.stored_name(self, key)
-        if self.archive is None:
-            path = os.fsdecode(self.h5_file.filename)
-            if path in recording.files:
-                return recording.files[path][name]
-            recording.refuse_unverified(f"{name!r} of {path}")  # what is no file on disk is held in memory
-            return original_getitem(self, key)
-        # An archive is read in place; one that was compressed again afterwards is read the stock way.
-        with contextlib.suppress(CheckpointError):
-            return recording.open(os.fspath(self.archive.filename), open_checkpoint)[name]
-        return original_getitem(self, key)
-
-    def get_h5_file(self: Any, path_or_io: Any, mode: str | None = None) -> Any:
-        recording = active()
-        if recording is not None and (mode or self.mode) == "r":
-            # Checked by us first: our errors say what is wrong with the file.
-            if self.archive:
-                recording.check_content(os.fspath(self.archive.filename))
-            elif not hasattr(path_or_io, "read"):
-                recording.open(os.fspath(path_or_io), open_checkpoint)
-        return original_open(self, path_or_io, mode)
-
-    replace(undo, store, "__getitem__", getitem)
-    replace(undo, store, open_file, get_h5_file)
+@while_recording(_upstream.WeightsStore, "__getitem__")
+def _get(recording: Any, original: Any, self: Any, key: str) -> Any:
+    if self.mode != "r":
+        return original(self, key)
+    name = _upstream.stored_name(self, key)
+    if self.archive is None:
+        path = os.fsdecode(self.h5_file.filename)
+        if path in recording.files:
+            return recording.files[path][name]
+        recording.refuse_unverified(f"{name!r} of {path}")  # what is no file on disk is held in memory
+        return original(self, key)
+    # An archive is read in place; one that was compressed again afterwards is read the stock way.
+    with contextlib.suppress(CheckpointError):
+        return recording.open(os.fspath(self.archive.filename), open_checkpoint)[name]
+    return original(self, key)
 
 
-@register
+@while_recording(_upstream.WeightsStore, _upstream.WEIGHTS_STORE_OPEN)
+def _open(recording: Any, original: Any, self: Any, path_or_io: Any, mode: str | None = None) -> Any:
+    if (mode or self.mode) == "r":
+        # Checked by us first: our errors say what is wrong with the file.
+        if self.archive:
+            recording.check_content(os.fspath(self.archive.filename))
+        elif not hasattr(path_or_io, "read"):
+            recording.open(os.fspath(path_or_io), open_checkpoint)
+    return original(self, path_or_io, mode)
+
+
+@recording_patches.register
 def _install_safe_open(undo: contextlib.ExitStack) -> None:
     try:
         import safetensors
@@ -127,43 +118,34 @@ def _install_safe_open(undo: contextlib.ExitStack) -> None:
     replace(undo, safetensors, "safe_open", safe_open)
 
 
-@register
-def _install_whole_models(undo: contextlib.ExitStack) -> None:
-    """For files of whole models, `.keras` and legacy HDF5."""
-    library, legacy = _upstream.SAVING_LIB, _upstream.LEGACY_H5
-    is_memory_sufficient = library.is_memory_sufficient
-    load_subset, load_optimizer = (
-        legacy.load_subset_weights_from_hdf5_group,
-        legacy.load_optimizer_weights_from_hdf5_group,
-    )
-    # Keras before 3.15 follows any link in a legacy file; ours are checked when `open_checkpoint` reads them.
-    dataset_of: Callable[[Any, str], Any] = getattr(legacy, "safe_get_h5_dataset", operator.getitem)
-    group_of: Callable[[Any, str], Any] = getattr(legacy, "safe_get_h5_group", operator.getitem)
+# Files of whole models, `.keras` and legacy HDF5. Keras before 3.15 follows any link in a legacy file; ours are checked
+# when `open_checkpoint` reads them.
+_LEGACY = _upstream.LEGACY_H5
+_dataset_of: Callable[[Any, str], Any] = getattr(_LEGACY, "safe_get_h5_dataset", operator.getitem)
+_group_of: Callable[[Any, str], Any] = getattr(_LEGACY, "safe_get_h5_group", operator.getitem)
 
-    def memory_sufficient(model: Any) -> Any:
-        if active() is None:
-            return is_memory_sufficient(model)
-        # Keras would copy the weights of a `.keras` file into memory or beside the file, and reads them in place where
-        # neither works.
-        raise MemoryError("weights are read in place")
 
-    def lazily(original: Any, group: Any, holder: Any) -> Any:
-        recording = active()
-        if recording is None:
-            return original(group)
-        names = legacy.load_attributes_from_hdf5_group(holder, "weight_names")
-        path = os.fsdecode(holder.file.filename)
-        if not os.path.isfile(path):
-            return original(group)
-        file = recording.open(path, open_checkpoint)
-        return [file[dataset_of(holder, name).name.lstrip("/")] for name in names]
+@while_recording(_upstream.SAVING_LIB, "is_memory_sufficient")
+def _is_memory_sufficient(recording: Any, original: Any, model: Any) -> Any:
+    # Keras would copy the weights of a `.keras` file into memory or beside the file, and reads them in place where
+    # neither works.
+    raise MemoryError("weights are read in place")
 
-    def load_weights(group: Any) -> Any:
-        return lazily(load_subset, group, group)
 
-    def load_optimizer_weights(group: Any) -> Any:
-        return lazily(load_optimizer, group, group_of(group, "optimizer_weights"))
+@while_recording(_LEGACY, "load_subset_weights_from_hdf5_group")
+def _load_weights(recording: Any, original: Any, group: Any) -> Any:
+    return _lazily(recording, original, group, group)
 
-    replace(undo, library, "is_memory_sufficient", memory_sufficient)
-    replace(undo, legacy, "load_subset_weights_from_hdf5_group", load_weights)
-    replace(undo, legacy, "load_optimizer_weights_from_hdf5_group", load_optimizer_weights)
+
+@while_recording(_LEGACY, "load_optimizer_weights_from_hdf5_group")
+def _load_optimizer_weights(recording: Any, original: Any, group: Any) -> Any:
+    return _lazily(recording, original, group, _group_of(group, "optimizer_weights"))
+
+
+def _lazily(recording: Any, original: Any, group: Any, holder: Any) -> Any:
+    names = _LEGACY.load_attributes_from_hdf5_group(holder, "weight_names")
+    path = os.fsdecode(holder.file.filename)
+    if not os.path.isfile(path):
+        return original(group)
+    file = recording.open(path, open_checkpoint)
+    return [file[_dataset_of(holder, name).name.lstrip("/")] for name in names]

@@ -45,8 +45,9 @@ class TrainingCheckpoint(_Stock):
             step is saved, or at the end of training, where the stock callback may say nothing. Earlier steps stay.
 
     Example:
-        >>> checkpoint = TrainingCheckpoint("checkpoints", metadata={"run": 3})
-        >>> model.fit(checkpoint.data(iterator), steps_per_epoch=100, epochs=10, shuffle=False, callbacks=[checkpoint])
+        >>> checkpoint = lk.TrainingCheckpoint("checkpoints", metadata={"run": 3})
+        >>> inputs, targets = np.ones((16, 16)), np.zeros((16, 8))
+        >>> history = make_model().fit(inputs, targets, epochs=2, callbacks=[checkpoint], verbose=0)
     """
 
     def __init__(
@@ -61,14 +62,12 @@ class TrainingCheckpoint(_Stock):
                 f"Keras {keras.__version__} has no keras.callbacks.OrbaxCheckpoint; upgrade it: pip install -U keras"
             )
         where = os.path.expanduser(os.fspath(directory))
-        if "://" not in where:
-            where = os.path.abspath(where)  # Orbax takes a relative folder, and then fails to write to it
+        # Orbax takes a relative folder, and then fails to write to it.
+        where = where if "://" in where else os.path.abspath(where)
         super().__init__(where, **options)
         self.checkpointer = _Describing(self.checkpointer, self._describe, where)
         self._metadata = metadata
-        self._epoch = 0
-        self._batch = 0
-        self._trained = 0
+        self._epoch = self._batch = self._trained = 0
         # (batches taken from the data, its state then), from what was trained on last to what was taken last.
         self._states: collections.deque[tuple[int, Any]] = collections.deque()
 
@@ -98,15 +97,15 @@ class TrainingCheckpoint(_Stock):
                 "jax.process_index(), and give fit the iterator itself"
             )
         self._trained = 0
-        self._states = collections.deque([(0, iterator.get_state())])
-        return self._noted(iterator)
+        self._states = states = collections.deque([(0, iterator.get_state())])
 
-    def _noted(self, iterator: Any) -> Iterator[Any]:
-        # A generator, which `data` is not so that it complains at once: it is what Keras takes for a stream of batches.
-        states = self._states
-        for count, batch in enumerate(iterator, 1):
-            states.append((count, iterator.get_state()))
-            yield batch
+        def noted() -> Iterator[Any]:
+            # A generator, which `data` is not so that it complains at once: what Keras takes for a stream of batches.
+            for count, batch in enumerate(iterator, 1):
+                states.append((count, iterator.get_state()))
+                yield batch
+
+        return noted()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._batch = epoch, 0
@@ -139,7 +138,9 @@ class TrainingCheckpoint(_Stock):
         given = self._metadata() if callable(self._metadata) else self._metadata
         described: dict[str, Any] = {"epoch": self._epoch, "batch": self._batch, "metadata": dict(given or {})}
         if self._states:
-            described["data"] = _encode(self._states[0][1])
+            state = self._states[0][1]
+            is_bytes = isinstance(state, bytes | bytearray)
+            described["data"] = {_BYTES: base64.b64encode(state).decode()} if is_bytes else state
         try:
             json.dumps(described)
         except (TypeError, ValueError) as error:
@@ -151,21 +152,19 @@ class _Describing:
     """An Orbax checkpointer that adds custom metadata to every step, and tells of every step that was not saved."""
 
     def __init__(self, checkpointer: Any, describe: Callable[[], dict[str, Any]], directory: str) -> None:
-        self._checkpointer = checkpointer
-        self._describe = describe
-        self._directory = directory
+        self._checkpointer, self._describe, self._directory = checkpointer, describe, directory
         self._saving: list[tuple[int, Any]] = []
 
     def save_checkpointables(self, step: int, *args: Any, **options: Any) -> Any:
-        described = self._describe()
+        options["custom_metadata"] = self._describe()
         with self._naming(step):
-            return self._checkpointer.save_checkpointables(step, *args, custom_metadata=described, **options)
+            return self._checkpointer.save_checkpointables(step, *args, **options)
 
     def save_checkpointables_async(self, step: int, *args: Any, **options: Any) -> Any:
         self.settle()  # Orbax waits for the step before, too
-        described = self._describe()
+        options["custom_metadata"] = self._describe()
         with self._naming(step):
-            saving = self._checkpointer.save_checkpointables_async(step, *args, custom_metadata=described, **options)
+            saving = self._checkpointer.save_checkpointables_async(step, *args, **options)
         if saving is not None:  # it was not skipped
             self._saving.append((step, saving))
         return saving
@@ -178,7 +177,7 @@ class _Describing:
                 saving.result()
 
     @contextlib.contextmanager
-    def _naming(self, step: int) -> Generator[None, None, None]:
+    def _naming(self, step: int) -> Generator[None]:
         try:
             yield
         except Exception as error:  # Orbax' own, tensorstore's, the system's
@@ -202,6 +201,11 @@ class TrainingState:
         batch: Batches of the next epoch that were trained on already; 0 where epochs were saved.
         metadata: What `TrainingCheckpoint` was given to save.
         data: The state of its data iterator, for `set_state`; None if it had none.
+
+    Example:
+        >>> state = lk.training_state("checkpoints")  # saved as in the example of `TrainingCheckpoint`
+        >>> state.epoch, state.step, state.metadata
+        (2, 1, {'run': 3})
     """
 
     path: str
@@ -220,22 +224,25 @@ def training_state(path: str | os.PathLike[str]) -> TrainingState:
 
     Raises:
         CheckpointError: It is no such checkpoint, or what was saved with it cannot be read.
+
+    Example:
+        >>> lk.training_state("checkpoints").epoch  # saved as in the example of `TrainingCheckpoint`
+        2
     """
     with open_checkpoint(os.path.expanduser(os.fspath(path))) as checkpoint:
         item = getattr(checkpoint, "item", None)
-        folder = None if item is None else Path(item).parent
-        number = None if folder is None else folder.name.rpartition("_")[2]
-        if folder is None or number is None or not number.isdecimal():
+        folder = Path(item or "").parent
+        number = folder.name.rpartition("_")[2]
+        if item is None or not number.isdecimal():
             raise CheckpointError(
                 f"{os.fspath(path)}: expected a step of an Orbax checkpoint, found {checkpoint.format}"
             )
-        step = int(number)
         updates = [
             int(checkpoint[name].read())
             for name in checkpoint
             if name.startswith("optimizer_variables/") and name.endswith("/iteration") and checkpoint[name].shape == ()
         ]
-    file = folder / "_CHECKPOINT_METADATA"
+    step, file = int(number), folder / "_CHECKPOINT_METADATA"
     custom = read_json_file(file).get("custom_metadata") if file.exists() else None
     ours = cast("dict[str, Any]", custom).get(_KEY) if isinstance(custom, dict) else None
     if ours is None:
@@ -251,10 +258,6 @@ def _stock_epoch(step: int, updates: int) -> int | None:
     """The epochs that were completed, where the stock callback's step is an epoch's number from 0, not batches."""
     # Epochs have the same number of updates each, at least one.
     return step + 1 if updates > step and updates % (step + 1) == 0 else None
-
-
-def _encode(state: Any) -> Any:
-    return {_BYTES: base64.b64encode(state).decode()} if isinstance(state, bytes | bytearray) else state
 
 
 def _decode(state: Any) -> Any:

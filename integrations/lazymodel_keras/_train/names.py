@@ -6,6 +6,7 @@ without the name of the model in front. Paths are matched up to such differences
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -24,28 +25,18 @@ def match_paths(paths: list[str], saved: list[str], automatic: set[str]) -> dict
     if all(path in exact for path in paths):
         return {path: path for path in paths}
     ours, theirs = _renumbered(paths, automatic), _renumbered(saved, automatic)
-    matched: dict[str, str] = {}
     by_name = {name: original for original, name in theirs.items()}
-    for path, name in ours.items():
-        if name in by_name:
-            matched[path] = by_name.pop(name)
+    matched = {path: by_name.pop(name) for path, name in ours.items() if name in by_name}
     # (suffix → paths that end with it) of those that are left, in both directions.
     left = {path: name for path, name in ours.items() if path not in matched}
     endings = _endings(left), _endings({original: name for name, original in by_name.items()})
-    candidates: dict[str, set[str]] = {path: set() for path in left}
-    for path, name in left.items():
-        candidates[path].update(endings[1].get(name, ()))
+    candidates = {path: set(endings[1].get(name, ())) for path, name in left.items()}
     for name, original in by_name.items():
         for path in endings[0].get(name, ()):
             candidates[path].add(original)
-    claims: dict[str, list[str]] = {}
-    for path, originals in candidates.items():
-        for original in originals:
-            claims.setdefault(original, []).append(path)
-    for path, originals in candidates.items():
-        if len(originals) == 1 and len(claims[original := next(iter(originals))]) == 1:
-            matched[path] = original
-    return matched
+    claims = collections.Counter(original for originals in candidates.values() for original in originals)
+    alone = {path: next(iter(originals)) for path, originals in candidates.items() if len(originals) == 1}
+    return matched | {path: original for path, original in alone.items() if claims[original] == 1}
 
 
 def _endings(names: Mapping[str, str]) -> dict[str, list[str]]:
@@ -60,22 +51,20 @@ def _endings(names: Mapping[str, str]) -> dict[str, list[str]]:
 
 def _renumbered(paths: list[str], automatic: set[str]) -> dict[str, str]:
     """Path → the path with automatic names counted from 0 in their own order: `dense_4`, `dense_7` → `dense#0`, …"""
-    numbers: dict[str, set[int]] = {}
     split: dict[str, list[tuple[str, int | None]]] = {}
+    numbers: dict[str, set[int]] = {}
     for path in paths:
         split[path] = []
         for part in path.split("/"):
             match = _NUMBERED.fullmatch(part)
             assert match is not None
-            if match[1] in automatic:
-                number = int(match[2] or 0)
-                numbers.setdefault(match[1], set()).add(number)
-                split[path].append((match[1], number))
-            else:
-                split[path].append((part, None))
-    ranks = {base: {number: rank for rank, number in enumerate(sorted(found))} for base, found in numbers.items()}
+            base, number = match.groups()
+            split[path].append((base, int(number or 0)) if base in automatic else (part, None))
+            if base in automatic:
+                numbers.setdefault(base, set()).add(int(number or 0))
+    ranks = {(base, number): rank for base, found in numbers.items() for rank, number in enumerate(sorted(found))}
     return {
-        path: "/".join(base if number is None else f"{base}#{ranks[base][number]}" for base, number in parts)
+        path: "/".join(base if number is None else f"{base}#{ranks[base, number]}" for base, number in parts)
         for path, parts in split.items()
     }
 
@@ -92,7 +81,6 @@ def match_slots(
     for path in slots:
         scope, _, leaf = path.rpartition("/")
         owner = max((prefix for prefix in prefixes if leaf.startswith(prefix)), key=len, default="")
-        leaf = prefixes.get(owner, "") + leaf[len(owner) :]
-        expected[path] = f"{scope}/{leaf}" if scope else leaf
+        expected[path] = (f"{scope}/" if scope else "") + prefixes.get(owner, "") + leaf[len(owner) :]
     matched = match_paths(list(expected.values()), list(names), automatic)
     return {path: names[matched[name]] for path, name in expected.items() if name in matched}

@@ -9,24 +9,16 @@ silence; here paths are matched by `_train/names`, and what is left over is an e
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import keras
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lazymodel import (
-    AbstractModel,
-    AbstractVariable,
-    CheckpointError,
-    LazyModelError,
-    LazyTensor,
-    open_checkpoint,
-)
+from lazymodel import AbstractModel, CheckpointError, LazyModelError, open_checkpoint
 from lazymodel._abstract.paths import unique_paths
 from lazymodel._errors import warn
 from lazymodel._sharding.follow import follow
@@ -38,7 +30,7 @@ from lazymodel_keras import _upstream
 from lazymodel_keras._build import Materializing, check_all_used, check_options
 from lazymodel_keras._model.abstract import from_skeleton
 from lazymodel_keras._model.skeleton import Skeleton, model_variables
-from lazymodel_keras._record.patches import active, register, replace
+from lazymodel_keras._record.patches import active, while_recording
 from lazymodel_keras._record.recording import Recording
 from lazymodel_keras._record.session import session
 from lazymodel_keras._train.names import match_paths, match_slots
@@ -46,6 +38,8 @@ from lazymodel_keras._train.names import match_paths, match_slots
 _WEIGHTS = ("trainable_variables", "non_trainable_variables")
 _OPTIMIZER = "optimizer_variables"
 _METRICS = "metrics_variables"
+_WITH_STATE = (".keras", ".weights.h5", ".weights.json")  # Keras' own files in which optimizer state may be
+_SAVING = _upstream.SAVING_API
 _SEED_STATE = "seed_generator_state"  # the random state of dropout and the like: training state, no weight
 
 
@@ -85,6 +79,12 @@ def restore(
     Raises:
         CheckpointError: The checkpoint is missing, corrupt, or does not fit; nothing was restored then.
         LazyModelError: The model has no variables yet.
+
+    Example:
+        >>> abstract = lm.build_abstract(make_model).shard(mesh, {".*/kernel": P("model"), ".*": P()})
+        >>> model = lk.restore(abstract, "checkpoints")  # saved as in the example of `TrainingCheckpoint`
+        >>> int(model.optimizer.iterations.value)
+        2
     """
     check_mode(cast)
     check_options("restore", options)
@@ -140,10 +140,8 @@ def read_state(recording: Recording, model: Any, path: str, *, weights_only: boo
     try:
         for variable in model_variables(model):
             recording.adopt(variable)
-        if os.path.isdir(path):
-            _read_orbax(recording, model, path, weights_only, strict)
-        else:
-            _read_keras(recording, model, path, weights_only, strict)
+        read = _read_orbax if os.path.isdir(path) else _read_keras
+        read(recording, model, path, weights_only, strict)
     except BaseException:
         for variable, recorded in recording.variables():
             if _upstream.value(variable) is not None:
@@ -201,31 +199,23 @@ def _step_folder(path: str) -> Path:
 
 
 def _materialize(recording: Recording, model: Any, options: Materializing) -> None:
-    """Gives a model that is placed already what was recorded for it."""
-    skeleton = Skeleton(None, recording, model)
-    if skeleton.variables:
-        abstract = from_skeleton(skeleton)
-        abstract.with_variables(_on_mesh(model, abstract.variables)).materialize(**options)
-
-
-def _on_mesh(model: Any, variables: Mapping[str, AbstractVariable]) -> dict[str, AbstractVariable]:
-    """The variables, those without a mesh replicated on the model's where it has one.
+    """Gives a model that is placed already what was recorded for it; what has no mesh is replicated on the model's.
 
     An optimizer that was made apart from the model has its step count on one device; arrays that are committed to it
     could not be used together with the model's.
     """
+    skeleton = Skeleton(None, recording, model)
+    if not skeleton.variables:
+        return
+    abstract = from_skeleton(skeleton)
     shardings = (getattr(_upstream.value(variable), "sharding", None) for variable in model.variables)
-    meshes = (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
-    mesh = cast("Any", next(meshes, None))
-    if mesh is None:
-        return dict(variables)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return {
-        path: variable
-        if isinstance(variable.sharding, NamedSharding)
-        else dataclasses.replace(variable, sharding=replicated)
-        for path, variable in variables.items()
-    }
+    meshes: Any = (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
+    if (mesh := next(meshes, None)) is not None:
+        replicated = NamedSharding(mesh, PartitionSpec())
+        elsewhere = {path: v for path, v in abstract.items() if not isinstance(v.sharding, NamedSharding)}
+        moved = {path: dataclasses.replace(v, sharding=replicated) for path, v in elsewhere.items()}
+        abstract = abstract.with_variables({**abstract.variables, **moved})
+    abstract.materialize(**options)
 
 
 def _restore_abstract(
@@ -244,7 +234,7 @@ def _restore_abstract(
     with session(recording):
         read_state(recording, skeleton.result, path, weights_only=weights_only, strict=strict)
     known = {id(variable) for variable, _ in skeleton.variables.values()}
-    more = [(variable, recorded) for variable, recorded in recording.variables() if id(variable) not in known]
+    more = [entry for entry in recording.variables() if id(entry[0]) not in known]
     paths = unique_paths([*skeleton.variables, *(variable.path for variable, _ in more)])
     filled = Skeleton(None, recording, skeleton.result)
     filled.variables = dict(zip(paths, [*skeleton.variables.values(), *more], strict=True))
@@ -268,7 +258,7 @@ def _restore_abstract(
 def _read_keras(recording: Recording, model: Any, path: str, weights_only: bool, strict: bool) -> None:
     optimizer = getattr(model, "optimizer", None)
     state: list[str] = []
-    if path.endswith((".keras", ".weights.h5", ".weights.json")):
+    if path.endswith(_WITH_STATE):
         with open_checkpoint(path) as file:
             state = [name for name in file if name.startswith("optimizer/vars/")]
     if optimizer is not None and state and not weights_only:
@@ -283,7 +273,7 @@ def _read_keras(recording: Recording, model: Any, path: str, weights_only: bool,
     loading, recording.loading = recording.loading, True  # what is wrong is said here, and what is loaded
     try:
         with recording.explaining(f"restoring {path}"):
-            if path.endswith((".keras", ".weights.h5", ".weights.json")):
+            if path.endswith(_WITH_STATE):
                 _upstream.load_weights_file(model, path, skip_mismatch=not strict, objects_to_skip=skipped)
             else:
                 model.load_weights(path, skip_mismatch=not strict)
@@ -309,8 +299,8 @@ def _read_orbax(recording: Recording, model: Any, path: str, weights_only: bool,
             f"{path}: expected variables of a Keras model under {' and '.join(_WEIGHTS)}, "
             f"found {listed(map(repr, sorted(names)))}"
         )
-    optimizer = None if weights_only else getattr(model, "optimizer", None)
-    if optimizer is not None and names.get(_OPTIMIZER) and not optimizer.built:
+    optimizer = None if weights_only or not names.get(_OPTIMIZER) else getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
     automatic = {_upstream.automatic_name(type(part)) for part in _parts(model)} | {"seed_generator", "variable"}
 
@@ -322,7 +312,7 @@ def _read_orbax(recording: Recording, model: Any, path: str, weights_only: bool,
     taken = {path: names["weights"][saved] for path, saved in saved_as.items()}
     wanted = dict(weights)
     unused = {name for name in names["weights"].values() if name not in set(taken.values())}
-    if optimizer is not None and names.get(_OPTIMIZER):
+    if optimizer is not None:
         slots = {variable.path: variable for variable in optimizer.variables}
         found = match_slots(slots, names[_OPTIMIZER], saved_as, automatic)
         wanted |= slots
@@ -336,24 +326,19 @@ def _read_orbax(recording: Recording, model: Any, path: str, weights_only: bool,
         wanted |= metrics
         taken |= {path: names[_METRICS][saved] for path, saved in matched.items()}
 
-    fitting: dict[str, LazyTensor] = {}
-    misfits: list[str] = []
-    for variable_path, name in taken.items():
-        tensor, shape = file.tensors[name], tuple(wanted[variable_path].shape)
-        if tensor.shape == shape:
-            fitting[variable_path] = file[name]
-        else:
-            misfits.append(misshapen(variable_path, shape, tensor.shape, f"tensor {name!r}"))
+    misfits = {of: name for of, name in taken.items() if tuple(wanted[of].shape) != file.tensors[name].shape}
     if misfits:
-        found = listed(misfits, separator="; ")
+        shapes = {of: (wanted[of].shape, file.tensors[name].shape) for of, name in misfits.items()}
+        found = listed((misshapen(of, *shapes[of], f"tensor {misfits[of]!r}") for of in misfits), separator="; ")
         if strict:
             raise CheckpointError(
                 f"{path} does not fit {model.name!r}: {found}. Is this the checkpoint of another configuration? "
                 "strict=False leaves these variables out."
             )
         warn(f"{path}: left out, since they do not fit: {found}")
-    for variable_path, tensor in fitting.items():
-        wanted[variable_path].assign(tensor)
+    for of, name in taken.items():
+        if of not in misfits:
+            wanted[of].assign(file[name])
 
 
 def _parts(model: Any) -> Iterable[Any]:
@@ -373,15 +358,13 @@ def _require_complete(
     """Raises, or warns without `strict`, where variables lack tensors or tensors lack variables."""
     lacking = [variable_path for variable_path in wanted if variable_path not in taken]
     parts: list[str] = []
+    names = sorted(unused)
     if lacking:
+        near = closest(lacking[0], [name.partition("/")[2] for name in names])
         folded = listed(folded_names(lacking))
-        names = [name.partition("/")[2] for name in sorted(unused)]
-        parts.append(
-            f"has no tensor for {len(lacking)} variables of {model.name!r}: {folded}{closest(lacking[0], names)}"
-        )
+        parts.append(f"has no tensor for {len(lacking)} variables of {model.name!r}: {folded}{near}")
     if unused:
-        names = listed(sorted(unused))
-        parts.append(f"holds {len(unused)} tensors that {model.name!r} has no variable for: {names}")
+        parts.append(f"holds {len(unused)} tensors that {model.name!r} has no variable for: {listed(names)}")
     if parts and strict:
         raise CheckpointError(
             f"{path} {' and '.join(parts)}. Build the model and its optimizer as they were when it was saved; "
@@ -391,15 +374,7 @@ def _require_complete(
         warn(f"{path} {' and '.join(parts)}. They are left out.")
 
 
-@register
-def _install(undo: contextlib.ExitStack) -> None:
+@while_recording(lambda: _SAVING if hasattr(_SAVING, _upstream.LOAD_ORBAX) else None, _upstream.LOAD_ORBAX)
+def _load_orbax(recording: Recording, original: Any, *args: Any, **kwargs: Any) -> Any:
     """Has `keras.saving.load_model` read Orbax checkpoints lazily, and match their paths."""
-    original = getattr(_upstream.SAVING_API, _upstream.LOAD_ORBAX, None)
-    if original is None:
-        return
-
-    def load_model(filepath: Any, custom_objects: Any = None, compile: bool = True, safe_mode: bool = True) -> Any:
-        load = original if active() is None else model_from_orbax
-        return load(filepath, custom_objects, compile, safe_mode)
-
-    replace(undo, _upstream.SAVING_API, _upstream.LOAD_ORBAX, load_model)
+    return model_from_orbax(*args, **kwargs)

@@ -8,10 +8,10 @@ shape and dtype, and where HDF5 would copy one's values, these are written from 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Generator
 from typing import Any
 
+import h5py
 import jax
 import keras
 import numpy as np
@@ -20,14 +20,14 @@ from lazymodel._tensors.boxes import slabs
 from lazymodel._tensors.device import DeviceLeaf
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel_keras import _upstream
-from lazymodel_keras._record.patches import SharedPatches, replace
+from lazymodel_keras._record.patches import SharedPatches
 from lazymodel_keras._train import whole_saving
 
 _SLAB = 16 << 20  # bytes written at a time
 
 
 @contextlib.contextmanager
-def streamed_saving() -> Generator[None, None, None]:
+def streamed_saving() -> Generator[None]:
     """Within the block, what Keras and KerasHub save goes through the host's memory a few MiB at a time.
 
     For `model.save_to_preset`, `save_weights` (sharded too), `model.save` and callbacks that call them, such as
@@ -48,8 +48,10 @@ def streamed_saving() -> Generator[None, None, None]:
             is at the same path, or the system refuses to write there.
 
     Example:
-        >>> with streamed_saving():
-        ...     model.save_to_preset("folder")
+        >>> with lk.streamed_saving():
+        ...     model.save_to_preset("saved")
+        >>> lm.open_checkpoint("saved").nbytes == lm.open_checkpoint("preset").nbytes
+        True
     """
     with _patches.needed():
         yield
@@ -68,57 +70,40 @@ class _StandIn(np.ndarray):
         return made
 
 
+_patches = SharedPatches()
+
+
+@_patches.register
 def _install(undo: contextlib.ExitStack) -> None:
-    import h5py
-
-    for store in (_upstream.SAVING_LIB.H5IOStore, _upstream.SAVING_LIB.ShardedH5IOStore):
-        replace(undo, store, "__setitem__", _setting(vars(store)["__setitem__"]))
-    replace(undo, _upstream.BACKEND, "convert_to_numpy", _converting(_upstream.BACKEND.convert_to_numpy))
-    replace(undo, h5py.Group, "create_dataset", _creating(h5py.Group.create_dataset))
-    original = _upstream.SAVING_LIB.is_memory_sufficient
-
-    @functools.wraps(original)
-    def is_memory_sufficient(model: Any) -> bool:
-        # Keras writes a .keras file's weights to disk first where memory does not suffice.
-        return not _patches.here and original(model)
-
-    replace(undo, _upstream.SAVING_LIB, "is_memory_sufficient", is_memory_sufficient)
-    whole_saving.install(undo, lambda: _patches.here)
+    whole_saving.install(undo, _patches)
 
 
-_patches = SharedPatches(_install)
+@_patches.replacing(_upstream.SAVING_LIB, "is_memory_sufficient")
+def _is_memory_sufficient(original: Any, model: Any) -> bool:
+    return False  # Keras writes a .keras file's weights to disk first then
 
 
-def _setting(original: Any) -> Any:
-    @functools.wraps(original)
-    def setitem(self: Any, key: str, value: Any) -> None:
-        if _patches.here and not isinstance(value, _StandIn):  # a sharded store's calls the other's
-            array = value.value if isinstance(value, keras.Variable) else value
-            if isinstance(array, jax.Array):
-                value = _StandIn.of(getattr(value, "path", "a value"), array)
-        original(self, key, value)
-
-    return setitem
+@_patches.replacing(_upstream.SAVING_LIB.H5IOStore, "__setitem__")
+@_patches.replacing(_upstream.SAVING_LIB.ShardedH5IOStore, "__setitem__")
+def _set(original: Any, self: Any, key: str, value: Any) -> None:
+    array = value.value if isinstance(value, keras.Variable) else value
+    if isinstance(array, jax.Array):
+        value = _StandIn.of(getattr(value, "path", "a value"), array)
+    original(self, key, value)
 
 
-def _converting(original: Any) -> Any:
-    @functools.wraps(original)
-    def convert_to_numpy(x: Any) -> Any:
-        return x if isinstance(x, _StandIn) else original(x)
-
-    return convert_to_numpy
+@_patches.replacing(_upstream.BACKEND, "convert_to_numpy")
+def _convert(original: Any, x: Any) -> Any:
+    return x if isinstance(x, _StandIn) else original(x)
 
 
-def _creating(original: Any) -> Any:
-    @functools.wraps(original)
-    def create_dataset(
-        self: Any, name: Any, shape: Any = None, dtype: Any = None, data: Any = None, **options: Any
-    ) -> Any:
-        if not isinstance(data, _StandIn):
-            return original(self, name, shape, dtype, data, **options)
-        dataset = original(self, name, data.shape, data.dtype, **options)
-        for slab in slabs(data.shape, max(_SLAB // data.dtype.itemsize, 1)):
-            dataset[slab] = np.asarray(data.tensor[slab])
-        return dataset
-
-    return create_dataset
+@_patches.replacing(h5py.Group, "create_dataset")
+def _create(
+    original: Any, self: Any, name: Any, shape: Any = None, dtype: Any = None, data: Any = None, **options: Any
+) -> Any:
+    if not isinstance(data, _StandIn):
+        return original(self, name, shape, dtype, data, **options)
+    dataset = original(self, name, data.shape, data.dtype, **options)
+    for slab in slabs(data.shape, max(_SLAB // data.dtype.itemsize, 1)):
+        dataset[slab] = np.asarray(data.tensor[slab])
+    return dataset

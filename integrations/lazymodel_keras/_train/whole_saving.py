@@ -31,7 +31,7 @@ from lazymodel._show.text import format_bytes
 from lazymodel.checkpoints._open import staging_folder
 from lazymodel_keras import _upstream
 from lazymodel_keras._model.skeleton import model_variables
-from lazymodel_keras._record.patches import replace
+from lazymodel_keras._record.patches import SharedPatches
 
 _WEIGHTS, _SHARDS = "model.weights.h5", "model.weights.json"  # a preset's own, whole or sharded
 _TASK, _TASK_WEIGHTS = "task.json", "task.weights.h5"
@@ -39,46 +39,39 @@ _TASK, _TASK_WEIGHTS = "task.json", "task.weights.h5"
 _thread = threading.local()
 
 
-def install(undo: contextlib.ExitStack, wanted: Callable[[], bool]) -> None:
-    """Makes Keras and KerasHub save this way until `undo` closes, where `wanted()` is true."""
-    library, legacy = _upstream.SAVING_LIB, _upstream.LEGACY_H5
-    patched = functools.partial(_patch, undo, wanted)
-    patched(library, "save_weights_only", _save_weights)
-    patched(library, "save_model", _save_model)
-    patched(legacy, "save_model_to_hdf5", _save_file)
-    models: Any = _upstream.hub_models()
-    if models is None:
-        return
-    patched(models.Backbone, "save_lora_weights", _save_file)
-    for cls in _upstream.saved_to_presets():
-        patched(cls, "save_to_preset", _save_preset)
+def install(undo: contextlib.ExitStack, patches: SharedPatches) -> None:
+    """Makes Keras and KerasHub save this way until `undo` closes, where these patches are."""
+    ways: list[tuple[Any, str, Any]] = [
+        (_upstream.SAVING_LIB, "save_weights_only", _save_weights),
+        (_upstream.SAVING_LIB, "save_model", _save_model),
+        (_upstream.LEGACY_H5, "save_model_to_hdf5", _save_file),
+    ]
+    if (models := _upstream.hub_models()) is not None:
+        ways.append((models.Backbone, "save_lora_weights", _save_file))
+        ways += [(cls, "save_to_preset", _save_preset) for cls in _upstream.saved_to_presets()]
+    for owner, name, save in ways:
+        patches.replace(undo, owner, name, functools.partial(_saved_whole, save))
 
 
-def _patch(undo: contextlib.ExitStack, wanted: Callable[[], bool], owner: Any, name: str, save: Any) -> None:
-    original = vars(owner)[name]
-    signature = inspect.signature(original)
+def _saved_whole(save: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """What Keras' or KerasHub's `original` does, done by one of the functions below."""
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    where = list(bound.arguments)[1]  # after the model
+    target = bound.arguments[where]
+    if getattr(_thread, "saving", False) or not _is_local(target):
+        return original(*args, **kwargs)
 
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        where = list(bound.arguments)[1]  # after the model
-        target = bound.arguments[where]
-        if not wanted() or getattr(_thread, "saving", False) or not _is_local(target):
-            return original(*args, **kwargs)
+    def write(path: Path) -> Any:
+        bound.arguments[where] = type(target)(path) if isinstance(target, Path) else str(path)
+        return original(*bound.args, **bound.kwargs)
 
-        def write(path: Path) -> Any:
-            bound.arguments[where] = type(target)(path) if isinstance(target, Path) else str(path)
-            return original(*bound.args, **bound.kwargs)
-
-        path = Path(os.path.realpath(os.fspath(target)))  # a link stays one, and what it leads to is replaced
-        _require_room(path, next(iter(bound.arguments.values())), name)
-        _thread.saving = True
-        try:
-            return save(write, path, bound.arguments)
-        finally:
-            _thread.saving = False
-
-    replace(undo, owner, name, call)
+    path = Path(os.path.realpath(os.fspath(target)))  # a link stays one, and what it leads to is replaced
+    _require_room(path, next(iter(bound.arguments.values())), original.__name__)
+    _thread.saving = True
+    try:
+        return save(write, path, bound.arguments)
+    finally:
+        _thread.saving = False
 
 
 def _is_local(target: Any) -> bool:
@@ -203,7 +196,7 @@ def _save_folder(write: Callable[[Path], Any], path: Path, outdated: Callable[[P
 
 
 @contextlib.contextmanager
-def _same_current_folder() -> Generator[None, None, None]:
+def _same_current_folder() -> Generator[None]:
     """Enters the current folder again afterwards, which may be in one that was exchanged for another."""
     current = os.getcwd()
     try:

@@ -40,6 +40,11 @@ def enable_lora(model: Any, rank: int, targets: str | None = None) -> None:
 
     Raises:
         LazyModelError: The rank is no positive integer, no layer is a target, or a target cannot have a pair.
+
+    Example:
+        >>> lk.enable_lora(model, 4)
+        >>> [variable.shape for variable in model.trainable_variables[:2]]
+        [(2, 16, 4), (4, 8)]
     """
     check_lora(rank, targets)
     with session(Recording()) as recording:
@@ -80,30 +85,23 @@ def add_lora(model: Any, rank: int, targets: str | None) -> None:
         wanted = f"variables that match {targets!r}{closest(targets, paths)}"
     if not chosen:
         raise LazyModelError(f"{model.name} has no LoRA targets: expected {wanted}. Set the targets to a path regex")
-    for index in chosen:
-        layer = layers[index]
-        if layer.quantization_mode in _WITHOUT_LORA:
-            raise LazyModelError(
-                f"{layer.path}: Keras has no LoRA for layers quantized with {layer.quantization_mode!r}"
-            )
+    for layer in (layers[index] for index in chosen):
+        if (mode := layer.quantization_mode) in _WITHOUT_LORA:
+            raise LazyModelError(f"{layer.path}: Keras has no LoRA for layers quantized with {mode!r}")
     try:
         if targets is None:
             backbone.enable_lora(rank)
-        else:
-            _enable_on(backbone, layers, dict.fromkeys(chosen), rank)
+            return
+        # The same for layers told by position rather than by name.
+        backbone.trainable = True
+        for layer in _upstream.flat_layers(backbone, include_self=False):
+            layer.trainable = False
+        for index in chosen:
+            layers[index].trainable = True
+            layers[index].enable_lora(rank)
+        _upstream.set_lora_layers(backbone, chosen, rank)
     except (ValueError, NotImplementedError) as error:  # a constraint on the kernel, or LoRA already
         raise LazyModelError(f"LoRA cannot be enabled on {model.name}: {error}") from error
-
-
-def _enable_on(backbone: Any, layers: list[Any], chosen: dict[int, None], rank: int) -> None:
-    """`Backbone.enable_lora` for layers told by position rather than by name."""
-    backbone.trainable = True
-    for layer in _upstream.flat_layers(backbone, include_self=False):
-        layer.trainable = False
-    for index in chosen:
-        layers[index].trainable = True
-        layers[index].enable_lora(rank)
-    _upstream.set_lora_layers(backbone, list(chosen), rank)
 
 
 def _described(variable: Any) -> AbstractVariable:

@@ -9,7 +9,6 @@ materialized is equal bit for bit to quantizing the loaded model, and no whole f
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import inspect
 import math
@@ -29,7 +28,7 @@ from lazymodel._tensors.leaves import Leaf
 from lazymodel._trace.small import on_host
 from lazymodel_keras import _upstream
 from lazymodel_keras._model.initializers import host_value
-from lazymodel_keras._record.patches import SharedPatches, active, replace
+from lazymodel_keras._record.patches import SharedPatches, active
 from lazymodel_keras._record.recording import RecordedVariable
 
 Filters: TypeAlias = "str | Sequence[str] | Callable[[Any], bool] | None"
@@ -100,16 +99,14 @@ def _quick_collections() -> Generator[None]:
 
 
 def _weight(value: Any) -> LazyTensor | None:
-    """The lazy tensor that an abstract variable stands for while this thread quantizes; None for all else."""
-    if not _patches.here:
-        return None
+    """The lazy tensor that an abstract variable stands for; None for all else."""
     if isinstance(value, LazyTensor):
         return value
     recording = active()
     if recording is None or not isinstance(value, keras.Variable):
         return None
-    recorded = recording.recorded.get(id(value))
-    if recorded is None or recorded.reference() is not value or _upstream.value(value) is not None:
+    recorded = recording.of(value)
+    if recorded is None or _upstream.value(value) is not None:
         return None
     if recorded.value is None:
         return LazyTensor(_InitialLeaf(value, recorded))
@@ -120,32 +117,25 @@ def _dtype(name: str) -> np.dtype[Any]:
     return jax.numpy.dtype(name)
 
 
-def _slabwise(outputs: Callable[..., tuple[tuple[int, ...], list[Output]]]) -> Callable[[Any], Any]:
-    """Wraps a function that quantizes an array: of a lazy tensor it returns lazy tensors, computed slab by slab.
+def _slabwise(outputs: Callable[..., tuple[tuple[int, ...], list[Output]]]) -> Callable[..., Any]:
+    """A function that quantizes an array in place of Keras': of a lazy tensor it returns some, computed slab by slab.
 
-    Args:
-        outputs: Takes the tensor, the function's second argument and its dtype; returns what slabs consist of, and the
-            results.
+    `outputs` takes the tensor, the function's second argument and its dtype; it returns what slabs consist of, and the
+    results.
     """
 
-    def wrap(original: Any) -> Any:
-        signature = inspect.signature(original)
+    def quantizer(original: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        bound.apply_defaults()
+        inputs, over, *rest = bound.args
+        tensor = _weight(inputs)
+        if tensor is None or not bound.arguments["to_numpy"]:
+            return original(*args, **kwargs)
+        steps, results = outputs(tensor, over, bound.arguments["dtype"])
+        computation = Computation(tensor, lambda values: _on_host(original, values, over, *rest), steps)
+        return tuple(map(computation.output, results))
 
-        @functools.wraps(original)
-        def quantizer(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            inputs, over, *rest = bound.args
-            tensor = _weight(inputs)
-            if tensor is None or not bound.arguments["to_numpy"]:
-                return original(*args, **kwargs)
-            steps, results = outputs(tensor, over, bound.arguments["dtype"])
-            computation = Computation(tensor, lambda values: _on_host(original, values, over, *rest), steps)
-            return tuple(map(computation.output, results))
-
-        return quantizer
-
-    return wrap
+    return quantizer
 
 
 def _over_axes(tensor: LazyTensor, axis: Any, dtype: str) -> tuple[tuple[int, ...], list[Output]]:
@@ -162,53 +152,41 @@ def _over_groups(tensor: LazyTensor, block_size: int, dtype: str) -> tuple[tuple
     return groups, [values, scales, Output(_dtype("int8"), groups, lambda found: found[2], small=True)]
 
 
-def _pack_int4(original: Any) -> Any:
-    def pack_int4(arr: Any, axis: int = 0, dtype: Any = "int8") -> Any:
-        tensor = _weight(arr)
-        order = None if tensor is None else _order(tensor)
-        if tensor is None or order is None or not isinstance(tensor.leaf, ComputedLeaf):
-            return original(arr, axis, dtype)
-        along = order[axis % tensor.ndim]
+def _pack_int4(original: Any, arr: Any, axis: int = 0, dtype: Any = "int8") -> Any:
+    tensor = _weight(arr)
+    order = None if tensor is None else _order(tensor)
+    if tensor is None or order is None or not isinstance(tensor.leaf, ComputedLeaf):
+        return original(arr, axis, dtype)
+    along = order[axis % tensor.ndim]
 
-        def pack(found: tuple[np.ndarray, ...]) -> np.ndarray:
-            return _on_host(lambda values: original(values, along, dtype)[:1], found[0])[0]
+    def pack(found: tuple[np.ndarray, ...]) -> np.ndarray:
+        return _on_host(lambda values: original(values, along, dtype)[:1], found[0])[0]
 
-        ratios = tuple(2 if index == along else 1 for index in range(tensor.ndim))
-        packed = np.transpose(tensor.leaf.computation.output(Output(_dtype(dtype), ratios, pack)), order)
-        return packed, packed.shape, tensor.shape[axis]
-
-    return pack_int4
+    ratios = tuple(2 if index == along else 1 for index in range(tensor.ndim))
+    packed = np.transpose(tensor.leaf.computation.output(Output(_dtype(dtype), ratios, pack)), order)
+    return packed, packed.shape, tensor.shape[axis]
 
 
 def _order(tensor: LazyTensor) -> tuple[int, ...] | None:
     """Which axis of its leaf each axis of a tensor is, where it is nothing but a transposition of the leaf."""
-    shape = tensor.leaf.shape
-    strides = LazyTensor(tensor.leaf).geometry().strides
-    geometry = tensor.geometry()
-    order = sorted(range(len(shape)), key=lambda axis: -geometry.strides[axis]) if len(shape) == tensor.ndim else []
-    order = tuple(int(axis) for axis in np.argsort(order))
-    same = bool(order) and all(
-        (geometry.shape[axis], geometry.strides[axis]) == (shape[own], strides[own]) for axis, own in enumerate(order)
-    )
-    return order if same and geometry.start == 0 and not tensor.steps else None
+    order = tensor.file_order()
+    same = tensor.transpose(order).geometry() == LazyTensor(tensor.leaf).geometry()
+    return tuple(int(axis) for axis in np.argsort(order)) if order and same and not tensor.steps else None
 
 
-def _unpack_int4(original: Any) -> Any:
-    def unpack_int4(packed: Any, orig_len: int, axis: int = 0, dtype: Any = "int8") -> Any:
-        tensor = _weight(packed)
-        if tensor is None:
-            return original(packed, orig_len, axis, dtype)
-        # A LoRA pair asks for the kernel's shape, and for nothing else.
-        shape = [orig_len if index == axis % tensor.ndim else extent for index, extent in enumerate(tensor.shape)]
-        return keras.KerasTensor(shape, dtype=dtype)
-
-    return unpack_int4
+def _unpack_int4(original: Any, packed: Any, orig_len: int, axis: int = 0, dtype: Any = "int8") -> Any:
+    tensor = _weight(packed)
+    if tensor is None:
+        return original(packed, orig_len, axis, dtype)
+    # A LoRA pair asks for the kernel's shape, and for nothing else.
+    shape = [orig_len if index == axis % tensor.ndim else extent for index, extent in enumerate(tensor.shape)]
+    return keras.KerasTensor(shape, dtype=dtype)
 
 
-def _viewing(original: Any, view: Callable[..., LazyTensor]) -> Any:
+def _viewing(view: Callable[..., Any]) -> Callable[..., Any]:
     """An operation of `keras.ops` that views lazy tensors instead of reading them."""
 
-    def operation(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def operation(original: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         tensor = _weight(x)
         return original(x, *args, **kwargs) if tensor is None else view(tensor, *args, **kwargs)
 
@@ -227,26 +205,24 @@ _VIEWS: dict[str, Callable[..., Any]] = {
     "squeeze": lambda x, axis=None: np.squeeze(x, axis if axis is None or isinstance(axis, int) else tuple(axis)),
     "expand_dims": lambda x, axis: np.expand_dims(x, axis if isinstance(axis, int) else tuple(axis)),
 }
-_QUANTIZERS: dict[str, Callable[[Any], Any]] = {
+_QUANTIZERS: dict[str, Callable[..., Any]] = {
     "abs_max_quantize": _slabwise(_over_axes),
     "abs_max_quantize_grouped_with_zero_point": _slabwise(_over_groups),
     "pack_int4": _pack_int4,
     "unpack_int4": _unpack_int4,
 }
+_patches = SharedPatches()
 
 
+@_patches.register
 def _install(undo: contextlib.ExitStack) -> None:
-    for name, wrap in _QUANTIZERS.items():
-        if not hasattr(_upstream.QUANTIZERS[0], name):
-            continue  # Keras before 3.14 has no groups
-        replacement = wrap(getattr(_upstream.QUANTIZERS[0], name))
+    for name, ours in _QUANTIZERS.items():
         for module in _upstream.QUANTIZERS:
-            replace(undo, module, name, replacement)
+            if hasattr(module, name):  # Keras before 3.14 has no groups
+                _patches.replace(undo, module, name, ours)
     for name, view in _VIEWS.items():
-        replace(undo, _upstream.OPS, name, _viewing(getattr(_upstream.OPS, name), view))
+        _patches.replace(undo, _upstream.OPS, name, _viewing(view))
 
-
-_patches = SharedPatches(_install)
 
 # Random bits, their counters, and the values made of them: bytes for each of the result's.
 _INITIALIZING = 4

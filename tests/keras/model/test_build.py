@@ -77,6 +77,18 @@ def test_materializing_twice_gives_two_models() -> None:
     assert not np.array_equal(first.weights[0].value, second.weights[0].value)
 
 
+def test_a_second_model_has_the_names_of_the_first() -> None:
+    """As `keras.models.clone_model` has it: whatever goes by path fits the abstract model and all that it becomes."""
+
+    def build() -> keras.Sequential:
+        return keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+
+    abstract = lm.build_abstract(build)
+    first, second = abstract.materialize(), abstract.materialize()
+    assert [v.path for v in second.variables] == [v.path for v in first.variables] == list(abstract)
+    assert keras.layers.Dense(1).name not in {layer.name for layer in (*first.layers, *second.layers)}
+
+
 class AssignsWhileBuilding(keras.layers.Layer):
     def build(self, _: Any) -> None:
         self.ids = self.add_weight(shape=(5,), dtype="int32", initializer="zeros", trainable=False, name="ids")
