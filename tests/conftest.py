@@ -1,5 +1,6 @@
 """Eight virtual CPU devices for every test, quiet backends, and folders that are skipped without their framework."""
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -44,6 +45,12 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
                     pytest.skip(
                         f"{module} is not installed: pip install 'lazymodel[{folder}]'", allow_module_level=True
                     )
+
+
+def pytest_collection_finish() -> None:
+    """Modules stay: a full garbage collection, which KerasHub asks for with every preset, need not go through them."""
+    gc.collect()
+    gc.freeze()
 
 
 def child_environment() -> dict[str, str]:
