@@ -8,7 +8,9 @@ written, and every device reads only what its shard needs.
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 if not any(Path("/dev").glob("accel*")) and not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -77,7 +79,7 @@ def main() -> None:
     mesh = Mesh(np.array(jax.devices()), ("model",))
     tokens = jax.random.randint(jax.random.key(1), (4, 32), 0, VOCABULARY)
 
-    def build(checkpoint: dict | lm.MappedCheckpoint | None = None, **config: int) -> dict:
+    def build(checkpoint: Mapping[str, Any] | None = None, **config: int) -> dict:
         abstract = lm.build_abstract(init, jax.random.key(0), **config)
         last = abstract.shard(mesh, lambda variable: P(*[None] * (len(variable.shape) - 1), "model"))
         return last.materialize(checkpoint, initialize="missing")

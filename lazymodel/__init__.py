@@ -1,19 +1,28 @@
 """Build large models abstractly, shard them, and materialize every variable directly on its devices.
 
-    abstract = lazymodel.build_abstract(init_fn, jax.random.key(0))   # shapes only
-    abstract = abstract.shard(mesh, {r".*/kernel": P(None, "model")})  # a sharding for every variable
-    print(abstract.plan(checkpoint))                                    # bytes per device, before any is spent
-    model = abstract.materialize(checkpoint)                            # initialize what is missing, stream the rest
+    >>> import warnings, jax, optax, numpy as np, lazymodel as lm
+    >>> from jax.sharding import Mesh, PartitionSpec as P
+    >>> def init(key):
+    ...     up, down = jax.random.split(key)
+    ...     return {
+    ...         "up": {"kernel": jax.random.normal(up, (64, 256))},
+    ...         "down": {"kernel": jax.random.normal(down, (256, 64))},
+    ...     }
+    >>> mesh = Mesh(np.array(jax.devices()), ("model",))
+    >>> abstract = lm.build_abstract(init, jax.random.key(0))  # shapes only
+    >>> sharded = abstract.shard(mesh, {"up/kernel": P(None, "model"), "down/kernel": P("model")})
+    >>> sharded.plan().device_nbytes  # before any is spent
+    16384
+    >>> model = sharded.materialize()  # with a checkpoint, what it holds is streamed in, and the rest initialized
+    >>> lm.save(model, "model.safetensors")
 
-The core knows JAX only. Flax and Keras have their own packages, `lazymodel_flax` and `lazymodel_keras`, which
-`build_abstract` finds by itself once their framework is imported.
+Examples of docstrings go on from here, on eight devices. The core knows JAX only. Flax and Keras have their own
+packages, `lazymodel_flax` and `lazymodel_keras`, which `build_abstract` finds by itself once their framework is
+imported.
 """
 
 from lazymodel import grow, initializers
-from lazymodel._abstract.adapters import Adapter
-from lazymodel._abstract.paths import flatten_paths
-from lazymodel._abstract.variable import AbstractVariable, Reason
-from lazymodel._devices.compiler import CompiledMemory, collective_bytes, compile_memory
+from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._devices.hardware import device_memory
 from lazymodel._devices.topology import arithmetic_mesh, topology
 from lazymodel._errors import (
@@ -25,23 +34,20 @@ from lazymodel._errors import (
     TraceError,
 )
 from lazymodel._mapping.entry import From
-from lazymodel._mapping.mapped import MappedCheckpoint, map_checkpoint
-from lazymodel._mapping.table import MappingReport, WeightMap
-from lazymodel._materialize.report import LoadReport, LoadRow
+from lazymodel._mapping.mapped import map_checkpoint
+from lazymodel._mapping.table import WeightMap
+from lazymodel._materialize.report import LoadReport
 from lazymodel._model import AbstractModel, build_abstract
 from lazymodel._plan.compiled import Compile
-from lazymodel._plan.plan import MemoryPlan, PlanComparison, PlanRow, compare_plans
-from lazymodel._plan.search import TopologyRow, TopologyTable, smallest_topology
+from lazymodel._plan.plan import MemoryPlan, compare_plans
+from lazymodel._plan.search import smallest_topology
 from lazymodel._plan.what_if import WhatIf
-from lazymodel._programs.programs import InitRecipe, ProgramCache
 from lazymodel._save.save import save
-from lazymodel._sharding.auto import Auto, Proposal, auto
-from lazymodel._sharding.explain import Explanation, ShardingReport
+from lazymodel._sharding.auto import auto
 from lazymodel._sharding.roles import role
 from lazymodel._show.progress import Progress
-from lazymodel._statistics import Statistics, VariableStatistics, statistics
+from lazymodel._statistics import statistics
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.stored import MismatchedTensor, StoredTensor
 from lazymodel._transform.reinitialize import path_key
 from lazymodel.checkpoints import Checkpoint, open_checkpoint
 
@@ -50,49 +56,26 @@ __version__ = "0.1.0"
 __all__ = [
     "AbstractModel",
     "AbstractVariable",
-    "Adapter",
-    "Auto",
     "Checkpoint",
     "CheckpointError",
     "Compile",
-    "CompiledMemory",
     "DoesNotFitError",
-    "Explanation",
     "From",
-    "InitRecipe",
     "LazyModelError",
     "LazyModelWarning",
     "LazyTensor",
     "LoadReport",
-    "LoadRow",
-    "MappedCheckpoint",
-    "MappingReport",
     "MemoryPlan",
-    "MismatchedTensor",
-    "PlanComparison",
-    "PlanRow",
-    "ProgramCache",
     "Progress",
-    "Proposal",
-    "Reason",
     "ShardingError",
-    "ShardingReport",
-    "Statistics",
-    "StoredTensor",
-    "TopologyRow",
-    "TopologyTable",
     "TraceError",
-    "VariableStatistics",
     "WeightMap",
     "WhatIf",
     "arithmetic_mesh",
     "auto",
     "build_abstract",
-    "collective_bytes",
     "compare_plans",
-    "compile_memory",
     "device_memory",
-    "flatten_paths",
     "grow",
     "initializers",
     "map_checkpoint",

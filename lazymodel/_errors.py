@@ -19,19 +19,45 @@ _BETWEEN = frozenset((*_OURS, "flax", "jax", "keras", "keras_hub", "optax", "orb
 
 
 class LazyModelError(Exception):
-    """Base class of every error that lazymodel raises on purpose."""
+    """Base class of every error that lazymodel raises on purpose.
+
+    Example:
+        >>> try:
+        ...     model = sharded.materialize(lm.open_checkpoint("absent.safetensors"))
+        ... except lm.LazyModelError as error:
+        ...     print(error)
+        there is no checkpoint at absent.safetensors: No such file or directory
+    """
 
 
 class TraceError(LazyModelError):
-    """An init function cannot be traced abstractly; names the operation and what to do about it."""
+    """An init function cannot be traced abstractly; names the operation and what to do about it.
+
+    Example:
+        >>> lm.build_abstract(lambda key: np.asarray(jax.random.normal(key, (8,))), jax.random.key(0))
+        Traceback (most recent call last):
+        lazymodel.TraceError: the init function needs the value of an array, and tracing has only its shape ...
+    """
 
 
 class ShardingError(LazyModelError):
-    """A sharding rule does not fit: unknown axis, indivisible dimension, nothing matched, mesh too small."""
+    """A sharding rule does not fit: unknown axis, indivisible dimension, nothing matched, mesh too small.
+
+    Example:
+        >>> abstract.shard(mesh, {"up/kernl": P("model")})
+        Traceback (most recent call last):
+        lazymodel.ShardingError: rule 'up/kernl' matches no variable; closest: 'up/kernel', ...
+    """
 
 
 class CheckpointError(LazyModelError):
-    """A checkpoint is missing, corrupt or hostile, or its tensors do not match the model's variables."""
+    """A checkpoint is missing, corrupt or hostile, or its tensors do not match the model's variables.
+
+    Example:
+        >>> sharded.materialize({"up/kernel": np.zeros((64, 128), "float32")}, initialize="missing")
+        Traceback (most recent call last):
+        lazymodel.CheckpointError: ...'up/kernel'... expected shape (64, 256), found (64, 128)...
+    """
 
 
 class DoesNotFitError(LazyModelError):
@@ -40,6 +66,11 @@ class DoesNotFitError(LazyModelError):
     Attributes:
         needed_nbytes: Bytes that one device would need, where known.
         limit_nbytes: Bytes that it has, where known.
+
+    Example:
+        >>> sharded.plan().check("8KiB")
+        Traceback (most recent call last):
+        lazymodel.DoesNotFitError: init needs ... and a device has 8.00 KiB, ... too little. Largest on a device: ...
     """
 
     def __init__(self, message: str, *, needed_nbytes: int | None = None, limit_nbytes: int | None = None) -> None:
@@ -49,7 +80,19 @@ class DoesNotFitError(LazyModelError):
 
 
 class LazyModelWarning(UserWarning):
-    """Something that works but is likely a mistake, such as a large variable that no rule shards."""
+    """Something that works but is likely a mistake, such as a large variable that no rule shards.
+
+    Example:
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", lm.LazyModelWarning)
+        ...     abstract.shard(mesh, {"up/kernel": P("model")}, large="4KiB")
+        Traceback (most recent call last):
+        lazymodel.LazyModelWarning: 1 variables of at least 4.00 KiB match no sharding rule and are replicated ...
+    """
+
+
+for _public in (LazyModelError, TraceError, ShardingError, CheckpointError, DoesNotFitError, LazyModelWarning):
+    _public.__module__ = "lazymodel"  # as users write it, and read it in tracebacks
 
 
 def warn(message: str) -> None:

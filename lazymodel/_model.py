@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Self, cast
 
 from lazymodel._abstract.adapters import adapters
-from lazymodel._abstract.placement import device_nbytes
+from lazymodel._abstract.placement import device_nbytes, resident_nbytes, stays_on_host
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError
@@ -33,6 +33,14 @@ class AbstractModel(Tabled, ModelSpec):
 
     Made by `lazymodel.build_abstract`, or by an integration's own functions; its attributes are those of `ModelSpec`.
     Every step returns another model, and changes nothing.
+
+    Example:
+        >>> abstract
+        init: 2 variables, 32,768 parameters, 128.00 KiB
+        variable      count  shape      dtype        bytes  origin
+        ────────────────────────────────────────────────────────────────
+        down/kernel       1  (256, 64)  float32  64.00 KiB  normal
+        up/kernel         1  (64, 256)  float32  64.00 KiB  normal
     """
 
     quantize = quantize
@@ -54,21 +62,21 @@ class AbstractModel(Tabled, ModelSpec):
     def table(self) -> Table:
         """A row for variables that differ only in numbers, largest first where there are too many."""
         sharded = any(variable.sharding is not None for variable in self.values())
-        title = (
-            f"{self.name}: {plural(len(self), 'variable')}, {plural(self.num_parameters, 'parameter')}, "
-            f"{format_bytes(self.nbytes)}"
-        )
+        counts = plural(len(self), "variable"), plural(self.num_parameters, "parameter"), format_bytes(self.nbytes)
+        title = f"{self.name}: {', '.join(counts)}"
         if sharded:
             held = device_nbytes(self.values())
-            anywhere = sum(variable.shard_nbytes for variable in self.values() if variable.sharding is None)
+            anywhere = sum(resident_nbytes(variable) for variable in self.values() if variable.sharding is None)
             title += f", {format_bytes(max(held.values()) + anywhere)} per device on {plural(len(held), 'device')}"
 
         def row(variable: AbstractVariable) -> Row:
             cells = (shape_text(variable.shape), variable.dtype.name)
-            if sharded:
-                other = None if variable.sharding is None else type(variable.sharding).__name__
-                cells += (spec_text(variable.spec) if variable.spec is not None or other is None else other,)
-            return Row(variable.path, cells, variable.shard_nbytes, variable.origin)
+            if not sharded:
+                return Row(variable.path, cells, variable.nbytes, variable.origin)
+            other = None if variable.sharding is None else type(variable.sharding).__name__
+            spec = spec_text(variable.spec) if variable.spec is not None or other is None else other
+            spec = "on the host" if stays_on_host(variable) else spec
+            return Row(variable.path, (*cells, spec), resident_nbytes(variable), variable.origin)
 
         headings = ("shape", "dtype", *(("spec", "bytes/device") if sharded else ("bytes",)), "origin")
         return folded_table(title, headings, map(row, self.values()))
@@ -97,7 +105,7 @@ def build_abstract(build: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
         LazyModelWarning: The function left traced arrays in an argument, a global or a closure.
 
     Example:
-        >>> abstract = build_abstract(lambda key: {"w": jax.random.normal(key, (8, 4))}, jax.random.key(0))
+        >>> abstract = lm.build_abstract(lambda key: {"w": jax.random.normal(key, (8, 4))}, jax.random.key(0))
         >>> abstract["w"].shape
         (8, 4)
     """
@@ -115,11 +123,7 @@ def build_abstract(build: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
 
 
 def _init_function(build: Any) -> tuple[Callable[..., Any], str | None]:
-    """What is run to build a model that no adapter knows, and what to call it; None for its own name.
-
-    Raises:
-        LazyModelError: Nothing of it can be.
-    """
+    """What is run to build a model that no adapter knows, and what to call it; None for its own name."""
     if not isinstance(build, type) and callable(init := getattr(build, "init", None)):
         if callable(getattr(build, "apply", None)):  # as Haiku has it
             return init, type(build).__name__
@@ -133,7 +137,5 @@ def _init_function(build: Any) -> tuple[Callable[..., Any], str | None]:
     mend = ""
     if isinstance(build, tuple) and callable(next(iter(cast("tuple[Any, ...]", build)), None)):
         mend = "; of an (init, apply) pair pass `init`, the first of them"
-    raise LazyModelError(
-        f"build_abstract takes something that builds a model, then its arguments; got {type(build).__name__} "
-        f"{build!r}{mend}"
-    )
+    what = "build_abstract takes something that builds a model, then its arguments"
+    raise LazyModelError(f"{what}; got {type(build).__name__} {build!r}{mend}")

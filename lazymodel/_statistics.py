@@ -196,6 +196,11 @@ def statistics(model: Any, *, stacked: str | None = None, spectral: bool = True)
 
     Raises:
         LazyModelError: There is nothing to measure, or `stacked` matches nothing.
+
+    Example:
+        >>> found = lm.statistics({"layers": [{"scale": jax.numpy.full((4,), i)} for i in (1.0, 3.0)]})
+        >>> found["layers/1/scale"].mean, found.over_depth("mean")
+        (3.0, {'layers/{layer}/scale': {0: 1.0, 1: 3.0}})
     """
     arrays = {path: array for path, array in named_arrays(model).items() if array.size and not is_key(array.dtype)}
     if not arrays:

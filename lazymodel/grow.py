@@ -66,6 +66,12 @@ def depth(
     Raises:
         LazyModelError: No tensor matches, layers lack tensors of others, fewer layers are asked for than there are, or
             `zero` is given and the first copies are not all layers in order, so that nothing would be preserved.
+
+    Example:
+        >>> small = {f"layers/{i}/{name}": np.ones((4, 4), "float32") for i in range(2) for name in ("in", "out")}
+        >>> large = lm.grow.depth(small, "layers/{layer}/{rest...}", 4, zero="layers/{layer}/out")
+        >>> [float(large[f"layers/{i}/out"][0, 0]) for i in range(4)]
+        [1.0, 1.0, 0.0, 0.0]
     """
     tensors = _tensors(checkpoint)
     template = Template(pattern)
@@ -133,6 +139,11 @@ def width(
     Raises:
         LazyModelError: No tensor matches, a name is both, the extents differ or exceed `units`, an outgoing tensor has
             no floating-point numbers, or `uneven` is no such number.
+
+    Example:
+        >>> wider = lm.grow.width(model, 512, incoming={"up/kernel": 1}, outgoing={"down/kernel": 0})
+        >>> wider["up/kernel"].shape, wider["down/kernel"].shape
+        ((64, 512), (512, 64))
     """
     if not 0 <= uneven < 1:
         raise LazyModelError(f"uneven is a number from 0 to below 1; got {uneven!r}")
@@ -195,6 +206,11 @@ def experts(checkpoint: Any, names: Mapping[str, str], experts: int, *, axis: in
 
     Raises:
         LazyModelError: No tensor matches, a new name has a capture that its pattern lacks, or is taken already.
+
+    Example:
+        >>> sparse = lm.grow.experts(model, {"{name}/kernel": "experts/{name}/kernel"}, experts=4)
+        >>> sparse["experts/up/kernel"].shape
+        (4, 64, 256)
     """
     if experts < 1:
         raise LazyModelError(f"experts: at least one is needed; got {experts}")

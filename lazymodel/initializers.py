@@ -34,9 +34,8 @@ def depth_scaled(initializer: Initializer, layers: int | None = None, *, branche
         branches: Residual branches of one layer: 2 in a transformer, attention and feed-forward.
 
     Example:
-        >>> import jax
-        >>> init = depth_scaled(jax.nn.initializers.ones, layers=8)
-        >>> init(jax.random.key(0), (1,), "float32").tolist()
+        >>> quarter = lm.initializers.depth_scaled(jax.nn.initializers.ones, layers=8)
+        >>> quarter(jax.random.key(0), (1,), "float32").tolist()
         [0.25]
     """
     if branches < 1 or (layers is not None and layers < 1):
@@ -61,6 +60,11 @@ def width_scaled(
         power: 1/2 keeps the variance of a sum over the inputs (hidden layers), 1 makes it shrink with the width
             (readouts in muP).
         in_axis: The axis, or axes, summed over; the fan-in is their extent.
+
+    Example:
+        >>> hidden = lm.initializers.width_scaled(0.02, base=16)
+        >>> round(float(hidden(jax.random.key(0), (64, 4096), "float32").std()), 3)
+        0.01
     """
 
     def scaled(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
@@ -82,6 +86,11 @@ def stacked(initializer: Initializer, axis: int = 0) -> Initializer:
     Args:
         initializer: The initializer of one layer.
         axis: The axis that counts layers.
+
+    Example:
+        >>> each = lm.initializers.stacked(jax.nn.initializers.lecun_normal())
+        >>> each(jax.random.key(0), (12, 64, 256), "float32").shape
+        (12, 64, 256)
     """
 
     def whole(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
@@ -110,6 +119,11 @@ def gpt2(layers: int, *, weights: str, residual: str, std: float = 0.02, branche
         residual: Pattern of the kernels that write into the residual stream, such as `r".*/(out|down)/kernel"`.
         std: Standard deviation of `weights`.
         branches: Residual branches of one layer.
+
+    Example:
+        >>> rules = lm.initializers.gpt2(12, weights=".*/kernel", residual="down/kernel")
+        >>> round(float(abstract.reinitialize(rules, key=0).materialize()["up"]["kernel"].std()), 2)
+        0.02
     """
     normal = jax.nn.initializers.normal(std)
     return {residual: depth_scaled(normal, layers, branches=branches), weights: normal}
@@ -131,6 +145,11 @@ def mup(
         base: Fan-in of the base model.
         std: Standard deviation there.
         in_axis: As for `width_scaled`.
+
+    Example:
+        >>> rules = lm.initializers.mup(hidden="up/kernel", readout="down/kernel", base=64)
+        >>> round(float(abstract.reinitialize(rules, key=0).materialize()["down"]["kernel"].std()), 3)
+        0.005
     """
     return {
         readout: width_scaled(std, base, power=1.0, in_axis=in_axis),
@@ -152,6 +171,11 @@ def fixup(
         residual: Pattern of the last kernel of every branch, and of the readout; it goes before `weights`.
         initializer: What is scaled; None is `jax.nn.initializers.he_normal()`.
         depth: Kernels of one branch, at least 2.
+
+    Example:
+        >>> rules = lm.initializers.fixup(24, weights="up/kernel", residual="down/kernel")
+        >>> abstract.reinitialize(rules, key=0).materialize()["down"]["kernel"].std().item()
+        0.0
     """
     if depth < 2 or branches < 1:
         raise LazyModelError(f"fixup needs branches of at least 2 kernels; got depth={depth}, branches={branches}")

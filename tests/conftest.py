@@ -1,17 +1,25 @@
 """Eight virtual CPU devices for every test, quiet backends, and folders that are skipped without their framework."""
 
+import importlib.metadata
 import importlib.util
 import os
 from pathlib import Path
 
 # Read when jax, keras and tensorflow are first imported, so before any test module is.
 _DEVICES = "--xla_force_host_platform_device_count=8"
-# LLVM's third level takes almost half of the suite's time. The second fuses, vectorizes and contracts all the same, on
-# both sides of every comparison; `.ci/run` has the core and Flax tests run at the third as well.
-_LEVEL = "--xla_backend_optimization_level=2"
-for _flag in (_DEVICES, _LEVEL):
-    if _flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
+# Compiling is most of the suite's time. LLVM's third level takes almost half of it; the second fuses, vectorizes and
+# contracts all the same, on both sides of every comparison. XLA's newer generator of fused loops, which JAX 0.10 may do
+# without and later ones may not, takes a third of the rest. `.ci/run` sets the level, and what it runs like that is
+# compiled as users' programs are.
+_LEVEL = "--xla_backend_optimization_level"
+_flags = os.environ.get("XLA_FLAGS", "").split()
+if not any(flag.startswith(_DEVICES.partition("=")[0]) for flag in _flags):
+    _flags.append(_DEVICES)
+if not any(flag.startswith(_LEVEL) for flag in _flags):
+    _flags.append(f"{_LEVEL}=2")
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        _flags.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join(_flags)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ["KERAS_BACKEND"] = "jax"

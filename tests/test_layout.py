@@ -187,6 +187,17 @@ def test_sizes() -> None:
     assert max(floors(between_rooms(CORE, ROOMS)).values()) <= MOST_FLOORS
 
 
+def test_files_that_prose_names_are_there() -> None:
+    """`_room/file`, as docstrings and comments have it, is a file of their own package or of the core."""
+    gone = [
+        f"{module}: {room}/{file}"
+        for module, path in ALL.files.items()
+        for room, file in re.findall(r"`(_[a-z_]+)/([a-z_]+)`", path.read_text())
+        if not {f"{package}.{room}.{file}" for package in (module.partition(".")[0], "lazymodel")} & {*ALL.files}
+    ]
+    assert gone == []
+
+
 def test_tests_stand_where_the_code_stands() -> None:
     """`tests/core/<folder>` for a folder of the core, `tests/<framework>` for an integration."""
     folders = {path.name for path in (ROOT / "lazymodel").iterdir() if (path / "__init__.py").exists()}

@@ -11,13 +11,17 @@ import sys
 import pytest
 
 from tests.conftest import ROOT, child_environment
+from tests.test_package import NAMES
 
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"<!-- runs -->\n```python\n(.*?)```", README, flags=re.DOTALL)
+# What a block goes on from stands in the comment before it.
+MARKED = re.findall(r"<!-- runs(.*?)-->\n```python\n(.*?)```", README, flags=re.DOTALL)
+BLOCKS = [setup.strip("\n ") + "\n" * bool(setup.strip()) + shown for setup, shown in MARKED]
 
 
-def test_there_is_something_to_run() -> None:
-    assert len(BLOCKS) >= 2
+def test_every_block_runs_that_needs_no_network() -> None:
+    assert len(BLOCKS) + README.count("<!-- needs the network -->\n```python") == README.count("```python") > 7
+    assert README.count("<!-- needs the network -->") == 1
 
 
 # What all blocks import is imported once; each then runs in a process of its own, forked before JAX has any device.
@@ -61,12 +65,20 @@ def blocks_ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, int]
     return dict(zip(blocks, json.loads(done.stdout.splitlines()[-1]), strict=True)), done.stderr
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.splitlines()[0])
+@pytest.mark.parametrize("block", BLOCKS, ids=[shown.splitlines()[0] for _, shown in MARKED])
 def test_code_block_runs(block: str, blocks_ran: tuple[dict[str, int], str]) -> None:
     if "keras" in block:
         pytest.importorskip("keras_hub")
+    if "TrainingCheckpoint" in block and not hasattr(pytest.importorskip("keras").callbacks, "OrbaxCheckpoint"):
+        pytest.skip("this Keras has no OrbaxCheckpoint")
     statuses, said = blocks_ran
     assert statuses[block] == 0, said
+
+
+def test_every_exported_name_is_in_its_list() -> None:
+    (names,) = re.findall(r"\n## Names\n(.*?)\n## ", README, flags=re.DOTALL)
+    exported = {*NAMES["lazymodel"].split(), *NAMES["lazymodel_keras"].split()} - {"adapter"}
+    assert exported - set(re.findall(r"`(\w+)`", names)) == set()
 
 
 @pytest.mark.parametrize("name", ["run", "test"])

@@ -1,7 +1,11 @@
 """lazymodel for Flax: NNX modules and Linen modules, built abstractly.
 
-`lazymodel.build_abstract` finds this package by itself once Flax is imported. `nnx` and `linen` are its two
-interfaces; everything else is the core's.
+`lazymodel.build_abstract` finds this package by itself once Flax is imported; everything else is the core's.
+
+    >>> import jax, lazymodel as lm
+    >>> from flax import linen, nnx
+    >>> module = lm.build_abstract(nnx.Linear, 8, 16, rngs=nnx.Rngs(0)).materialize()
+    >>> variables = lm.build_abstract(linen.Dense(16), jax.random.key(0), jax.numpy.ones((1, 8))).materialize()
 """
 
 from lazymodel_flax._adapter import adapter

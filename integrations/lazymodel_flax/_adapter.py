@@ -13,6 +13,12 @@ class FlaxAdapter:
     """Recognizes Linen modules, NNX classes, and functions, which may return an NNX module.
 
     A function that returns none is traced as the core would trace it, so matching it costs nothing.
+
+    Example:
+        >>> list(lm.build_abstract(nnx.Linear, 8, 16, rngs=nnx.Rngs(0)))
+        ['bias', 'kernel']
+        >>> list(lm.build_abstract(linen.Dense(16), jax.random.key(0), jax.numpy.ones((1, 8))))
+        ['params/bias', 'params/kernel']
     """
 
     def matches(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -1,12 +1,21 @@
 """lazymodel for Keras and KerasHub: build models abstractly, materialize them sharded, stream their weights.
 
-    import lazymodel_keras as lk
+    >>> import jax, keras, keras_hub, numpy as np, lazymodel as lm, lazymodel_keras as lk
+    >>> from jax.sharding import Mesh, PartitionSpec as P
+    >>> config = {"vocabulary_size": 64, "num_layers": 1, "num_query_heads": 2, "num_key_value_heads": 1}
+    >>> config |= {"hidden_dim": 16, "intermediate_dim": 32, "head_dim": 8}
+    >>> keras_hub.models.GemmaBackbone(**config).save_to_preset("preset")
+    >>> mesh = Mesh(np.array(jax.devices()), ("model",))
+    >>> model = lk.from_preset(keras_hub.models.GemmaBackbone, "preset", mesh=mesh, rules=lm.auto())
+    >>> abstract = lk.abstract_from_preset(keras_hub.models.GemmaBackbone, "preset")  # stopped before any weight
+    >>> with lk.deferred():  # unchanged code goes the same way
+    ...     model = keras_hub.models.GemmaBackbone.from_preset("preset")
+    >>> def make_model():
+    ...     model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(8)])
+    ...     model.compile("adam", "mse")
+    ...     return model
 
-    model = lk.from_preset(keras_hub.models.GemmaCausalLM, "gemma2_9b_en")   # instead of cls.from_preset(preset)
-    abstract = lk.abstract_from_preset(keras_hub.models.GemmaCausalLM, "gemma2_9b_en")  # stopped before any weight
-    with lk.deferred():                                                       # unchanged code goes the same way
-        model = keras_hub.models.GemmaCausalLM.from_preset("gemma2_9b_en")
-
+Examples of docstrings go on from here.
 `lazymodel.build_abstract` takes Keras classes, factories and bound `from_preset` methods.
 """
 

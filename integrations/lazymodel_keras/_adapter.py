@@ -19,7 +19,13 @@ from lazymodel_keras._model.skeleton import model_variables
 
 
 class KerasAdapter:
-    """Builds Keras classes, bound methods of them such as `from_preset`, and factories that return Keras models."""
+    """Builds Keras classes, bound methods of them such as `from_preset`, and factories that return Keras models.
+
+    Example:
+        >>> abstract = lm.build_abstract(keras_hub.models.GemmaBackbone, **config)
+        >>> abstract["token_embedding/embeddings"].shape
+        (64, 16)
+    """
 
     def matches(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether `build` is a Keras class, a method bound to one, or a factory that may return a Keras model.

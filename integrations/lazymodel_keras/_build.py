@@ -117,7 +117,7 @@ def abstract_build(
         lacking = isinstance(error, KeyError)
         layers = known_layers(str(error.args[0]), _indexed_names(recording.files)) if lacking else ""
         raise CheckpointError(f"{what} failed{f' ({files})' if files else ''}: {error}{layers}") from error
-    check_all_used(recording, what, strict=strict)
+    check_all_used(recording, what, strict=strict, taken=loads)
     return from_skeleton(KerasModel(build, recording, result))
 
 
@@ -137,10 +137,11 @@ def require_rules(mesh: Any, rules: Any, repair: Any = False) -> None:
         raise ShardingError(f"{given} was given without {lacking}; pass both, or neither to use keras.distribution")
 
 
-def check_all_used(recording: Recording, what: str, *, strict: bool) -> None:
+def check_all_used(recording: Recording, what: str, *, strict: bool, taken: bool = True) -> None:
     """Warns where weight files hold tensors that nothing asked for, or with `strict` raises CheckpointError.
 
     What converters leave out on purpose is no matter; what is left of quantized weights is an error in any case.
+    `taken` says whether the function that the user called has the parameter `strict`.
     """
     leftovers = Leftovers(recording.files)
     if quantized := leftovers.quantized():
@@ -161,5 +162,6 @@ def check_all_used(recording: Recording, what: str, *, strict: bool) -> None:
     message = f"{what}: {'; '.join(messages)}"
     message += "" if message.endswith("?") else "."
     if strict:
-        raise CheckpointError(f"{message} Pass strict=False to leave them out.")
+        mend = "Pass strict=False" if taken else "Use lazymodel_keras.abstract_from_preset with strict=False"
+        raise CheckpointError(f"{message} {mend} to leave them out.")
     warn(f"{message} They are left out.")

@@ -74,8 +74,10 @@ def deferred(
         LazyModelError: It was given an argument that nobody takes, or a `from_preset` in the block was.
 
     Example:
-        >>> with deferred():
-        ...     model = keras_hub.models.CausalLM.from_preset("gemma2_9b_en")
+        >>> with lk.deferred(mesh=mesh, rules=lm.auto()):
+        ...     model = keras_hub.models.Backbone.from_preset("preset")
+        >>> model.count_params()
+        2608
     """
     check_options("deferred", options, Placing)
     with _block(mesh, rules, strict, Recording(verify, cast), options):
@@ -115,6 +117,12 @@ def load_model(
         CheckpointError: There is no saved model, it is corrupt, or its weights do not fit its configuration.
         ShardingError: The rules do not fit.
         LazyModelError: Nobody takes an argument.
+
+    Example:
+        >>> keras.Sequential([keras.Input((16,)), keras.layers.Dense(64)]).save("model.keras")
+        >>> model = lk.load_model("model.keras", mesh=mesh, rules={".*/kernel": P(None, "model"), ".*/bias": P()})
+        >>> model.layers[0].kernel.value.sharding.spec
+        P(None, 'model')
     """
     check_options("load_model", options, Placing)
     where = os.path.expanduser(os.fspath(path))

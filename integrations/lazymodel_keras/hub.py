@@ -53,6 +53,11 @@ def from_preset(
     Raises:
         CheckpointError: As `abstract_from_preset`, and so is LazyModelError.
         ShardingError: The rules do not fit.
+
+    Example:
+        >>> model = lk.from_preset(keras_hub.models.GemmaBackbone, "preset", mesh=mesh, rules="auto", dtype="bfloat16")
+        >>> model.token_embedding.embeddings.value.sharding.spec
+        P('model',)
     """
     require_rules(mesh, rules)
     given = ours("on_unmatched", "mesh", "rules", "max_host_memory", "progress", "report", "strict", "verify")
@@ -99,6 +104,11 @@ def abstract_from_preset(
             read, or does not match the model, or has what the model has no variable for (with `strict`); with `verify`,
             also a file whose content has another hash, or whose hash nobody states.
         LazyModelError: Nobody takes an argument.
+
+    Example:
+        >>> abstract = lk.abstract_from_preset(keras_hub.models.GemmaBackbone, "preset")
+        >>> abstract.shard(mesh, lm.auto()).plan().read_nbytes == abstract.nbytes
+        True
     """
     given = ours("strict", "cast", "verify")
     return _abstract(cls, preset, load_weights, kwargs, given, strict=strict, cast=cast, verify=verify)

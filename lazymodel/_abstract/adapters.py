@@ -1,9 +1,8 @@
 """Finding the adapter for what a user builds: a table, looked at only once its framework is imported.
 
-An adapter turns one framework's way of building into an abstract model. The core imports none of them: an entry of the
-table is loaded only when its framework is already in `sys.modules`, since nobody can hand over a Keras class without
-having imported Keras. Adapters that live elsewhere register in the entry-point group
-`lazymodel.adapters` under the name of their framework's top-level module.
+An adapter turns one framework's way of building into an abstract model. An entry of the table is loaded only when its
+framework is already in `sys.modules`, since nobody can hand over a Keras class without having imported Keras. Adapters
+that live elsewhere register in the entry-point group `lazymodel.adapters` under their framework's top-level module.
 """
 
 from __future__ import annotations
@@ -37,21 +36,12 @@ class Adapter(Protocol):
         ...
 
 
-def model_arrays(model: Any) -> dict[str, Any] | None:
-    """A model's arrays by path, where it is one of a framework that has been imported; None for anything else."""
-    for adapter in adapters():
-        if (found := adapter.arrays(model)) is not None:
-            return found
-    return None
-
-
 def named(framework: str) -> Any:
-    """The adapter of a framework, which is imported for it; that of Keras has a `from_config` besides.
+    """The adapter of a framework, which is imported for it; LazyModelError where there is none, or not what it needs.
 
-    Raises:
-        LazyModelError: There is none, or what it needs is not installed.
+    That of Keras has a `from_config` besides.
     """
-    modules = dict((*_KNOWN.items(), *_registered()))
+    modules = _modules()
     if framework not in modules:
         raise LazyModelError(f"there is no adapter for {framework!r}; known are {', '.join(modules)}")
     try:
@@ -65,12 +55,14 @@ def named(framework: str) -> Any:
 
 def adapters() -> Iterator[Adapter]:
     """The adapters whose framework has been imported."""
-    for framework, module in (*_KNOWN.items(), *_registered()):
-        if framework in sys.modules:
-            yield importlib.import_module(module).adapter
+    return (importlib.import_module(module).adapter for name, module in _modules().items() if name in sys.modules)
+
+
+def _modules() -> dict[str, str]:
+    return _KNOWN | _registered()
 
 
 @functools.cache
-def _registered() -> tuple[tuple[str, str], ...]:
+def _registered() -> dict[str, str]:
     found = importlib.metadata.entry_points(group="lazymodel.adapters")
-    return tuple((entry.name, entry.value) for entry in found if entry.name not in _KNOWN)
+    return {entry.name: entry.value for entry in found if entry.name not in _KNOWN}

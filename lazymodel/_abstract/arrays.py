@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from lazymodel._abstract.adapters import model_arrays
-from lazymodel._abstract.paths import path_text, unique_paths
+from lazymodel._abstract.adapters import adapters
+from lazymodel._abstract.paths import flatten_paths
 from lazymodel._errors import LazyModelError
 from lazymodel._programs.keys import is_key
 from lazymodel._tensors.device import DeviceLeaf
@@ -18,13 +18,10 @@ from lazymodel._tensors.lazy import LazyTensor, lazy
 
 def named_arrays(model: Any) -> dict[str, Any]:
     """Path → array, each array under its first path, as `build_abstract` names variables."""
-    found = model_arrays(model)
-    if found is None:
-        leaves, _ = jax.tree_util.tree_flatten_with_path(dict(model) if isinstance(model, Mapping) else model)
-        arrays = (jax.Array, np.ndarray, LazyTensor)
-        kept = [(path_text(keys), leaf) for keys, leaf in leaves if isinstance(leaf, arrays)]
-        paths = unique_paths([path for path, _ in kept])
-        found = dict(zip(paths, (leaf for _, leaf in kept), strict=True))
+    known = (adapter.arrays(model) for adapter in adapters())
+    if (found := next((arrays for arrays in known if arrays is not None), None)) is None:
+        tree = dict(model) if isinstance(model, Mapping) else model
+        found = flatten_paths(tree, only=(jax.Array, np.ndarray, LazyTensor))
     seen: set[int] = set()
     distinct = {path: leaf for path, leaf in found.items() if not (id(leaf) in seen or seen.add(id(leaf)))}
     if not distinct:

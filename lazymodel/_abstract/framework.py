@@ -28,34 +28,21 @@ class Optimizer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """The start of an optimizer, in the form that a framework gives it.
+    """The start of an optimizer, in the form that a framework gives it."""
 
-    Attributes:
-        state: The optimizer's state, any pytree.
-        finish: Takes the finished model and the finished state and returns what `materialize` is to return.
-        path_of: Names a leaf of the state from its `jax.tree_util` key path.
-        parameters: Where in a tree of parameters each of them is, as `path_of` names it, to its variable's path.
-    """
-
-    state: Any
-    finish: Callable[[Any, Any], Any]
-    path_of: Callable[[Sequence[Any]], str]
-    parameters: Mapping[str, str]
+    state: Any  # the optimizer's state, any pytree
+    finish: Callable[[Any, Any], Any]  # of the finished model and state, to what `materialize` is to return
+    path_of: Callable[[Sequence[Any]], str]  # names a leaf of the state from its `jax.tree_util` key path
+    parameters: Mapping[str, str]  # where in a tree of parameters each is, as `path_of` says, to its variable's path
 
 
 @dataclasses.dataclass(frozen=True)
 class Derived:
-    """State that is computed from the values of parameters, and so after them, whether they were loaded or initialized.
-
-    Attributes:
-        paths: Its paths.
-        parameters: The paths of the parameters that it takes.
-        function: Takes path → parameter and returns path → state; traceable.
-    """
+    """State that is computed from the values of parameters, and so after them, whether loaded or initialized."""
 
     paths: tuple[str, ...]
-    parameters: tuple[str, ...]
-    function: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    parameters: tuple[str, ...]  # the paths of those that it takes
+    function: Callable[[Mapping[str, Any]], Mapping[str, Any]]  # path → parameter to path → state; traceable
 
     def compute(
         self, wanted: Sequence[str], arrays: Mapping[str, jax.Array], shardings: Mapping[str, Sharding]
@@ -73,25 +60,17 @@ class Derived:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedFunction:
-    """A forward pass or loss that a framework knows of.
+    """A forward pass or loss that a framework knows of."""
 
-    Attributes:
-        function: `function(tree, *inputs)`, with the model's own pytree; the loss, a scalar, where a training step is
-            planned.
-        inputs: Its inputs, pytrees of `jax.ShapeDtypeStruct`; the first dimension of each is the batch.
-        description: What it computes, for people.
-    """
-
-    function: Callable[..., Any]
-    inputs: tuple[Any, ...]
-    description: str
+    function: Callable[..., Any]  # of the model's own pytree and the inputs; a training step's returns the scalar loss
+    inputs: tuple[Any, ...]  # pytrees of `jax.ShapeDtypeStruct`; the first dimension of each is the batch
+    description: str  # what it computes, for people
 
 
 class Framework:
     """What the framework of a model does with it; as it is, for a model that is a plain pytree.
 
-    Args:
-        unflatten: Takes a mapping of path to anything and returns it in the user's own pytree structure.
+    `unflatten` takes a mapping of path to anything and returns it in the user's own pytree structure.
     """
 
     def __init__(self, unflatten: Callable[[Mapping[str, Any]], Any]) -> None:
@@ -110,10 +89,7 @@ class Framework:
     ) -> Training:
         """Starts an optimizer on the model's own tree, with None in place of everything that is not trained.
 
-        Args:
-            variables: The model's variables.
-            optimizer: The optimizer.
-            leaves: Path → array of the parameters that are trained; called while tracing.
+        `leaves` is path → array of the parameters that are trained; called while tracing.
         """
         flat, treedef = jax.tree_util.tree_flatten_with_path(self.structure({path: _Place(path) for path in variables}))
         places = {path_text(keys) if keys else "": leaf.path for keys, leaf in flat if isinstance(leaf, _Place)}

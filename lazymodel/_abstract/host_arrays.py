@@ -34,9 +34,8 @@ def is_host_variable(leaf: Any) -> TypeGuard[np.ndarray[Any, Any]]:
     """Whether a leaf of a result is a NumPy array of numbers or truth values."""
     if type(leaf) not in _PLAIN or leaf.dtype.fields is not None or not leaf.dtype.isnative:
         return False
-    if leaf.dtype.type in _NOT_OF_JAX:
-        return False
-    return leaf.dtype == np.bool_ or bool(jax.numpy.issubdtype(leaf.dtype, np.number))
+    numbers = bool(jax.numpy.issubdtype(leaf.dtype, np.number)) and leaf.dtype.type not in _NOT_OF_JAX
+    return leaf.dtype == np.bool_ or numbers
 
 
 def kept_on_host(variables: Mapping[str, AbstractVariable]) -> dict[str, AbstractVariable]:

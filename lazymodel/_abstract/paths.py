@@ -38,9 +38,9 @@ def rule_path(path: str) -> str:
     return re.sub(r"#\d+$", "", path)
 
 
-def flatten_paths(tree: Any) -> dict[str, Any]:
+def flatten_paths(tree: Any, *, only: tuple[type, ...] = (object,)) -> dict[str, Any]:
     """A pytree's leaves by path, named as `build_abstract` names variables: keys and indexes joined by `/`."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = [(keys, leaf) for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0] if isinstance(leaf, only)]
     paths = unique_paths([path_text(keys) for keys, _ in leaves])
     return {path: leaf for path, (_, leaf) in zip(paths, leaves, strict=True)}
 
@@ -48,9 +48,7 @@ def flatten_paths(tree: Any) -> dict[str, Any]:
 class Template:
     """A name with captures: `{layer}` stands for text without `/` and `.`, `{rest...}` for any text.
 
-    Args:
-        text: The name.
-        regex: Whether what stands outside of captures is a regular expression, whose own braces have numbers in them.
+    With `regex`, what stands outside of captures is a regular expression, whose own braces have numbers in them.
     """
 
     def __init__(self, text: str, *, regex: bool = False) -> None:

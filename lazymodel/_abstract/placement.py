@@ -1,7 +1,6 @@
 """Who holds what: the sharding of every variable, the devices that hold it, and the bytes on each.
 
-Responsible for that arithmetic, on devices that are here, are only compiled for, or are mere numbers of a mesh without
-any. What a device has room for is not asked here.
+Devices may be here, only be compiled for, or be mere numbers of a mesh. What one has room for is not asked here.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ class Placement:
     devices come down to one group.
 
     Attributes:
-        shardings: Path to sharding.
         group: Path to what stands for its devices, a mesh or a set.
         devices: Device to the groups that it belongs to; numbers stand for the devices of a mesh that has none.
         signatures: How many devices belong to the same groups.
@@ -54,39 +52,28 @@ class Placement:
 
     def __init__(self, shardings: Mapping[str, Sharding]) -> None:
         self.shardings = shardings
-        self.group: dict[str, Hashable] = {path: _group(sharding) for path, sharding in shardings.items()}
-        members: dict[Any, set[Hashable]] = {}
+        self.group: dict[str, Hashable] = {
+            path: sharding.mesh if isinstance(sharding, NamedSharding) else frozenset(sharding.device_set)
+            for path, sharding in shardings.items()
+        }
+        members: dict[Any, set[Hashable]] = collections.defaultdict(set)
         for group in dict.fromkeys(self.group.values()):
             for device in _members(group):
-                members.setdefault(device, set()).add(group)
+                members[device].add(group)
         self.devices: dict[Any, Signature] = {device: frozenset(groups) for device, groups in members.items()}
         self.signatures = collections.Counter(self.devices.values())
         self.meshes: list[Any] = [g for g in dict.fromkeys(self.group.values()) if not isinstance(g, frozenset)]
 
-    def fullest(self, amounts: Mapping[str, int]) -> tuple[Signature, int]:
-        """The kind of device that holds most of these bytes by path, and how many."""
-        held = self._by_signature(amounts)
-        best = max(held, key=lambda signature: held[signature], default=frozenset[Hashable]())
-        return best, held.get(best, 0)
-
-    def held(self, signature: Signature, amounts: Mapping[str, int]) -> int:
-        """How many of these bytes a kind of device holds."""
-        return sum(nbytes for path, nbytes in amounts.items() if self.group[path] in signature)
-
-    def on_devices(self, amounts: Mapping[str, int]) -> dict[Any, int]:
-        """How many of these bytes each device holds."""
-        held = self._by_signature(amounts)
-        return {device: held[signature] for device, signature in self.devices.items()}
-
-    def _by_signature(self, amounts: Mapping[str, int]) -> dict[Signature, int]:
+    def held(self, amounts: Mapping[str, int]) -> dict[Signature, int]:
+        """How many of these bytes by path each kind of device holds."""
         by_group: collections.Counter[Hashable] = collections.Counter()
         for path, nbytes in amounts.items():
             by_group[self.group[path]] += nbytes
         return {signature: sum(by_group[group] for group in signature) for signature in self.signatures}
 
-
-def _group(sharding: Sharding) -> Hashable:
-    return sharding.mesh if isinstance(sharding, NamedSharding) else frozenset(sharding.device_set)
+    def fullest(self, amounts: Mapping[str, int]) -> tuple[Signature, int]:
+        """The kind of device that holds most of these bytes, and how many."""
+        return max(self.held(amounts).items(), key=lambda item: item[1], default=(frozenset[Hashable](), 0))
 
 
 def _members(group: Any) -> Iterator[Any]:
@@ -98,9 +85,10 @@ def _members(group: Any) -> Iterator[Any]:
 
 def device_nbytes(variables: Iterable[AbstractVariable]) -> dict[Any, int]:
     """Bytes of variables on each device that holds any of those with a sharding."""
-    placed = {v.path: v for v in variables if v.sharding is not None}
+    placed = {variable.path: variable for variable in variables if variable.sharding is not None}
     placement = Placement({path: cast("Sharding", variable.sharding) for path, variable in placed.items()})
-    return placement.on_devices({path: resident_nbytes(variable) for path, variable in placed.items()})
+    held = placement.held({path: resident_nbytes(variable) for path, variable in placed.items()})
+    return {device: held[signature] for device, signature in placement.devices.items()}
 
 
 def resident_nbytes(variable: AbstractVariable) -> int:

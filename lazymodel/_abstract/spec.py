@@ -24,15 +24,10 @@ from lazymodel._tensors.stored import MismatchedTensor, StoredTensor
 
 @dataclasses.dataclass(frozen=True)
 class Optimized:
-    """What an optimizer that a model has trains.
+    """What an optimizer that a model has trains."""
 
-    Attributes:
-        paths: The paths of the parameters.
-        model: The model as it was without the optimizer; None where the framework's own object holds both.
-    """
-
-    paths: tuple[str, ...]
-    model: ModelSpec | None = None
+    paths: tuple[str, ...]  # of the parameters
+    model: ModelSpec | None = None  # as it was without the optimizer; None where the user's own object holds both
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -58,7 +53,7 @@ class ModelSpec(Mapping[str, AbstractVariable]):
     recipes: tuple[InitRecipe, ...]
     sources: Mapping[str, Any]
     framework: Framework
-    programs: ProgramCache
+    programs: ProgramCache = dataclasses.field(default_factory=ProgramCache)
     name: str = "model"
     unused: tuple[StoredTensor, ...] = ()
     mismatched: tuple[MismatchedTensor, ...] = ()
@@ -98,10 +93,7 @@ class ModelSpec(Mapping[str, AbstractVariable]):
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements of all floating-point or complex variables.
-
-        Counters, masks, keys and optimizer state do not count.
-        """
+        """Number of elements of the model's own floating-point or complex variables: no counters, masks, keys."""
         own = (variable for variable in self.values() if variable.follows is None)
         return sum(variable.size for variable in own if jax.numpy.issubdtype(variable.dtype, np.inexact))
 

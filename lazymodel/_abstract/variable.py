@@ -7,7 +7,10 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.layout import Format, Layout
+
+from lazymodel._programs.keys import is_key, stored_as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,12 @@ class AbstractVariable:
             another array of lower precision the result has that precision. Loaded or initialized, it is of this type,
             as an array is after `parameter[...] = loaded`.
         on_host: Whether it is a NumPy array, which comes back as one unless its sharding splits it over devices.
+
+    Example:
+        >>> sharded["up/kernel"]
+        AbstractVariable('up/kernel', float32[64, 256], P(None, 'model'), normal)
+        >>> sharded["up/kernel"].nbytes, sharded["up/kernel"].shard_nbytes
+        (65536, 8192)
     """
 
     path: str
@@ -76,6 +85,16 @@ class AbstractVariable:
     def nbytes(self) -> int:
         """Bytes of the whole variable, over all devices, counted once."""
         return self.size * self.dtype.itemsize
+
+    @property
+    def is_key(self) -> bool:
+        """Whether its elements are PRNG keys."""
+        return is_key(self.dtype)
+
+    @property
+    def stored(self) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Shape and dtype that its values are stored and read in; those of PRNG keys are their data."""
+        return stored_as(self.shape, self.dtype)
 
     @property
     def spec(self) -> jax.sharding.PartitionSpec | None:

@@ -24,24 +24,23 @@ import threading
 import time
 import zlib
 from collections.abc import Generator, Iterable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from lazymodel._devices.coordination import (
+    GIVEN_UP,
     SIGNS,
+    TROUBLE,
     WAIT,
     Store,
     Watch,
     excerpt,
-    give_up,
-    post_failed_opening,
     run_store,
     silence_seconds,
     troubles,
     wait_seconds,
-    welcome,
 )
 from lazymodel._errors import CheckpointError, LazyModelError
 
@@ -143,7 +142,7 @@ def agreement(
 def opening() -> Generator[None, None, None]:
     """Runs the opening of a checkpoint: where it fails, the processes that wait for this one get to know."""
     store = run_store()
-    if store is None or _within.stage:  # what fails in a stage is said at its end
+    if store is None or getattr(_within, "stage", False):  # what fails in a stage is said at its end
         yield
         return
     SIGNS.start(store)  # from here on the others may be waiting
@@ -151,7 +150,7 @@ def opening() -> Generator[None, None, None]:
         yield
     except Exception as error:
         try:
-            post_failed_opening(store, _count.failed_opening(), excerpt(error))
+            store.put(f"{TROUBLE}{store.process}/{_count.failed_opening()}", excerpt(error))
         except Exception as unreachable:
             error.add_note(f"The other processes could not be told: {unreachable}")
         raise
@@ -206,19 +205,14 @@ class _Count:
 _count = _Count()
 
 
-class _Within(threading.local):
-    stage = False  # whether this thread is in one
-
-
-_within = _Within()
+_within = threading.local()  # `stage`: whether this thread is in one
 
 
 # --- the end of a stage ----------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Verdict:
-    """What is true of a stage for all processes."""
+class _Verdict(NamedTuple):
+    """What is true of a stage for all processes; a list in JSON."""
 
     error: str = ""  # what went wrong, or nothing
     opening: int = 0  # which failed opening it was, or 0
@@ -226,8 +220,8 @@ class _Verdict:
 
     @classmethod
     def read(cls, text: str) -> _Verdict:
-        said = json.loads(text)
-        return cls(said["error"], said["opening"], tuple(said["lost"]))
+        error, opening, lost = json.loads(text)
+        return cls(error, opening, tuple(lost))
 
 
 class _Meeting:
@@ -240,6 +234,7 @@ class _Meeting:
         self._openings = _count.openings
         self._number = _count.stage(members)
         self._watch = Watch()
+        self._leads = store.process == members[0]
 
     def report(self, stage: Stage) -> None:
         """Says that this process got through."""
@@ -274,13 +269,13 @@ class _Meeting:
         self._heed(verdict)
         if verdict.error:
             raise CheckpointError(verdict.error)
-        welcome(set(self._members))
-        if self._leads():  # all have come to this stage, so nobody needs what was said at the end of the last one
+        GIVEN_UP.difference_update(self._members)
+        if self._leads:  # all have come to this stage, so nobody needs what was said at the end of the last one
             self._store.delete(self._folder(self._number - 1))
 
     def _heed(self, verdict: _Verdict) -> None:
         """Notes what the verdict says of processes and openings; all processes do, however they come to it."""
-        give_up(set(verdict.lost) - {self._store.process})
+        GIVEN_UP.update(set(verdict.lost) - {self._store.process})
         if verdict.opening:
             _count.was_failed_opening(self._members, verdict.opening)
 
@@ -288,12 +283,9 @@ class _Meeting:
         group = f"{zlib.crc32(repr(self._members).encode()):08x}"
         return f"lazymodel/stages/{group}/{self._number if number is None else number}/"
 
-    def _leads(self) -> bool:
-        return self._store.process == self._members[0]
-
     def _settle(self, verdict: _Verdict) -> _Verdict:
         """The first verdict of any process, which may be another one."""
-        return _Verdict.read(self._store.put_first(f"{self._folder()}verdict", json.dumps(dataclasses.asdict(verdict))))
+        return _Verdict.read(self._store.put_first(f"{self._folder()}verdict", json.dumps(verdict)))
 
     def _trouble(self) -> _Verdict | None:
         for process, trouble in troubles(self._store, self._openings).items():
@@ -302,13 +294,11 @@ class _Meeting:
         return None
 
     def _look(self, waited: float) -> _Verdict | None:
-        """A verdict if all are here or some will not come.
-
-        Only the first process looks at all others, which look at the first: were it otherwise, thousands of processes
-        would read thousands of reports each.
-        """
+        """A verdict if all are here or some will not come."""
+        # Only the first process looks at all others, which look at the first: were it otherwise, thousands of processes
+        # would read thousands of reports each.
         missing = set(self._members[:1])
-        if self._leads() or waited > self._limit:
+        if self._leads or waited > self._limit:
             reports = self._store.folder(f"{self._folder()}reports/")
             missing = set(self._members) - set(map(int, reports))
             if not missing:

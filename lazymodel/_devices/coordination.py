@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import dataclasses
 import importlib
 import json
 import math
@@ -24,7 +23,7 @@ import os
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -40,7 +39,7 @@ _MAX_TEXT = 8192  # characters of a message that is passed on
 
 _FOLDER = "lazymodel/"
 _ALIVE = _FOLDER + "alive/"  # …/process: a count that grows while it is at work, or nothing
-_TROUBLE = _FOLDER + "trouble/"  # …/process/left: how it ended; …/process/number: which opening failed
+TROUBLE = _FOLDER + "trouble/"  # …/process/left: how it ended; …/process/number: which opening failed
 
 
 def wait_seconds() -> float:
@@ -58,7 +57,7 @@ def wait_seconds() -> float:
 
 
 def silence_seconds() -> float:
-    """How long a process that was at work may be silent before it counts as dead."""
+    """For how long a process that was at work may be silent before it counts as dead."""
     return min(wait_seconds(), SILENCE)
 
 
@@ -66,8 +65,7 @@ class Store:
     """Texts by key, the same in all processes: this one is number `process` of `processes`."""
 
     def __init__(self, client: Any, process: int, processes: int) -> None:
-        self._client = client
-        self.process, self.processes = process, processes
+        self._client, self.process, self.processes = client, process, processes
 
     def put(self, key: str, text: str) -> None:
         self._client.key_value_set(key, text, allow_overwrite=True)
@@ -194,13 +192,7 @@ class Watch:
 # --- trouble ---------------------------------------------------------------------------------------------------------
 
 
-def post_failed_opening(store: Store, number: int, message: str) -> None:
-    """Says that this process failed to open a checkpoint, for the so-manieth time."""
-    store.put(f"{_TROUBLE}{store.process}/{number}", message)
-
-
-@dataclasses.dataclass(frozen=True)
-class Trouble:
+class Trouble(NamedTuple):
     """Why a process will not come."""
 
     what: str  # a verb phrase
@@ -211,7 +203,7 @@ class Trouble:
 def troubles(store: Store, openings: int) -> dict[int, Trouble]:
     """By process, those others that have ended, or failed once more to open a checkpoint than `openings` times."""
     found: dict[int, Trouble] = {}
-    for key, text in store.folder(_TROUBLE).items():
+    for key, text in store.folder(TROUBLE).items():
         process, _, what = key.partition("/")
         if what == "left":
             found.setdefault(int(process), Trouble("has ended", json.loads(text)["why"]))
@@ -224,32 +216,21 @@ def troubles(store: Store, openings: int) -> dict[int, Trouble]:
 # --- leaving ---------------------------------------------------------------------------------------------------------
 
 _PID = os.getpid()
-_given_up: set[int] = set()
-
-
-def give_up(processes: set[int]) -> None:
-    """Notes that nobody waits for these any more, not even at the end of the program."""
-    _given_up.update(processes)
-
-
-def welcome(processes: set[int]) -> None:
-    """Notes that these are there, whatever was thought of them before."""
-    _given_up.difference_update(processes)
+GIVEN_UP: set[int] = set()  # processes for which nobody waits any more, not even at the end of the program
 
 
 def _leave() -> None:
-    """At exit: tells the others, and does not wait for those who are gone.
-
-    JAX's own farewell, which comes after this, is a barrier over all processes. Where one was killed that barrier
-    fails after minutes, and JAX then aborts those who wait at it.
-    """
+    """At exit: tells the others, and does not wait for those who are gone."""
+    # JAX's own farewell, which comes after this, is a barrier over all processes. Where one was killed that barrier
+    # fails after minutes, and JAX then aborts those who wait at it.
     try:
         if os.getpid() != _PID or (here := run_store()) is None:  # a child that was forked is not this process
             return
         SIGNS.end()
-        left = {key.partition("/")[0]: text for key, text in here.folder(_TROUBLE).items() if key.endswith("/left")}
-        alone = bool(_given_up) or any(json.loads(text)["alone"] for text in left.values())
-        here.put(f"{_TROUBLE}{here.process}/left", json.dumps({"why": _why(), "alone": alone}))
+        alone = bool(GIVEN_UP) or any(json.loads(text)["alone"] for text in _left(here).values())
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # what ends this process, if it does
+        why = f"{type(error).__name__}: {excerpt(error)}" if isinstance(error, BaseException) else ""
+        here.put(f"{TROUBLE}{here.process}/left", json.dumps({"why": why, "alone": alone}))
         if alone:
             _see_off(here)
             _detach()
@@ -257,10 +238,10 @@ def _leave() -> None:
         print(f"lazymodel: the other processes could not be told that this one ends: {error}", file=sys.stderr)
 
 
-def _why() -> str:
-    """The error that ends this process, if it is one."""
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    return f"{type(error).__name__}: {excerpt(error)}" if isinstance(error, BaseException) else ""
+def _left(store: Store) -> dict[int, str]:
+    """What the processes said that have ended."""
+    texts = store.folder(TROUBLE).items()
+    return {int(key.partition("/")[0]): text for key, text in texts if key.endswith("/left")}
 
 
 def _see_off(store: Store) -> None:
@@ -268,21 +249,16 @@ def _see_off(store: Store) -> None:
     if _state().service is None:
         return
     deadline = time.monotonic() + min(wait_seconds(), _FAREWELL)
-    expected = set(range(store.processes)) - _given_up
-    while time.monotonic() < deadline:
-        left = {int(key.partition("/")[0]) for key in store.folder(_TROUBLE) if key.endswith("/left")}
-        if expected <= left:
-            break
+    expected = set(range(store.processes)) - GIVEN_UP
+    while time.monotonic() < deadline and not expected <= _left(store).keys():
         time.sleep(0.05)
     time.sleep(_QUIET)
 
 
 def _detach() -> None:
-    """Takes JAX's connection out of its hands, so that it neither waits at its barrier nor ends the service.
-
-    The objects must never be destroyed, because their destructors do just that; so each gets a reference that nobody
-    gives back. Their sockets close with the process.
-    """
+    """Takes JAX's connection out of its hands, so that it neither waits at its barrier nor ends the service."""
+    # The objects must never be destroyed, because their destructors do just that; so each gets a reference that nobody
+    # gives back. Their sockets close with the process.
     state = _state()
     for name in ("preemption_sync_manager", "client", "service"):
         held = getattr(state, name)

@@ -181,6 +181,10 @@ def device_memory(device: Any) -> int | None:
 
     Raises:
         LazyModelError: It is neither.
+
+    Example:
+        >>> lm.device_memory("v5e")
+        16907239424
     """
     if isinstance(device, str):
         return _known(device)

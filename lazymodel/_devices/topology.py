@@ -21,8 +21,7 @@ import numpy as np
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
-from lazymodel._devices.hardware import CARDS, GENERATIONS, Generation, Shape, tpu_generation
-from lazymodel._devices.hardware import device_memory as known_memory
+from lazymodel._devices.hardware import CARDS, GENERATIONS, Generation, Shape, device_memory, tpu_generation
 from lazymodel._errors import LazyModelError
 from lazymodel._show.text import closest
 
@@ -44,7 +43,9 @@ def topology(name: str, axes: Mapping[str, int] | None = None) -> Mesh:
         LazyModelError: No such slice, axes of another product, or libtpu is not installed.
 
     Example:
-        `abstract.shard(lm.topology("v5e:2x4", {"batch": 2, "model": 4}), rules).plan(compile=lm.Compile("init"))`
+        >>> mesh = lm.topology("v5e:2x4", {"batch": 2, "model": 4})
+        >>> abstract.shard(mesh, lm.auto()).plan(compile=lm.Compile("init")).programs
+        2
     """
     if _is_cards(name):
         raise LazyModelError(
@@ -73,6 +74,10 @@ def arithmetic_mesh(name: str, axes: Mapping[str, int] | None = None) -> Abstrac
 
     Raises:
         LazyModelError: No such slice or card, or axes of another product.
+
+    Example:
+        >>> abstract.shard(lm.arithmetic_mesh("H100:8"), lm.auto()).plan().device_nbytes
+        16384
     """
     if _is_cards(name):
         card, _, count = name.strip().partition(":")
@@ -103,7 +108,7 @@ def _is_cards(name: Any) -> bool:
     if not isinstance(name, str):
         raise LazyModelError(f"a slice is named, such as 'v5e:2x4' or 'v5e-8'; got {name!r}")
     card, _, count = name.strip().partition(":")
-    known = tpu_generation(card) is None and known_memory(card) is not None
+    known = tpu_generation(card) is None and device_memory(card) is not None
     if known and not count:
         raise LazyModelError(f"{name!r} is a card; say how many, such as '{card}:8'")
     return known and count.isdecimal() and len(count) < 7
@@ -208,10 +213,7 @@ _LIBTPU_ENVIRONMENT = {
 
 @contextlib.contextmanager
 def libtpu_environment() -> Generator[None]:
-    """The variables above, where they are not set and no TPU is here that might be opened later.
-
-    What libtpu does when it is loaded decides; JAX loads it, too, when it looks for devices.
-    """
+    """Sets the variables above where they are not set, for JAX loads libtpu too, and no TPU is here to open later."""
     here = glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*")
     added = {} if here else {name: value for name, value in _LIBTPU_ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(added)

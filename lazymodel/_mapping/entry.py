@@ -12,8 +12,8 @@ import copy
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -22,81 +22,47 @@ from lazymodel._abstract.paths import Captures, Template
 from lazymodel._errors import LazyModelError
 from lazymodel._tensors.lazy import LazyTensor, lazy
 
+_Groups: TypeAlias = "tuple[tuple[str, ...], ...]"
+
 # Steps ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class _Transpose:
-    axes: tuple[int, ...] | None
+class _Step:
+    """A step that is done and undone by itself; those that are written alike are equal."""
 
-    def apply(self, values: Any) -> Any:
-        return np.transpose(values, self.axes)
-
-    def undo(self, values: Any) -> Any:
-        if self.axes is None:
-            return np.transpose(values)
-        if len(self.axes) != values.ndim:
-            raise ValueError(f"transpose{self.axes} does not give {values.ndim} dimensions")
-        return np.transpose(values, np.argsort([axis % len(self.axes) for axis in self.axes]))
+    text: str
+    apply: Callable[[Any], Any] = dataclasses.field(compare=False)
+    undo: Callable[[Any], Any] = dataclasses.field(compare=False)
 
     def __str__(self) -> str:
-        return ".T" if self.axes is None else f".transpose{self.axes}"
+        return self.text
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rearrange:
-    pattern: str
-    before: tuple[tuple[str, ...], ...]
-    after: tuple[tuple[str, ...], ...]
-    sizes: tuple[tuple[str, int], ...]
-
-    def apply(self, values: Any) -> Any:
-        return self._move(values, self.before, self.after)
-
-    def undo(self, values: Any) -> Any:
-        return self._move(values, self.after, self.before)
-
-    def _move(self, values: Any, before: tuple[tuple[str, ...], ...], after: tuple[tuple[str, ...], ...]) -> Any:
-        sizes = self._solve(values.shape, before)
-        source, target = sum(before, ()), sum(after, ())
-        values = np.reshape(values, tuple(sizes[name] for name in source))
-        values = np.transpose(values, [source.index(name) for name in target])
-        return np.reshape(values, tuple(math.prod(sizes[name] for name in group) for group in after))
-
-    def _solve(self, shape: tuple[int, ...], groups: tuple[tuple[str, ...], ...]) -> dict[str, int]:
-        """The extent of every named axis."""
-        if len(shape) != len(groups):
-            raise ValueError(f"rearrange {self.pattern!r} needs {len(groups)} dimensions, found {list(shape)}")
-        sizes = dict(self.sizes)
-        for extent, group in zip(shape, groups, strict=True):
-            unknown = [name for name in group if name not in sizes]
-            known = math.prod(sizes[name] for name in group if name in sizes)
-            if len(unknown) > 1:
-                raise ValueError(f"rearrange {self.pattern!r} needs the sizes of all but one of {', '.join(unknown)}")
-            if unknown and known and extent % known == 0:
-                sizes[unknown[0]] = extent // known
-            elif unknown or known != extent:
-                text = " x ".join(f"{name}={sizes[name]}" if name in sizes else name for name in group) or "1"
-                raise ValueError(f"rearrange {self.pattern!r}: {text} does not make the {extent} of {list(shape)}")
-        return sizes
-
-    def __str__(self) -> str:
-        sizes = "".join(f", {name}={size}" for name, size in self.sizes)
-        return f".rearrange({self.pattern!r}{sizes})"
+def _rearranged(pattern: str, values: Any, before: _Groups, after: _Groups, sizes: Mapping[str, int]) -> Any:
+    sizes = _solved(pattern, values.shape, before, sizes)
+    source, target = sum(before, ()), sum(after, ())
+    values = np.reshape(values, tuple(sizes[name] for name in source))
+    values = np.transpose(values, [source.index(name) for name in target])
+    return np.reshape(values, tuple(math.prod(sizes[name] for name in group) for group in after))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Scale:
-    factor: float
-
-    def apply(self, values: Any) -> Any:
-        return values * self.factor
-
-    def undo(self, values: Any) -> Any:
-        return values / self.factor
-
-    def __str__(self) -> str:
-        return f".scale({self.factor})"
+def _solved(pattern: str, shape: tuple[int, ...], groups: _Groups, given: Mapping[str, int]) -> dict[str, int]:
+    """The extent of every named axis."""
+    if len(shape) != len(groups):
+        raise ValueError(f"rearrange {pattern!r} needs {len(groups)} dimensions, found {list(shape)}")
+    sizes = dict(given)
+    for extent, group in zip(shape, groups, strict=True):
+        unknown = [name for name in group if name not in sizes]
+        known = math.prod(sizes[name] for name in group if name in sizes)
+        if len(unknown) > 1:
+            raise ValueError(f"rearrange {pattern!r} needs the sizes of all but one of {', '.join(unknown)}")
+        if unknown and known and extent % known == 0:
+            sizes[unknown[0]] = extent // known
+        elif unknown or known != extent:
+            text = " x ".join(f"{name}={sizes[name]}" if name in sizes else name for name in group) or "1"
+            raise ValueError(f"rearrange {pattern!r}: {text} does not make the {extent} of {list(shape)}")
+    return sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +106,7 @@ class _Stack:
         return f".stack({self.capture!r}" + (f", axis={self.axis})" if self.axis else ")")
 
 
-_Step: TypeAlias = "_Transpose | _Rearrange | _Scale | _Part | _Stack"
+_AnyStep: TypeAlias = "_Step | _Part | _Stack"
 
 
 def _axis(axis: int, ndim: int) -> int:
@@ -149,17 +115,14 @@ def _axis(axis: int, ndim: int) -> int:
     return axis % ndim
 
 
-def _require_equal(shapes: Sequence[tuple[int, ...]], what: str) -> None:
+def _check_alike(tensors: Sequence[Any], shapes: Sequence[tuple[int, ...]], what: str) -> None:
+    """What NumPy is to raise for lazy tensors, it would read them for; so it is checked before they are joined."""
     for index, shape in enumerate(shapes):
         if shape != shapes[0]:
             raise ValueError(f"tensors {what} differ in shape: {list(shapes[0])}, and number {index} is {list(shape)}")
-
-
-def _require_one_kind(tensors: Sequence[Any]) -> None:
-    """Joined by NumPy, integers and floats would become floats that need not have all of the integers."""
+    # Joined by NumPy, integers and floats would become floats that need not have all of the integers.
     dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
-    kinds = {bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact)) for dtype in dtypes}
-    if len(kinds) > 1:
+    if len({bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact)) for dtype in dtypes}) > 1:
         names = " and ".join(dtype.name for dtype in dtypes)
         raise ValueError(f"tensors of one variable are {names}; is one of them a scale?")
 
@@ -176,7 +139,7 @@ class From:
         sizes: Their extents along it. Only needed to write them again: without, nothing says where one ends.
 
     Example:
-        >>> From("h.{layer}.attn.weight").T.part(1, of=3, axis=1).stack("layer")
+        >>> lm.From("h.{layer}.attn.weight").T.part(1, of=3, axis=1).stack("layer")
         From('h.{layer}.attn.weight').T.part(1, of=3, axis=1).stack('layer')
     """
 
@@ -188,10 +151,10 @@ class From:
         self._templates = tuple(Template(name) for name in names)
         self._axis = axis
         self._sizes = None if sizes is None else tuple(sizes)
-        self._steps: tuple[_Step, ...] = ()
+        self._steps: tuple[_AnyStep, ...] = ()
         self.read_only = False
 
-    def _then(self, *steps: _Step, read_only: bool = False) -> From:
+    def _then(self, *steps: _AnyStep, read_only: bool = False) -> From:
         other = copy.copy(self)
         other._steps, other.read_only = (*self._steps, *steps), read_only or self.read_only
         return other
@@ -204,13 +167,20 @@ class From:
     @property
     def T(self) -> From:
         """All dimensions reversed."""
-        return self._then(_Transpose(None))
+        return self._then(_Step(".T", np.transpose, np.transpose))
 
     def transpose(self, *axes: int) -> From:
         """As `ndarray.transpose`."""
         if sorted(axis % max(len(axes), 1) for axis in axes) != list(range(len(axes))):
             raise LazyModelError(f"transpose{axes} is no order of axes")
-        return self._then(_Transpose(axes or None))
+
+        def undo(values: Any) -> Any:
+            if len(axes) != values.ndim:
+                raise ValueError(f"transpose{axes} does not give {values.ndim} dimensions")
+            return np.transpose(values, np.argsort([axis % len(axes) for axis in axes]))
+
+        step = _Step(f".transpose{axes}", lambda values: np.transpose(values, axes), undo)
+        return self._then(step) if axes else self.T
 
     def rearrange(self, pattern: str, **sizes: int) -> From:
         """Splits, reorders and merges axes by name, such as `"(heads dim) model -> model heads dim", heads=8`.
@@ -223,18 +193,26 @@ class From:
         sides = [_groups(pattern, side) for side in pattern.split("->")]
         if len(sides) != 2:
             raise LazyModelError(f"rearrange takes 'before -> after'; got {pattern!r}")
-        names = [[name for group in side for name in group] for side in sides]
-        if sorted(names[0]) != sorted(names[1]) or len(set(names[0])) != len(names[0]):
+        before, after = sides
+        names = sum(before, ())
+        if sorted(names) != sorted(sum(after, ())) or len(set(names)) != len(names):
             raise LazyModelError(f"rearrange {pattern!r}: every axis is named once on either side of the arrow")
-        if unknown := set(sizes) - set(names[0]):
+        if unknown := set(sizes) - set(names):
             raise LazyModelError(f"rearrange {pattern!r} has no axis {sorted(unknown)[0]!r}")
-        return self._then(_Rearrange(pattern, sides[0], sides[1], tuple(sizes.items())))
+        step = _Step(
+            f".rearrange({pattern!r}{''.join(f', {name}={size}' for name, size in sizes.items())})",
+            lambda values: _rearranged(pattern, values, before, after, sizes),
+            lambda values: _rearranged(pattern, values, after, before, sizes),
+        )
+        return self._then(step)
 
     def scale(self, factor: float) -> From:
         """Multiplies by a number; written divided by it, which restores every bit where it is a power of two."""
         if not factor or not math.isfinite(factor):
             raise LazyModelError(f"scale takes a finite number that is not 0; got {factor!r}")
-        return self._then(_Scale(factor))
+        return self._then(
+            _Step(f".scale({float(factor)})", lambda values: values * factor, lambda values: values / factor)
+        )
 
     def part(self, index: int, of: int | Sequence[int], axis: int = 0) -> From:
         """One part of a fused tensor along an axis; other entries take the others.
@@ -333,13 +311,8 @@ class Tensors:
         return count
 
 
-def read_entry(source: From, captures: Captures, tensors: Tensors, steps: Sequence[_Step] | None = None) -> Any:
-    """The value of an entry's variable, after all steps or only the first ones.
-
-    Raises:
-        Missing: The checkpoint lacks a tensor.
-        ValueError: The tensors' shapes are not what the steps take.
-    """
+def read_entry(source: From, captures: Captures, tensors: Tensors, steps: Sequence[_AnyStep] | None = None) -> Any:
+    """The value of an entry's variable, after all steps or only the first ones; ValueError where shapes do not fit."""
     steps = source._steps if steps is None else steps
     if not steps:
         return _joined(source, [tensors.take(template.fill(captures)) for template in source._templates])
@@ -349,8 +322,7 @@ def read_entry(source: From, captures: Captures, tensors: Tensors, steps: Sequen
     count = max(tensors.count(template, step.capture, captures) for template in source._templates)
     numbered = (captures | {step.capture: str(index)} for index in range(count))
     layers = [read_entry(source, known, tensors, before) for known in numbered]
-    _require_equal([layer.shape for layer in layers], f"of {{{step.capture}}}")
-    _require_one_kind(layers)
+    _check_alike(layers, [layer.shape for layer in layers], f"of {{{step.capture}}}")
     return np.stack(layers, _axis(step.axis, layers[0].ndim + 1))
 
 
@@ -358,10 +330,8 @@ def _joined(source: From, pieces: Sequence[Any]) -> Any:
     if len(pieces) == 1:
         return pieces[0]
     axis = _axis(source._axis, pieces[0].ndim)
-    # Checked here: what NumPy is to raise for lazy tensors, it would read them for.
-    _require_equal([(*piece.shape[:axis], *piece.shape[axis + 1 :]) for piece in pieces], "beside the axis")
+    _check_alike(pieces, [(*piece.shape[:axis], *piece.shape[axis + 1 :]) for piece in pieces], "beside the axis")
     found = tuple(piece.shape[axis] for piece in pieces)
-    _require_one_kind(pieces)
     if source._sizes is not None and found != source._sizes:
         raise ValueError(f"the tensors have extents {found} along axis {source._axis}, not {source._sizes}")
     return np.concatenate(pieces, axis)
@@ -381,20 +351,20 @@ class Parts:
 
     def finish(self, name: str, value: Any) -> None:
         if name in self.finished:
-            raise LazyModelError(
-                f"both {self._writers[name]!r} and {self.path!r} would be written to {name!r}; end the entry of the "
-                "one that repeats the other with .unsaved()"
-            )
+            self._refuse_second(self._writers[name], repr(name))
         self.finished[name], self._writers[name] = value, self.path
+
+    def _refuse_second(self, first: str, place: str) -> NoReturn:
+        raise LazyModelError(
+            f"both {first!r} and {self.path!r} would be written to {place}; end the entry of the one that repeats the "
+            "other with .unsaved()"
+        )
 
     def add(self, whole: Any, part: _Part, value: Any) -> Any:
         """The whole, once all its parts have been added."""
         parts = self._parts.setdefault((whole, part.of, part.axis), {})
         if part.index in parts:
-            raise LazyModelError(
-                f"both {parts[part.index][2]!r} and {self.path!r} would be written to part {part.index} of "
-                f"{whole[0]!r}; end the entry of the one that repeats the other with .unsaved()"
-            )
+            self._refuse_second(parts[part.index][2], f"part {part.index} of {whole[0]!r}")
         parts[part.index] = (part, value, self.path)
         if len(parts) < part.count:
             return None
@@ -412,13 +382,11 @@ class Parts:
 
 
 def write_entry(
-    source: From, value: Any, captures: Captures, parts: Parts, steps: Sequence[_Step] | None = None
+    source: From, value: Any, captures: Captures, parts: Parts, steps: Sequence[_AnyStep] | None = None
 ) -> None:
-    """Adds the tensors that an entry makes of its variable's value; undoes all steps, or only the first ones.
+    """Adds the tensors that an entry makes of its variable's value, all steps or only the first ones undone.
 
-    Raises:
-        LazyModelError: Another variable is written to the same place.
-        ValueError, IndexError: A step cannot be undone.
+    Raises ValueError or IndexError where a step cannot be undone.
     """
     steps = source._steps if steps is None else steps
     names = [template.fill(captures) for template in source._templates]

@@ -19,20 +19,14 @@ ReadFunction: TypeAlias = "Callable[[Mapping[str, LazyTensor]], Any]"
 
 
 class MappedCheckpoint(Mapping[str, LazyTensor]):
-    """A checkpoint as a model sees it: variable path → lazy tensor. Made by `map_checkpoint`.
-
-    Attributes:
-        path: Path of the checkpoint that it was made of, if it has one.
-        source: The checkpoint that it was made of.
-        unused: Names of the source's tensors that were not looked at.
-    """
+    """A checkpoint as a model sees it: variable path → lazy tensor. Made by `map_checkpoint`."""
 
     def __init__(self, tensors: Mapping[str, LazyTensor], source: Any, unused: Sequence[str] = ()) -> None:
         path = getattr(source, "path", None)
         self._tensors = dict(tensors)
-        self.path: str | None = path if isinstance(path, str) else None
-        self.source = source
-        self.unused = tuple(unused)
+        self.path: str | None = path if isinstance(path, str) else None  # of the checkpoint that it was made of
+        self.source = source  # that checkpoint
+        self.unused = tuple(unused)  # names of the source's tensors that were not looked at
 
     def __getitem__(self, path: str) -> LazyTensor:
         return self._tensors[path]
@@ -59,9 +53,8 @@ class _Watched(Mapping[str, LazyTensor]):
         try:
             tensor = self._checkpoint[name]
         except KeyError:
-            raise CheckpointError(
-                f"{described(self._checkpoint)} has no tensor {name!r}{closest(name, self._checkpoint)}"
-            ) from None
+            what = f"{described(self._checkpoint)} has no tensor {name!r}"
+            raise CheckpointError(f"{what}{closest(name, self._checkpoint)}") from None
         self.seen.add(name)
         return lazy(tensor, name)
 
@@ -105,9 +98,9 @@ def map_checkpoint(
         LazyModelError: A table without a model.
 
     Example:
-        >>> weights = {"dense.weight": np.zeros((4, 2), np.float32)}
-        >>> map_checkpoint(weights, lambda w: {"dense": {"kernel": w["dense.weight"].T}})["dense/kernel"].shape
-        (2, 4)
+        >>> weights = {"up.weight": np.zeros((256, 64), "float32")}
+        >>> lm.map_checkpoint(weights, lambda w: {"up": {"kernel": w["up.weight"].T}})["up/kernel"].shape
+        (64, 256)
     """
     if not isinstance(mapping, WeightMap):
         watched = _Watched(checkpoint)
@@ -126,11 +119,7 @@ def map_checkpoint(
 
 
 def flat_checkpoint(checkpoint: Any) -> Mapping[str, Any] | None:
-    """What a model is given to load, by path: dicts, lists and other pytrees are flattened, checkpoints are flat.
-
-    Raises:
-        CheckpointError: It is the path of a checkpoint that was not opened, or nothing with tensors.
-    """
+    """What a model is given to load, by path: dicts, lists and other pytrees are flattened, checkpoints are flat."""
     if isinstance(checkpoint, str | os.PathLike):
         name = os.fspath(cast("str | os.PathLike[str]", checkpoint))
         raise CheckpointError(f"{name!r} is a path, not a checkpoint; open it first: lm.open_checkpoint({name!r})")

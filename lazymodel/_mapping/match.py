@@ -15,7 +15,6 @@ from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import CheckpointError, warn
 from lazymodel._mapping.mapped import MappedCheckpoint, described
-from lazymodel._mapping.table import stored_as
 from lazymodel._programs.programs import InitRecipe
 from lazymodel._show.text import closest, first_of, folded_names, listed
 from lazymodel._tensors.casting import SAFE, check_mode, refusal, weights
@@ -26,25 +25,16 @@ from lazymodel._tensors.stored import MismatchedTensor, is_initial, stored_tenso
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Where every variable's value comes from.
+    """Where every variable's value comes from."""
 
-    Attributes:
-        recipes: The init recipes to run, restricted to what is needed.
-        sources: Path to tensor or array, for everything that is not computed.
-        given: The paths among these that the checkpoint has.
-        lacking: Variables that it has no tensor for.
-        unused: Names of its tensors that no variable takes.
-        mismatched: Its tensors that are left out, as if it lacked them, because of their shapes.
-        cast: How values become their variables' dtypes; see `_tensors/casting`.
-    """
-
-    recipes: tuple[InitRecipe, ...]
-    sources: Mapping[str, Any]
-    given: frozenset[str] = frozenset()
-    lacking: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
+    recipes: tuple[InitRecipe, ...]  # the init recipes to run, restricted to what is needed
+    sources: Mapping[str, Any]  # path to tensor or array, for everything that is not computed
+    given: frozenset[str] = frozenset()  # the paths among these that the checkpoint has
+    lacking: tuple[str, ...] = ()  # variables that it has no tensor for
+    unused: tuple[str, ...] = ()  # names of its tensors that no variable takes
+    # Its tensors that are left out, as if it lacked them, because of their shapes.
     mismatched: tuple[MismatchedTensor, ...] = ()
-    cast: str = SAFE
+    cast: str = SAFE  # how values become their variables' dtypes; see `_tensors/casting`
 
     def from_file(self, path: str) -> bool:
         """Whether a value is read from a file, or given as if it were; the user's own code made any other in memory."""
@@ -62,11 +52,8 @@ def choose(
 ) -> Choice:
     """Decides for every variable whether it is loaded or initialized, and checks that what is loaded fits.
 
-    The checkpoint is one of `flat_checkpoint`, the rest is as for `materialize`. What was left out or is lacking is
-    noted in the choice, not warned about.
-
-    Raises:
-        CheckpointError: As `materialize`, and before anything is read.
+    The checkpoint is one of `flat_checkpoint`, the rest is as for `materialize`, errors too. What was left out or is
+    lacking is noted in the choice, not warned about.
     """
     if initialize not in (None, "missing", "nothing", "all"):
         raise CheckpointError(f"initialize is 'missing', 'nothing', 'all' or None; got {initialize!r}")
@@ -124,10 +111,8 @@ def _match(model: ModelSpec, checkpoint: Mapping[str, Any], *, strict: bool) -> 
 
 def _mismatch(variable: AbstractVariable, source: Any) -> MismatchedTensor | None:
     """What is wrong with the shape of what a variable is loaded from."""
-    (expected, _), found = stored_as(variable), tuple(np.shape(source))
-    if found == expected:
-        return None
-    return MismatchedTensor(variable.path, stored_tensors(source, variable.path)[0], expected, found)
+    (expected, _), found, path = variable.stored, tuple(np.shape(source)), variable.path
+    return None if found == expected else MismatchedTensor(path, stored_tensors(source, path)[0], expected, found)
 
 
 def refused_casts(model: ModelSpec, checkpoint: Mapping[str, Any] | None, choice: Choice) -> list[str]:
@@ -139,10 +124,9 @@ def refused_casts(model: ModelSpec, checkpoint: Mapping[str, Any] | None, choice
     for path, source in choice.sources.items():
         if not choice.from_file(path):
             continue
-        tensor, (_, expected) = lazy(source, path), stored_as(model[path])
-        if tensor.dtype != expected:
-            why = refusal(path, tensor, expected, where(source), names)
-            refused += [why] if why else []
+        tensor, (_, expected) = lazy(source, path), model[path].stored
+        if tensor.dtype != expected and (why := refusal(path, tensor, expected, where(source), names)):
+            refused.append(why)
         if path in choice.given:
             taken |= {leaf.name: leaf.dtype for leaf in weights(tensor) if leaf.dtype == tensor.dtype}
     left = {name for name in checkpoint or () if name not in choice.given} | set(checkpoint.unused if mapped else ())

@@ -1,7 +1,7 @@
 """`WeightMap`: a table of which tensors become which variables, usable in both directions.
 
-Responsible for what is read from where and written to where. Values are `LazyTensor`s throughout, so nothing here
-reads one. A table has an entry for each variable path, or for a pattern of paths:
+Values are `LazyTensor`s throughout, so nothing here reads one. A table has an entry for each variable path, or for a
+pattern of paths:
 
     WeightMap({
         "embed/embedding": "model.embed_tokens.weight",
@@ -18,14 +18,12 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-import jax
 import numpy as np
 
 from lazymodel._abstract.paths import Captures, Template
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError
 from lazymodel._mapping.entry import From, Missing, Parts, Tensors, check_captures, read_entry, write_entry
-from lazymodel._programs.keys import is_key
 from lazymodel._show.text import LISTED, closest, first_lines
 from lazymodel._tensors.lazy import LazyTensor
 
@@ -34,22 +32,19 @@ _PERMUTED = 5  # dimensions up to which permutations are tried for a suggestion:
 
 @dataclasses.dataclass(frozen=True)
 class MappingReport:
-    """What a table makes of a checkpoint and a model, found without reading a tensor.
+    """What a table makes of a checkpoint and a model, found without reading a tensor."""
 
-    Attributes:
-        unused: Tensors that no entry takes, name → suggestion.
-        missing: Variables whose entry names a tensor that the checkpoint lacks, path → what is missing.
-        ambiguous: Variables that several entries match, path → which.
-        misshapen: Variables whose entry gives another shape, path → expected, found, and a suggestion.
-        unmatched: Entries that match no variable, path pattern → suggestion.
-        unmapped: Variables that no entry matches, path → suggestion. These are initialized, so alone they are no error.
-    """
-
+    # Tensors that no entry takes, name → suggestion.
     unused: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    # Variables whose entry names a tensor that the checkpoint lacks, path → what is missing.
     missing: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    # Variables that several entries match, path → which.
     ambiguous: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    # Variables whose entry gives another shape, path → expected, found, and a suggestion.
     misshapen: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    # Entries that match no variable, path pattern → suggestion.
     unmatched: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    # Variables that no entry matches, path → suggestion. These are initialized, so alone they are no error.
     unmapped: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
 
     @property
@@ -91,6 +86,11 @@ class WeightMap:
 
     Raises:
         LazyModelError: An entry has a capture in its names that is neither in its path nor stacked.
+
+    Example:
+        >>> weights = lm.WeightMap({"{layer}/kernel": lm.From("{layer}.weight").T})
+        >>> weights.check({"up.weight": np.zeros((256, 64)), "down.weight": np.zeros((64, 256))}, abstract).ok
+        True
     """
 
     def __init__(self, entries: Mapping[str, From | str | None], *, ignore: Iterable[str] = ()) -> None:
@@ -120,13 +120,11 @@ class WeightMap:
         for path, array in arrays.items():
             found = self._find(path)
             if len(found) != 1:
-                what = (
-                    f"matches {' and '.join(repr(entry) for entry, _, _ in found)}; leave one of them out"
-                    if found
-                    else f"has no entry in the table{closest(path, self._entries)}; give it one, None to leave it out"
-                )
+                what = f"has no entry in the table{closest(path, self._entries)}; give it one, None to leave it out"
+                if found:
+                    what = f"matches {' and '.join(repr(entry) for entry, _, _ in found)}; leave one of them out"
                 raise LazyModelError(f"variable {path!r} {what}")
-            _, source, captures = found[0]
+            ((_, source, captures),) = found
             if source is None or source.read_only:
                 continue
             parts.path = path
@@ -158,10 +156,14 @@ class WeightMap:
                 report.unmapped[path] = _suggestion(report.unmapped, path, self._entries)
             elif len(found) > 1:
                 report.ambiguous[path] = f" matches {' and '.join(repr(pattern) for pattern, _, _ in found)}"
-            else:
-                _, source, captures = found[0]
-                if source is not None:
-                    _take(variable, source, captures, tensors, mapped, report)
+            elif (source := found[0][1]) is not None:
+                try:
+                    mapped[path] = _value(variable, source, found[0][2], tensors)
+                except Missing as error:
+                    (name,) = error.args
+                    report.missing[path] = f" takes {name!r}{_suggestion(report.missing, name, checkpoint)}"
+                except ValueError as error:
+                    report.misshapen[path] = str(error)
         names = [name for _, source in self._entries.values() if source is not None for name in source.names]
         for name in checkpoint:
             if name not in tensors.taken and all(ignored.match(name) is None for ignored in self._ignore):
@@ -178,44 +180,22 @@ class WeightMap:
         return f"WeightMap({len(self)} entries)"
 
 
-def _take(
-    variable: AbstractVariable,
-    source: From,
-    captures: Captures,
-    tensors: Tensors,
-    mapped: dict[str, LazyTensor],
-    report: MappingReport,
-) -> None:
-    """One variable's value, or what is wrong with it."""
-    path = variable.path
+def _value(variable: AbstractVariable, source: From, captures: Captures, tensors: Tensors) -> LazyTensor:
+    """One variable's value; ValueError says what is wrong with its shape."""
     try:
         value = read_entry(source, captures, tensors)
-    except Missing as error:
-        name = error.args[0]
-        report.missing[path] = f" takes {name!r}{_suggestion(report.missing, name, tensors.checkpoint)}"
-        return
     except ValueError as error:
-        report.misshapen[path] = f" from {source}: {error}"
-        return
-    expected, _ = stored_as(variable)
-    if tuple(value.shape) == expected:
-        mapped[path] = value
-        return
-    text = f" expects {list(expected)}, found {list(value.shape)} from {source}"
-    report.misshapen[path] = text + _shape_hint(tuple(value.shape), expected)
+        raise ValueError(f" from {source}: {error}") from error
+    found, (expected, _) = tuple(value.shape), variable.stored
+    if found != expected:
+        hint = _shape_hint(found, expected)
+        raise ValueError(f" expects {list(expected)}, found {list(found)} from {source}{hint}")
+    return value
 
 
 def _suggestion(found: Mapping[str, str], name: str, names: Iterable[str]) -> str:
     """The closest names, for those findings that are listed: comparing all of many thousand takes long."""
     return closest(name, names) if len(found) < LISTED else ""
-
-
-def stored_as(variable: AbstractVariable) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype that a variable's values are read in; those of a PRNG key are its key data."""
-    if not is_key(variable.dtype):
-        return tuple(variable.shape), np.dtype(variable.dtype)
-    data = jax.eval_shape(jax.random.key_data, variable.struct)
-    return data.shape, np.dtype(data.dtype)
 
 
 def _shape_hint(found: tuple[int, ...], expected: tuple[int, ...]) -> str:
@@ -227,9 +207,7 @@ def _shape_hint(found: tuple[int, ...], expected: tuple[int, ...]) -> str:
         return f"; the shape matches with .transpose{order}"
     if math.prod(found) == math.prod(expected):
         return "; the number of elements is the same: split or merge axes with .rearrange"
-    longer = [axis for axis, (f, e) in enumerate(zip(found, expected, strict=False)) if f != e]
-    if len(found) == len(expected) and len(longer) == 1:
-        axis = longer[0]
-        if expected[axis] and found[axis] % expected[axis] == 0:
-            return f"; is it fused? Take .part(…, of={found[axis] // expected[axis]}, axis={axis})"
-    return ""
+    other = [axis for axis, (f, e) in enumerate(zip(found, expected, strict=False)) if f != e]
+    if len(found) != len(expected) or len(other) != 1 or not expected[other[0]] or found[other[0]] % expected[other[0]]:
+        return ""
+    return f"; is it fused? Take .part(…, of={found[other[0]] // expected[other[0]]}, axis={other[0]})"

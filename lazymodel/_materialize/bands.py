@@ -6,28 +6,16 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from lazymodel._tensors.boxes import (
-    Box,
-    BoxKey,
-    bounding,
-    box_of,
-    box_shape,
-    intersect,
-    shift,
-    slabs,
-    unshift,
-)
+from lazymodel._tensors.boxes import Box, BoxKey, bounding, box_of, box_shape, intersect, shift, slabs, unshift
 from lazymodel._tensors.buffers import Workspace, empty_aligned
 from lazymodel._tensors.fill import fill
 from lazymodel._tensors.leaves import Part, View
-
-_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
 
 
 def band_parts(
@@ -36,15 +24,10 @@ def band_parts(
     nbytes: int,
     done: Callable[[dict[BoxKey, list[jax.Array]]], None],
 ) -> list[Part]:
-    """Parts that each fill a band of the boxes' region and put it where it belongs on the devices.
+    """Parts that each fill a band of the region of some boxes, and put it where it belongs on the devices.
 
-    Bands go along the file's outermost axis, so that what is one pass over the file stays one.
-
-    Args:
-        tensor: What is read.
-        places: Boxes of it, each with where it goes.
-        nbytes: Bytes of a band, at most.
-        done: Called by the last part with the shards of each box.
+    Bands, of at most `nbytes`, go along the file's outermost axis, so that what is one pass over the file stays one.
+    `done` is called by the last part with the shards of each box.
     """
     boxes = {key: box_of(key) for key in places}
     region = bounding(list(boxes.values()))
@@ -77,11 +60,9 @@ class _Assembly:
     """Shards that come to their devices in pieces, from any thread."""
 
     def __init__(self, places: Mapping[BoxKey, Sequence[SingleDeviceSharding]], dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
+        self._lock, self._places, self._dtype = threading.Lock(), places, dtype
         # As integers: XLA may move small floats through wider ones, which changes signalling NaNs.
         self._bits = dtype if dtype.kind in "biuc" else np.dtype(f"u{dtype.itemsize}")
-        self._lock = threading.Lock()
-        self._places = places
         self._buffers = {
             key: [_zeros(box_shape(box_of(key)), self._bits, place) for place in where] for key, where in places.items()
         }
@@ -92,10 +73,10 @@ class _Assembly:
         buffers = self._buffers[key]
         for number, place in enumerate(self._places[key]):
             put = copy_to(place, piece.view(self._bits))
-            _jax.block_until_ready(put)
+            jax.block_until_ready(put)
             with self._lock:
                 buffers[number] = _update(buffers[number], put, start)
-                _jax.block_until_ready(buffers[number])
+                jax.block_until_ready(buffers[number])
 
     def shards(self) -> dict[BoxKey, list[jax.Array]]:
         """All of them, complete."""
@@ -106,18 +87,18 @@ class _Assembly:
 
 def copy_to(place: SingleDeviceSharding, values: np.ndarray) -> jax.Array:
     """A copy on a device that is no host; when it is ready, `values` may be written again."""
-    return _jax.device_put(values, place)
+    return jax.device_put(values, place)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
-    return _jax.jit(lambda: _jax.numpy.zeros(shape, dtype), out_shardings=sharding)()
+    return jax.jit(lambda: jax.numpy.zeros(shape, dtype), out_shardings=sharding)()
 
 
-@functools.partial(_jax.jit, donate_argnums=0)
+@functools.partial(jax.jit, donate_argnums=0)
 def _update(buffer: jax.Array, piece: jax.Array, corner: list[Any]) -> jax.Array:
     return jax.lax.dynamic_update_slice(buffer, piece, corner)
 
 
-@functools.partial(_jax.jit, donate_argnums=0, static_argnums=1)
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=1)
 def _bitcast(buffer: jax.Array, dtype: Any) -> jax.Array:
     return jax.lax.bitcast_convert_type(buffer, dtype)

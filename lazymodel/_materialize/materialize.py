@@ -1,8 +1,7 @@
 """Materializing: initialize what has no weights, stream what has, hand the arrays back.
 
-This module orchestrates. What is done for each variable is decided in `_mapping/match`, how a variable is computed is
-in `_programs/programs`, how a tensor is read in `_materialize/stream`. What was done is measured here and described in
-`_materialize/report`.
+What is done for each variable is decided in `_mapping/match`, how one is computed is in `_programs/programs`, how a
+tensor is read in `_materialize/stream`. What was done is measured here, and described in `_materialize/report`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError
 from lazymodel._mapping.mapped import flat_checkpoint
 from lazymodel._mapping.match import Choice, choose, warn_of_rest
-from lazymodel._mapping.table import stored_as
 from lazymodel._materialize.report import Costs, make_report
 from lazymodel._materialize.stream import StreamItem, stream
 from lazymodel._programs.jaxprs import is_weak, with_weak_type
@@ -37,8 +35,8 @@ from lazymodel._show.progress import Progress, ProgressTo, ReportTo, delivery, p
 from lazymodel._show.text import parse_budget
 from lazymodel._tensors.casting import SAFE, UNSAFE, converted
 from lazymodel._tensors.lazy import lazy
+from lazymodel._tensors.shards import boxes_for
 from lazymodel._tensors.source import BYTES_READ
-from lazymodel._tensors.stored import local_nbytes
 
 
 def materialize(
@@ -84,6 +82,11 @@ def materialize(
             `strict`), would lose what it means in its variable's dtype (unless `cast="unsafe"`), or cannot be read, in
             this or another process; or the processes' checkpoints have other tensors.
         Exception: Whatever a callable given as `progress` or `report` raises.
+
+    Example:
+        >>> model = sharded.materialize(lm.open_checkpoint("model.safetensors"), max_host_memory="64MiB")
+        >>> model["up"]["kernel"].sharding.spec
+        P(None, 'model')
     """
     start = time.perf_counter()
     require_live(model.variables)
@@ -116,18 +119,19 @@ def make_arrays(
     progress: Progress,
     check: Callable[[], None],
 ) -> tuple[dict[str, Any], Costs]:
-    """Runs the init programs, the stream, and what is computed from other variables.
+    """Runs the init programs, the stream, and what is computed from other variables, as `choice` says of each.
 
-    Returns path to finished array, of JAX or (see `_abstract/host_arrays`) of NumPy, and what it cost.
-
-    Init programs come first: their temporaries are spent while the devices are still empty. Progress is counted in
-    bytes of the distinct shards of this process. `check` is called with every piece of work; what it raises ends it.
+    Returns path to finished array, of JAX or (see `_abstract/host_arrays`) of NumPy, and what it cost. Init programs
+    come first: their temporaries are spent while the devices are still empty. `check` is called with every piece of
+    work; what it raises ends it.
     """
-    nbytes = {path: local_nbytes(shardings[path], v.shape, v.dtype) for path, v in model.items()}
+    # Of all distinct shards that this process's devices hold.
+    nbytes = {path: sum(boxes_for(shardings[path], v.shape).sizes) * v.dtype.itemsize for path, v in model.items()}
+    streamed = {path: source for path, source in choice.sources.items() if not stays_on_host(model[path])}
     items = [
-        _stream_item(model[path], source, shardings[path], choice)
-        for path, source in choice.sources.items()
-        if not stays_on_host(model[path])
+        # Keys are read as their key data, whose trailing dimension no spec names.
+        StreamItem(path, lazy(_read_as(model[path], source, choice), path), *model[path].stored, shardings[path])
+        for path, source in streamed.items()
     ]
     arrays: dict[str, Any] = {}
     watcher = _Watcher(progress, check)
@@ -148,10 +152,10 @@ def make_arrays(
         # In the model's order, since every process has to run a program for all at the same turn.
         arrays.update({path: _as_weak(arrays[path], model[path]) for path in model if model[path].weak_type})
         jax.block_until_ready([arrays[item.path] for item in items])
-        streamed = time.perf_counter()
+        ended = time.perf_counter()
         jax.block_until_ready(list(arrays.values()))  # the init programs, which ran on while files were read
-        initializing = started - start + time.perf_counter() - streamed
-        return arrays, Costs(BYTES_READ.count - read, initializing, streamed - started)
+        initializing = started - start + time.perf_counter() - ended
+        return arrays, Costs(BYTES_READ.count - read, initializing, ended - started)
     except CheckpointError:
         if watcher.error is not None:
             raise watcher.error from None
@@ -175,10 +179,8 @@ def _rest(
 
 
 class _Watcher:
-    """Tells of progress from several threads, one call at a time.
-
-    Attributes:
-        error: What the receiver or the check raised, which the stream would otherwise take for a failure of its own.
+    """Tells of progress from several threads, one call at a time; `error` is what the receiver or check raised,
+    which the stream would otherwise take for a failure of its own.
     """
 
     def __init__(self, progress: Progress, check: Callable[[], None]) -> None:
@@ -209,15 +211,9 @@ def _details(choice: Choice) -> str:
     return "\n".join(f"{path} {getattr(source, 'dtype', '')} {np.shape(source)}" for path, source in loaded)
 
 
-def _stream_item(variable: AbstractVariable, source: Any, sharding: Sharding, choice: Choice) -> StreamItem:
-    """What the stream reads. Keys are read as their key data, whose trailing dimension no spec names."""
-    tensor = lazy(_read_as(variable, source, choice), variable.path)
-    return StreamItem(variable.path, tensor, *stored_as(variable), sharding)
-
-
 def _read_as(variable: AbstractVariable, source: Any, choice: Choice) -> Any:
     """A source's values in the variable's dtype; what the user's own code made is cast as that would cast it."""
-    _, dtype = stored_as(variable)
+    _, dtype = variable.stored
     if choice.from_file(variable.path):
         return converted(lazy(source, variable.path), dtype, choice.cast)
     return source if source.dtype == dtype else converted(lazy(source, variable.path), dtype, UNSAFE)

@@ -1,9 +1,8 @@
 """Groups of small tensors: neighbours in a file that the stream reads, converts and hands over together.
 
 A tensor of a few KiB is read in less time than it takes to plan for it, to hand it from thread to thread and to look
-whether its file has changed. So the stream makes one job of many: one read for what lies side by side, one buffer,
-one thread. Responsible for which tensors are small enough and simple enough, and for filling a group; what may be in
-flight, and what becomes of the arrays, is decided in `_materialize/stream`.
+whether its file has changed. So the stream makes one job of many: one read for what lies side by side, one buffer, one
+thread. What may be in flight, and what becomes of the arrays, is decided in `_materialize/stream`.
 """
 
 from __future__ import annotations
@@ -23,34 +22,23 @@ from lazymodel._tensors.leaves import FileLeaf, View
 from lazymodel._tensors.shards import Boxes
 from lazymodel._tensors.source import Source
 
-_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
-
 SMALL_NBYTES = 64 << 10  # bytes of a tensor; a larger one gains little, and is worth the attention of several threads
 GROUP = 512 << 10  # bytes of a group: a hundred times what its overhead takes, and all of it lives as long as any of it
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Small:
-    """A tensor that can be part of a group.
+    """A tensor that can be part of a group."""
 
-    Attributes:
-        tensor: What it is, of its variable's dtype.
-        boxes: The parts that devices hold.
-        source: Its file, if its elements are a range of it with nothing else in it; None for what is read in its own
-            way, whole: a part of a tensor, what is compressed or joined, an array in memory.
-        start: First byte of that range.
-        stored_nbytes: Bytes of that range; 0 where there is none.
-        placed_nbytes: Bytes of all its boxes, each with a cache line to begin with.
-        spent_nbytes: Bytes of temporaries that converting it takes.
-    """
-
-    tensor: View
-    boxes: Boxes
+    tensor: View  # of its variable's dtype
+    boxes: Boxes  # the parts that devices hold
+    # Its file, if its elements are a range of it with nothing else in it; None for what is read in its own way, whole:
+    # a part of a tensor, what is compressed or joined, an array in memory.
     source: Source | None
-    start: int
-    stored_nbytes: int
-    placed_nbytes: int
-    spent_nbytes: int
+    start: int  # first byte of that range
+    stored_nbytes: int  # of that range; 0 where there is none
+    placed_nbytes: int  # of all its boxes, each with a cache line to begin with
+    spent_nbytes: int  # of temporaries that converting it takes
 
     @property
     def nbytes(self) -> int:
@@ -80,9 +68,7 @@ class Group:
     """Small tensors in the order of their file.
 
     Attributes:
-        members: The tensors.
-        placed_nbytes: Bytes of the buffer that their boxes are put into.
-        values_nbytes: Bytes of their boxes alone.
+        placed_nbytes: Bytes of the buffer that their boxes are put into; `values_nbytes` are those of the boxes alone.
         nbytes: Bytes of host memory that filling it takes, that buffer included.
         current: Number of the member to which an error is due.
     """
@@ -96,10 +82,9 @@ class Group:
         self.current = 0
 
     def arrays(self, buffer: np.ndarray, workspace: Workspace) -> list[jax.Array]:
-        """Reads all members into a 64-byte-aligned buffer of `placed_nbytes` bytes, and makes their arrays.
+        """Reads all members into a 64-byte-aligned buffer of `placed_nbytes` bytes, and makes their arrays of it.
 
-        Where devices use the host's memory the arrays live in the buffer, which must not be written to again. On
-        others they are complete when this returns.
+        It must not be written to again where devices use the host's memory, elsewhere not before the arrays are there.
 
         Raises:
             CheckpointError: A file is truncated, changed or unreadable; `current` says for which member.
@@ -115,7 +100,6 @@ class Group:
             read += member.stored_nbytes
             placed += member.placed_nbytes
             member.tensor.leaf.release()
-        _jax.block_until_ready(arrays)
         return arrays
 
     def _read(self, raw: np.ndarray) -> None:
@@ -135,23 +119,18 @@ class Group:
             for source in dict.fromkeys(source for source, _, _ in runs):
                 source.check_unchanged()
         except CheckpointError:
-            self._find_unreadable()
+            # That of the first member that cannot be read, if it still cannot be.
+            for number, member in enumerate(self.members):
+                self.current = number
+                if isinstance(leaf := member.tensor.leaf, FileLeaf) and member.source is not None:
+                    leaf.fill_runs(member.start - leaf.offset, [np.empty(member.stored_nbytes, np.uint8)])
+            self.current = 0
             raise
-
-    def _find_unreadable(self) -> None:
-        """Raises the error of the first member that cannot be read, if it still cannot be."""
-        for number, member in enumerate(self.members):
-            self.current = number
-            if isinstance(leaf := member.tensor.leaf, FileLeaf) and member.source is not None:
-                leaf.fill_runs(member.start - leaf.offset, [np.empty(member.stored_nbytes, np.uint8)])
-        self.current = 0
 
 
 def groups(smalls: Sequence[Small | None], limit: int) -> Iterator[tuple[range, Group | None]]:
-    """Divides tensors, None for those that are not small, into groups whose filling takes at most `limit` bytes.
-
-    Yields:
-        Numbers of neighbours and the group that they are, or one number and None, in order.
+    """Divides tensors, None for those that are not small, into groups whose filling takes at most `limit` bytes:
+    numbers of neighbours and the group that they are, or one number and None, in order.
     """
     limit = min(limit, GROUP)
     group: list[Small] = []

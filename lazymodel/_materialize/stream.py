@@ -19,7 +19,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from lazymodel._errors import CheckpointError
 from lazymodel._materialize.bands import band_parts, copy_to
 from lazymodel._materialize.small_tensors import Group, Small, groups, small
+from lazymodel._programs.jaxprs import uses_x64
 from lazymodel._show.text import format_bytes
 from lazymodel._tensors.boxes import BoxKey, box_of, box_shape
 from lazymodel._tensors.buffers import Arena, Workspace, cores, default_budget, empty_aligned
@@ -37,8 +38,6 @@ from lazymodel._tensors.leaves import Part
 from lazymodel._tensors.shards import Boxes, boxes_for
 from lazymodel._tensors.stored import misshapen, where
 
-_jax = cast(Any, jax)  # parts of JAX's own annotations are incomplete
-
 BAND = 16 << 20  # bytes of a piece of shards that are larger than the budget: a transfer of a few milliseconds
 WORKSPACE = 64 << 20  # bytes of temporaries of a thread, at most; more makes nothing faster
 _THREADS = 8  # more do not help: memory bandwidth, not the number of requests, is the limit from here on
@@ -46,28 +45,17 @@ _THREADS = 8  # more do not help: memory bandwidth, not the number of requests, 
 
 @dataclasses.dataclass(frozen=True)
 class StreamItem:
-    """One variable to fill.
+    """One variable to fill."""
 
-    Attributes:
-        path: The variable's path, for messages.
-        tensor: Where its values come from.
-        shape: Its global shape, which must be the tensor's.
-        dtype: Its dtype; values are cast as `ndarray.astype` casts.
-        sharding: Where its shards go.
-    """
-
-    path: str
-    tensor: LazyTensor | np.ndarray
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    path: str  # for messages
+    tensor: LazyTensor | np.ndarray  # where its values come from
+    shape: tuple[int, ...]  # the global shape, which must be the tensor's
+    dtype: np.dtype[Any]  # values are cast as `ndarray.astype` casts
     sharding: Sharding
 
 
 def stream(
-    items: Sequence[StreamItem],
-    *,
-    max_host_memory: int | None = None,
-    on_bytes: Callable[[int], None] | None = None,
+    items: Sequence[StreamItem], *, max_host_memory: int | None = None, on_bytes: Callable[[int], None] | None = None
 ) -> Iterator[tuple[str, jax.Array]]:
     """Reads every item's shards onto this process's devices; yields (path, array) in file order.
 
@@ -75,13 +63,12 @@ def stream(
     iterator is exhausted, closed or fails.
 
     Args:
-        items: What to fill. Their order does not matter.
+        items: What to fill, in any order.
         max_host_memory: Ceiling in bytes for the host memory in use at any time: values on their way to devices,
             and every temporary. None is 4 GiB, or an eighth of the memory that is available if that is less. The
             memory of the devices themselves is no part of it, which on CPU devices is host memory too: there the
             variable that is next to be yielded does not count, those read ahead do.
-        on_bytes: Called with the number of bytes of shards just filled, from any thread, one call at a time. Over a
-            whole stream they add up to the bytes of all distinct shards of this process.
+        on_bytes: Called with the bytes of shards just filled, from any thread, one call at a time.
 
     Raises:
         CheckpointError: At once, for a tensor whose shape is not its variable's or that cannot be read within the
@@ -152,34 +139,32 @@ class _Plan:
 
     def take(self) -> jax.Array:
         """The finished array, which is the caller's alone."""
-        array, self.array = self.array, None
+        item, array, self.array = self.item, self.array, None
         if array is None:
             shards = [shard for key in self.boxes.devices for shard in self.shards[key]]
             self.shards = {}
-            item = self.item
             array = jax.make_array_from_single_device_arrays(item.shape, item.sharding, shards, dtype=item.dtype)
         return array
 
 
 @dataclasses.dataclass(eq=False)
 class _Job:
-    """Boxes of one plan, or small plans, that are filled together, out of one reservation."""
+    """Small plans, or boxes of one plan, that are filled together, out of one reservation."""
 
-    plan: _Plan
-    boxes: list[BoxKey]
+    plans: Sequence[_Plan]
     nbytes: int  # what it reserves
+    boxes: Sequence[BoxKey] = ()
     band: int = 0  # bytes of the pieces in which it goes to its devices; 0 if it goes whole
     one_by_one: bool = False  # whether its parts must not run at the same time, for want of memory
+    group: Group | None = None  # of the small plans
     outs: list[np.ndarray] = dataclasses.field(default_factory=list[np.ndarray])
     parts: list[Part] = dataclasses.field(default_factory=list[Part])
     unfinished: int = 0
-    group: Group | None = None
-    plans: Sequence[_Plan] = ()  # those of the group
-    arrays: list[jax.Array] = dataclasses.field(default_factory=list[jax.Array])  # likewise, when they are complete
+    arrays: list[jax.Array] = dataclasses.field(default_factory=list[jax.Array])  # those of the plans, when complete
 
     @property
     def on_host(self) -> bool:
-        """Whether all buffers of a group become the arrays' own memory."""
+        """Whether all buffers become the arrays' own memory."""
         return all(plan.boxes.on_host for plan in self.plans)
 
 
@@ -190,10 +175,10 @@ def _plan(item: StreamItem) -> _Plan:
             f"{misshapen(item.path, item.shape, tensor.shape, where(tensor))}; "
             "is this the checkpoint of another configuration?"
         )
-    if jax.dtypes.canonicalize_dtype(item.dtype) != item.dtype:
+    if (stored := jax.dtypes.canonicalize_dtype(item.dtype)) != item.dtype:
         raise CheckpointError(
-            f"{item.path!r}: JAX would store {item.dtype.name} as "
-            f"{jax.dtypes.canonicalize_dtype(item.dtype).name}; enable 64-bit types (jax_enable_x64) or cast"
+            f"{item.path!r}: JAX would store {item.dtype.name} as {stored.name}; "
+            "enable 64-bit types (jax_enable_x64) or cast"
         )
     boxes = boxes_for(item.sharding, tuple(item.shape))
     tensor = tensor.astype(item.dtype)
@@ -210,10 +195,8 @@ class _Stream:
         workspaces: Sequence[Workspace],
         on_bytes: Callable[[int], None] | None,
     ) -> None:
-        self._plans = plans
-        self._budget = budget
-        self._on_bytes = on_bytes
-        self._x64 = bool(cast(Any, jax.config).jax_enable_x64)  # a thread-local setting, which threads do not inherit
+        self._plans, self._budget, self._on_bytes = plans, budget, on_bytes
+        self._x64 = uses_x64()  # a thread-local setting, which threads do not inherit
         self._threads = [
             threading.Thread(target=self._work, args=(workspace,), name=f"lazymodel-stream-{index}", daemon=True)
             for index, workspace in enumerate(workspaces)
@@ -263,7 +246,7 @@ class _Stream:
             if group is None:
                 yield from self._jobs_of(plans[0])
             else:
-                yield _Job(plans[0], [], group.nbytes, group=group, plans=plans)
+                yield _Job(plans, group.nbytes, group=group)
 
     def _jobs_of(self, plan: _Plan) -> Iterator[_Job]:
         """The jobs of one plan by itself."""
@@ -276,7 +259,7 @@ class _Stream:
             # The arrays' own memory: what exceeds the budget only keeps others from being read ahead.
             temporaries = everyone if everyone <= self._budget else unit
             nbytes = min(total + temporaries, self._budget)
-            yield _Job(plan, list(sizes), nbytes, one_by_one=temporaries < everyone)
+            yield _Job([plan], nbytes, list(sizes), one_by_one=temporaries < everyone)
             return
         tiled = prefers_one_pass(plan.tensor, plan.boxes.boxes)
         together = tiled or total + everyone <= self._budget // 4
@@ -284,7 +267,7 @@ class _Stream:
             nbytes = sum(sizes[key] for key in keys)
             if nbytes + unit <= self._budget:
                 serial = nbytes + everyone > self._budget
-                yield _Job(plan, keys, nbytes + (unit if serial else everyone), one_by_one=serial)
+                yield _Job([plan], nbytes + (unit if serial else everyone), keys, one_by_one=serial)
                 continue
             # Threads that each hold a piece and what filling it takes.
             threads = len(self._threads)
@@ -292,7 +275,7 @@ class _Stream:
             band = (self._budget - unit) if serial else (self._budget - everyone) // threads
             band = max(min(band, BAND), itemsize)
             reserve = min(unit + band if serial else threads * (unit + band), self._budget)
-            yield _Job(plan, keys, reserve, band=band, one_by_one=serial)
+            yield _Job([plan], reserve, keys, band, one_by_one=serial)
 
     # In the threads
 
@@ -341,15 +324,20 @@ class _Stream:
             return True
 
     def _start(self, job: _Job) -> None:
-        plan = job.plan
-        if job.group is not None:
-            job.parts = [self._group_part(job, job.group)]
+        plan, group = job.plans[0], job.group
+        if group is not None:
+            buffers = [self._buffer((group.placed_nbytes,), np.dtype(np.uint8), job.on_host)]
+
+            def fill_group(workspace: Workspace) -> None:
+                job.arrays = group.arrays(buffers.pop(), workspace)  # the arrays' own from now on
+
+            job.parts = [Part(group.values_nbytes, fill_group)]
         elif job.band:
             places = {key: plan.places(key) for key in job.boxes}
             job.parts = band_parts(plan.tensor, places, job.band, plan.shards.update)
         else:
             boxes = [box_of(key) for key in job.boxes]
-            job.outs = [self._buffer(plan, box_shape(box)) for box in boxes]
+            job.outs = [self._buffer(box_shape(box), plan.item.dtype, job.on_host) for box in boxes]
             job.parts = fill_parts(plan.tensor, boxes, job.outs)
         if job.one_by_one and len(job.parts) > 1:
             parts = job.parts
@@ -365,9 +353,8 @@ class _Stream:
         job.parts = job.parts or [Part(0, lambda workspace: None)]
         job.unfinished = len(job.parts)
 
-    def _buffer(self, plan: _Plan, shape: tuple[int, ...]) -> np.ndarray:
-        dtype = plan.item.dtype
-        if plan.boxes.on_host:
+    def _buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any], on_host: bool) -> np.ndarray:
+        if on_host:
             return self._arena.empty(shape, dtype)  # arrays of one load live equally long
         nbytes = math.prod(shape) * dtype.itemsize
         with self._changed:
@@ -385,59 +372,37 @@ class _Stream:
             job.unfinished -= 1
             if job.unfinished or self._stopped:
                 return
-        if job.group is None:
-            self._deliver(job)
-        else:
-            self._deliver_group(job, job.group)
+        self._deliver(job)
 
     def _deliver(self, job: _Job) -> None:
-        """Hands over what was filled; the shards of bands are there already."""
-        plan = job.plan
-        array, shards = None, dict[BoxKey, list[jax.Array]]()
-        if plan.boxes.on_host:
-            array = plan.boxes.array(job.outs, plan.item.dtype)
+        """Hands over what was filled; the shards of bands and the arrays of groups are there already."""
+        plan, group = job.plans[0], job.group
+        shards: dict[BoxKey, list[jax.Array]] = {}
+        if group is None and job.on_host:
+            job.arrays = [plan.boxes.array(job.outs, plan.item.dtype)]
         elif not job.band:
             for key, out in zip(job.boxes, job.outs, strict=True):
                 shards[key] = [copy_to(place, out) for place in plan.places(key)]
-        _jax.block_until_ready((array, list(shards.values())))
+        jax.block_until_ready((job.arrays, list(shards.values())))
+        kept = [job.nbytes] if group is None else [member.placed_nbytes for member in group.members]
         with self._changed:
-            if array is not None:
-                plan.array, self._held[plan] = array, job.nbytes
-            else:
+            self._in_flight -= job.nbytes
+            for number, array in enumerate(job.arrays):
+                job.plans[number].array = array
+                if job.on_host:
+                    self._held[job.plans[number]] = kept[number]
+                    self._in_flight += kept[number]
+            if shards:
                 plan.shards.update(shards)
                 self._spare += [out.reshape(-1).view(np.uint8) for out in job.outs]
-                self._in_flight -= job.nbytes
-            job.outs = []
-            if plan.complete:
+            job.outs, job.arrays = [], []
+            if group is None and plan.complete:
                 plan.tensor.leaf.release()
             self._changed.notify_all()
 
-    def _group_part(self, job: _Job, group: Group) -> Part:
-        """The part that fills a group."""
-        empty = self._arena.empty if job.on_host else empty_aligned
-        job.outs = [empty((group.placed_nbytes,), np.dtype(np.uint8))]
-
-        def run(workspace: Workspace) -> None:
-            job.arrays = group.arrays(job.outs.pop(), workspace)  # the arrays' own from now on
-
-        return Part(group.values_nbytes, run)
-
-    def _deliver_group(self, job: _Job, group: Group) -> None:
-        """Hands over the arrays of a group."""
-        with self._changed:
-            self._in_flight -= job.nbytes
-            for plan, array, member in zip(job.plans, job.arrays, group.members, strict=True):
-                plan.array = array
-                if job.on_host:
-                    self._held[plan] = member.placed_nbytes
-                    self._in_flight += member.placed_nbytes
-            job.arrays = []
-            self._changed.notify_all()
-
     def _fail(self, job: _Job, error: Exception) -> None:
-        plan = job.plan if job.group is None else job.plans[job.group.current]
-        message = f"{plan.item.path!r} from {where(plan.tensor)}: {error or type(error).__name__}"
-        wrapped = CheckpointError(message)
+        plan = job.plans[0 if job.group is None else job.group.current]
+        wrapped = CheckpointError(f"{plan.item.path!r} from {where(plan.tensor)}: {error or type(error).__name__}")
         wrapped.__cause__ = error
         with self._changed:
             self._error = self._error or wrapped

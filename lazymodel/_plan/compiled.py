@@ -1,8 +1,7 @@
 """What the compiler says that a forward pass or a training step takes, on the model's devices.
 
-Responsible for making the program that a plan compiles: parameters in their shardings, LoRA pairs merged as they are
-in use, gradients and an optimizer's update around the user's loss, inputs split over the mesh's data axes. The numbers
-come from `_devices/compiler`; nothing runs.
+Responsible for the program: parameters in their shardings, LoRA pairs merged as they are in use, gradients and an
+optimizer's update around the user's loss, inputs split over the mesh's data axes. Nothing runs.
 """
 
 from __future__ import annotations
@@ -43,7 +42,9 @@ class Compile:
         LazyModelError: One is none of these, or does not go with the others.
 
     Example:
-        >>> abstract.plan(compile=lm.Compile("train", batch=8, sequence=512))
+        >>> forward = lm.Compile("forward", lambda tree, x: x @ tree["up"]["kernel"], (np.ones((8, 64), "float32"),))
+        >>> list(sharded.plan(compile=forward).parts)
+        ['parameters', 'activations']
     """
 
     what: str
@@ -56,10 +57,9 @@ class Compile:
     def __post_init__(self) -> None:
         if self.what not in ("init", "forward", "train"):
             raise LazyModelError(f"what is compiled is 'init', 'forward' or 'train'; got {self.what!r}")
-        given_inputs: Any = self.inputs
-        listed = isinstance(given_inputs, list | tuple)
-        wrong_inputs = [each for each in self.inputs if not _is_input(each)] if listed else [given_inputs]
-        if wrong_inputs:
+        inputs: Any = self.inputs
+        listed = isinstance(inputs, list | tuple)
+        if wrong_inputs := [each for each in self.inputs if not _is_input(each)] if listed else [inputs]:
             got = wrong_inputs[0]
             raise LazyModelError(
                 "inputs is a tuple of what the function takes after the tree, of arrays or "
@@ -88,10 +88,9 @@ class Compile:
 
 def _is_input(given: Any) -> bool:
     """Whether it is a pytree of arrays, structs and numbers, and no shape."""
-    if isinstance(given, list | tuple) and given and all(type(size) is int for size in cast("Sequence[Any]", given)):
-        return False
     leaves: list[Any] = jax.tree.leaves(given)
-    return all(hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex) for leaf in leaves)
+    shape = isinstance(given, list | tuple) and given and all(type(size) is int for size in cast("list[Any]", given))
+    return not shape and all(hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex) for leaf in leaves)
 
 
 def compile_use(model: ModelSpec, use: Use, compile: Compile) -> tuple[CompiledMemory, str]:
@@ -117,12 +116,8 @@ def compile_use(model: ModelSpec, use: Use, compile: Compile) -> tuple[CompiledM
         return compile_memory(forward, values, use.pairs, *inputs), f"compiled forward pass: {description}"
 
     def loss(trained: Mapping[str, Any], rest: Mapping[str, Any], inputs: Any) -> Any:
-        merged = {
-            path: _merge(rest[path], trained[path]) if path in use.pairs
-            else trained[path][0] if path in trained
-            else rest[path]
-            for path in values
-        }  # fmt: skip
+        pairs = {path: _merge(rest[path], trained[path]) for path in use.pairs}
+        merged = {**rest, **{path: arrays[0] for path, arrays in trained.items()}, **pairs}
         value = function(structure(merged), *inputs)
         value = value[0] if isinstance(value, tuple) else value
         if getattr(value, "shape", ()) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
@@ -141,6 +136,7 @@ def compile_use(model: ModelSpec, use: Use, compile: Compile) -> tuple[CompiledM
 
 def _training_step(model: ModelSpec, use: Use, loss: Callable[..., Any]) -> Callable[..., Any]:
     """Gradients of a loss and an optimizer's update, of what is trained, stated slots, own state, all else, inputs."""
+    stated = use.slot_structs()
     moments: dict[str, list[str]] = {path: [] for path in use.trained}  # own state that is updated by a gradient
     for path in use.state:
         parameter = model.get(cast("str", model[path].follows))
@@ -150,22 +146,19 @@ def _training_step(model: ModelSpec, use: Use, loss: Callable[..., Any]) -> Call
 
     def step(trained: Any, slots: Any, state: Any, frozen: Any, *inputs: Any) -> Any:
         value, gradients = jax.value_and_grad(loss)(trained, {**frozen, **state}, inputs)
-        new_trained: dict[str, Any] = {}
-        new_slots: dict[str, Any] = {}
+        new_trained: dict[str, list[Any]] = {path: [] for path in trained}
+        new_slots: dict[str, list[Any]] = {path: [] for path in trained}
         new_state = dict(state)
-        stated = use.slot_structs()
         for path, structs in use.trained.items():
             own = moments[path]
-            updated = [
-                _update(p, g, (*s, *(state[name] for name in own)), (struct, *places, *(model[n].struct for n in own)))
-                for p, g, s, struct, places in zip(
-                    trained[path], gradients[path], slots[path], structs, stated[path], strict=True
-                )
-            ]
-            new_trained[path] = tuple(p for p, _ in updated)
-            new_slots[path] = tuple(s[: len(s) - len(own)] for _, s in updated)
-            for _, s in updated:
-                new_state.update(zip(own, s[len(s) - len(own) :], strict=True))
+            for p, g, s, struct, places in zip(
+                trained[path], gradients[path], slots[path], structs, stated[path], strict=True
+            ):
+                held, where = (*s, *(state[name] for name in own)), (*places, *(model[name].struct for name in own))
+                parameter, updated = _update(p, g, held, (struct, *where))
+                new_trained[path].append(parameter)
+                new_slots[path].append(updated[: len(s)])
+                new_state.update(zip(own, updated[len(s) :], strict=True))
         return value, new_trained, new_slots, new_state
 
     return step
@@ -178,8 +171,8 @@ def _without_optimizer(model: ModelSpec) -> ModelSpec:
 
 def _own(model: ModelSpec, compile: Compile) -> PlannedFunction:
     """The model's own forward pass or loss, its inputs split over the mesh's data axes."""
-    meshes = [v.sharding.mesh for v in model.values() if isinstance(v.sharding, NamedSharding)]
-    mesh = cast("Mesh", meshes[0]) if meshes else None
+    meshes = (v.sharding.mesh for v in model.values() if isinstance(v.sharding, NamedSharding))
+    mesh = cast("Mesh | None", next(meshes, None))
     axes = [axis for axis in ([] if mesh is None else mesh.shape) if axis in _DATA_AXES]
     parts = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
     size = parts if compile.batch is None else compile.batch
@@ -198,19 +191,17 @@ def _own(model: ModelSpec, compile: Compile) -> PlannedFunction:
             f"a batch of {size} does not divide over {parts} parts of the mesh (axis {', '.join(map(repr, axes))}); "
             f"the nearest that does is {max(round(size / parts), 1) * parts}"
         )
-    over_batch = NamedSharding(mesh, PartitionSpec(tuple(axes) or None))
+    over = NamedSharding(mesh, PartitionSpec(tuple(axes) or None))
 
     def spread(struct: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=over_batch)
+        return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=over)
 
-    inputs = jax.tree.map(spread, planned.inputs)
-    return dataclasses.replace(planned, inputs=inputs)
+    return dataclasses.replace(planned, inputs=jax.tree.map(spread, planned.inputs))
 
 
 def _merge(kernel: Any, pair: Any) -> Any:
     """What a layer with LoRA computes with: Keras, too, adds the product to the kernel."""
-    first, last = pair
-    return kernel + jnp.matmul(first, last).astype(kernel.dtype)
+    return kernel + jnp.matmul(*pair).astype(kernel.dtype)
 
 
 def _update(parameter: Any, gradient: Any, slots: Sequence[Any], structs: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:

@@ -28,10 +28,8 @@ def bar(parts: Mapping[str, int], full: int) -> str:
 
     def piece(kind: str, nbytes: int) -> str:
         label = html.escape(f"{kind}: {format_bytes(nbytes)}", quote=True)
-        style = (
-            f"display:inline-block;height:1em;width:{100 * nbytes / full:.2f}%;background:{_COLOURS.get(kind, _OVER)}"
-        )
-        return f'<span title="{label}" style="{style}"></span>'
+        look = f"width:{100 * nbytes / full:.2f}%;background:{_COLOURS.get(kind, _OVER)}"
+        return f'<span title="{label}" style="display:inline-block;height:1em;{look}"></span>'
 
     pieces = "".join(piece(kind, nbytes) for kind, nbytes in parts.items())
     return f'<div style="border:1px solid #999;font-size:12px;line-height:1;white-space:nowrap">{pieces}</div>'
@@ -41,7 +39,6 @@ def figure(
     name: str,
     parts: Mapping[str, int],
     timeline: Sequence[tuple[int, int]],
-    *,
     held: int,
     peak: int,
     limit: int | None,
@@ -63,16 +60,9 @@ def figure(
     over = (peak - held) / _GIB
     left.bar("materializing", over, bottom=held / _GIB, color=_OVER, label="peak while materializing")
     if limit is not None:
-        left.annotate(
-            f"device memory, {format_bytes(limit)}",
-            (0.5, limit / _GIB),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            xytext=(0, 3),
-            ha="center",
-            fontsize=7,
-            color=_LIMIT,
-        )
+        where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "xytext": (0, 3), "ha": "center"}
+        text = f"device memory, {format_bytes(limit)}"
+        left.annotate(text, (0.5, limit / _GIB), fontsize=7, color=_LIMIT, **where)
     left.set_ylabel("GiB on the fullest device")
     left.legend(fontsize=7, frameon=False)
     steps = range(1, len(timeline) + 1)

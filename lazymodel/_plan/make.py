@@ -2,10 +2,7 @@
 
 Responsible for putting a plan together: what stays from the shardings, what is needed for a moment and what passes
 through hosts from `_plan/steps`, what using the model adds from `_plan/what_if`, and, where it is asked for, what the
-compiler says from `_plan/compiled`.
-
-Devices need not be here. On a mesh without live devices, or without any (`jax.sharding.AbstractMesh`), nothing is
-compiled unless asked for, and a plan is arithmetic: a second or two for a model of a thousand billion parameters.
+compiler says from `_plan/compiled`. Devices need not be here.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax.sharding import AbstractMesh
@@ -52,7 +49,6 @@ def plan(
     estimated, and a plan takes a second or two whatever the model's size.
 
     Args:
-        model: The model.
         checkpoint: What `materialize` would be given. A tensor of another shape than its variable is no error here; the
             variable's row says so.
         initialize: As for `materialize`.
@@ -65,11 +61,14 @@ def plan(
     Raises:
         LazyModelError: An argument is none of these; there is no function, or no device, to compile for; or an
             optimizer or LoRA was stated for a model that has an optimizer.
+
+    Example:
+        >>> sharded.plan(lm.open_checkpoint("model.safetensors"), device_memory="16GiB").read_nbytes
+        131072
     """
     what_if = _checked(model, what_if, compile)
     limit = None if device_memory is None else parse_bytes(device_memory, name="device_memory", at_least=1)
-    # A plan says in its table what is initialized, so lacking tensors need no warning here.
-    # Nor does what is refused keep it from being a plan: it is noted.
+    # What is initialized needs no warning, and what is refused keeps it from being no plan: it says both itself.
     checkpoint = flat_checkpoint(checkpoint)
     choice = choose(model, checkpoint, initialize=initialize or "missing", strict=False, cast="unsafe")
     refused = refused_casts(model, checkpoint, choice)
@@ -115,38 +114,34 @@ def plan(
 
 def _checked(model: ModelSpec, what_if: WhatIf | None, compile: Compile | None) -> WhatIf:
     """What is stated, with the optimizer that a compiled training step has; refuses what does not go together."""
-    given: Any = (what_if, compile)
-    for value, name, cls, such in zip(
-        given, ("what_if", "compile"), (WhatIf, Compile), ('(optimizer="adamw")', '("forward")'), strict=True
+    for name, given, cls, such in (  # the types say this to pyright, and the errors to people
+        ("what_if", cast("Any", what_if), WhatIf, 'WhatIf(optimizer="adamw")'),
+        ("compile", cast("Any", compile), Compile, 'Compile("forward")'),
     ):
-        if not isinstance(value, cls | None):
-            raise LazyModelError(f"{name} is a lazymodel.{cls.__name__}, such as {cls.__name__}{such}; got {value!r}")
+        if not isinstance(given, cls | None):
+            raise LazyModelError(f"{name} is a lazymodel.{cls.__name__}, such as {such}; got {given!r}")
     what_if = what_if or WhatIf()
     if compile is None:
         return what_if
+    what = f"compiling {compile.what!r}"
     if compile.is_use and what_if.quantize is not None:
         raise LazyModelError(
-            f"compiling {compile.what!r} compiles the model as it is, and quantize={what_if.quantize!r} is arithmetic; "
-            "plan them one by one, or build the quantized model"
+            f"{what} compiles the model as it is, and quantize={what_if.quantize!r} is arithmetic; plan them one by "
+            "one, or build the quantized model"
         )
     if any(is_arithmetic(variable.sharding) for variable in model.values()):
-        raise LazyModelError(
-            f"compiling {compile.what!r} needs devices to compile for, and this mesh is one for arithmetic; "
-            "make it with lazymodel.topology, or plan without compile"
-        )
+        mend = "make it with lazymodel.topology, or plan without compile"
+        raise LazyModelError(f"{what} needs devices to compile for, and this mesh is one for arithmetic; {mend}")
     if compile.what == "train" and what_if.optimizer is None and model.optimized is None:
         return dataclasses.replace(what_if, optimizer="sgd")
     return what_if
 
 
-@dataclasses.dataclass(frozen=True)
-class _Devices:
-    """What is known of the devices: whether they run, what they are, and the bytes of the smallest."""
-
-    live: bool
+class _Devices(NamedTuple):
+    live: bool  # whether they run
     platform: str
     kind: str
-    memory: int | None
+    memory: int | None  # bytes of the smallest
 
 
 def _devices(placement: Placement) -> _Devices:
@@ -159,22 +154,16 @@ def _devices(placement: Placement) -> _Devices:
     if live:  # they can say themselves, those of this process
         known = [device for device in real if device.process_index == jax.process_index()]
     limits = [limit for limit in map(known_memory, known) if limit is not None]
-    return _Devices(
-        live=live,
-        platform=min(kinds, default=("", ""))[0],
-        kind=", ".join(sorted(kind for _, kind in kinds)),
-        memory=min(limits, default=None),
-    )
+    kind = ", ".join(sorted(kind for _, kind in kinds))
+    return _Devices(live, min(kinds, default=("", ""))[0], kind, min(limits, default=None))
 
 
 def _parts(use: Use, placement: Placement) -> dict[str, int]:
     """What the device holds that holds most while the model is used, by kind."""
-    in_use: collections.Counter[str] = collections.Counter()
-    for amounts in use.parts.values():
-        in_use.update(amounts)
+    in_use = sum(map(collections.Counter[str], use.parts.values()), collections.Counter[str]())
     fullest, _ = placement.fullest(in_use)
     kept = (kind for kind, amounts in use.parts.items() if kind == PARAMETERS or amounts)
-    return {kind: placement.held(fullest, use.parts[kind]) for kind in kept}
+    return {kind: placement.held(use.parts[kind]).get(fullest, 0) for kind in kept}
 
 
 def _notes(refused: Sequence[str], estimated: str | None) -> Iterator[str]:

@@ -1,7 +1,6 @@
-"""The memory plan: what every device and host will hold, and the peak on the way there, before a byte moves.
+"""The memory plan: what it says, in numbers, tables and plain values, whether it fits and what would.
 
-Responsible for what a plan says, in numbers, tables and plain values, and for whether it fits and what would. How its
-numbers come to be is decided in `_plan/make`.
+How its numbers come to be is decided in `_plan/make`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -28,30 +27,19 @@ _LARGEST = 3  # how many the table names of what does not fit
 
 @dataclasses.dataclass(frozen=True)
 class PlanRow:
-    """One variable in a plan.
+    """One variable in a plan."""
 
-    Attributes:
-        path: The variable's path.
-        shape: Its global shape.
-        dtype: Its dtype.
-        spec: Its partition spec, or None where it lives on one device.
-        shard_nbytes: Bytes that each of its devices holds.
-        nbytes: Bytes of the whole variable.
-        action: `"load"` from a checkpoint, `"initialize"` by a program, or `"constant"`.
-        source: File and tensor, or the initializer, for people.
-        used_nbytes: Bytes that each of its devices holds for it while the model is used: itself, quantized if that was
-            asked for, its LoRA pair, its gradient and the slots of an optimizer that is only stated. Optimizer state
-            that the model has is rows of its own.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    spec: PartitionSpec | None
-    shard_nbytes: int
-    nbytes: int
-    action: str
-    source: str
+    path: str  # the variable's path
+    shape: tuple[int, ...]  # its global shape
+    dtype: Any  # its dtype
+    spec: PartitionSpec | None  # its partition spec, or None where it lives on one device
+    shard_nbytes: int  # bytes that each of its devices holds
+    nbytes: int  # bytes of the whole variable
+    action: str  # `"load"` from a checkpoint, `"initialize"` by a program, or `"constant"`
+    source: str  # file and tensor, or the initializer, for people
+    # Bytes that each of its devices holds for it while the model is used: itself, quantized if that was asked
+    # for, its LoRA pair, its gradient and the slots of an optimizer that is only stated. Optimizer state that the
+    # model has is rows of its own.
     used_nbytes: int = 0
 
     @property
@@ -62,49 +50,32 @@ class PlanRow:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as in `MemoryPlan.to_dict`."""
 
-        def plain(entry: Any) -> Any:
-            return None if entry is None else list(entry) if isinstance(entry, tuple) else str(entry)
-
-        spec = None if self.spec is None else [plain(entry) for entry in self.spec]
-        return vars(self) | {"shape": list(self.shape), "dtype": self.dtype.name, "spec": spec}
+        entries = self.spec if self.spec is not None else ()
+        spec = [list(entry) if isinstance(entry, tuple) else None if entry is None else str(entry) for entry in entries]
+        own = {"shape": list(self.shape), "dtype": self.dtype.name, "spec": None if self.spec is None else spec}
+        return vars(self) | own
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanStep:
-    """One step of materializing, on the fullest device.
+    """One step of materializing, on the fullest device."""
 
-    Attributes:
-        path: The variable that is made, or the first of those that one program makes.
-        action: As in `PlanRow`.
-        held_nbytes: Bytes held once it is made.
-        peak_nbytes: Most bytes held while it is made, temporaries included.
-    """
-
-    path: str
-    action: str
-    held_nbytes: int
-    peak_nbytes: int
+    path: str  # of the variable that is made, or the first of those that one program makes
+    action: str  # as in `PlanRow`
+    held_nbytes: int  # bytes held once it is made
+    peak_nbytes: int  # most bytes held while it is made, temporaries included
 
 
 @dataclasses.dataclass(frozen=True)
 class HostPlan:
-    """What one process will hold and read.
+    """What one process will hold and read."""
 
-    Attributes:
-        index: Its `process_index`.
-        num_devices: How many of the model's devices are its own.
-        device_nbytes: Bytes that these hold together once everything is there.
-        read_nbytes: Bytes that it reads from files, every distinct shard once.
-        staging_nbytes: Ceiling of the host memory through which those pass; `max_host_memory` lowers it.
-        peak_nbytes: Most host memory while materializing: the staging and, where the devices are CPUs, what they hold.
-    """
-
-    index: int
-    num_devices: int
-    device_nbytes: int
-    read_nbytes: int
-    staging_nbytes: int
-    peak_nbytes: int
+    index: int  # its `process_index`
+    num_devices: int  # how many of the model's devices are its own
+    device_nbytes: int  # bytes that these hold together once everything is there
+    read_nbytes: int  # bytes that it reads from files, every distinct shard once
+    staging_nbytes: int  # ceiling of the host memory through which those pass; `max_host_memory` lowers it
+    peak_nbytes: int  # most host memory meanwhile: the staging and, where the devices are CPUs, what they hold
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -131,6 +102,11 @@ class MemoryPlan(Tabled):
         mesh: Axis names and sizes; empty without a mesh.
         compiled: What the compiler said about the forward pass or training step, if one was compiled.
         notes: What a reader has to know about how the numbers came to be.
+
+    Example:
+        >>> plan = sharded.plan(device_memory="16GiB").check()
+        >>> plan.device_nbytes, plan.num_devices, plan.fits
+        (16384, 8, True)
     """
 
     name: str
@@ -166,17 +142,13 @@ class MemoryPlan(Tabled):
         return None if self.device_memory is None else self.needed_nbytes <= self.device_memory
 
     def check(self, device_memory: int | str | None = None) -> MemoryPlan:
-        """Returns the plan itself if it fits.
-
-        Args:
-            device_memory: Bytes of one device, or text such as `"16GiB"`; None takes the plan's own.
+        """Returns the plan itself if it fits `device_memory`, in bytes or as `"16GiB"`; None takes the plan's own.
 
         Raises:
             DoesNotFitError: It does not; names the variables that take most of a device, and what would fit.
         """
-        limit = self.device_memory
-        if device_memory is not None:
-            limit = parse_bytes(device_memory, name="device_memory", at_least=1)
+        given = device_memory is not None
+        limit = parse_bytes(device_memory, name="device_memory", at_least=1) if given else self.device_memory
         if limit is None or self.needed_nbytes <= limit:
             return self
         in_use = f"; in use {format_bytes(self.used_nbytes)}: {self._listed_parts()}"
@@ -202,17 +174,15 @@ class MemoryPlan(Tabled):
         """What would make it fit devices of this many bytes, by arithmetic, as a sentence or two."""
         replicated = sum(row.most_nbytes for row in self.rows if self._replicated(row))
         if replicated > device_memory // 2:
-            return (
-                f"{format_bytes(replicated)} are replicated on every device, which no number of devices mends: "
-                "shard these further, or use a smaller dtype."
-            )
+            whole = f"{format_bytes(replicated)} are replicated on every device, which no number of devices mends"
+            return f"{whole}: shard these further, or use a smaller dtype."
         # What each device computes with stays as large; only what is split shrinks with more devices.
         fixed = self.parts.get(ACTIVATIONS, 0) + replicated
         if fixed >= device_memory:
-            return (
-                f"{format_bytes(fixed)} of a device do not shrink with more devices (activations, replicated "
-                "variables): use a smaller batch or sequence."
+            same = (
+                f"{format_bytes(fixed)} of a device do not shrink with more devices (activations, replicated variables)"
             )
+            return f"{same}: use a smaller batch or sequence."
         split = (self.needed_nbytes - fixed) * self.num_devices
         devices = 1 << max(math.ceil(split / (device_memory - fixed)) - 1, 0).bit_length()
         wide = any(row.dtype.itemsize >= 4 and jax.numpy.issubdtype(row.dtype, jax.numpy.floating) for row in self.rows)
@@ -226,7 +196,12 @@ class MemoryPlan(Tabled):
         """The variables summed over the modules that their paths name, down to this many parts of a path.
 
         Example:
-            >>> print(plan.by_module(depth=2))
+            >>> print(sharded.plan().by_module(depth=2))
+            init by module
+            module        count  variables each  bytes each  in use each  bytes/device
+            ────────────────────────────────────────────────────────────────────────────────────────
+            down              1  1               64.00 KiB   8.00 KiB         8.00 KiB
+            up                1  1               64.00 KiB   8.00 KiB         8.00 KiB
         """
         if type(depth) is not int or depth < 1:
             raise LazyModelError(f"depth is a number of path parts, from 1; got {depth!r}")
@@ -242,26 +217,17 @@ class MemoryPlan(Tabled):
         return Modules(self.name, tuple(ModuleRow("/".join(prefix), len(prefix), *sums[prefix]) for prefix in order))
 
     def plot(self, path: Any = None) -> Any:
-        """Draws what a device holds against what it has, and the timeline while materializing.
+        """Draws what a device holds against what it has, and the timeline; returns a `matplotlib.figure.Figure`.
 
         Args:
             path: A file to write (`.png`, `.svg`, …); None only returns the figure.
 
-        Returns:
-            A `matplotlib.figure.Figure`.
-
         Raises:
             LazyModelError: matplotlib is not installed, or the file cannot be written.
         """
-        return figure(
-            self.name,
-            self.parts,
-            [(step.held_nbytes, step.peak_nbytes) for step in self.timeline],
-            held=self.device_nbytes,
-            peak=self.peak_nbytes,
-            limit=self.device_memory,
-            path=path,
-        )
+        amounts = [(step.held_nbytes, step.peak_nbytes) for step in self.timeline]
+        bars = self.device_nbytes, self.peak_nbytes, self.device_memory
+        return figure(self.name, self.parts, amounts, *bars, path)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as lists, dicts, strings and numbers that `json.dumps` takes and gives back equal."""
@@ -276,22 +242,15 @@ class MemoryPlan(Tabled):
             "variables": [row.to_dict() for row in self.rows],
         }
 
-    @property
-    def _drawn_parts(self) -> Mapping[str, int]:
-        return self.parts or {PARAMETERS: self.device_nbytes}
-
     def table(self) -> Table:
         """What is shown: the variables, and a summary below them."""
 
         def row(row: PlanRow) -> Row:
-            note = ACTIONS.get(row.action, row.action)
-            if row.action == "initialize":
-                note = f"{note}: {row.source}"
-            cells = (shape_text(row.shape), row.dtype.name, spec_text(row.spec))
-            return Row(row.path, cells, row.shard_nbytes, note)
+            note = ACTIONS.get(row.action, row.action) + (f": {row.source}" if row.action == "initialize" else "")
+            return Row(row.path, (shape_text(row.shape), row.dtype.name, spec_text(row.spec)), row.shard_nbytes, note)
 
-        nbytes = sum(row.nbytes for row in self.rows)
-        title = f"{self.name}: plan for {plural(len(self.rows), 'variable')}, {format_bytes(nbytes)}"
+        nbytes = format_bytes(sum(row.nbytes for row in self.rows))
+        title = f"{self.name}: plan for {plural(len(self.rows), 'variable')}, {nbytes}"
         headings = ("shape", "dtype", "partition spec", "bytes/device", "value")
         lines = [*self._device_lines(), *self._host_lines(), *self.notes]
         return folded_table(title, headings, map(row, self.rows), lines)
@@ -314,10 +273,8 @@ class MemoryPlan(Tabled):
                 yield self.mend(self.device_memory)
 
     def _host_lines(self) -> Iterable[str]:
-        totals: dict[str, list[int]] = {}
-        for row in self.rows:
-            totals.setdefault(row.action, []).append(row.nbytes)
-        for action, sizes in totals.items():
+        for action in dict.fromkeys(row.action for row in self.rows):
+            sizes = [row.nbytes for row in self.rows if row.action == action]
             line = f"{ACTIONS.get(action, action)}: {plural(len(sizes), 'variable')}, {format_bytes(sum(sizes))}"
             if action == "load":
                 reader = "this process" if len(self.hosts) <= 1 else "the process that reads most"
@@ -350,23 +307,14 @@ class MemoryPlan(Tabled):
 
 @dataclasses.dataclass(frozen=True)
 class ModuleRow:
-    """One module of a plan: the variables whose paths begin with its own.
-
-    Attributes:
-        path: The prefix.
-        depth: Its number of parts.
-        variables: How many variables it has.
-        nbytes: Their bytes, each counted once.
-        shard_nbytes: Bytes of them on a device that holds all.
-        used_nbytes: The same while the model is used; see `PlanRow`.
-    """
+    """One module of a plan: the variables whose paths begin with its own."""
 
     path: str
-    depth: int
-    variables: int
-    nbytes: int
-    shard_nbytes: int
-    used_nbytes: int
+    depth: int  # parts of the path
+    variables: int  # how many it has
+    nbytes: int  # their bytes, each counted once
+    shard_nbytes: int  # bytes of them on a device that holds all
+    used_nbytes: int  # the same while the model is used; see `PlanRow`
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -391,16 +339,12 @@ class Modules(Tabled, Sequence[ModuleRow]):
             return Row(path, cells, module.shard_nbytes, "")
 
         headings = ("variables each", "bytes each", "in use each", "bytes/device", "")
-        return folded_table(f"{self.name} by module", headings, map(row, self.rows), (), noun="module")
+        return folded_table(f"{self.name} by module", headings, map(row, self.rows), noun="module")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PlanComparison(Tabled):
-    """Several plans side by side; prints as a table.
-
-    Attributes:
-        plans: Name to plan, in the order given.
-    """
+    """Several plans side by side, by name and in the order given; prints as a table."""
 
     plans: Mapping[str, MemoryPlan]
 
@@ -431,14 +375,20 @@ def compare_plans(plans: Mapping[str, MemoryPlan]) -> PlanComparison:
     """Puts the plans of several meshes, dtypes or anything else into one table.
 
     Example:
-        >>> lm.compare_plans({f"model={n}": abstract.shard(mesh(n), rules).plan() for n in (4, 8)})
+        >>> meshes = {name: lm.arithmetic_mesh(name) for name in ("v5e-1", "v5e-8")}
+        >>> lm.compare_plans({name: abstract.shard(mesh, "auto").plan() for name, mesh in meshes.items()})
+        init: 2 plans
+        plan          devices  resident/device  peak materializing      in use  device memory  verdict
+        ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+        v5e-1               1       128.00 KiB          128.00 KiB  128.00 KiB      15.75 GiB  fits, 15.75 GiB to spare
+        v5e-8               8        16.00 KiB           16.00 KiB   16.00 KiB      15.75 GiB  fits, 15.75 GiB to spare
     """
     given: Any = plans
-    if isinstance(given, Mapping) and not given:
-        raise LazyModelError("there is no plan to compare; pass a mapping of name to MemoryPlan")
-    named = cast("Mapping[Any, Any]", given) if isinstance(given, Mapping) else {"": None}
-    if not all(isinstance(plan, MemoryPlan) for plan in named.values()):
+    values: Any = given.values() if isinstance(given, Mapping) else [None]
+    if not all(isinstance(plan, MemoryPlan) for plan in values):
         raise LazyModelError(
             f"plans are a mapping of name to MemoryPlan, such as {{'v5e-8': model.plan()}}; got {type(given).__name__}"
         )
+    if not plans:
+        raise LazyModelError("there is no plan to compare; pass a mapping of name to MemoryPlan")
     return PlanComparison(dict(plans))

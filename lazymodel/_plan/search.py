@@ -1,8 +1,4 @@
-"""The search for the smallest slice of a TPU generation, or the fewest cards, on which a model fits.
-
-Responsible for which candidates are planned, by arithmetic and then by the compiler, and for saying why others do not
-do.
-"""
+"""The search for the smallest slice of a TPU generation, or the fewest cards, on which a model fits."""
 
 from __future__ import annotations
 
@@ -33,41 +29,26 @@ _INIT_PROGRAMS = Compile("init")
 
 @dataclasses.dataclass(frozen=True)
 class TopologyRow:
-    """One slice that was considered.
+    """One slice that was considered."""
 
-    Attributes:
-        name: Its name, for `topology`.
-        num_devices: Devices in it.
-        axes: Axis name to size.
-        device_nbytes: Bytes that a device must have by arithmetic, `MemoryPlan.needed_nbytes`; None where no plan was
-            made because the variables alone, split evenly over all devices, are too large.
-        compiled_nbytes: The same as the compiler says; None where it was not asked.
-        fits: Whether it fits by the best knowledge there is.
-        reason: Why not; empty where it fits.
-    """
-
-    name: str
-    num_devices: int
-    axes: Mapping[str, int]
+    name: str  # its name, for `topology`
+    num_devices: int  # devices in it
+    axes: Mapping[str, int]  # axis name to size
+    # Bytes that a device must have by arithmetic, `MemoryPlan.needed_nbytes`; None where no plan was made because
+    # the variables alone, split evenly over all devices, are too large.
     device_nbytes: int | None
-    compiled_nbytes: int | None
-    fits: bool
-    reason: str = ""
+    compiled_nbytes: int | None  # the same as the compiler says; None where it was not asked
+    fits: bool  # whether it fits by the best knowledge there is
+    reason: str = ""  # why not; empty where it fits
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TopologyTable(Tabled):
-    """What `smallest_topology` found, smallest slice first.
+    """What `smallest_topology` found, smallest slice first."""
 
-    Attributes:
-        model: The model's name.
-        device_memory: Bytes that one device has.
-        rows: All slices considered; the last one fits.
-    """
-
-    model: str
-    device_memory: int
-    rows: tuple[TopologyRow, ...]
+    model: str  # the model's name
+    device_memory: int  # bytes that one device has
+    rows: tuple[TopologyRow, ...]  # all slices considered; the last one fits
 
     @property
     def smallest(self) -> TopologyRow:
@@ -77,20 +58,16 @@ class TopologyTable(Tabled):
     def table(self) -> Table:
         """What is shown: a row a slice."""
 
-        def size(nbytes: int | None) -> str:
-            return "–" if nbytes is None else format_bytes(nbytes)
-
         def cells(row: TopologyRow) -> tuple[str, ...]:
             mesh = ", ".join(f"{axis}={length}" for axis, length in row.axes.items())
             verdict = "yes" if row.fits else f"no: {row.reason}"
-            amounts = size(row.device_nbytes), size(row.compiled_nbytes)
+            amounts = ("–" if n is None else format_bytes(n) for n in (row.device_nbytes, row.compiled_nbytes))
             return row.name, f"{row.num_devices:,}", mesh, *amounts, verdict
 
         title = f"{self.model} on devices of {format_bytes(self.device_memory)}"
         columns = ("topology", "devices", "mesh", "arithmetic", "compiled", "fits")
-        return Table(
-            title, columns, [cells(row) for row in self.rows], frozenset(("devices", "arithmetic", "compiled"))
-        )
+        right = frozenset(("devices", "arithmetic", "compiled"))
+        return Table(title, columns, list(map(cells, self.rows)), right)
 
 
 def smallest_topology(
@@ -123,6 +100,10 @@ def smallest_topology(
         DoesNotFitError: It fits on none; names the one that comes nearest, and by how much.
         ShardingError: The rules fit on none.
         LazyModelError: The device is unknown, or libtpu is not installed and there is something to compile.
+
+    Example:
+        >>> lm.smallest_topology(abstract, "v5e", "auto", device_memory="32KiB", compile=None).smallest.name
+        'v5e:2x2'
     """
     given: Any = device
     if not isinstance(given, str):
@@ -189,7 +170,7 @@ def _consider(
     except ShardingError as error:
         misfits.append(error)
         return dataclasses.replace(row, reason=_first_line(error))
-    return dataclasses.replace(row, device_nbytes=needed, fits=needed <= limit, reason=_shortfall(needed, limit))
+    return _judged(row, needed, limit, device_nbytes=needed)
 
 
 def _confirm(
@@ -201,21 +182,19 @@ def _confirm(
     except DoesNotFitError as error:
         needed = error.needed_nbytes or 0
         return dataclasses.replace(row, compiled_nbytes=needed, fits=False, reason=_first_line(error))
-    return dataclasses.replace(row, compiled_nbytes=needed, fits=needed <= limit, reason=_shortfall(needed, limit))
+    return _judged(row, needed, limit, compiled_nbytes=needed)
 
 
-def _shortfall(needed: int, limit: int) -> str:
-    return f"{format_bytes(needed - limit)} too little" if needed > limit else ""
+def _judged(row: TopologyRow, needed: int, limit: int, **nbytes: int) -> TopologyRow:
+    reason = f"{format_bytes(needed - limit)} too little" if needed > limit else ""
+    return dataclasses.replace(row, fits=needed <= limit, reason=reason, **nbytes)
 
 
 def _nowhere(abstract: ModelSpec, device: str, limit: int, max_devices: int, rows: list[TopologyRow]) -> str:
-    start = (
-        f"{abstract.name} ({format_bytes(abstract.nbytes)}) fits on no {device} slice of at most {max_devices} devices"
-    )
-    known = [(row.compiled_nbytes or row.device_nbytes or 0, row) for row in rows]
-    known = [(needed, row) for needed, row in known if needed]
-    if known:
-        needed, nearest = min(known, key=lambda pair: pair[0])
+    size = format_bytes(abstract.nbytes)
+    start = f"{abstract.name} ({size}) fits on no {device} slice of at most {max_devices} devices"
+    if known := {needed: row for row in reversed(rows) if (needed := row.compiled_nbytes or row.device_nbytes)}:
+        needed, nearest = min(known.items(), key=lambda item: item[0])
         return (
             f"{start} of {format_bytes(limit)}; nearest is {nearest.name} with {format_bytes(needed)} on a device. "
             "Rules that split more, more axes, a smaller dtype or a larger max_devices would help."

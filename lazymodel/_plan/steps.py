@@ -1,7 +1,7 @@
 """The way to a materialized model: its steps, what devices hold after each, and what passes through hosts.
 
-Responsible for the order in which `_materialize/materialize` works, for what each step leaves and takes meanwhile, by
-the init programs' own memory analysis or a stated estimate of it, and for the bytes of every process.
+The order is that in which `_materialize/materialize` works; what a step takes meanwhile is by the init programs' own
+memory analysis, or a stated estimate of it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ _CPU_NARROW_TEMPORARIES = 4 * 4
 class Step:
     """One program or one loaded variable: what it leaves on each device of its group, and takes meanwhile."""
 
-    path: str
     action: str
+    paths: tuple[str, ...]
     group: Hashable
     nbytes: int
     temporary_nbytes: int = 0
-    paths: tuple[str, ...] = ()
 
 
 def make_steps(
@@ -56,34 +55,33 @@ def make_steps(
         wanted = [(recipe, [placement.shardings[path] for path in recipe.paths]) for recipe in recipes]
         programs = model.programs.get_all(wanted)
         for recipe, program in zip(recipes, programs, strict=True):
-            first = recipe.paths[0]
             nbytes = max(program.output_nbytes, sum(shard[path] for path in recipe.paths))
-            computed.append(Step(first, "initialize", group[first], nbytes, program.temp_nbytes, recipe.paths))
+            where = group[recipe.paths[0]]
+            computed.append(Step("initialize", recipe.paths, where, nbytes, program.temp_nbytes))
     else:
         for recipe in choice.recipes:
             for paths in _by_group(recipe, group):
                 nbytes = sum(shard[path] for path in paths)
-                temporary = sum(_cpu_temporaries(shard[path], model[path].dtype.itemsize) for path in paths)
-                temporary = temporary if platform == "cpu" else 0
-                computed.append(Step(paths[0], "initialize", group[paths[0]], nbytes, temporary, paths))
+                temporaries = (_cpu_temporaries(shard[path], model[path].dtype.itemsize) for path in paths)
+                temporary = sum(temporaries) if platform == "cpu" else 0
+                computed.append(Step("initialize", paths, group[paths[0]], nbytes, temporary))
     computed.sort(key=lambda step: -step.temporary_nbytes)  # as `run_recipes` runs them
     loaded = sorted((path for path in choice.sources if path in shard), key=lambda p: _file_order(choice.sources[p]))
-    steps = [Step(path, action(choice, path), group[path], shard[path], paths=(path,)) for path in loaded]
-    known = {path for step in (*computed, *steps) for path in step.paths}
-    steps += [Step(path, "initialize", group[path], shard[path], paths=(path,)) for path in shard if path not in known]
+    known = {path for step in computed for path in step.paths}.union(loaded)
+    rest = [path for path in shard if path not in known]
+    steps = [Step(action(choice, path), (path,), group[path], shard[path]) for path in (*loaded, *rest)]
     return computed + steps, len({id(program) for program in programs})
 
 
 def _cpu_temporaries(shard_nbytes: int, itemsize: int) -> int:
-    each = _CPU_NARROW_TEMPORARIES if itemsize < 4 else _CPU_TEMPORARIES
-    return shard_nbytes // max(itemsize, 1) * each
+    return shard_nbytes // max(itemsize, 1) * (_CPU_NARROW_TEMPORARIES if itemsize < 4 else _CPU_TEMPORARIES)
 
 
 def _by_group(recipe: InitRecipe, group: Mapping[str, Hashable]) -> Iterator[tuple[str, ...]]:
     groups: dict[Hashable, list[str]] = {}
     for path in recipe.paths:
         groups.setdefault(group[path], []).append(path)
-    yield from map(tuple, groups.values())
+    return map(tuple, groups.values())
 
 
 def make_timeline(steps: Sequence[Step], signature: Signature) -> Iterator[PlanStep]:
@@ -96,7 +94,7 @@ def make_timeline(steps: Sequence[Step], signature: Signature) -> Iterator[PlanS
     for step in steps:
         if step.group in signature:
             held += step.nbytes
-            yield PlanStep(step.path, step.action, held, held + step.temporary_nbytes)
+            yield PlanStep(step.paths[0], step.action, held, held + step.temporary_nbytes)
 
 
 def action(choice: Choice, path: str) -> str:
@@ -123,26 +121,17 @@ def make_hosts(
     on_host = sum(variable.nbytes for variable in model.values() if stays_on_host(variable))
     hosts: list[HostPlan] = []
     for process, signatures in sorted(by_process.items()):
-        held = resident = 0
-        peak = 0
+        held = resident = peak = 0
         for step in steps:
             devices = sum(count for signature, count in signatures.items() if step.group in signature)
             resident += step.nbytes * devices
             # On CPUs, devices that hold the same loaded values share one buffer.
-            shared = distinct.get((process, step.path), 0)
+            shared = distinct.get((process, step.paths[0]), 0)
             held += step.nbytes * devices if step.action == "initialize" else shared
             peak = max(peak, held + step.temporary_nbytes * devices)
         staging = 0 if on_cpu else min(DEFAULT_BUDGET, sum(n for (p, _), n in distinct.items() if p == process))
-        hosts.append(
-            HostPlan(
-                index=process,
-                num_devices=sum(signatures.values()),
-                device_nbytes=resident,
-                read_nbytes=read[process],
-                staging_nbytes=staging,
-                peak_nbytes=(peak if on_cpu else staging) + on_host,
-            )
-        )
+        peak = (peak if on_cpu else staging) + on_host
+        hosts.append(HostPlan(process, signatures.total(), resident, read[process], staging, peak))
     return tuple(hosts)
 
 

@@ -1,11 +1,8 @@
 """What a model holds in use: parameters, optimizer state and gradients, and what would be added or taken away.
 
 State that the model has (`with_optimizer`, a compiled Keras model) are variables of its own; gradients are of what
-that optimizer trains. What is only stated (`WhatIf`: an optimizer's name, LoRA, quantization) is arithmetic on what is
-there.
-
-Responsible for that arithmetic on shapes, dtypes and shardings, variable by variable, and for the structs that a
-training step takes besides the parameters. What the compiler says is `_plan/compiled`'s matter.
+that optimizer trains. What is only stated (`WhatIf`) is arithmetic on shapes, dtypes and shardings. What the compiler
+says is `_plan/compiled`'s matter.
 """
 
 from __future__ import annotations
@@ -26,26 +23,17 @@ from lazymodel._abstract.spec import ModelSpec
 from lazymodel._errors import LazyModelError
 from lazymodel._sharding.describe import describe
 from lazymodel._sharding.follow import lora_shardings
-from lazymodel._show.text import closest
+from lazymodel._show.text import closest, plural
 
 PARAMETERS, LORA, OPTIMIZER, GRADIENTS = "parameters", "LoRA", "optimizer state", "gradients"
 ACTIVATIONS = "activations"
 
 # Arrays of a parameter's shape that an optimizer keeps for each: moments, accumulators, velocities.
 _SLOTS = {
-    "adadelta": 2,
-    "adagrad": 1,
-    "adam": 2,
-    "adamax": 2,
-    "adamw": 2,
-    "amsgrad": 3,
-    "ftrl": 2,
-    "lamb": 2,
-    "lion": 1,
-    "momentum": 1,
-    "nadam": 2,
-    "rmsprop": 1,
     "sgd": 0,
+    "amsgrad": 3,
+    **dict.fromkeys(("adagrad", "lion", "momentum", "rmsprop"), 1),
+    **dict.fromkeys(("adadelta", "adam", "adamax", "adamw", "ftrl", "lamb", "nadam"), 2),
 }
 # What `enable_lora` of a KerasHub backbone takes (the layers query, value, query_dense, value_dense), and the names of
 # the same projections elsewhere.
@@ -75,7 +63,8 @@ class WhatIf:
         LazyModelError: One is none of these, or there are targets and no rank.
 
     Example:
-        >>> abstract.plan(what_if=lm.WhatIf(optimizer="adamw", lora_rank=8))
+        >>> sharded.plan(what_if=lm.WhatIf(optimizer="adamw")).parts
+        {'parameters': 16384, 'optimizer state': 32768, 'gradients': 16384}
     """
 
     optimizer: StatedOptimizer | None = None
@@ -104,20 +93,10 @@ class WhatIf:
 
 
 class Use:
-    """What a model holds while it is used.
-
-    Attributes:
-        shard_nbytes: Path to the bytes of its shard on a device, as materialized.
-        parts: Kind to path to bytes on a device.
-        pairs: Path to its LoRA pair.
-        slots: The dtypes of a stated optimizer's slots, None for the parameter's own; None without one.
-        state: The paths of the optimizer state that the model has.
-        trained: Path to what the optimizer updates: its own struct, or its pair.
-        notes: How the numbers came to be.
-    """
+    """What a model holds while it is used: shards as materialized, pairs, slots, state and gradients, by path."""
 
     def __init__(self, model: ModelSpec, shardings: Mapping[str, Sharding], what_if: WhatIf) -> None:
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # how the numbers came to be
         self.shard_nbytes = {path: resident_nbytes(variable) for path, variable in model.items()}
         self.state = tuple(path for path, variable in model.items() if variable.follows is not None)
         self._check_one_optimizer(model, what_if)
@@ -125,32 +104,29 @@ class Use:
         if what_if.lora_rank is not None:
             self.pairs = _pairs(model, shardings, what_if.lora_rank, what_if.targets)
             self.notes.append(f"LoRA of rank {what_if.lora_rank} on {len(self.pairs)} variables; all others are frozen")
+        # The dtypes of a stated optimizer's slots, None for the parameter's own; None without one.
         self.slots = None if what_if.optimizer is None else slot_dtypes(what_if.optimizer)
-        self.trained = self._trained(model, shardings)
-        state = set(self.state)
-        self.parts: dict[str, dict[str, int]] = {
-            PARAMETERS: {path: nbytes for path, nbytes in self.shard_nbytes.items() if path not in state},
-            LORA: {path: sum(map(_struct_nbytes, pair)) for path, pair in self.pairs.items()},
-            OPTIMIZER: {path: self.shard_nbytes[path] for path in self.state},
-            GRADIENTS: {path: sum(map(_struct_nbytes, structs)) for path, structs in self.trained.items()},
+        self.trained = self._trained(
+            model, shardings
+        )  # path to what the optimizer updates: its own struct, or its pair
+        stated = {path: tuple(itertools.chain(*slots)) for path, slots in self.slot_structs().items() if self.slots}
+        self.parts = {
+            PARAMETERS: {path: self.shard_nbytes[path] for path in model if model[path].follows is None},
+            LORA: _nbytes(self.pairs),
+            OPTIMIZER: {path: self.shard_nbytes[path] for path in self.state} | _nbytes(stated),
+            GRADIENTS: _nbytes(self.trained),
         }
-        for path, slots in self.slot_structs().items():
-            if self.slots:
-                self.parts[OPTIMIZER][path] = sum(map(_struct_nbytes, itertools.chain(*slots)))
         if what_if.quantize is not None:
             self._quantize(model, shardings, what_if.quantize)
 
     def slot_structs(self) -> dict[str, tuple[tuple[jax.ShapeDtypeStruct, ...], ...]]:
         """Path to a stated optimizer's slots for each of what is trained there."""
-        return {
-            path: tuple(
-                tuple(
-                    jax.ShapeDtypeStruct(s.shape, dtype or s.dtype, sharding=s.sharding) for dtype in self.slots or ()
-                )
-                for s in structs
-            )
-            for path, structs in self.trained.items()
-        }
+
+        def slots(s: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
+            dtypes = [dtype or s.dtype for dtype in self.slots or ()]
+            return tuple(jax.ShapeDtypeStruct(s.shape, dtype, sharding=s.sharding) for dtype in dtypes)
+
+        return {path: tuple(map(slots, structs)) for path, structs in self.trained.items()}
 
     def argument_nbytes(self, what: str) -> int:
         """Bytes on a device that a compiled `"forward"` or `"train"` is given: a forward pass no slots only stated."""
@@ -163,33 +139,30 @@ class Use:
             return
         state = f"{len(self.state)} variables of state, such as {self.state[0]!r}" if self.state else "no state"
         has = f"{model.name} has an optimizer already ({state})"
-        if what_if.optimizer is not None:
-            raise LazyModelError(
-                f"optimizer={what_if.optimizer!r} would be a second one: {has}, which a plan counts; leave optimizer "
-                "out, or plan the model without its own"
-            )
-        raise LazyModelError(
-            f"lora_rank={what_if.lora_rank} plans pairs that are trained in place of the parameters, and {has} for "
-            "these; plan the model without it"
+        second = (
+            f"optimizer={what_if.optimizer!r} would be a second one: {has}, which a plan counts; leave optimizer out"
         )
+        pairs = f"lora_rank={what_if.lora_rank} plans pairs that are trained in place of the parameters, and {has}"
+        if what_if.optimizer is not None:
+            raise LazyModelError(f"{second}, or plan the model without its own")
+        raise LazyModelError(f"{pairs} for these; plan the model without it")
 
     def _trained(
         self, model: ModelSpec, shardings: Mapping[str, Sharding]
     ) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
-        trained: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {}
-        if self.slots is not None and self.pairs:
-            trained |= self.pairs
-        elif self.slots is not None or model.optimized is not None:
-            paths = model.optimized.paths if model.optimized is not None else _trainable(model)
-            for path in paths:
+        if self.slots is None and model.optimized is None:
+            return {}
+        trained: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {**self.pairs}
+        if not trained:
+            for path in model.optimized.paths if model.optimized is not None else _trainable(model):
                 variable = model[path]
                 trained[path] = (jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=shardings[path]),)
         if self.slots is not None:
             self.notes.append(
-                f"training: {len(self.slots)} optimizer {'slot' if len(self.slots) == 1 else 'slots'} for each of "
+                f"training: {plural(len(self.slots), 'optimizer slot')} for each of "
                 f"{sum(map(len, trained.values())):,} trainable variables"
             )
-        elif model.optimized is not None:
+        else:
             self.notes.append(
                 f"training with the model's own optimizer: {len(self.state):,} variables of state for "
                 f"{len(trained):,} trainable variables"
@@ -201,9 +174,9 @@ class Use:
         count = 0
         for path, variable in model.items():
             floating = jax.numpy.issubdtype(variable.dtype, np.floating) and variable.dtype.itemsize > 1
-            if not floating or len(variable.shape) < 2 or variable.size < _SMALLEST_QUANTIZED:
-                continue
-            if variable.follows is not None or roles[path].role == "lora" or stays_on_host(variable):
+            matrix = floating and len(variable.shape) >= 2 and variable.size >= _SMALLEST_QUANTIZED
+            other = variable.follows is not None or roles[path].role == "lora" or stays_on_host(variable)
+            if other or not matrix:
                 continue
             if path in self.trained and path not in self.pairs:
                 mend = "add lora_rank, or leave out the optimizer"
@@ -222,23 +195,19 @@ class Use:
 
 
 def _trainable(model: ModelSpec) -> list[str]:
-    return [
-        path
-        for path, variable in model.items()
-        if variable.trainable and variable.follows is None and jax.numpy.issubdtype(variable.dtype, np.inexact)
-    ]
+    own = (variable for variable in model.values() if variable.trainable and variable.follows is None)
+    return [variable.path for variable in own if jax.numpy.issubdtype(variable.dtype, np.inexact)]
 
 
 def slot_dtypes(optimizer: Any) -> tuple[Any, ...]:
     """The dtypes of the slots that a stated optimizer keeps of each parameter, None for the parameter's own."""
     if isinstance(optimizer, str):
-        slots = _SLOTS.get(optimizer.lower())
-        if slots is None:
+        if optimizer.lower() not in _SLOTS:
             raise LazyModelError(
                 f"optimizer {optimizer!r} is not known{closest(optimizer, _SLOTS)}; give the number of slots that it "
-                f"keeps of each parameter, or one of {', '.join(_SLOTS)}"
+                f"keeps of each parameter, or one of {', '.join(sorted(_SLOTS))}"
             )
-        return (None,) * slots
+        optimizer = _SLOTS[optimizer.lower()]
     if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer >= 0:
         return (None,) * optimizer
     try:
@@ -271,7 +240,11 @@ def _pairs(model: ModelSpec, shardings: Mapping[str, Sharding], rank: int, targe
     return pairs
 
 
-def _struct_nbytes(struct: Any) -> int:
-    """Bytes of it on a device."""
-    shape = struct.shape if struct.sharding is None else struct.sharding.shard_shape(struct.shape)
-    return math.prod(shape) * struct.dtype.itemsize
+def _nbytes(structs: Mapping[str, Sequence[jax.ShapeDtypeStruct]]) -> dict[str, int]:
+    """Path → bytes on a device."""
+
+    def nbytes(struct: Any) -> int:
+        shape = struct.shape if struct.sharding is None else struct.sharding.shard_shape(struct.shape)
+        return math.prod(shape) * struct.dtype.itemsize
+
+    return {path: sum(map(nbytes, some)) for path, some in structs.items()}

@@ -27,47 +27,49 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Elementwise, exact or not: every element depends on the same element of the operands alone.
-ELEMENTWISE = _names(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
-    clamp complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2
-    expm1 floor ge gt igamma igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min
-    mul ne neg nextafter not optimization_barrier or polygamma population_count pow real reduce_precision
-    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
-    sin sinh sqrt square stop_gradient sub tan tanh xor clz zeta device_put sharding_constraint name
-    """
-)
-# Of those, what CPUs compute by polynomials or estimates, which XLA may do differently in the last few elements of an
-# array, those that do not fill a vector register.
+# What CPUs compute by polynomials or estimates, which XLA may do differently in the last few elements of an array:
+# those that do not fill a vector register.
 _APPROXIMATE = _names(
     """
-    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2
-    expm1 igamma igammac lgamma log log1p logistic polygamma pow regularized_incomplete_beta rsqrt sin sinh tan tanh
-    zeta
+    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1
+    igamma igammac lgamma log log1p logistic polygamma pow regularized_incomplete_beta rsqrt sin sinh tan tanh zeta
     """
 )
-# Of those, what chooses among values, or changes signs: nothing is rounded.
-_EXACT = _names(
+# What chooses among values, or changes signs, element by element and otherwise: nothing is rounded.
+_CHOOSING = _names(
     """
-    abs argmax argmin bitcast_convert_type clamp complex conj copy copy_p cummax cummin device_put imag max min name neg
-    nextafter optimization_barrier real reduce_max reduce_min select_n sharding_constraint sign sort stop_gradient
+    abs bitcast_convert_type clamp complex conj copy copy_p device_put imag max min name neg nextafter
+    optimization_barrier real select_n sharding_constraint sign stop_gradient
     """
+)
+_EXTREMES = _names("argmax argmin cummax cummin reduce_max reduce_min sort")
+_EXACT = _CHOOSING | _EXTREMES
+# Elementwise, exact or not: every element depends on the same element of the operands alone.
+ELEMENTWISE = (
+    _APPROXIMATE
+    | _CHOOSING
+    | _names(
+        """
+        add add_any and ceil clz convert_element_type div eq eq_to floor ge gt integer_pow is_finite le le_to lt lt_to
+        mul ne not or population_count reduce_precision rem round shift_left shift_right_arithmetic shift_right_logical
+        sqrt square sub xor
+        """
+    )
 )
 _OVER_DEVICES = _names("shard_map xla_pmap mesh_cast reshard all_gather psum ppermute all_to_all")
 # Data movement: values are moved or repeated, never computed with.
 STRUCTURAL = _names(
     """
-    broadcast broadcast_in_dim concatenate dynamic_slice expand_dims gather iota pad reshape rev select_and_gather
-    slice split squeeze stack tile transpose unstack random_wrap random_unwrap random_clone empty empty2 full
-    dynamic_update_slice scatter
+    broadcast broadcast_in_dim concatenate dynamic_slice dynamic_update_slice empty empty2 expand_dims full gather iota
+    pad random_clone random_unwrap random_wrap reshape rev scatter select_and_gather slice split squeeze stack tile
+    transpose unstack
     """
 )
 # Not elementwise, yet exact in any order, so a partitioned run gives the same bits.
-_ORDERLESS = _names(
+_ORDERLESS = _EXTREMES | _names(
     """
-    argmax argmin cummax cummin reduce_and reduce_max reduce_min reduce_or reduce_xor sort top_k scatter_max
-    scatter_min random_bits random_seed random_split random_fold_in threefry2x32 rng_bit_generator
+    reduce_and reduce_or reduce_xor top_k scatter_max scatter_min random_bits random_seed random_split random_fold_in
+    threefry2x32 rng_bit_generator
     """
 )
 # Sums are exact, and so orderless, for integers only.
@@ -109,7 +111,6 @@ def inner_jaxprs(eqn: Any) -> Iterator[Any]:
 
 
 def is_dropped(var: Any) -> bool:
-    """Whether an equation's result is thrown away."""
     return isinstance(var, jex.DropVar)
 
 
@@ -135,7 +136,6 @@ def run_jaxpr(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def is_weak(aval: Any) -> bool:
-    """Whether values of a type are weakly typed."""
     return bool(getattr(aval, "weak_type", False))
 
 
@@ -254,16 +254,6 @@ class Canonical:
             return ("set", frozenset(self.parameter(item) for item in members))
         if isinstance(value, (np.ndarray, np.generic, jax.Array)) or hasattr(value, "__array__"):
             return self._array(value)
-        return self._object(value)
-
-    def _array(self, value: Any) -> Hashable:
-        if is_key(value.dtype):
-            return ("key", value.dtype, self._array(key_data(value)))
-        array = np.asarray(value)
-        digest = hashlib.sha256(np.ascontiguousarray(array).view(np.uint8).tobytes()).digest() if array.size else b""
-        return ("array", type(value).__name__, array.shape, str(array.dtype), is_weak(value), digest)
-
-    def _object(self, value: Any) -> Hashable:
         # JAX's own value objects (shardings, PRNG implementations, dimension numbers) compare by value. An equality
         # that someone else wrote may leave out what matters here, so those count by identity.
         if type(value).__module__.split(".")[0] in ("jax", "jaxlib") and not callable(value):
@@ -273,6 +263,13 @@ class Canonical:
                 return _Identity(value)
             return (_Identity(type(value)), value)
         return _Identity(value)
+
+    def _array(self, value: Any) -> Hashable:
+        if is_key(value.dtype):
+            return ("key", value.dtype, self._array(key_data(value)))
+        array = np.asarray(value)
+        digest = hashlib.sha256(np.ascontiguousarray(array).view(np.uint8).tobytes()).digest() if array.size else b""
+        return ("array", type(value).__name__, array.shape, str(array.dtype), is_weak(value), digest)
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -314,7 +311,6 @@ def rounds(eqn: Any) -> bool:
 
 
 def is_floating(aval: Any) -> bool:
-    """Whether a type is a floating-point one."""
     return not is_key(aval.dtype) and bool(jax.numpy.issubdtype(aval.dtype, np.inexact))
 
 

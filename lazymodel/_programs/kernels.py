@@ -3,11 +3,9 @@
 A sum, a matrix product or a factorization gives other bits once the compiler fuses into it what computes its operands,
 lays them out in another way, or splits it over devices; no barrier inside a program keeps XLA:CPU from all of these.
 So such a recipe is cut where eager execution ends one compiled kernel and begins the next. Each kernel is a program of
-its own, on one device of this process, from operands that lie in memory as they would there; the results are then cut
-into shards. Equal kernels are compiled once for the whole process.
-
-The cost is that the first device holds such a variable whole while it is computed, with its operands:
-`KernelProgram.temp_nbytes` counts that. Which recipes run this way is decided in `_trace/graph`.
+its own, compiled once for the process, on one device of it, from operands that lie in memory as they would there; the
+results are then cut into shards. That device holds such a variable whole while it is computed, with its operands, which
+`KernelProgram.temp_nbytes` counts. Which recipes run this way is decided in `_trace/graph`.
 """
 
 from __future__ import annotations
@@ -86,15 +84,15 @@ def kernels_of(
     """
     used = set(outputs) | kept
     for line in lines:  # what only its own function uses is no result of a kernel
-        used.update(place for place in line.operands if place[0] == "step" and _leaves(lines[place[1]], line))
+        steps = (place for place in line.operands if place[0] == "step")
+        used.update(place for place in steps if line.unit is None or lines[place[1]].unit != line.unit)
     where: dict[tuple[Any, ...], Reference] = {}  # of lines' results outside their kernel
 
     def outside(place: tuple[Any, ...]) -> Reference:
         return where.get(place, place)
 
     kernels: list[Kernel] = []
-    numbered = list(enumerate(lines))
-    for _, group in itertools.groupby(numbered, lambda pair: (pair[1].unit, pair[0] if pair[1].unit is None else 0)):
+    for _, group in itertools.groupby(enumerate(lines), lambda pair: (pair[1].unit, pair[1].unit is None and pair[0])):
         part = list(group)
         first = part[0][1]
         if len(part) == 1 and first.function is None:
@@ -106,10 +104,6 @@ def kernels_of(
         kernels.append(_kernel(part, within, results, outside, kinds))
         where.update((place, ("kernel", len(kernels) - 1, index)) for index, place in enumerate(results))
     return Kernels(tuple(kernels), tuple(outside(place) for place in outputs))
-
-
-def _leaves(computing: Line, using: Line) -> bool:
-    return computing.unit is None or computing.unit != using.unit
 
 
 def _kernel(
@@ -199,7 +193,9 @@ def compile_kernels(
 
     `settings` is what else changes the meaning of a trace; `x64` whether 64-bit types are on, as they are now.
     """
-    device = _device(shardings[0])
+    # Where to compute: a device of this process, if the sharding has one.
+    mine: dict[int, Any] = {device.id: device for device in shardings[0].addressable_devices or shardings[0].device_set}
+    device = mine[min(mine)]
     types: dict[int, tuple[jax.ShapeDtypeStruct, ...]] = {}
     needed = kernels.needed()
     last = _last_used(kernels, needed)
@@ -246,12 +242,6 @@ def _shared(kernel: Kernel, operands: Sequence[jax.ShapeDtypeStruct], device: An
         while len(_compiled_kernels) > _SHARED_KERNELS:
             _compiled_kernels.popitem(last=False)
     return compiled
-
-
-def _device(sharding: Sharding) -> Any:
-    """Where to compute: a device of this process, if the sharding has one."""
-    mine: dict[int, Any] = {device.id: device for device in sharding.addressable_devices or sharding.device_set}
-    return mine[min(mine)]
 
 
 def _last_used(kernels: Kernels, needed: Sequence[int]) -> dict[int, tuple[int, ...]]:

@@ -10,7 +10,6 @@ import numpy as np
 
 
 def is_key(dtype: Any) -> bool:
-    """Whether a dtype is a typed PRNG key's."""
     return bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
 
 
@@ -38,10 +37,12 @@ def as_keys(data: Any, dtype: Any) -> Any:
     return jax.random.wrap_key_data(data, impl=key_impl(dtype)) if dtype is not None and is_key(dtype) else data
 
 
-def stored_struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+def stored_as(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """In which shape and dtype values are stored: themselves, or key data for PRNG keys."""
-    struct = jax.ShapeDtypeStruct(shape, dtype)
-    return jax.eval_shape(jax.random.key_data, struct) if is_key(dtype) else struct
+    if not is_key(dtype):
+        return shape, np.dtype(dtype)
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+    return data.shape, np.dtype(data.dtype)
 
 
 def pack_keys(data: np.ndarray) -> np.ndarray[Any, Any]:

@@ -1,15 +1,14 @@
 """Init programs: one small compiled program per signature, run once per variable.
 
-An `InitRecipe` says how to compute one variable (or a few that share a large intermediate). Recipes whose
-signatures and shardings are equal are one program: compiled once, run once each with their own inputs (seeds,
-keys, scalars), writing every shard directly on its device. Where recipes come from is not decided here:
-`_trace/function` makes them from a JAX function, an adapter from whatever its framework keeps.
+An `InitRecipe` says how to compute one variable (or a few that share a large intermediate). Recipes whose signatures
+and shardings are equal are one program: compiled once, run once each with their own inputs (seeds, keys, scalars),
+writing every shard directly on its device. A function's recipes come from `_trace/function`, others from an adapter.
 
 A program's values do not depend on the sharding. Elementwise computations and counter-based random bits are split over
-the devices. A computation with floating-point sums in it (a norm, a matrix product, a factorization) would add up
-partial sums in another order. If its recipe says how eager execution cuts it into kernels, one device of each process
-runs these and its result is cut into shards (`_programs/kernels`); else it runs whole on every device, which then keeps
-its own shard. Either takes the memory of the whole variable, which the program's `temp_nbytes` shows.
+the devices. Floating-point sums (a norm, a matrix product, a factorization) would be added up in another order: if the
+recipe says how eager execution cuts them into kernels, one device of each process runs these and the result is cut into
+shards (`_programs/kernels`); else all runs whole on every device, which then keeps its own shard. Either takes the
+memory of the whole variable, which the program's `temp_nbytes` shows.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import collections
 import contextlib
 import dataclasses
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, TypeAlias, cast
@@ -73,10 +71,9 @@ class InitRecipe:
         keep = tuple(index for index, path in enumerate(self.paths) if path in wanted)
         if len(keep) == len(self.paths):
             return self
-        whole = self.function
 
         def function(*inputs: Any) -> tuple[jax.Array, ...]:
-            outputs = whole(*inputs)
+            outputs = self.function(*inputs)
             return tuple(outputs[index] for index in keep)
 
         return dataclasses.replace(
@@ -111,11 +108,8 @@ class ProgramCache:
     """Compiled init programs by signature and sharding; one for all models derived from one `build_abstract`.
 
     Programs are also kept for the whole process (the last few hundred used), so building the same init function
-    again, with another seed say, compiles nothing. `len` counts the programs that this cache has handed out.
-
-    Attributes:
-        compile_seconds: Time spent lowering and compiling so far, in seconds, summed over threads.
-        compiled: Number of programs compiled so far; the others came from another model.
+    again, with another seed say, compiles nothing. `len` counts the programs that this cache has handed out,
+    `compiled` those of them that it compiled; the others came from another model.
     """
 
     _shared: ClassVar[collections.OrderedDict[Hashable, AnyProgram]] = collections.OrderedDict()
@@ -125,7 +119,6 @@ class ProgramCache:
         self._programs: dict[Hashable, AnyProgram] = {}
         self._lock = threading.Lock()
         self._pending: dict[Hashable, threading.Lock] = {}
-        self.compile_seconds = 0.0
         self.compiled = 0
 
     def __len__(self) -> int:
@@ -168,10 +161,8 @@ class ProgramCache:
             if (program := self._shared.get(key)) is not None:
                 self._shared.move_to_end(key)
                 return program
-        start = time.perf_counter()
         program = _compile(recipe, tuple(shardings))
         with self._lock:
-            self.compile_seconds += time.perf_counter() - start
             self.compiled += 1
         with self._shared_lock:
             self._shared[key] = program
@@ -181,17 +172,13 @@ class ProgramCache:
 
 
 def run_recipes(
-    recipes: Sequence[InitRecipe],
-    shardings: Mapping[str, Sharding],
-    cache: ProgramCache,
+    recipes: Sequence[InitRecipe], shardings: Mapping[str, Sharding], cache: ProgramCache
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Computes every variable of some recipes, each shard directly on its device.
+    """Computes every variable of some recipes, each shard directly on its device; yields path and array as computed.
 
     Programs run in order of descending temporaries, while the devices are emptiest, and the next one is dispatched
-    only when the temporaries in flight allow it, so the peak is that of one large variable.
-
-    Yields:
-        Path and array, in the order computed. The array may still be computing; `jax.block_until_ready` waits.
+    only when the temporaries in flight allow it, so the peak is that of one large variable. The arrays may still be
+    computing; `jax.block_until_ready` waits.
 
     Warns:
         LazyModelWarning: Once: values depend on the sharding, for keys of a generator other than threefry, or because
@@ -203,8 +190,7 @@ def run_recipes(
     _warn_of_dependence(split, programs)
     order = sorted(range(len(split)), key=lambda index: -programs[index].temp_nbytes)
     in_flight: collections.deque[tuple[int, tuple[jax.Array, ...]]] = collections.deque()
-    held = 0
-    allowed = max([_IN_FLIGHT_NBYTES, *(program.temp_nbytes for program in programs)])
+    held, allowed = 0, max([_IN_FLIGHT_NBYTES, *(program.temp_nbytes for program in programs)])
     for index in order:
         recipe, program = split[index], programs[index]
         while in_flight and held + program.temp_nbytes > allowed:
@@ -219,8 +205,7 @@ def run_recipes(
 
 def _warn_of_dependence(recipes: Sequence[InitRecipe], programs: Sequence[AnyProgram]) -> None:
     pairs = zip(recipes, programs, strict=True)
-    paths = [path for recipe, program in pairs if program.sharding_dependent for path in recipe.paths]
-    if paths:
+    if paths := [path for recipe, program in pairs if program.sharding_dependent for path in recipe.paths]:
         others = f" and {len(paths) - 1} more variables are" if len(paths) > 1 else " is"
         warn(
             f"{paths[0]!r}{others} initialized sharded from random bits whose values depend on the sharding. Use "
@@ -244,11 +229,11 @@ def by_devices(recipe: InitRecipe, shardings: Mapping[str, Sharding]) -> Iterato
 
 def _key(recipe: InitRecipe, shardings: Sequence[Sharding]) -> Hashable:
     inputs = tuple((value.shape, value.dtype) for value in recipe.inputs)
-    # What changes the meaning of a trace but is not in it.
     return (recipe.signature, inputs, _settings(recipe), tuple(shardings))
 
 
 def _settings(recipe: InitRecipe) -> Hashable:
+    """What changes the meaning of a trace but is not in it."""
     return (_wants_x64(recipe), CONFIG.jax_threefry_partitionable, CONFIG.jax_default_matmul_precision)
 
 
@@ -278,24 +263,20 @@ def _compile(recipe: InitRecipe, shardings: tuple[Sharding, ...]) -> AnyProgram:
                 dependent = depends_on_sharding(traced.jaxpr)
         compiled = traced.lower().compile()
     memory = compiled.memory_analysis()
-    return InitProgram(
-        compiled,
-        output_nbytes=0 if memory is None else int(memory.output_size_in_bytes),
-        temp_nbytes=0 if memory is None else int(memory.temp_size_in_bytes),
-        x64=x64,
-        sharding_dependent=dependent,
-    )
+    left, temporaries = (0, 0) if memory is None else (memory.output_size_in_bytes, memory.temp_size_in_bytes)
+    return InitProgram(compiled, int(left), int(temporaries), x64, dependent)
 
 
 def _has_ragged_rows(traced: Any, shardings: tuple[Sharding, ...]) -> bool:
     """Whether splitting leaves some CPU device with rows that do not fill its vector registers."""
-    for aval, sharding in zip(traced.jaxpr.out_avals, shardings, strict=True):
+
+    def ragged(aval: Any, sharding: Sharding) -> bool:
         local = sharding.shard_shape(aval.shape)
-        ragged = local != tuple(aval.shape) and local[-1] % _VECTOR_LANES != 0
         small = aval.size * aval.dtype.itemsize <= _WHOLE_NBYTES
-        if ragged and small and next(iter(sharding.device_set)).platform == "cpu":
-            return True
-    return False
+        on_cpu = next(iter(sharding.device_set)).platform == "cpu"
+        return on_cpu and small and local != tuple(aval.shape) and local[-1] % _VECTOR_LANES != 0
+
+    return any(map(ragged, traced.jaxpr.out_avals, shardings))
 
 
 def _run_whole(

@@ -61,18 +61,12 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Staging:
-    """A saver's own folder; `staging` makes one.
-
-    Attributes:
-        destination: What is replaced: a file or a folder.
-        folder: The saver's folder.
-        new: A folder in it, empty at first, for what is to be put in place.
-    """
+    """A saver's own folder; `staging` makes one."""
 
     def __init__(self, destination: Path, *, inside: bool) -> None:
-        self.destination = destination
+        self.destination = destination  # what is replaced: a file or a folder
         self.folder = staging_folder(destination, inside=inside)
-        self.new = self.folder / _NEW
+        self.new = self.folder / _NEW  # a folder, empty at first, for what is to be put in place
 
     def replace_file(self, name: str) -> None:
         """Moves a file from `new` to the destination, which is one; where it cannot be done that is what it was."""
@@ -87,35 +81,28 @@ class Staging:
 
         Everything that was in it is gone afterwards; `carry_over` keeps what is to stay. Where the file system cannot
         exchange two folders, the destination does not exist for the time between two renames: `existing` says what to
-        open then.
-
-        Raises:
-            LazyModelError: It cannot be done, and the destination is what it was, at the latest once `staging` is left.
+        open then. Where it cannot be done the destination is what it was, at the latest once `staging` is left.
         """
         with writing(self.destination):
             sync_tree(self.new)
             exists = self.destination.is_dir()
             if exists:
                 shutil.copymode(self.destination, self.new)
-            if not exists:
-                os.rename(self.new, self.destination)
-            elif not exchange(self.new, self.destination):
-                os.rename(self.destination, self.folder / OLD)
+            if not exists or not exchange(self.new, self.destination):
+                if exists:
+                    os.rename(self.destination, self.folder / OLD)
                 os.rename(self.new, self.destination)
         with _afterwards(self.destination):
             sync(self.destination.parent)
 
     def replace_files(self, first: Sequence[str], commit: str, old: Sequence[str]) -> None:
-        """Replaces files of the destination, a folder whose other files stay.
+        """Replaces files of the destination, a folder whose other files stay; or it is what it was, as above.
 
         Args:
             first: Names of files in `new` that are moved first, in this order; nothing may depend on them yet.
             commit: Name of the file that decides what counts. It is moved from `new` to the destination; or removed
                 from the destination where `new` has none.
             old: Names of files in the destination that are removed then.
-
-        Raises:
-            LazyModelError: It cannot be done, and the destination is what it was once `staging` is left.
         """
         moved = [*first, commit] if (self.new / commit).exists() else [*first]
         with writing(self.destination):
@@ -170,11 +157,7 @@ class Staging:
         sync(self.folder)  # before `new` loses what tells which side counts
 
     def recover(self) -> None:
-        """Finishes or undoes what was begun and not ended, by this saver or a killed one, and removes what it left.
-
-        Raises:
-            OSError: Something cannot be removed; what counts does.
-        """
+        """Finishes or undoes what was begun and not ended, by this saver or a killed one, and removes what it left."""
         old, trash = self.folder / OLD, self.folder / _TRASH
         if old.exists() and not os.path.lexists(self.destination):  # between the two renames of `replace_folder`
             os.rename(old, self.destination)
@@ -193,7 +176,7 @@ class Staging:
 
 
 @contextlib.contextmanager
-def staging(destination: Path, *, inside: bool = False, rivals: Iterable[Path] = ()) -> Generator[Staging, None, None]:
+def staging(destination: Path, *, inside: bool = False, rivals: Iterable[Path] = ()) -> Generator[Staging]:
     """The saver's folder beside a destination, for this saver alone; it is gone afterwards.
 
     What killed savers of the same destination left is removed first. Folders that the destination lies in are made, and
@@ -203,9 +186,6 @@ def staging(destination: Path, *, inside: bool = False, rivals: Iterable[Path] =
         destination: A file, or a folder. `replace_folder` needs the folder itself and not a link to it.
         inside: Whether the destination is a folder that files are put into, rather than replaced itself.
         rivals: The staging folders of other destinations that have files in common with this one.
-
-    Raises:
-        LazyModelError: Another saver is at it, or the folder cannot be made.
     """
     stage = Staging(destination, inside=inside)
     above = [stage.folder.parent, *stage.folder.parent.parents]
@@ -243,7 +223,7 @@ def _clear(stage: Staging) -> None:
 
 
 @contextlib.contextmanager
-def writing(destination: Path) -> Generator[None, None, None]:
+def writing(destination: Path) -> Generator[None]:
     """Within the block, what the operating system refuses is a LazyModelError that names the destination."""
     try:
         yield
@@ -255,7 +235,7 @@ def writing(destination: Path) -> Generator[None, None, None]:
 
 
 @contextlib.contextmanager
-def _afterwards(destination: Path) -> Generator[None, None, None]:
+def _afterwards(destination: Path) -> Generator[None]:
     """What is left to do once the new state is in place: it cannot fail any more, only be left for later."""
     try:
         yield
@@ -277,7 +257,7 @@ def _busy(destination: Path, folder: Path) -> LazyModelError:
 
 
 @contextlib.contextmanager
-def _lock(folder: Path, destination: Path) -> Generator[None, None, None]:
+def _lock(folder: Path, destination: Path) -> Generator[None]:
     """Makes a saver's folder and holds its lock."""
     fd = None
     try:
@@ -307,41 +287,32 @@ def _try_lock(folder: Path, destination: Path) -> int | None:
     except FileNotFoundError:
         return None
     _held.add(fd)
+    kept = False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        locked = _same(fd, folder / _LOCK)
+        kept = os.path.samestat(os.fstat(fd), os.stat(folder / _LOCK))
     except BlockingIOError:
-        _release(fd)
         raise _busy(destination, folder) from None
+    except FileNotFoundError:
+        pass
     except OSError as error:
-        if error.errno in _NO_LOCKS and not found:
-            return fd
-        _release(fd)
         if error.errno not in _NO_LOCKS:
             raise
-        raise LazyModelError(
-            f"{folder} is there, of a saver that saves to {destination} or was killed, and the file system has no "
-            "locks to tell which. Remove it if no saver is running"
-        ) from None
-    except BaseException:
-        _release(fd)
-        raise
-    if locked:
-        return fd
-    _release(fd)
-    return None
+        if found:
+            raise LazyModelError(
+                f"{folder} is there, of a saver that saves to {destination} or was killed, and the file system has no "
+                "locks to tell which. Remove it if no saver is running"
+            ) from None
+        kept = True
+    finally:
+        if not kept:
+            _release(fd)
+    return fd if kept else None
 
 
 def _release(fd: int) -> None:
     _held.discard(fd)
     os.close(fd)
-
-
-def _same(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False
 
 
 def _is_locked(folder: Path) -> bool:
@@ -379,13 +350,7 @@ def exchange(one: Path, other: Path) -> bool:
 def carry_over(old: Path, new: Path, *, leave: Iterable[str] = ()) -> None:
     """Gives a new folder what an old one has and it has not, as links to the same files, subfolders included.
 
-    Args:
-        old: The folder that will be replaced.
-        new: The folder that will be there instead.
-        leave: Paths relative to `old`, with slashes, of files and folders that are not to be kept.
-
-    Raises:
-        OSError: A file can be neither linked nor copied.
+    `leave` are paths relative to `old`, with slashes, of files and folders that are not to be kept.
     """
     left = set(leave)
     for folder, folders, names in os.walk(old):

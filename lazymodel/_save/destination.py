@@ -25,10 +25,11 @@ from lazymodel._errors import LazyModelError
 from lazymodel._save.atomic import Staging, staging, writing
 from lazymodel._show.text import format_bytes, listed
 from lazymodel._tensors.lazy import LazyTensor
+from lazymodel.checkpoints._checkpoint import JoinedCheckpoint
 from lazymodel.checkpoints._open import staging_folder, weight_files
 from lazymodel.checkpoints._orbax_folder import find_item
-from lazymodel.checkpoints._safetensors import open_safetensors
-from lazymodel.checkpoints._shards import is_numbered
+from lazymodel.checkpoints._safetensors import SafetensorsFile
+from lazymodel.checkpoints._shards import is_numbered, open_loose
 from lazymodel.checkpoints._untrusted import read_json_file, shard_path, weight_map
 
 SINGLE = "model.safetensors"
@@ -46,12 +47,7 @@ class SavedFile:
 
 
 class Destination:
-    """Where files go, and the steps there.
-
-    Attributes:
-        path: The file, or the folder.
-        files: The files that are written.
-    """
+    """Where files go, into a file or a folder, and the steps there."""
 
     _inside: bool  # whether the path is a folder that files are put into
 
@@ -64,17 +60,22 @@ class Destination:
         return self._stage.new / file.name
 
     @contextlib.contextmanager
-    def begun(self, *, overwrite: bool) -> Generator[None, None, None]:
-        """Locks the destination and makes every file with its header and its full length, until the block ends.
-
-        Raises:
-            LazyModelError: There is a checkpoint, or something that is none, in the way; another saver is at it; or
-                there is no room.
-        """
+    def begun(self, *, overwrite: bool) -> Generator[None]:
+        """Locks the destination and makes every file with its header and its full length, until the block ends."""
         with staging(self.path, inside=self._inside, rivals=self._rivals()) as self._stage:
             if (there := self._there()) is not None and not overwrite:
                 raise LazyModelError(f"there is a checkpoint already: {there}. Pass overwrite=True to replace it")
-            self._allocate()
+            total = sum(file.nbytes for file in self.files)
+            with writing(self.path):
+                free = shutil.disk_usage(self._stage.new).free
+                if free < total:
+                    raise LazyModelError(
+                        f"{self.path} needs {format_bytes(total)}, and there are {format_bytes(free)} free"
+                    )
+                for file in self.files:
+                    with open(self.place(file), "wb") as stream:
+                        stream.write(file.header)
+                        stream.truncate(file.nbytes)
             yield
 
     def commit(self) -> None:
@@ -88,19 +89,6 @@ class Destination:
     def _there(self) -> Path | None:
         """What is to be replaced, if anything; raises LazyModelError for what must not be."""
         raise NotImplementedError
-
-    def _allocate(self) -> None:
-        total = sum(file.nbytes for file in self.files)
-        with writing(self.path):
-            free = shutil.disk_usage(self._stage.new).free
-            if free < total:
-                raise LazyModelError(
-                    f"{self.path} needs {format_bytes(total)}, and there are {format_bytes(free)} free"
-                )
-            for file in self.files:
-                with open(self.place(file), "wb") as stream:
-                    stream.write(file.header)
-                    stream.truncate(file.nbytes)
 
 
 class FileDestination(Destination):
@@ -147,17 +135,13 @@ class FolderDestination(Destination):
 
     def commit(self) -> None:
         with writing(self.path):
-            if len(self.files) == 1:
-                self._commit_single()
-            else:
+            others = [name for name in self._old if name not in (INDEX, SINGLE)]
+            if len(self.files) > 1:
                 self._commit_shards()
-
-    def _commit_single(self) -> None:
-        others = [name for name in self._old if name not in (INDEX, SINGLE)]
-        if INDEX in self._old:
-            self._stage.replace_files([SINGLE], INDEX, others)
-        else:
-            self._stage.replace_files([], SINGLE, others)
+            elif INDEX in self._old:
+                self._stage.replace_files([SINGLE], INDEX, others)
+            else:
+                self._stage.replace_files([], SINGLE, others)
 
     def _commit_shards(self) -> None:
         if self._old and not {INDEX, SINGLE} & set(self._old):
@@ -184,7 +168,8 @@ class FolderDestination(Destination):
     def _index_old(self) -> None:
         """Gives old shards without an index one, so that new ones can come beside them."""
         try:
-            with open_safetensors(self.path, [self.path / name for name in self._old]) as old:
+            parts = open_loose(self.path, [self.path / name for name in self._old], SafetensorsFile)
+            with JoinedCheckpoint(self.path, parts) as old:
                 weights = {name: os.path.basename(tensor.leaf.file) for name, tensor in old.items()}
         except LazyModelError:  # they are not complete, or no checkpoint for another reason
             return
@@ -210,11 +195,7 @@ class FolderDestination(Destination):
 
 
 def _old_files(folder: Path) -> list[str]:
-    """Names of the files in a folder that are a checkpoint of ours to replace, the one that decides first.
-
-    Raises:
-        LazyModelError: There is a checkpoint of another format or other names, which a new one beside it would hide.
-    """
+    """Names of the files in a folder that are a checkpoint of ours to replace, the one that decides first."""
     names = [path.name for path in weight_files(folder)]
     if not names:
         try:

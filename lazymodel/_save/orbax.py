@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Mapping
+import shutil
+import time
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +25,12 @@ from lazymodel._show.text import listed
 from lazymodel.checkpoints._open import staging_folder
 from lazymodel.checkpoints._orbax_folder import foreign_entries, zero_size_metadata
 
+_QUIET = 0.3  # seconds without a late write after which no more is expected
+_LATEST = 10.0  # seconds, at most, that late writes are waited for
+
 
 def save_orbax(arrays: Mapping[str, Any], path: Path, *, overwrite: bool) -> None:
-    """Saves arrays as the item `path`. With several processes all of them must call it.
-
-    Args:
-        arrays: Path, with `/` between keys → array.
-        path: A folder.
-        overwrite: Whether an Orbax item that is there is replaced.
-
-    Raises:
-        LazyModelError: Orbax is not installed or cannot save these, something is there that is not to be replaced,
-            another saver is at it, or the disk is full. What was there is as it was.
-        CheckpointError: Another process failed.
-    """
+    """Saves arrays as an item, at paths with `/` between keys. With several processes all of them must call it."""
     try:
         orbax: Any = importlib.import_module("orbax.checkpoint")
     except ImportError as error:
@@ -55,6 +49,7 @@ def save_orbax(arrays: Mapping[str, Any], path: Path, *, overwrite: bool) -> Non
                 _check_free(path, overwrite=overwrite)
                 with writing(path):
                     stage.new.rmdir()  # Orbax makes it
+                stack.enter_context(_outlasting(stage.folder))
         with agreement(shardings, **terms):
             try:
                 # Not StandardCheckpointer, whose threads would still write when a Ctrl-C has ended the call.
@@ -69,6 +64,24 @@ def save_orbax(arrays: Mapping[str, Any], path: Path, *, overwrite: bool) -> Non
         with agreement(shardings, **terms):
             if leads:
                 stage.replace_folder()
+
+
+@contextlib.contextmanager
+def _outlasting(folder: Path) -> Generator[None]:
+    """Where Orbax gives up, removes what it began in a saver's folder until nothing of it comes back.
+
+    Orbax raises at the first write that fails. tensorstore's threads finish the others, and make folders for them anew.
+    """
+    try:
+        yield
+    except BaseException:
+        start = last = time.monotonic()
+        while (now := time.monotonic()) < min(last + _QUIET, start + _LATEST):
+            for child in folder.glob("new*"):
+                shutil.rmtree(child, ignore_errors=True)
+                last = now
+            time.sleep(_QUIET / 30)
+        raise
 
 
 def _tree(arrays: Mapping[str, Any]) -> dict[str, Any]:

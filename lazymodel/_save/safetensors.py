@@ -28,8 +28,7 @@ def layout(
 ) -> tuple[list[SavedFile], int]:
     """Divides tensors among files, in their order; a single file where `shard_size` is None.
 
-    Returns:
-        The files, and a checksum of what they will have in them but for the values, the same in every process.
+    With a checksum of what they will have in them but for the values, the same in every process.
     """
     if bad := [key for key, value in metadata.items() if not isinstance(cast(Any, value), str)]:
         raise LazyModelError(f"metadata maps strings to strings; found {bad[0]!r}: {metadata[bad[0]]!r}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -79,6 +79,11 @@ def save(
         LazyModelError: There is a checkpoint already, or a saver at work on it; a dtype does not exist in the format,
             the mapping does not fit, the disk is full, or a file cannot be written. What was there is as it was.
         CheckpointError: Another process failed, or a lazy tensor cannot be read.
+
+    Example:
+        >>> lm.save(model, "folder", max_shard_size="64KiB")
+        >>> lm.open_checkpoint("folder")
+        SafetensorsCheckpoint('folder/model.safetensors.index.json': 2 tensors, 128.00 KiB in 2 files)
     """
     arrays = named_arrays(model)
     shardings = [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
@@ -89,7 +94,8 @@ def save(
         save_orbax({name: _plain(name, tensor) for name, tensor in tensors.items()}, Path(path), overwrite=overwrite)
         return
     shared = any(not array.is_fully_addressable for array in arrays.values() if isinstance(array, jax.Array))
-    leads = not shared or jax.process_index() == min(_processes(shardings))
+    processes = {device.process_index for sharding in shardings for device in cast(Any, sharding.device_set)}
+    leads = not shared or jax.process_index() == min(processes)
     budget = _DEFAULT_BUDGET if max_host_memory is None else parse_budget(max_host_memory)
     terms = {"done": "saved", "given": "tensors differ", "mend": "Save the same model in all processes"}
     with contextlib.ExitStack() as stack:
@@ -107,10 +113,6 @@ def save(
         with agreement(shardings, **terms):
             if leads:
                 target.commit()
-
-
-def _processes(shardings: Sequence[jax.sharding.Sharding]) -> set[int]:
-    return {device.process_index for sharding in shardings for device in cast(Any, sharding.device_set)}
 
 
 def _map(arrays: dict[str, LazyTensor], mapping: WeightMap | WriteFunction | None) -> dict[str, LazyTensor]:

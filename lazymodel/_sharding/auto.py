@@ -1,8 +1,7 @@
 """`auto`: shardings for a model that brings none, and a reason with each.
 
-Responsible for placing the labelled dimensions of `_sharding/roles` on mesh axes. One table says, for each role, in
-which order the dimensions are tried; the first that divides is taken. What belongs to another variable (a bias, a LoRA
-factor, a quantization scale, an optimizer slot) is split as that one is. Not responsible for guessing roles.
+Responsible for placing the labelled dimensions of `_sharding/roles` on mesh axes, in the order that each role gives; of
+them the first that divides is taken. What belongs to another variable is split as that one is.
 """
 
 from __future__ import annotations
@@ -10,17 +9,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from jax.sharding import Mesh, PartitionSpec
 
-from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._abstract.variable import AbstractVariable, Reason
 from lazymodel._errors import ShardingError
 from lazymodel._sharding.describe import Described, describe
 from lazymodel._sharding.roles import ROLES, Role
 from lazymodel._show.text import format_bytes
 
 Axes: TypeAlias = "str | Sequence[str] | None"
+Proposals: TypeAlias = "dict[str, tuple[PartitionSpec, Reason]]"
 
 # What people call mesh axes → what parameters are split for over them. `batch` is what keras.distribution calls the
 # axis of its data; published Keras layouts split parameters over it too.
@@ -31,25 +31,6 @@ _EXPERT_NAMES = ("expert", "experts", "ep", "expert_parallel")
 
 
 @dataclasses.dataclass(frozen=True)
-class Proposal:
-    """A spec and why it was chosen.
-
-    Attributes:
-        spec: One entry for each dimension that is split, and those before it.
-        text: The reason, for people.
-        role: What the variable is taken for, if anything.
-        labels: What each dimension is, if known.
-        tried: What was considered before and did not divide.
-    """
-
-    spec: PartitionSpec
-    text: str
-    role: str = ""
-    labels: tuple[str, ...] = ()
-    tried: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
 class Auto:
     """Automatic sharding rules; made by `auto`."""
 
@@ -57,22 +38,19 @@ class Auto:
     fsdp: tuple[str, ...] | None = None
     expert: tuple[str, ...] | None = None
 
-    def propose(self, variables: Mapping[str, AbstractVariable], mesh: Mesh, *, large: int) -> dict[str, Proposal]:
-        """A spec for every variable, which fits it on this mesh.
+    def propose(self, variables: Mapping[str, AbstractVariable], mesh: Mesh, *, large: int) -> Proposals:
+        """A spec for every variable, which fits it on this mesh, and why it was chosen.
 
-        Args:
-            variables: Path to variable, of the whole model.
-            mesh: The mesh; axes of size 1 are left out of specs.
-            large: Bytes from which on a variable is split wherever that is possible, whatever its role.
+        What has `large` bytes or more is split wherever that is possible, whatever its role.
 
         Raises:
             ShardingError: The mesh lacks an axis that was named, or the axes cannot be told from their names.
         """
-        return _Proposer(variables, *self._axes(mesh), mesh, large).all()
+        proposer = _Proposer(variables, *self._axes(mesh), mesh, large)
+        return {path: proposer.proposal(path) for path in variables}
 
     def _axes(self, mesh: Mesh) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-        """The mesh axes for tensor, fully-sharded and expert parallelism."""
-        names = tuple(str(name) for name in mesh.axis_names)
+        names = tuple(map(str, mesh.axis_names))
         given = [axis for axes in (self.tensor, self.fsdp, self.expert) for axis in axes or ()]
         for axis in given:
             if axis not in names:
@@ -81,12 +59,12 @@ class Auto:
                 raise ShardingError(f"auto: axis {axis!r} is named twice; each axis serves one kind of parallelism")
         free = [name for name in names if name not in given]
 
-        def named(known: Sequence[str]) -> tuple[str, ...]:
-            return tuple(name for name in free if name.lower() in known)
+        def axes(given: tuple[str, ...] | None, *known: Sequence[str]) -> tuple[str, ...]:
+            named = (tuple(name for name in free if name.lower() in names) for names in known)
+            return next(filter(None, named), ()) if given is None else given
 
-        tensor = named(_TENSOR_NAMES) if self.tensor is None else self.tensor
-        fsdp = (named(_FSDP_NAMES) or named(_DATA_NAMES)) if self.fsdp is None else self.fsdp
-        expert = named(_EXPERT_NAMES) if self.expert is None else self.expert
+        tensor, expert = axes(self.tensor, _TENSOR_NAMES), axes(self.expert, _EXPERT_NAMES)
+        fsdp = axes(self.fsdp, _FSDP_NAMES, _DATA_NAMES)
         if not (tensor or fsdp or expert) and self.tensor is None:
             if len(free) != 1:
                 raise ShardingError(
@@ -115,21 +93,16 @@ def auto(*, tensor: Axes = None, fsdp: Axes = None, expert: Axes = None) -> Auto
             split over the tensor axes. What is not an expert is stored in pieces over these axes too.
 
     Example:
-        >>> import jax
-        >>> from lazymodel import build_abstract
-        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("model",))
-        >>> model = build_abstract(lambda key: {"kernel": jax.random.normal(key, (8, 32))}, jax.random.key(0))
-        >>> model.shard(mesh, auto())["kernel"].spec
-        PartitionSpec()
+        >>> abstract.shard(mesh, lm.auto())["up/kernel"].spec
+        P(None, 'model')
     """
     return Auto(_as_axes(tensor), _as_axes(fsdp), _as_axes(expert))
 
 
-def _as_axes(axes: Axes) -> tuple[str, ...] | None:
-    given: Any = axes
-    if not isinstance(given, str | Sequence | None):
-        raise ShardingError(f"auto: axes are the name of a mesh axis, a sequence of names or None; got {given!r}")
-    return None if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+def _as_axes(axes: Any) -> tuple[str, ...] | None:
+    if not isinstance(axes, str | Sequence | None):
+        raise ShardingError(f"auto: axes are the name of a mesh axis, a sequence of names or None; got {axes!r}")
+    return None if axes is None else (axes,) if isinstance(axes, str) else tuple(cast("Sequence[str]", axes))
 
 
 class _Placement:
@@ -137,13 +110,14 @@ class _Placement:
 
     def __init__(self, described: Described, shape: tuple[int, ...], mesh: Mesh) -> None:
         self.described, self.shape, self.mesh = described, shape, mesh
-        self.axes: list[tuple[str, ...]] = [() for _ in shape]
-        self.tried: list[str] = []
+        self.axes: list[tuple[str, ...]] = [()] * len(shape)
+        self.tried: dict[str, None] = {}
+        self.why = ""
 
     def place(self, axes: tuple[str, ...], dims: Sequence[int], *, whole_units: bool = True) -> bool:
-        """Puts axes on the first of these dimensions that divides, free ones first; several axes apart if need be.
+        """Puts axes that have no dimension on the first of these that divides, free ones first, apart if need be.
 
-        Axes that have a dimension already keep it. Returns whether all have one.
+        Returns whether all have one.
         """
         axes = tuple(axis for axis in axes if self.mesh.shape[axis] > 1 and not any(axis in on for on in self.axes))
         if not axes:
@@ -152,11 +126,9 @@ class _Placement:
             if self._fits(dim, axes, whole_units=whole_units):
                 self.axes[dim] += axes
                 return True
-        if len(axes) == 1:
-            return False
-        ordered = sorted(axes, key=lambda axis: -self.mesh.shape[axis])
-        placed = [self.place((axis,), dims, whole_units=whole_units) for axis in ordered]  # all of them that can be
-        return all(placed)
+        apart = sorted(axes, key=lambda axis: -self.mesh.shape[axis]) if len(axes) > 1 else ()
+        placed = [self.place((axis,), dims, whole_units=whole_units) for axis in apart]  # all of them that can be
+        return bool(placed) and all(placed)
 
     def _fits(self, dim: int, axes: tuple[str, ...], *, whole_units: bool) -> bool:
         parts = self.parts((*self.axes[dim], *axes))
@@ -164,32 +136,26 @@ class _Placement:
         where = f"dimension {dim} ({label}, {size})"
         over = f"{parts} parts over {_names(axes)}"
         if not size or size % parts:
-            self._try(f"{where} does not divide into {over}")
+            self.tried[f"{where} does not divide into {over}"] = None
         elif whole_units and units % parts:
             what = "whole heads in it are not known" if units == 1 else f"its {units} heads do not divide"
-            self._try(f"{where} is not split into {over}: {what}")
+            self.tried[f"{where} is not split into {over}: {what}"] = None
         else:
             return True
         return False
 
-    def _try(self, text: str) -> None:
-        if text not in self.tried:
-            self.tried.append(text)
-
     def parts(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
-    @property
-    def spec(self) -> PartitionSpec:
-        return trimmed([axes[0] if len(axes) == 1 else axes or None for axes in self.axes])
-
-    def text(self) -> str:
-        """`heads (16) in 8 parts over 'model'`, for every dimension that is split."""
-        return ", ".join(
+    def proposal(self) -> tuple[PartitionSpec, Reason]:
+        split = ", ".join(
             f"{label} ({size}) in {self.parts(axes)} parts over {_names(axes)}"
             for label, size, axes in zip(self.described.labels, self.shape, self.axes, strict=True)
             if axes
         )
+        text = "; ".join(filter(None, (split, self.why)))
+        spec = trimmed([axes[0] if len(axes) == 1 else axes or None for axes in self.axes])
+        return spec, Reason("proposed", text, self.described.role, self.described.labels, tuple(self.tried))
 
 
 @dataclasses.dataclass
@@ -204,16 +170,9 @@ class _Proposer:
     def __post_init__(self) -> None:
         self.described = describe(self.variables)
         self.placed: dict[str, _Placement] = {}
-        self.why: dict[str, str] = {}
 
-    def all(self) -> dict[str, Proposal]:
-        proposals: dict[str, Proposal] = {}
-        for path, described in self.described.items():
-            placement = self._placement(path)
-            text = "; ".join(part for part in (placement.text(), self.why[path]) if part)
-            tried = tuple(placement.tried)
-            proposals[path] = Proposal(placement.spec, text, described.role, described.labels, tried)
-        return proposals
+    def proposal(self, path: str) -> tuple[PartitionSpec, Reason]:
+        return self._placement(path).proposal()
 
     def _placement(self, path: str) -> _Placement:
         """The placement of a variable, after that of the variable that it follows."""
@@ -223,22 +182,23 @@ class _Proposer:
         placement = self.placed[path] = _Placement(described, variable.shape, self.mesh)
         large = variable.nbytes >= self.large
         if self.mesh.size == 1:
-            self.why[path] = "the mesh has one device"
-        elif described.follows is not None:
-            self.why[path] = self._follow(placement, large=large)
+            placement.why = "the mesh has one device"
+            return placement
+        if described.follows is not None:
+            placement.why = self._follow(placement, described.follows, large=large)
         elif row.tensor:
-            self.why[path] = self._order(placement, row)
+            placement.why = self._order(placement, row)
         elif not large:
             # Gathering a small one costs a message, keeping it almost nothing.
             less = f"{row.name} of {format_bytes(variable.nbytes)}, less than {format_bytes(self.large)}"
             small = f"{less}: replicated, a copy costs less than gathering it"
-            self.why[path] = small if variable.shape else "a scalar"
+            placement.why = small if variable.shape else "a scalar"
         else:
-            self.why[path] = "large, so it is stored in pieces"
-        if large and self.mesh.size > 1 and not any(placement.axes):
+            placement.why = "large, so it is stored in pieces"
+        if large and not any(placement.axes):
             self._anywhere(placement)
             if not any(placement.axes):
-                self.why[path] = "replicated: no dimension divides by any axis of the mesh"
+                placement.why = "replicated: no dimension divides by any axis of the mesh"
         return placement
 
     def _order(self, placement: _Placement, order: Role) -> str:
@@ -267,26 +227,22 @@ class _Proposer:
         if not placed:
             why = f"{why}; not split over every axis" if why else "not split over every axis: no dimension divides"
         elif not why and placement.tried:
-            why = f"since {placement.tried[0]}"
+            why = f"since {next(iter(placement.tried))}"
         return why
 
-    def _follow(self, placement: _Placement, *, large: bool) -> str:
+    def _follow(self, placement: _Placement, follows: str, *, large: bool) -> str:
         """Splits a variable as the one that it belongs to is."""
-        follows, dims = placement.described.follows, placement.described.dims
-        assert follows is not None
         other = self._placement(follows)
         # Of small ones only what saves communication: a bias stays with its columns, and is not stored in pieces.
         slot = placement.described.role == "optimizer_slot"
         keep = {axis for axis in self.mesh.axis_names if slot or large or axis in (*self.tensor, *self.expert)}
-        for dim, source in enumerate(dims):
-            if source is not None:
-                axes = tuple(axis for axis in other.axes[source] if axis in keep)
-                if placement.shape[dim] % placement.parts(axes) == 0:
-                    placement.axes[dim] = axes
-                else:
-                    placement.tried.append(
-                        f"dimension {dim} ({placement.shape[dim]}) does not divide as that of {follows!r}"
-                    )
+        for dim, source in enumerate(placement.described.dims):
+            axes = () if source is None else tuple(axis for axis in other.axes[source] if axis in keep)
+            if placement.shape[dim] % placement.parts(axes) == 0:
+                placement.axes[dim] = axes
+            else:
+                size = placement.shape[dim]
+                placement.tried[f"dimension {dim} ({size}) does not divide as that of {follows!r}"] = None
         return f"split as {follows}" if any(placement.axes) else f"replicated, as {follows} is along these dimensions"
 
     def _anywhere(self, placement: _Placement) -> None:

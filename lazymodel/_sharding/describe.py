@@ -1,10 +1,7 @@
-"""A variable's role, told from its path, its shape and its neighbours.
+"""A variable's role, told from its path, its shape and its neighbours; and which other variable it belongs to.
 
-Responsible for which row of `_sharding/roles` a variable is, a label for each of its dimensions, the largest number of
-parts that keeps a dimension's units whole, and which other variable it belongs to. Not responsible for what is made of
-it: `_sharding/auto` places labels on mesh axes.
-
-Roles are guesses, and a wrong one costs speed, never correctness: every sharding computes the same values.
+Roles are guesses, and a wrong one costs speed, never correctness: every sharding computes the same values. What is made
+of them is decided in `_sharding/auto`, which places labels on mesh axes.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 
-import jax
 import numpy as np
 
 from lazymodel._abstract.paths import rule_path
@@ -31,26 +27,19 @@ _HEAD_NORM = re.compile(r"(^|[/_])(q|k|query|key)_?(layer_?)?norm\w*/[a-z]+$")
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """What is known of a variable.
+    """What is known of a variable."""
 
-    Attributes:
-        role: A name of `ROLES`.
-        labels: One for each dimension.
-        units: For each dimension, how many parts at most keep its units whole: heads, where it holds heads.
-        follows: The path of the variable that it belongs to and is split like, and
-        dims: for each of its dimensions, which one of that variable, or None.
-    """
-
-    role: str
-    labels: tuple[str, ...]
-    units: tuple[int, ...]
-    follows: str | None = None
-    dims: tuple[int | None, ...] = ()
+    role: str  # a name of `ROLES`
+    labels: tuple[str, ...]  # one for each dimension
+    units: tuple[int, ...]  # for each, how many parts at most keep its units whole: heads, where it holds heads
+    follows: str | None = None  # the path of the variable that it belongs to and is split like, and
+    dims: tuple[int | None, ...] = ()  # for each of its dimensions, which one of that variable, or None
 
 
 def describe(variables: Mapping[str, AbstractVariable]) -> dict[str, Described]:
     """The role of every variable, from all of them together."""
-    return _Describer(variables).all()
+    describer = _Describer(variables)
+    return {path: describer.described(path) for path in variables}
 
 
 class _Describer:
@@ -72,38 +61,35 @@ class _Describer:
             self._by_name.setdefault(self._names[path].partition("/")[2], path)
         self._head_dims, self._head_counts = self._evidence()  # prefix → number, where all evidence below it agrees
 
-    def all(self) -> dict[str, Described]:
-        described: dict[str, Described] = {}
-        for path, variable in self._variables.items():
-            found = self._one(path, variable, shape := self._inner(path))
-            if len(shape) < len(variable.shape):
-                dims: tuple[int | None, ...] = ()
-                if found.follows is not None:
-                    shifted = tuple(None if dim is None else dim + 1 for dim in found.dims)
-                    dims = (0, *shifted) if found.follows in self._stacks else (None, *found.dims)
-                labels, units = ("layers", *found.labels), (variable.shape[0], *found.units)
-                found = dataclasses.replace(found, labels=labels, units=units, dims=dims)
-            described[path] = found
-        return described
+    def described(self, path: str) -> Described:
+        variable, shape = self._variables[path], self._inner(path)
+        found = self._one(path, variable, shape)
+        if len(shape) == len(variable.shape):
+            return found
+        dims = found.dims
+        if found.follows in self._stacks:
+            dims = (0, *(None if dim is None else dim + 1 for dim in dims))
+        elif found.follows is not None:
+            dims = (None, *dims)
+        return Described(found.role, ("layers", *found.labels), (variable.shape[0], *found.units), found.follows, dims)
 
     def _one(self, path: str, variable: AbstractVariable, shape: tuple[int, ...]) -> Described:
         """A variable's role, of its shape in one layer."""
         name, n = self._names[path], len(shape)
-        if not shape or jax.numpy.issubdtype(variable.dtype, jax.dtypes.prng_key) or "seed_generator" in name:
+        if not shape or variable.is_key or "seed_generator" in name:
             return self._labelled("state", path, shape)
         if (slot := self._slot(path, variable)) is not None:
             return slot
         for row in ROLES.values():
             if row.within or n not in row.ndims or not re.search(row.pattern, name):
                 continue
-            follows = row.name in ("lora", "scale", "bias")
-            if follows and (found := self._follower(path, row.name, shape)) is not None:
+            if row.name in ("lora", "scale", "bias") and (found := self._follower(path, row.name, shape)) is not None:
                 return found
             if row.name != "bias" or n == 1 or _ATTENTION.search(name) is not None:
                 return self._labelled(row.name, path, shape)
         if n < 2 or not np.prod(shape) or not re.search(_WEIGHT, name):
             return self._labelled("other", path, shape)
-        tail = "/".join(name.split("/")[-3:])
+        tail = self._tail(path)
         attention = _ATTENTION.search(name) is not None and not _MLP.search(tail)
         if n < 5 and (attention or n == 3):
             for row in ROLES.values():
@@ -115,10 +101,8 @@ class _Describer:
             if n < 4 and attention:
                 fused = n == 2 and shape[1] == 3 * shape[0]
                 return self._projection("fused_query_key_value" if fused else "query_key_value", path, shape)
-        if n >= 4:
-            return self._labelled("convolution", path, shape)
-        if n == 3:
-            return self._labelled("other", path, shape)
+        if n >= 3:
+            return self._labelled("other" if n == 3 else "convolution", path, shape)
         beside = self._layer(_parent(_parent(path))) if name.split("/")[-2:-1] == ["gate"] else ()
         if any("expert" in self._names[other] for other in beside):
             return self._labelled("router", path, shape)
@@ -132,22 +116,18 @@ class _Describer:
     def _dense(self, path: str, shape: tuple[int, ...]) -> Described:
         """A matrix outside attention: by name, or else one that widens is `up` and one that narrows `down`."""
         size_in, size_out = shape[::-1] if self._out_first(path, shape) else shape
-        tail = "/".join(self._names[path].split("/")[-3:])
-        up, down = (re.search(ROLES[name].pattern, tail) is not None for name in ("mlp_up", "mlp_down"))
+        up, down = (bool(re.search(ROLES[name].pattern, self._tail(path))) for name in ("mlp_up", "mlp_down"))
         narrows = down if up != down else size_out < size_in
         return self._labelled("mlp_down" if narrows else "mlp_up", path, shape)
 
     def _projection(self, role: str, path: str, shape: tuple[int, ...]) -> Described:
         """Query, key and value: which dimension counts the heads."""
         if len(shape) == 2:
-            out_first = self._out_first(path, shape)
-            size_in, size = shape[::-1] if out_first else shape
+            turn = -1 if self._out_first(path, shape) else 1
+            size_in, size = shape[::turn]
             fused = role.startswith("fused")
-            labels, units = (
-                ("in", FUSED_HEADS if fused else HEADS),
-                (size_in, 1 if fused else self._heads_in(path, size)),
-            )
-            return Described(role, labels[::-1], units[::-1]) if out_first else Described(role, labels, units)
+            labels = ("in", FUSED_HEADS if fused else HEADS)
+            return Described(role, labels[::turn], (size_in, 1 if fused else self._heads_in(path, size))[::turn])
         heads, width = self._output_of(path)
         last = len(shape) - 1
         candidates = [dim for dim in range(last) if shape[dim] == heads]
@@ -168,9 +148,9 @@ class _Describer:
             )
             labels = ("out", HEADS, "head_dim") if like_query else (HEADS, "head_dim", "out")
             return Described("attention_output", labels, shape)
-        if self._out_first(path, shape):
-            return Described("attention_output", ("out", HEADS), (shape[0], self._heads_in(path, shape[1])))
-        return Described("attention_output", (HEADS, "out"), (self._heads_in(path, shape[0]), shape[1]))
+        turn = -1 if self._out_first(path, shape) else 1
+        size_in, size_out = shape[::turn]
+        return Described("attention_output", (HEADS, "out")[::turn], (self._heads_in(path, size_in), size_out)[::turn])
 
     # --- neighbours ---
 
@@ -178,18 +158,18 @@ class _Describer:
         """A LoRA factor, scale or bias: the weight in the same layer (or one level up or down) that it belongs to."""
         parent = _parent(path)
         leaf = self._names[path].split("/")[-1]
-        places = [parent, _parent(parent), f"{parent}/base_module", f"{_parent(parent)}/base_module"]
+        places = [f"{place}{below}" for below in ("", "/base_module") for place in (parent, _parent(parent))]
         stem = re.sub(r"(_scale|_zero|_zero_point|_?bias)$", "", leaf)
         for place in places if role == "lora" else places[:1]:
+            leaves = {o: self._names[o].split("/")[-1] for o in self._children.get(place, ()) if o != path}
             weights = [
                 other
-                for other in self._children.get(place, ())
-                if other != path and len(self._variables[other].shape) >= 2 and self._is_weight(other)
+                for other, name in leaves.items()
+                if len(self._variables[other].shape) >= 2 and not re.search(r"lora_|_scale$|_zero|bias$|_(a|b)$", name)
             ]
-            named = [o for o in weights if self._names[o].split("/")[-1] in (stem, f"_{stem}") and stem]
+            named = [other for other in weights if leaves[other] in (stem, f"_{stem}") and stem]
             for other in named or weights:
-                dims = self._factor_dims(leaf, role, shape, other)
-                if dims is not None:
+                if (dims := self._factor_dims(leaf, role, shape, other)) is not None:
                     labels = tuple("rank" if d is None else "of its weight" for d in dims)
                     return Described(role, labels, shape, other, dims)
         return None
@@ -209,18 +189,11 @@ class _Describer:
         out_first = not embedding and len(weight) == 2 and self._out_first(other, weight)
         return _aligned(shape, weight, from_left=embedding or out_first)
 
-    def _is_weight(self, path: str) -> bool:
-        leaf = self._names[path].split("/")[-1]
-        return not re.search(r"lora_|_scale$|_zero|bias$|_(a|b)$", leaf)
-
     def _slot(self, path: str, variable: AbstractVariable) -> Described | None:
-        """An optimizer's slot: its path holds that of a variable, and its shape is the same or lacks a dimension.
-
-        Keras names slots `adam/dense_kernel_momentum`, Optax `0/mu/dense/kernel`.
-        """
+        """An optimizer's slot: its path holds that of a variable, and its shape is the same or lacks a dimension."""
         parts = self._names[path].split("/")
         candidates = ["/".join(parts[start:]) for start in range(1, len(parts))]
-        found = None
+        found = None  # Keras names slots `adam/dense_kernel_momentum`, Optax `0/mu/dense/kernel`
         if _SLOT.search(path.lower()):
             found = next((self._by_name[c] for c in candidates if self._by_name.get(c, path) != path), None)
         if found is None:
@@ -230,12 +203,9 @@ class _Describer:
         if found is None or found == path:
             return None
         shape, other = variable.shape, self._variables[found].shape
-        dims: tuple[int | None, ...] | None = None
-        if shape == other:
-            dims = tuple(range(len(shape)))
-        elif len(shape) < len(other):
-            dims = _aligned(shape, other, from_left="col" not in parts[-1])
-        if dims is None:
+        lacks = len(shape) < len(other)
+        dims = _aligned(shape, other, from_left="col" not in parts[-1]) if lacks else tuple(range(len(shape)))
+        if dims is None or not (lacks or shape == other):
             return None
         stack = int(path in self._stacks)
         inner = tuple(None if dim is None else dim - stack for dim in dims[stack:])
@@ -259,7 +229,7 @@ class _Describer:
         for prefix in itertools.islice(_places(path), 3):
             for child in self._layer(prefix):
                 shape = self._inner(child)
-                tail = "/".join(self._names[child].split("/")[-3:])
+                tail = self._tail(child)
                 if len(shape) == 3 and re.search(ROLES["attention_output"].pattern, tail) and re.search(_WEIGHT, tail):
                     # Of equal shapes, both are stored as (width, heads, head_dim).
                     return (None, None) if self._variables[child].shape == own else (shape[0], shape[-1])
@@ -286,10 +256,8 @@ class _Describer:
                     _note(counts, path, shape[described.labels.index(HEADS)])
             elif re.search(r"attention\w*/embeddings$|relative_(attention|position)_bias", name) and len(shape) == 2:
                 _note(counts, path, shape[1])
-        agreed = [
-            {place: found.pop() for place, found in all.items() if len(found) == 1} for all in (head_dims, counts)
-        ]
-        return agreed[0], agreed[1]
+        dims, heads = ({place: n.pop() for place, n in all.items() if len(n) == 1} for all in (head_dims, counts))
+        return dims, heads
 
     def _heads_in(self, path: str, size: int) -> int:
         """How many heads a dimension of so many columns holds, at least: what is unknown is not split.
@@ -297,13 +265,15 @@ class _Describer:
         Without evidence, pieces of 128 columns hold whole heads of 16, 32, 64 and 128, which nearly all models have.
         """
         for place in _places(path):
-            head_dim = self._head_dims.get(place)
-            if head_dim is not None and head_dim < size and size % head_dim == 0:
+            head_dim, count = self._head_dims.get(place, size), self._head_counts.get(place)
+            if head_dim < size and size % head_dim == 0:
                 return size // head_dim
-            count = self._head_counts.get(place)
             if count is not None and size % count == 0:
                 return count
         return size // 128 if size % 128 == 0 else 1
+
+    def _tail(self, path: str) -> str:
+        return "/".join(self._names[path].split("/")[-3:])
 
     def _inner(self, path: str) -> tuple[int, ...]:
         """The variable's shape in one layer, where it holds one slice for each."""

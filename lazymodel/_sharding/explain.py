@@ -1,8 +1,4 @@
-"""The verb `explain`: why one variable is where it is, and how a whole model spreads over its devices.
-
-Responsible for gathering and wording it. The reasons themselves come with the variables, from `_sharding/shard` and
-`_sharding/auto`.
-"""
+"""The verb `explain`: why one variable is where it is, and how a whole model spreads over its devices."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from typing import Any, overload
 
 from jax.sharding import NamedSharding
 
-from lazymodel._abstract.placement import device_nbytes
+from lazymodel._abstract.placement import device_nbytes, stays_on_host
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable, Reason
 from lazymodel._show.table import Row, grouped
@@ -38,55 +34,47 @@ def explain(model: ModelSpec, path: str | None = None) -> Explanation | Sharding
 
     Raises:
         KeyError: There is no such variable.
+
+    Example:
+        >>> abstract.shard(mesh, lm.auto()).explain("up/kernel")
+        up/kernel: float32 (64, 256), 64.00 KiB
+          spec: P(None, 'model'); each of 8 devices holds (64, 32), 8.00 KiB
+          role: mlp_up; dimensions: in, out
+          why (proposed): out (256) in 8 parts over 'model'; split by columns: no communication before the next layer
+          axis 'model' (8) divides dimensions 0, 1
     """
     return _explain_model(model) if path is None else Explanation(model[path])
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """Why a variable has its sharding; prints as a few lines.
-
-    Attributes:
-        variable: The variable, with its sharding and the reason for it.
-    """
+    """Why a variable has its sharding, which it has with the reason for it; prints as a few lines."""
 
     variable: AbstractVariable
-
-    @property
-    def shard_shape(self) -> tuple[int, ...]:
-        """The shape of what one device holds."""
-        sharding = self.variable.sharding
-        return self.variable.shape if sharding is None else tuple(sharding.shard_shape(self.variable.shape))
-
-    @property
-    def alternatives(self) -> Mapping[str, tuple[int, ...]]:
-        """For each axis of the mesh and its size, the dimensions that it divides."""
-        sharding, shape = self.variable.sharding, self.variable.shape
-        axes = sharding.mesh.shape if isinstance(sharding, NamedSharding) else {}
-        return {
-            f"{axis!r} ({size})": tuple(dim for dim, length in enumerate(shape) if length and length % size == 0)
-            for axis, size in axes.items()
-            if size > 1
-        }
 
     def __str__(self) -> str:
         variable, sharding = self.variable, self.variable.sharding
         lines = [f"{variable.path}: {variable.dtype.name} {variable.shape}, {format_bytes(variable.nbytes)}"]
+        if stays_on_host(variable):
+            return f"{lines[0]}\n  on the host: {_why(variable)}"
         if sharding is None:
             return f"{lines[0]}\n  no sharding was assigned; it goes to one device"
         reason = variable.reason or Reason("given", "an active distribution, or the model's builder, gave it")
         spec: Any = variable.spec if variable.spec is not None else sharding
         holds = f"each of {sharding.num_devices} devices holds" if sharding.num_devices > 1 else "one device holds"
-        lines.append(f"spec: {spec}; {holds} {self.shard_shape}, {format_bytes(variable.shard_nbytes)}")
+        shape = tuple(sharding.shard_shape(variable.shape))
+        lines.append(f"spec: {spec}; {holds} {shape}, {format_bytes(variable.shard_nbytes)}")
         if variable.layout is not None:
             lines.append(f"layout: dimensions from major to minor {variable.layout.major_to_minor}")
         known = {"role": reason.role, "dimensions": ", ".join(reason.labels)}
         if any(known.values()):
             lines.append("; ".join(f"{what}: {text}" for what, text in known.items() if text))
         lines += [f"why ({reason.kind}): {reason.text}", *(f"considered: {text}" for text in reason.tried)]
-        for axis, dims in self.alternatives.items():
-            numbers = f"dimension{'s' if len(dims) > 1 else ''} {', '.join(map(str, dims))}" if dims else "no dimension"
-            lines.append(f"axis {axis} divides {numbers}")
+        axes = sharding.mesh.shape if isinstance(sharding, NamedSharding) else {}
+        for axis, size in axes.items():
+            dims = [str(dim) for dim, length in enumerate(variable.shape) if length and length % size == 0]
+            numbers = f"dimension{'s' if len(dims) > 1 else ''} {', '.join(dims)}" if dims else "no dimension"
+            lines += [f"axis {axis!r} ({size}) divides {numbers}"] if size > 1 else []
         return "\n  ".join(lines)
 
     __repr__ = __str__
@@ -94,31 +82,21 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ShardingReport:
-    """How a model spreads over its devices; prints as a summary.
+    """How a model spreads over its devices; prints as a summary."""
 
-    Attributes:
-        name: The model's name.
-        nbytes: Bytes of all variables, each counted once.
-        num_devices: Devices that hold anything.
-        fullest_nbytes: Bytes on the device that holds most.
-        emptiest_nbytes: Bytes on the one that holds least.
-        replicated: Path and reason of every variable that is whole on each of several devices, largest first.
-        replicated_nbytes: Bytes that these take on each device.
-        unmatched: Paths that no rule matched.
-        repaired: Path and reason of what `repair` mended.
-        notes: What is to be said of the rules: those that matched nothing.
-    """
-
-    name: str
-    nbytes: int
-    num_devices: int
-    fullest_nbytes: int
-    emptiest_nbytes: int
+    name: str  # the model's name
+    nbytes: int  # bytes of all variables that devices hold, each counted once
+    num_devices: int  # devices that hold anything
+    fullest_nbytes: int  # bytes on the device that holds most
+    emptiest_nbytes: int  # bytes on the one that holds least
+    # Path and reason of every variable that is whole on each of several devices, largest first.
     replicated: Mapping[str, str]
-    replicated_nbytes: int
-    unmatched: tuple[str, ...]
-    repaired: Mapping[str, str]
-    notes: tuple[str, ...]
+    replicated_nbytes: int  # bytes that these take on each device
+    # Path and reason of NumPy arrays that stay on the host, of which no device holds anything.
+    on_host: Mapping[str, str]
+    unmatched: tuple[str, ...]  # paths that no rule matched
+    repaired: Mapping[str, str]  # path and reason of what `repair` mended
+    notes: tuple[str, ...]  # what is to be said of the rules: those that matched nothing
 
     @property
     def imbalance(self) -> float:
@@ -134,6 +112,7 @@ class ShardingReport:
         each = f", {format_bytes(self.replicated_nbytes)} each"
         for title, found, more in (
             ("replicated", self.replicated, each),
+            ("on the host", self.on_host, ""),
             ("repaired", self.repaired, ""),
             ("matched by no rule", dict.fromkeys(self.unmatched, ""), ""),
         ):
@@ -146,43 +125,42 @@ class ShardingReport:
 
 def _explain_model(model: ModelSpec) -> ShardingReport:
     variables = sorted(model.values(), key=lambda variable: -variable.nbytes)
-    replicated = [
-        variable
-        for variable in variables
-        if variable.sharding is not None
-        and variable.sharding.num_devices > 1
-        and variable.shard_nbytes == variable.nbytes
-    ]
+    placed = [variable for variable in variables if not stays_on_host(variable)]
+    nbytes, per_device = sum(variable.nbytes for variable in placed), device_nbytes(placed)
+    apart = (variable for variable in placed if variable.sharding is not None and variable.sharding.num_devices > 1)
+    replicated = [variable for variable in apart if variable.shard_nbytes == variable.nbytes]
     by_kind: dict[str, list[AbstractVariable]] = {}
     for variable in variables:
         by_kind.setdefault("" if variable.reason is None else variable.reason.kind, []).append(variable)
-    per_device = device_nbytes(variables)
     return ShardingReport(
         name=model.name,
-        nbytes=model.nbytes,
+        nbytes=nbytes,
         num_devices=max(len(per_device), 1),
-        fullest_nbytes=max(per_device.values(), default=model.nbytes),
-        emptiest_nbytes=min(per_device.values(), default=model.nbytes),
-        replicated={variable.path: _words(variable) for variable in replicated},
+        fullest_nbytes=max(per_device.values(), default=nbytes),
+        emptiest_nbytes=min(per_device.values(), default=nbytes),
+        replicated=_words(replicated),
         replicated_nbytes=sum(variable.nbytes for variable in replicated),
+        on_host=_words(variable for variable in variables if stays_on_host(variable)),
         unmatched=tuple(variable.path for variable in by_kind.get("unmatched", ())),
-        repaired={variable.path: _words(variable) for variable in by_kind.get("repaired", ())},
+        repaired=_words(by_kind.get("repaired", ())),
         notes=model.sharding_notes,
     )
 
 
-def _words(variable: AbstractVariable) -> str:
-    reason = "given" if variable.reason is None else variable.reason.text
-    return f"{variable.shape}, {format_bytes(variable.nbytes)}: {reason}"
+def _why(variable: AbstractVariable) -> str:
+    if stays_on_host(variable) and (variable.reason is None or variable.reason.kind != "host"):
+        return "a NumPy array, which nothing splits over devices"
+    return "given" if variable.reason is None else variable.reason.text
+
+
+def _words(variables: Iterable[AbstractVariable]) -> dict[str, str]:
+    return {v.path: f"{v.shape}, {format_bytes(v.nbytes)}: {_why(v)}" for v in variables}
 
 
 def _listed(entries: Iterable[tuple[str, str]]) -> list[str]:
     """A line for all paths that differ in numbers only; where several lines would say the same, it is said once."""
-    rows: list[Row] = []
-    for path, text in entries:
-        what, _, why = text.partition(": ")
-        rows.append(Row(printable(path), (what,), 0, printable(why)))
-    groups = grouped(rows)
+    parted = ((path, *text.partition(": ")) for path, text in entries)
+    groups = grouped(Row(printable(path), (what,), 0, printable(why)) for path, what, _, why in parted)
     sentences: dict[str, list[str]] = {}
     for group in groups[:_LISTED]:
         times = f" × {group.count}" if group.count > 1 else ""

@@ -19,46 +19,36 @@ from lazymodel._sharding.rules import axes_of
 
 
 def along(sharding: Any, dims: Sequence[int | None], shape: Sequence[int]) -> Any:
-    """The sharding of an array that belongs to another.
+    """The sharding of an array of this shape that belongs to another, which is sharded so; as it is without a spec.
 
-    Args:
-        sharding: Of the other; one without a spec is the array's as it is.
-        dims: For each dimension of the array the one of the other that it runs along, or None.
-        shape: Of the array. What does not divide is not split, as fewer groups of elements with a scale than parts.
+    `dims` says for each dimension which one of the other it runs along. What does not divide is not split, as fewer
+    groups of elements with a scale than parts.
     """
     if not isinstance(sharding, NamedSharding):
         return sharding
     of_other = dict(enumerate(sharding.spec))
     entries = [None if dim is None else of_other.get(dim) for dim in dims]
-    for dim, entry in enumerate(entries):
-        if shape[dim] % math.prod(sharding.mesh.shape[axis] for axis in axes_of(entry)):
-            entries[dim] = None
-    return NamedSharding(sharding.mesh, trimmed(entries))
+    parts = [math.prod(sharding.mesh.shape[axis] for axis in axes_of(entry)) for entry in entries]
+    fitting = [None if size % count else entry for size, count, entry in zip(shape, parts, entries, strict=True)]
+    return NamedSharding(sharding.mesh, trimmed(fitting))
 
 
 def follow_weights(variables: Mapping[str, AbstractVariable], paths: Iterable[str]) -> dict[str, AbstractVariable]:
     """Those of the paths that are LoRA pairs or quantization scales, each split like the weight that it belongs to.
 
     Left out are those whose weight is not known, has no sharding, or is one of the paths itself.
-
-    Args:
-        variables: Path to variable, with shardings as far as they are known.
-        paths: Of the variables for which nothing else says how they are split.
     """
     described = describe(variables)
     left = set(paths)
     followed: dict[str, AbstractVariable] = {}
     for path, variable in variables.items():
         role = described[path]
-        weight = variables.get(role.follows or "")
-        if path not in left or role.role not in ("lora", "scale"):
-            continue
+        weight = variables.get(role.follows or "") if path in left and role.role in ("lora", "scale") else None
         if weight is None or weight.path in left or weight.sharding is None:
             continue
         sharding = along(weight.sharding, role.dims, variable.shape)
-        text = f"with {weight.path!r}, which it belongs to"
-        if isinstance(sharding, NamedSharding):
-            text = f"{sharding.spec}, {text}"
+        spec = f"{sharding.spec}, " if isinstance(sharding, NamedSharding) else ""
+        text = f"{spec}with {weight.path!r}, which it belongs to"
         followed[path] = dataclasses.replace(variable, sharding=sharding, reason=Reason("follows", text))
     return followed
 

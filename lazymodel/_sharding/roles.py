@@ -14,42 +14,32 @@ from lazymodel._errors import ShardingError
 from lazymodel._show.text import closest
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Role:
-    """A role, and as a key of sharding rules every variable that has it; `role` looks it up.
+    """A role, and as a key of sharding rules every variable that has it; `role` looks it up."""
 
-    Attributes:
-        name: The name by which rules call it.
-        pattern: What its path looks like, in lower case; `(^|/)` anchors a whole part, since many words have a `k`.
-        ndims: How many dimensions it may have.
-        within: The kind of layer in which the pattern counts; an empty string is anywhere.
-        labels: What its dimensions are; a label with a star stands for as many as there are.
-        turns: Whether the labels are the other way round where a weight is stored as (out, in).
-        tensor: Labels in the order in which tensor parallelism tries them: first what needs the least communication.
-        fsdp: The same for fully-sharded data parallelism: first what tensor parallelism leaves, the other way round.
-        why: What the first choice of `tensor` is good for.
-    """
-
-    name: str
-    pattern: str = dataclasses.field(default="", repr=False)
-    ndims: tuple[int, ...] = dataclasses.field(default=(), repr=False)
-    within: str = dataclasses.field(default="", repr=False)
-    labels: tuple[str, ...] = dataclasses.field(default=("dimension*",), repr=False)
-    turns: bool = dataclasses.field(default=False, repr=False)
-    tensor: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-    fsdp: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-    why: str = dataclasses.field(default="", repr=False)
+    name: str  # by which rules call it
+    pattern: str = ""  # what its path looks like in lower case; `(^|/)` anchors a part, since many words have a `k`
+    ndims: tuple[int, ...] = ()  # how many dimensions it may have
+    within: str = ""  # the kind of layer in which the pattern counts; an empty string is anywhere
+    labels: tuple[str, ...] = ("dimension*",)  # what its dimensions are; one with a star for as many as there are
+    turns: bool = False  # whether the labels are the other way round where a weight is stored as (out, in)
+    tensor: tuple[str, ...] = ()  # in which order tensor parallelism tries labels: least communication first
+    fsdp: tuple[str, ...] = ()  # the same for fully-sharded data parallelism; by default the other way round
+    why: str = ""  # what the first choice of `tensor` is good for
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fsdp", self.fsdp or self.tensor[::-1])
 
     def label(self, ndim: int, *, out_first: bool = False) -> tuple[str, ...]:
         """One label for each of so many dimensions."""
-        each = [
-            (label,) if label[-1] != "*" else (label[:-1],) * (ndim - len(self.labels) + 1) for label in self.labels
-        ]
+        many = ndim - len(self.labels) + 1
+        each = [(label.strip("*"),) * (many if label[-1] == "*" else 1) for label in self.labels]
         labels = tuple(label for some in each for label in some)
         return labels[::-1] if out_first and self.turns else labels
+
+    def __repr__(self) -> str:
+        return f"Role(name={self.name!r})"
 
 
 HEADS, FUSED_HEADS = "heads", "heads of queries, keys and values"
@@ -196,6 +186,10 @@ def role(name: str) -> Role:
 
     Raises:
         ShardingError: There is no such role; the message lists them.
+
+    Example:
+        >>> abstract.shard(mesh, {lm.role("mlp_up"): P(None, "model"), ".*": P()})["up/kernel"].spec
+        P(None, 'model')
     """
     if name not in ROLES:
         raise ShardingError(f"there is no role {name!r}{closest(name, ROLES)}; roles are {', '.join(ROLES)}")

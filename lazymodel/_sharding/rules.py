@@ -1,6 +1,5 @@
 """Every form of rules and specs, read: what people write becomes one function of a variable.
 
-Responsible for reading, for matching, for the reason that comes with an answer, and for saying what was meant instead.
 Whether a spec fits its variable is checked in `_sharding/shard`.
 """
 
@@ -16,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec, Sharding
 from lazymodel._abstract.paths import rule_path
 from lazymodel._abstract.variable import AbstractVariable, Reason
 from lazymodel._errors import ShardingError
-from lazymodel._sharding.auto import Auto, Proposal, auto
+from lazymodel._sharding.auto import Auto, auto
 from lazymodel._sharding.describe import describe
 from lazymodel._sharding.roles import Role
 from lazymodel._show.text import closest
@@ -26,13 +25,12 @@ from lazymodel._show.text import closest
 class Proposer(Protocol):
     """Rules that look at the whole model at once, as `auto` does."""
 
-    def propose(self, variables: Mapping[str, AbstractVariable], mesh: Mesh, *, large: int) -> Mapping[str, Proposal]:
-        """Path to proposal; a path that is left out counts as matched by no rule.
+    def propose(
+        self, variables: Mapping[str, AbstractVariable], mesh: Mesh, *, large: int
+    ) -> Mapping[str, tuple[Any, Reason]]:
+        """Path → spec and why; a path that is left out counts as matched by no rule.
 
-        Args:
-            variables: Path to variable.
-            mesh: The mesh.
-            large: Bytes from which on replicating a variable is worth a warning.
+        `large` is the number of bytes from which on replicating a variable is worth a warning.
         """
         ...
 
@@ -56,15 +54,10 @@ def read_rules(
 ) -> tuple[Answers, tuple[str, ...], bool]:
     """Any form of rules but a name as a function of a variable; what matched nothing, and whether that is tolerated."""
     if rules is None:
-        return _metadata_answers(variables, mesh), (), False
+        return _axis_answers(None, variables, mesh), (), False
     if isinstance(rules, Proposer):
         proposals = rules.propose(variables, mesh, large=large)
-
-        def propose(variable: AbstractVariable) -> tuple[Any, Reason] | None:
-            found = proposals.get(variable.path)
-            return found and (found.spec, Reason("proposed", found.text, found.role, found.labels, found.tried))
-
-        return propose, (), False
+        return lambda variable: proposals.get(variable.path), (), False
     if isinstance(rules, Mapping):
         lenient = is_layout_map(rules)
         return *_mapping_answers(cast("Mapping[str | Role, Any]", rules), variables, lenient=lenient), lenient
@@ -79,7 +72,7 @@ def read_rules(
 
         return call, (), False
     if isinstance(rules, Sequence) and not isinstance(rules, str | PartitionSpec):
-        return _logical_answers(cast("Sequence[Any]", rules), variables), (), False
+        return _axis_answers(cast("Sequence[Any]", rules), variables, mesh), (), False
     raise ShardingError(
         "rules are a mapping of path regex to PartitionSpec, a Keras LayoutMap, a callable taking a variable, "
         f"a sequence of (logical axis, mesh axis) or lm.auto(); got {type(rules).__name__}"
@@ -88,29 +81,21 @@ def read_rules(
 
 
 def named_rules(rules: Any, what: str = "rules") -> Any:
-    """Rules that were given by name, or by the function that makes them; any other as they are.
-
-    Args:
-        rules: `"auto"`, `lazymodel.auto` or `lazymodel.Auto` for `lazymodel.auto()`.
-        what: The parameter that they were given as.
+    """Rules given by name, or by the function that makes them; any other as they are. `what` is the parameter's name.
 
     Raises:
         ShardingError: There are none of this name.
     """
-    if rules is auto or rules is Auto:
-        return auto()
-    if not isinstance(rules, str):
-        return rules
-    if rules != "auto":
+    if isinstance(rules, str) and rules != "auto":
         raise ShardingError(
             f"{what}={rules!r} is not known{closest(rules, ['auto'])}; rules by name are 'auto', which is lm.auto(). "
             f"A rule for paths is written {{{rules!r}: PartitionSpec(…)}}"
         )
-    return auto()
+    return auto() if rules is auto or rules is Auto or isinstance(rules, str) else rules
 
 
 def is_layout_map(rules: Any) -> bool:
-    """Whether a mapping is Keras' LayoutMap, for whose class the core does not ask Keras: it carries a device mesh."""
+    """Whether a mapping is Keras' LayoutMap, told by the device mesh that it carries."""
     return hasattr(rules, "device_mesh")
 
 
@@ -120,10 +105,9 @@ def _mapping_answers(
     patterns: dict[str | Role, re.Pattern[str]] = {}
     for key, spec in table.items():
         check_is_spec(spec, f"rule {key.name if isinstance(key, Role) else key!r}")
-        if isinstance(key, Role):
-            continue
         try:
-            patterns[key] = re.compile(key)
+            if not isinstance(key, Role):
+                patterns[key] = re.compile(key)
         except re.error as error:
             raise ShardingError(
                 f"rule {error.pattern!r} is not a regular expression: {error}; `.*` stands for any text"
@@ -153,10 +137,9 @@ def _mapping_answers(
 
     def answer(variable: AbstractVariable) -> tuple[Any, Reason] | None:
         key = matches.get(variable.path)
-        if key is None:
-            return None
-        text = f"rule for role {key.name!r}" if isinstance(key, Role) else f"rule {key!r} matches"
-        return table[key], Reason("rule", text, key.name if isinstance(key, Role) else "")
+        if isinstance(key, Role):
+            return table[key], Reason("rule", f"rule for role {key.name!r}", key.name)
+        return None if key is None else (table[key], Reason("rule", f"rule {key!r} matches"))
 
     def dead(key: str | Role) -> str:
         if isinstance(key, Role):
@@ -166,61 +149,25 @@ def _mapping_answers(
     return answer, tuple(dead(key) for key in table if key not in alive)
 
 
-def _logical_answers(rules: Sequence[Any], variables: Mapping[str, AbstractVariable]) -> Answers:
-    for rule in rules:
+def _axis_answers(rules: Sequence[Any] | None, variables: Mapping[str, AbstractVariable], mesh: Mesh) -> Answers:
+    """Answers for variables that carry names for their axes: those of the mesh, or logical ones that rules are for."""
+    for rule in rules or ():
         pair = isinstance(rule, Sequence) and len(cast("Sequence[Any]", rule)) == 2 and isinstance(rule[0], str)
         if not pair or isinstance(rule[1], PartitionSpec):
             raise ShardingError(
                 "rules in a sequence are pairs of a logical axis and a mesh axis, a tuple of them or None; got "
                 f"{rule!r}. Rules by path are a mapping, {{path pattern: PartitionSpec}}"
             )
-
-    def answer(variable: AbstractVariable, names: tuple[Any, ...]) -> tuple[Any, Reason] | None:
-        entries, unknown = resolve_logical(names, rules)
-        if unknown and not any(entries):
-            return None  # replicated, and said so if it is large
-        text = f"logical axes {names}"
-        if unknown:
-            text += f"; no rule for {', '.join(map(repr, unknown))}, which are not split"
-        return PartitionSpec(*entries), Reason("logical", text, labels=tuple(str(name) for name in names))
-
-    return _by_axis_names(
-        answer,
-        variables,
-        "rules are pairs of logical and mesh axes, and no variable of this model carries names for its axes. "
-        "Give rules by path, or lm.auto().",
-    )
-
-
-def _metadata_answers(variables: Mapping[str, AbstractVariable], mesh: Mesh) -> Answers:
-    def answer(variable: AbstractVariable, names: tuple[Any, ...]) -> tuple[Any, Reason]:
-        for axis in (axis for name in names for axis in ((name,) if isinstance(name, str) else name or ())):
-            if axis not in mesh.shape:
-                raise ShardingError(
-                    f"{variable.path!r} has axes {names}, and {axis!r} is no axis of the mesh "
-                    f"({', '.join(map(repr, mesh.axis_names))}). If it is a logical axis, give rules: "
-                    f"shard(mesh, [({axis!r}, {mesh.axis_names[-1]!r}), …])"
-                )
-        return PartitionSpec(*names), Reason("metadata", "as the variable's own metadata says")
-
-    return _by_axis_names(
-        answer,
-        variables,
-        "shard() without rules uses the axis names that variables carry, and no variable of this model does. "
-        "Give rules, such as lm.auto().",
-    )
-
-
-def _by_axis_names(
-    answer: Callable[[AbstractVariable, tuple[Any, ...]], tuple[Any, Reason] | None],
-    variables: Mapping[str, AbstractVariable],
-    lacking: str,
-) -> Answers:
-    """Answers for variables that carry names for their axes; an error if none does."""
     if not any(variable.logical_axes for variable in variables.values()):
-        raise ShardingError(lacking)
+        uses = "shard() without rules uses the axis names that variables carry, and no variable of this model does"
+        raise ShardingError(
+            f"{uses}. Give rules, such as lm.auto()."
+            if rules is None
+            else "rules are pairs of logical and mesh axes, and no variable of this model carries names for its axes. "
+            "Give rules by path, or lm.auto()."
+        )
 
-    def checked(variable: AbstractVariable) -> tuple[Any, Reason] | None:
+    def answer(variable: AbstractVariable) -> tuple[Any, Reason] | None:
         names = variable.logical_axes
         if names is None:
             return None
@@ -230,16 +177,29 @@ def _by_axis_names(
             )
         if repeated := [name for name in names if isinstance(name, str) and names.count(name) > 1]:
             raise ShardingError(f"{variable.path!r}: axis {repeated[0]!r} occurs more than once in {tuple(names)}")
-        return answer(variable, names)
+        if rules is not None:
+            entries, unknown = resolve_logical(names, rules)
+            if unknown and not any(entries):
+                return None  # replicated, and said so if it is large
+            left = f"; no rule for {', '.join(map(repr, unknown))}, which are not split" if unknown else ""
+            return PartitionSpec(*entries), Reason("logical", f"logical axes {names}{left}", labels=(*map(str, names),))
+        for axis in (axis for name in names for axis in ((name,) if isinstance(name, str) else name or ())):
+            if axis not in mesh.shape:
+                raise ShardingError(
+                    f"{variable.path!r} has axes {names}, and {axis!r} is no axis of the mesh "
+                    f"({', '.join(map(repr, mesh.axis_names))}). If it is a logical axis, give rules: "
+                    f"shard(mesh, [({axis!r}, {mesh.axis_names[-1]!r}), …])"
+                )
+        return PartitionSpec(*names), Reason("metadata", "as the variable's own metadata says")
 
-    return checked
+    return answer
 
 
 def resolve_logical(names: Sequence[Any], rules: Sequence[tuple[str, Any]]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """Mesh axes for the logical axes of one variable, and the logical axes that no rule knows.
+    """Mesh axes for the logical axes of one variable, and those that no rule knows.
 
-    The semantics are those of `flax.linen.logical_to_mesh_axes`: a rule whose mesh axes already split another dimension
-    is passed over for the next one of the same logical axis.
+    As in `flax.linen.logical_to_mesh_axes`, a rule whose mesh axes already split another dimension is passed over for
+    the next one of the same logical axis.
     """
     resolved: dict[int, Any] = {}
     used: set[str] = set()
@@ -257,27 +217,18 @@ def resolve_logical(names: Sequence[Any], rules: Sequence[tuple[str, Any]]) -> t
 
 
 def check_is_spec(spec: Any, where: str) -> None:
-    """Checks that it is any form of spec: PartitionSpec, sequence, None, a sharding, or Keras' TensorLayout.
-
-    Args:
-        spec: What was given.
-        where: The rule that gave it, for the error.
-
-    Raises:
-        ShardingError: It is none, or has an entry that cannot be an axis.
-    """
+    """Raises ShardingError for what is no spec: a PartitionSpec, sequence, None, sharding or Keras' TensorLayout."""
     if spec is None or isinstance(spec, PartitionSpec | Sharding | Format):
         return
     entries = getattr(spec, "axes", spec)
+    expected = f"{where}: a spec is a PartitionSpec or a tuple of axis names; got"
     if isinstance(entries, str):
         raise ShardingError(
-            f"{where}: a spec is a PartitionSpec or a tuple of axis names; got {entries!r}. Write "
-            f"PartitionSpec({entries!r}) to split the first dimension, PartitionSpec(None, {entries!r}) for the second"
+            f"{expected} {entries!r}. Write PartitionSpec({entries!r}) to split the first dimension, "
+            f"PartitionSpec(None, {entries!r}) for the second"
         )
     if not isinstance(entries, Sequence):
-        raise ShardingError(
-            f"{where}: a spec is a PartitionSpec or a tuple of axis names; got {spec!r}. PartitionSpec() replicates"
-        )
+        raise ShardingError(f"{expected} {spec!r}. PartitionSpec() replicates")
     for entry in cast("Sequence[Any]", entries):
         names = cast("Sequence[Any]", entry) if isinstance(entry, list | tuple) else (entry,)
         if not all(isinstance(name, Hashable) for name in names):

@@ -1,7 +1,6 @@
 """The verb `shard`: rules in, a checked sharding for every variable out, with the reason for it.
 
-Responsible for asking the rules, for saying what does not fit before a byte moves, and for mending it where that was
-asked for. Not responsible for how rules are read (`_sharding/rules`), nor for proposing shardings (`_sharding/auto`).
+What does not fit is said before a byte moves, and mended where that was asked for.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from jax.experimental.layout import Format
@@ -81,6 +80,11 @@ def shard(
     Raises:
         ShardingError: A rule matches nothing, names an unknown axis, uses one twice, does not divide a dimension
             or has more dimensions than the variable. All misfits of one call are reported together.
+
+    Example:
+        >>> sharded = abstract.shard(mesh, {"up/kernel": P(None, "model"), "down/.*": P("model")})
+        >>> sharded["down/kernel"].spec
+        P('model',)
     """
     own = {path: variable for path, variable in model.items() if variable.follows is None}
     state = {path: variable for path, variable in model.items() if variable.follows is not None}
@@ -100,19 +104,18 @@ def _split_rules(
     """Rules for parameters, those of a mapping that match optimizer state only, and the state that these match."""
     if not state or not isinstance(rules, Mapping) or is_layout_map(rules):
         return rules, {}, {}
-    for_state: dict[str, Any] = {}
-    ruled: set[str] = set()
     table = cast("Mapping[Any, Any]", rules)
-    for key, spec in table.items():
+
+    def matched(key: Any, paths: Iterable[str]) -> set[str]:
         try:
             pattern = re.compile(key) if isinstance(key, str) else None
-        except re.error:
-            pattern = None  # `assign` says what is wrong with it
-        if pattern is None or any(pattern.fullmatch(rule_path(path)) for path in own):
-            continue
-        if matched := [path for path in state if pattern.fullmatch(rule_path(path))]:
-            for_state[cast("str", key)] = spec
-            ruled.update(matched)
+        except re.error:  # `assign` says what is wrong with it
+            pattern = None
+        return {path for path in paths if pattern is not None and pattern.fullmatch(rule_path(path))}
+
+    only = {key: matched(key, state) for key in table if not matched(key, own)}
+    for_state = {key: table[key] for key, paths in only.items() if paths}
+    ruled = set[str]().union(*only.values())
     own_rules = {key: spec for key, spec in table.items() if key not in for_state}
     return own_rules, for_state, {path: variable for path, variable in state.items() if path in ruled}
 
@@ -142,27 +145,25 @@ def assign(
     without_rule: list[str] = []
     misfits: dict[str, str] = {}
     for path, variable in variables.items():
-        answer = answers(variable)
-        if answer is None:
+        if (answer := answers(variable)) is None:
             without_rule.append(path)
             answer = None, Reason("unmatched", "replicated, since no rule matches it")
         try:
             assigned[path] = _placed(variable, *answer, mesh)
         except ShardingError as error:
             misfits[path] = str(error)
-    followed = follow_weights(assigned, without_rule) if without_rule and mesh.size > 1 else {}
-    assigned = {path: followed.get(path, variable) for path, variable in assigned.items()}
-    unmatched = [
-        variables[path]
-        for path in without_rule
-        if path not in followed and variables[path].nbytes >= threshold and mesh.size > 1
-    ]
+    without_rule = without_rule if mesh.size > 1 else []
+    followed = follow_weights(assigned, without_rule) if without_rule else {}
+    assigned |= followed
+    left = (variables[path] for path in without_rule if path not in followed)
+    unmatched = [variable for variable in left if variable.nbytes >= threshold]
     if repair and (misfits or unmatched):
         proposals = (repair if isinstance(repair, Auto) else Auto()).propose(variables, mesh, large=threshold)
-        for path, why in {**{variable.path: "no rule matches it" for variable in unmatched}, **misfits}.items():
-            found = proposals[path]
-            reason = Reason("repaired", f"{found.text} (repaired: {why})", found.role, found.labels, found.tried)
-            assigned[path] = _placed(variables[path], found.spec, reason, mesh)
+        misfits |= {variable.path: "no rule matches it" for variable in unmatched}
+        for path, why in misfits.items():
+            spec, reason = proposals[path]
+            reason = dataclasses.replace(reason, kind="repaired", text=f"{reason.text} (repaired: {why})")
+            assigned[path] = _placed(variables[path], spec, reason, mesh)
         assigned = {path: assigned[path] for path in variables}  # in the model's own order
     elif misfits:
         raise ShardingError("\n".join([*first_lines(list(misfits.values())), "repair=True of shard() mends them."]))
@@ -175,11 +176,7 @@ def assign(
 
 
 def _placed(variable: AbstractVariable, answer: Any, reason: Reason, mesh: Mesh) -> AbstractVariable:
-    """The variable with the sharding that an answer of the rules stands for.
-
-    Raises:
-        ShardingError: It does not fit.
-    """
+    """The variable with the sharding that an answer of the rules stands for; ShardingError if it does not fit."""
     layout: Any = None
     if isinstance(answer, Format):
         layout = cast("Any", answer.layout)
@@ -200,12 +197,7 @@ def _placed(variable: AbstractVariable, answer: Any, reason: Reason, mesh: Mesh)
 
 
 def check_spec(variable: AbstractVariable, spec: Any, mesh: Mesh) -> PartitionSpec:
-    """A spec as a `PartitionSpec` that is known to fit the variable on the mesh.
-
-    Raises:
-        ShardingError: It has more dimensions than the variable, names an axis that the mesh lacks, uses an axis
-            twice, or splits a dimension into unequal parts.
-    """
+    """A spec as a `PartitionSpec` that is known to fit the variable on the mesh; else raises ShardingError."""
     check_is_spec(spec, repr(variable.path))
     entries = spec_entries(spec)
     where = f"{variable.path!r} of shape {variable.shape} with {PartitionSpec(*entries)}"
@@ -226,12 +218,9 @@ def check_spec(variable: AbstractVariable, spec: Any, mesh: Mesh) -> PartitionSp
             used.add(axis)
         parts = math.prod(mesh.shape[axis] for axis in axes)
         if variable.shape[dimension] % parts:
-            fitting = [index for index, size in enumerate(variable.shape) if size and size % parts == 0]
-            mend = (
-                f"dimension {' or '.join(map(str, fitting))} would divide"
-                if fitting
-                else "no dimension divides; replicate it with PartitionSpec() or use a mesh whose axis divides it"
-            )
+            fitting = [str(index) for index, size in enumerate(variable.shape) if size and size % parts == 0]
+            mend = "no dimension divides; replicate it with PartitionSpec() or use a mesh whose axis divides it"
+            mend = f"dimension {' or '.join(fitting)} would divide" if fitting else mend
             raise ShardingError(
                 f"{where}: dimension {dimension} of size {variable.shape[dimension]} does not divide into {parts} "
                 f"parts (axis {', '.join(map(repr, axes))}); {mend}"
@@ -242,18 +231,16 @@ def check_spec(variable: AbstractVariable, spec: Any, mesh: Mesh) -> PartitionSp
 def _as_mesh(mesh: Any) -> Mesh:
     mesh = getattr(mesh, "backend_mesh", mesh)
     if not isinstance(mesh, Mesh | AbstractMesh):  # one without devices has names and sizes, which is all that is used
-        raise ShardingError(
-            f"mesh is a jax.sharding.Mesh; got {type(mesh).__name__}. "
-            "Make one with jax.sharding.Mesh(devices, axis_names)."
-        )
+        mend = "Make one with jax.sharding.Mesh(devices, axis_names)."
+        raise ShardingError(f"mesh is a jax.sharding.Mesh; got {type(mesh).__name__}. {mend}")
     return cast("Mesh", mesh)
 
 
 def _unmatched_message(unmatched: list[AbstractVariable], threshold: int, mesh: Mesh) -> str:
-    unmatched = sorted(unmatched, key=lambda variable: -variable.nbytes)
-    described = listed(f"{v.path} {v.shape} {format_bytes(v.nbytes)}" for v in unmatched)
+    largest = sorted(unmatched, key=lambda variable: -variable.nbytes)
+    described = listed(f"{v.path} {v.shape} {format_bytes(v.nbytes)}" for v in largest)
     return (
         f"{len(unmatched)} variables of at least {format_bytes(threshold)} match no sharding rule and are replicated "
         f"on all {mesh.size} devices ({format_bytes(sum(v.nbytes for v in unmatched))} each): {described}. "
-        "Add a rule for them, or pass repair=True; PartitionSpec() says that replication is meant."
+        "Add a rule for them, or let repair=True of shard() split them; PartitionSpec() says that replication is meant."
     )

@@ -22,10 +22,8 @@ ReportTo: TypeAlias = "bool | Callable[[Any], object] | None"
 
 def delivery(report: ReportTo) -> Callable[[Any], object] | None:
     """The function that takes the report, if any."""
-    if report is None or report is False:
-        return None
-    if report is True:
-        return print
+    if report is None or isinstance(report, bool):
+        return print if report else None
     if callable(report):
         return report
     raise LazyModelError(f"report is True, None or a callable that takes the LoadReport; got {report!r}")
@@ -36,6 +34,19 @@ class Progress(Protocol):
     """What `materialize` tells while it works, in bytes of the distinct shards of this process.
 
     `advance` is called from several threads, one call at a time. An exception raised in it ends the work.
+
+    Example:
+        >>> class Logged:
+        ...     def start(self, total_nbytes, description):
+        ...         print(description, total_nbytes)
+        ...
+        ...     def advance(self, nbytes, description=None): ...
+        ...
+        ...     def finish(self):
+        ...         print("done")
+        >>> model = sharded.materialize(progress=Logged())
+        init: materializing 2 variables 131072
+        done
     """
 
     def start(self, total_nbytes: int, description: str) -> None:
@@ -69,14 +80,14 @@ def progress_for(progress: ProgressTo) -> Progress:
     """
     if progress is None:
         progress = _in_notebook() or _is_terminal(sys.stderr)
-    if progress is True:
+    if isinstance(progress, bool):
+        if not progress:
+            return _Counted()
         return _NotebookBar() if _in_notebook() else _TerminalBar() if _is_terminal(sys.stderr) else LogLines()
-    if progress is False:
-        return _Counted()
     if isinstance(progress, Progress):
         return progress
     if callable(progress):
-        return _Callback(progress)
+        return _Counted(function=progress)
     raise LazyModelError(
         "progress is True, False, None, a callable of (done bytes, total bytes) or an object with start, advance and "
         f"finish; got {progress!r}"
@@ -84,15 +95,19 @@ def progress_for(progress: ProgressTo) -> Progress:
 
 
 class _Counted:
-    """Counts what is done, one thread at a time, and tells nobody."""
+    """Counts what is done, one thread at a time, and tells a function of bytes done and bytes in all."""
 
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        self._clock = clock or time.monotonic
-        self._lock = threading.Lock()
-        self._description = ""
-        self._done = self._total = 0
-        self._running = False
-        self._started = self._told = 0.0
+    _description = ""
+    _done = _total = 0
+    _running = False
+    _started = _told = 0.0
+
+    def __init__(
+        self,
+        clock: Callable[[], float] | None = None,
+        function: Callable[[int, int], object] = lambda done, total: None,
+    ) -> None:
+        self._clock, self._function, self._lock = clock or time.monotonic, function, threading.Lock()
 
     def start(self, total_nbytes: int, description: str) -> None:
         with self._lock:
@@ -112,9 +127,12 @@ class _Counted:
                 self._end()
             self._running = False
 
-    def _begin(self) -> None: ...  # these three are called with the lock held
+    def _begin(self) -> None:  # these three are called with the lock held
+        self._function(0, self._total)
 
-    def _advanced(self, nbytes: int, description: str | None) -> None: ...
+    def _advanced(self, nbytes: int, description: str | None) -> None:
+        if nbytes:  # without, it is news for those who show names
+            self._function(self._done, self._total)
 
     def _end(self) -> None: ...
 
@@ -126,20 +144,11 @@ class _Counted:
         self._told = now
         return True
 
-
-class _Callback(_Counted):
-    """Calls a plain function with bytes done and bytes in all."""
-
-    def __init__(self, function: Callable[[int, int], object]) -> None:
-        super().__init__()
-        self._function = function
-
-    def _begin(self) -> None:
-        self._function(0, self._total)
-
-    def _advanced(self, nbytes: int, description: str | None) -> None:
-        if nbytes:  # without, it is news for those who show names
-            self._function(self._done, self._total)
+    def _state(self) -> tuple[str, float, float]:
+        """Bytes done of all as text, seconds since the start, and bytes a second, 0 where that is not known."""
+        seconds = self._clock() - self._started
+        rate = self._done / seconds if seconds > 0 else 0.0
+        return f"{format_bytes(self._done)} of {format_bytes(self._total)}", seconds, rate
 
 
 class LogLines(_Counted):
@@ -147,19 +156,14 @@ class LogLines(_Counted):
 
     def _advanced(self, nbytes: int, description: str | None) -> None:
         if self._due(_LINE_SECONDS):
-            self._write()
+            self._end()
 
     def _end(self) -> None:
-        self._write()
-
-    def _write(self) -> None:
-        seconds = self._clock() - self._started
-        rate = f", {format_bytes(self._done / seconds)}/s" if seconds > 0 and self._done else ""
+        text, seconds, rate = self._state()
+        minutes, rest = divmod(int(seconds), 60)
+        took = f"{seconds:.1f} s" if seconds < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
         percent = 100 * self._done // self._total if self._total else 100
-        line = (
-            f"{self._description}: {percent}%, {format_bytes(self._done)} of {format_bytes(self._total)} "
-            f"in {_duration(seconds)}{rate}\n"
-        )
+        line = f"{self._description}: {percent}%, {text} in {took}{f', {format_bytes(rate)}/s' if rate else ''}\n"
         stream = sys.stderr
         try:
             if stream is not None:  # programs without a console have none
@@ -190,11 +194,10 @@ class _TerminalBar(_Counted):
                 return Text(f"{format_bytes(task.completed)} of {format_bytes(task.total or 0)}{rate}")
 
         self._end()
+        # No markup: a variable may be called "[red]". One line: a bar that wraps cannot be redrawn in place.
+        one_line = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         bar = RichProgress(
-            # No markup: a variable may be called "[red]". One line: a bar that wraps cannot be redrawn in place.
-            TextColumn(
-                "{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
-            ),
+            TextColumn("{task.description}", markup=False, table_column=one_line),
             BarColumn(bar_width=24),
             Bytes(table_column=Column(no_wrap=True)),
             TimeRemainingColumn(),
@@ -212,17 +215,16 @@ class _TerminalBar(_Counted):
 
     def _advanced(self, nbytes: int, description: str | None) -> None:
         if self._bar is not None:
-            changes = {} if description is None else {"description": description}
-            self._bar.update(self._task, advance=nbytes, **changes)
+            self._bar.update(self._task, advance=nbytes, description=description)  # None leaves it as it is
 
     def _end(self) -> None:
-        if self._bar is not None:
-            bar, self._bar = self._bar, None
+        bar, self._bar = self._bar, None
+        if bar is not None:
             bar.stop()  # gives the cursor back, and the line
 
 
 class _NotebookBar(_Counted):
-    """A bar in a notebook's cell; needs IPython only, no widgets."""
+    """A bar in a notebook's cell; needs IPython only, while rich's own needs widgets."""
 
     _handle: Any = None
 
@@ -233,21 +235,18 @@ class _NotebookBar(_Counted):
 
     def _advanced(self, nbytes: int, description: str | None) -> None:
         self._description = self._description if description is None else description
-        if self._due(_REDRAW_SECONDS) and self._handle is not None:
-            self._handle.update(self._drawn())
+        if self._due(_REDRAW_SECONDS):
+            self._end()
 
     def _end(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.update(self._drawn())
+        if self._handle is not None:
+            self._handle.update(self._drawn())
 
     def _drawn(self) -> Any:
         from IPython.display import HTML  # pyright: ignore
 
-        text = f"{format_bytes(self._done)} of {format_bytes(self._total)}"
-        seconds = self._clock() - self._started
-        if seconds > 0 and self._done:
-            rate = self._done / seconds
+        text, _, rate = self._state()
+        if rate:
             text += f", {format_bytes(rate)}/s"
             if left := math.ceil(max(self._total - self._done, 0) / rate):
                 text += f", {left // 60}:{left % 60:02d} left"
@@ -255,13 +254,6 @@ class _NotebookBar(_Counted):
             f'<div><progress value="{self._done}" max="{max(self._total, 1)}"></progress> '
             f"{html.escape(text)} {html.escape(self._description)}</div>"
         )
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    hours, minutes = divmod(int(seconds) // 60, 60)
-    return f"{hours}:{minutes:02d}:{int(seconds) % 60:02d}"
 
 
 def _is_terminal(stream: Any) -> bool:

@@ -1,8 +1,8 @@
 """Tables for a terminal and for a notebook.
 
-Responsible for presentation only. A model has thousands of variables and a person reads about forty lines, so rows
-whose paths differ only in numbers are folded into one (`block_{0..25}/query/kernel`, 26 of them). What names hold
-reaches a terminal without control characters and markup, and HTML escaped.
+A model has thousands of variables and a person reads about forty lines, so rows whose paths differ only in numbers are
+folded into one (`block_{0..25}/query/kernel`, 26 of them). What names hold reaches a terminal without control
+characters and markup, and HTML escaped; rich's own tables show in a notebook as preformatted text, so HTML is ours.
 """
 
 from __future__ import annotations
@@ -80,12 +80,13 @@ class Table:
     def html(self) -> str:
         """For a notebook: self-contained, without colours of its own, so that it reads on light and dark pages."""
 
+        side = {name: "right" if name in self.right else "left" for name in self.columns}
+
         def row(tag: str, cells: Sequence[str]) -> str:
-            aligned = ("right" if name in self.right else "left" for name in self.columns)
-            style = "padding:0.1em 0.8em 0.1em 0"
+            style = "padding:0.1em 0.8em 0.1em 0;text-align:"
             texts = (
-                f'<{tag} style="text-align:{align};{style}">{html.escape(cell)}</{tag}>'
-                for align, cell in zip(aligned, cells, strict=True)
+                f'<{tag} style="{style}{side[name]}">{html.escape(cell)}</{tag}>'
+                for name, cell in zip(self.columns, cells, strict=True)
             )
             return f"<tr>{''.join(texts)}</tr>"
 

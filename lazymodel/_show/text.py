@@ -27,9 +27,8 @@ LISTED = 8  # names or findings of one kind that a message lists before it only 
 # Byte counts ----------------------------------------------------------------------------------------------------------
 
 _UNITS = {"": 1, "B": 1}
-for _power, _letter in enumerate("KMGTP", start=1):
-    _UNITS[f"{_letter}B"] = 1000**_power  # SI, as disk vendors and JEDEC-free tools print it
-    _UNITS[f"{_letter}IB"] = 1024**_power  # IEC 80000-13
+for _power, _letter in enumerate("KMGTP", start=1):  # of SI, as disk vendors print it, and of IEC 80000-13
+    _UNITS.update({f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power})
 
 _MOST = (1 << 63) - 1  # bytes; what operating systems can count
 _LEAST_BUDGET = 512  # bytes: a sector of a disk. With less, tensors go one element at a time
@@ -67,11 +66,10 @@ def parse_budget(max_host_memory: int | str) -> int:
 
 def format_bytes(count: int | float) -> str:
     """`17179869184` → `16.00 GiB`; whole bytes below 1 KiB."""
-    amount = float(count)
-    if abs(amount) < 1024:
-        return f"{int(amount)} B"
-    unit = next((unit for unit in ("KiB", "MiB", "GiB", "TiB") if abs(amount := amount / 1024) < 1024), None)
-    return f"{amount:.2f} {unit}" if unit else f"{amount / 1024:.2f} PiB"
+    if abs(count) < 1024:
+        return f"{int(count)} B"
+    power = next((power for power in range(1, 5) if abs(count) / 1024**power < 1024), 5)
+    return f"{count / 1024**power:.2f} {'KMGTP'[power - 1]}iB"
 
 
 # Names ----------------------------------------------------------------------------------------------------------------
@@ -87,7 +85,7 @@ def closest(name: str, names: Iterable[str]) -> str:
 
     def shared(other: str) -> float:
         theirs = _letter_pairs(other)
-        return 2 * len(pairs & theirs) / max(len(pairs) + len(theirs), 1)
+        return len(pairs & theirs) / max(len(pairs) + len(theirs), 1)
 
     candidates = {other.lower(): other for other in heapq.nlargest(_CANDIDATES, dict.fromkeys(names), key=shared)}
     matches = [candidates[match] for match in difflib.get_close_matches(name.lower(), candidates, n=_SUGGESTIONS)]

@@ -24,9 +24,8 @@ BoxKey: TypeAlias = "tuple[tuple[int, int], ...]"  # the same, hashable: (start,
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Elements of a leaf's or a file's memory: `start` and `strides` in bytes.
-
-    Normalized, its strides are positive and descending and no extent is 1.
+    """Elements of a leaf's or a file's memory: `start` and `strides` in bytes. In file order, each element once, it is
+    normalized: strides are positive and descending, and no extent is 1.
     """
 
     start: int
@@ -40,7 +39,6 @@ class Geometry:
         return Geometry(self.start + start * self.strides[axis], shape, self.strides)
 
     def box(self, box: Box) -> Geometry:
-        """A box of it."""
         start = self.start + sum(part.start * stride for part, stride in zip(box, self.strides, strict=True))
         return Geometry(start, box_shape(box), self.strides)
 
@@ -78,14 +76,10 @@ class Geometry:
 
 
 @functools.lru_cache(maxsize=64)
-def _anchor(itemsize: int) -> Addresses:
-    """One element, whose address stands for byte 0 of every leaf of this item size."""
-    return np.zeros(1, f"V{itemsize}").view(Addresses)
-
-
-@functools.lru_cache(maxsize=64)
-def _anchor_address(itemsize: int) -> int:
-    return int(_anchor(itemsize).__array_interface__["data"][0])
+def _anchor(itemsize: int) -> tuple[Addresses, int]:
+    """One element, which stands for byte 0 of every leaf of this item size, and its address."""
+    anchor = np.zeros(1, f"V{itemsize}").view(Addresses)
+    return anchor, int(anchor.__array_interface__["data"][0])
 
 
 class Addresses(np.ndarray):
@@ -101,20 +95,18 @@ class Addresses(np.ndarray):
 def fresh_view(shape: tuple[int, ...], itemsize: int) -> Addresses:
     """The addresses of a C-contiguous array that starts at byte 0."""
     strides = c_strides(shape, itemsize)
-    return np.lib.stride_tricks.as_strided(_anchor(itemsize), shape, strides, subok=True).view(Addresses)
+    return np.lib.stride_tricks.as_strided(_anchor(itemsize)[0], shape, strides, subok=True).view(Addresses)
 
 
 def geometry_of(view: np.ndarray) -> Geometry:
     """Start and strides of a view of `fresh_view`."""
     address = int(view.__array_interface__["data"][0])
-    return Geometry(address - _anchor_address(view.itemsize), view.shape, view.strides)
+    return Geometry(address - _anchor(view.itemsize)[1], view.shape, view.strides)
 
 
 def normalize(geometry: Geometry, out: np.ndarray) -> tuple[Geometry, np.ndarray, list[int]]:
-    """Brings a geometry and the array it fills into file order.
-
-    Returns the normalized geometry, the view of `out` that it fills, and the axes of `out` along which all elements
-    are one (stride 0), so that the filled part is to be repeated (`repeat`).
+    """Brings a geometry and the array it fills into file order: the normalized geometry, the view of `out` that it
+    fills, and the axes of `out` along which all elements are one (stride 0), so that what is filled is to be repeated.
     """
     axes = geometry.file_axes()
     index: list[Any] = [0] * len(geometry.shape)
@@ -137,17 +129,12 @@ def repeat(out: np.ndarray, axes: Sequence[int]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Covering:
-    """The smallest box of an array that we can show to cover a normalized geometry of it.
-
-    Attributes:
-        box: The box.
-        inner: The geometry in a C-contiguous copy of the box; None where it is simply the box.
-        axes: Where it is, for each axis of the geometry (split as `split` says) the axis of the box that it runs along.
-        split: The geometry's shape, with axes that run over several of the box's split up.
-    """
+    """The smallest box of an array that we can show to cover a normalized geometry of it."""
 
     box: Box
-    inner: Geometry | None
+    inner: Geometry | None  # the geometry in a C-contiguous copy of the box; None where it is simply the box
+    # Where it is, for each axis of the geometry the axis of the box that it runs along, and the geometry's shape, its
+    # axes that run over several of the box's split up.
     axes: tuple[int, ...] = ()
     split: tuple[int, ...] = ()
 
@@ -211,21 +198,18 @@ def strided(array: np.ndarray, geometry: Geometry, dtype: np.dtype[Any] | None =
 def slabs(shape: tuple[int, ...], limit: int, multiple: int = 1) -> Iterator[Box]:
     """Splits a box into boxes that are contiguous in C order, each of at most `limit` elements, in order.
 
-    The extent along the first axis is a multiple of `multiple` (but for the last one), even where this exceeds the
-    limit.
+    Extents along the first axis, but the last, are multiples of `multiple`, even where that exceeds the limit.
     """
-    if not shape or math.prod(shape) <= limit:
-        yield whole_box(shape)
-        return
     inner = math.prod(shape[1:])
-    if inner > limit and multiple == 1:
+    if not shape or shape[0] * inner <= limit:
+        yield whole_box(shape)
+    elif inner > limit and multiple == 1:
         for index in range(shape[0]):
-            for rest in slabs(shape[1:], limit):
-                yield (slice(index, index + 1), *rest)
-        return
-    step = max(limit // max(inner, 1) // multiple, 1) * multiple
-    for start in range(0, shape[0], step):
-        yield (slice(start, min(start + step, shape[0])), *whole_box(shape[1:]))
+            yield from ((slice(index, index + 1), *rest) for rest in slabs(shape[1:], limit))
+    else:
+        step = max(limit // max(inner, 1) // multiple, 1) * multiple
+        for start in range(0, shape[0], step):
+            yield (slice(start, min(start + step, shape[0])), *whole_box(shape[1:]))
 
 
 def grid(box: Box, extents: Sequence[int]) -> Iterator[Box]:
@@ -271,10 +255,8 @@ def run_axis(region: Box, box: Box, out: np.ndarray) -> int:
 
 
 def runs_in(region: Box, box: Box, out: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the runs of a box are: byte offsets in a C-contiguous array of `region`, and their places in `out`.
-
-    Returns:
-        `int64[n]`, and `int64[n, 2]` of addresses and lengths in bytes, in the order of the box.
+    """Where the runs of a box are, in its order: `int64[n]` byte offsets in a C-contiguous array of `region`, and
+    `int64[n, 2]` addresses and lengths of their places in `out`.
     """
     first = run_axis(region, box, out)
     strides = c_strides(box_shape(region), out.itemsize)
@@ -300,12 +282,10 @@ def box_of(key: BoxKey) -> Box:
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """The box that is all of an array."""
     return tuple(slice(0, extent) for extent in shape)
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """The extents of a box."""
     return tuple(s.stop - s.start for s in box)
 
 

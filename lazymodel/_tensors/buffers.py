@@ -31,20 +31,13 @@ TILE = 128  # rows of a tile when transposing: their cache lines stay in L1 (5 Ã
 
 @dataclasses.dataclass(frozen=True)
 class Convert:
-    """One deferred elementwise conversion: a cast to `dtype`, a reinterpretation of the same bits, or arithmetic.
+    """One deferred elementwise conversion: a cast to `dtype`, a reinterpretation of the same bits, or arithmetic."""
 
-    Attributes:
-        dtype: What it results in.
-        bitcast: Whether it is a reinterpretation.
-        function: The arithmetic: takes an array and returns one of the same shape and of `dtype`.
-    """
-
-    dtype: np.dtype[Any]
-    bitcast: bool = False
-    function: Callable[[np.ndarray], np.ndarray] | None = None
+    dtype: np.dtype[Any]  # what it results in
+    bitcast: bool = False  # whether it is a reinterpretation
+    function: Callable[[np.ndarray], np.ndarray] | None = None  # the arithmetic, elementwise, to `dtype`
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
-        """The values, converted."""
         if self.function is not None:
             return self.function(values)
         return values.view(self.dtype) if self.bitcast else values.astype(self.dtype)
@@ -109,10 +102,7 @@ def _give_back(memory: mmap.mmap, start: int, stop: int) -> None:
 class Workspace:
     """A thread's scratch memory, taken and given back like a stack: staging, casts, whatever is not the result.
 
-    Allocated when first used and used again, so that temporaries cost no page faults. Not thread-safe.
-
-    Args:
-        limit: Bytes of all temporaries together.
+    Allocated when first used, up to `limit` bytes, and used again: temporaries cost no page faults. Not thread-safe.
     """
 
     def __init__(self, limit: int) -> None:
@@ -188,7 +178,6 @@ def assign(out: np.ndarray, values: np.ndarray, steps: Steps = ()) -> None:
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
@@ -199,12 +188,9 @@ def default_budget() -> int:
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         available += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    # Containers: control groups version 2, then 1.
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
+    groups = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")  # of containers: versions 2 and 1
+    for folder, limit, used in zip(groups, ("max", "limit_in_bytes"), ("current", "usage_in_bytes"), strict=True):
         with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-            group = Path("/sys/fs/cgroup")
-            available.append(int((group / limit).read_text()) - int((group / used).read_text()))
+            read = [int((folder / f"memory.{name}").read_text()) for name in (limit, used)]
+            available.append(read[0] - read[1])
     return max(min(available) // 8, 64 << 20)

@@ -1,21 +1,13 @@
 """Casts that nobody asked for: which a value may go through on its way from a checkpoint into a variable.
 
-Responsible for the rule, for what it says where it refuses, and for the conversion that is carried out while reading.
-Where values come from and go to is `_materialize/materialize`'s and the integrations' matter; names of scales are
-`_tensors/quantized`'s.
+Responsible for the rule that `materialize` documents as its `cast`, for what it says where it refuses, and for the
+conversion that is carried out while reading. Names of scales are `_tensors/quantized`'s.
 
-The rule looks at dtypes, before anything is read:
-
-- Floats become other floats, of any width, as do complex numbers: float32 into bfloat16 is the usual case. What that
-  rounds, or takes out of a narrower range (1e6 becomes infinity in float16), is the choice of the variable's dtype.
-- Anything goes where all its values exist: booleans into numbers, int8 into int32 or bfloat16, floats into complex.
-- Other integers (int64 into int32, int32 into float32, uint8 into bool) depend on their values. A tensor of up to 16
-  MiB, such as a table of positions or a counter, is cast while it is read, and a value that does not fit is an error.
-  A larger one is refused: that is packed data, and finding a value that does not fit would take reading it all.
-- The rest is refused: floats into integers, numbers into bool, complex into real, and integers or eight-bit floats with
-  a scale beside them into floats, which are quantized numbers and mean nothing without it.
-
-A cast that is asked for, by `cast="unsafe"` or with a tensor's own `astype`, is `ndarray.astype`'s.
+The rule looks at dtypes, before anything is read. What float32 into bfloat16 rounds, or takes out of a narrower range,
+is the choice of the variable's dtype. Where integers may not fit (int64 into int32, int32 into float32, uint8 into
+bool), their values decide: a tensor of up to 16 MiB, such as a table of positions or a counter, is cast while it is
+read, and a value that does not fit is an error. A larger one is refused: that is packed data, and finding a value that
+does not fit would take reading it all.
 """
 
 from __future__ import annotations
@@ -51,14 +43,9 @@ def check_mode(cast: Any) -> None:
 
 
 def refusal(path: str, tensor: LazyTensor, expected: np.dtype[Any], where: str, names: Container[str] = ()) -> str:
-    """Why a tensor is not cast into a variable's dtype, or an empty string where it may be.
+    """Why a tensor, with all conversions that were asked for, is not cast into a variable's dtype; empty if it may be.
 
-    Args:
-        path: The variable's path.
-        tensor: The tensor, with all conversions that were asked for.
-        expected: The variable's dtype.
-        where: What the tensor is, and the file that it is in, for the message.
-        names: The names of its checkpoint, for scales.
+    `where` says what the tensor is, for the message; scales are looked for among `names`, those of its checkpoint.
     """
     found, verdict = tensor.dtype, _verdict(tensor.dtype, expected)
     if found != expected and is_quantized(found) and jnp.issubdtype(expected, jnp.inexact):
@@ -100,7 +87,7 @@ def converted(tensor: LazyTensor, dtype: np.dtype[Any], cast: str = SAFE) -> Laz
     """
     if _kind(tensor.dtype) == _COMPLEX and _kind(dtype) in (_INTEGER, _FLOATING):
         # The same bits as astype's, which would warn from whichever thread reads.
-        return tensor.converted((Convert(dtype, function=functools.partial(_real, dtype=dtype)),))
+        return tensor.converted((Convert(dtype, function=lambda values: np.real(values).astype(dtype)),))
     if cast == UNSAFE or _verdict(tensor.dtype, dtype) != _BY_VALUE:
         return tensor.astype(dtype)
     return tensor.converted((Convert(dtype, function=functools.partial(_fitting, dtype=dtype)),))
@@ -154,16 +141,8 @@ def _lost(found: np.dtype[Any], expected: np.dtype[Any]) -> str:
     return "what does not fit, and the tensor is too large to try each value"
 
 
-def _real(values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    return np.real(values).astype(dtype)
-
-
 def _fitting(values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """Integers in another dtype.
-
-    Raises:
-        CheckpointError: One is not there in it.
-    """
+    """Integers in another dtype; CheckpointError where one is not there in it."""
     wide = values if values.dtype.kind in "iu" else values.astype(np.int64)  # ml_dtypes' are narrow
     with np.errstate(all="ignore"):
         cast = values.astype(dtype)

@@ -32,35 +32,24 @@ Function: TypeAlias = "Callable[[np.ndarray], tuple[np.ndarray, ...]]"
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """One of the arrays that a computation makes.
-
-    Attributes:
-        dtype: Its dtype.
-        ratios: For each axis of the input, how many indices come down to one of the output.
-        of: Takes what the function returned for a slab and returns this output's part.
-        small: Whether it is kept once it was computed on the way to another output, as scales are.
-    """
+    """One of the arrays that a computation makes."""
 
     dtype: DType
-    ratios: tuple[int, ...]
-    of: Callable[[tuple[np.ndarray, ...]], np.ndarray]
-    small: bool = False
+    ratios: tuple[int, ...]  # for each axis of the input, how many indices come down to one of the output
+    of: Callable[[tuple[np.ndarray, ...]], np.ndarray]  # of what the function returned for a slab, this output's part
+    small: bool = False  # whether it is kept once it was computed on the way to another output, as scales are
 
 
 class Computation:
     """A function of one tensor that can be computed in slabs.
 
-    Args:
-        source: The input.
-        function: Takes a slab of it and returns a tuple of arrays. It must give the same bits for a slab as for the
-            whole, and keep no reference to its argument.
-        steps: For each axis, what the beginnings of slabs are multiples of: 1 where all indices are independent of each
-            other, the extent where none are.
+    It takes a slab and returns a tuple of arrays, gives the same bits for a slab as for the whole, and keeps no
+    reference to its argument. For each axis, slabs begin at multiples of `steps`: 1 where indices are independent of
+    each other, the extent where none are.
     """
 
     def __init__(self, source: View, function: Function, steps: Sequence[int]) -> None:
-        self.source = source
-        self.function = function
+        self.source, self.function = source, function
         self.steps = tuple(max(min(step, extent), 1) for step, extent in zip(steps, source.shape, strict=True))
         self._outputs: list[Output] = []
         self._kept: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # small outputs: values, and which are there
@@ -82,7 +71,6 @@ class Computation:
         return math.prod(self.steps) * self.source.itemsize * TEMPORARIES + self.source.leaf.unit_nbytes
 
     def shape(self, output: Output) -> tuple[int, ...]:
-        """The shape of an output."""
         return tuple(-(-extent // ratio) for extent, ratio in zip(self.source.shape, output.ratios, strict=True))
 
     def slabs(self, output: Output, boxes: Sequence[Box]) -> list[Box]:
@@ -99,12 +87,7 @@ class Computation:
         return [slab for slab in slabs if any(intersect(box, _coarse(slab, output.ratios)) for box in boxes)]
 
     def compute(
-        self,
-        slab: Box,
-        index: int,
-        wanted: Sequence[tuple[Box, np.ndarray]],
-        steps: Steps,
-        workspace: Workspace,
+        self, slab: Box, index: int, wanted: Sequence[tuple[Box, np.ndarray]], steps: Steps, workspace: Workspace
     ) -> None:
         """Computes a slab once, and takes from it what boxes of an output, each with its array, are in it."""
         with self._alone(slab):
@@ -159,9 +142,8 @@ class Computation:
             yield
 
     def _cut(self, box: Box, nbytes: int) -> Iterator[Box]:
-        """Divides a box at multiples of the steps, first along the outermost axis in the file, until pieces are small.
-
-        A piece is never smaller than a step in every dimension.
+        """Divides a box at multiples of the steps, first along the file's outermost axis, until pieces are small, but
+        never smaller than a step.
         """
         chunk = list(box_shape(box))
         for axis in self.source.file_order():
@@ -172,11 +154,7 @@ class Computation:
 
 
 class ComputedLeaf(DividedLeaf):
-    """One output of a computation.
-
-    Attributes:
-        computation: What it is an output of.
-    """
+    """One output of a computation."""
 
     def __init__(self, computation: Computation, index: int, output: Output) -> None:
         source = computation.source

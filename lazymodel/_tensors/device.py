@@ -19,7 +19,6 @@ class DeviceLeaf(Leaf):
     """An array on devices, of which this process may hold only a part.
 
     Attributes:
-        array: The array.
         complete: Whether all of it is on this process's devices.
         owned: The boxes that this process is to write where several hold the array: those of its first replicas.
     """

@@ -15,7 +15,7 @@ import os
 import signal
 import stat
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -45,18 +45,21 @@ def _vectored_read() -> Callable[[int, int, int, int], int] | None:
 _READ_VECTOR = _vectored_read()
 
 
+def _read_first(fd: int, buffers: Sequence[memoryview], position: int) -> int:
+    """What `os.preadv` may do as well, for systems without it: fills the first of some buffers."""
+    data = os.pread(fd, len(buffers[0]), position)
+    buffers[0][: len(data)] = data
+    return len(data)
+
+
+_PREADV: Callable[[int, Sequence[memoryview], int], int] = getattr(os, "preadv", _read_first)
+
+
 class FileSource(Source):
-    """A file's bytes from `base` on, read with `preadv`.
+    """A file's bytes from `base` on (where a member of an uncompressed archive starts), read with `preadv`.
 
     The descriptor is opened on first use and reused. Size, modification time and inode are noted at construction;
     a file that differs later is an error, not a mixture of two checkpoints.
-
-    Args:
-        path: The file.
-        base: Bytes to skip: where a member of an uncompressed archive starts.
-
-    Attributes:
-        size: Its size in bytes.
 
     Raises:
         CheckpointError: The file does not exist or is not a regular file.
@@ -72,9 +75,8 @@ class FileSource(Source):
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"cannot open {self.path}: expected a regular file, found another kind")
         self._stat, self.size = _identity(status), status.st_size
-        self._fd = -1
         self._lock = threading.Lock()
-        self._leases = 0
+        self._fd, self._leases = -1, 0
         self._map: np.ndarray | None = None
         # Device numbers of file systems without a block device below them, network ones among them, have major 0.
         leases = hasattr(fcntl, "F_SETLEASE") and hasattr(fcntl, "F_SETSIG")
@@ -118,7 +120,7 @@ class FileSource(Source):
                 room -= len(target)
             position = self.base + offset + done
             try:
-                count = os.preadv(fd, batch, position)
+                count = _PREADV(fd, batch, position)
             except OSError as error:
                 raise CheckpointError(f"cannot read {self.path} at byte {position}: {error.strerror}") from error
             if count == 0:
@@ -207,7 +209,7 @@ class FileSource(Source):
             target = memoryview(cast(Any, out.reshape(-1).view(np.uint8)))
             fd, position = self.descriptor(), self.base + place.start
             for start in range(0, len(target), row):
-                if os.preadv(fd, (target[start : start + row],), position) != row:
+                if _PREADV(fd, (target[start : start + row],), position) != row:
                     break
                 position += place.strides[0]
                 whole += 1
@@ -215,18 +217,17 @@ class FileSource(Source):
         super()._read_rows(place.take(0, slice(whole, None)), stored, out[whole:], steps, workspace)
 
     def descriptor(self) -> int:
-        if self._fd < 0:
-            with self._lock:
-                if self._fd < 0:
-                    try:
-                        fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-                    except OSError as error:
-                        raise CheckpointError(f"cannot open {self.path}: {error.strerror}") from error
-                    if _identity(os.fstat(fd)) != self._stat:
-                        os.close(fd)
-                        self.check_unchanged()
-                        raise CheckpointError(f"{self.path} was replaced since it was opened; open it again")
-                    self._fd = fd
+        with contextlib.nullcontext() if self._fd >= 0 else self._lock:
+            if self._fd < 0:
+                try:
+                    fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+                except OSError as error:
+                    raise CheckpointError(f"cannot open {self.path}: {error.strerror}") from error
+                if _identity(os.fstat(fd)) != self._stat:
+                    os.close(fd)
+                    self.check_unchanged()
+                    raise CheckpointError(f"{self.path} was replaced since it was opened; open it again")
+                self._fd = fd
         return self._fd
 
 

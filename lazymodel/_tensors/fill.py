@@ -43,9 +43,8 @@ Targets: TypeAlias = "Sequence[tuple[Box, np.ndarray]]"  # boxes, each with the 
 
 
 def prefers_one_pass(view: View, boxes: Sequence[Box]) -> bool:
-    """Whether boxes are better filled together, by reading the region they tile once and scattering it.
-
-    They are when their rows in the file are short: then each box alone would read its neighbours' bytes too.
+    """Whether boxes are better filled together, by reading the region they tile once and scattering it: where their
+    rows in the file are short, each box alone would read its neighbours' bytes too.
     """
     if len(boxes) < 2 or not view.size:
         return False
@@ -60,17 +59,11 @@ def prefers_one_pass(view: View, boxes: Sequence[Box]) -> bool:
 
 
 def fill_parts(view: View, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> list[Part]:
-    """Plans how to fill `outs`, arrays of the view's dtype, with boxes of the view.
-
-    Args:
-        view: What to read.
-        boxes: Ranges in every dimension, step 1.
-        outs: As many arrays, each of its box's shape.
-    """
+    """Plans how to fill `outs`, arrays of the view's dtype, with boxes of the view, each of its array's shape."""
     leaf = view.leaf
     targets = [(box, out) for box, out in zip(boxes, outs, strict=True) if out.size]
+    parts: list[Part] = []
     if isinstance(leaf, DividedLeaf):
-        parts: list[Part] = []
         aligned: list[tuple[Box, np.ndarray]] = []
         for box, out in targets:
             geometry, ordered, repeated = normalize(view.geometry(box), out)
@@ -118,12 +111,8 @@ def _run_parts(view: View, leaf: FileLeaf, targets: Targets) -> list[Part]:
         else:
             groups.append((position, position + out.nbytes, [out]))
     for start, end, group in groups:
-        parts.append(Part(end - start, functools.partial(_fill_runs, leaf, start, group)))
+        parts.append(Part(end - start, lambda _, start=start, group=group: leaf.fill_runs(start, group)))
     return parts
-
-
-def _fill_runs(leaf: FileLeaf, start: int, outs: Sequence[np.ndarray], workspace: Workspace) -> None:
-    leaf.fill_runs(start, outs)
 
 
 def _box_parts(view: View, box: Box, out: np.ndarray) -> list[Part]:
@@ -163,8 +152,18 @@ def _fill_part(view: View, part: Box, targets: Targets, workspace: Workspace) ->
     wanted = clip(targets, part)
     # As stored: the conversion is part of the scattering.
     stored = View(view.leaf, view.addresses)
-    if _copy_runs(view, part, wanted, workspace) or (not view.steps and _scatter_runs(stored, part, wanted, workspace)):
-        return
+    if isinstance(leaf := view.leaf, FileLeaf):
+        # Elements of the shortest run that is one both in the part and in an array that wants something of it.
+        shortest = min(math.prod(out.shape[run_axis(part, common, out) :]) for common, out in wanted)
+        if shortest * stored.itemsize >= RUN:
+            with leaf.source.mapped() as memory:
+                mapped = memory is not None
+            if mapped:  # long runs are copied out of it, to one target after the other
+                for common, out in wanted:
+                    _fill_box(view, common, out, workspace)
+                return
+            if not view.steps and _scatter_runs(stored, leaf, part, wanted, shortest, workspace):
+                return
     room = max(workspace.room // 2 if view.leaf.unit_nbytes else workspace.room, 1)
     for piece in slabs(box_shape(part), max(min(STAGING, room) // stored.itemsize, 1), _row_step(view)):
         slab = unshift(piece, part)
@@ -174,26 +173,13 @@ def _fill_part(view: View, part: Box, targets: Targets, workspace: Workspace) ->
                 assign(out, values[shift(common, slab)], view.steps)
 
 
-def _copy_runs(view: View, part: Box, wanted: Targets, workspace: Workspace) -> bool:
-    """Copies a part of a file out of a map of it, in long runs, to one target after the other; else returns False."""
-    leaf = view.leaf
-    if not isinstance(leaf, FileLeaf) or _shortest_run(part, wanted) * view.itemsize_stored < RUN:
+def _scatter_runs(
+    stored: View, leaf: FileLeaf, part: Box, wanted: Targets, shortest: int, workspace: Workspace
+) -> bool:
+    """Lets the kernel scatter a part that is one range of a file; else returns False."""
+    if not leaf.source.scatters or workspace.room < RUNS * RUN_NBYTES:
         return False
-    with leaf.source.mapped() as memory:
-        if memory is None:
-            return False
-    for common, out in wanted:
-        _fill_box(view, common, out, workspace)
-    return True
-
-
-def _scatter_runs(stored: View, part: Box, wanted: Targets, workspace: Workspace) -> bool:
-    """Lets the kernel scatter a part that is one range of a file, in long runs; else returns False."""
-    leaf = stored.leaf
-    if not isinstance(leaf, FileLeaf) or not leaf.source.scatters or workspace.room < RUNS * RUN_NBYTES:
-        return False
-    shortest = _shortest_run(part, wanted)
-    if shortest * stored.itemsize < RUN or not stored.box(part).addresses.flags.c_contiguous:
+    if not stored.box(part).addresses.flags.c_contiguous:
         return False
     for slab in slabs(box_shape(part), RUNS * shortest):
         piece = unshift(slab, part)
@@ -206,11 +192,6 @@ def _scatter_runs(stored: View, part: Box, wanted: Targets, workspace: Workspace
             runs = runs[np.argsort(starts, kind="stable")]
         leaf.fill_scattered(stored.geometry(piece).start, runs)
     return True
-
-
-def _shortest_run(part: Box, wanted: Targets) -> int:
-    """Elements of the shortest run that is one both in a part and in an array that wants something of it."""
-    return min(math.prod(out.shape[run_axis(part, common, out) :]) for common, out in wanted)
 
 
 def _row_step(view: View) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from types import EllipsisType, NoneType
 from typing import Any, cast
 
 import numpy as np
@@ -58,12 +59,23 @@ class PiecesLeaf(DividedLeaf):
         return parts
 
 
+def _reading(function: Callable[[Any], Any]) -> Callable[[LazyTensor], Any]:
+    return lambda tensor: function(tensor.read()[()])
+
+
 class LazyTensor(View, np.lib.mixins.NDArrayOperatorsMixin):
     """An array still on disk. Made by a checkpoint, not by hand.
 
     Basic indexing, `transpose`, `reshape`, `split`, `concatenate`, `stack`, `astype` and the like return another lazy
     tensor and read nothing; so do `+`, `-`, `*` and `/` with a scalar. Other arithmetic and every other NumPy function
     read this one tensor and return an ordinary array.
+
+    Example:
+        >>> kernel = lm.open_checkpoint("model.safetensors")["up/kernel"]
+        >>> np.split(kernel.T, 2)[0]  # nothing is read
+        LazyTensor('up/kernel', float32[128, 64] in model.safetensors)
+        >>> kernel[:, :4].read().shape
+        (64, 4)
     """
 
     __slots__ = ()
@@ -89,20 +101,8 @@ class LazyTensor(View, np.lib.mixins.NDArrayOperatorsMixin):
             raise ValueError(f"tensor {self.name!r} is in {self.file}: an array of it is always a copy")
         return (self if dtype is None else self.astype(dtype)).read()
 
-    def __float__(self) -> float:
-        return float(self.read())
-
-    def __int__(self) -> int:
-        return int(self.read())
-
-    def __bool__(self) -> bool:
-        return bool(self.read())
-
-    def __complex__(self) -> complex:
-        return complex(self.read())
-
-    def __index__(self) -> int:
-        return operator.index(self.read()[()])
+    __float__, __int__, __bool__ = _reading(float), _reading(int), _reading(bool)
+    __complex__, __index__ = _reading(complex), _reading(operator.index)
 
     def __getattr__(self, name: str) -> Any:
         if name in _READING_METHODS:
@@ -113,7 +113,7 @@ class LazyTensor(View, np.lib.mixins.NDArrayOperatorsMixin):
 
     def __getitem__(self, index: Any) -> Any:
         keys = cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
-        if not all(_is_basic(key) for key in keys):
+        if not all(isinstance(key, _BASIC) and not isinstance(key, bool) for key in keys):
             return self.read()[index]  # advanced indexing copies in NumPy as well
         # The Ellipsis keeps NumPy from making a scalar, for which it would read the made-up address.
         return self.at(self.addresses[keys if any(key is Ellipsis for key in keys) else (*keys, Ellipsis)])
@@ -175,16 +175,13 @@ class LazyTensor(View, np.lib.mixins.NDArrayOperatorsMixin):
     # NumPy's protocols
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if ufunc in _SCALAR_UFUNCS and method == "__call__" and not kwargs and self._alone_among(inputs):
+        scalars = sum(isinstance(value, _SCALARS) for value in inputs)
+        # All operands but this one, which occurs once, are scalars.
+        if ufunc in _SCALAR_UFUNCS and method == "__call__" and not kwargs and scalars == len(inputs) - 1:
             convert = _arithmetic(ufunc, self.dtype, inputs)
             if convert.dtype.kind != "c":  # products of these may be fused or not, depending on where they lie
                 return self.converted((convert,))
         return getattr(ufunc, method)(*_read_all(inputs), **_read_all(kwargs))
-
-    def _alone_among(self, inputs: tuple[Any, ...]) -> bool:
-        """Whether all operands but this one, which occurs once, are scalars."""
-        others = [value for value in inputs if value is not self]
-        return len(others) == len(inputs) - 1 and all(isinstance(value, _SCALARS) for value in others)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func in _VIEW_FUNCTIONS and args and isinstance(args[0], LazyTensor):
@@ -205,6 +202,7 @@ def lazy(array: Any, name: str = "array") -> LazyTensor:
     return array if isinstance(array, LazyTensor) else LazyTensor(ArrayLeaf(np.asarray(array), name))
 
 
+_BASIC = (NoneType, EllipsisType, slice, int, np.integer)  # of indexing; a bool is a mask
 _SCALARS = (bool, int, float, complex, np.generic)
 # Arithmetic whose every result is rounded by itself, and so does not depend on which box an element is read in.
 _SCALAR_UFUNCS: frozenset[Any] = frozenset((np.add, np.subtract, np.multiply, np.true_divide, np.negative))
@@ -218,12 +216,6 @@ def _arithmetic(ufunc: Any, dtype: DType, inputs: tuple[Any, ...]) -> Convert:
 
     inputs = tuple(value if isinstance(value, _SCALARS) else None for value in inputs)  # keeps no tensor alive
     return Convert(compute(np.empty(1, dtype)[:0]).dtype, function=compute)
-
-
-def _is_basic(key: Any) -> bool:
-    if key is None or key is Ellipsis or isinstance(key, slice):
-        return True
-    return isinstance(key, (int, np.integer)) and not isinstance(key, bool)
 
 
 def _read_all(value: Any) -> Any:
@@ -279,7 +271,7 @@ def _ravel(a: Any, order: Any = "C") -> Any:
     return lazy(a).ravel(order)
 
 
-def _copy(a: Any, order: Any = "K", subok: bool = False) -> Any:
+def _copy(a: Any, *_: Any, **__: Any) -> Any:
     return a  # nothing can write into it
 
 

@@ -21,25 +21,15 @@ from lazymodel._tensors.source import Source
 
 
 class Leaf:
-    """What a view is a view of: an array of a shape and dtype that can be read.
+    """What a view is a view of: an array of a shape and dtype that can be read."""
 
-    Attributes:
-        name: The tensor's name in its checkpoint, for messages.
-        file: Path of its file, or an empty string where there is none.
-        offset: Byte offset in the file, by which reads are ordered.
-        shape: Its shape.
-        dtype: Its dtype as stored.
-        row_step: Reads should start and end at multiples of this along the first axis (a file's chunking).
-        unit_nbytes: Bytes of temporaries that reading even one element needs, such as a chunk's when decompressed.
-    """
-
-    name: str
-    file: str
-    offset: int
+    name: str  # in its checkpoint, for messages
+    file: str  # its path; empty where there is none
+    offset: int  # byte in the file, by which reads are ordered
     shape: tuple[int, ...]
-    dtype: DType
-    row_step: int = 1
-    unit_nbytes: int = 0
+    dtype: DType  # as stored
+    row_step: int = 1  # reads should start and end at multiples of this along the first axis (a file's chunking)
+    unit_nbytes: int = 0  # temporaries that reading even one element needs, such as a chunk's when decompressed
 
     def fill_box(self, box: Box, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
         """Fills `out` with a box of the leaf, converted; temporaries within `workspace.room` or `unit_nbytes`."""
@@ -60,8 +50,7 @@ class Leaf:
             axis = geometry.shape.index(max(geometry.shape))
             half = geometry.shape[axis] // 2
             for part in (slice(0, half), slice(half, None)):
-                index = (*(slice(None),) * axis, part)
-                self.fill(geometry.take(axis, part), out[index], steps, workspace)
+                self.fill(geometry.take(axis, part), out[(*(slice(None),) * axis, part)], steps, workspace)
             return
         with workspace.array(shape, self.dtype) as values:
             self.fill_box(covering.box, values, (), workspace)
@@ -76,27 +65,26 @@ class FileLeaf(Leaf):
         self.shape, self.dtype = shape, dtype
 
     def fill(self, geometry: Geometry, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
-        place = Geometry(self.offset + geometry.start, geometry.shape, geometry.strides)
-        with self._named():
+        place = dataclasses.replace(geometry, start=self.offset + geometry.start)
+        with self._reading():
             self.source.read_strided(place, self.dtype, out, steps, workspace)
-            self.source.check_unchanged()
 
     def fill_runs(self, start: int, outs: Sequence[np.ndarray]) -> None:
         """Fills C-contiguous arrays one after the other, with what begins at a byte of the leaf; no conversion."""
-        with self._named():
+        with self._reading():
             self.source.read_into(self.offset + start, *outs)
-            self.source.check_unchanged()
 
     def fill_scattered(self, start: int, runs: np.ndarray) -> None:
         """Fills runs of memory, as `Source.read_runs` takes them, from a byte of the leaf on; no conversion."""
-        with self._named():
+        with self._reading():
             self.source.read_runs(self.offset + start, runs)
-            self.source.check_unchanged()
 
     @contextlib.contextmanager
-    def _named(self) -> Generator[None]:
+    def _reading(self) -> Generator[None]:
+        """Raises what goes wrong with the tensor's name, a file that changed meanwhile included."""
         try:
             yield
+            self.source.check_unchanged()
         except CheckpointError as error:
             raise CheckpointError(f"tensor {self.name!r}: {error}") from error
 
@@ -114,28 +102,17 @@ class ArrayLeaf(Leaf):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """A piece of work that fills a part of some arrays.
+    """A piece of work that fills a part of some arrays. Those of one plan may run in any order and any threads."""
 
-    Attributes:
-        nbytes: Bytes of the arrays that it writes.
-        run: Does it, with temporaries from a workspace; parts of one plan may run in any order and in different
-            threads.
-    """
-
-    nbytes: int
-    run: Callable[[Workspace], None]
+    nbytes: int  # of the arrays that it writes
+    run: Callable[[Workspace], None]  # with temporaries from a workspace
 
 
 class DividedLeaf(Leaf):
-    """A leaf that is made of other tensors, and divides the work of filling boxes by itself.
-
-    Attributes:
-        pieces: What it is made of.
-        reads_pieces: Whether reading it reads these. False for what is known once something else was read.
-    """
+    """A leaf that is made of other tensors, and divides the work of filling boxes by itself."""
 
     pieces: tuple[View, ...]
-    reads_pieces: bool = True
+    reads_pieces: bool = True  # False for what is known once something else was read
 
     def fill_box(self, box: Box, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
         for part in self.parts([box], [out], steps):
@@ -156,27 +133,12 @@ class View:
     Attributes:
         leaf: What it is a view of.
         addresses: Where its elements are in the leaf (`_tensors/boxes`).
-        steps: Conversions applied to what is read.
-        dtype: The dtype after these.
-        shape: Extents of its dimensions.
-        ndim: Number of dimensions.
-        size: Number of elements.
-        itemsize: Bytes of one element, of `dtype`.
-        itemsize_stored: Bytes of one element in the file.
-        nbytes: Bytes of all elements, of `dtype`.
+        steps: Conversions applied to what is read; `dtype` is what they end in.
+        itemsize_stored: Bytes of one element in the file; `itemsize` and `nbytes` are those of `dtype`.
     """
 
     __slots__ = (
-        "addresses",
-        "dtype",
-        "itemsize",
-        "itemsize_stored",
-        "leaf",
-        "nbytes",
-        "ndim",
-        "shape",
-        "size",
-        "steps",
+        *("addresses", "dtype", "itemsize", "itemsize_stored", "leaf", "nbytes", "ndim", "shape", "size", "steps"),
     )
 
     def __init__(self, leaf: Leaf, addresses: np.ndarray | None = None, steps: Steps = ()) -> None:

@@ -38,11 +38,7 @@ Decode: TypeAlias = "Callable[[Any, Any], Any]"  # blocks `uint8[..., 16]` and s
 
 
 class DecodedPairs:
-    """What every byte stands for under every scale.
-
-    Args:
-        values: `float32[65536, 2]`: two numbers at `scale * 256 + byte`.
-    """
+    """What every byte stands for under every scale: `float32[65536, 2]`, two numbers at `scale * 256 + byte`."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values = values
@@ -57,10 +53,8 @@ class DecodedPairs:
 
 
 def decoded_pairs(decode: Decode) -> DecodedPairs | None:
-    """What a function makes of every scale with every byte; None if that is not all there is to it.
-
-    That is tried with numbers that lie elsewhere: a function that gives their places another meaning cannot be looked
-    up.
+    """What a function makes of every scale with every byte; None if that is not all there is to it, tried with numbers
+    that lie elsewhere: a function that gives their places another meaning cannot be looked up.
     """
     every = np.arange(256, dtype=np.uint8)
     codes = np.broadcast_to(every.reshape(-1, CODES), (1, 256, 256 // CODES, CODES))
@@ -79,12 +73,8 @@ def decoded_pairs(decode: Decode) -> DecodedPairs | None:
 
 
 class Mxfp4Leaf(DividedLeaf):
-    """A float32 array of shape `[experts, rows, blocks * 32]` that is stored as MXFP4.
-
-    Args:
-        blocks: `uint8[experts, rows, blocks, 16]`.
-        scales: `uint8[experts, rows, blocks]`.
-        table: What they mean.
+    """A float32 array `[experts, rows, blocks * 32]` that is stored as MXFP4: `uint8[experts, rows, blocks, 16]` and
+    scales `uint8[experts, rows, blocks]`, which mean what a table says.
     """
 
     def __init__(self, blocks: View, scales: View, table: DecodedPairs) -> None:
@@ -157,5 +147,4 @@ def _blocks(box: Box) -> Box:
 
 
 def _numbers(box: Box) -> Box:
-    """The numbers of blocks."""
     return (*box[:-1], slice(box[-1].start * BLOCK, box[-1].stop * BLOCK))

@@ -19,8 +19,7 @@ class Boxes:
 
     Attributes:
         devices: Each distinct box to the devices that hold it.
-        boxes: The boxes.
-        sizes: Elements of each.
+        sizes: Elements of each of the `boxes`.
         whole: Whether together they are the whole array.
     """
 

@@ -29,18 +29,11 @@ class ByteCounter:
     """A thread-safe count of bytes."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
+        self._lock, self.count = threading.Lock(), 0
 
     def add(self, count: int) -> None:
-        """Adds `count` bytes."""
         with self._lock:
-            self._count += count
-
-    @property
-    def count(self) -> int:
-        """Bytes counted so far."""
-        return self._count
+            self.count += count
 
 
 BYTES_READ = ByteCounter()
@@ -48,18 +41,11 @@ BYTES_READ = ByteCounter()
 
 
 class Source:
-    """One file's bytes, which any number of threads may read. A subclass defines `read_into` and `check_unchanged`.
+    """One file's bytes, which any number of threads may read. A subclass defines `read_into` and `check_unchanged`."""
 
-    Attributes:
-        path: The file's path or address, for messages.
-        scatters: Whether `read_runs` can be used.
-        row_gap: Bytes between two rows from which a call each is cheaper than reading through the gap.
-        row_call: Bytes of a row from which a call each costs nothing that counts.
-    """
-
-    scatters: bool = False
-    row_gap: int = ROW_GAP
-    row_call: int = ROW_CALL
+    scatters: bool = False  # whether `read_runs` can be used
+    row_gap: int = ROW_GAP  # bytes between two rows from which a call each is cheaper than reading through the gap
+    row_call: int = ROW_CALL  # bytes of a row from which a call each costs nothing that counts
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -82,21 +68,15 @@ class Source:
     def read_into(self, offset: int, *outs: np.ndarray) -> None:
         """Fills C-contiguous arrays, one after the other, with the bytes from `offset` on, and counts them.
 
-        Raises:
-            CheckpointError: The file ends before, or cannot be read.
+        CheckpointError where the file ends before, or cannot be read.
         """
         raise NotImplementedError
 
     def read_runs(self, offset: int, runs: np.ndarray) -> None:
-        """Fills runs of memory, one after the other, with the bytes from `offset` on, and counts them.
+        """Fills runs of memory, one after the other, with the bytes from `offset` on, and counts them; raises likewise.
 
-        Args:
-            offset: Byte of the file.
-            runs: `int64[n, 2]`, C-contiguous: address and length of each, in bytes. The caller keeps that memory
-                alive; the array itself is used up.
-
-        Raises:
-            CheckpointError: The file ends before, or cannot be read.
+        `runs` is `int64[n, 2]`, C-contiguous: address and length of each, in bytes. The caller keeps that memory
+        alive; the array itself is used up.
         """
         raise NotImplementedError
 
@@ -108,19 +88,12 @@ class Source:
         """Gives up what is open; a later read opens it again."""
 
     def read_strided(self, place: Geometry, stored: DType, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
-        """Fills `out` from a strided box of the file, converting on the way.
+        """Fills `out`, of any strides, from a strided box of the file, normalized and of its shape, converting.
 
         What is contiguous is read with as few calls as there can be, straight into `out` where that lies as the file
         does. Rows of at least `row_call` bytes are read one by one. Shorter ones are copied out of a map of the file
         where there can be one (`mapped`); else rows at least `row_gap` bytes apart are read one by one, and the rest
         is read gaps and all.
-
-        Args:
-            place: Where in the file, normalized, of the shape of `out`.
-            stored: The file's dtype.
-            out: An array of any strides.
-            steps: How to get from `stored` to the dtype of `out`.
-            workspace: Where temporaries come from.
         """
         if out.size == 0:
             return

@@ -1,6 +1,6 @@
 """Where values lie: which tensors of which files they are read from, and how many bytes of these a process needs.
 
-Responsible for describing, in plain values that outlive the checkpoint: what is here holds no tensor, array or device.
+In plain values that outlive the checkpoint: what is here holds no tensor, array or device.
 """
 
 from __future__ import annotations
@@ -70,11 +70,6 @@ def where(source: Any) -> str:
     return f"tensor {source.name!r}" if isinstance(source, StoredTensor) else "an array in memory"
 
 
-def local_nbytes(sharding: Sharding, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    """Bytes of all distinct shards that this process's devices hold."""
-    return sum(boxes_for(sharding, shape).sizes) * dtype.itemsize
-
-
 def needed_nbytes(source: Any, sharding: Sharding) -> int:
     """Bytes, as stored in files, of the distinct shards of a tensor in this process; 0 for an array in memory."""
     if not isinstance(source, View):
@@ -90,11 +85,8 @@ def stored_tensors(source: Any, name: str) -> tuple[StoredTensor, ...]:
     if not isinstance(source, View):
         array = np.asarray(source)
         return (StoredTensor(name, "", array.dtype.name, array.nbytes),)
-    found = [
-        StoredTensor(leaf.name, leaf.file, leaf.dtype.name, math.prod(leaf.shape) * leaf.dtype.itemsize)
-        for leaf in _leaves(source.leaf)
-    ]
-    return tuple(dict.fromkeys(found))
+    found = ((leaf, math.prod(leaf.shape) * leaf.dtype.itemsize) for leaf in _leaves(source.leaf))
+    return tuple(dict.fromkeys(StoredTensor(leaf.name, leaf.file, leaf.dtype.name, n) for leaf, n in found))
 
 
 def is_initial(source: Any) -> bool:
@@ -111,11 +103,10 @@ def unused_tensors(checkpoint: Mapping[str, Any], names: Iterable[str]) -> tuple
         except CheckpointError:
             unused.append(StoredTensor(name, getattr(checkpoint, "path", ""), "", None))
             continue
-        first = stored_tensors(source, name)[0]
-        nbytes = first.nbytes
+        tensor = stored_tensors(source, name)[0]
         if isinstance(source, View) and source.file:
-            nbytes = int(source.size * stored_itemsize(source.leaf))
-        unused.append(StoredTensor(name, first.file, first.dtype, nbytes))
+            tensor = dataclasses.replace(tensor, nbytes=int(source.size * stored_itemsize(source.leaf)))
+        unused.append(dataclasses.replace(tensor, name=name))
     return tuple(unused)
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from types import TracebackType
+from typing import NoReturn
 
 import jax
 
@@ -18,6 +19,7 @@ _NEED_VALUES = (
     jax.errors.NonConcreteBooleanIndexError,
     jax.errors.UnexpectedTracerError,
 )
+_LIBRARIES = ("lazymodel", "jax", "jaxlib", "numpy", "flax", "lazymodel_flax", "lazymodel_keras")
 _MENDS = (
     (jax.errors.TracerArrayConversionError, "use jax.numpy instead of NumPy on arrays that depend on the arguments"),
     (jax.errors.TracerBoolConversionError, "branch on static values, or use jax.lax.cond or jnp.where"),
@@ -27,27 +29,24 @@ _MENDS = (
 )
 
 
-def explain(error: Exception) -> TraceError | None:
-    """What to tell the user about an error raised while tracing; None when it is not about tracing."""
+def raise_explained(error: Exception) -> NoReturn:
+    """Raises what to tell the user about an error raised while tracing; the error itself if it is not about that."""
     # JAX reports a traced shape as a plain TypeError.
     about_shapes = isinstance(error, TypeError) and ("concrete values" in str(error) or "Tracer" in str(error))
     if not about_shapes and not isinstance(error, _NEED_VALUES):
-        return None
-    mend = next((text for kind, text in _MENDS if isinstance(error, kind)), None)
-    mend = mend or "pass what decides shapes or branches as Python values, which stay static, not as arrays"
+        raise error
+    otherwise = "pass what decides shapes or branches as Python values, which stay static, not as arrays"
+    mend = next((text for kind, text in _MENDS if isinstance(error, kind)), otherwise)
     reason = str(error).strip().splitlines()[0]
-    return TraceError(
+    raise TraceError(
         f"{_user_line(error.__traceback__)} needs the value of an array, and tracing has only its shape and dtype: "
         f"{mend}. JAX says: {type(error).__name__}: {reason}"
-    )
+    ) from error
 
 
 def _user_line(trace: TracebackType | None) -> str:
     """The innermost line outside libraries, as `file.py:12 in init: 'source'`."""
-    libraries = [
-        sys.modules.get(name)
-        for name in ("lazymodel", "jax", "jaxlib", "numpy", "flax", "lazymodel_flax", "lazymodel_keras")
-    ]
+    libraries = map(sys.modules.get, _LIBRARIES)
     files = [file for library in libraries if (file := getattr(library, "__file__", None))]
     roots = [os.path.dirname(os.path.abspath(file)) + os.sep for file in files]
     standard = os.path.dirname(os.path.abspath(os.__file__)) + os.sep

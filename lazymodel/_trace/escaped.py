@@ -2,11 +2,9 @@
 
 What an init function returns is flattened as a pytree. An object that is not registered as one is a leaf, and arrays
 in its attributes are not seen: the model would come back without these variables, and with tracers in their place,
-which are dead once tracing is over. So every such object is searched, through attributes, slots, containers, closures,
-partials and bound methods, and what is found is refused with its place and the way to make the object a pytree. What is
-stored in an argument, a global or a closure instead of being returned is searched for afterwards, and warned about.
-
-Not responsible for arrays that are values already: objects may hold these as they like.
+which are dead once tracing is over. So every such object is searched, and what is found is refused with its place and
+the way to make the object a pytree. What is stored in an argument, a global or a closure instead of being returned is
+searched for afterwards, and warned about. Arrays that are values already may be held as anyone likes.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import inspect
 import itertools
 import types
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -43,6 +41,11 @@ _ITERATORS = (
     *(type(iter([])), type(iter(())), type(iter({})), type(iter({}.values())), type(iter({}.items()))),
 )
 _CONTAINERS = (tuple, list, dict, type(None), None, collections.OrderedDict)
+_KEPT = {
+    types.MethodType: ("__self__", "__func__"),
+    types.FunctionType: ("__defaults__", "__kwdefaults__"),
+    functools.partial: ("func", "args", "keywords"),
+}
 _VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 # Packages whose objects and functions are not searched: their own bookkeeping has traces in it.
 _OWN = ("jax", "jaxlib", "numpy")
@@ -57,8 +60,7 @@ _MENDS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Escaped:
+class Escaped(NamedTuple):
     """A traced array where it cannot be followed."""
 
     place: str  # how to get to it from where the search began, such as `.layers[0].w`
@@ -85,36 +87,32 @@ def find(root: Any) -> Escaped | None:
 
 
 def refuse_escaped(leaves: Iterable[tuple[str, Any]], treedef: Any = None) -> None:
-    """Raises TraceError where what a traced function returned holds traced arrays, or has yet to be run.
+    """Raises TraceError where leaves that are no arrays, or static parts of the result, hold traced arrays.
 
-    Args:
-        leaves: Path and leaf, of all leaves that are no arrays.
-        treedef: The structure of the result, if it has one, whose static parts may hold traced arrays too.
+    Also where a leaf is an iterator, which has yet to be run.
     """
     for path, leaf in leaves:
-        if isinstance(leaf, _DATA):
-            continue
         if isinstance(leaf, _ITERATORS):
             raise TraceError(
                 f"the result has a {type(leaf).__name__} at {path!r}, which makes its values when it is gone through: "
                 "return a list or a tuple of them"
             )
-        if (found := find(leaf)) is not None:
-            raise TraceError(_refusal(path, leaf, found))
+        if not isinstance(leaf, _DATA) and (found := find(leaf)) is not None:
+            raise TraceError(
+                f"the result has {_article(leaf)} at {path!r}, which JAX does not look into, with a traced "
+                f"{found.kind} at {path}{found.place}, whose value would be lost. {_mend(leaf, found.holder)}"
+            )
     for kind, static in _static_parts(treedef):
         if (found := find(static)) is not None:
+            where = f"among its static parts (at {found.place or 'the part itself'})"
             raise TraceError(
-                f"a {kind.__name__} of the result has a traced {found.kind} among its static parts (at "
-                f"{found.place or 'the part itself'}): static fields are for what is no array; make it a field that "
-                "JAX flattens"
+                f"a {kind.__name__} of the result has a traced {found.kind} {where}: static fields are for what is no "
+                "array; make it a field that JAX flattens"
             )
 
 
 def refuse_empty(result: Any, leaves: Sequence[tuple[str, Any]], name: str) -> None:
-    """Raises TraceError for a result without an array that is no model, or abstract already.
-
-    A model that really has no variables has nothing but plain data.
-    """
+    """Raises TraceError for a result without an array, unless it is plain data: a model that has no variables."""
     for path, leaf in leaves:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TraceError(
@@ -132,19 +130,14 @@ def refuse_empty(result: Any, leaves: Sequence[tuple[str, Any]], name: str) -> N
 
 @contextlib.contextmanager
 def watched(build: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Generator[None]:
-    """Looks afterwards for traced arrays that tracing left behind in what a function was given, or knows of.
+    """Warns afterwards of a traced array that tracing left in what a function was given, or knows of.
 
     Searched are its arguments, the object it is a method of, its closure and the globals that it and the functions of
     its own package that it calls name, and caches among them.
-
-    Warns:
-        LazyModelWarning: There is one, which any later use will fail on.
     """
     yield
-    places: list[tuple[str, Any]] = [
-        (f"argument {index!r}", value) for index, value in (*enumerate(args), *kwargs.items())
-    ]
-    for place, value in (*places, *_surroundings(build)):
+    arguments = ((f"argument {index!r}", value) for index, value in (*enumerate(args), *kwargs.items()))
+    for place, value in (*arguments, *_surroundings(build)):
         if isinstance(value, (*_DATA, *_ITERATORS)) and not isinstance(value, _TRACER):
             continue
         if (found := find(value)) is not None:
@@ -176,19 +169,14 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{index}]", item) for index, item in enumerate(list(cast(Any, base).__iter__(value))))
     elif isinstance(value, np.ndarray) and value.dtype == object:
         yield from ((f".flat[{index}]", item) for index, item in enumerate(value.ravel().tolist()))
-    elif isinstance(value, types.MethodType):
-        yield from (("", value.__self__), ("", value.__func__))
     elif isinstance(value, types.CellType):
         with contextlib.suppress(ValueError):  # a cell that is empty yet
             yield "", value.cell_contents
-    elif isinstance(value, types.FunctionType):
-        if _package(value) in _OWN:
-            return
-        yield from _closure(value)
-        yield from (("", value.__defaults__), ("", value.__kwdefaults__))
-    elif isinstance(value, functools.partial):
-        part = cast("functools.partial[Any]", value)
-        yield from (("", part.func), ("", part.args), ("", part.keywords))
+    elif isinstance(value, types.FunctionType) and _package(value) in _OWN:
+        return
+    elif kept := next((names for kind, names in _KEPT.items() if isinstance(value, kind)), ()):
+        yield from _closure(value) if isinstance(value, types.FunctionType) else ()
+        yield from (("", getattr(value, name)) for name in kept)
     elif isinstance(value, _CACHED) or type(value).__name__ == _LINK:
         yield from (("'s cache", item) for item in gc.get_referents(value))
         return
@@ -209,9 +197,8 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:
-        own = {}
-    if isinstance(own, dict):
-        yield from ((f".{name}", item) for name, item in list(own.items()))
+        own = None
+    yield from ((f".{name}", item) for name, item in (list(own.items()) if isinstance(own, dict) else ()))
     for base in type(value).__mro__:
         slots = base.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else tuple(slots):
@@ -241,21 +228,19 @@ def _surroundings(build: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(function, types.FunctionType):
         return
     package = _package(function)
-    seen: set[int] = set()
-    waiting: list[types.FunctionType] = [function]
+    seen: set[types.FunctionType] = set()
+    waiting = [function]
     while waiting and len(seen) < _LIMIT:
-        function = waiting.pop()
-        if id(function) in seen:
+        if (function := waiting.pop()) in seen:
             continue
-        seen.add(id(function))
+        seen.add(function)
         known = [(f"the closure of {function.__name__}{place}", value) for place, value in _closure(function)]
         names = [name for name in _names(function.__code__) if name in function.__globals__]
         known += [(f"the global {name!r}", function.__globals__[name]) for name in names]
         for place, value in known:
             inner = getattr(value, "__init__", None) if isinstance(value, type) else value
             if isinstance(inner, types.FunctionType):
-                if _package(inner) == package:
-                    waiting.append(inner)
+                waiting += [inner] if _package(inner) == package else []
             elif not isinstance(value, type):
                 yield place, value
 
@@ -263,9 +248,8 @@ def _surroundings(build: Any) -> Iterator[tuple[str, Any]]:
 def _names(code: types.CodeType) -> Iterator[str]:
     """Names that a function, with the functions inside it, looks up by name."""
     yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+    for inner in code.co_consts:
+        yield from _names(inner) if isinstance(inner, types.CodeType) else ()
 
 
 def _static_parts(treedef: Any) -> Iterator[tuple[type, Any]]:
@@ -279,11 +263,6 @@ def _static_parts(treedef: Any) -> Iterator[tuple[type, Any]]:
         waiting.extend(node.children())
 
 
-def _refusal(path: str, leaf: Any, found: Escaped) -> str:
-    what = f"the result has {_article(leaf)} at {path!r}, which JAX does not look into, with a traced {found.kind}"
-    return f"{what} at {path}{found.place}, whose value would be lost. {_mend(leaf, found.holder)}"
-
-
 def _article(leaf: Any) -> str:
     if isinstance(leaf, (types.FunctionType, types.MethodType)):
         return f"the function {leaf.__qualname__}"
@@ -294,18 +273,15 @@ def _article(leaf: Any) -> str:
 
 def _mend(leaf: Any, holder: Any) -> str:
     """How to make a pytree of an object."""
-    for value in (leaf, holder):
-        package = _package(type(value))
-        if package in _MENDS:
-            return f"To make it a pytree, {_MENDS[package]}."
+    if mend := _MENDS.get(_package(type(leaf))) or _MENDS.get(_package(type(holder))):
+        return f"To make it a pytree, {mend}."
     if isinstance(leaf, (types.FunctionType, types.MethodType, functools.partial)):
         return "Return the arrays themselves, or `jax.tree_util.Partial(function, *arrays)`, which is a pytree."
     if isinstance(leaf, (set, frozenset, *_VIEWS)):
         return "Return a list or a tuple instead."
     if dataclasses.is_dataclass(leaf):
-        return (
-            f"Register it: `jax.tree_util.register_dataclass({type(leaf).__name__})`, or return its arrays in a dict."
-        )
+        how = f"Register it: `jax.tree_util.register_dataclass({type(leaf).__name__})`"
+        return f"{how}, or return its arrays in a dict."
     return (
         f"Make it a pytree: a dataclass with `jax.tree_util.register_dataclass`, or "
         f"`jax.tree_util.register_pytree_node({type(leaf).__name__}, …)`; or return its arrays in a tuple or a dict."

@@ -1,14 +1,13 @@
-"""From a JAX init function to an `AbstractModel`: trace once, slice per variable.
+"""From a JAX init function to an abstract model: it is traced to a jaxpr, once, with its arrays as run-time inputs.
 
-The function is traced to a jaxpr with its array arguments as run-time inputs, `_trace/graph` cuts that into init
-recipes, and compiling and running these is in `_programs/programs`.
+`_trace/graph` cuts that into init recipes, and compiling and running these is in `_programs/programs`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -21,13 +20,14 @@ from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import TraceError
 from lazymodel._programs.jaxprs import is_weak
 from lazymodel._programs.keys import is_key
-from lazymodel._programs.programs import ProgramCache
-from lazymodel._trace.errors import explain
+from lazymodel._trace.errors import raise_explained
 from lazymodel._trace.escaped import is_iterator, refuse_empty, refuse_escaped
 from lazymodel._trace.graph import Graph
 from lazymodel._trace.inlined import keep_inlined
 from lazymodel._trace.program import Program, Value
 from lazymodel._trace.small import on_host
+
+PathOf: TypeAlias = "Callable[[Sequence[Any]], str]"
 
 
 def trace_function(
@@ -36,31 +36,26 @@ def trace_function(
     kwargs: Mapping[str, Any],
     *,
     name: str | None = None,
-    path_of: Callable[[Sequence[Any]], str] | None = None,
+    path_of: PathOf | None = None,
 ) -> ModelSpec:
     """What `build_abstract(function, *args, **kwargs)` does for a function that JAX can trace.
 
     A `jax.ShapeDtypeStruct` among the arguments stands for an array whose values no variable needs. An array that
     occurs twice in the result is one variable under its first path, and the same array in both places once rebuilt.
     Arrays are weakly typed where the function's own are; outputs that are no arrays are handed back as they are.
-
-    Args:
-        function: The function.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        name: What to call the model; the function's name by default.
-        path_of: Names a leaf of the result from its `jax.tree_util` key path; by default the keys joined by `/`.
+    `name` is what to call the model, by default the function's name; `path_of` names a leaf of the result from its
+    `jax.tree_util` key path, by default by the keys joined by `/`.
     """
     called: str = name or getattr(function, "__name__", type(function).__name__)
-    outputs = _trace(function, args, kwargs, path_of or path_text, called)
+    found, jaxpr, inputs = _trace(function, args, kwargs, path_of or path_text, called)
     with on_host():
-        graph = Graph(outputs.jaxpr, outputs.inputs)
+        graph = Graph(jaxpr, inputs)
     variables: dict[str, AbstractVariable] = {}
     sources: dict[str, np.ndarray[Any, Any]] = {}
     computed: dict[str, Value] = {}
     results = iter(graph.results)
-    for path in outputs.paths:
-        if (array := outputs.on_host.get(path)) is not None:
+    for path, array in found.arrays.items():
+        if array is not None:
             sources[path] = array
             variables[path] = AbstractVariable(
                 path, array.shape, array.dtype, origin="constant", trainable=False, on_host=True
@@ -69,34 +64,20 @@ def trace_function(
         value = next(results)
         aval = value.aval
         if value.step is None and value.data is None:
-            raise TraceError(
-                f"{path!r} is an argument that was given as a ShapeDtypeStruct, so it has no value; pass an array"
-            )
+            what = "is an argument that was given as a ShapeDtypeStruct, so it has no value"
+            raise TraceError(f"{path!r} {what}; pass an array")
         # What was computed is initialized, even if it is known already: a checkpoint that lacks it lacks something.
         if value.data is not None and not value.evaluated and not is_key(aval.dtype):
             sources[path] = value.data
         else:
             computed[path] = value
-        variables[path] = AbstractVariable(
-            path, tuple(aval.shape), aval.dtype, origin="constant", weak_type=is_weak(aval)
-        )
+        shape, weak = tuple(aval.shape), is_weak(aval)
+        variables[path] = AbstractVariable(path, shape, aval.dtype, origin="constant", weak_type=weak)
     recipes = graph.recipes(list(computed.items()))
     for recipe in recipes:
         for path in recipe.paths:
             variables[path] = dataclasses.replace(variables[path], origin=recipe.origin)
-
-    def structure(mapping: Mapping[str, Any]) -> Any:
-        leaves = [mapping[leaf.path] if isinstance(leaf, _Slot) else leaf for leaf in outputs.leaves]
-        return jax.tree.unflatten(outputs.treedef, leaves)
-
-    return ModelSpec(
-        variables=variables,
-        recipes=recipes,
-        sources=sources,
-        framework=Framework(structure),
-        programs=ProgramCache(),
-        name=called,
-    )
+    return ModelSpec(variables, recipes, sources, Framework(found.unflatten), name=called)
 
 
 def known_value(model: ModelSpec, path: str) -> np.ndarray[Any, Any] | None:
@@ -116,31 +97,54 @@ class _Slot:
     path: str
 
 
-@dataclasses.dataclass
-class _Outputs:
-    """A traced function."""
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """What a function returned, flattened: an array that occurs twice is one, under its first path."""
 
-    inputs: list[Any]  # the array arguments
-    jaxpr: Any = None  # of these, in order, to the distinct `jax.Array`s of the result
-    paths: list[str] = dataclasses.field(default_factory=list)  # for each distinct array
-    on_host: dict[str, np.ndarray[Any, Any]] = dataclasses.field(default_factory=dict)  # those of them that are NumPy's
-    leaves: list[Any] = dataclasses.field(
-        default_factory=list
-    )  # the result's: a slot for each array, all else as it is
-    treedef: Any = None  # the result's structure
+    leaves: list[Any]  # slots for arrays, all else as it is
+    arrays: dict[str, Any]  # path to array; None for those of JAX once they are traced
+    others: list[tuple[str, Any]]  # path and leaf, of all that is no array
+    treedef: Any
+
+    def unflatten(self, mapping: Mapping[str, Any]) -> Any:
+        leaves = [mapping[leaf.path] if isinstance(leaf, _Slot) else leaf for leaf in self.leaves]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+    def named(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        """Path to array, of the leaves of such a result."""
+        pairs = zip(self.leaves, leaves, strict=True)
+        found = [(slot.path, leaf) for slot, leaf in pairs if isinstance(slot, _Slot)]
+        return dict(reversed(found))  # the first of several
+
+    def traced(self) -> Flat:
+        """The same without what is dead once tracing is over."""
+        arrays = {path: None if isinstance(array, jax.Array) else array for path, array in self.arrays.items()}
+        return dataclasses.replace(self, arrays=arrays)
+
+
+def flattened(result: Any, path_of: PathOf, is_leaf: Callable[[Any], bool] | None = None) -> Flat:
+    """A result as its leaves, named by their `jax.tree_util` key paths."""
+    found, treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_leaf)
+    flat = Flat([], {}, [], treedef)
+    slots: dict[int, _Slot] = {}
+    for path, (_, leaf) in zip(unique_paths([path_of(keys) for keys, _ in found]), found, strict=True):
+        if not isinstance(leaf, jax.Array) and not is_host_variable(leaf):
+            flat.others.append((path, leaf))
+        elif id(leaf) not in slots:  # `found` keeps every leaf alive, so ids are not used twice
+            slots[id(leaf)] = _Slot(path)
+            flat.arrays[path] = leaf
+        flat.leaves.append(slots.get(id(leaf), leaf))
+    return flat
 
 
 def _trace(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    path_of: Callable[[Sequence[Any]], str],
-    name: str,
-) -> _Outputs:
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], path_of: PathOf, name: str
+) -> tuple[Flat, Any, list[Any]]:
+    """The result, its jaxpr of the array arguments to the distinct `jax.Array`s of the result, and these arguments."""
     arguments, in_tree = jax.tree.flatten((tuple(args), dict(kwargs)))
     # NumPy arrays are no inputs: eager execution computes with them in NumPy, and in 64 bits, until JAX is given them.
     where = [index for index, leaf in enumerate(arguments) if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))]
-    outputs = _Outputs([arguments[index] for index in where])
+    inputs, outputs = [arguments[index] for index in where], list[Flat]()
 
     def flat(*arrays: Any) -> list[Any]:
         filled = list(arguments)
@@ -148,34 +152,16 @@ def _trace(
             filled[index] = array
         positional, named = jax.tree.unflatten(in_tree, filled)
         result = function(*positional, **named)
-        found, outputs.treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_iterator)
-        names = unique_paths([path_of(path) for path, _ in found])
-        slots: dict[int, _Slot] = {}
-        results: list[Any] = []
-        others: list[tuple[str, Any]] = []
-        for path, (_, leaf) in zip(names, found, strict=True):
-            host = is_host_variable(leaf)
-            if not host and not isinstance(leaf, jax.Array):
-                others.append((path, leaf))
-            elif id(leaf) not in slots:  # `found` keeps every leaf alive, so ids are not used twice
-                slots[id(leaf)] = _Slot(path)
-                outputs.paths.append(path)
-                if host:
-                    outputs.on_host[path] = leaf
-                else:
-                    results.append(leaf)
-            outputs.leaves.append(slots.get(id(leaf), leaf))
-        refuse_escaped(others, outputs.treedef)
-        if not slots:
-            refuse_empty(result, others, name)
-        return results
+        found = flattened(result, path_of, is_iterator)
+        refuse_escaped(found.others, found.treedef)
+        if not found.arrays:
+            refuse_empty(result, found.others, name)
+        outputs.append(found.traced())
+        return [array for array in found.arrays.values() if isinstance(array, jax.Array)]
 
     try:
         with keep_inlined():
-            outputs.jaxpr = jax.make_jaxpr(flat)(*outputs.inputs)
+            jaxpr = jax.make_jaxpr(flat)(*inputs)
     except Exception as error:
-        explained = explain(error)
-        if explained is None:
-            raise
-        raise explained from error
-    return outputs
+        raise_explained(error)
+    return outputs[-1], jaxpr, inputs

@@ -1,10 +1,9 @@
 """From a jaxpr to init recipes: small equations are evaluated, what is left is cut into a slice for each variable.
 
-Small equations (keys, counters, scalars) are evaluated at once on the host: they are data. What is left is cut into one
-backward slice for each output leaf; slices that are structurally equal are one init program. Leaves that share a large
-random or contracted intermediate (one matrix split into q, k and v) are one slice with several outputs, so that it is
-computed once. What a slice does when it runs is `_trace/program`'s matter; nothing here allocates more than keys and
-scalars.
+Small equations (keys, counters, scalars) are data, evaluated at once on the host. What is left is cut into one backward
+slice for each output leaf; structurally equal ones are one init program. Leaves that share a large random or contracted
+intermediate (one matrix split into q, k and v) are one slice with several outputs, so that it is computed once. What a
+slice does when it runs is `_trace/program`'s matter; nothing here allocates more than keys and scalars.
 """
 
 from __future__ import annotations
@@ -57,14 +56,9 @@ _ORIGINS = ("truncated_normal", "normal", "uniform", "orthogonal", "permutation"
 
 
 class Graph:
-    """The traced function as values and steps: calls seen through, small equations evaluated.
+    """The traced function as values and steps: calls seen through, small equations evaluated."""
 
-    Args:
-        closed: The jaxpr.
-        inputs: What its inputs are; those given as `jax.ShapeDtypeStruct` have no value.
-    """
-
-    def __init__(self, closed: Any, inputs: Sequence[Any]):
+    def __init__(self, closed: Any, inputs: Sequence[Any]):  # of which a `jax.ShapeDtypeStruct` has no value
         self.steps: list[Step] = []
         self._units = itertools.count()
         self._compiled = Units(needed_steps)
@@ -163,10 +157,8 @@ class Graph:
         def refer(value: Value) -> Place:
             if value not in where:
                 if value.data is None:
-                    raise TraceError(
-                        f"{group[0][0]!r} needs the value of an argument that was given as a ShapeDtypeStruct "
-                        f"({value.aval}); pass an array"
-                    )
+                    what = f"an argument that was given as a ShapeDtypeStruct ({value.aval})"
+                    raise TraceError(f"{group[0][0]!r} needs the value of {what}; pass an array")
                 where[value] = ("input", len(given))
                 given.append(value)
             return where[value]

@@ -11,17 +11,13 @@ from lazymodel._trace.inlined import keep_inlined
 
 
 class WayOut:
-    """The way out of the trace that runs where this is made; used as a context manager, it leads back in the end.
-
-    Attributes:
-        left: Whether it was taken.
-    """
+    """The way out of the trace that runs where this is made; used as a context manager, it leads back in the end."""
 
     def __init__(self) -> None:
         self._trace: Any = core.trace_ctx.trace
         self._seen = len(self._trace.frame.tracing_eqns)
         self._stack = contextlib.ExitStack()
-        self.left = False
+        self.left = False  # whether it was taken
 
     def __enter__(self) -> WayOut:
         return self

@@ -40,27 +40,16 @@ Place = tuple[Any, ...]
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Value:
-    """One value of the traced function.
+    """One value of the traced function."""
 
-    Attributes:
-        aval: Its shape and dtype.
-        data: Its value on the host, when it is known.
-        step: What computes it; None for arguments, constants and what is known.
-        index: Which result of the step it is.
-        evaluated: Whether its data is the result of an equation, rather than a constant or an argument.
-        fixed: Whether it is a literal inside a compiled function, and so a constant of the program.
-        heavy: Whether it holds, or derives from, a large result that is costly to compute.
-        parent: Of the union-find forest that groups leaves; None at a root.
-    """
-
-    aval: Any
-    data: Any = None
-    step: Step | None = None
-    index: int = 0
-    evaluated: bool = False
-    fixed: bool = False
-    heavy: bool = False
-    parent: Value | None = None
+    aval: Any  # its shape and dtype
+    data: Any = None  # its value on the host, when it is known
+    step: Step | None = None  # what computes it; None for arguments, constants and what is known
+    index: int = 0  # which result of the step it is
+    evaluated: bool = False  # whether its data is the result of an equation, rather than a constant or an argument
+    fixed: bool = False  # whether it is a literal inside a compiled function, and so a constant of the program
+    heavy: bool = False  # whether it holds, or derives from, a large result that is costly to compute
+    parent: Value | None = None  # of the union-find forest that groups leaves; None at a root
 
     def root(self) -> Value:
         """The value that stands for its group."""
@@ -81,23 +70,14 @@ class Value:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Step:
-    """An equation to be computed by a program.
-
-    Attributes:
-        eqn: The equation.
-        operands: Its operands.
-        unit: The compiled function it belongs to; None for an equation that eager execution runs by itself.
-        order: Its place in the function.
-        results: Its results.
-        part: What is left of the equation when only some of its results are needed, as a jaxpr of `operands`.
-    """
+    """An equation to be computed by a program."""
 
     eqn: Any
     operands: Sequence[Value]
-    unit: int | None
-    order: int
+    unit: int | None  # the compiled function it belongs to; None for an equation that eager execution runs by itself
+    order: int  # its place in the function
     results: tuple[Value, ...] = ()
-    part: Any = None
+    part: Any = None  # what is left of it when only some of its results are needed, as a jaxpr of `operands`
 
     @property
     def name(self) -> str:
@@ -144,23 +124,16 @@ def needed_steps(values: Sequence[Value]) -> list[Step]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """The function of a recipe: its steps, run in order on its inputs.
-
-    Attributes:
-        plan: Each step, and for each of its operands that is not fixed where it is, and whether it is hidden.
-        outputs: Where the results are.
-        kinds: For each input, the dtype of the keys that it is the data of, or None.
-        uses_zero: Whether the last input is a zero to hide values with.
-        weak: Whether each output is weakly typed.
-    """
+    """The function of a recipe: its steps, run in order on its inputs."""
 
     __name__ = "init_program"  # for the compiler
 
+    # Each step, and for each of its operands that is not fixed where it is, and whether it is hidden.
     plan: Sequence[tuple[Step, Sequence[tuple[Place, bool]]]]
-    outputs: Sequence[Place]
-    kinds: Sequence[Any]
-    uses_zero: bool
-    weak: Sequence[bool]
+    outputs: Sequence[Place]  # where the results are
+    kinds: Sequence[Any]  # for each input, the dtype of the keys that it is the data of, or None
+    uses_zero: bool  # whether the last input is a zero to hide values with
+    weak: Sequence[bool]  # whether each output is weakly typed
 
     def __call__(self, *inputs: Any) -> tuple[jax.Array, ...]:
         given = [as_keys(value, kind) for value, kind in zip(inputs, self.kinds, strict=False)]

@@ -1,10 +1,9 @@
 """Small equations, evaluated on the host while tracing: keys, counters and scalars are data, not program.
 
-An init function derives a key for every variable: thousands of tiny equations, each with parameters of its own (the
-third key, the fourth key), which JAX would compile one by one. Data movement, integer arithmetic and the correctly
-rounded float operations give the same bits in NumPy, so NumPy does them; everything else is run by JAX on the CPU,
-as eager execution would. Which equations are small is decided in `_trace/graph`.
-PRNG keys are held as `pack_keys` packs them, which NumPy moves like any other element.
+An init function derives a key for every variable: thousands of tiny equations, each with parameters of its own, which
+JAX would compile one by one. Data movement, integer arithmetic and the correctly rounded float operations give the same
+bits in NumPy, so NumPy does them; everything else is run by JAX on the CPU, as eager execution would. Which equations
+are small is decided in `_trace/graph`. PRNG keys are held as `pack_keys` packs them.
 """
 
 # pyright: reportUnknownLambdaType=false
@@ -129,18 +128,13 @@ def _compiled(function: Callable[..., jax.Array], dtype: Any, *last: Any) -> Cal
     return jax.jit(lambda data, *rest: jax.random.key_data(function(as_keys(data, dtype), *rest, *last)))
 
 
-def _split(eqn: Any, keys: Array) -> list[Array] | None:
-    if keys.ndim or not eqn.ctx.threefry_partitionable:
+def _derive(eqn: Any, keys: Array, *counts: Array) -> list[Array] | None:
+    """Keys by `split` or `fold_in`."""
+    if keys.ndim or any(count.ndim for count in counts) or not (counts or eqn.ctx.threefry_partitionable):
         return None
-    split = _compiled(jax.random.split, eqn.invars[0].aval.dtype, tuple(eqn.params["shape"]))
-    return [pack_keys(np.asarray(split(unpack_keys(keys))))]
-
-
-def _fold_in(eqn: Any, keys: Array, count: Array) -> list[Array] | None:
-    if keys.ndim or count.ndim:
-        return None
-    fold_in = _compiled(jax.random.fold_in, eqn.invars[0].aval.dtype)
-    return [pack_keys(np.asarray(fold_in(unpack_keys(keys), count)))]
+    function, last = (jax.random.fold_in, ()) if counts else (jax.random.split, (tuple(eqn.params["shape"]),))
+    derive = _compiled(function, eqn.invars[0].aval.dtype, *last)
+    return [pack_keys(np.asarray(derive(unpack_keys(keys), *counts)))]
 
 
 _IDENTITIES = (
@@ -162,8 +156,7 @@ _FAST: dict[str, Callable[..., list[Array] | None]] = {
     "convert_element_type": _convert,
     "random_wrap": lambda eqn, data: [pack_keys(data)],
     "random_unwrap": lambda eqn, keys: [unpack_keys(keys)],
-    "random_split": _split,
-    "random_fold_in": _fold_in,
+    **dict.fromkeys(("random_split", "random_fold_in"), _derive),
     "add": _arithmetic(np.add, "iuf"),
     "sub": _arithmetic(np.subtract, "iuf"),
     "mul": _arithmetic(np.multiply, "iuf"),

@@ -23,6 +23,11 @@ def quantize(model: AnyModel, how: Any, filters: str | Sequence[str] | Callable[
 
     Raises:
         LazyModelError: The model has no layers that can be quantized so, or is changed otherwise already.
+
+    Example:
+        >>> abstract = lk.abstract_from_preset(keras_hub.models.GemmaBackbone, "preset")
+        >>> abstract.quantize("int8").nbytes < abstract.nbytes / 2
+        True
     """
     return model.framework.quantize(model, how, filters)
 
@@ -41,5 +46,10 @@ def lora(model: AnyModel, rank: int, targets: str | None = None) -> AnyModel:
     Raises:
         LazyModelError: The rank is no positive integer, no layer is a target, a target cannot have a pair, or the
             model is changed otherwise already.
+
+    Example:
+        >>> tuned = lk.abstract_from_preset(keras_hub.models.GemmaBackbone, "preset").lora(4).shard(mesh, lm.auto())
+        >>> [variable.shape for variable in tuned.values() if variable.trainable][:2]
+        [(2, 16, 4), (4, 8)]
     """
     return model.framework.lora(model, rank, targets)

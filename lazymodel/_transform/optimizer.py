@@ -1,9 +1,8 @@
-"""Optimizer state as variables of the abstract model: `AbstractModel.with_optimizer`.
+"""The verb `with_optimizer`: the state that an optimizer starts with, from shapes alone, as variables of the model.
 
-Responsible for finding the state that an optimizer starts with, from shapes alone, for tying each part of it to the
-parameter that it belongs to, which it is sharded like (`_sharding/follow`). How the state is computed is `_trace`'s
-matter, which makes the same init programs as for parameters. An optimizer is anything with an `init` function of a
-pytree of parameters, as Optax' gradient transformations have; nothing here imports Optax.
+Responsible for finding it and for the parameter that each part of it belongs to, and is sharded like
+(`_sharding/follow`). How it is computed is `_trace`'s matter, by the same init programs as parameters. An optimizer is
+anything with an `init` function of a pytree of parameters; nothing here imports Optax.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ import jax
 import numpy as np
 
 from lazymodel._abstract.framework import Derived, Framework, Optimizer, Training
-from lazymodel._abstract.paths import rule_path, unique_paths
+from lazymodel._abstract.paths import rule_path
 from lazymodel._abstract.spec import AnyModel, ModelSpec, Optimized
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError
 from lazymodel._programs.programs import InitRecipe
 from lazymodel._sharding.follow import follow
 from lazymodel._show.text import closest
-from lazymodel._trace.errors import explain
-from lazymodel._trace.function import trace_function
+from lazymodel._trace.errors import raise_explained
+from lazymodel._trace.function import Flat, flattened, trace_function
 
 PREFIX = "optimizer/"  # of the paths of all optimizer state
 
@@ -58,11 +57,16 @@ def with_optimizer(
     Raises:
         LazyModelError: There is an optimizer already, or nothing to train.
         TraceError: The optimizer's `init` needs values that tracing does not have.
+
+    Example:
+        >>> trained = sharded.with_optimizer(optax.adamw(1e-3))
+        >>> trained["optimizer/0/mu/up/kernel"].spec
+        P(None, 'model')
+        >>> model, state = trained.materialize()
     """
     if not callable(getattr(optimizer, "init", None)):
-        raise LazyModelError(
-            f"with_optimizer takes an Optax gradient transformation, or what has its init(params); got {optimizer!r}"
-        )
+        takes = "with_optimizer takes an Optax gradient transformation, or what has its init(params)"
+        raise LazyModelError(f"{takes}; got {optimizer!r}")
     if model.optimized is not None:
         raise LazyModelError(f"{model.name} has an optimizer already; chain transformations, or start from the model")
     paths = _trained(model, trained)
@@ -72,24 +76,17 @@ def with_optimizer(
         raise LazyModelError(f"{model.name} has a variable of its own at {taken[0]!r}, where optimizer state would go")
 
     def constant_part(leaves: Mapping[str, Any]) -> dict[str, Any]:
-        return {path: leaf for path, leaf in found.leaves(leaves) if path not in found.derived}
+        return {path: leaf for path, leaf in found.leaves(leaves).items() if path not in found.derived}
 
     traced = trace_function(constant_part, (structs,), {}, name=model.name)
     state: dict[str, AbstractVariable] = {}
     for path, struct in found.structs.items():
-        origin = traced[path].origin if path in traced else "of parameters"
-        origin = "value" if origin == "constant" else origin
-        on_host = path in traced and traced[path].on_host
-        state[path] = AbstractVariable(
-            path,
-            tuple(struct.shape),
-            traced[path].dtype if on_host else struct.dtype,
-            origin=origin,
-            trainable=False,
-            follows=found.follows[path],
-            weak_type=bool(getattr(struct, "weak_type", False)),
-            on_host=on_host,
-        )
+        shape, weak = tuple(struct.shape), bool(getattr(struct, "weak_type", False))
+        derived = AbstractVariable(path, shape, struct.dtype, origin="of parameters", weak_type=weak)
+        variable = traced.variables.get(path, derived)
+        origin = "value" if variable.origin == "constant" else variable.origin
+        follows = _parameter(rule_path(path.removeprefix(PREFIX)), found.training.parameters)
+        state[path] = dataclasses.replace(variable, origin=origin, trainable=False, follows=follows)
     on_host = {path: source for path, source in traced.sources.items() if traced[path].on_host}
     constants = {path: source for path, source in traced.sources.items() if path not in on_host}
 
@@ -111,11 +108,11 @@ class _WithState(Framework):
         self._model, self._found = model, found
 
     def structure(self, leaves: Mapping[str, Any]) -> Any:
-        return self._model.framework.structure(leaves), self._found.unflatten(leaves)
+        return self._model.framework.structure(leaves), self._found.flat.unflatten(leaves)
 
     def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
         own = {path: arrays[path] for path in self._model}
-        return self._found.training.finish(self._model.framework.rebuild(own), self._found.unflatten(arrays))
+        return self._found.training.finish(self._model.framework.rebuild(own), self._found.flat.unflatten(arrays))
 
     def quantize(self, model: Any, how: Any, filters: Any) -> Any:
         raise LazyModelError(f"{model.name} has an optimizer already; quantize comes before with_optimizer")
@@ -125,97 +122,46 @@ class _WithState(Framework):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Mark:
-    """A variable's place in the model's tree."""
-
-    path: str
-
-
-@dataclasses.dataclass(frozen=True)
 class _Started:
-    """What starting an optimizer abstractly found.
+    """What starting an optimizer abstractly found."""
 
-    Attributes:
-        start: Starts it with arrays of its parameters.
-        slots: For each leaf of the state its path, and what is no array itself. An array that occurs twice is one
-            variable, under its first path.
-        first: Path to the index of the first leaf that has it.
-        structs: Path to shape and dtype.
-        treedef: The structure of the state.
-        derived: The paths of what depends on the values of parameters.
-        follows: Path to the parameter that it belongs to, or to an empty string.
-        training: The abstract start.
-    """
+    start: Callable[[Mapping[str, Any]], Training]  # starts it with arrays of its parameters
+    flat: Flat  # the state
+    structs: Mapping[str, Any]  # path to shape and dtype
+    derived: frozenset[str]  # the paths of what depends on the values of parameters
+    training: Training  # the abstract start
 
-    start: Callable[[Mapping[str, Any]], Training]
-    slots: tuple[Any, ...]
-    first: Mapping[str, int]
-    structs: Mapping[str, Any]
-    treedef: Any
-    derived: frozenset[str]
-    follows: Mapping[str, str]
-    training: Training
-
-    def leaves(self, parameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
-        """Path and array, of arrays of the parameters."""
-        leaves = jax.tree.leaves(self.start(parameters).state)
-        return [(path, leaves[index]) for path, index in self.first.items()]
+    def leaves(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Path to array, of arrays of the parameters."""
+        return self.flat.named(jax.tree.leaves(self.start(parameters).state))
 
     def derive(self, parameters: Sequence[str]) -> Derived | None:
         """How to compute what depends on the values of parameters, if anything does."""
-        if not self.derived:
-            return None
         paths = tuple(path for path in self.structs if path in self.derived)
-        return Derived(paths, tuple(parameters), lambda leaves: dict(self.leaves(leaves)))
-
-    def unflatten(self, mapping: Mapping[str, Any]) -> Any:
-        leaves = [mapping[slot.path] if isinstance(slot, _Mark) else slot for slot in self.slots]
-        return jax.tree.unflatten(self.treedef, leaves)
+        return Derived(paths, tuple(parameters), self.leaves) if paths else None
 
 
 def _start(model: ModelSpec, optimizer: Optimizer, parameters: Mapping[str, jax.ShapeDtypeStruct]) -> _Started:
-    """Starts an optimizer abstractly.
-
-    Raises:
-        TraceError: Its `init` needs the values of parameters on the host.
-    """
+    """Starts an optimizer abstractly; TraceError where its `init` needs the values of parameters on the host."""
     start = functools.partial(model.framework.start_training, model.variables, optimizer)
-    slots: list[Any] = []
-    first: dict[str, int] = {}
-    follows: dict[str, str] = {}
-    started: list[tuple[Training, Any]] = []
+    started: list[tuple[Training, Flat]] = []
 
     def flat(leaves: Mapping[str, Any]) -> list[Any]:
         training = start(leaves)
-        found, treedef = jax.tree_util.tree_flatten_with_path(training.state)
-        started.append((training, treedef))
-        names = unique_paths([training.path_of(keys) for keys, _ in found])
-        known: dict[int, _Mark] = {}
-        for index, (name, (_, leaf)) in enumerate(zip(names, found, strict=True)):
-            if not isinstance(leaf, (jax.Array, np.ndarray)):
-                slots.append(leaf)
-                continue
-            if id(leaf) not in known:
-                known[id(leaf)] = _Mark(PREFIX + name)
-                first[PREFIX + name] = index
-                follows[PREFIX + name] = _parameter(rule_path(name), training.parameters)
-            slots.append(known[id(leaf)])
-        return [found[index][1] for index in first.values()]
+        found = flattened(training.state, lambda keys: PREFIX + training.path_of(keys))
+        started.append((training, found.traced()))
+        return list(found.arrays.values())
 
     try:
         closed = jax.make_jaxpr(flat)(dict(parameters))
     except Exception as error:
-        explained = explain(error)
-        if explained is None:
-            raise
-        raise explained from error
-    ((training, treedef),) = started
-    derived = frozenset(path for path, depends in zip(first, _depend_on_inputs(closed.jaxpr), strict=True) if depends)
-    structs = dict(zip(first, closed.out_avals, strict=True))
-    return _Started(start, tuple(slots), first, structs, treedef, derived, follows, training)
+        raise_explained(error)
+    ((training, found),) = started
+    derived = [path for path, depends in zip(found.arrays, _depend_on_inputs(closed.jaxpr), strict=True) if depends]
+    return _Started(start, found, dict(zip(found.arrays, closed.out_avals, strict=True)), frozenset(derived), training)
 
 
-def _copy(value: jax.Array) -> tuple[jax.Array, ...]:
+def _copy(value: jax.Array) -> tuple[jax.Array, ...]:  # a function of the module: equal ones are one program
     return (value,)
 
 
@@ -249,22 +195,22 @@ def _depend_on_inputs(jaxpr: Any) -> list[bool]:
 
 def _trained(model: ModelSpec, trained: Callable[[AbstractVariable], bool] | str | None) -> tuple[str, ...]:
     """The paths of the parameters that the optimizer gets."""
-    candidates = [path for path, variable in model.items() if jax.numpy.issubdtype(variable.dtype, np.inexact)]
+    candidates = [variable for variable in model.values() if jax.numpy.issubdtype(variable.dtype, np.inexact)]
     if trained is None:
-        paths = [path for path in candidates if model[path].trainable]
+        chosen = [variable for variable in candidates if variable.trainable]
         what = "that is trainable"
     elif isinstance(trained, str):
         try:
             pattern = re.compile(trained)
         except re.error as error:
             raise LazyModelError(f"trained={trained!r} is not a regular expression: {error}") from error
-        paths = [path for path in candidates if pattern.fullmatch(rule_path(path))]
-        what = f"that {trained!r} matches{closest(trained, candidates)}"
-    else:
-        if not callable(trained):
-            raise LazyModelError(f"trained is a path regex or a function of a variable; got {trained!r}")
-        paths = [path for path in candidates if trained(model[path])]
+        chosen = [variable for variable in candidates if pattern.fullmatch(rule_path(variable.path))]
+        what = f"that {trained!r} matches{closest(trained, [variable.path for variable in candidates])}"
+    elif callable(trained):
+        chosen = list(filter(trained, candidates))
         what = "that the given function chooses"
-    if not paths:
+    else:
+        raise LazyModelError(f"trained is a path regex or a function of a variable; got {trained!r}")
+    if not chosen:
         raise LazyModelError(f"{model.name} has no floating-point variable {what}, so there is nothing to optimize")
-    return tuple(paths)
+    return tuple(variable.path for variable in chosen)

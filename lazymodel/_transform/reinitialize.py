@@ -1,8 +1,7 @@
-"""Another initializer, or other random keys, for some variables of an abstract model.
+"""The verbs `reinitialize` and `rekey`: another initializer, or other random keys, for some variables.
 
 Responsible for which variables get which initializer and which key. The initializers are traced like any init function
-(`_trace`), so they run as the same programs: compiled once for each initializer, shape, dtype and sharding, with the
-key as a run-time input, equal bit for bit to calling the initializer eagerly. Schemes are in `initializers`.
+(`_trace`), so they run as the same programs, equal bit for bit to calling them eagerly. Schemes are in `initializers`.
 """
 
 from __future__ import annotations
@@ -42,10 +41,14 @@ def path_key(key: jax.Array, path: str) -> jax.Array:
 
     Returns:
         A key of the same kind.
+
+    Example:
+        >>> key = lm.path_key(jax.random.key(0), "up/kernel")
+        >>> bool((abstract.rekey(0).materialize()["up"]["kernel"] == jax.random.normal(key, (64, 256))).all())
+        True
     """
-    digest = hashlib.sha256(path.encode()).digest()
-    for start in (0, 4):
-        key = jax.random.fold_in(key, np.uint32(int.from_bytes(digest[start : start + 4], "big")))
+    for part in np.frombuffer(hashlib.sha256(path.encode()).digest()[:8], ">u4"):
+        key = jax.random.fold_in(key, np.uint32(part))
     return key
 
 
@@ -78,10 +81,8 @@ def reinitialize(
             lacking.
 
     Example:
-        >>> import lazymodel as lm
-        >>> abstract = lm.build_abstract(lambda: {"w": jax.numpy.ones((8, 4))})
-        >>> abstract.reinitialize("w", jax.nn.initializers.normal(0.02), key=jax.random.key(0))["w"].origin
-        'normal'
+        >>> abstract.reinitialize(".*/kernel", jax.nn.initializers.lecun_normal(), key=0)["up/kernel"].origin
+        'truncated_normal'
     """
     key = _checked_key(key)
     chosen = _choose(model, rules, initializer)
@@ -112,12 +113,8 @@ def reinitialize(
     kept = ([path for path in recipe.paths if path not in chosen] for recipe in model.recipes)
     recipes = [recipe.restricted_to(paths) for recipe, paths in zip(model.recipes, kept, strict=True) if paths]
     sources = {path: source for path, source in model.sources.items() if path not in chosen}
-    return dataclasses.replace(
-        model,
-        variables=variables,
-        recipes=(*recipes, *traced.recipes),
-        sources={**sources, **traced.sources},
-    )
+    recipes, sources = (*recipes, *traced.recipes), {**sources, **traced.sources}
+    return dataclasses.replace(model, variables=variables, recipes=recipes, sources=sources)
 
 
 def rekey(model: AnyModel, key: jax.Array | int, pattern: str = ".*") -> AnyModel:
@@ -134,6 +131,12 @@ def rekey(model: AnyModel, key: jax.Array | int, pattern: str = ".*") -> AnyMode
 
     Raises:
         LazyModelError: The pattern matches nothing, or the key is of another generator than the model's.
+
+    Example:
+        >>> alone = lm.build_abstract(lambda key: {"up": init(key)["up"]}, jax.random.key(0))
+        >>> kernels = [model.rekey(1).materialize()["up"]["kernel"] for model in (abstract, alone)]
+        >>> bool((kernels[0] == kernels[1]).all())
+        True
     """
     checked = _checked_key(key)
     if checked is None:
@@ -161,18 +164,14 @@ def rekey(model: AnyModel, key: jax.Array | int, pattern: str = ".*") -> AnyMode
 def _rekeyed(recipe: InitRecipe, key: jax.Array) -> tuple[np.ndarray[Any, Any], ...]:
     """The recipe's inputs with keys of its path: that key itself, or one folded from it where there are several."""
     base = path_key(key, recipe.paths[0])
-    several = sum(dtype is not None for dtype in recipe.keys) > 1
     inputs = list(recipe.inputs)
-    number = 0
-    for index, dtype in enumerate(recipe.keys):
-        if dtype is None:
-            continue
+    keys = [(index, dtype) for index, dtype in enumerate(recipe.keys) if dtype is not None]
+    for number, (index, dtype) in enumerate(keys):
         if dtype != key.dtype:
             raise LazyModelError(f"{recipe.paths[0]!r} is initialized with a {dtype}; the key given is a {key.dtype}")
-        own = jax.random.fold_in(base, number) if several else base
+        own = jax.random.fold_in(base, number) if len(keys) > 1 else base
         shape = inputs[index].shape[:-1]
         inputs[index] = key_data(jax.random.split(own, shape) if shape else own)
-        number += 1
     return tuple(inputs)
 
 
@@ -191,7 +190,6 @@ def _checked_key(key: Any) -> jax.Array | None:
 
 
 # Rules ----------------------------------------------------------------------------------------------------------------
-
 
 _Choice: TypeAlias = "tuple[Initializer, Mapping[str, str | int]]"  # and what its pattern captured, numbers as ints
 
@@ -219,14 +217,11 @@ def _choose(model: ModelSpec, rules: Any, initializer: Initializer | None) -> di
         )
     for path, (choice, _) in chosen.items():
         if not callable(choice):
-            raise LazyModelError(
-                f"{path!r}: an initializer is a callable of key, shape and dtype, such as "
-                f"jax.nn.initializers.zeros; got {choice!r}"
-            )
-        if is_key(model[path].dtype):
-            raise LazyModelError(
-                f"{path!r} is a PRNG key ({model[path].dtype}), which has no initializer; leave it out of the pattern"
-            )
+            what = "an initializer is a callable of key, shape and dtype, such as jax.nn.initializers.zeros"
+            raise LazyModelError(f"{path!r}: {what}; got {choice!r}")
+        if is_key(dtype := model[path].dtype):
+            what = f"is a PRNG key ({dtype}), which has no initializer"
+            raise LazyModelError(f"{path!r} {what}; leave it out of the pattern")
     return chosen
 
 
@@ -244,13 +239,10 @@ def _choose_by_pattern(model: ModelSpec, rules: Mapping[str, Any]) -> dict[str, 
             chosen.setdefault(path, (rules[pattern], captures))
     if dead := [pattern for pattern in rules if pattern not in alive]:
         if state := [path for path in model if templates[dead[0]].match(rule_path(path)) is not None]:
-            raise LazyModelError(
-                f"{dead[0]!r} matches only optimizer state, such as {state[0]!r}, which starts as the optimizer says"
-            )
-        raise LazyModelError(
-            f"no variable of {model.name} matches {', '.join(map(repr, dead))}{closest(dead[0], model)}. "
-            "A pattern matches a whole path."
-        )
+            what = f"{dead[0]!r} matches only optimizer state, such as {state[0]!r}"
+            raise LazyModelError(f"{what}, which starts as the optimizer says")
+        what = f"no variable of {model.name} matches {', '.join(map(repr, dead))}{closest(dead[0], model)}"
+        raise LazyModelError(f"{what}. A pattern matches a whole path.")
     return chosen
 
 
@@ -258,18 +250,17 @@ def _initial(variable: AbstractVariable, choice: _Choice, key: jax.Array) -> Any
     """The variable's value, traced."""
     initializer, captures = choice
     known: dict[str, Any] = {**captures, "path": variable.path}
+    expected = f"{variable.dtype.name}{list(variable.shape)}"
     try:
         value = initializer(key, variable.shape, variable.dtype, **_wanted(variable, initializer, known))
     except LazyModelError:
         raise
     except Exception as error:
-        error.add_note(f"while initializing {variable.path!r}, {variable.dtype.name}{list(variable.shape)}")
+        error.add_note(f"while initializing {variable.path!r}, {expected}")
         raise
     if not isinstance(value, (jax.Array, np.ndarray)):
         raise LazyModelError(f"{variable.path!r}: its initializer returned no array but {type(value).__name__}")
-    found = f"{np.dtype(value.dtype).name}{list(value.shape)}"
-    expected = f"{variable.dtype.name}{list(variable.shape)}"
-    if found != expected:
+    if (found := f"{np.dtype(value.dtype).name}{list(value.shape)}") != expected:
         raise LazyModelError(
             f"{variable.path!r}: expected {expected}, and its initializer returned {found}; it is called with key, "
             "shape and dtype, and is to return an array of these"
@@ -284,11 +275,10 @@ def _wanted(variable: AbstractVariable, initializer: Initializer, known: Mapping
     except (TypeError, ValueError):  # built in C: nothing is known of its parameters
         return {}
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    for parameter in parameters:
-        lacks = parameter.default is parameter.empty and parameter.kind not in variadic
-        if lacks and parameter.name not in known:
-            raise LazyModelError(
-                f"{variable.path!r}: its initializer needs {parameter.name!r}, which its pattern does not capture; "
-                f"write {{{parameter.name}}} where the path has it"
-            )
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
+    if lacking := [name for name in needed if name not in known]:
+        raise LazyModelError(
+            f"{variable.path!r}: its initializer needs {lacking[0]!r}, which its pattern does not capture; "
+            f"write {{{lacking[0]}}} where the path has it"
+        )
     return {parameter.name: known[parameter.name] for parameter in parameters if parameter.name in known}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, KeysView, Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Collection, Iterator, KeysView, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from lazymodel._show.text import format_bytes
+from lazymodel._errors import CheckpointError
+from lazymodel._show.text import format_bytes, plural
 from lazymodel._tensors.files import FileSource
 from lazymodel._tensors.lazy import LazyTensor
 
@@ -31,9 +32,16 @@ class Checkpoint(Mapping[str, LazyTensor]):
     Attributes:
         path: The path that was opened.
         format: What its files are, for reports.
+        metadata: What they say about themselves, where the format has a place for that (safetensors' `__metadata__`).
+
+    Example:
+        >>> with lm.open_checkpoint("model.safetensors") as checkpoint:
+        ...     print(list(checkpoint), checkpoint.nbytes, checkpoint.bytes_read)
+        ['down/kernel', 'up/kernel'] 131072 0
     """
 
-    format: ClassVar[str] = "unknown"
+    format: str = "unknown"
+    metadata: dict[str, str] | None = None
 
     def __init__(
         self, path: str | os.PathLike[str], names: list[str] | dict[str, Any], sources: list[FileSource]
@@ -79,7 +87,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.values())
+        return self._nbytes_of(self._names)
+
+    def _nbytes_of(self, names: Collection[str]) -> int:
+        return sum(self.describe(name).nbytes for name in names)
 
     @property
     def bytes_read(self) -> int:
@@ -98,5 +109,47 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.close()
 
     def __repr__(self) -> str:
-        files = f"{len(self.files)} file" + ("" if len(self.files) == 1 else "s")
-        return f"{type(self).__name__}({self.path!r}: {len(self)} tensors, {format_bytes(self.nbytes)} in {files})"
+        size = f"{format_bytes(self.nbytes)} in {plural(len(self.files), 'file')}"
+        return f"{type(self).__name__}({self.path!r}: {plural(len(self), 'tensor')}, {size})"
+
+
+class JoinedCheckpoint(Checkpoint):
+    """Several files as one mapping.
+
+    Args:
+        path: The path that was opened.
+        parts: The files, and of each the names of the tensors that count.
+
+    Raises:
+        CheckpointError: Two files have a tensor of the same name.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], parts: Sequence[tuple[Checkpoint, Collection[str]]]) -> None:
+        owners: dict[str, Checkpoint] = {}
+        for part, names in parts:
+            if not owners.keys().isdisjoint(names):
+                name = next(name for name in names if name in owners)
+                raise CheckpointError(
+                    f"tensor {name!r} is in both {owners[name].path} and {part.path}; open one of the files, or add "
+                    "the index file that says which one counts"
+                )
+            owners |= dict.fromkeys(names, part)
+            self.format = part.format
+            if part.metadata is not None:
+                self.metadata = {**(self.metadata or {}), **part.metadata}
+        super().__init__(path, owners, [source for part, _ in parts for source in part._sources])
+        self._parts = parts
+
+    def _tensor(self, name: str) -> LazyTensor:
+        return self._names[name]._tensor(name)
+
+    def describe(self, name: str) -> TensorHeader:
+        return self._names[name].describe(name)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part._nbytes_of(names) for part, names in self._parts)
+
+    def close(self) -> None:
+        for part, _ in self._parts:
+            part.close()

@@ -6,26 +6,24 @@ What could lead out of a file (external links, virtual datasets) is refused whil
 
 from __future__ import annotations
 
-import itertools
+import os
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lazymodel._errors import CheckpointError
 from lazymodel._show.text import listed
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel.checkpoints._checkpoint import Checkpoint
+from lazymodel.checkpoints._checkpoint import Checkpoint, JoinedCheckpoint
 from lazymodel.checkpoints._hdf5_dataset import H5File, Window, corrupt, dataset_tensor, import_h5py
 from lazymodel.checkpoints._hdf5_header import VIRTUAL, layout_classes
+from lazymodel.checkpoints._shards import by_shard, indexed_names
 from lazymodel.checkpoints._untrusted import (
     MAX_JSON,
     Member,
     check_pointer,
-    read_json_file,
     read_json_object,
-    require_shards,
-    shard_path,
     weight_map,
     zip_directory,
     zip_member,
@@ -35,45 +33,28 @@ _MAX_NAME = 4096  # characters of a dataset's path; deeper than any model, and w
 
 
 class Hdf5Checkpoint(Checkpoint):
-    """One or more HDF5 files as one mapping from a dataset's path, such as `layers/dense/vars/0`, to its tensor."""
+    """An HDF5 file as a mapping from a dataset's path, such as `layers/dense/vars/0`, to its tensor."""
 
     format = "hdf5"
 
-    def __init__(self, path: Path, names: dict[str, H5File], files: list[H5File]) -> None:
-        super().__init__(path, names, [file.source for file in files])
-        self._files = files
+    def __init__(self, path: str | os.PathLike[str], file: H5File) -> None:
+        super().__init__(path, _dataset_names(file), [file.source])
+        self._file = file
 
     def _tensor(self, name: str) -> LazyTensor:
-        return dataset_tensor(self._names[name], name)
+        return dataset_tensor(self._file, name)
 
     def close(self) -> None:
-        for file in self._files:
-            file.close()
+        self._file.close()
 
 
 def open_hdf5(path: Path) -> Hdf5Checkpoint:
     """Opens a single HDF5 file."""
-    return _open_one(path, H5File(str(path)))
+    check_pointer(path)
+    return Hdf5Checkpoint(path, H5File(str(path)))
 
 
-def _open_one(path: Path, file: H5File) -> Hdf5Checkpoint:
-    return Hdf5Checkpoint(path, dict.fromkeys(_dataset_names(file), file), [file])
-
-
-def open_sharded_hdf5(index: Path) -> Hdf5Checkpoint:
-    """Opens the shards of a Keras `.weights.json`: a `weight_map` of group path to file name, or to several of them.
-
-    Format: `keras.src.saving.saving_lib.ShardedH5IOStore`.
-    """
-    groups = _groups(read_json_file(index), str(index))
-    paths = {shard: shard_path(index, shard) for shard in _shards(groups)}
-    require_shards(index, list(paths.values()))
-    for path in paths.values():
-        check_pointer(path)
-    return _join_shards(index, groups, {shard: H5File(str(path)) for shard, path in paths.items()})
-
-
-def open_archive(path: Path) -> Hdf5Checkpoint:
+def open_archive(path: Path) -> Checkpoint:
     """Opens the weights in a `.keras` archive, in place, where they are stored without compression."""
     members = {info.filename: info for info in zip_directory(path, ".keras")}
 
@@ -86,12 +67,12 @@ def open_archive(path: Path) -> Hdf5Checkpoint:
             )
         return found
 
-    def file(name: str) -> H5File:
+    def weights(name: str, shown: str) -> Hdf5Checkpoint:
         found = member(name)
-        return H5File(found.path, found.start, found.size)
+        return Hdf5Checkpoint(shown, H5File(found.path, found.start, found.size))
 
     if "model.weights.h5" in members:
-        return _open_one(path, file("model.weights.h5"))
+        return weights("model.weights.h5", str(path))
     there = listed(map(repr, sorted(members)))
     if "model.weights.json" not in members:
         raise CheckpointError(f"{path}: expected model.weights.h5 in the archive, found {there}")
@@ -99,45 +80,18 @@ def open_archive(path: Path) -> Hdf5Checkpoint:
     if found.size > MAX_JSON:
         raise CheckpointError(f"{path}: expected at most {MAX_JSON} bytes of model.weights.json, found {found.size}")
     with Window(found.path, found.start, found.size) as window:
-        content = window.read()
-    groups = _groups(read_json_object(content, f"{path}:{found.name}"), f"{path}:{found.name}")
-    if missing := [shard for shard in _shards(groups) if shard not in members]:
+        index = f"{path}:{found.name}"
+        groups = by_shard(weight_map(read_json_object(window.read(), index), index), index, grouped=True)
+    if missing := [shard for shard in groups if shard not in members]:
         raise CheckpointError(f"{path}: expected shards {listed(map(repr, missing))} in the archive, found {there}")
-    return _join_shards(path, groups, {shard: file(shard) for shard in _shards(groups)})
-
-
-def _groups(content: dict[str, Any], index: str) -> dict[str, list[str]]:
-    """Group → the shards that an index says have datasets of it."""
-    groups: dict[str, list[str]] = {}
-    for group, shards in weight_map(content, index).items():
-        names = cast("list[Any]", shards) if isinstance(shards, list) else [shards]
-        if not all(isinstance(name, str) for name in names):
-            raise CheckpointError(f"{index}: expected file names in 'weight_map', found {reprlib.repr(shards)}")
-        groups[group] = names
-    return groups
-
-
-def _shards(groups: dict[str, list[str]]) -> Iterable[str]:
-    return dict.fromkeys(itertools.chain.from_iterable(groups.values()))
-
-
-def _join_shards(path: Path, groups: dict[str, list[str]], files: dict[str, H5File]) -> Hdf5Checkpoint:
-    """Keeps, of every shard, the datasets of the groups that the index gives it."""
-    names: dict[tuple[str, str], list[str]] = {}  # by shard and group
-    for shard, file in files.items():
-        for name in _dataset_names(file):
-            names.setdefault((shard, name.rpartition("/")[0]), []).append(name)
-    joined: dict[str, H5File] = {}
-    for group, shards in groups.items():
-        for shard in shards:
-            found = names.get((shard, group.strip("/")))
-            if not found:
-                raise CheckpointError(f"{path}: expected datasets of {group!r} in shard {shard}, found none there")
-            for name in found:
-                if name in joined:
-                    raise CheckpointError(f"{path}: dataset {name!r} is in more than one shard, {shard} among them")
-                joined[name] = files[shard]
-    return Hdf5Checkpoint(path, joined, list(files.values()))
+    shards = {shard: weights(shard, f"{path}:{shard}") for shard in groups}
+    return JoinedCheckpoint(
+        path,
+        [
+            (shard, indexed_names(shard, shard.path, found.name, groups[name], (), grouped=True))
+            for name, shard in shards.items()
+        ],
+    )
 
 
 def _dataset_names(file: H5File) -> list[str]:

@@ -214,20 +214,20 @@ class DatasetLeaf(Leaf):
     def _read_chunk(
         self, offset: int, size: int, filters: tuple[bool, ...], partial: bool, box: Box, target: _Target
     ) -> bool:
-        """Fills a target with a box of a chunk, without the library; False where only that can tell what the chunk is.
-
-        A dataset can be told to leave chunks that reach over its edge unfiltered (H5Pset_chunk_opts), which is written
-        down nowhere that h5py shows. Such a chunk is as long as its values are.
-        """
+        """Fills a target with a box of a chunk, without the library; False where only that can tell what it is."""
+        # A dataset can be told to leave chunks that reach over its edge unfiltered (H5Pset_chunk_opts), which h5py does
+        # not show. Such a chunk is as long as its values are.
         chunks = cast("tuple[int, ...]", self._chunks)
         shuffle = filters[0]
+        out, steps, workspace = target
         if not any(filters):
             self._check_length(size)
-            self._read_plain(offset, chunks, box, target)
+            place = Geometry(offset, chunks, tuple(c_strides(chunks, self._bits.itemsize))).box(box)
+            place, ordered, _ = normalize(place, out)
+            self._h5.source.read_strided(place, self.dtype, ordered, steps, workspace)
             return True
         if size > self._chunk_nbytes + self._chunk_nbytes // 8 + 1024:  # more than zlib ever adds
             self._check_length(size)
-        out, steps, workspace = target
         with workspace.array((self._chunk_nbytes,), _BYTE) as decoded:
             if not self._decode(offset, size, filters, partial and size == self._chunk_nbytes, decoded, workspace):
                 return False
@@ -241,13 +241,6 @@ class DatasetLeaf(Leaf):
                 bytes_of[...] = np.moveaxis(planes, 0, -1)
                 assign(out, values, steps)
         return True
-
-    def _read_plain(self, offset: int, chunks: tuple[int, ...], box: Box, target: _Target) -> None:
-        """Fills a target with a box of a chunk that is stored as it is in memory."""
-        out, steps, workspace = target
-        chunk = Geometry(offset, chunks, tuple(c_strides(chunks, self._bits.itemsize)))
-        place, ordered, _ = normalize(chunk.box(box), out)
-        self._h5.source.read_strided(place, self.dtype, ordered, steps, workspace)
 
     def _decode(
         self, offset: int, size: int, filters: tuple[bool, ...], unfiltered: bool, out: np.ndarray, workspace: Workspace
@@ -350,10 +343,7 @@ def _inflate(encoded: np.ndarray, out: np.ndarray) -> int:
 
 
 def _fletcher32(data: np.ndarray) -> int:
-    """The checksum that HDF5 appends to chunks: Fletcher's, of big-endian 16-bit words (`H5_checksum_fletcher32`).
-
-    Sums are reduced modulo 65535, for which both 0 and 65535 stand.
-    """
+    """The checksum that HDF5 appends to chunks: Fletcher's, of big-endian 16-bit words (`H5_checksum_fletcher32`)."""
     words = data[: data.size // 2 * 2].view(">u2")
     first = second = 0
     for start in range(0, words.size, _CHECKSUM):
@@ -363,7 +353,7 @@ def _fletcher32(data: np.ndarray) -> int:
     if data.size % 2:
         first += int(data[-1]) << 8
         second += first
-    return second % 65535 << 16 | first % 65535
+    return second % 65535 << 16 | first % 65535  # for which both 0 and 65535 stand
 
 
 def _is_checksum(stored: bytes, data: np.ndarray) -> bool:
@@ -374,10 +364,8 @@ def _is_checksum(stored: bytes, data: np.ndarray) -> bool:
 
 
 def _chunk_places(dataset: Any) -> np.ndarray:
-    """Where every chunk lies, by its place in the grid: byte offset or -1, bytes, mask of filters that were left out.
-
-    All at once: the library looks a single one up by going through all of them.
-    """
+    """Where every chunk lies, by its place in the grid: byte offset or -1, bytes, mask of filters left out."""
+    # All at once: the library looks a single one up by going through all of them.
     chunks: tuple[int, ...] = dataset.chunks
     grid = tuple(-(-extent // n) for extent, n in zip(dataset.shape, chunks, strict=True))
     places = np.full(grid, -1, np.dtype([("offset", np.int64), ("size", np.int64), ("mask", np.int64)]))
@@ -458,11 +446,9 @@ def _checked(file: H5File, what: str, dataset: Any) -> tuple[np.dtype[Any], tupl
 
 
 def _has_text(dataset: Any, name: bytes) -> bool:
-    """Whether a dataset has an attribute of this name that is a string.
-
-    The string itself, which for Keras is always "bfloat16", is not read: it lies in a heap of the file, and where that
-    is damaged the library reads on for ever, or takes gigabytes.
-    """
+    """Whether a dataset has an attribute of this name that is a string."""
+    # The string itself, which for Keras is always "bfloat16", is not read: it lies in a heap of the file, and where
+    # that is damaged the library reads on for ever, or takes gigabytes.
     h5py = import_h5py()
     if not h5py.h5a.exists(dataset.id, name):
         return False

@@ -16,15 +16,10 @@ _MAX_HEADER = 16 << 20  # bytes of one object's header; a message has at most 64
 
 
 def layout_classes(read: Callable[[int, int], bytes], address: int, widths: tuple[int, int]) -> set[int]:
-    """The classes of storage that an object's header names: none for a group, one for a sound dataset.
+    """The classes of storage that the object header at an address names: none for a group, one for a sound dataset.
 
-    Args:
-        read: Gives the bytes at an address, as many as asked for or as the file has.
-        address: Where the header is.
-        widths: Bytes of an address and of a length, as the file's superblock says.
-
-    Raises:
-        ValueError: What is there is no object header, or one that ends early.
+    `read` gives the bytes at an address, as many as asked for or as the file has; `widths` are the bytes of an address
+    and of a length. ValueError where there is no object header, or one that ends early.
     """
     classes: set[int] = set()
     for kind, body in _messages(read, address, widths):
@@ -79,6 +74,3 @@ def _messages(read: Callable[[int, int], bytes], address: int, widths: tuple[int
                 blocks.append((offset + 4, max(count - 8, 0)) if new else (offset, count))
             yield kind, body
             at += prefix + length
-
-
-__all__ = ("VIRTUAL", "layout_classes")

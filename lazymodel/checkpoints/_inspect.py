@@ -13,13 +13,13 @@ import os
 import reprlib
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
 from lazymodel._show.table import Row, folded_table, shape_text
-from lazymodel._show.text import LISTED, first_lines, format_bytes, listed, plural, printable
+from lazymodel._show.text import first_lines, format_bytes, plural, printable
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._open import (
     SAFETENSORS,
@@ -32,12 +32,11 @@ from lazymodel.checkpoints._open import (
     weight_files,
 )
 from lazymodel.checkpoints._orbax_folder import find_item
-from lazymodel.checkpoints._shards import shard_problems
-from lazymodel.checkpoints._untrusted import check_pointer, read_json_file, shard_path, weight_map
+from lazymodel.checkpoints._shards import Part, open_indexed, open_loose, short, some
+from lazymodel.checkpoints._untrusted import read_json_file, weight_map
 from lazymodel.checkpoints._verify import known_hashes, mismatches, no_hash
 
 _MAX_PROBLEMS = 40  # problems that the text shows; `to_dict` has all
-_MAX_NAME = 240  # characters of a name that the text shows; a file may give a tensor a name of megabytes
 
 
 class TensorSummary(NamedTuple):
@@ -129,15 +128,15 @@ class CheckpointSummary:
             state = f"{', '.join(file.verified)} as stated" if file.verified else "ok"
             if by_file[file.path]:
                 state = plural(by_file[file.path], "problem")
-            return Row(_short(file.path), (f"{file.tensors:,}",), file.nbytes, state)
+            return Row(short(file.path), (f"{file.tensors:,}",), file.nbytes, state)
 
         def tensor_row(one: TensorSummary) -> Row:
-            return Row(_short(one.name), (shape_text(one.shape), one.dtype), one.nbytes, _short(one.file))
+            return Row(short(one.name), (shape_text(one.shape), one.dtype), one.nbytes, short(one.file))
 
         lines: list[str] = []
         if self.tensors:
             lines.append(f"dtypes: {', '.join(f'{name} {format_bytes(size)}' for name, size in self.dtypes.items())}")
-        metadata = [f"metadata: {_short(key)} = {_short(str(value))}" for key, value in self.metadata.items()]
+        metadata = [f"metadata: {short(key)} = {short(str(value))}" for key, value in self.metadata.items()]
         lines += first_lines(metadata, indent="metadata: ")
         title, headings = f"{self.path}: {self._line()}", ("tensors", "bytes", "state")
         parts = [folded_table(title, headings, map(file_row, self.files), lines, noun="file").text()]
@@ -188,22 +187,17 @@ class _Inspection:
         self.files: dict[str, tuple[str, ...]] = {}  # path → algorithms of hashes that it was found to have
         self.tensors: dict[str, TensorSummary] = {}
         self.problems: list[Problem] = []
-        self.headers: dict[Path, Mapping[str, str] | None] = {}  # shard → what a safetensors header says about it
 
     # What there is.
 
     def look(self) -> None:
-        """Finds files, tensors and problems."""
-        if not self.where.is_dir():
-            self.look_at_file(self.where)
-            return
         try:
-            files = weight_files(self.where)
+            files = weight_files(self.where) if self.where.is_dir() else [self.where]
         except CheckpointError as error:
             self.format = "safetensors"
             self.problem(str(error))
             return
-        if files and files[0].suffix == ".safetensors":
+        if files and files[0].suffix == ".safetensors" and self.where.is_dir():
             self.look_at_loose(files)
         elif files:
             self.look_at_file(files[0])
@@ -235,24 +229,12 @@ class _Inspection:
         except LazyModelError as error:
             self.problem(str(error), path if path.is_file() else None)
             return
-        with checkpoint:
-            self.format = checkpoint.format
-            self.files.update(dict.fromkeys(content_files(checkpoint), ()))
-            self.add(checkpoint, checkpoint, path)
-
-    def look_at_loose(self, paths: list[Path], kind: Format = SAFETENSORS) -> None:
-        """Files that no index describes; those numbered `k-of-n` must be n."""
-        self.format = kind.name
-        self.headers.update(dict.fromkeys(paths))
-        for path in paths:
-            if (checkpoint := self.open_shard(path, kind)) is not None:
-                with checkpoint:
-                    self.add(checkpoint, checkpoint, path)
-        for message in shard_problems(self.root, self.headers):
-            self.problem(message)
+        self.format = checkpoint.format
+        self.files.update(dict.fromkeys(content_files(checkpoint), ()))
+        self.add([(checkpoint, checkpoint)])
 
     def look_at_index(self, index: Path, kind: Format) -> None:
-        """An index and the shards that it names, each on its own."""
+        """An index and the shards that it names, or, where it cannot be read, those that lie beside it."""
         self.files[os.fspath(index)] = ()
         try:
             content = read_json_file(index)
@@ -262,73 +244,34 @@ class _Inspection:
             self.look_at_loose(sorted(index.parent.glob(f"*{kind.suffixes[0]}")), kind)
             return
         self.add_metadata(content.get("metadata"))
-        # Keras' index names groups, which may be spread over several shards; a safetensors tensor is in one.
-        grouped = kind.name == "hdf5"
-        noun = "group" if grouped else "tensor"
-        keys = {key.strip("/") if grouped else key: value for key, value in weights.items()}
-        for path, expected in self.shards(index, keys, grouped).items():
-            checkpoint = self.open_shard(path, kind, f"{_some(expected, noun)} as {index.name} says")
-            if checkpoint is None:
-                continue
-            with checkpoint:
-                held: dict[str, list[str]] = {}  # what the index lists → names of tensors
-                for name in checkpoint:
-                    held.setdefault(name.rpartition("/")[0] if grouped else name, []).append(name)
-                others = held.keys() - set(expected)
-                problems = {
-                    "lacks {}, which {} says it has; download both again": [key for key in expected if key not in held],
-                    "has {}, which {} puts in other shards; download both again": [
-                        key for key in held if key in others and key in keys
-                    ],
-                    "has {}, which {} does not mention and nothing will load; download both again": [
-                        key for key in held if key in others and key not in keys
-                    ],
-                }
-                for message, names in problems.items():
-                    if names:
-                        self.problem(f"{path}: {message.format(_some(names, noun), index.name)}", path)
-                self.add(checkpoint, [name for key in expected for name in held.get(key, ())], path)
-        for message in shard_problems(index, self.headers, indexed=True):
-            self.problem(message)
+        self.add(open_indexed(index, weights, self.noting(kind), self.problem, grouped=kind.grouped))
 
-    def shards(self, index: Path, keys: Mapping[str, Any], grouped: bool) -> dict[Path, list[str]]:
-        """Path of every shard that an index may name → what it says that the shard has."""
-        paths: dict[str, Path | None] = {}
-        result: dict[Path, list[str]] = {}
-        for key, value in keys.items():
-            for shard in value if grouped and isinstance(value, list) else [value]:
-                name = shard if isinstance(shard, str) else reprlib.repr(shard)
-                if name not in paths:
-                    try:
-                        paths[name] = shard_path(index, shard)
-                    except LazyModelError as error:
-                        self.problem(str(error), index)
-                        paths[name] = None
-                if (path := paths[name]) is not None:
-                    result.setdefault(path, []).append(key)
-        return result
+    def look_at_loose(self, paths: list[Path], kind: Format = SAFETENSORS) -> None:
+        """Files that no index describes."""
+        self.format = kind.name
+        self.add(open_loose(self.root, paths, self.noting(kind), self.problem))
 
-    def open_shard(self, path: Path, kind: Format, expected: str = "tensors") -> Checkpoint | None:
-        """Opens one file, or notes why not."""
-        try:
-            if not path.exists():
-                link = f"a link to {os.readlink(path)}, which is not there" if path.is_symlink() else "no such file"
-                raise CheckpointError(f"{path}: expected {expected}, found {link}. Download it too.")
+    def noting(self, kind: Format) -> Callable[[Path], Checkpoint]:
+        """Opens a file of a format, which is noted, whether it can be opened or not."""
+
+        def open(path: Path) -> Checkpoint:
             if path.is_file():
                 self.files[os.fspath(path)] = ()
-            check_pointer(path)
-            checkpoint = kind.open(path)
-        except LazyModelError as error:
-            self.problem(str(error), path)
-            return None
-        self.headers[path] = getattr(checkpoint, "metadata", None)
-        return checkpoint
+            return kind.open(path)
+
+        return open
 
     # What is noted of it.
 
-    def add(self, checkpoint: Checkpoint, names: Iterable[str], path: Path) -> None:
+    def add(self, parts: Iterable[Part]) -> None:
+        for checkpoint, names in parts:
+            with checkpoint:
+                self.add_part(checkpoint, names)
+
+    def add_part(self, checkpoint: Checkpoint, names: Iterable[str]) -> None:
         """Notes tensors of a checkpoint, and that some were found before."""
-        self.add_metadata(getattr(checkpoint, "metadata", None))
+        self.add_metadata(checkpoint.metadata)
+        path = Path(checkpoint.path)
         again: dict[str, list[str]] = {}
         texts: dict[Any, str] = {}  # a million tensors may lie in one file, and have one dtype
         for name in names:
@@ -346,7 +289,7 @@ class _Inspection:
                 texts[dtype] = dtype.name
             self.tensors[name] = TensorSummary(name, texts[dtype], shape, nbytes, texts[file])
         for other, twice in again.items():
-            self.problem(f"{path} and {other} both have {_some(twice)}; keep one of them, or add an index", path)
+            self.problem(f"{path} and {other} both have {some(twice)}; keep one of them, or add an index", path)
 
     def add_metadata(self, metadata: Any) -> None:
         if isinstance(metadata, Mapping):
@@ -376,7 +319,6 @@ class _Inspection:
             self.files[file] = () if file in wrong else tuple(hash.algorithm for hash in stated)
 
     def summary(self) -> CheckpointSummary:
-        """All of it."""
         found = Counter(tensor.file for tensor in self.tensors.values())
         files: list[FileSummary] = []
         for file, verified in self.files.items():
@@ -392,14 +334,3 @@ def _plain(value: Any) -> Any:
         return json.loads(json.dumps(value, default=str, allow_nan=False))
     except (ValueError, TypeError, RecursionError):
         return reprlib.repr(value)
-
-
-def _some(names: Sequence[str], noun: str = "tensor") -> str:
-    """The first few of some names, and how many they are."""
-    first = [repr(_short(name)) for name in names[:LISTED]]
-    return f"{plural(len(names), noun)} ({listed(first, count=len(names))})"
-
-
-def _short(text: str) -> str:
-    half = _MAX_NAME // 2
-    return text if len(text) <= _MAX_NAME else f"{text[:half]}…{text[-half:]}"

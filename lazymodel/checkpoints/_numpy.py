@@ -40,11 +40,10 @@ _CURSORS = 8  # places where reading stopped that are remembered: as many as thr
 class NumpyCheckpoint(Checkpoint):
     """A `.npz` archive: member name without `.npy` → tensor. A `.npy` file has one tensor, named as the file is.
 
-    Uncompressed arrays, in C or Fortran order, are read in place. Compressed ones cost more: a deflated stream can only
-    be read from its start, so that a box is found by decompressing what lies before it. Where reading stopped is
-    remembered, and so are some places in between: reading an array in order, or in several shards of whole rows,
-    decompresses it about once; shards of columns decompress it once each. No more than 1 MiB of a member is held at a
-    time. Once an array was read up to its end, in order, its checksum has been compared with the archive's.
+    A deflated stream can only be read from its start, so that a box is found by decompressing what lies before it.
+    Where reading stopped is remembered, and so are some places in between: reading an array in order, or in several
+    shards of whole rows, decompresses it about once; shards of columns decompress it once each. Once an array was read
+    up to its end, in order, its checksum has been compared with the archive's.
     """
 
     format = "numpy"

@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 from lazymodel._devices.agreement import opening
 from lazymodel._errors import CheckpointError
-from lazymodel.checkpoints._checkpoint import Checkpoint
-from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5, open_sharded_hdf5
+from lazymodel.checkpoints._checkpoint import Checkpoint, JoinedCheckpoint
+from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5
 from lazymodel.checkpoints._numpy import open_npy, open_npz
 from lazymodel.checkpoints._orbax import open_orbax
 from lazymodel.checkpoints._orbax_folder import find_item
-from lazymodel.checkpoints._safetensors import SafetensorsFile, open_index, open_safetensors
-from lazymodel.checkpoints._untrusted import check_pointer
+from lazymodel.checkpoints._safetensors import SafetensorsFile
+from lazymodel.checkpoints._shards import open_indexed, open_loose
+from lazymodel.checkpoints._untrusted import check_pointer, read_json_file, weight_map
 from lazymodel.checkpoints._verify import Verify, verify_files
 
 SAVING = ".lazymodel-saving"  # what the names of savers' own folders end in
@@ -23,25 +24,36 @@ OLD = "old"  # in one: the folder that is being replaced, where the file system 
 
 
 class Format(NamedTuple):
-    """A kind of file: what its names end in, what its content begins with, and how it is opened.
-
-    Attributes:
-        shard: The format of the files that it names, where it is an index.
-    """
+    """A kind of file: what its names end in, what its content begins with, and how it is opened."""
 
     name: str
     suffixes: tuple[str, ...]
     magic: bytes | None
     open: Callable[[Path], Checkpoint]
-    shard: Format | None = None
+    shard: Format | None = None  # the format of the files that it names, where it is an index
+
+    @property
+    def grouped(self) -> bool:
+        """Whether its indexes list groups of tensors, each perhaps in several shards."""
+        return self.name == "hdf5"
+
+
+def _index_of(suffix: str, kind: Format) -> Format:
+    """An index that says which file of a format has which tensor (Hugging Face's), or which group of them (Keras')."""
+
+    def open_index(index: Path) -> Checkpoint:
+        weights = weight_map(read_json_file(index), index)
+        return JoinedCheckpoint(index, open_indexed(index, weights, kind.open, grouped=kind.grouped))
+
+    return Format(kind.name, (suffix,), None, open_index, kind)
 
 
 SAFETENSORS = Format("safetensors", (".safetensors",), None, SafetensorsFile)
 _HDF5 = Format("hdf5", (".weights.h5", ".h5", ".hdf5"), b"\x89HDF\r\n\x1a\n", open_hdf5)
 # The first one that a file's name or content fits is its format.
 _FORMATS = (
-    Format("safetensors", (".safetensors.index.json",), None, open_index, SAFETENSORS),
-    Format("hdf5", (".weights.json",), None, open_sharded_hdf5, _HDF5),
+    _index_of(".safetensors.index.json", SAFETENSORS),
+    _index_of(".weights.json", _HDF5),
     SAFETENSORS,
     _HDF5,
     Format("numpy", (".npz",), None, open_npz),
@@ -93,6 +105,10 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: Verify = False) -> 
         CheckpointError: Nothing is there, the format is unknown, or a file is truncated, inconsistent or hostile; an
             Orbax checkpoint was never committed, or has several items with arrays, which are then listed; with
             `verify`, also a file whose content has another hash, or whose hash nobody states.
+
+    Example:
+        >>> lm.open_checkpoint("model.safetensors")["up/kernel"]
+        LazyTensor('up/kernel', float32[64, 256] in model.safetensors)
     """
     with opening():
         where = existing(path)
@@ -136,11 +152,7 @@ def existing(path: str | os.PathLike[str]) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a folder that are its checkpoint: its index or its only weight file, or all its safetensors files.
-
-    Raises:
-        CheckpointError: It has several index files, none of them with the usual name.
-    """
+    """The files of a folder that are its checkpoint: an index, the only weight file, or all safetensors files."""
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     preferred = folder / "model.safetensors.index.json"
     if len(indexes) > 1 and preferred not in indexes:
@@ -161,7 +173,7 @@ def no_checkpoint(folder: Path) -> CheckpointError:
 def _open(where: Path) -> Checkpoint:
     files = weight_files(where) if where.is_dir() else [where]
     if where.is_dir() and files and files[0].suffix == ".safetensors":
-        return open_safetensors(where, files)
+        return JoinedCheckpoint(where, open_loose(where, files, SafetensorsFile))
     if files:
         if (kind := format_of(files[0], check_pointer(files[0]))) is None:
             raise CheckpointError(f"{where} is in no known format; supported: {_SUPPORTED}")

@@ -152,16 +152,11 @@ class OrbaxCheckpoint(Checkpoint):
     Numbers are tensors without dimensions; text, None and empty containers have no tensor. A `jax.random.key` is its
     key data, uint32. Where `_METADATA` is missing, names are those of the storage, with every dot read as a `/`.
 
-    `keras.callbacks.OrbaxCheckpoint` saves `model.get_state_tree()`, which puts each variable at its collection and
-    its `path`: `trainable_variables/sequential/dense/kernel` is `variable.path == "sequential/dense/kernel"`; likewise
-    under `non_trainable_variables`, `optimizer_variables` and `metrics_variables`.
-
     Reading decodes whole chunks; of large ones that are needed in parts, the last two are kept until all of each was
     read, the stream has what it wants of the tensor, or `close`. A tensor that was saved in shards across those that it
     is read in is decoded more than once.
 
-    Attributes:
-        item: The folder that the tensors are in, which is `path` or somewhere inside.
+    `item` is the folder that the tensors are in, which is `path` or somewhere inside.
     """
 
     format = "orbax"

@@ -55,11 +55,7 @@ _TEXT_OR_EMPTY = frozenset(("string", "None", "Dict", "List", "Tuple", "NamedTup
 def find_item(folder: Path) -> Path | None:
     """The folder of arrays that a path means: itself, the only item of a step, or that of the newest committed step.
 
-    Returns:
-        The item's folder, or None if this is nothing that Orbax wrote.
-
-    Raises:
-        CheckpointError: It was never committed, no step of it was, or it has several items with arrays.
+    None if this is nothing that Orbax wrote.
     """
     if not _is_item(folder) and not _is_step(folder):
         if steps := _steps(folder):

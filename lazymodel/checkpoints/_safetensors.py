@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +22,7 @@ from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.leaves import FileLeaf, Leaf
 from lazymodel.checkpoints._checkpoint import Checkpoint, TensorHeader
 from lazymodel.checkpoints._safetensors_header import FLOAT4, read_header
-from lazymodel.checkpoints._shards import shard_problems
-from lazymodel.checkpoints._untrusted import check_pointer, read_json_file, require_shards, shard_path, weight_map
+from lazymodel.checkpoints._untrusted import check_pointer
 
 _PACKED_UNIT = 16 << 10  # bytes of workspace for packed values, at least: rows of some thousand elements
 
@@ -123,73 +122,5 @@ class SafetensorsFile(Checkpoint):
         kind, _ = self.header.find(name)
         return TensorHeader(kind.dtype, kind.shape, kind.nbytes, self.path)
 
-    @property
-    def nbytes(self) -> int:
-        return self.header.nbytes(self)
-
-
-class SafetensorsCheckpoint(Checkpoint):
-    """Several safetensors files as one mapping."""
-
-    format = "safetensors"
-
-    def __init__(self, path: Path, files: list[SafetensorsFile], names: dict[str, SafetensorsFile]) -> None:
-        super().__init__(path, names, [file.source for file in files])
-        self.metadata = {key: value for file in files for key, value in file.metadata.items()}
-
-    def _tensor(self, name: str) -> LazyTensor:
-        return self._names[name]._tensor(name)
-
-    def describe(self, name: str) -> TensorHeader:
-        return self._names[name].describe(name)
-
-    @property
-    def nbytes(self) -> int:
-        held: dict[int, tuple[SafetensorsFile, list[str]]] = {}
-        for name, file in self._names.items():
-            held.setdefault(id(file), (file, []))[1].append(name)
-        return sum(file.header.nbytes(names) for file, names in held.values())
-
-
-def open_safetensors(path: Path, paths: list[Path]) -> SafetensorsCheckpoint:
-    """Opens the files of a folder that no index describes: one, or all the shards of one save."""
-    _require_one_save(path, dict.fromkeys(paths))
-    files = [SafetensorsFile(file) for file in paths]
-    _require_one_save(path, {Path(file.path): file.metadata for file in files})
-    names: dict[str, SafetensorsFile] = {}
-    for file in files:
-        if not names.keys().isdisjoint(file.keys()):
-            name = next(name for name in file if name in names)
-            raise CheckpointError(
-                f"tensor {name!r} is in both {names[name].path} and {file.path}; open one of the files, or add the "
-                "index file that says which one counts"
-            )
-        names |= dict.fromkeys(file.keys(), file)
-    return SafetensorsCheckpoint(path, files, names)
-
-
-def open_index(index: Path) -> SafetensorsCheckpoint:
-    """Opens the shards that an `*.safetensors.index.json` names. Tensors that it does not list are left out."""
-    weights = weight_map(read_json_file(index), index)
-    paths: dict[str, Path] = {}
-    for shard in weights.values():
-        if not isinstance(shard, str) or shard not in paths:
-            paths[str(shard)] = shard_path(index, shard)  # which refuses what is no string
-    require_shards(index, list(paths.values()))
-    files = {shard: SafetensorsFile(path) for shard, path in paths.items()}
-    _require_one_save(index, {Path(file.path): file.metadata for file in files.values()}, indexed=True)
-    names: dict[str, SafetensorsFile] = {}
-    held = {shard: file.keys() for shard, file in files.items()}
-    for name, shard in weights.items():
-        if name not in held[shard]:
-            raise CheckpointError(
-                f"{index}: expected tensor {name!r} in {files[shard].path}, found none there; the index and its shards "
-                "are of different versions: download both again"
-            )
-        names[name] = files[shard]
-    return SafetensorsCheckpoint(index, list(files.values()), names)
-
-
-def _require_one_save(where: Path, metadata: Mapping[Path, dict[str, str] | None], *, indexed: bool = False) -> None:
-    for problem in shard_problems(where, metadata, indexed=indexed):
-        raise CheckpointError(problem)
+    def _nbytes_of(self, names: Collection[str]) -> int:
+        return self.header.nbytes(names)

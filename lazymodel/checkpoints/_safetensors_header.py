@@ -103,11 +103,7 @@ class Header:
 
 
 def read_header(path: str, size: int) -> Header:
-    """Reads and checks the header of a file of `size` bytes.
-
-    Raises:
-        CheckpointError: It cannot be read, is truncated, too long or no JSON, or contradicts itself or the file.
-    """
+    """Reads and checks the header of a file of `size` bytes."""
     data = _read(path, size)
     start = 8 + len(data)  # of the tensors' bytes
     if (header := _written_as_usual(data, start, size - start)) is not None:

@@ -1,21 +1,30 @@
-"""Numbered shards: whether files that no index describes are all of one checkpoint, and of one save.
+"""Shards: the files of one checkpoint, which an index lists, or which are numbered and of one save.
 
-Responsible for what names, `model-00002-of-00003.safetensors`, and headers tell. Where an index says which file has
-which tensor, only the headers are asked.
+One loop serves opening, which stops at the first thing that is wrong, and inspecting, which is told all of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+import reprlib
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any, cast
 
-from lazymodel._show.text import LISTED, listed
+from lazymodel._errors import CheckpointError, LazyModelError
+from lazymodel._show.text import LISTED, listed, plural
+from lazymodel.checkpoints._checkpoint import Checkpoint
+from lazymodel.checkpoints._untrusted import require_shards, shard_path
 
 SAVE_KEY = "lazymodel_save"  # in a shard's metadata: what the shards of one save have in common, and no others
 _PART = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.safetensors")  # as Hugging Face numbers the shards of a model
+_MAX_NAME = 240  # characters of a name that a message shows; a file may give a tensor a name of megabytes
+
+Report = Callable[[str, Path | None], None]  # is told what is wrong, and in which file
+Part = tuple[Checkpoint, Collection[str]]  # a shard, and which of its tensors count
 
 
 def is_numbered(name: str) -> bool:
@@ -23,15 +32,108 @@ def is_numbered(name: str) -> bool:
     return _PART.fullmatch(name) is not None
 
 
-def shard_problems(
-    folder: str | os.PathLike[str], metadata: Mapping[Path, Mapping[str, str] | None], *, indexed: bool = False
-) -> Iterator[str]:
-    """What tells that safetensors files are not all of one save's shards.
+def open_loose(
+    folder: Path, paths: Sequence[Path], open: Callable[[Path], Checkpoint], problem: Report | None = None
+) -> list[Part]:
+    """Opens files that no index describes; those numbered `k-of-n` must be n, and of one save."""
+    headers: dict[Path, Mapping[str, str] | None] = dict.fromkeys(paths)
+    parts: list[Part] = []
+    for path in paths:
+        with _noted(problem, path):
+            _require(path, "tensors")
+            parts.append(((shard := open(path)), shard.keys()))
+            headers[path] = shard.metadata
+    for message in _save_problems(folder, headers, indexed=False):
+        _tell(problem, message)
+    return parts
 
-    Args:
-        folder: Where they lie, for messages.
-        metadata: File → its header's metadata; None where that cannot be read.
-        indexed: Whether an index names them, so that their number and their names are right as they are.
+
+def open_indexed(
+    index: Path,
+    weights: Mapping[str, Any],
+    open: Callable[[Path], Checkpoint],
+    problem: Report | None = None,
+    *,
+    grouped: bool,
+) -> list[Part]:
+    """Opens the shards that an index names, each with the tensors that the index says it has.
+
+    `weights` maps a tensor to its file or, where `grouped`, as Keras' indexes, a group of tensors to one file or more.
+    `problem` is told everything that is wrong; None raises it, but for tensors that the index does not list.
+    """
+    expected: dict[Path, list[str]] = {}
+    for shard, keys in by_shard(weights, index, problem, grouped=grouped).items():
+        with _noted(problem, index):
+            expected.setdefault(shard_path(index, shard), []).extend(keys)
+    if problem is None:
+        require_shards(index, list(expected))
+    opened: dict[Path, Checkpoint] = {}
+    for path, keys in expected.items():
+        with _noted(problem, path):
+            _require(path, f"{some(keys, _noun(grouped))} as {index.name} says")
+            opened[path] = open(path)
+    for message in _save_problems(index, {path: shard.metadata for path, shard in opened.items()}, indexed=True):
+        _tell(problem, message)
+    known = weights.keys() if not grouped else {key.strip("/") for key in weights}
+    return [
+        (shard, indexed_names(shard, path, index.name, expected[path], known, problem, grouped=grouped))
+        for path, shard in opened.items()
+    ]
+
+
+def by_shard(
+    weights: Mapping[str, Any], index: str | os.PathLike[str], problem: Report | None = None, *, grouped: bool
+) -> dict[str, list[str]]:
+    """Shard → what an index says that it has."""
+    result: dict[str, list[str]] = {}
+    wrong: dict[str, None] = {}
+    for key, value in weights.items():
+        for shard in cast("list[Any]", value) if grouped and isinstance(value, list) else [value]:
+            if isinstance(shard, str):
+                result.setdefault(shard, []).append(key.strip("/") if grouped else key)
+            else:
+                wrong[reprlib.repr(shard)] = None
+    for shard in wrong:
+        _tell(problem, f"{os.fspath(index)}: expected a shard's file name, found {shard}", Path(index))
+    return result
+
+
+def indexed_names(
+    shard: Checkpoint,
+    path: str | os.PathLike[str],
+    index: str,
+    expected: Sequence[str],
+    known: Collection[str],
+    problem: Report | None = None,
+    *,
+    grouped: bool,
+) -> Sequence[str]:
+    """The tensors of a shard that an index, which lists `known` in all, says it has."""
+    held: Any = shard.keys()
+    if grouped:
+        held = {}
+        for name in shard:
+            held.setdefault(name.rpartition("/")[0], []).append(name)
+
+    def tell(keys: Sequence[str], verb: str, what: str) -> None:
+        if keys:
+            message = f"{os.fspath(path)}: {verb} {some(keys, _noun(grouped))}, which {index} {what}"
+            _tell(problem, f"{message}; download both again", Path(path))
+
+    tell([key for key in expected if key not in held], "lacks", "says it has")
+    if problem is not None:
+        others = held.keys() - set(expected) if grouped else held - set(expected)
+        others = [key for key in held if key in others]
+        tell([key for key in others if key in known], "has", "puts in other shards")
+        tell([key for key in others if key not in known], "has", "does not mention and nothing will load")
+    there = [key for key in expected if key in held]
+    return [name for key in there for name in held[key]] if grouped else there
+
+
+def _save_problems(folder: Path, metadata: Mapping[Path, Mapping[str, str] | None], *, indexed: bool) -> Iterator[str]:
+    """What tells that safetensors files, given with their headers' metadata, are not all of one save's shards.
+
+    Where an index names them their number and their names are right as they are.
     """
     parts: dict[tuple[str, str], dict[Path, int]] = {}
     for path in metadata:
@@ -58,7 +160,7 @@ def shard_problems(
             )
 
 
-def _incomplete(folder: str | os.PathLike[str], stem: str, total: str, numbers: set[int]) -> Iterator[str]:
+def _incomplete(folder: Path, stem: str, total: str, numbers: set[int]) -> Iterator[str]:
     count = int(total) - sum(1 <= number <= int(total) for number in numbers)
     if count:
         lacking = (number for number in range(1, int(total) + 1) if number not in numbers)
@@ -67,3 +169,41 @@ def _incomplete(folder: str | os.PathLike[str], stem: str, total: str, numbers: 
             f"{folder}: expected {int(total)} shards as their names say, found {int(total) - count}; "
             f"missing {listed(names, count=count)}. Download them too."
         )
+
+
+def _require(path: Path, expected: str) -> None:
+    if not path.exists():
+        found = f"a link to {os.readlink(path)}, which is not there" if path.is_symlink() else "no such file"
+        raise CheckpointError(f"{path}: expected {expected}, found {found}. Download it too.")
+
+
+def some(names: Sequence[str], noun: str = "tensor") -> str:
+    """The first few of some names, and how many they are."""
+    first = [repr(short(name)) for name in names[:LISTED]]
+    return f"{plural(len(names), noun)} ({listed(first, count=len(names))})"
+
+
+def short(text: str) -> str:
+    """The text, without the middle of one that is too long to show."""
+    half = _MAX_NAME // 2
+    return text if len(text) <= _MAX_NAME else f"{text[:half]}…{text[-half:]}"
+
+
+def _noun(grouped: bool) -> str:
+    return "group" if grouped else "tensor"
+
+
+@contextlib.contextmanager
+def _noted(problem: Report | None, file: Path | None) -> Generator[None]:
+    """Tells what the block raises, if there is somebody to tell."""
+    try:
+        yield
+    except LazyModelError as error:
+        if problem is None:
+            raise
+        problem(str(error), file)
+
+
+def _tell(problem: Report | None, message: str, file: Path | None = None) -> None:
+    with _noted(problem, file):
+        raise CheckpointError(message)

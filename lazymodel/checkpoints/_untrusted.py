@@ -53,10 +53,8 @@ def reading(path: str | os.PathLike[str], verb: str = "read") -> Generator[None]
 
 
 def check_pointer(file: Path) -> bytes:
-    """The first bytes of a file that is no Git LFS pointer, a small text file in the place of the real one.
-
-    Only regular files are opened: a pipe would block whoever opens it, and opening a device can do anything.
-    """
+    """The first bytes of a file that is no Git LFS pointer, a small text file in the place of the real one."""
+    # Only regular files are opened: a pipe would block whoever opens it, and opening a device can do anything.
     with reading(file, "open"):
         if not stat.S_ISREG(os.stat(file).st_mode):
             raise CheckpointError(
@@ -144,11 +142,9 @@ def weight_map(content: dict[str, Any], index: str | os.PathLike[str]) -> dict[s
 def leads_out(path: Path, root: Path) -> Path | None:
     """Where a path leads through links, if neither into a resolved folder nor to the blobs of its Hugging Face cache.
 
-    The cache's links are `snapshots/<revision>/x -> ../../blobs/<hash>`.
-
-    Raises:
-        OSError, RuntimeError: Its links form a circle, or it cannot be a path.
+    Fails with OSError or RuntimeError where the links form a circle, or it cannot be a path.
     """
+    # The cache's links are `snapshots/<revision>/x -> ../../blobs/<hash>`.
     target = path.resolve()
     blobs = (parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")
     return None if any(target.is_relative_to(folder) for folder in (root, *blobs)) else target

@@ -1,9 +1,7 @@
 """Content hashes of checkpoint files: who states one, and whether the file's bytes agree.
 
-Responsible for finding the hash that a file should have (a Hugging Face cache, the metadata of a download to a
-folder, a manifest such as `SHA256SUMS`, or the caller) and for computing what it has. Which files a checkpoint
-consists of is the caller's knowledge. Names in a manifest are compared with the names of those files and never
-opened, so a manifest cannot lead anywhere.
+Names in a manifest are compared with the names of the checkpoint's files, which the caller knows, and never opened, so
+a manifest cannot lead anywhere.
 
 A hash that lies beside the files shows that they are what was downloaded or written. Only one that comes from
 elsewhere, given by the caller, also shows that nobody replaced both.
@@ -59,23 +57,14 @@ class Hash(NamedTuple):
 def verify_files(
     paths: Iterable[str | os.PathLike[str]], verify: Verify, root: str | os.PathLike[str]
 ) -> list[FileSource]:
-    """Compares the content of files with the hashes stated for them. Each file is read once, several at a time.
+    """Compares files with the hashes stated for them, each read once, several at a time; `verify` as `open_checkpoint`.
 
-    Args:
-        paths: The files.
-        verify: True for the hashes that a Hugging Face cache, a download's metadata or a manifest beside the files
-            states, all of which must agree; the path of a manifest, whose names are relative to its own folder or to
-            `root`; a mapping of file name relative to `root` to `"sha256:<hex>"`, or with `sha512`, `sha1`, `md5` or
-            `git-sha1`, or the bare digits; or False to do nothing.
-        root: The checkpoint's folder.
+    All hashes that True finds must agree. A manifest's names are relative to its own folder or to `root`, the
+    checkpoint's; a mapping's to `root`. Files without a hash are found before any is read.
 
     Returns:
         The files as they were when their hash was taken. Their `check_unchanged` tells, once other code has read
         them, whether that is what it read.
-
-    Raises:
-        CheckpointError: A file has another hash, none is stated for it, a manifest is missing or too large, or a
-            file cannot be read or changed meanwhile. Files without a hash are found before any is read.
     """
     if verify is False:
         return []
@@ -215,11 +204,8 @@ def _manifests_in(folder: str) -> dict[str, list[Hash]]:
 
 
 def _read_manifest(manifest: Path, folder: str) -> dict[str, list[Hash]]:
-    """Absolute path → hashes that a manifest states; its names are relative to `folder`.
-
-    Lines that state no hash (comments, signatures, other algorithms) are passed over, as `sha256sum --check` does; a
-    file that no line is left for is then one without a hash.
-    """
+    """Absolute path → hashes that a manifest states; its names are relative to `folder`."""
+    # Lines that state no hash (comments, signatures, other algorithms) are passed over, as `sha256sum --check` does.
     text = os.fsdecode(read_at_most(manifest, MAX_MANIFEST, "a manifest"))
     own = _MANIFEST.fullmatch(manifest.name)
     algorithm = own[1].lower() if own and own[1] else None

@@ -25,7 +25,7 @@ def random(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(0.5, 2.0, shape).astype(np.float32)
 
 
-def check(found: lm.VariableStatistics, values: np.ndarray, matrix: np.ndarray | None = None) -> None:
+def check(found: _statistics.VariableStatistics, values: np.ndarray, matrix: np.ndarray | None = None) -> None:
     values = values.astype(np.float64)
     expected = [values.mean(), values.std(), values.min(), values.max()]
     np.testing.assert_allclose([found.mean, found.std, found.min, found.max], expected, rtol=1e-5, atol=1e-6)
@@ -145,7 +145,7 @@ def test_a_checkpoint_is_measured_tensor_by_tensor(tmp_path: Path) -> None:
     check(lm.statistics(lm.open_checkpoint(tmp_path / "weights.npz"))["w"], values, values)
 
 
-def layers() -> lm.Statistics:
+def layers() -> _statistics.Statistics:
     arrays = {f"layers/{layer}/w": np.full((4, 4), layer + 1, np.float32) for layer in range(12)}
     return lm.statistics({**arrays, "embed": np.ones((4, 2), np.float32)})
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from lazymodel._devices.compiler import collective_bytes
+from tests.collectives import sent_nbytes
 
 from .hub_configs import BACKBONES, HubModel
 
@@ -134,7 +134,7 @@ def sent(abstract: lm.AbstractModel, model: Any, mesh: Mesh) -> int:
 
     tokens = jax.ShapeDtypeStruct((8, 32), "int32", sharding=NamedSharding(mesh, P("batch")))
     structs = [variable.struct for variable in abstract.values()]
-    return sum(collective_bytes(jax.jit(forward).lower(structs, tokens).compile()).values())
+    return sent_nbytes(jax.jit(forward).lower(structs, tokens).compile())
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 import lazymodel as lm
 import lazymodel_keras as lk
+from lazymodel._tensors.stored import StoredTensor
 
 from .models import BACKBONES, assert_same, bits, save_hugging_face, save_preset, seeded
 from .versions import needs_keras_hub
@@ -206,7 +207,7 @@ def test_a_report_on_a_preset(tmp_path: Path, mesh8: Mesh) -> None:
     assert report.needed_nbytes == report.read_nbytes == sum(weight.value.nbytes for weight in model.weights)
     assert report.unused == report.mismatched == ()
     (kernel,) = [row for row in report.loaded if row.path == "pooled_dense/kernel"]
-    assert kernel.tensors == (lm.StoredTensor("layers/dense/vars/0", str(file), "float32", 32 * 32 * 4),)
+    assert kernel.tensors == (StoredTensor("layers/dense/vars/0", str(file), "float32", 32 * 32 * 4),)
 
 
 def test_a_report_names_what_keras_did_not_ask_for(tmp_path: Path) -> None:
@@ -234,9 +235,11 @@ def test_a_report_names_what_a_converter_left_out(tmp_path: Path) -> None:
     save_file(load_file(shard) | {"lm_head.extra": np.zeros((4, 4), "float16")}, shard)
     with pytest.raises(lm.CheckpointError, match=r"holds 1 tensors .*: lm_head\.extra\. .* Pass strict=False"):
         lk.abstract_from_preset(cls, str(folder))
+    with pytest.raises(lm.CheckpointError, match="Use lazymodel_keras.abstract_from_preset with strict=False to leave"):
+        lm.build_abstract(cls.from_preset, str(folder))
     with pytest.warns(lm.LazyModelWarning, match=r"holds 1 tensors .*: lm_head\.extra\."):
         abstract = lk.abstract_from_preset(cls, str(folder), strict=False)
-    assert abstract.unused == (lm.StoredTensor("lm_head.extra", str(shard), "float16", 32),)
+    assert abstract.unused == (StoredTensor("lm_head.extra", str(shard), "float16", 32),)
     reports: list[lm.LoadReport] = []
     abstract.shard(Mesh(jax.devices()[:1], ("model",)), lambda _: P()).materialize(report=reports.append)
     assert reports[0].unused == abstract.unused

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 import lazymodel_keras as lk
+from lazymodel._materialize.report import LoadRow
 
 RULES = {".*first/kernel": P(None, "model"), ".*": P()}
 # Keras 2 wrote the variables of a layer in this order, the trainable ones first.
@@ -80,7 +81,7 @@ def assert_loaded(model: keras.Model, layers: Mapping[str, str]) -> None:
             np.testing.assert_array_equal(variable.value, value, err_msg=variable.path)
 
 
-def paths(rows: tuple[lm.LoadRow, ...]) -> set[str]:
+def paths(rows: tuple[LoadRow, ...]) -> set[str]:
     return {row.path for row in rows}
 
 

@@ -51,7 +51,7 @@ def test_it_is_the_first_that_the_package_does(tmp_path: Path) -> None:
     script = f"import sys; sys.path[:0] = {[str(folder) for folder in folders]}; import lazymodel_keras"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("lazymodel._errors.LazyModelError: lazymodel needs Keras 3.13.2 or")
+    assert done.stderr.splitlines()[-1].startswith("lazymodel.LazyModelError: lazymodel needs Keras 3.13.2 or")
 
 
 def test_what_is_enforced_is_what_is_declared() -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from lazymodel import AbstractModel, AbstractVariable, CheckpointError, InitRecipe, LazyTensor, ProgramCache
+from lazymodel import AbstractModel, AbstractVariable, CheckpointError, LazyTensor
 from lazymodel._abstract.paths import rule_path
 from lazymodel._abstract.spec import Optimized
 from lazymodel._errors import warn
+from lazymodel._programs.programs import InitRecipe
 from lazymodel._sharding.follow import follow, follow_weights
 from lazymodel._sharding.shard import check_spec
 from lazymodel._show.text import first_of, format_bytes, listed
@@ -63,7 +64,6 @@ def from_skeleton(skeleton: Skeleton, *, quiet: bool = False) -> AbstractModel:
         recipes=tuple(recipes),
         sources=sources,
         framework=skeleton,
-        programs=ProgramCache(),
         name=getattr(skeleton.result, "name", None) or "model",
         unused=skeleton.recording.unused_tensors(),
         mismatched=skeleton.recording.mismatched_tensors(variable for variable, _ in skeleton.variables.values()),

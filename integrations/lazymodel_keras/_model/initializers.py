@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lazymodel import InitRecipe
+from lazymodel._programs.programs import InitRecipe
 from lazymodel._trace.function import trace_function
 from lazymodel._trace.small import on_host
 from lazymodel_keras import _upstream

@@ -91,8 +91,9 @@ def distribution(mesh: Mesh, batch_axis: str | None = None) -> Any:
         ShardingError: The mesh has no such axis.
 
     Example:
-        >>> keras.distribution.set_distribution(lk.distribution(mesh, "data"))
-        >>> model.fit(inputs, targets)
+        >>> model = lm.build_abstract(make_model).shard(mesh, {".*/kernel": P("model"), ".*": P()}).materialize()
+        >>> with lk.distribution(mesh).scope():
+        ...     history = model.fit(np.ones((16, 16)), np.zeros((16, 8)), verbose=0)
     """
     names = list(mesh.axis_names)
     if batch_axis is not None and batch_axis not in names:

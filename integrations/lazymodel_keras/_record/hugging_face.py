@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from lazymodel import CheckpointError, StoredTensor
+from lazymodel import CheckpointError
 from lazymodel._show.text import listed
 from lazymodel._tensors.casting import weights
 from lazymodel._tensors.quantized import is_marker, scales_beside
-from lazymodel._tensors.stored import unused_tensors
+from lazymodel._tensors.stored import StoredTensor, unused_tensors
 from lazymodel.checkpoints import SafetensorsFile
 from lazymodel.checkpoints._untrusted import read_json_file, require_shards, shard_path, weight_map
 

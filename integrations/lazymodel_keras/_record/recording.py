@@ -19,11 +19,18 @@ import jax
 import keras
 import numpy as np
 
-from lazymodel import CheckpointError, LazyTensor, MismatchedTensor, StoredTensor
+from lazymodel import CheckpointError, LazyTensor
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, converted, refusal
 from lazymodel._tensors.files import FileSource
 from lazymodel._tensors.lazy import lazy
-from lazymodel._tensors.stored import misshapen, stored_tensors, unused_tensors, where
+from lazymodel._tensors.stored import (
+    MismatchedTensor,
+    StoredTensor,
+    misshapen,
+    stored_tensors,
+    unused_tensors,
+    where,
+)
 from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel_keras import _upstream
 from lazymodel_keras._record.hugging_face import Leftovers, checkpoint_files

@@ -45,8 +45,9 @@ class TrainingCheckpoint(_Stock):
             step is saved, or at the end of training, where the stock callback may say nothing. Earlier steps stay.
 
     Example:
-        >>> checkpoint = TrainingCheckpoint("checkpoints", metadata={"run": 3})
-        >>> model.fit(checkpoint.data(iterator), steps_per_epoch=100, epochs=10, shuffle=False, callbacks=[checkpoint])
+        >>> checkpoint = lk.TrainingCheckpoint("checkpoints", metadata={"run": 3})
+        >>> inputs, targets = np.ones((16, 16)), np.zeros((16, 8))
+        >>> history = make_model().fit(inputs, targets, epochs=2, callbacks=[checkpoint], verbose=0)
     """
 
     def __init__(
@@ -200,6 +201,11 @@ class TrainingState:
         batch: Batches of the next epoch that were trained on already; 0 where epochs were saved.
         metadata: What `TrainingCheckpoint` was given to save.
         data: The state of its data iterator, for `set_state`; None if it had none.
+
+    Example:
+        >>> state = lk.training_state("checkpoints")  # saved as in the example of `TrainingCheckpoint`
+        >>> state.epoch, state.step, state.metadata
+        (2, 1, {'run': 3})
     """
 
     path: str
@@ -218,6 +224,10 @@ def training_state(path: str | os.PathLike[str]) -> TrainingState:
 
     Raises:
         CheckpointError: It is no such checkpoint, or what was saved with it cannot be read.
+
+    Example:
+        >>> lk.training_state("checkpoints").epoch  # saved as in the example of `TrainingCheckpoint`
+        2
     """
     with open_checkpoint(os.path.expanduser(os.fspath(path))) as checkpoint:
         item = getattr(checkpoint, "item", None)

@@ -79,6 +79,12 @@ def restore(
     Raises:
         CheckpointError: The checkpoint is missing, corrupt, or does not fit; nothing was restored then.
         LazyModelError: The model has no variables yet.
+
+    Example:
+        >>> abstract = lm.build_abstract(make_model).shard(mesh, {".*/kernel": P("model"), ".*": P()})
+        >>> model = lk.restore(abstract, "checkpoints")  # saved as in the example of `TrainingCheckpoint`
+        >>> int(model.optimizer.iterations.value)
+        2
     """
     check_mode(cast)
     check_options("restore", options)

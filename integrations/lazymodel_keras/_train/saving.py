@@ -48,8 +48,10 @@ def streamed_saving() -> Generator[None]:
             is at the same path, or the system refuses to write there.
 
     Example:
-        >>> with streamed_saving():
-        ...     model.save_to_preset("folder")
+        >>> with lk.streamed_saving():
+        ...     model.save_to_preset("saved")
+        >>> lm.open_checkpoint("saved").nbytes == lm.open_checkpoint("preset").nbytes
+        True
     """
     with _patches.needed():
         yield

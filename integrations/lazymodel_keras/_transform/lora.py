@@ -40,6 +40,11 @@ def enable_lora(model: Any, rank: int, targets: str | None = None) -> None:
 
     Raises:
         LazyModelError: The rank is no positive integer, no layer is a target, or a target cannot have a pair.
+
+    Example:
+        >>> lk.enable_lora(model, 4)
+        >>> [variable.shape for variable in model.trainable_variables[:2]]
+        [(2, 16, 4), (4, 8)]
     """
     check_lora(rank, targets)
     with session(Recording()) as recording:

@@ -46,7 +46,7 @@ def test_a_thousand_devices_are_one_group() -> None:
     placement = Placement(device_shardings(model({path: NamedSharding(mesh, P()) for path in "abn"})))
     assert len(placement.signatures) == 1 and placement.signatures.total() == len(placement.devices) == 1024
     signature, nbytes = placement.fullest({"a": 5, "b": 7})
-    assert nbytes == placement.held(signature, {"a": 5, "b": 7}) == 12
+    assert nbytes == placement.held({"a": 5, "b": 7})[signature] == 12
     assert placement.meshes == [mesh]
 
 

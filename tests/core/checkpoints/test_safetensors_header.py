@@ -49,7 +49,7 @@ def test_tensors_are_made_on_access_only(tmp_path, made, monkeypatch):
     gc.collect()
     assert len(gc.get_objects()) - before < COUNT // 100
     assert len(checkpoint) == COUNT
-    assert f"{COUNT} tensors" in repr(checkpoint)
+    assert f"{COUNT:,} tensors" in repr(checkpoint)
     assert checkpoint.nbytes == COUNT
     assert list(checkpoint)[:2] == ["0", "1"]
     assert "5" in checkpoint

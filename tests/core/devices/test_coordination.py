@@ -107,8 +107,8 @@ def test_only_those_who_were_at_work_fall_silent(client: Client, now: list[float
 
 def test_troubles_are_the_first_opening_that_failed_and_ends(client: Client):
     store = Store(client, 1, 2)
-    coordination.post_failed_opening(store, 1, "one")
-    coordination.post_failed_opening(store, 2, "two")
+    store.put(f"{coordination.TROUBLE}{store.process}/1", "one")
+    store.put(f"{coordination.TROUBLE}{store.process}/2", "two")
     other = Store(client, 0, 2)
     assert {process: (t.what, t.why, t.opening) for process, t in troubles(other, 0).items()} == {
         1: ("failed", "one", 1)

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
+from lazymodel._devices.compiler import compile_memory
 from lazymodel._devices.topology import has_libtpu
 
 RULES = {"kernel": P(None, "model"), "bias": P()}
@@ -60,7 +61,7 @@ def test_what_needs_devices_says_so(arithmetic: lm.AbstractModel) -> None:
         with pytest.raises(lm.LazyModelError, match=f"compiling '{compile}' needs devices .* lazymodel.topology"):
             arithmetic.plan(compile=lm.Compile(compile, function))
     with pytest.raises(lm.LazyModelError, match=r"sharded over a mesh without any .* lazymodel\.topology"):
-        lm.compile_memory(lambda tree: tree["bias"] + 1, arithmetic.tree)
+        compile_memory(lambda tree: tree["bias"] + 1, arithmetic.tree)
 
 
 @pytest.mark.skipif(not has_libtpu(), reason='needs libtpu: pip install "lazymodel[tpu]"')

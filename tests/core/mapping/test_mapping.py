@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 import lazymodel as lm
 from lazymodel import From, WeightMap
+from lazymodel._abstract.paths import flatten_paths
 from lazymodel._tensors.source import BYTES_READ
 
 LAYERS, HIDDEN, HEADS, DIM = 64, 64, 4, 16
@@ -93,7 +94,7 @@ def test_stacking_64_layers_and_splitting_fused_tensors_reads_each_byte_once(
         model = abstract.materialize(mapped, initialize="nothing", max_host_memory="2MiB")
         assert BYTES_READ.count - before == ckpt.nbytes == sum(tensor.nbytes for tensor in tensors.values())
     for path, expected in stacked_values(tensors).items():
-        array = lm.flatten_paths(model)[path]
+        array = flatten_paths(model)[path]
         assert array.sharding == abstract[path].sharding
         np.testing.assert_array_equal(array, expected, path)
 

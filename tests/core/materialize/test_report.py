@@ -21,7 +21,9 @@ from safetensors.numpy import save_file
 
 import lazymodel as lm
 from lazymodel._materialize import materialize
+from lazymodel._materialize.report import LoadRow
 from lazymodel._tensors.source import BYTES_READ
+from lazymodel._tensors.stored import MismatchedTensor, StoredTensor
 
 F32 = np.dtype("float32")
 
@@ -81,13 +83,13 @@ def test_a_sharded_load(tmp_path: Path, mesh8: Mesh) -> None:
     assert (
         [row.path for row in report.rows] == [row.path for row in report.loaded] == ["bias", "head", "kernel", "mask"]
     )
-    assert report.rows[2] == lm.LoadRow(
+    assert report.rows[2] == LoadRow(
         path="kernel",
         shape=(16, 32),
         dtype="float32",
         nbytes=16 * 32 * 4,
         action="load",
-        tensors=(lm.StoredTensor("kernel", str(path), "float32", 16 * 32 * 4),),
+        tensors=(StoredTensor("kernel", str(path), "float32", 16 * 32 * 4),),
         needed_nbytes=16 * 32 * 4,
     )
     assert {row.path: row.needed_nbytes for row in report.rows} == nbytes, "what all eight hold alike counts once"
@@ -198,7 +200,7 @@ def test_keys_are_counted_as_key_data(tmp_path: Path, mesh8: Mesh) -> None:
 def test_arrays_in_memory_are_loaded_from_no_file() -> None:
     report = reported(lm.build_abstract(init, jax.random.key(0)), tensors(mask=None), initialize="missing")
     assert [row.path for row in report.loaded] == ["bias", "head", "kernel"]
-    assert report.loaded[0].tensors == (lm.StoredTensor("bias", "", "float32", 128),)
+    assert report.loaded[0].tensors == (StoredTensor("bias", "", "float32", 128),)
     assert [row.path for row in report.constants] == ["mask"]
     assert report.needed_nbytes == report.read_nbytes == 0
     assert report.gb_per_second is None
@@ -215,9 +217,9 @@ def test_everything_that_can_become_of_a_tensor(tmp_path: Path, mesh8: Mesh) -> 
     assert [row.path for row in report.loaded] == ["bias"]
     assert [(row.path, row.initializer) for row in report.initialized] == [("head", "uniform"), ("kernel", "normal")]
     assert [row.path for row in report.constants] == ["mask"]
-    assert report.unused == (lm.StoredTensor("extra", str(path), "float16", 30),)
-    kernel = lm.StoredTensor("kernel", str(path), "float32", 8 * 32 * 4)
-    assert report.mismatched == (lm.MismatchedTensor("kernel", kernel, (16, 32), (8, 32)),)
+    assert report.unused == (StoredTensor("extra", str(path), "float16", 30),)
+    kernel = StoredTensor("kernel", str(path), "float32", 8 * 32 * 4)
+    assert report.mismatched == (MismatchedTensor("kernel", kernel, (16, 32), (8, 32)),)
     assert report.needed_nbytes == report.read_nbytes == 32 * 4
     everything = reported(abstract, ckpt, initialize="all")
     assert [tensor.name for tensor in everything.unused] == list(ckpt), "the checkpoint is ignored"
@@ -230,7 +232,7 @@ def test_unused_tensors_need_not_be_readable(tmp_path: Path) -> None:
         file["vocabulary"] = "not numbers"
     with pytest.warns(lm.LazyModelWarning, match="'vocabulary'"):
         report = reported(one((4, 8)), lm.open_checkpoint(tmp_path / "model.weights.h5"), strict=False)
-    assert report.unused == (lm.StoredTensor("vocabulary", str(tmp_path / "model.weights.h5"), "", None),)
+    assert report.unused == (StoredTensor("vocabulary", str(tmp_path / "model.weights.h5"), "", None),)
     assert "unused: 1 tensor, 0 B: vocabulary" in repr(report)
 
 
@@ -272,7 +274,7 @@ def test_anything_else_is_refused_before_work_starts() -> None:
 # --- as data and as a table ---
 
 
-def report_of(rows: list[lm.LoadRow], **changes: Any) -> lm.LoadReport:
+def report_of(rows: list[LoadRow], **changes: Any) -> lm.LoadReport:
     values: dict[str, Any] = {
         "name": "model",
         "process_index": 0,
@@ -290,9 +292,9 @@ def report_of(rows: list[lm.LoadRow], **changes: Any) -> lm.LoadReport:
     return lm.LoadReport(**(values | changes))
 
 
-def loaded_row(path: str, file: str = "/models/model.safetensors", tensor: str | None = None) -> lm.LoadRow:
-    stored = lm.StoredTensor(path if tensor is None else tensor, file, "float32", 2**20)
-    return lm.LoadRow(path, (512, 512), "float32", 2**20, "load", tensors=(stored,), needed_nbytes=2**20)
+def loaded_row(path: str, file: str = "/models/model.safetensors", tensor: str | None = None) -> LoadRow:
+    stored = StoredTensor(path if tensor is None else tensor, file, "float32", 2**20)
+    return LoadRow(path, (512, 512), "float32", 2**20, "load", tensors=(stored,), needed_nbytes=2**20)
 
 
 def test_json_round_trip(tmp_path: Path, mesh8: Mesh) -> None:
@@ -313,11 +315,11 @@ def test_json_round_trip(tmp_path: Path, mesh8: Mesh) -> None:
 def test_the_table_folds_layers_and_sums_up() -> None:
     files = [f"/models/model-{i:05}-of-00002.safetensors" for i in (1, 2)]
     rows = [loaded_row(f"block_{i}/kernel", files[i // 6], f"layers.{i}.weight") for i in range(12)]
-    rows.append(lm.LoadRow("head", (8,), "float32", 32, "initialize", initializer="zeros"))
-    rows.append(lm.LoadRow("mask", (4,), "int32", 16, "constant"))
-    unused = [lm.StoredTensor(f"layers.{i}.rotary", files[0], "float32", 2**19) for i in range(12)]
-    unused += [lm.StoredTensor(name, files[0], "float32", 2**10) for name in "abcdefgh"]
-    mismatch = lm.MismatchedTensor("head", lm.StoredTensor("lm_head", files[0], "float32", 64), (8,), (16,))
+    rows.append(LoadRow("head", (8,), "float32", 32, "initialize", initializer="zeros"))
+    rows.append(LoadRow("mask", (4,), "int32", 16, "constant"))
+    unused = [StoredTensor(f"layers.{i}.rotary", files[0], "float32", 2**19) for i in range(12)]
+    unused += [StoredTensor(name, files[0], "float32", 2**10) for name in "abcdefgh"]
+    mismatch = MismatchedTensor("head", StoredTensor("lm_head", files[0], "float32", 64), (8,), (16,))
     report = report_of(
         rows,
         unused=tuple(unused),
@@ -361,7 +363,7 @@ def test_thousands_of_variables_fit_a_page() -> None:
     names = [f"unused_{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(600)]
     report = report_of(
         rows,
-        unused=tuple(lm.StoredTensor(name, "f", "float32", 4) for name in names),
+        unused=tuple(StoredTensor(name, "f", "float32", 4) for name in names),
         files={f"model-{i:05}.safetensors": 2**30 for i in range(100)},
     )
     lines = repr(report).splitlines()
@@ -376,8 +378,8 @@ HOSTILE = "a[red]\x1b[31m<script>alert('x')</script>&amp;"
 
 
 def hostile() -> lm.LoadReport:
-    stored = lm.StoredTensor(HOSTILE, f"/models/{HOSTILE}", "float32", 4)
-    mismatch = lm.MismatchedTensor(HOSTILE, stored, (1,), (2,))
+    stored = StoredTensor(HOSTILE, f"/models/{HOSTILE}", "float32", 4)
+    mismatch = MismatchedTensor(HOSTILE, stored, (1,), (2,))
     files: Mapping[str, int | None] = {HOSTILE: 4}
     row = loaded_row(HOSTILE, f"/models/{HOSTILE}")
     return report_of([row], name=HOSTILE, unused=(stored,), mismatched=(mismatch,), files=files)

@@ -17,6 +17,7 @@ import lazymodel as lm
 from lazymodel._errors import CheckpointError
 from lazymodel._materialize import small_tensors
 from lazymodel._materialize.stream import StreamItem, stream
+from lazymodel._tensors import files
 from lazymodel._tensors import shards as shards_module
 from lazymodel._tensors.files import FileSource
 from lazymodel._tensors.lazy import LazyTensor, lazy
@@ -57,7 +58,7 @@ def calls(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(os, "preadv", counted("read", os.preadv))
+    monkeypatch.setattr(files, "_PREADV", counted("read", files._PREADV))
     monkeypatch.setattr(FileSource, "check_unchanged", counted("check", FileSource.check_unchanged))
     monkeypatch.setattr(jax, "make_array_from_callback", counted("put", jax.make_array_from_callback))
     monkeypatch.setattr(jax, "device_put", counted("put", jax.device_put))

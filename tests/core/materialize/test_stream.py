@@ -183,9 +183,9 @@ def as_accelerator(patch):
 
 
 @pytest.mark.usefixtures("accelerator")
-@pytest.mark.parametrize("budget", [300, 3000, 50_000, 200_000, None])
+@pytest.mark.parametrize("budget", [300, 1500, 12_500, 50_000, None])  # from parts of a row to everything
 @pytest.mark.parametrize(
-    ("shape", "spec"), [((64, 1024), P("x")), ((512, 512), P(None, "x")), ((1 << 16,), P()), ((64, 1024), P())]
+    ("shape", "spec"), [((32, 512), P("x")), ((256, 256), P(None, "x")), ((1 << 14,), P()), ((32, 512), P())]
 )
 def test_shards_of_any_size_reach_other_devices_under_any_budget(source, mesh1, shape, spec, budget):
     tensor, expected = tensor_of(source, shape)

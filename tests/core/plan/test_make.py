@@ -234,8 +234,18 @@ def test_numpy_leaves_are_no_device_s_unless_they_are_split(make_mesh):
         "table": (0, 0), "wide": (0, 0)
     }  # fmt: skip
     assert plan.timeline[-1].held_nbytes == shard and len(plan.timeline) == 1
-    assert model.explain().fullest_nbytes == shard
+    report = model.explain()
+    assert (report.fullest_nbytes, report.imbalance, report.replicated) == (shard, 1.0, {})
+    assert report.on_host == {
+        "table": "(64, 64), 16.00 KiB: a NumPy array, which nothing splits over devices",
+        "wide": "(8,), 64 B: a NumPy array of float64, which devices hold with jax_enable_x64 only: on the host",
+    }
+    assert "on the host: 2 variables\n  table (64, 64), 16.00 KiB: a NumPy array" in str(report)
+    assert str(model.explain("table")).endswith("on the host: a NumPy array, which nothing splits over devices")
     assert "2.00 KiB per device on 8 devices" in repr(model)
+    rows = {cells[0]: (cells[-3], cells[-2]) for cells in model.table().rows}
+    assert rows["table"] == rows["wide"] == ("on the host", "0 B") and rows["w"] == ("P('model')", "2.00 KiB")
+    assert {cells[0]: cells[-2] for cells in numpy_leaves().table().rows}["table"] == "16.00 KiB"
     split = numpy_leaves().shard(make_mesh(), rules | {"table": P(None, "model")}).plan()
     assert split.device_nbytes == split.parts["parameters"] == 2 * shard
     for host, other in zip(plan.hosts, split.hosts, strict=True):

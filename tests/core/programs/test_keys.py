@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lazymodel._programs.keys import as_keys, is_key, key_data, pack_keys, stored_struct, unpack_keys
+from lazymodel._programs.keys import as_keys, is_key, key_data, pack_keys, stored_as, unpack_keys
 from lazymodel._trace.leaving import WayOut
 
 
@@ -17,9 +17,9 @@ from lazymodel._trace.leaving import WayOut
 def test_keys_are_data_and_back(impl: str) -> None:
     keys = jax.random.split(jax.random.key(3, impl=impl), (2, 3))
     data = key_data(keys)
-    stored = stored_struct(keys.shape, keys.dtype)
+    stored = stored_as(keys.shape, keys.dtype)
     assert is_key(keys.dtype) and not is_key(data.dtype)
-    assert (stored.shape, stored.dtype) == (data.shape, np.uint32)
+    assert stored == (data.shape, np.uint32)
     packed = pack_keys(data)
     assert packed.shape == keys.shape
     np.testing.assert_array_equal(unpack_keys(packed.T), data.transpose(1, 0, 2))
@@ -28,8 +28,7 @@ def test_keys_are_data_and_back(impl: str) -> None:
 
 
 def test_what_is_no_key_is_stored_as_it_is() -> None:
-    stored = stored_struct((2, 3), np.dtype(np.float64))
-    assert (stored.shape, stored.dtype) == ((2, 3), np.float64)  # whatever jax_enable_x64 says
+    assert stored_as((2, 3), np.dtype(np.float64)) == ((2, 3), np.float64)  # whatever jax_enable_x64 says
     array = np.ones(2)
     assert as_keys(array, array.dtype) is array and as_keys(array, None) is array
 

@@ -172,7 +172,6 @@ def test_one_compilation_for_many_recipes_and_threads() -> None:
     for thread in threads:
         thread.join()
     assert len(cache) == cache.compiled == 1
-    assert cache.compile_seconds > 0
     other = ProgramCache()
     other.get(recipe("x"), [device] * 2)
     assert (len(other), other.compiled) == (1, 0)

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,25 @@ def test_a_full_disk(small_disk: Path, options: dict[str, Any]) -> None:
     assert 5 <= failed <= 9
     lm.save(values[NEW], path, overwrite=True, **options)
     assert state() == [NEW]
+
+
+def test_what_orbax_writes_late_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    orbax = pytest.importorskip("orbax.checkpoint")
+    late: list[threading.Timer] = []
+
+    def save(_: Any, directory: Path, **options: Any) -> None:
+        def write() -> None:  # as tensorstore does, which makes folders that are missing
+            (directory.parent / f"{directory.name}.tmp" / "d").mkdir(parents=True)
+
+        late.append(threading.Timer(0.1, write))
+        late[0].start()
+        raise ValueError("the disk is full")
+
+    monkeypatch.setattr(orbax.Checkpointer, "save", save)
+    with pytest.raises(lm.LazyModelError, match="the disk is full"):
+        lm.save(arrays(NEW), tmp_path / "saved", format="orbax")
+    late[0].join()
+    assert os.listdir(tmp_path) == []
 
 
 # Two savers -----------------------------------------------------------------------------------------------------------

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
+from lazymodel._abstract.variable import Reason
+from lazymodel._sharding.auto import Auto
 from lazymodel._sharding.describe import describe
 from lazymodel._sharding.shard import check_spec
+from tests.collectives import sent_nbytes
 
 
 def mesh(**axes: int) -> Mesh:
@@ -27,17 +31,17 @@ def variables(shapes: dict[str, tuple[int, ...]], dtype: str = "float32") -> dic
 
 
 def propose(
-    shapes: dict[str, tuple[int, ...]], mesh: Mesh, rules: lm.Auto | None = None, *, large: int = 1 << 20
-) -> dict[str, lm.Proposal]:
+    shapes: dict[str, tuple[int, ...]], mesh: Mesh, rules: Auto | None = None, *, large: int = 1 << 20
+) -> dict[str, tuple[P, Reason]]:
     model = variables(shapes)
     proposals = (rules or lm.auto()).propose(model, mesh, large=large)
-    for path, proposal in proposals.items():
-        check_spec(model[path], proposal.spec, mesh)
+    for path, (spec, _) in proposals.items():
+        check_spec(model[path], spec, mesh)
     return proposals
 
 
-def specs(shapes: dict[str, tuple[int, ...]], mesh: Mesh, rules: lm.Auto | None = None, **options: int) -> dict[str, P]:
-    return {path: proposal.spec for path, proposal in propose(shapes, mesh, rules, **options).items()}
+def specs(shapes: dict[str, tuple[int, ...]], mesh: Mesh, rules: Auto | None = None, **options: int) -> dict[str, P]:
+    return {path: spec for path, (spec, _) in propose(shapes, mesh, rules, **options).items()}
 
 
 LAYER = {
@@ -117,13 +121,13 @@ def test_heads_stay_whole_in_matrices() -> None:
     assert found["attn/q_proj/kernel"] == P(None, "model")
     assert found["attn/k_proj/kernel"] == P("model")
     assert found["attn/o_proj/kernel"] == P("model")
-    proposal = propose(attention, mesh(model=4))["attn/k_proj/kernel"]
-    assert proposal.tried == (
+    _, reason = propose(attention, mesh(model=4))["attn/k_proj/kernel"]
+    assert reason.tried == (
         "dimension 1 (heads, 24) is not split into 4 parts over 'model': its 2 heads do not divide",
     )
     del attention["attn/q_norm/scale"]
-    found = propose(attention, mesh(model=4))["attn/q_proj/kernel"]
-    assert (found.spec, "whole heads in it are not known" in found.text) == (P("model"), True)
+    spec, reason = propose(attention, mesh(model=4))["attn/q_proj/kernel"]
+    assert (spec, "whole heads in it are not known" in reason.text) == (P("model"), True)
     # Eight pieces of 128 columns hold whole heads of 16 to 128.
     assert specs({"attn/q_proj/kernel": (48, 1024)}, mesh(model=8)) == {"attn/q_proj/kernel": P(None, "model")}
     assert specs({"attn/qkv/kernel": (48, 1536)}, mesh(model=8)) == {"attn/qkv/kernel": P("model")}
@@ -265,11 +269,11 @@ def test_odd_meshes_fall_to_what_divides(size: int) -> None:
     odd = mesh(batch=1, model=size)
     shapes = {"a/up/kernel": (12, 32), "b/up/kernel": (16, 32), "attention/query/kernel": (24, 4, 8)}
     found = propose(shapes, odd, large=0)
-    assert found["a/up/kernel"].spec == P("model")
-    assert found["a/up/kernel"].tried == (f"dimension 1 (out, 32) does not divide into {size} parts over 'model'",)
-    assert found["b/up/kernel"].spec == P()
-    assert found["b/up/kernel"].text == "replicated: no dimension divides by any axis of the mesh"
-    assert found["attention/query/kernel"].spec == P("model")
+    assert found["a/up/kernel"][0] == P("model")
+    assert found["a/up/kernel"][1].tried == (f"dimension 1 (out, 32) does not divide into {size} parts over 'model'",)
+    assert found["b/up/kernel"][0] == P()
+    assert found["b/up/kernel"][1].text == "replicated: no dimension divides by any axis of the mesh"
+    assert found["attention/query/kernel"][0] == P("model")
 
 
 def test_what_one_axis_of_several_got_is_not_given_it_again() -> None:
@@ -298,11 +302,11 @@ def test_every_proposal_fits_and_nothing_large_is_replicated(
     found_mesh = mesh(**dict(zip(names, axes, strict=True)))
     found = propose(shapes, found_mesh, large=large)  # which checks that each fits
     assert found == propose(shapes, found_mesh, large=large)
-    for path, proposal in found.items():
+    for path, (spec, reason) in found.items():
         sizes = [size for size in axes if size > 1]
         splittable = any(length and length % size == 0 for length in shapes[path] for size in sizes)
         if 4 * math.prod(shapes[path]) >= max(large, 1) and splittable:
-            assert any(proposal.spec), (path, shapes[path], proposal)
+            assert any(spec), (path, shapes[path], reason)
 
 
 def test_the_reason_is_told() -> None:
@@ -314,3 +318,18 @@ def test_the_reason_is_told() -> None:
     assert "role: query_key_value; dimensions: in, heads, head_dim" in text
     assert "why (proposed): in (32) in 4 parts over 'model'; since dimension 1 (heads, 6) does not divide" in text
     assert "each of 4 devices holds (8, 6, 4), 768 B" in text
+
+
+def test_columns_then_rows_send_less_than_rows_then_columns() -> None:
+    mesh8 = mesh(model=8)
+
+    def sent(*specs: P) -> int:
+        shapes = ((16, 64), (64, 256), (256, 64))
+        places = [NamedSharding(mesh8, spec) for spec in (P(), *specs)]
+        structs = [jax.ShapeDtypeStruct(s, "float32", sharding=p) for s, p in zip(shapes, places, strict=True)]
+        mlp = jax.jit(lambda x, up, down: jnp.tanh(x @ up) @ down, out_shardings=NamedSharding(mesh8, P()))
+        return sent_nbytes(mlp.lower(*structs).compile())
+
+    proposed = specs({"layer_0/up/kernel": (64, 256), "layer_0/down/kernel": (256, 64)}, mesh8, large=1)
+    one_all_reduce = 2 * 16 * 64 * 4 * 7 // 8
+    assert sent(*proposed.values()) == one_all_reduce < sent(P("model"), P(None, "model"))

@@ -16,7 +16,7 @@ def model() -> lm.AbstractModel:
     return lm.build_abstract(lambda key: {"a/kernel": jax.random.normal(key, (64, 512))}, jax.random.key(0))
 
 
-@pytest.mark.parametrize("rules", ["auto", lm.auto, lm.Auto])
+@pytest.mark.parametrize("rules", ["auto", lm.auto])
 def test_auto_by_name_or_uncalled_is_auto(mesh8: Mesh, rules: Any) -> None:
     expected = model().shard(mesh8, lm.auto(), large=1)
     assert expected["a/kernel"].spec != P()

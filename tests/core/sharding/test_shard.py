@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
+from lazymodel._abstract.variable import Reason
 from lazymodel._sharding import shard
 
 
@@ -198,8 +199,9 @@ def test_imbalance_between_devices(mesh8: Mesh) -> None:
 
 def test_a_proposer_of_ones_own(mesh8: Mesh) -> None:
     class Last:
-        def propose(self, variables: Any, mesh: Mesh, *, large: int) -> dict[str, lm.Proposal]:
-            return {path: lm.Proposal(P(None, "model"), f"last, {large}") for path in variables if path != "b"}
+        def propose(self, variables: Any, mesh: Mesh, *, large: int) -> dict[str, tuple[P, Reason]]:
+            found = P(None, "model"), Reason("proposed", f"last, {large}")
+            return {path: found for path in variables if path != "b"}
 
     sharded = build(a=(3, 8), b=(4, 4)).shard(mesh8, Last(), large=17, on_unmatched="ignore")
     assert sharded["a"].spec == P(None, "model")

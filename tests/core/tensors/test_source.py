@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -11,8 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import lazymodel as lm
 from lazymodel._materialize.stream import StreamItem, stream
+from lazymodel._tensors import files
 from lazymodel._tensors.boxes import Geometry
 from lazymodel._tensors.buffers import Convert, Workspace
+from lazymodel._tensors.files import FileSource
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.leaves import FileLeaf
 from lazymodel._tensors.source import Source
@@ -87,7 +91,7 @@ def test_an_error_names_the_tensor() -> None:
 @given(data=st.data())
 def test_any_strided_box_is_numpys(data: st.DataObject) -> None:
     """Whatever is converted on the way, however the target lies, however little room there is."""
-    source = Elsewhere(np.random.default_rng(1).integers(0, 100, 4096, np.uint8).tobytes())
+    source = Elsewhere(np.random.default_rng(1).integers(0, 100, 1 << 14, np.uint8).tobytes())
     source.row_gap = data.draw(st.sampled_from([1, 8, 1 << 14]))
     source.row_call = data.draw(st.sampled_from([4, 64, 1 << 16]))
     dtype = np.dtype(data.draw(st.sampled_from([np.uint8, np.int16, np.int32])))
@@ -106,3 +110,25 @@ def test_any_strided_box_is_numpys(data: st.DataObject) -> None:
     out = np.zeros([shape[axis] for axis in order], steps[-1].dtype if steps else dtype).transpose(np.argsort(order))
     source.read_strided(place, dtype, out, steps, Workspace(data.draw(st.sampled_from([0, 64, 1 << 20]))))
     np.testing.assert_array_equal(out, expected.astype(out.dtype))
+
+
+@pytest.mark.parametrize("shape", [(6, 40), (5, 3, 700)])
+def test_files_are_read_alike_where_the_system_has_no_vectored_read(
+    shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+    path = tmp_path / "w"
+    path.write_bytes(values.tobytes())
+    monkeypatch.setattr(files, "_PREADV", files._read_first)
+    monkeypatch.setattr(files, "_READ_VECTOR", None)
+    monkeypatch.setattr(files, "READ", 1000)  # bytes of a call
+    source = FileSource(path)
+    source._mappable, source.row_call = False, 4
+    assert not source.scatters
+    first, second = np.empty(7, np.int32), np.empty(values.size - 7, np.int32)
+    source.read_into(0, first, second)
+    np.testing.assert_array_equal(np.concatenate([first, second]), values.reshape(-1))
+    part = LazyTensor(FileLeaf("w", source, 0, shape, values.dtype))[..., 1:9]
+    np.testing.assert_array_equal(part.read(), values[..., 1:9])
+    with pytest.raises(lm.CheckpointError, match="truncated: expected 8 bytes from byte"):
+        source.read_into(values.nbytes - 4, np.empty(2, np.int32))

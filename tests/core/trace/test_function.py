@@ -401,7 +401,7 @@ def test_untraceable_functions_name_the_line_and_the_mend(function: Any, line: s
         trace_function(function, (jnp.arange(4),), {})
     assert line in str(caught.value)
     assert mend in str(caught.value)
-    assert f"test_trace.py:{function.__code__.co_firstlineno + 1} in {function.__name__}" in str(caught.value)
+    assert f"test_function.py:{function.__code__.co_firstlineno + 1} in {function.__name__}" in str(caught.value)
 
 
 def test_the_users_own_errors_are_not_wrapped() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import lazymodel as lm
+from lazymodel._abstract.paths import flatten_paths
 
 I = jax.nn.initializers  # noqa: E741 (short, in a long table)
 KEY = jax.random.key(3)
@@ -35,7 +36,7 @@ def build(layers: int = 4, extra: bool = False) -> lm.AbstractModel:
 
 
 def arrays(abstract: lm.AbstractModel) -> dict[str, Any]:
-    return lm.flatten_paths(abstract.materialize())
+    return flatten_paths(abstract.materialize())
 
 
 def same(a: Any, b: Any) -> bool:

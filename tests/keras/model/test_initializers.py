@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
+from lazymodel._programs.programs import ProgramCache
 
 INITIALIZERS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "zeros": (keras.initializers.Zeros, (16, 24)),
@@ -118,11 +119,11 @@ def test_seeds_share_one_program_and_configurations_do_not() -> None:
         model.materialize()
         return model.programs.compiled
 
-    lm.ProgramCache.clear_shared()
+    ProgramCache.clear_shared()
     model = lm.build_abstract(deep(6, 0.123)).materialize()
     assert len({np.asarray(v.value).tobytes() for v in model.weights if v.ndim == 2}) == 6
     assert compiled(deep(9, 0.123)) == 0
-    lm.ProgramCache.clear_shared()
+    ProgramCache.clear_shared()
     assert compiled(deep(9, 0.123)) == 2  # kernels and biases
     assert compiled(deep(3, 0.124)) == 0  # scalars are inputs of a program
 

@@ -1,0 +1,39 @@
+"""Bytes that a program compiled for CPU devices sends from each, as ring algorithms send them: to compare shardings."""
+
+import math
+import re
+from typing import Any
+
+_BITS = {"f32": 32, "bf16": 16, "s32": 32, "pred": 8}
+_LINE = re.compile(r" = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\((.*)")
+
+
+def sent_nbytes(compiled: Any) -> int:
+    """The formulas are those of nccl-tests' bus bandwidth; a program with loops is none of ours."""
+    text = compiled.as_text()
+    assert " while(" not in text and " conditional(" not in text
+    return sum(_sent(*match) for match in _LINE.findall(text))
+
+
+def _sent(result: str, kind: str, rest: str) -> int:
+    arrays = re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", result)
+    nbytes = sum(_BITS[dtype] * math.prod(map(int, shape.split(","))) // 8 for dtype, shape in arrays if shape)
+    if kind == "collective-permute":
+        return nbytes
+    group = _group_size(rest)
+    if kind == "reduce-scatter":
+        return nbytes * (group - 1)
+    return nbytes * (group - 1) * (2 if kind == "all-reduce" else 1) // group
+
+
+def _group_size(rest: str) -> int:
+    """How many devices take part together, from each of the ways in which XLA prints groups."""
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
+        return listed[1].count(",") + 1
+    if tiled := re.search(r"replica_groups=\[(?:\d+,)*(\d+)\]", rest):
+        return int(tiled[1])
+    over_mesh = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]+)\}", rest)
+    assert over_mesh, rest
+    sizes = dict(re.findall(r"'([^']+)'=(\d+)", over_mesh[1]))
+    parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", over_mesh[2])
+    return math.prod(int(part or sizes[axis]) for axis, part in parts)
