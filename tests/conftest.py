@@ -30,6 +30,9 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
+jax.devices()  # XLA reads the flags now; libtpu, which reads them when it is loaded, ends the process at one it lacks
+os.environ["XLA_FLAGS"] = " ".join(flag for flag in _flags if "fusion_emitters" not in flag)
+
 ROOT = Path(__file__).parent.parent
 
 # Folder under tests/ → the modules that its tests import at the top.

@@ -82,8 +82,8 @@ def save(
 
     Example:
         >>> lm.save(model, "folder", max_shard_size="64KiB")
-        >>> lm.open_checkpoint("folder")
-        SafetensorsCheckpoint('folder/model.safetensors.index.json': 2 tensors, 128.00 KiB in 2 files)
+        >>> lm.open_checkpoint("folder").files
+        ['folder/model-00001-of-00002.safetensors', 'folder/model-00002-of-00002.safetensors']
     """
     arrays = named_arrays(model)
     shardings = [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
