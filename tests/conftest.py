@@ -13,13 +13,14 @@ _DEVICES = "--xla_force_host_platform_device_count=8"
 # without and later ones may not, takes a third of the rest. `.ci/run` sets the level, and what it runs like that is
 # compiled as users' programs are.
 _LEVEL = "--xla_backend_optimization_level"
+_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
 _flags = os.environ.get("XLA_FLAGS", "").split()
 if not any(flag.startswith(_DEVICES.partition("=")[0]) for flag in _flags):
     _flags.append(_DEVICES)
 if not any(flag.startswith(_LEVEL) for flag in _flags):
     _flags.append(f"{_LEVEL}=2")
     if importlib.metadata.version("jaxlib").startswith("0.10."):
-        _flags.append("--xla_cpu_use_fusion_emitters=false")
+        _flags.append(_EMITTERS)
 os.environ["XLA_FLAGS"] = " ".join(_flags)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -30,8 +31,9 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-jax.devices()  # XLA reads the flags now; libtpu, which reads them when it is loaded, ends the process at one it lacks
-os.environ["XLA_FLAGS"] = " ".join(flag for flag in _flags if "fusion_emitters" not in flag)
+if _EMITTERS in _flags:
+    jax.numpy.zeros(()).block_until_ready()  # jaxlib has read the flags now; libtpu exits at one that it does not know
+    os.environ["XLA_FLAGS"] = " ".join(flag for flag in _flags if flag != _EMITTERS)
 
 ROOT = Path(__file__).parent.parent
 
