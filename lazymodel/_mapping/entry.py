@@ -13,6 +13,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, TypeAlias, cast
 
 import jax
@@ -37,6 +38,20 @@ class _Step:
 
     def __str__(self) -> str:
         return self.text
+
+
+def _untransposed(axes: tuple[int, ...], values: Any) -> Any:
+    if len(axes) != values.ndim:
+        raise ValueError(f"transpose{axes} does not give {values.ndim} dimensions")
+    return np.transpose(values, np.argsort([axis % len(axes) for axis in axes]))
+
+
+def _times(factor: float, values: Any) -> Any:
+    return values * factor
+
+
+def _over(factor: float, values: Any) -> Any:
+    return values / factor
 
 
 def _rearranged(pattern: str, values: Any, before: _Groups, after: _Groups, sizes: Mapping[str, int]) -> Any:
@@ -173,13 +188,7 @@ class From:
         """As `ndarray.transpose`."""
         if sorted(axis % max(len(axes), 1) for axis in axes) != list(range(len(axes))):
             raise LazyModelError(f"transpose{axes} is no order of axes")
-
-        def undo(values: Any) -> Any:
-            if len(axes) != values.ndim:
-                raise ValueError(f"transpose{axes} does not give {values.ndim} dimensions")
-            return np.transpose(values, np.argsort([axis % len(axes) for axis in axes]))
-
-        step = _Step(f".transpose{axes}", lambda values: np.transpose(values, axes), undo)
+        step = _Step(f".transpose{axes}", partial(np.transpose, axes=axes), partial(_untransposed, axes))
         return self._then(step) if axes else self.T
 
     def rearrange(self, pattern: str, **sizes: int) -> From:
@@ -201,8 +210,8 @@ class From:
             raise LazyModelError(f"rearrange {pattern!r} has no axis {sorted(unknown)[0]!r}")
         step = _Step(
             f".rearrange({pattern!r}{''.join(f', {name}={size}' for name, size in sizes.items())})",
-            lambda values: _rearranged(pattern, values, before, after, sizes),
-            lambda values: _rearranged(pattern, values, after, before, sizes),
+            partial(_rearranged, pattern, before=before, after=after, sizes=sizes),
+            partial(_rearranged, pattern, before=after, after=before, sizes=sizes),
         )
         return self._then(step)
 
@@ -210,9 +219,7 @@ class From:
         """Multiplies by a number; written divided by it, which restores every bit where it is a power of two."""
         if not factor or not math.isfinite(factor):
             raise LazyModelError(f"scale takes a finite number that is not 0; got {factor!r}")
-        return self._then(
-            _Step(f".scale({float(factor)})", lambda values: values * factor, lambda values: values / factor)
-        )
+        return self._then(_Step(f".scale({float(factor)})", partial(_times, factor), partial(_over, factor)))
 
     def part(self, index: int, of: int | Sequence[int], axis: int = 0) -> From:
         """One part of a fused tensor along an axis; other entries take the others.

@@ -168,8 +168,8 @@ def assign(
         assigned = {path: assigned[path] for path in variables}  # in the model's own order
     elif misfits:
         raise ShardingError("\n".join([*first_lines(list(misfits.values())), "repair=True of shard() mends them."]))
-    elif unmatched and on_unmatched != "ignore":
-        message = _unmatched_message(unmatched, threshold, mesh)
+    elif on_unmatched != "ignore" and (replicated := [variable for variable in unmatched if not variable.on_host]):
+        message = _unmatched_message(replicated, threshold, mesh)
         if on_unmatched == "error":
             raise ShardingError(message)
         warn(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -368,6 +369,16 @@ def chains(draw: st.DrawFn) -> tuple[list[From], dict[str, np.ndarray]]:
     rng = np.random.default_rng(draw(st.integers(0, 9)))
     names = [f"h.{layer}.w" for layer in range(layers)] or ["w"]
     return sources, {name: rng.standard_normal(shape).astype("float32") for name in names}
+
+
+def test_a_mapping_goes_to_other_processes() -> None:
+    fused = From("w").transpose(1, 0).rearrange("(a b) c -> b a c", a=2).scale(0.5)
+    ckpt = {"w": np.arange(24, dtype="float32").reshape(6, 4)}
+    abstract = model_of(v=(2, 2, 6))
+    there = pickle.loads(pickle.dumps(WeightMap({"v": fused})))
+    mapped = lm.map_checkpoint(ckpt, there, abstract)
+    np.testing.assert_array_equal(mapped["v"].read(), ckpt["w"].T.reshape(2, 2, 6).transpose(1, 0, 2) / 2)
+    np.testing.assert_array_equal(np.asarray(there.write(dict(mapped))["w"]), ckpt["w"])
 
 
 @settings(max_examples=150, deadline=None)

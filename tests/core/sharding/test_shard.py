@@ -283,3 +283,12 @@ def test_explain_says_a_sentence_once(mesh8: Mesh) -> None:
     assert len(lines) == 3 + 12 + 1 and lines[-1] == "  … and 1 more"
     hostile = build(**{"bad\x1b[2Jname": (8, 10)}).shard(mesh8, {".*": P()}).explain()
     assert "\x1b" not in str(hostile)
+
+
+def test_a_numpy_array_that_stays_on_the_host_is_not_said_to_be_replicated(mesh8: Mesh) -> None:
+    table = np.zeros((1 << 10, 1 << 9), "float32")  # 2 MiB
+    model = lm.build_abstract(lambda key: {"w": jax.random.normal(key, (8, 8)), "table": table}, jax.random.key(0))
+    sharded = model.shard(mesh8, {"w": P("model")}, on_unmatched="error")
+    assert sharded["table"].on_host and sharded["table"].sharding.is_fully_replicated
+    with pytest.raises(lm.ShardingError, match="1 variables of at least 1 B match no sharding rule.*: w "):
+        model.shard(mesh8, {}, on_unmatched="error", large=1)
