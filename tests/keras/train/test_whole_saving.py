@@ -10,7 +10,7 @@ import resource
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,18 @@ def prepared(way: Way, tmp_path: Path) -> Any:
     return folder, new, before, after, listing(tmp_path / "clean"), operations.count
 
 
+@contextlib.contextmanager
+def stopping() -> Generator[None, None, None]:
+    """Takes what ends a save; Keras' own `finally` may put one of its own in its place, closing what is not open."""
+    try:
+        yield
+    except (Killed, KeyboardInterrupt, OSError, lm.LazyModelError):
+        pass
+    except UnboundLocalError as error:
+        if not isinstance(error.__context__, KeyboardInterrupt | OSError):
+            raise
+
+
 def check_way(way: Way, prepared: Any, points: Callable[[int], Any], **how: Any) -> tuple[int, int]:
     """Kills a save at some of its operations, and looks each time; returns how often old and new were found."""
     folder, new, before, after, clean, count = prepared
@@ -195,7 +207,7 @@ def check_way(way: Way, prepared: Any, points: Callable[[int], Any], **how: Any)
     for number in points(count):
         shutil.copytree(folder, folder.parent / "try")
         stopped = Operations(number, **how)
-        with stopped.counted(), contextlib.suppress(Killed, KeyboardInterrupt, OSError, lm.LazyModelError):
+        with stopped.counted(), stopping():
             way.save(new, folder.parent / "try")
         opened = way.load(folder.parent / "try" / way.name)
         assert same(opened, before) or same(opened, after), f"a mixture after operation {number} of {count}"
@@ -231,6 +243,8 @@ def test_killed_at_every_operation(way: Way, prepared: Any) -> None:
 
 
 @pytest.mark.large
+# Keras' temporary folders in ours, which went with it, are looked for once more when they are collected.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @ways
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt, lambda: OSError(28, "No space left on device")], ids=["^C", "full"]
