@@ -21,7 +21,7 @@ from typing import Any, cast
 import jax
 import jax.extend.core.primitives as primitives
 import numpy as np
-from jax._src import core
+from jax._src import core  # the class of the trace of eager execution is not exported
 from jax._src.interpreters import partial_eval  # the table of rules is not exported
 
 from lazymodel._programs.jaxprs import CALLS, JIT, inner_jaxprs, is_partitionable, opened, rounds
