@@ -9,13 +9,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._tensors.boxes import Addresses, Box, Geometry, box_shape, cover, fresh_view, geometry_of, strided
+from lazymodel._tensors.boxes import (
+    Addresses,
+    Box,
+    Geometry,
+    box_shape,
+    cover,
+    fresh_view,
+    geometry_of,
+    strided,
+    whole_box,
+)
 from lazymodel._tensors.buffers import Convert, DType, Steps, Workspace, assign
 from lazymodel._tensors.source import Source
 
@@ -121,6 +131,11 @@ class DividedLeaf(Leaf):
     def parts(self, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: Steps) -> list[Part]:
         """The parts that fill boxes of it, converted."""
         raise NotImplementedError
+
+    def reads(self, boxes: Sequence[Box]) -> Iterator[tuple[View, list[Box]]]:
+        """Which boxes of which pieces are read to fill boxes of it; by default all of every piece."""
+        for piece in self.pieces if self.reads_pieces else ():
+            yield piece, [whole_box(piece.shape)]
 
     def release(self) -> None:
         for piece in self.pieces:

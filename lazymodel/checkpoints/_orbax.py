@@ -13,17 +13,19 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from lazymodel._errors import CheckpointError, warn
+from lazymodel._remote.path import Location
+from lazymodel._remote.source import source_of
+from lazymodel._remote.tensorstore import kvstore
 from lazymodel._tensors.boxes import Box, box_shape, shift
 from lazymodel._tensors.buffers import Convert, Workspace, assign
-from lazymodel._tensors.files import FileSource
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.leaves import ArrayLeaf, Leaf
+from lazymodel._tensors.source import Source
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._orbax_folder import DRIVERS, MANIFEST, METADATA, Tree, TreeLeaf, read_tree, require_complete
 from lazymodel.checkpoints._untrusted import check_pointer, files_inside, is_number
@@ -54,7 +56,7 @@ def _tensorstore() -> Any:
     return tensorstore
 
 
-def open_orbax(path: Path, item: Path) -> OrbaxCheckpoint:
+def open_orbax(path: Location, item: Location) -> OrbaxCheckpoint:
     """Opens an item that `find_item` found."""
     files = files_inside(item)
     tree = read_tree(item)
@@ -75,9 +77,9 @@ def open_orbax(path: Path, item: Path) -> OrbaxCheckpoint:
 class _Store:
     """The keys and arrays of an item, through tensorstore."""
 
-    def __init__(self, item: Path, ocdbt: bool, files: list[str]) -> None:
+    def __init__(self, item: Location, ocdbt: bool, files: list[str]) -> None:
         self.item = item
-        self.files = [str(item / name) for name in files]
+        self.places = [item / name for name in files]
         ts = _tensorstore()
         # Nothing is cached but OCDBT's own nodes: every decoded chunk is the memory of the read that asked for it.
         self._context = ts.Context(
@@ -88,7 +90,7 @@ class _Store:
                 "file_io_concurrency": {"limit": _FILE_THREADS},
             }
         )
-        base = {"driver": "file", "path": f"{item.resolve()}/"}
+        base = kvstore(item)
         self._kvstore = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#ocdbt"} if ocdbt else base
         if ocdbt:
             try:
@@ -162,10 +164,15 @@ class OrbaxCheckpoint(Checkpoint):
     format = "orbax"
 
     def __init__(
-        self, path: Path, store: _Store, names: dict[str, tuple[str, str]], complete: bool, empty: dict[str, LazyTensor]
+        self,
+        path: Location,
+        store: _Store,
+        names: dict[str, tuple[str, str]],
+        complete: bool,
+        empty: dict[str, LazyTensor],
     ) -> None:
-        first = [store.item / MANIFEST, store.item / METADATA, *map(Path, store.files)]
-        source = FileSource(next(file for file in first if file.exists()))
+        first = [store.item / MANIFEST, store.item / METADATA, *store.places]
+        source = source_of(next(file for file in first if file.exists()))
         super().__init__(path, [*names, *empty], [source])
         self._tensors.update(empty)
         self.item = str(store.item)
@@ -178,7 +185,7 @@ class OrbaxCheckpoint(Checkpoint):
     @property
     def files(self) -> list[str]:
         """Paths of the item's files."""
-        return sorted(self._store.files)
+        return sorted(map(str, self._store.places))
 
     def _tensor(self, name: str) -> LazyTensor:
         stored_as, mark = self._stored[name]
@@ -227,7 +234,7 @@ class ChunkedLeaf(Leaf):
     """
 
     def __init__(
-        self, name: str, array: Any, dtype: np.dtype[Any], chunk: tuple[int, ...], source: FileSource, kept: _Kept
+        self, name: str, array: Any, dtype: np.dtype[Any], chunk: tuple[int, ...], source: Source, kept: _Kept
     ) -> None:
         self.name, self.file, self.shape, self.dtype, self.chunk = name, source.path, tuple(array.shape), dtype, chunk
         self.offset = 0
