@@ -184,7 +184,7 @@ def test_a_read_that_fails_is_an_error_of_the_checkpoint(tmp_path, monkeypatch):
     def fail(*_: Any) -> bytes:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(_numpy.os, "pread", fail)
+    monkeypatch.setattr(files.os, "pread", fail)
     with pytest.raises(CheckpointError, match=r"cannot read .*model\.npz at byte .*: Input/output error"):
         tensor.read()
 
