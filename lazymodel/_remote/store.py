@@ -8,6 +8,7 @@ tools use.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import dataclasses
 import datetime
@@ -48,6 +49,7 @@ _CLIENT = {
     "user_agent": "lazymodel",
 }
 _SMALL_TIMEOUT = "30s"  # of a request for little: until then, a server can send an error that does not end
+LIST_SECONDS = 60.0  # for the list of a folder: a million objects at 17 pages a second
 _MOST_LISTED = 1_000_000  # objects of a listing; a checkpoint has thousands
 _NO_SUCH_RANGE = 416  # a status
 _SIGNED_SECONDS = 60  # for which the URL is good that asks for `Retry-After`
@@ -164,10 +166,19 @@ class Store:
         if self._repository is not None:
             return self._files_of_repository(key)
         prefix = f"{key}/" if key else ""
+        store = self._store(small=True)
+
+        async def pages() -> Any:  # all of them, which can be cancelled, as the call that waits for them cannot
+            return await asyncio.wait_for(self._obstore.list_with_delimiter_async(store, prefix or None), LIST_SECONDS)
+
+        def ask(_: threading.Event) -> Any:
+            try:
+                return asyncio.run(pages())
+            except TimeoutError:
+                raise Failure(f"the list of its objects has no end after {LIST_SECONDS:g} seconds") from None
+
         try:
-            result = self._ask(
-                key, lambda _: self._obstore.list_with_delimiter(self._store(small=True), prefix or None)
-            )
+            result = self._ask(key, ask)
         except Missing:
             return {}, set()
         objects: dict[str, Object] = {}
@@ -213,17 +224,7 @@ class Store:
         Raises:
             CheckpointError: They cannot be had, or the object changed since it was first looked at.
         """
-        try:
-            return self._get(key, start, stop, stopped, given_up)
-        except Missing:
-            vanished = "it was there when it was opened, and " if key in self._objects else ""
-            found = f"{vanished}there is nothing any more" if vanished else "there is nothing"
-        except Changed:
-            raise CheckpointError(
-                f"{self.shown(key)} changed while it was being read: expected the object that was there when it was "
-                "opened, found another. Open the checkpoint again once nothing writes to it."
-            ) from None
-        raise CheckpointError(f"cannot read {self.shown(key)}: {found}, or nothing that may be read")
+        return self._told(key, lambda: self._get(key, start, stop, stopped, given_up))
 
     def head(self, key: str) -> tuple[np.ndarray, int]:
         """The first bytes of an object, at most `HEAD` of them, fetched once, and how many it has in all.
@@ -231,18 +232,31 @@ class Store:
         Raises:
             CheckpointError: As `get`.
         """
+        return self._told(key, lambda: (self._first(key), self._objects[key].size))
+
+    def _told(self, key: str, function: Callable[[], Result]) -> Result:
+        """What a function that asks for an object returns; that it is not there, or no longer, is a CheckpointError."""
         try:
-            return self._first(key), self._objects[key].size
+            return function()
         except Missing:
-            pass
-        raise CheckpointError(f"cannot read {self.shown(key)}: there is nothing, or nothing that may be read")
+            found = "there is nothing any more" if key in self._objects else "there is nothing"
+            text = f"cannot read {self.shown(key)}: {found}, or nothing that may be read"
+        except Changed:
+            text = (
+                f"{self.shown(key)} changed while it was being read: expected the object that was there when it was "
+                "opened, found another. Open the checkpoint again once nothing writes to it."
+            )
+        raise CheckpointError(text)
 
     def _first(self, key: str) -> np.ndarray:
         if key not in self._heads:
             if key in self._pages:
                 raise Missing
-            pieces = self._get(key, 0, HEAD, None, bool, to_end=True)
+            known = self.known(key)
+            pieces = [] if known and not known.size else self._get(key, 0, HEAD, None, bool, to_end=True)
             self._heads[key] = np.concatenate(pieces) if pieces else np.empty(0, np.uint8)
+            if known and not pieces:
+                self._note(key, known)
         return self._heads[key]
 
     def _get(
