@@ -373,13 +373,12 @@ class Store:
     def _read_json(self, url: str) -> bytes:
         """A small answer of a repository's server."""
         assert self._repository is not None
-        base, _, key = url.rpartition("/")
         client = {**_CLIENT, "timeout": _SMALL_TIMEOUT, **self._client}
-        store = self._over_http(base, self._repository.headers, client)
+        store = self._over_http(url, self._repository.headers, client)
 
         def ask(_: threading.Event) -> bytes:
             data = bytearray()
-            for chunk in self._obstore.get(store, key).stream(min_chunk_size=PIECE):
+            for chunk in self._obstore.get(store, "").stream(min_chunk_size=PIECE):
                 data += chunk
                 if len(data) > hugging_face.MOST_JSON:
                     raise Failure("the server's answer does not end")

@@ -223,3 +223,50 @@ def test_a_list_without_end_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(lm.CheckpointError, match="no end after 0.3 seconds") as found:
             lm.open_checkpoint("gs://bucket", options)
     assert SECRET not in everything_of(found.value)
+
+
+def _zeros() -> Iterator[bytes]:
+    while True:
+        yield bytes(1 << 16)
+
+
+def test_memory_stays_bounded_whatever_is_sent() -> None:
+    """A worker's own: other tests' memory would be in it."""
+    bomb = b'{"sha": "' + b"a" * 40 + b'", "siblings": [' + b"[" * 200_000
+
+    def reply(asked: Asked) -> Reply:
+        span = {"Content-Range": f"bytes 0-1048575/{1 << 40}"}
+        match asked.path.split("/")[1]:
+            case "api" if "endless" in asked.path:
+                return 200, {"Content-Length": str(1 << 50)}, _zeros()
+            case "api":
+                return 200, {}, bomb
+            case "endless":
+                return 206, span | {"Content-Length": str(1 << 60)}, _zeros()
+            case "chunked":
+                chunks = (b"%x\r\n%s\r\n" % (len(piece), piece) for piece in _zeros())
+                return 206, span | {"Transfer-Encoding": "chunked"}, chunks
+            case _:  # a header of safetensors that says that it is as long as all
+                size = (1 << 60).to_bytes(8, "little")
+                return part(size + bytes(100_000), asked)
+
+    with scripted(reply) as origin:
+        urls = {
+            "read endless": f"{origin}/endless",
+            "read chunked": f"{origin}/chunked",
+            "open": f"{origin}/x.safetensors",
+            "hub bomb": "hf://owner/bomb",
+            "hub endless": "hf://owner/endless",
+        }
+        child = subprocess.run(
+            [sys.executable, "-m", "tests.core.remote._hostile_worker", json.dumps(urls)],
+            cwd=ROOT,
+            env=child_environment() | {"HF_ENDPOINT": origin, "HF_TOKEN": SECRET},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    assert SECRET not in child.stdout + child.stderr
+    for what, (nbytes, error) in json.loads(child.stdout).items():
+        assert error != "none", what
+        assert nbytes < (160 << 20 if what == "hub endless" else 24 << 20), (what, nbytes, error)
