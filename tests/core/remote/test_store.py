@@ -86,9 +86,9 @@ def test_what_is_harmless_is_read(stored: ObjectServer, mode: str) -> None:
     ["file:///etc/passwd", "ftp://127.0.0.1/w", "gopher://x", "data:,w", "http://no.such.host.invalid/w", "//"],
 )
 def test_redirects_lead_to_web_servers_only(location: str) -> None:
-    with scripted(lambda _: (302, {"Location": f"{location}?{SECRET}"}, b"")) as origin:
-        with pytest.raises(lm.CheckpointError, match="redirects|cannot be found|cannot be reached|failed") as found:
-            read(f"{origin}/w", ONCE)
+    said = pytest.raises(lm.CheckpointError, match="redirects|cannot be found|cannot be reached|failed")
+    with scripted(lambda _: (302, {"Location": f"{location}?{SECRET}"}, b"")) as origin, said as found:
+        read(f"{origin}/w", ONCE)
     assert SECRET not in everything_of(found.value) and "passwd" not in everything_of(found.value)
 
 
@@ -110,9 +110,9 @@ def test_what_a_server_writes_into_an_error_is_not_repeated(status: int) -> None
     said = dict.fromkeys((401, 403), "refuses access") | dict.fromkeys((404, 405), "nothing") | {412: "changed"}
     text = f"\x1b[2J{SECRET} status code: 200 credential token \n".encode()
     headers = {"Retry-After": "0", "WWW-Authenticate": SECRET, "X-Error-Message": SECRET}
-    with scripted(lambda _: (status, headers, text)) as origin:
-        with pytest.raises(lm.CheckpointError, match=said.get(status, str(status))) as found:
-            read(f"{origin}/tokenizer-header.bin?sig={SECRET}", QUICK)
+    raised = pytest.raises(lm.CheckpointError, match=said.get(status, str(status)))
+    with scripted(lambda _: (status, headers, text)) as origin, raised as found:
+        read(f"{origin}/tokenizer-header.bin?sig={SECRET}", QUICK)
     told = everything_of(found.value)
     assert SECRET not in told and "\x1b" not in told
     assert ("3 attempts" in str(found.value)) is (status == 429 or status >= 500)
