@@ -64,6 +64,13 @@ def requests_for(ranges: np.ndarray, gap: int = GAP, longest: int = REQUEST) -> 
     return np.stack((begins, np.minimum(begins + lengths[owner], stops[owner])), axis=1)
 
 
+class Stopped(CheckpointError):
+    """Nobody waits for what is read any more."""
+
+    def __init__(self) -> None:
+        super().__init__("reading was stopped")
+
+
 class _Block:
     """One request, and what came of it."""
 
@@ -169,13 +176,17 @@ class ReadAhead:
         for ahead in within:
             ahead.close()
 
+    @property
+    def stopped(self) -> bool:
+        return self._stopped.is_set()
+
     @contextlib.contextmanager
     def unforeseen(self, origin: Origin, ranges: np.ndarray) -> Generator[ReadAhead]:
         """Another one for what was not planned for, with a share of the memory; it ends with this one at the latest."""
         with ReadAhead([(origin, ranges)], self._limit // _SHARE) as ahead:
             with self._changed:
                 if self._stopped.is_set():
-                    raise CheckpointError("reading was stopped")
+                    raise Stopped
                 self._within.append(ahead)
             try:
                 yield ahead
@@ -232,7 +243,7 @@ class ReadAhead:
                 self._fly()
             while block.data is None and block.error is None:
                 if self._stopped.is_set():
-                    raise CheckpointError("reading was stopped")
+                    raise Stopped
                 self._changed.wait()
             if block.error is not None:
                 raise block.error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,8 @@ from lazymodel._errors import CheckpointError
 from lazymodel._remote.requests import Missing
 from lazymodel._remote.url import parse_url, quoted
 
-MOST_JSON = 64 << 20  # bytes of an answer; the list of a million files is smaller
+MOST_JSON = 16 << 20  # bytes of an answer; the list of a hundred thousand files is smaller, parsed 20 times as large
+_COMMIT = re.compile("[0-9A-Za-z]+")
 _DEFAULT = "https://huggingface.co"
 
 
@@ -52,23 +54,26 @@ class Repository:
             return
         shown = f"hf://{self.name}@{self.revision}"
         where = f"{self.endpoint}/api/models/{self.name}/revision/{quoted(self.revision).replace('/', '%2F')}"
+        failed = f"cannot read {shown}: "
         try:
             body = read(where)
-        except (Missing, CheckpointError) as error:
-            cause = error if isinstance(error, CheckpointError) else "the hub knows no such repository or revision"
+        except CheckpointError as error:
+            failed = str(error)
+        except Missing:
+            failed += "the hub knows no such repository or revision"
         else:
             try:
                 answer = cast("dict[str, Any]", json.loads(body))
                 files = [entry["rfilename"] for entry in answer["siblings"]]
                 commit = answer["sha"]
-                if isinstance(commit, str) and commit.isalnum() and all(isinstance(file, str) for file in files):
-                    self._files, self._commit = files, commit
-                    return
-                cause = "the hub's answer has no commit"
-            except (ValueError, KeyError, TypeError):
-                cause = "the hub's answer is not what it documents"
-        mend = "" if self.headers else " If it is private or gated, log in with `hf auth login` or set HF_TOKEN."
-        raise CheckpointError(f"cannot read {shown}: {cause}.{mend}")
+            except (ValueError, KeyError, TypeError, RecursionError):
+                files, commit = [None], ""
+            if isinstance(commit, str) and _COMMIT.fullmatch(commit) and all(isinstance(file, str) for file in files):
+                self._files, self._commit = cast("list[str]", files), commit
+                return
+            failed += "the hub's answer is not what it documents"
+        mend = "" if self.headers else ". If it is private or gated, log in with `hf auth login` or set HF_TOKEN"
+        raise CheckpointError(f"{failed}{mend}")
 
 
 def _token() -> str | None:
