@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
@@ -18,11 +19,15 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError
 
-REQUEST = 8 << 20  # bytes of a request, at most: its latency is a small part of its time at 50 MB/s a connection
+REQUEST = 4 << 20  # bytes of a request, at most: at 80 MB/s a connection 50 ms, beside which latency is bearable
 CONNECTIONS = 32  # requests in flight, at most: 2.5 GB/s at 80 MB/s a connection, which is what object stores give
+FEWEST = 8  # requests in flight to begin with: where the machine is the limit, 32 took 1.4 × the CPU time of 8
+_FASTER = 1.15  # twice as many requests in flight must be this much faster to be kept
+_SETTLED = 32  # rounds after which more of them are tried again
 GAP = 128 << 10  # bytes between two ranges that are fetched rather than asked for around
 _SHARE = 8  # of the limit, for each reading that was not foreseen
-AHEAD = CONNECTIONS * REQUEST  # bytes in flight or waiting to be read, at most
+_WAITING = 2  # bytes in flight or waiting to be read, for each that may be in flight
+AHEAD = _WAITING * CONNECTIONS * REQUEST  # the same, at most
 
 
 class Origin(Protocol):
@@ -82,6 +87,34 @@ class _Block:
         return self.stop - self.start
 
 
+class _Pace:
+    """How many requests are in flight: twice as many as long as that is faster. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.level = FEWEST
+        self._settled = 0  # rounds left in which nothing is tried
+        self._rate = 0.0  # bytes/s of the round before
+        self._began = time.monotonic()
+        self._count = self._nbytes = 0
+
+    def arrived(self, nbytes: int) -> None:
+        """A request was answered."""
+        self._count, self._nbytes = self._count + 1, self._nbytes + nbytes
+        if self._count < 2 * self.level:
+            return
+        now = time.monotonic()
+        rate = self._nbytes / max(now - self._began, 1e-6)
+        self._began, self._count, self._nbytes = now, 0, 0
+        if self._settled:
+            self._settled -= 1
+        elif rate > _FASTER * self._rate:
+            self._rate, self.level = rate, min(2 * self.level, CONNECTIONS)
+            return
+        else:
+            self.level, self._settled = max(self.level // 2, FEWEST), _SETTLED
+        self._rate = rate if self._settled else 0.0
+
+
 class ReadAhead:
     """Fetches what is wanted of some origins, in the order given, and hands it out.
 
@@ -102,6 +135,7 @@ class ReadAhead:
         self._mine: dict[Origin, list[_Block]] = {}
         self._plan(wants)
         self._next = self._used = 0
+        self._pace = _Pace()
         self._urgent: list[_Block] = []
         self._idle = 0
         self._threads: list[threading.Thread] = []
@@ -198,24 +232,26 @@ class ReadAhead:
         if block.left <= 0 and block.state == "here":
             self._give_up(block)
             self._fly()
+        elif block.left <= 0 and block.state == "planned":
+            block.state = "gone"
 
     def _wait_for(self, block: _Block) -> list[np.ndarray]:
         with self._changed:
-            if block.state in ("planned", "gone"):
-                # Nobody has asked for it yet, or all of it was read before: it goes first, whatever the limit says.
-                block.state = "flying"
-                self._used += block.nbytes
-                self._urgent.insert(0, block)
-                self._fly()
-            while block.data is None and block.error is None:
+            while block.data is None:
+                if block.error is not None:
+                    raise block.error
                 if self._stopped.is_set():
                     raise Stopped
-                self._changed.wait()
-            if block.error is not None:
-                raise block.error
-            data = block.data
-            assert data is not None
-            return data
+                if block.state in ("planned", "gone"):
+                    # Nobody has asked for it yet, or it was given up, be it just now by another reader: it goes first,
+                    # whatever the limit says.
+                    block.state = "flying"
+                    self._used += block.nbytes
+                    self._urgent.insert(0, block)
+                    self._fly()
+                else:
+                    self._changed.wait()
+            return block.data
 
     def _give_up(self, block: _Block) -> None:
         block.data, block.state = None, "gone"
@@ -230,7 +266,8 @@ class ReadAhead:
         while self._next < len(self._blocks):
             block = self._blocks[self._next]
             if block.state == "planned":
-                if self._used + block.nbytes > self._limit and self._used:
+                limit = min(self._limit, _WAITING * self._pace.level * REQUEST)
+                if self._used + block.nbytes > limit and self._used:
                     break
                 block.state = "flying"
                 self._used += block.nbytes
@@ -238,7 +275,7 @@ class ReadAhead:
             self._next += 1
         if self._idle:
             self._changed.notify_all()
-        for _ in range(min(len(self._urgent) - self._idle, CONNECTIONS - len(self._threads))):
+        for _ in range(min(len(self._urgent) - self._idle, self._pace.level - len(self._threads))):
             # Daemons: a request that hangs must not keep the program from ending.
             thread = threading.Thread(target=self._work, name=f"lazymodel-fetch-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
@@ -253,7 +290,8 @@ class ReadAhead:
                         break
                     self._changed.wait()
                 self._idle -= 1
-                if self._stopped.is_set() or not self._urgent:
+                too_many = len(self._threads) > self._pace.level
+                if self._stopped.is_set() or not self._urgent or too_many:
                     self._threads.remove(threading.current_thread())
                     return
                 block = self._urgent.pop(0)
@@ -264,6 +302,7 @@ class ReadAhead:
                 error = failure
             with self._changed:
                 block.data, block.error, block.state = data, error, "here"
+                self._pace.arrived(block.nbytes)
                 if self._stopped.is_set():
                     block.data = None
                 self._changed.notify_all()

@@ -116,7 +116,7 @@ def test_memory_is_given_back_after_a_failure(stored: tuple[ObjectServer, dict[s
     server.reset()
     checkpoint = lm.open_checkpoint(server.url("source/w.safetensors"), QUICK)
     gc.collect()
-    server.faults(["403"], requests=[7])
+    server.faults(["403"], requests=[3])
     with pytest.raises(lm.CheckpointError):
         load(checkpoint, mesh8)
     gc.collect()
