@@ -4,6 +4,7 @@ import gc
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Read when jax, keras and tensorflow are first imported, so before any test module is.
@@ -30,6 +31,9 @@ os.environ["COLUMNS"] = "120"  # tables are as wide as where there is no termina
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+
+from tests.servers.object_server import ObjectServer  # noqa: E402
+from tests.servers.s3 import S3Server  # noqa: E402
 
 if _EMITTERS in _flags:
     jax.numpy.zeros(()).block_until_ready()  # jaxlib has read the flags now; libtpu exits at one that it does not know
@@ -82,3 +86,33 @@ def mesh8() -> jax.sharding.Mesh:
 def mesh42() -> jax.sharding.Mesh:
     """Eight devices in two axes: `batch` of four, `model` of two."""
     return _mesh((4, 2), ("batch", "model"))
+
+
+@pytest.fixture(scope="session")
+def _object_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    pytest.importorskip("obstore", reason="needs obstore: pip install 'lazymodel[remote]'")
+    with ObjectServer(tmp_path_factory.mktemp("objects")) as server:
+        yield server
+
+
+@pytest.fixture
+def object_server(_object_server: ObjectServer) -> ObjectServer:
+    """A store that speaks HTTP, GCS, Azure and Hugging Face: counters and controls as at the start, files as left."""
+    _object_server.reset()
+    return _object_server
+
+
+@pytest.fixture(scope="session")
+def _s3() -> Iterator[S3Server]:
+    pytest.importorskip("obstore", reason="needs obstore: pip install 'lazymodel[remote]'")
+    for module in ("moto", "flask", "flask_cors"):
+        pytest.importorskip(module)
+    with S3Server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(_s3: S3Server) -> S3Server:
+    """moto's S3 with an empty bucket."""
+    _s3.reset()
+    return _s3

@@ -152,10 +152,10 @@ class ObjectServer:
         """
         return self._ask("counters")
 
-    def _ask(self, name: str, **arguments: Any) -> Any:
+    def _ask(self, command: str, /, **arguments: Any) -> Any:
         connection = http.client.HTTPConnection("127.0.0.1", self._ports["http"], timeout=_WAIT)
         try:
-            connection.request("POST", f"/-/{name}", json.dumps(arguments))
+            connection.request("POST", f"/-/{command}", json.dumps(arguments))
             answer = connection.getresponse()
             text = answer.read()
         finally:
