@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 from lazymodel._errors import CheckpointError
-from lazymodel._remote.requests import Missing
+from lazymodel._remote.requests import Missing, Unavailable
 from lazymodel._remote.url import parse_url, quoted
 
 MOST_JSON = 64 << 20  # bytes of an answer; the list of a million files is smaller
 _DEFAULT = "https://huggingface.co"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Repository:
@@ -68,7 +70,8 @@ class Repository:
             except (ValueError, KeyError, TypeError):
                 cause = "the hub's answer is not what it documents"
         mend = "" if self.headers else " If it is private or gated, log in with `hf auth login` or set HF_TOKEN."
-        raise CheckpointError(f"cannot read {shown}: {cause}.{mend}")
+        kind = Unavailable if isinstance(cause, Unavailable) else CheckpointError
+        raise kind(f"cannot read {shown}: {cause}.{mend}")
 
 
 def _token() -> str | None:
@@ -83,11 +86,38 @@ def _token() -> str | None:
     return get_token()
 
 
+def is_offline() -> bool:
+    """Whether the user wants the hub not to be asked."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return True
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        return False
+    return constants.HF_HUB_OFFLINE
+
+
 def cached_snapshot(name: str, commit: str) -> Path | None:
     """The folder of a commit in the local cache of the hub, which may lack files."""
+    folder = _cache(name)
+    snapshot = None if folder is None else folder / "snapshots" / commit
+    return snapshot if snapshot is not None and snapshot.is_dir() else None
+
+
+def cached_commit(name: str, revision: str) -> str | None:
+    """The commit that a revision was when something of it was last put into the local cache of the hub."""
+    if (folder := _cache(name)) is None:
+        return None
+    try:
+        return (folder / "refs" / revision).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return revision if _COMMIT.fullmatch(revision) else None
+
+
+def _cache(name: str) -> Path | None:
+    """The folder of a repository in the local cache of the hub; None without `huggingface_hub`."""
     try:
         from huggingface_hub import constants
     except ImportError:
         return None
-    folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots" / commit
-    return folder if folder.is_dir() else None
+    return Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"

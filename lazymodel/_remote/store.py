@@ -83,6 +83,22 @@ class Store:
         """A key as messages may show it."""
         return dataclasses.replace(self.url, key=key).text
 
+    @property
+    def repository(self) -> hugging_face.Repository | None:
+        """The repository that it is, if it is one."""
+        return self._repository
+
+    def commit(self, *, once: bool = False) -> str:
+        """The commit of the repository that it is; asked for once, or as often as everything else.
+
+        Raises:
+            Unavailable: The hub cannot be reached.
+            CheckpointError: It knows no such repository or revision, or refuses it.
+        """
+        assert self._repository is not None
+        retries = Retries({"max_retries": 0}) if once else self._retries
+        return self._repository.commit(lambda url: self._read_json(url, retries))
+
     # What is known of objects.
 
     def known(self, key: str) -> Object | None:
@@ -254,7 +270,7 @@ class Store:
             client["allow_http"] = True
         return self._obstore.store.HTTPStore(url, client_options=client, retry_config={"max_retries": 0})
 
-    def _read_json(self, url: str) -> bytes:
+    def _read_json(self, url: str, retries: Retries | None = None) -> bytes:
         """A small answer of a repository's server."""
         assert self._repository is not None
         base, _, key = url.rpartition("/")
@@ -268,7 +284,7 @@ class Store:
                     raise Failure("the server's answer does not end", False)
             return b"".join(chunks)
 
-        return self._ask("", ask)
+        return attempt(self.shown(""), "", ask, retries or self._retries, self._gate)
 
     def _retry_after(self, key: str) -> float | None:
         try:
