@@ -33,6 +33,7 @@ def bucket(object_server: ObjectServer) -> Iterator[Path]:
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder into which everything goes that is written to a temporary folder or a cache."""
     folder = tmp_path / "written"
+    save_preset(tmp_path / "before", "gemma")  # the process's own folder of presets, elsewhere
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("HF_HOME", str(folder / "hub"))
@@ -63,19 +64,55 @@ def url_of(server: ObjectServer, kind: str, name: str) -> tuple[str, dict[str, A
 
 @pytest.mark.parametrize(
     ("kind", "name", "save"),
-    [
-        ("gs", "gemma", {}),
-        ("az", "gemma", {"max_shard_size": 2e-5}),
-        ("http", "bert", {}),
-    ],
+    [("gs", "gemma", {}), ("az", "gemma", {"max_shard_size": 2e-5}), ("http", "bert", {})],
 )
-def test_preset(kind, name, save, bucket: Path, object_server: ObjectServer, written: Path, mesh8: Mesh) -> None:
+def test_preset(
+    kind: str, name: str, save: Any, bucket: Path, object_server: ObjectServer, written: Path, mesh8: Mesh
+) -> None:
     folder = save_preset(bucket / name, name, **save)
+    assert len(list(folder.glob("*.weights.h5"))) > (2 if save else 0)
     cls, _ = BACKBONES[name]
     stock = seeded(lambda: cls.from_preset(str(folder)))
     url, options = url_of(object_server, kind, name)
-    ours = seeded(lambda: lk.from_preset(cls, url, mesh=mesh8, rules=first_that_divides, storage_options=options))
+    reports: list[lm.LoadReport] = []
+    ours = seeded(
+        lambda: lk.from_preset(
+            cls, url, mesh=mesh8, rules=first_that_divides, storage_options=options, report=reports.append
+        )
+    )
     assert_same(stock, ours)
-    sent, size = sent_of(object_server, folder)
-    print(sent, size, sorted(written.rglob("*")))
     assert weights_below(written) == []
+    assert all(file.startswith(url) for file in reports[0].files), "reports name the URL"
+
+
+def test_weights_are_fetched_once(bucket: Path, object_server: ObjectServer, written: Path) -> None:
+    cls, config = BACKBONES["gemma"]
+    folder = bucket / "large"
+    cls(**{**config, "vocabulary_size": 1 << 16}).save_to_preset(str(folder))
+    url, options = url_of(object_server, "gs", "large")
+    with lk.deferred(storage_options=options):
+        model = cls.from_preset(url)
+    sent, size = sent_of(object_server, folder)
+    assert size > 8 << 20
+    assert size < sent < size + (1 << 20), "headers besides"
+    assert weights_below(written) == []
+    del model
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_hugging_face_folder(
+    shards: int, bucket: Path, object_server: ObjectServer, written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_hugging_face(bucket / "llama3", "llama3", shards=shards)
+    monkeypatch.setenv("HF_ENDPOINT", object_server.hub)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    object_server.repository("bucket/llama3", token="hf_secret")
+    cls, _ = BACKBONES["llama3"]
+    stock = seeded(lambda: cls.from_preset(str(folder)))
+    abstract = seeded(lambda: lk.abstract_from_preset(cls, "hf://bucket/llama3"))
+    assert abstract.unused == ()
+    assert_same(stock, abstract.materialize())
+    assert weights_below(written) == []
+    counters = object_server.counters()
+    assert counters["authorization"]
+    assert not counters["cdn_authorization"]
