@@ -96,10 +96,8 @@ def restore(
     check_options("restore", options)
     text = os.path.expanduser(os.fspath(path))
     check_storage_options(text, storage_options)
-    remote = RemoteFiles(storage_options)
     recording = active()
-    if recording is not None and storage_options is None:
-        remote = recording.remote
+    remote = RemoteFiles(storage_options) if recording is None or storage_options is not None else recording.remote
     where = remote.located(text)
     if isinstance(model, AbstractModel):
         restored, recording = _restore_abstract(model, where, weights_only, strict, cast, remote)
@@ -107,19 +105,31 @@ def restore(
             return restored.materialize(**options)
         finally:
             recording.close_files()
-    if recording is not None:
-        others, recording.files = recording.files, {}  # this call answers for its own
-        outer_remote, recording.remote = recording.remote, remote
-        outer, recording.cast = recording.cast, UNSAFE if cast == UNSAFE else recording.cast
-        try:
-            read_state(recording, model, where, weights_only=weights_only, strict=strict)
-            if recording.on_loaded is not None:
-                recording.on_loaded(model, "restore", True)
-        finally:
-            recording.files = {**others, **recording.files}
-            recording.cast, recording.remote = outer, outer_remote
+    if recording is None:
+        _restore_placed(Recording(cast=cast, remote=remote), model, where, weights_only, strict, options)
         return model
-    recording = Recording(cast=cast, remote=remote)
+    others, recording.files = recording.files, {}  # this call answers for its own
+    outer_cast, outer_remote = recording.cast, recording.remote
+    recording.cast, recording.remote = UNSAFE if cast == UNSAFE else outer_cast, remote
+    try:
+        read_state(recording, model, where, weights_only=weights_only, strict=strict)
+        if recording.on_loaded is not None:
+            recording.on_loaded(model, "restore", True)
+    finally:
+        recording.files = {**others, **recording.files}
+        recording.cast, recording.remote = outer_cast, outer_remote
+    return model
+
+
+def _restore_placed(
+    recording: Recording,
+    model: Any,
+    where: str | Location,
+    weights_only: bool,
+    strict: bool,
+    options: Materializing,
+) -> None:
+    """Restores into a model whose variables have their places, outside of any block."""
     try:
         with session(recording):
             read_state(recording, model, where, weights_only=weights_only, strict=strict)
@@ -134,7 +144,6 @@ def restore(
         raise
     finally:
         recording.close_files()
-    return model
 
 
 def read_state(
