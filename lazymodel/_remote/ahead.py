@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Generator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -28,8 +28,8 @@ AHEAD = CONNECTIONS * REQUEST  # bytes in flight or waiting to be read, at most
 class Origin(Protocol):
     """Whatever can be asked for ranges of bytes."""
 
-    def fetch(self, start: int, stop: int, stopped: threading.Event) -> np.ndarray:
-        """The bytes, from any thread; CheckpointError where they cannot be had."""
+    def fetch(self, start: int, stop: int, stopped: threading.Event) -> list[np.ndarray]:
+        """The bytes in pieces, from any thread; CheckpointError where they cannot be had."""
         ...
 
 
@@ -67,7 +67,7 @@ class _Block:
     def __init__(self, origin: Origin, start: int, stop: int, wanted: int) -> None:
         self.origin, self.start, self.stop, self.left = origin, start, stop, wanted
         self.state = "planned"  # then "flying", "here", "gone"
-        self.data: Any = None
+        self.data: list[np.ndarray] | None = None
         self.error: Exception | None = None
 
     @property
@@ -157,29 +157,44 @@ class ReadAhead:
         Raises:
             CheckpointError: They cannot be had, or all was stopped.
         """
-        starts = self._starts.get(origin)
-        if starts is None:
-            return 0
-        number = int(np.searchsorted(starts, position, side="right")) - 1
-        if number < 0 or position >= (block := self._mine[origin][number]).stop:
+        block = self._block_at(origin, position)
+        if block is None:
             return 0
         count = min(block.stop - position, out.size)
         data = self._wait_for(block)
-        out[:count] = data[position - block.start : position - block.start + count]
+        _copy(data, position - block.start, out[:count])
         with self._changed:
-            block.left -= count
-            if block.left <= 0 and block.state == "here":
-                self._give_up(block)
-                self._fly()
+            self._was_read(block, count)
         return count
 
-    def _wait_for(self, block: _Block) -> np.ndarray:
+    def passed(self, origin: Origin, start: int, stop: int) -> None:
+        """Some of what was said to be wanted has been passed over: it counts as read."""
+        with self._changed:
+            while start < stop and (block := self._block_at(origin, start)) is not None:
+                self._was_read(block, min(block.stop, stop) - start)
+                start = block.stop
+
+    def _block_at(self, origin: Origin, position: int) -> _Block | None:
+        starts = self._starts.get(origin)
+        if starts is None:
+            return None
+        number = int(np.searchsorted(starts, position, side="right")) - 1
+        block = self._mine[origin][number] if number >= 0 else None
+        return block if block is not None and position < block.stop else None
+
+    def _was_read(self, block: _Block, count: int) -> None:
+        block.left -= count
+        if block.left <= 0 and block.state == "here":
+            self._give_up(block)
+            self._fly()
+
+    def _wait_for(self, block: _Block) -> list[np.ndarray]:
         with self._changed:
             if block.state in ("planned", "gone"):
                 # Nobody has asked for it yet, or all of it was read before: it goes first, whatever the limit says.
                 block.state = "flying"
                 self._used += block.nbytes
-                self._urgent.append(block)
+                self._urgent.insert(0, block)
                 self._fly()
             while block.data is None and block.error is None:
                 if self._stopped.is_set():
@@ -242,6 +257,20 @@ class ReadAhead:
                     block.data = None
                 self._changed.notify_all()
             del data, error, block
+
+
+def _copy(pieces: list[np.ndarray], position: int, out: np.ndarray) -> None:
+    """Fills an array with bytes of consecutive pieces from a position on."""
+    done = 0
+    for piece in pieces:
+        if position >= piece.size:
+            position -= piece.size
+            continue
+        count = min(piece.size - position, out.size - done)
+        out[done : done + count] = piece[position : position + count]
+        done, position = done + count, 0
+        if done == out.size:
+            return
 
 
 def _overlaps(requests: np.ndarray, ranges: np.ndarray) -> np.ndarray:

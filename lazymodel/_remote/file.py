@@ -25,8 +25,12 @@ def head(store: Store, key: str) -> np.ndarray:
     if key not in store.heads:
         known = store.known(key)
         empty = known is not None and known.size == 0
-        store.heads[key] = np.empty(0, np.uint8) if empty else store.get(key, 0, HEAD, to_end=True)
+        store.heads[key] = np.empty(0, np.uint8) if empty else _joined(store.get(key, 0, HEAD, to_end=True))
     return store.heads[key]
+
+
+def _joined(pieces: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(pieces) if pieces else np.empty(0, np.uint8)
 
 
 class RemoteFile(io.RawIOBase):
@@ -91,7 +95,7 @@ class RemoteFile(io.RawIOBase):
         self._length = min(max(self._length, -(-wanted // BLOCK)), longest)
         start = number * BLOCK
         stop = min(start + self._length * BLOCK, self.size)
-        data = self._store.get(self._key, start, stop)
+        data = _joined(self._store.get(self._key, start, stop))
         for index in range(-(-len(data) // BLOCK)):
             # Copies: each is given up by itself.
             self._blocks[number + index] = data[index * BLOCK : (index + 1) * BLOCK].copy()

@@ -55,7 +55,7 @@ class RemoteSource(Source):
     def check_unchanged(self) -> None:
         """Nothing is to be done: every range was asked for with the ETag of the first."""
 
-    def fetch(self, start: int, stop: int, stopped: threading.Event) -> np.ndarray:
+    def fetch(self, start: int, stop: int, stopped: threading.Event) -> list[np.ndarray]:
         """The bytes of a range of the object."""
         return self.store.get(self.key, start, stop, stopped)
 
@@ -103,6 +103,15 @@ class RemoteSource(Source):
         # Many rows, which must not be one request each, one after the other.
         with reading_ahead([(self, ranges_of(place, stored.itemsize, GAP))], _ALONE):
             super().read_strided(place, stored, out, steps, workspace)
+
+    def _read_rows(self, place: Geometry, stored: DType, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
+        super()._read_rows(place, stored, out, steps, workspace)
+        span, stride = place.span(stored.itemsize, 1), place.strides[0]
+        if 0 < stride - span < GAP:  # fetched along, since asking around it takes longer
+            for row in range(len(out) - 1):
+                start = self.base + place.start + row * stride + span
+                for ahead in self._aheads:
+                    ahead.passed(self, start, start + stride - span)
 
     def attach(self, ahead: ReadAhead) -> None:
         with self._lock:

@@ -24,6 +24,7 @@ from lazymodel._remote.url import Url, child, parse_url, quoted
 
 Result = TypeVar("Result")
 
+PIECE = 1 << 20  # bytes that obstore hands out at a time: it has twice as much in memory meanwhile
 _CLIENT = {
     "connect_timeout": "10s",
     "read_timeout": "10s",  # without a byte; a stalled connection is given up
@@ -190,17 +191,20 @@ class Store:
 
     def get(
         self, key: str, start: int, stop: int, stopped: threading.Event | None = None, *, to_end: bool = False
-    ) -> np.ndarray:
-        """Bytes of an object, as many as asked for, which nobody may write to; with `to_end` fewer where it ends.
+    ) -> list[np.ndarray]:
+        """Bytes of an object, in pieces that nobody may write to: as many as asked for; with `to_end` fewer where it
+        ends.
 
         Raises:
             CheckpointError: They cannot be had, or the object changed since it was first looked at.
         """
         shown = self.shown(key)
+        pieces: list[np.ndarray] = []
 
-        def ask() -> np.ndarray:
+        def ask() -> None:
+            done = sum(piece.size for piece in pieces)  # an attempt goes on where the last one broke off
             known = self._objects.get(key)
-            options: dict[str, Any] = {"range": (start, stop)}
+            options: dict[str, Any] = {"range": (start + done, stop)}
             if known is not None and known.etag is not None:
                 options["if_match"] = known.etag
             result = self._obstore.get(self._store(), key, options=options)
@@ -209,17 +213,17 @@ class Store:
                 known = self._note(key, found)
             if _differs(known, found):
                 raise Changed
-            expected = min(stop, found.size) - start if to_end else stop - start
-            # One chunk of at least this much, or all there is: a body without end is not waited for.
-            chunk = next(iter(result.stream(min_chunk_size=max(expected, 1))), b"")
-            data = np.frombuffer(chunk, np.uint8)
-            if data.size != expected:
-                # A body that ends early is an error of obstore already; a file that is shorter than it was is not.
-                raise Failure(f"expected {expected} bytes from byte {start}, found {data.size}", data.size < expected)
-            return data
+            expected = (min(stop, found.size) if to_end else stop) - start
+            for chunk in result.stream(min_chunk_size=PIECE):
+                pieces.append(np.frombuffer(chunk, np.uint8))
+                done += len(chunk)
+                if done > expected:  # before a body without end fills the memory
+                    raise Failure("the server sends more than was asked for", False)
+            if done < expected:
+                raise Failure(f"the server sent {done} of {expected} bytes", True)
 
         try:
-            data = self._ask(key, ask, stopped)
+            self._ask(key, ask, stopped)
         except Missing:
             raise CheckpointError(f"there is nothing at {shown}, or nothing that may be read") from None
         except Changed:
@@ -227,8 +231,8 @@ class Store:
                 f"{shown} changed while it was being read: expected the object that was there when it was opened, "
                 "found another. Open the checkpoint again once nothing writes to it."
             ) from None
-        REQUESTS.add(nbytes=data.size)
-        return data
+        REQUESTS.add(nbytes=sum(piece.size for piece in pieces))
+        return pieces
 
     def _ask(self, key: str, function: Callable[[], Result], stopped: threading.Event | None = None) -> Result:
         return attempt(self.shown(key), key, function, self._retries, self._gate, stopped)

@@ -12,14 +12,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lazymodel._tensors.boxes import Box, box_shape, cover, ranges_of
+from lazymodel._tensors.boxes import Box, bounding, box_shape, cover, ranges_of
+from lazymodel._tensors.fill import prefers_one_pass
 from lazymodel._tensors.leaves import DividedLeaf, FileLeaf, View
 from lazymodel._tensors.source import Source
 
 
 def wanted(view: View, boxes: Sequence[Box]) -> Iterator[tuple[Source, np.ndarray]]:
-    """Sources, each with ranges of its bytes (`int64[n, 2]`), which filling boxes of a view reads; a box's own ranges
-    are counted for each box.
+    """Sources, each with ranges of its bytes (`int64[n, 2]`), which filling boxes of a view reads: a range that is
+    read for several boxes, one after the other, as often.
     """
     leaf = view.leaf
     boxes = [box for box in boxes if math.prod(box_shape(box))]
@@ -28,7 +29,7 @@ def wanted(view: View, boxes: Sequence[Box]) -> Iterator[tuple[Source, np.ndarra
         for piece, own in leaf.reads(inner):
             yield from wanted(piece, own)
     elif isinstance(leaf, FileLeaf) and leaf.source.remote:
-        for box in boxes:
+        for box in [bounding(boxes)] if prefers_one_pass(view, boxes) else boxes:
             geometry = view.geometry(box).normalized()
             place = dataclasses.replace(geometry, start=leaf.offset + geometry.start)
             yield leaf.source, ranges_of(place, leaf.dtype.itemsize, leaf.source.row_gap)

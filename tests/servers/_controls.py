@@ -7,7 +7,7 @@ import fnmatch
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,6 +72,7 @@ class Controls:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.link = Link()
+        self.generation = self._counting = 0
         self.reset()
 
     def reset(self) -> None:
@@ -84,10 +85,11 @@ class Controls:
             self.hostile_modes: dict[str, dict[str, Any]] = {}
             self.replacements: dict[str, dict[str, Any]] = {}
             self.repositories: dict[str, dict[str, Any]] = {}
-            self.generation = getattr(self, "generation", 0) + 1  # stalled answers of earlier tests end
+            self.generation += 1  # answers that stall or have no end, end
             self._clear()
 
     def _clear(self) -> None:
+        self._counting += 1  # requests that are under way belong to what was counted before
         self._totals: Counter[str] = Counter()
         self._by: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._ranges: defaultdict[str, list[list[int | None] | None]] = defaultdict(list)
@@ -97,9 +99,7 @@ class Controls:
 
     def reset_counters(self) -> None:
         with self._lock:
-            in_flight = self._in_flight
             self._clear()
-            self._in_flight = self._most_in_flight = in_flight
 
     def configure(self, **settings: Any) -> None:
         for name, value in settings.items():
@@ -152,13 +152,16 @@ class Controls:
             else:
                 self._by[name][of] += by
 
-    def sent(self, path: str, nbytes: int) -> None:
+    def sent(self, path: str, nbytes: int, counting: int) -> None:
+        """`counting` is what `request` gave when these bytes were asked for."""
         with self._lock:
+            if counting != self._counting:
+                return
             self._totals["bytes"] += nbytes
             self._by["path_bytes"][path] += nbytes
 
     @contextmanager
-    def request(self, method: str, path: str, span: str) -> Iterator[None]:
+    def request(self, method: str, path: str, span: str) -> Generator[int]:
         """Counts a request of `path`, with the text of its Range header, while it is answered."""
         with self._lock:
             self._totals["requests"] += 1
@@ -171,11 +174,13 @@ class Controls:
                 self._gaps.append({"path": path, "range": span, "status": refused[1], "seconds": seconds})
             self._in_flight += 1
             self._most_in_flight = max(self._most_in_flight, self._in_flight)
+            counting = self._counting
         try:
-            yield
+            yield counting
         finally:
             with self._lock:
-                self._in_flight -= 1
+                if counting == self._counting:
+                    self._in_flight -= 1
 
     def answered(self, path: str, span: str, status: int) -> None:
         with self._lock:

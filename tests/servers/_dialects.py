@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from http import HTTPStatus
+from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -315,7 +316,12 @@ class Dialects:
             for path in page.prefixes
         ]
         for meta in page.objects:
-            entry = {"type": "file", "oid": _sha256(meta)[:40], "size": meta.size, "path": meta.path.removeprefix(top)}
+            entry: dict[str, Any] = {
+                "type": "file",
+                "oid": _sha256(meta)[:40],
+                "size": meta.size,
+                "path": meta.path.removeprefix(top),
+            }
             if meta.path.endswith(_LARGE):
                 entry["lfs"] = {"oid": _sha256(meta), "size": meta.size, "pointerSize": 134}
             entries.append(entry)

@@ -54,7 +54,8 @@ class Incoming:
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    server: Server
+    counting = 0  # of the request under way; the admin endpoint's are not counted
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def setup(self) -> None:
         super().setup()
@@ -84,7 +85,7 @@ class Handler(BaseHTTPRequestHandler):
         key = rest if dialect in _KEYED_BY_OBJECT else path
         if "Authorization" in self.headers:
             controls.count("authorization")
-        with controls.request(self.command, key, span):
+        with controls.request(self.command, key, span) as self.counting:
             answer = self.decide(dialect, path, request)
             body.drain()
             controls.answered(key, span, 0 if answer.sent == -1 else answer.status)
@@ -170,7 +171,7 @@ class Handler(BaseHTTPRequestHandler):
                     raise ConnectionAbortedError
                 at += done
                 if key:
-                    controls.sent(key, done)
+                    controls.sent(key, done, self.counting)
 
     def send_piece(self, body: bytes | Span, at: int, nbytes: int) -> int:
         if isinstance(body, bytes):
@@ -189,7 +190,7 @@ class Handler(BaseHTTPRequestHandler):
         while self.server.controls.generation == generation:
             self.server.controls.link.wait(len(_ZEROS))
             self.connection.sendall(piece)
-            self.server.controls.sent(key, len(_ZEROS))
+            self.server.controls.sent(key, len(_ZEROS), self.counting)
 
     def end(self, how: str) -> None:
         if how == "keep":

@@ -145,10 +145,11 @@ class ObjectServer:
     def counters(self) -> dict[str, Any]:
         """What was asked and sent since the last reset.
 
-        `requests`, `bytes` (of bodies), `connections`, `most_in_flight`; `authorization`, `cdn_authorization`: requests
-        that came with the header; by name: `methods`, `statuses` ("0": a reset), `faults`, `paths` (requests),
-        `path_bytes`, `ranges` ([start, stop] or None each), `uploads` (begun, completed, aborted), `open_uploads`;
-        `retry_gaps`: for each 429 and 503, the seconds until the same range was asked for again.
+        `requests`, `connections`, `most_in_flight`; `bytes` of bodies, as given to the kernel: what a client that went
+        away never read is among them; `authorization`, `cdn_authorization`: requests that came with the header; by
+        name: `methods`, `statuses` ("0": a reset), `faults`, `paths` (requests), `path_bytes`, `ranges` ([start, stop]
+        or None each), `uploads` (begun, completed, aborted), `open_uploads`; `retry_gaps`: for each 429 and 503, the
+        seconds until the same range was asked for again. Requests from before a reset are no part of it.
         """
         return self._ask("counters")
 

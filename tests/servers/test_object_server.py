@@ -246,7 +246,7 @@ def test_the_cdn_notices_a_token_and_wants_its_signature(repository: ObjectServe
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *arguments: Any) -> None:
+    def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
 
 
@@ -303,10 +303,10 @@ def test_huggingface_hub_itself(repository: ObjectServer, tmp_path: Path) -> Non
 def test_faults(server: ObjectServer, dialect: str, kind: str, message: str) -> None:
     patience = SOON if kind == "stall" else {}
     server.faults([kind], every=2, retry_after=7)
-    store = opened(server, dialect, **patience)
+    store = opened(server, dialect)
     assert read(store) == DATA[slice(*RANGE)]
     with pytest.raises(GenericError, match=message):
-        read(store)
+        read(opened(server, dialect, **patience))
     assert server.counters()["faults"] == {kind: 1}
     server.faults()
     assert read(store) == DATA[slice(*RANGE)]
@@ -370,6 +370,12 @@ def test_hostile(server: ObjectServer, mode: str) -> None:
         assert expected(read(store))
     server.hostile("bucket/a.bin", None)
     assert read(opened(server, "http")) == DATA[FITS]
+
+
+def test_a_listing_without_end(server: ObjectServer) -> None:
+    server.hostile("/gcs/bucket", "endless")
+    with pytest.raises(GenericError, match="Timeout"):  # it is read into memory until then
+        obstore.list(opened(server, "gcs", **SOON)).collect()
 
 
 def test_lengths_and_etags_of_hostile_answers(server: ObjectServer) -> None:
@@ -481,7 +487,11 @@ def test_requests_in_flight(server: ObjectServer) -> None:
     server.reset()
     for thread in threads:
         thread.join()
-    assert server.counters()["requests"] == 0
+    server.faults()
+    assert read(store) == DATA[FITS]
+    counters = server.counters()
+    assert counters["requests"] == counters["most_in_flight"] == 1
+    assert counters["bytes"] == len(DATA[FITS])
 
 
 def test_wrong_controls_are_refused(object_server: ObjectServer) -> None:

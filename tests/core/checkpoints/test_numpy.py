@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from lazymodel._errors import CheckpointError
+from lazymodel._tensors import files
 from lazymodel._tensors.leaves import FileLeaf
 from lazymodel._tensors.source import BYTES_READ
 from lazymodel.checkpoints import _numpy, open_checkpoint
