@@ -21,9 +21,7 @@ def test_keys_and_values():
     assert found == {"region": "eu", "token": "a=b=", "client_options": {"allow_http": True, "timeout": "3s"}}
 
 
-@pytest.mark.parametrize(
-    "texts", [["SECRET"], ["=SECRET"], ["a=SECRET", "a=2"], ["a=SECRET", "a.b=2"]]
-)
+@pytest.mark.parametrize("texts", [["SECRET"], ["=SECRET"], ["a=SECRET", "a=2"], ["a=SECRET", "a.b=2"]])
 def test_what_cannot_be_read(texts):
     with pytest.raises(LazyModelError) as caught:
         parsed(*texts)
