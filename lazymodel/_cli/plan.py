@@ -143,7 +143,7 @@ def _plans(
     with _status() as say:
         for dtype in arguments.dtype or [None]:
             say(f"building {shown(source)}{f' in {dtype}' if dtype else ''}")
-            model = _model(arguments, source, dtype, built)
+            model = _model(source, arguments, dtype, built)
             for place, mesh in meshes.items():
                 name = ", ".join(filter(None, (place, dtype))) or "one device"
                 say(f"{'compiling' if compile else 'planning'} {name}")
@@ -232,7 +232,7 @@ def _is_factory(source: str) -> bool:
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source) is not None and not os.path.exists(source)
 
 
-def _model(arguments: argparse.Namespace, source: str, dtype: str | None, built: WhatIf) -> AbstractModel:
+def _model(source: str, arguments: argparse.Namespace, dtype: str | None, built: WhatIf) -> AbstractModel:
     options = storage_options(arguments)
     if _is_factory(source):
         if options:

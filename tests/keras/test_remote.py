@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -13,14 +14,17 @@ from typing import Any
 import keras
 import keras_hub
 import numpy as np
+import obstore
 import pytest
 from huggingface_hub import snapshot_download
 from jax.sharding import Mesh
+from obstore.store import S3Store
 
 import lazymodel as lm
 import lazymodel_keras as lk
 from lazymodel._cli.main import main
 from tests.servers.object_server import ObjectServer
+from tests.servers.s3 import S3Server
 
 from .models import BACKBONES, assert_same, randomize, save_hugging_face, save_preset, seeded
 from .test_hub import causal_lm, first_that_divides
@@ -91,6 +95,8 @@ def test_preset(
     assert_same(stock, ours)
     assert weights_below(written) == []
     assert all(file.startswith(url) for file in reports[0].files), "reports name the URL"
+    gc.collect()
+    assert list(written.iterdir()) == [], "what was fetched goes with what it was needed for"
 
 
 def test_weights_are_fetched_once(bucket: Path, object_server: ObjectServer, written: Path) -> None:
@@ -124,6 +130,34 @@ def test_hugging_face_folder(
     counters = object_server.counters()
     assert counters["authorization"]
     assert not counters["cdn_authorization"]
+
+
+def test_preset_on_s3(s3: S3Server, written: Path, tmp_path: Path) -> None:
+    folder = save_preset(tmp_path / "bert", "bert")
+    store = S3Store("bucket", **s3.options())
+    for path in folder.rglob("*.*"):
+        obstore.put(store, f"bert/{path.relative_to(folder).as_posix()}", path)
+    cls, _ = BACKBONES["bert"]
+    stock = seeded(lambda: cls.from_preset(str(folder)))
+    with lk.deferred(storage_options=s3.options()):
+        ours = seeded(lambda: cls.from_preset("s3://bucket/bert"))
+    assert_same(stock, ours, outputs=False)
+    assert weights_below(written) == []
+
+
+def test_an_orbax_checkpoint_on_s3(s3: S3Server, trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("access_key_id", "secret_access_key"):
+        monkeypatch.setenv(f"AWS_{name.upper()}", s3.options()[name])
+    callback = lk.TrainingCheckpoint(str(tmp_path / "saved"))
+    trained.fit(np.ones((4, 16), "float32"), np.ones((4, 8), "float32"), verbose=0, callbacks=[callback])
+    store = S3Store("bucket", **s3.options())
+    for path in (tmp_path / "saved").rglob("*"):
+        if path.is_file():
+            obstore.put(store, f"saved/{path.relative_to(tmp_path / 'saved').as_posix()}", path)
+    options = {name: value for name, value in s3.options().items() if "key" not in name}
+    model = lk.restore(seeded(make_model), "s3://bucket/saved", storage_options=options)
+    assert_same(trained, model)
+    assert_same(trained, lk.load_model("s3://bucket/saved", storage_options=options), outputs=False)
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file .*vocabulary.spm:ResourceWarning")  # KerasHub leaves it open

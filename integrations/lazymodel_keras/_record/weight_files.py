@@ -120,7 +120,7 @@ def _extract_assets(
     if archive is None or archive.mode != "r":
         return original(self, root_path, archive=archive, **options)
     everything = archive.filelist
-    archive.filelist = [info for info in everything if not info.filename.endswith((".h5", ".npz"))]
+    archive.filelist = [info for info in everything if "/" in info.filename]  # the weights lie at the top
     try:
         return original(self, root_path, archive=archive, **options)
     finally:

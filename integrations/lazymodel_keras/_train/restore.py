@@ -217,7 +217,10 @@ def _step_folder(path: str | Location) -> Location:
     item = getattr(checkpoint, "item", None)
     if item is None:
         raise CheckpointError(f"{path}: expected an Orbax checkpoint, found {checkpoint.format}")
-    return item.parent if isinstance(item, RemotePath) else Path(item).parent
+    if isinstance(path, RemotePath):
+        inside = str(item).removeprefix(str(path)).strip("/")
+        return (path / inside if inside else path).parent
+    return Path(item).parent
 
 
 # Into models ----------------------------------------------------------------------------------------------------------
