@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
@@ -18,11 +19,15 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError
 
-REQUEST = 8 << 20  # bytes of a request, at most: its latency is a small part of its time at 50 MB/s a connection
+REQUEST = 4 << 20  # bytes of a request, at most: at 80 MB/s a connection 50 ms, beside which latency is bearable
 CONNECTIONS = 32  # requests in flight, at most: 2.5 GB/s at 80 MB/s a connection, which is what object stores give
+FEWEST = 8  # requests in flight to begin with: where the machine is the limit, 32 took 1.4 × the CPU time of 8
+_FASTER = 1.15  # twice as many requests in flight must be this much faster to be kept
+_SETTLED = 32  # rounds after which more of them are tried again
 GAP = 128 << 10  # bytes between two ranges that are fetched rather than asked for around
 _SHARE = 8  # of the limit, for each reading that was not foreseen
-AHEAD = CONNECTIONS * REQUEST  # bytes in flight or waiting to be read, at most
+_WAITING = 2  # bytes in flight or waiting to be read, for each that may be in flight
+AHEAD = _WAITING * CONNECTIONS * REQUEST  # the same, at most
 
 
 class Origin(Protocol):
@@ -59,6 +64,13 @@ def requests_for(ranges: np.ndarray, gap: int = GAP, longest: int = REQUEST) -> 
     return np.stack((begins, np.minimum(begins + lengths[owner], stops[owner])), axis=1)
 
 
+class Stopped(CheckpointError):
+    """Nobody waits for what is read any more."""
+
+    def __init__(self) -> None:
+        super().__init__("reading was stopped")
+
+
 class _Block:
     """One request, and what came of it."""
 
@@ -73,6 +85,34 @@ class _Block:
     @property
     def nbytes(self) -> int:
         return self.stop - self.start
+
+
+class _Pace:
+    """How many requests are in flight: twice as many as long as that is faster. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.level = FEWEST
+        self._settled = 0  # rounds left in which nothing is tried
+        self._rate = 0.0  # bytes/s of the round before
+        self._began = time.monotonic()
+        self._count = self._nbytes = 0
+
+    def arrived(self, nbytes: int) -> None:
+        """A request was answered."""
+        self._count, self._nbytes = self._count + 1, self._nbytes + nbytes
+        if self._count < 2 * self.level:
+            return
+        now = time.monotonic()
+        rate = self._nbytes / max(now - self._began, 1e-6)
+        self._began, self._count, self._nbytes = now, 0, 0
+        if self._settled:
+            self._settled -= 1
+        elif rate > _FASTER * self._rate:
+            self._rate, self.level = rate, min(2 * self.level, CONNECTIONS)
+            return
+        else:
+            self.level, self._settled = max(self.level // 2, FEWEST), _SETTLED
+        self._rate = rate if self._settled else 0.0
 
 
 class ReadAhead:
@@ -95,6 +135,7 @@ class ReadAhead:
         self._mine: dict[Origin, list[_Block]] = {}
         self._plan(wants)
         self._next = self._used = 0
+        self._pace = _Pace()
         self._urgent: list[_Block] = []
         self._idle = 0
         self._threads: list[threading.Thread] = []
@@ -135,13 +176,17 @@ class ReadAhead:
         for ahead in within:
             ahead.close()
 
+    @property
+    def stopped(self) -> bool:
+        return self._stopped.is_set()
+
     @contextlib.contextmanager
     def unforeseen(self, origin: Origin, ranges: np.ndarray) -> Generator[ReadAhead]:
         """Another one for what was not planned for, with a share of the memory; it ends with this one at the latest."""
         with ReadAhead([(origin, ranges)], self._limit // _SHARE) as ahead:
             with self._changed:
                 if self._stopped.is_set():
-                    raise CheckpointError("reading was stopped")
+                    raise Stopped
                 self._within.append(ahead)
             try:
                 yield ahead
@@ -198,7 +243,7 @@ class ReadAhead:
                 self._fly()
             while block.data is None and block.error is None:
                 if self._stopped.is_set():
-                    raise CheckpointError("reading was stopped")
+                    raise Stopped
                 self._changed.wait()
             if block.error is not None:
                 raise block.error
@@ -219,7 +264,8 @@ class ReadAhead:
         while self._next < len(self._blocks):
             block = self._blocks[self._next]
             if block.state == "planned":
-                if self._used + block.nbytes > self._limit and self._used:
+                limit = min(self._limit, _WAITING * self._pace.level * REQUEST)
+                if self._used + block.nbytes > limit and self._used:
                     break
                 block.state = "flying"
                 self._used += block.nbytes
@@ -227,7 +273,7 @@ class ReadAhead:
             self._next += 1
         if self._idle:
             self._changed.notify_all()
-        for _ in range(min(len(self._urgent) - self._idle, CONNECTIONS - len(self._threads))):
+        for _ in range(min(len(self._urgent) - self._idle, self._pace.level - len(self._threads))):
             # Daemons: a request that hangs must not keep the program from ending.
             thread = threading.Thread(target=self._work, name=f"lazymodel-fetch-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
@@ -242,7 +288,8 @@ class ReadAhead:
                         break
                     self._changed.wait()
                 self._idle -= 1
-                if self._stopped.is_set() or not self._urgent:
+                too_many = len(self._threads) > self._pace.level
+                if self._stopped.is_set() or not self._urgent or too_many:
                     self._threads.remove(threading.current_thread())
                     return
                 block = self._urgent.pop(0)
@@ -253,6 +300,7 @@ class ReadAhead:
                 error = failure
             with self._changed:
                 block.data, block.error, block.state = data, error, "here"
+                self._pace.arrived(block.nbytes)
                 if self._stopped.is_set():
                     block.data = None
                 self._changed.notify_all()

@@ -7,43 +7,27 @@ follow each other are fetched in ever longer pieces. Tensors are not read throug
 from __future__ import annotations
 
 import io
-from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
 
+from lazymodel._remote.blocks import Blocks
 from lazymodel._remote.store import Store
 
-HEAD = 64 << 10  # bytes that opening an object fetches: nearly every header of a shard is shorter
 BLOCK = 64 << 10  # bytes of the other blocks
 _LONGEST = 4 << 20  # bytes of one request, when block after block was asked for
-_KEPT = 128  # blocks
-
-
-def head(store: Store, key: str) -> np.ndarray:
-    """The first bytes of an object, at most `HEAD` of them, fetched once; afterwards its size is known."""
-    if key not in store.heads:
-        known = store.known(key)
-        empty = known is not None and known.size == 0
-        store.heads[key] = np.empty(0, np.uint8) if empty else _joined(store.get(key, 0, HEAD, to_end=True))
-    return store.heads[key]
-
-
-def _joined(pieces: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(pieces) if pieces else np.empty(0, np.uint8)
 
 
 class RemoteFile(io.RawIOBase):
-    """A read-only file. Not thread-safe, as no file object is."""
+    """A read-only file. Not thread-safe, as no file object is; `given_up` tells it to wait for nothing any more."""
 
-    def __init__(self, store: Store, key: str) -> None:
+    def __init__(self, store: Store, key: str, given_up: Callable[[], bool] = bool) -> None:
         super().__init__()
-        self._store, self._key = store, key
-        self._head = head(store, key)
-        found = store.find(key)
-        self.size = 0 if found is None else found.size
+        self._store, self._key, self._given_up = store, key, given_up
+        self._head, self.size = store.head(key)
         self._position = 0
-        self._blocks = store.blocks.setdefault(key, OrderedDict())
+        self._blocks = store.blocks.setdefault(key, Blocks())
         self._next = self._length = 0  # the block after the last request, and how many blocks that had
 
     def readable(self) -> bool:
@@ -83,22 +67,19 @@ class RemoteFile(io.RawIOBase):
         if position < len(self._head):
             return self._head[position : position + wanted]
         number, within = divmod(position, BLOCK)
-        if number not in self._blocks:
-            self._fetch(number, within + wanted)
-        block = self._blocks[number]
-        self._blocks.move_to_end(number)
+        block = self._blocks.get(number)
+        if block is None:
+            block = self._fetch(number, within + wanted)
         return block[within : within + wanted]
 
-    def _fetch(self, number: int, wanted: int) -> None:
+    def _fetch(self, number: int, wanted: int) -> np.ndarray:
         self._length = 2 * self._length if number == self._next else 1
-        longest = max(_LONGEST // BLOCK, 1)
-        self._length = min(max(self._length, -(-wanted // BLOCK)), longest)
+        self._length = min(max(self._length, -(-wanted // BLOCK)), _LONGEST // BLOCK)
         start = number * BLOCK
         stop = min(start + self._length * BLOCK, self.size)
-        data = _joined(self._store.get(self._key, start, stop))
-        for index in range(-(-len(data) // BLOCK)):
-            # Copies: each is given up by itself.
-            self._blocks[number + index] = data[index * BLOCK : (index + 1) * BLOCK].copy()
+        data = np.concatenate(self._store.get(self._key, start, stop, given_up=self._given_up))
+        # Copies: each is given up by itself.
+        blocks = [data[first : first + BLOCK].copy() for first in range(0, len(data), BLOCK)]
+        self._blocks.add(number, blocks)
         self._next = number + self._length
-        while len(self._blocks) > max(_KEPT, longest):
-            self._blocks.popitem(last=False)
+        return blocks[0]

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from lazymodel._errors import CheckpointError
-from lazymodel._remote.requests import Missing, Unavailable
+from lazymodel._remote.requests import Missing
 from lazymodel._remote.url import parse_url, quoted
 
-MOST_JSON = 64 << 20  # bytes of an answer; the list of a million files is smaller
+MOST_JSON = 16 << 20  # bytes of an answer; the list of a hundred thousand files is smaller, parsed 20 times as large
+_COMMIT = re.compile("[0-9A-Za-z]+")
 _DEFAULT = "https://huggingface.co"
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+_WHOLE_COMMIT = re.compile("[0-9a-f]{40}")
 
 
 class Repository:
@@ -54,24 +55,26 @@ class Repository:
             return
         shown = f"hf://{self.name}@{self.revision}"
         where = f"{self.endpoint}/api/models/{self.name}/revision/{quoted(self.revision).replace('/', '%2F')}"
+        failed, kind = f"cannot read {shown}: ", CheckpointError
         try:
             body = read(where)
-        except (Missing, CheckpointError) as error:
-            cause = error if isinstance(error, CheckpointError) else "the hub knows no such repository or revision"
+        except CheckpointError as error:
+            failed, kind = str(error), type(error)
+        except Missing:
+            failed += "the hub knows no such repository or revision"
         else:
             try:
                 answer = cast("dict[str, Any]", json.loads(body))
                 files = [entry["rfilename"] for entry in answer["siblings"]]
                 commit = answer["sha"]
-                if isinstance(commit, str) and commit.isalnum() and all(isinstance(file, str) for file in files):
-                    self._files, self._commit = files, commit
-                    return
-                cause = "the hub's answer has no commit"
-            except (ValueError, KeyError, TypeError):
-                cause = "the hub's answer is not what it documents"
-        mend = "" if self.headers else " If it is private or gated, log in with `hf auth login` or set HF_TOKEN."
-        kind = Unavailable if isinstance(cause, Unavailable) else CheckpointError
-        raise kind(f"cannot read {shown}: {cause}.{mend}")
+            except (ValueError, KeyError, TypeError, RecursionError):
+                files, commit = [None], ""
+            if isinstance(commit, str) and _COMMIT.fullmatch(commit) and all(isinstance(file, str) for file in files):
+                self._files, self._commit = cast("list[str]", files), commit
+                return
+            failed += "the hub's answer is not what it documents"
+        mend = "" if self.headers else ". If it is private or gated, log in with `hf auth login` or set HF_TOKEN"
+        raise kind(f"{failed}{mend}")
 
 
 def _token() -> str | None:
@@ -111,7 +114,7 @@ def cached_commit(name: str, revision: str) -> str | None:
     try:
         return (folder / "refs" / revision).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
-        return revision if _COMMIT.fullmatch(revision) else None
+        return revision if _WHOLE_COMMIT.fullmatch(revision) else None
 
 
 def _cache(name: str) -> Path | None:

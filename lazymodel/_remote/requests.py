@@ -28,6 +28,8 @@ FIRST_WAIT = 0.2  # seconds before the second attempt; each later wait is twice 
 LONGEST_WAIT = 10.0  # seconds
 LONGEST_RETRY_AFTER = 120.0  # seconds; who asks for more is not waited for
 _PROBE_SECONDS = 10.0  # for the answer that has `Retry-After`
+_LOOK = 0.1  # seconds between two looks at whether an answer is still waited for
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://\S+|https?%3A\S+", re.IGNORECASE)
 _STATUS = re.compile(r"status code: (\d{3})")
 _BUSY = (429, 503)
 _AGAIN = (408, 425, 429)  # statuses below 500 that are worth another try
@@ -54,17 +56,23 @@ REQUESTS = Counter()
 class Failure(Exception):
     """Why one attempt failed, in words that may be shown; `again` says whether another can succeed."""
 
-    def __init__(self, text: str, again: bool, status: int = 0) -> None:
+    def __init__(self, text: str, again: bool = False, status: int = 0) -> None:
         super().__init__(text)
         self.again, self.status = again, status
 
 
-class Changed(Exception):
+class Changed(Failure):
     """The object is no longer the one that was opened."""
 
+    def __init__(self) -> None:
+        super().__init__("it is another object than before")
 
-class Missing(Exception):
+
+class Missing(Failure):
     """There is no such object."""
+
+    def __init__(self) -> None:
+        super().__init__("there is nothing")
 
 
 class Unavailable(CheckpointError):
@@ -77,7 +85,7 @@ class Retries:
     def __init__(self, config: Mapping[str, Any] | None) -> None:
         config = config or {}
         backoff: Mapping[str, Any] = config.get("backoff") or {}
-        self.attempts = int(config.get("max_retries", ATTEMPTS - 1)) + 1
+        self.attempts = max(int(config.get("max_retries", ATTEMPTS - 1)), 0) + 1
         self.timeout = _seconds(config.get("retry_timeout"), 180.0)
         self.first = _seconds(backoff.get("init_backoff"), FIRST_WAIT)
         self.longest = _seconds(backoff.get("max_backoff"), LONGEST_WAIT)
@@ -126,15 +134,14 @@ def attempt(
     function: Callable[[], Result],
     retries: Retries,
     gate: Gate,
-    stopped: threading.Event | None = None,
+    stopped: threading.Event,
 ) -> Result:
     """Calls a function that asks a store for something until it succeeds; `what` is how messages call it.
 
     Raises:
         CheckpointError: It failed for good, or too often; the message has the number of attempts and the last cause.
-        Missing, Changed: As the function.
+        Missing, Changed: As the function, or because that is what its error means.
     """
-    stopped = stopped or threading.Event()
     started = time.monotonic()
     number = 0
     while True:
@@ -145,14 +152,17 @@ def attempt(
         failure: Failure
         try:
             return function()
-        except (Missing, Changed):
+        except CheckpointError:  # about what was asked of us
             raise
         except Failure as error:
             failure = error
         except Exception as error:
-            failure = _explained(error)
+            failure = explained(error)
         # Outside of the handlers: what obstore raised must not be chained to what is shown.
+        failure = failure.with_traceback(None)
         number += 1
+        if isinstance(failure, (Missing, Changed)):
+            raise failure
         if not failure.again or number >= retries.attempts or time.monotonic() - started > retries.timeout:
             attempts = f", after {number} attempts" if number > 1 else ""
             kind = Unavailable if failure.again else CheckpointError
@@ -163,17 +173,47 @@ def attempt(
             stopped.wait(retries.wait(number - 1))
 
 
-def _explained(error: Exception) -> Failure:
-    """What an error of obstore is, or `Missing` or `Changed`, which it raises; without any text that a server wrote."""
-    kind, text = type(error).__name__, str(error)
+def apart(function: Callable[[threading.Event], Result], given_up: Callable[[], bool]) -> Result:
+    """Calls a function that asks a store in a thread of its own, which nobody waits for after Ctrl-C, or once it is
+    given up: obstore's calls end by themselves or not at all. What the function is given tells it that it was left.
+    """
+    done, left = threading.Event(), threading.Event()
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function(left))
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=run, name="lazymodel-ask", daemon=True).start()
+    try:
+        while not done.wait(_LOOK):
+            if given_up():
+                raise CheckpointError("reading was stopped")
+    finally:
+        left.set()
+    if errors:
+        raise errors.pop().with_traceback(None)
+    return results.pop()
+
+
+def explained(error: Exception) -> Failure:
+    """What an error of obstore is, without any text that a server wrote."""
+    kind, text = type(error).__name__, _URL.sub("", str(error))  # a file's name can be anything, such as a status
     if isinstance(error, FileNotFoundError):
-        raise Missing from None
+        return Missing()
     if kind == "PreconditionError":
-        raise Changed from None
+        return Changed()
     found = _STATUS.search(text)
     status = int(found[1]) if found else 0
     if kind in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403):
-        return Failure("the store refuses access; check the credentials and that they may read it", False)
+        return Failure("the store refuses access; check the credentials and that they may read it", status=status)
+    if kind == "InvalidPathError":
+        return Failure("the store has names of objects that cannot be paths, such as those with '..' or '//' in them")
     if kind == "NotSupportedError":
         return Failure("the server does not serve ranges of files", False)
     if status:
@@ -182,7 +222,7 @@ def _explained(error: Exception) -> Failure:
     for sign, words, again in _SIGNS:
         if sign in lowered:
             return Failure(words, again)
-    return Failure(f"the request failed ({kind})", True)
+    return Failure(f"the request failed ({kind})")
 
 
 def _status_text(status: int) -> str:
@@ -222,7 +262,8 @@ def retry_after(url: str, headers: Mapping[str, str]) -> float | None:
     connection = kind(parts.hostname or "", parts.port, timeout=_PROBE_SECONDS)
     try:
         target = f"{parts.path or '/'}{f'?{parts.query}' if parts.query else ''}"
-        connection.request("HEAD", target, headers=dict(headers))
+        # Of a kind with what was refused: limits, and signatures of URLs, can be for one method alone.
+        connection.request("GET", target, headers={**headers, "Range": "bytes=0-0"})
         answer = connection.getresponse()
         return None if answer.status not in _BUSY else _parsed(answer.headers.get("Retry-After"))
     except (OSError, http.client.HTTPException, ValueError):

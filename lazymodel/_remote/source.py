@@ -14,8 +14,8 @@ from typing import BinaryIO, cast
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._remote.ahead import AHEAD, GAP, ReadAhead
-from lazymodel._remote.file import RemoteFile, head
+from lazymodel._remote.ahead import AHEAD, GAP, ReadAhead, Stopped
+from lazymodel._remote.file import RemoteFile
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._tensors.boxes import Geometry, ranges_of
 from lazymodel._tensors.buffers import DType, Steps, Workspace
@@ -38,17 +38,15 @@ class RemoteSource(Source):
     def __init__(self, path: RemotePath, *, base: int = 0) -> None:
         super().__init__(str(path))
         self.store, self.key, self.base = path.store, path.key, base
-        head(self.store, self.key)
-        found = self.store.find(self.key)
-        self.size = 0 if found is None else found.size
+        _, self.size = self.store.head(self.key)
         self._aheads: tuple[ReadAhead, ...] = ()
         self._lock = threading.Lock()
 
     def open_file(self) -> BinaryIO:
-        return cast(BinaryIO, RemoteFile(self.store, self.key))
+        return cast(BinaryIO, RemoteFile(self.store, self.key, self._given_up))
 
     def peek(self, position: int, nbytes: int) -> bytes:
-        with RemoteFile(self.store, self.key) as file:
+        with RemoteFile(self.store, self.key, self._given_up) as file:
             file.seek(position)
             return file.read(nbytes) or b""
 
@@ -81,7 +79,7 @@ class RemoteSource(Source):
             position += target.size
         if missing:
             ranges = np.array([(begin, begin + rest.size) for begin, rest in missing], np.int64)
-            aheads = self._aheads
+            aheads = self._going_on()
             alone = aheads[0].unforeseen(self, ranges) if aheads else ReadAhead([(self, ranges)], _ALONE)
             with alone as ahead:
                 for begin, rest in missing:
@@ -91,10 +89,17 @@ class RemoteSource(Source):
         self.count(total)
 
     def _from_ahead(self, position: int, out: np.ndarray) -> int:
-        for ahead in self._aheads:
-            if count := ahead.read_into(self, position, out):
-                return count
+        for ahead in self._going_on():
+            with contextlib.suppress(Stopped):  # somebody else's may end at any time
+                if count := ahead.read_into(self, position, out):
+                    return count
         return 0
+
+    def _going_on(self) -> list[ReadAhead]:
+        """Those that were announced and go on."""
+        if self._given_up():
+            raise Stopped
+        return [ahead for ahead in self._aheads if not ahead.stopped]
 
     def read_strided(self, place: Geometry, stored: DType, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
         if self._aheads or not out.size or place.run(stored.itemsize) == out.size * stored.itemsize:
@@ -103,6 +108,11 @@ class RemoteSource(Source):
         # Many rows, which must not be one request each, one after the other.
         with reading_ahead([(self, ranges_of(place, stored.itemsize, GAP))], _ALONE):
             super().read_strided(place, stored, out, steps, workspace)
+
+    def _given_up(self) -> bool:
+        """Whether somebody who announced readings has stopped."""
+        aheads = self._aheads
+        return bool(aheads) and all(ahead.stopped for ahead in aheads)
 
     def _read_rows(self, place: Geometry, stored: DType, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
         super()._read_rows(place, stored, out, steps, workspace)

@@ -29,6 +29,7 @@ _SCHEMES = {
 }
 _SUPPORTED = "gs://, s3://, az:// (or abfs://), https:// and hf://owner/name"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+_HOST = re.compile(r"[^:\[\]]*(:[0-9]*)?|\[[0-9A-Fa-f:.]*\](:[0-9]*)?")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
@@ -43,18 +44,22 @@ class Url:
         key: The path in the store, decoded, without slashes at its ends.
         shown: The root as messages may show it: without user, password and query.
         revision: Of a repository; empty for its default.
+        user: User and password for a web server, with a colon between them; empty if there are none.
+        folder: Whether it is of a web server and ends with a slash, which a file's never does.
     """
 
     kind: str
-    root: str
+    root: str = dataclasses.field(repr=False)
     key: str
     shown: str
     revision: str = ""
+    user: str = dataclasses.field(default="", repr=False)
+    folder: bool = False
 
     @property
     def text(self) -> str:
-        """The URL as messages may show it."""
-        return f"{self.shown}/{self.key}" if self.key else self.shown
+        """The URL as messages may show it: what a server calls its files can be anything, so it is escaped."""
+        return printable(f"{self.shown}/{self.key}" if self.key else self.shown)
 
 
 def is_url(path: Any) -> bool:
@@ -68,26 +73,31 @@ def is_supported(path: Any) -> bool:
     return match is not None and match[1].lower() in _SCHEMES
 
 
+def printable(text: str) -> str:
+    """A text without control characters, which could rewrite what stands in a terminal."""
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
 def shown(path: Any) -> str:
     """A path or URL as messages may show it: without user, password and query."""
     text = os.fspath(path)
     if not is_url(text):
         return text
-    try:
-        parts = urlsplit(text)
-        return (
-            f"{parts.scheme}://{parts.netloc.rpartition('@')[2] if parts.scheme != 'hf' else parts.netloc}{parts.path}"
-        )
-    except ValueError:
-        return f"{text.partition('://')[0]}://…"
+    scheme, _, rest = text.partition("://")
+    host, slash, key = re.split("[?#]", rest, maxsplit=1)[0].partition("/")
+    if scheme.lower() != "hf":  # where an @ is followed by a revision
+        host = host.rpartition("@")[2]
+        if not _HOST.fullmatch(host):  # may be anything: a password with a slash in it
+            return f"{scheme}://…"
+    return printable(f"{scheme}://{host}{slash}{key}")
 
 
-def parse_url(text: str, options: dict[str, Any] | None = None) -> Url:
+def parse_url(text: str, *, allow_http: bool = False) -> Url:
     """Takes a URL apart.
 
     Raises:
-        CheckpointError: The scheme is unknown, something is missing, or it is plain `http` to another host than this
-            one without `client_options={"allow_http": True}`.
+        CheckpointError: The scheme is unknown, something is missing or is there that means nothing, or it is plain
+            `http` to another host than this one, which is not allowed.
     """
     match = _SCHEME.match(text)
     kind = _SCHEMES.get(match[1].lower(), "") if match else ""
@@ -97,31 +107,46 @@ def parse_url(text: str, options: dict[str, Any] | None = None) -> Url:
         )
     if kind == "hf":
         return _hugging_face(text)
+    return _web(text, kind, allow_http) if kind in ("http", "https") else _bucket(text, kind)
+
+
+def _bucket(text: str, kind: str) -> Url:
+    # Keys are as they are: nothing in them is decoded.
+    netloc, _, path = text.partition("://")[2].partition("/")
+    name, at, account = netloc.partition("@")
+    if "?" in path or "?" in netloc:
+        raise CheckpointError(f"{shown(text)}: expected a URL without '?', found one; signatures are storage_options")
+    if not name:
+        raise CheckpointError(f"{shown(text)}: expected a bucket or container after ://, found none")
+    if at and (kind != "az" or ":" in name):  # Azure's containers may be followed by their account
+        raise CheckpointError(f"{shown(text)}: expected no credentials in the URL, found some; use storage_options")
+    root = f"abfss://{name}@{account}" if at else f"{kind}://{name}"
+    return Url(kind, root, _key(path, text), f"{kind}://{name}")
+
+
+def _web(text: str, kind: str, allow_http: bool) -> Url:
     try:
         parts = urlsplit(text)
         host = parts.hostname or ""
         port = f":{parts.port}" if parts.port else ""
-    except ValueError as error:
-        raise CheckpointError(f"{shown(text)}: expected a URL, found one that cannot be read ({error})") from None
+    except ValueError:
+        raise CheckpointError(f"{shown(text)}: expected a URL, found one that cannot be read") from None
     if not host:
-        what = "a host" if kind.startswith("http") else "a bucket or container"
-        raise CheckpointError(f"{shown(text)}: expected {what} after ://, found none")
-    key = _key(parts.path if not kind.startswith("http") else unquote(parts.path), text)
-    if kind not in ("http", "https"):
-        # Names of containers may be followed by the account: container@account.dfs.core.windows.net.
-        user = parts.netloc.rpartition("@")[0]
-        bucket = user or parts.netloc
-        root = f"{match[1] if match else kind}://{parts.netloc}" if user else f"{kind}://{bucket}"
-        return Url(kind, root, key, f"{kind}://{bucket}")
-    if kind == "http" and not is_loopback(host) and not (options or {}).get("client_options", {}).get("allow_http"):
+        raise CheckpointError(f"{shown(text)}: expected a host after ://, found none")
+    if kind == "http" and not allow_http and not is_loopback(host):
         raise CheckpointError(
             f"{shown(text)}: expected https, found plain http, over which anybody between can read and change weights. "
             'Use https, or pass storage_options={"client_options": {"allow_http": True}} if you mean it.'
         )
-    where = f"{kind}://{_bracketed(host)}{port}"
-    user = f"{parts.netloc.rpartition('@')[0]}@" if "@" in parts.netloc else ""
-    root = f"{kind}://{user}{_bracketed(host)}{port}{f'/?{parts.query}' if parts.query else ''}"
-    return Url(kind, root, key, where)
+    where = f"{kind}://{f'[{host}]' if ':' in host else host}{port}"
+    return Url(
+        kind,
+        f"{where}{f'/?{parts.query}' if parts.query else ''}",
+        _key(unquote(parts.path), text),
+        where,
+        user=unquote(parts.netloc.rpartition("@")[0]),
+        folder=parts.path.endswith("/"),
+    )
 
 
 def is_loopback(host: str) -> bool:
@@ -134,14 +159,10 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
 def _key(path: str, text: str) -> str:
     key = path.strip("/")
     if "\0" in key or any(part in (".", "..") for part in key.split("/")):
-        raise CheckpointError(f"{shown(text)}: expected a path without '.' and '..', found {path!r}")
+        raise CheckpointError(f"{shown(text)}: expected a path without '.', '..' and NUL in the URL, found one")
     return re.sub("/+", "/", key)
 
 
