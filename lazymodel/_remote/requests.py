@@ -80,6 +80,10 @@ class Missing(Failure):
         super().__init__("there is nothing")
 
 
+class Unavailable(CheckpointError):
+    """The store did not answer, or said that it cannot now; what it would say another time is open."""
+
+
 class Retries:
     """How often and how soon a request is tried again: what obstore's `retry_config` says, for our own attempts."""
 
@@ -166,7 +170,8 @@ def attempt(
             raise failure
         if not failure.again or number >= retries.attempts or time.monotonic() - started > retries.timeout:
             attempts = f", after {number} attempts" if number > 1 else ""
-            raise CheckpointError(f"cannot read {what}: {failure}{attempts}")
+            kind = Unavailable if failure.again else CheckpointError
+            raise kind(f"cannot read {what}: {failure}{attempts}")
         if failure.status in _BUSY:
             gate.busy(key, retries.wait(number - 1), stopped)
         else:
