@@ -57,9 +57,17 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def pytest_collection_finish() -> None:
-    """Modules stay: a full garbage collection, which KerasHub asks for with every preset, need not go through them."""
+    """What is imported stays: a full garbage collection, which Keras asks for very often, need not go through it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Nor through what a module of tests has left in the caches of JAX, Keras and TensorFlow."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def child_environment() -> dict[str, str]:
