@@ -233,24 +233,26 @@ class ReadAhead:
         if block.left <= 0 and block.state == "here":
             self._give_up(block)
             self._fly()
+        elif block.left <= 0 and block.state == "planned":
+            block.state = "gone"
 
     def _wait_for(self, block: _Block) -> list[np.ndarray]:
         with self._changed:
-            if block.state in ("planned", "gone"):
-                # Nobody has asked for it yet, or all of it was read before: it goes first, whatever the limit says.
-                block.state = "flying"
-                self._used += block.nbytes
-                self._urgent.insert(0, block)
-                self._fly()
-            while block.data is None and block.error is None:
+            while block.data is None:
+                if block.error is not None:
+                    raise block.error
                 if self._stopped.is_set():
                     raise Stopped
-                self._changed.wait()
-            if block.error is not None:
-                raise block.error
-            data = block.data
-            assert data is not None
-            return data
+                if block.state in ("planned", "gone"):
+                    # Nobody has asked for it yet, or it was given up, be it just now by another reader: it goes first,
+                    # whatever the limit says.
+                    block.state = "flying"
+                    self._used += block.nbytes
+                    self._urgent.insert(0, block)
+                    self._fly()
+                else:
+                    self._changed.wait()
+            return block.data
 
     def _give_up(self, block: _Block) -> None:
         block.data, block.state = None, "gone"

@@ -42,6 +42,11 @@ class Counter:
         self._lock = threading.Lock()
         self.requests = self.retries = self.nbytes = 0
 
+    def so_far(self) -> tuple[int, int, int]:
+        """Bytes that arrived, requests, and how many of them repeated another."""
+        with self._lock:
+            return self.nbytes, self.requests, self.retries
+
     def add(self, *, requests: int = 0, retries: int = 0, nbytes: int = 0) -> None:
         """Counts; `nbytes` are those of bodies that arrived whole."""
         with self._lock:

@@ -43,10 +43,10 @@ class RemoteSource(Source):
         self._lock = threading.Lock()
 
     def open_file(self) -> BinaryIO:
-        return cast(BinaryIO, RemoteFile(self.store, self.key, self._given_up))
+        return cast(BinaryIO, RemoteFile(self.store, self.key, self.given_up))
 
     def peek(self, position: int, nbytes: int) -> bytes:
-        with RemoteFile(self.store, self.key, self._given_up) as file:
+        with RemoteFile(self.store, self.key, self.given_up) as file:
             file.seek(position)
             return file.read(nbytes) or b""
 
@@ -97,7 +97,7 @@ class RemoteSource(Source):
 
     def _going_on(self) -> list[ReadAhead]:
         """Those that were announced and go on."""
-        if self._given_up():
+        if self.given_up():
             raise Stopped
         return [ahead for ahead in self._aheads if not ahead.stopped]
 
@@ -109,7 +109,7 @@ class RemoteSource(Source):
         with reading_ahead([(self, ranges_of(place, stored.itemsize, GAP))], _ALONE):
             super().read_strided(place, stored, out, steps, workspace)
 
-    def _given_up(self) -> bool:
+    def given_up(self) -> bool:
         """Whether somebody who announced readings has stopped."""
         aheads = self._aheads
         return bool(aheads) and all(ahead.stopped for ahead in aheads)

@@ -39,6 +39,7 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: DType  # as stored
     row_step: int = 1  # reads should start and end at multiples of this along the first axis (a file's chunking)
+    origin: Source | None = None  # where its file's bytes come from
     unit_nbytes: int = 0  # temporaries that reading even one element needs, such as a chunk's when decompressed
 
     def fill_box(self, box: Box, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
@@ -73,6 +74,7 @@ class FileLeaf(Leaf):
     def __init__(self, name: str, source: Source, offset: int, shape: tuple[int, ...], dtype: DType) -> None:
         self.name, self.source, self.file, self.offset = name, source, source.path, offset
         self.shape, self.dtype = shape, dtype
+        self.origin = source.origin
 
     def fill(self, geometry: Geometry, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
         place = dataclasses.replace(geometry, start=self.offset + geometry.start)

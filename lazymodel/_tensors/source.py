@@ -73,6 +73,15 @@ class Source:
         """Bytes of the whole file, fewer where it ends; they are not counted."""
         raise NotImplementedError
 
+    @property
+    def origin(self) -> Source:
+        """Where the bytes come from, of which these are a part or made."""
+        return self
+
+    def given_up(self) -> bool:
+        """Whether nobody waits any more for what is being read."""
+        return False
+
     def check_unchanged(self) -> None:
         """Raises CheckpointError when the file is no longer what it was when it was opened."""
         raise NotImplementedError

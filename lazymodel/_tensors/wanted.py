@@ -20,7 +20,7 @@ from lazymodel._tensors.source import Source
 
 def wanted(view: View, boxes: Sequence[Box]) -> Iterator[tuple[Source, np.ndarray]]:
     """Sources, each with ranges of its bytes (`int64[n, 2]`), which filling boxes of a view reads: a range that is
-    read for several boxes, one after the other, as often.
+    read for several boxes, one after the other, as often. Of what only reading tells, there are none.
     """
     leaf = view.leaf
     boxes = [box for box in boxes if math.prod(box_shape(box))]
@@ -33,3 +33,5 @@ def wanted(view: View, boxes: Sequence[Box]) -> Iterator[tuple[Source, np.ndarra
             geometry = view.geometry(box).normalized()
             place = dataclasses.replace(geometry, start=leaf.offset + geometry.start)
             yield leaf.source, ranges_of(place, leaf.dtype.itemsize, leaf.source.row_gap)
+    elif leaf.origin is not None and leaf.origin.remote:
+        yield leaf.origin, np.empty((0, 2), np.int64)

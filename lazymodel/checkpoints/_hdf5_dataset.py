@@ -132,7 +132,7 @@ class DatasetLeaf(Leaf):
 
     def __init__(self, file: H5File, name: str, dataset: Any, dtype: np.dtype[Any]) -> None:
         self._h5, self.name, self.file, self.shape, self.dtype = file, name, file.source.path, dataset.shape, dtype
-        self.offset = 0
+        self.offset, self.origin = 0, file.source
         self._chunks: tuple[int, ...] | None = dataset.chunks
         self._bits: np.dtype[Any] = dataset.dtype
         self._filters = _Filters(dataset)

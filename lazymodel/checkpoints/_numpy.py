@@ -176,6 +176,10 @@ class _DeflatedSource(Source):
             self._resume: list[_Cursor] = [_Cursor()]  # never moved, only copied; ascending
             self._spacing = _SPACING
 
+    @property
+    def origin(self) -> Source:
+        return self._file
+
     def check_unchanged(self) -> None:
         self._file.check_unchanged()
 

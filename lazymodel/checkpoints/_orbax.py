@@ -11,8 +11,10 @@ import dataclasses
 import itertools
 import math
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -39,6 +41,7 @@ _BATCH = 64 << 20
 # for are larger than the chunk, and most of each chunk is used the first time.
 _KEEP = 4 << 20
 _KEPT = 2  # chunks: one of the tensor that is being read, one of the next, which other threads have begun
+_LOOK = 0.1  # seconds between two looks at whether what is read is still waited for
 _FILE_THREADS = 8  # reads in flight in tensorstore; streams come with threads of their own
 _TREE_CACHE = 16 << 20  # bytes for nodes of an OCDBT database, which would otherwise be read once a chunk
 
@@ -54,6 +57,12 @@ def _tensorstore() -> Any:
             "reading Orbax checkpoints needs tensorstore, which is not installed: pip install 'lazymodel[orbax]'"
         ) from error
     return tensorstore
+
+
+def _code(error: Exception) -> str:
+    """What a remote failure is, in one word: its text has URLs with their signatures, and what a server wrote."""
+    found = re.match("[A-Z_]+(?=:)", str(error))
+    return found[0] if found else type(error).__name__
 
 
 def open_orbax(path: Location, item: Location) -> OrbaxCheckpoint:
@@ -93,14 +102,12 @@ class _Store:
         base = kvstore(item)
         self._kvstore = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#ocdbt"} if ocdbt else base
         if ocdbt:
-            try:
-                listed = ts.KvStore.open(self._kvstore, context=self._context).result().list().result()
-                self._keys = frozenset(key.decode() for key in listed)
-            except _FAILURES as error:
-                raise CheckpointError(
-                    f"{item / MANIFEST}: expected the index of an OCDBT database, found one that cannot be read "
-                    f"({error}); it is truncated or corrupt. Copy the checkpoint again."
-                ) from error
+            listed = self._told(
+                lambda: ts.KvStore.open(self._kvstore, context=self._context).result().list().result(),
+                f"{item / MANIFEST}: expected the index of an OCDBT database, found one that cannot be read",
+                "truncated or corrupt",
+            )
+            self._keys = frozenset(key.decode() for key in listed)
         else:
             self._keys = frozenset(files)
 
@@ -119,13 +126,20 @@ class _Store:
         prefix = f"{stored_as}/" if stored_as else ""
         kvstore["path"] = cast(str, kvstore.get("path", "")) + prefix
         spec = {"driver": DRIVERS[mark], "kvstore": kvstore, "fill_missing_data_reads": not complete}
+        return self._told(
+            lambda: _tensorstore().open(spec, context=self._context, open=True, read=True).result(),
+            f"{self.item}: expected an array that {prefix}{mark} describes, found one that cannot be opened",
+            "corrupt",
+        )
+
+    def _told(self, function: Callable[[], Any], failed: str, what: str) -> Any:
         try:
-            return _tensorstore().open(spec, context=self._context, open=True, read=True).result()
+            return function()
         except _FAILURES as error:
-            raise CheckpointError(
-                f"{self.item}: expected an array that {prefix}{mark} describes, found one that cannot be opened "
-                f"({error}); it is corrupt. Copy the checkpoint again."
-            ) from error
+            if isinstance(self.item, Path):
+                raise CheckpointError(f"{failed} ({error}); it is {what}. Copy the checkpoint again.") from error
+            code = _code(error)
+        raise CheckpointError(f"{failed} ({code}); it is {what}, or the store refuses access.")
 
     def missing_chunks(self, stored_as: str, shape: tuple[int, ...], chunk: tuple[int, ...], metadata: Any) -> int:
         """How many chunks of an array are not stored (zarr 2: "Storage"; zarr 3: "chunk key encoding")."""
@@ -237,7 +251,7 @@ class ChunkedLeaf(Leaf):
         self, name: str, array: Any, dtype: np.dtype[Any], chunk: tuple[int, ...], source: Source, kept: _Kept
     ) -> None:
         self.name, self.file, self.shape, self.dtype, self.chunk = name, source.path, tuple(array.shape), dtype, chunk
-        self.offset = 0
+        self.offset, self.origin = 0, source
         nbytes = math.prod(chunk) * dtype.itemsize
         self._keep = nbytes >= _KEEP
         self.unit_nbytes = (_COPIES + (_KEPT - 1 if self._keep else 0)) * nbytes
@@ -282,13 +296,30 @@ class ChunkedLeaf(Leaf):
             source = self._array[box]
             if box:
                 source = source.translate_to[(0,) * len(box)]
-            _tensorstore().array(out, copy=False, write=True).write(source).result()
+            self._wait(_tensorstore().array(out, copy=False, write=True).write(source))
+            return
         except _FAILURES as error:
             self._source.check_unchanged()
-            raise CheckpointError(
-                f"cannot read array {self.name!r} of {self.file}: {error}. The checkpoint is truncated or corrupt; "
-                "copy it again."
-            ) from error
+            if not self._source.remote:
+                raise CheckpointError(self._failed(str(error))) from error
+            failed = self._failed(_code(error))
+        raise CheckpointError(failed)
+
+    def _failed(self, why: str) -> str:
+        return (
+            f"cannot read array {self.name!r} of {self.file}: {why}. The checkpoint is truncated or corrupt; "
+            "copy it again."
+        )
+
+    def _wait(self, future: Any) -> None:
+        while self._source.remote:
+            try:
+                return future.result(timeout=_LOOK)
+            except TimeoutError:
+                if self._source.given_up():
+                    future.cancel()
+                    raise CheckpointError("reading was stopped") from None
+        future.result()
 
 
 class _Kept:
