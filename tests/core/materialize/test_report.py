@@ -446,8 +446,7 @@ def test_what_was_fetched_from_a_server_is_counted(mesh8: Mesh, object_server: O
     assert report.retries == 1 and report.requests == counted["requests"] - 2
     assert report.fetched_nbytes == report.needed_nbytes == report.read_nbytes
     assert report.files == {url: path.stat().st_size}
-    assert f"fetched: {format_bytes(report.fetched_nbytes)} in {report.requests} requests, 1 of them again" in str(
-        report
-    )
+    fetched = format_bytes(report.fetched_nbytes)
+    assert f"fetched: {fetched} in {report.requests} requests, 1 of them again" in str(report)
     assert told == [f"init: materializing 4 variables from {url.rpartition('/')[0]}"]
     path.unlink()
