@@ -124,16 +124,17 @@ class ReadAhead:
         wants: Of each origin, the ranges that will be read (`int64[n, 2]`), one a reading; a range that is read twice
             is there twice. An origin may come several times.
         limit: Bytes in flight or waiting to be read, at most, but for one request of each thread that reads.
+        gap: Bytes between two ranges that are fetched along.
     """
 
-    def __init__(self, wants: Sequence[tuple[Origin, np.ndarray]], limit: int = AHEAD) -> None:
+    def __init__(self, wants: Sequence[tuple[Origin, np.ndarray]], limit: int = AHEAD, gap: int = GAP) -> None:
         self._changed = threading.Condition()
         self._limit = limit
         self._longest = max(min(REQUEST, limit // 4), 1)
         self._blocks: list[_Block] = []
         self._starts: dict[Origin, np.ndarray] = {}
         self._mine: dict[Origin, list[_Block]] = {}
-        self._plan(wants)
+        self._plan(wants, gap)
         self._next = self._used = 0
         self._pace = _Pace()
         self._urgent: list[_Block] = []
@@ -142,13 +143,13 @@ class ReadAhead:
         self._within: list[ReadAhead] = []
         self._stopped = threading.Event()
 
-    def _plan(self, wants: Sequence[tuple[Origin, np.ndarray]]) -> None:
+    def _plan(self, wants: Sequence[tuple[Origin, np.ndarray]], gap: int) -> None:
         together: dict[Origin, list[np.ndarray]] = {}
         for origin, ranges in wants:
             together.setdefault(origin, []).append(ranges)
         for origin, several in together.items():
             ranges = np.concatenate(several).astype(np.int64, copy=False)
-            requests = requests_for(ranges, longest=self._longest)
+            requests = requests_for(ranges, gap, self._longest)
             wanted = _overlaps(requests, ranges)
             blocks = [
                 _Block(origin, start, stop, count)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_KEPT = 128
+_KEPT = 4096
 
 
 class Blocks:

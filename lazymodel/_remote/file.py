@@ -7,15 +7,17 @@ follow each other are fetched in ever longer pieces. Tensors are not read throug
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
 
+from lazymodel._remote.ahead import ReadAhead, requests_for
 from lazymodel._remote.blocks import Blocks
 from lazymodel._remote.store import Store
 
-BLOCK = 64 << 10  # bytes of the other blocks
+BLOCK = 4 << 10  # bytes of the other blocks: the pieces between the tensors of an HDF5 file are of about 2 KiB
 _LONGEST = 4 << 20  # bytes of one request, when block after block was asked for
 
 
@@ -72,14 +74,49 @@ class RemoteFile(io.RawIOBase):
             block = self._fetch(number, within + wanted)
         return block[within : within + wanted]
 
+    def kept(self, start: int, stop: int) -> bytes | None:
+        """Bytes of the file if they are here."""
+        data = bytearray()
+        while start + len(data) < stop:
+            position = start + len(data)
+            if position < len(self._head):
+                data += self._head[position:stop].tobytes()
+                continue
+            number, within = divmod(position, BLOCK)
+            if (block := self._blocks.get(number)) is None or within >= len(block):
+                return None
+            data += block[within : within + stop - position].tobytes()
+        return bytes(data)
+
+    def fetch_ahead(self, spans: Sequence[tuple[int, int]]) -> int:
+        """Fetches ranges of the file that will be read, as many at a time as go; returns how many bytes that was."""
+        blocks = np.array([(start // BLOCK, -(-stop // BLOCK)) for start, stop in spans], np.int64)
+        ranges = requests_for(np.minimum(blocks * BLOCK, self.size), gap=BLOCK, longest=_LONGEST)
+        with ReadAhead([(self, ranges)], gap=0) as ahead:
+            for start, stop in ranges.tolist():
+                data = np.empty(stop - start, np.uint8)
+                done = 0
+                while done < data.size:
+                    done += ahead.read_into(self, start + done, data[done:])
+                self._keep(start // BLOCK, data)
+        return int((ranges[:, 1] - ranges[:, 0]).sum())
+
+    def fetch(self, start: int, stop: int, stopped: threading.Event) -> list[np.ndarray]:
+        """The bytes of a range."""
+        return self._store.get(self._key, start, stop, stopped)
+
     def _fetch(self, number: int, wanted: int) -> np.ndarray:
         self._length = 2 * self._length if number == self._next else 1
         self._length = min(max(self._length, -(-wanted // BLOCK)), _LONGEST // BLOCK)
         start = number * BLOCK
         stop = min(start + self._length * BLOCK, self.size)
         data = np.concatenate(self._store.get(self._key, start, stop, given_up=self._given_up))
+        self._next = number + self._length
+        return self._keep(number, data)
+
+    def _keep(self, number: int, data: np.ndarray) -> np.ndarray:
+        """Keeps what begins with a block, and returns that."""
         # Copies: each is given up by itself.
         blocks = [data[first : first + BLOCK].copy() for first in range(0, len(data), BLOCK)]
         self._blocks.add(number, blocks)
-        self._next = number + self._length
         return blocks[0]

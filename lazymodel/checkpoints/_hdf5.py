@@ -11,11 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from lazymodel._errors import CheckpointError
+from lazymodel._remote.file import RemoteFile
 from lazymodel._remote.path import Location
-from lazymodel._remote.source import source_of
+from lazymodel._remote.source import RemoteSource, source_of
 from lazymodel._show.text import listed
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._checkpoint import Checkpoint, JoinedCheckpoint
+from lazymodel.checkpoints._hdf5_ahead import fetch_groups
 from lazymodel.checkpoints._hdf5_dataset import H5File, Window, corrupt, dataset_tensor, import_h5py
 from lazymodel.checkpoints._hdf5_header import VIRTUAL, layout_classes
 from lazymodel.checkpoints._shards import by_shard, indexed_names
@@ -100,6 +102,11 @@ def _dataset_names(file: H5File) -> list[str]:
             Window(file.source, file.source.base, file.size) as window,
         ):
             root = file.open()
+            widths = root.id.get_create_plist().get_sizes()
+            if isinstance(source := file.source, RemoteSource):
+                address = import_h5py().h5o.get_info(root.id).addr
+                with RemoteFile(source.store, source.key) as remote:
+                    fetch_groups(remote, source.base + root.userblock_size, address, widths)
 
             def classes(address: int) -> set[int]:
                 """How the header at an address says that values are stored; addresses count from the user block on."""
@@ -110,7 +117,6 @@ def _dataset_names(file: H5File) -> list[str]:
 
                 return layout_classes(read, address, widths)
 
-            widths = root.id.get_create_plist().get_sizes()
             names, soft = _walk(path, root, classes)
             known = set(names)
             for name, target in soft.items():

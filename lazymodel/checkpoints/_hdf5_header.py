@@ -22,7 +22,7 @@ def layout_classes(read: Callable[[int, int], bytes], address: int, widths: tupl
     and of a length. ValueError where there is no object header, or one that ends early.
     """
     classes: set[int] = set()
-    for kind, body in _messages(read, address, widths):
+    for kind, body in messages(read, address, widths):
         if kind == _LAYOUT:
             # Versions 1 and 2, in which there are no virtual datasets, put the number of dimensions first.
             version = body[0] if body else 0
@@ -32,7 +32,7 @@ def layout_classes(read: Callable[[int, int], bytes], address: int, widths: tupl
     return classes
 
 
-def _messages(read: Callable[[int, int], bytes], address: int, widths: tuple[int, int]) -> Iterator[tuple[int, bytes]]:
+def messages(read: Callable[[int, int], bytes], address: int, widths: tuple[int, int]) -> Iterator[tuple[int, bytes]]:
     """Type and content of every message of the header at an address, those of its continuations among them."""
     head = read(address, 64)
     tracked = False  # whether every message has a number
