@@ -179,7 +179,7 @@ class Objects:
     def abort(self, upload: str) -> None:
         with self._lock:
             del self._uploads[upload]
-        shutil.rmtree(self.root / _STAGING / upload)
+        shutil.rmtree(self.root / _STAGING / upload, ignore_errors=True)  # parts may still be coming
         self.controls.count("uploads", "aborted")
 
     def open_uploads(self) -> list[str]:
