@@ -9,11 +9,12 @@ committed are not visible there, and go after a week.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -26,6 +27,9 @@ LEAST_PART = 5 << 20  # bytes; S3 takes no shorter ones, but for the last
 _MOST_PARTS = 10_000  # of an upload, as S3 and Google Cloud Storage have it
 _CONNECTIONS = 32  # parts on the way, at most, as when reading
 _MOST_SMALL = 256 << 20  # bytes of an object that is read whole: an index, of some million tensors
+# Of one object, at most. Parts are sent again by themselves; what begins and completes an upload is not, where the
+# connection breaks off, since it may have been done.
+_UPLOADS = 4
 _DELETIONS = 16  # at a time
 _LOOK = 0.1  # seconds between two looks whether all is to stop: a Ctrl-C is seen in between
 # Without a byte from the store. It has nothing to say while a part is sent: all parts on the way, at 2 MB/s.
@@ -122,10 +126,11 @@ class Content(NamedTuple):
     """An object to upload."""
 
     path: RemotePath
-    pieces: Callable[[], Iterator[np.ndarray]]  # bytes, made in the thread that uploads; none longer than a part
+    pieces: Callable[[], Generator[np.ndarray]]  # bytes, made in the thread that uploads; none longer than a part
     nbytes: int  # of all of them
     parts: Parts
     old: Version | None  # what is there and is replaced
+    again: bool  # whether the pieces can be made once more
 
     def arrived(self) -> bool:
         """Whether it is there though the store did not say so: an answer may be lost, and what is asked once more of an
@@ -180,10 +185,6 @@ class Uploading:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    @property
-    def stopped(self) -> threading.Event:
-        return self._stopped
-
     def hand(self, to: queue.Queue[Any], item: Any) -> None:
         """Puts something into a queue that the pieces are made from, as soon as there is room; raises as `check`."""
         while True:
@@ -208,54 +209,67 @@ class Uploading:
             self._error = error
 
     def _upload(self, obstore: Any, store: Any, content: Content) -> None:
-        raised: list[BaseException] = []
+        retries = content.path.store.retries
+        attempts = min(_UPLOADS, retries.attempts) if content.again else 1
+        for attempt in range(attempts):
+            failure = self._attempt(obstore, store, content)
+            if failure is None or content.arrived():
+                return
+            if attempt == attempts - 1 or not failure.again:
+                tried = f", after {attempts} uploads" if failure.again and attempts > 1 else ""
+                raise LazyModelError(
+                    f"cannot write {content.path}: {failure}{tried}. What was there before is as it was"
+                )
+            self._stopped.wait(retries.wait(attempt))
 
-        def pieces() -> Iterator[Any]:
-            try:
-                for piece in content.pieces():
-                    if self._stopped.is_set():
-                        raise _Stopped
-                    yield memoryview(cast(Any, piece))
-                self._sent.set()
-                while self._held and not self._going.wait(_LOOK):
-                    if self._stopped.is_set():
-                        raise _Stopped
-                if self._stopped.is_set():
-                    raise _Stopped
-            except BaseException as error:
-                raised.append(error)
-                raise
-
+    def _attempt(self, obstore: Any, store: Any, content: Content) -> Failure | None:
+        """Uploads an object; or says why the store did not take it, and it is aborted."""
+        size, connections = content.parts
+        writer = obstore.open_writer(store, content.path.key, buffer_size=size, max_concurrency=connections)
         failure: Failure | None = None
         try:
-            obstore.put(
-                store,
-                content.path.key,
-                pieces(),
-                use_multipart=True,
-                chunk_size=content.parts.nbytes,
-                max_concurrency=content.parts.connections,
-            )
-        except Exception as error:
-            if not raised:
-                failure = _explained(error)
-        # Outside of the handler: what obstore raised must not be chained to what is shown.
-        if raised:
-            raise raised[0]
-        if failure is not None and not content.arrived():
-            tries = content.path.store.retries.attempts
-            tried = f", after up to {tries} attempts" if failure.again and tries > 1 else ""
-            raise LazyModelError(f"cannot write {content.path}: {failure}{tried}. What was there before is as it was")
+            with contextlib.closing(content.pieces()) as pieces:
+                for piece in pieces:
+                    self._require_going()
+                    if (failure := _failure(writer.write, piece)) is not None:
+                        break
+            if failure is None:
+                self._sent.set()
+                while self._held and not self._going.wait(_LOOK):
+                    self._require_going()
+                self._require_going()
+                failure = _failure(writer.close)
+        except BaseException as error:
+            _abort(writer, error)
+            raise
+        if failure is not None:
+            _abort(writer, failure)
+        return failure
+
+    def _require_going(self) -> None:
+        if self._stopped.is_set():
+            raise _Stopped
 
 
 class _Stopped(Exception):
     """The upload is given up."""
 
 
-def _explained(error: Exception) -> Failure:
+def _failure(function: Callable[..., Any], *arguments: Any) -> Failure | None:
+    """What went wrong in a function of obstore, if anything, apart from its own error, which must not be shown."""
     try:
-        return explained(error)
-    except Missing:
-        return Failure("there is no such bucket or container, or the upload was removed there", False)
-    except Changed:
-        return Failure("another object was written there meanwhile", False)
+        function(*arguments)
+    except Exception as error:
+        try:
+            return explained(error)
+        except Missing:
+            return Failure("there is no such bucket or container, or the upload was removed there", False)
+        except Changed:
+            return Failure("another object was written there meanwhile", False)
+    return None
+
+
+def _abort(writer: Any, error: BaseException) -> None:
+    """Aborts an upload that is not complete, at the store as well, as leaving a `with` block by an error does."""
+    if not writer.closed():
+        _failure(writer.__exit__, type(error), error, None)

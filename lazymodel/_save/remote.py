@@ -188,7 +188,7 @@ class RemoteDestination:
         if failures := delete([self._folder / name for name in self._old]):
             warn(
                 f"{self._where} is saved, but not all that it replaces could be removed: {listed(failures)}. The next "
-                "save removes what is left"
+                "save removes what has names of this library; remove others yourself"
             )
 
     def _committed(self) -> bool:

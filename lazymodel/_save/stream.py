@@ -14,7 +14,8 @@ import itertools
 import math
 import os
 import queue
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -94,7 +95,8 @@ class _Band:
     tensor: LazyTensor
     box: Box
     nbytes: int
-    last: bool  # of the tensor
+    number: int  # in the tensor
+    last: bool
 
     @property
     def shared(self) -> bool:
@@ -130,7 +132,7 @@ def _bands(file: SavedFile, band: int, row: int) -> Iterator[_Band]:
         boxes = list(slabs(tensor.shape, elements))
         for number, box in enumerate(boxes):
             nbytes = math.prod(box_shape(box)) * tensor.itemsize // (2 if packed else 1)
-            yield _Band(name, tensor, box, nbytes, number == len(boxes) - 1)
+            yield _Band(name, tensor, box, nbytes, number, number == len(boxes) - 1)
 
 
 def by_process(files: Sequence[SavedFile], processes: Sequence[int]) -> dict[int, list[SavedFile]]:
@@ -178,7 +180,10 @@ class Sending:
         for file in files[process]:
             parts = parts_of(file.nbytes, memory.parts)
             assert parts is not None
-            contents.append(Content(place(file), functools.partial(self._pieces, file), file.nbytes, parts, old))
+            pieces = functools.partial(self._pieces, file, Counter())
+            # What came from other processes is not sent again by them.
+            alone = all(complete(tensor.leaf) for _, tensor, _ in file.tensors)
+            contents.append(Content(place(file), pieces, file.nbytes, parts, old, alone))
         self._uploading = Uploading(contents, held=held)
 
     def run(self, check: Callable[[], None]) -> None:
@@ -243,8 +248,8 @@ class Sending:
 
     # In the thread that uploads.
 
-    def _pieces(self, file: SavedFile) -> Iterator[np.ndarray]:
-        """A file's bytes, from its header on."""
+    def _pieces(self, file: SavedFile, told: Counter[str]) -> Generator[np.ndarray]:
+        """A file's bytes, from its header on; `told` counts the bands of each tensor that progress knows of."""
         header = np.frombuffer(file.header, np.uint8)
         for start in range(0, header.size, self._memory.band):
             yield header[start : start + self._memory.band]
@@ -270,18 +275,20 @@ class Sending:
                     if band is not None:
                         pending.append((band, None if band.shared else pool.submit(read, band)))
                     if pending and (band is None or len(pending) > self._memory.threads):
-                        yield self._finished(*pending.popleft())
+                        yield self._finished(*pending.popleft(), told)
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _finished(self, band: _Band, future: Future[np.ndarray] | None) -> np.ndarray:
+    def _finished(self, band: _Band, future: Future[np.ndarray] | None, told: Counter[str]) -> np.ndarray:
         content: np.ndarray | None = future.result() if future is not None else None
         while content is None:
             if self._given_up:
                 raise CheckpointError("saving was given up")
             with contextlib.suppress(queue.Empty):
                 content = self._received.get(timeout=_LOOK)
-        self._bar.advance(band.nbytes, band.name)
+        if band.number == told[band.name]:  # and not sent again
+            told[band.name] += 1
+            self._bar.advance(band.nbytes, band.name)
         if band.last:
             band.tensor.leaf.release()
         return content

@@ -141,7 +141,7 @@ class Objects:
             if upload in self._uploads:
                 return
             self._uploads[upload] = path
-        (self.root / _STAGING / upload).mkdir(parents=True)
+            (self.root / _STAGING / upload).mkdir(parents=True)
         self.controls.count("uploads", "begun")
 
     def part(self, upload: str, name: str, body: Readable) -> str:
