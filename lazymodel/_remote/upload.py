@@ -157,6 +157,9 @@ class Uploading:
         self._error: BaseException | None = None
         # A daemon: a request that hangs must not keep the program from ending.
         self._thread = threading.Thread(target=self._run, name="lazymodel-upload", daemon=True)
+
+    def start(self) -> None:
+        """Begins; once."""
         self._thread.start()
 
     def wait(self, check: Callable[[], None]) -> None:
@@ -182,7 +185,8 @@ class Uploading:
     def abort(self, seconds: float) -> bool:
         """Gives up what is not complete; whether that was done within some seconds."""
         self._stopped.set()
-        self._thread.join(seconds)
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def hand(self, to: queue.Queue[Any], item: Any) -> None:

@@ -70,19 +70,17 @@ def save_remote(
             shares = by_process(target.files, processes)
             if leads:
                 stack.enter_context(target.begun())
+            bar = progress_for(options.progress)
+            stack.callback(bar.finish)
+            bar.start(sum(file.nbytes - len(file.header) for file in shares[process]), f"{where.name}: saving")
+            sending = Sending(
+                shares, process, target.place, memory, bar, exchange, held=target.held, old=target.replaced
+            )
+            stack.callback(sending.abort)
             names = f"{target.files[0].name} (of {len(files)})"
             stage.outcome = f"write {len(tensors)} tensors (checksum {checksum}) to {names}"
         with target.deleted_if_failed(shares[process]), agreement(shardings, **TERMS) as stage:
-            bar = progress_for(options.progress)
-            bar.start(sum(file.nbytes - len(file.header) for file in shares[process]), f"{where.name}: saving")
-            try:
-                sending = Sending(
-                    shares, process, target.place, memory, bar, exchange, held=target.held, old=target.replaced
-                )
-                stack.callback(sending.abort)
-                sending.run(stage.check)
-            finally:
-                bar.finish()
+            sending.run(stage.check)
         with agreement(shardings, **TERMS):
             if leads:
                 target.commit(sending)

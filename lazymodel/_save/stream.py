@@ -147,7 +147,7 @@ def by_process(files: Sequence[SavedFile], processes: Sequence[int]) -> dict[int
 
 
 class Sending:
-    """Sends one process's share of files to their places.
+    """Sends one process's share of files to their places, once it is told to `run`.
 
     Args:
         files: Of all processes (`by_process`).
@@ -191,6 +191,7 @@ class Sending:
 
         Where another process failed it returns early, and whoever called it gets to know at the stage's end.
         """
+        self._uploading.start()
         try:
             if self._exchange is not None and not self._take_turns(self._exchange):
                 self.abort()
