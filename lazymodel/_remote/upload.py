@@ -264,12 +264,10 @@ def _failure(function: Callable[..., Any], *arguments: Any) -> Failure | None:
     try:
         function(*arguments)
     except Exception as error:
-        try:
-            return explained(error)
-        except Missing:
-            return Failure("there is no such bucket or container, or the upload was removed there", False)
-        except Changed:
-            return Failure("another object was written there meanwhile", False)
+        failure = explained(error)
+        if isinstance(failure, Missing):
+            return Failure("there is no such bucket or container, or the upload was removed there")
+        return failure
     return None
 
 
