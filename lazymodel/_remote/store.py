@@ -338,7 +338,9 @@ class Store:
         Raises:
             CheckpointError, Missing, Changed: As `attempt`.
         """
-        return self._ask(key, lambda _: function(self._obstore, self._store()), verb=verb)
+        # What writes is not left by a Ctrl-C while it may still happen: its answer says what there is to undo.
+        stopped = None if verb == "read" else threading.Event()
+        return self._ask(key, lambda _: function(self._obstore, self._store()), stopped, verb=verb)
 
     def open_for_parts(self, client: Mapping[str, Any]) -> tuple[Any, Any]:
         """obstore, and a store of its kind that tries parts of uploads again, with these defaults for its client."""
@@ -367,9 +369,7 @@ class Store:
         retries = retries or self.retries
 
         def ask(stopped: threading.Event) -> Result:
-            return attempt(
-                self.shown(key), key, lambda: function(stopped), retries, self._gate, stopped, verb=verb
-            )
+            return attempt(self.shown(key), key, lambda: function(stopped), retries, self._gate, stopped, verb=verb)
 
         return apart(ask, given_up) if stopped is None else ask(stopped)
 
