@@ -140,8 +140,10 @@ def attempt(
     retries: Retries,
     gate: Gate,
     stopped: threading.Event,
+    *,
+    verb: str = "read",
 ) -> Result:
-    """Calls a function that asks a store for something until it succeeds; `what` is how messages call it.
+    """Calls a function that asks a store for something until it succeeds; messages say that they cannot `verb` `what`.
 
     Raises:
         CheckpointError: It failed for good, or too often; the message has the number of attempts and the last cause.
@@ -171,7 +173,7 @@ def attempt(
         if not failure.again or number >= retries.attempts or time.monotonic() - started > retries.timeout:
             attempts = f", after {number} attempts" if number > 1 else ""
             kind = Unavailable if failure.again else CheckpointError
-            raise kind(f"cannot read {what}: {failure}{attempts}")
+            raise kind(f"cannot {verb} {what}: {failure}{attempts}")
         if failure.status in _BUSY:
             gate.busy(key, retries.wait(number - 1), stopped)
         else:
@@ -211,12 +213,12 @@ def explained(error: Exception) -> Failure:
     kind, text = type(error).__name__, _URL.sub("", str(error))  # a file's name can be anything, such as a status
     if isinstance(error, FileNotFoundError):
         return Missing()
-    if kind == "PreconditionError":
+    if kind in ("PreconditionError", "AlreadyExistsError"):
         return Changed()
     found = _STATUS.search(text)
     status = int(found[1]) if found else 0
     if kind in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403):
-        return Failure("the store refuses access; check the credentials and that they may read it", status=status)
+        return Failure("the store refuses access; check the credentials and what they allow", status=status)
     if kind == "InvalidPathError":
         return Failure("the store has names of objects that cannot be paths, such as those with '..' or '//' in them")
     if kind == "NotSupportedError":

@@ -87,7 +87,7 @@ class Store:
         self._heads: dict[str, np.ndarray] = {}  # first bytes of objects that were looked at
         self.blocks: dict[str, Blocks] = {}  # and others
         self._pages: set[str] = {url.key} if url.folder and not self.lists else set()  # keys known to be no files
-        self._retries = Retries(self.options.pop("retry_config", None))
+        self.retries = Retries(self.options.pop("retry_config", None))
         self._gate = Gate(self._retry_after)
         self._client: dict[str, Any] = dict(self.options.pop("client_options", None) or {})
         self._obstore = _import_obstore()
@@ -117,7 +117,7 @@ class Store:
             CheckpointError: It knows no such repository or revision, or refuses it.
         """
         assert self._repository is not None
-        retries = Retries({"max_retries": 0}) if once else self._retries
+        retries = Retries({"max_retries": 0}) if once else self.retries
         return self._repository.commit(lambda url: self._read_json(url, retries))
 
     # What is known of objects.
@@ -332,6 +332,30 @@ class Store:
         self._pages.add(key)
         return True
 
+    def ask(self, key: str, function: Callable[[Any, Any], Result], *, verb: str = "read") -> Result:
+        """What a function of obstore and its store comes to, tried again as `attempt` does; it may be about to `verb`.
+
+        Raises:
+            CheckpointError, Missing, Changed: As `attempt`.
+        """
+        # What writes is not left by a Ctrl-C while it may still happen: its answer says what there is to undo.
+        stopped = None if verb == "read" else threading.Event()
+        return self._ask(key, lambda _: function(self._obstore, self._store()), stopped, verb=verb)
+
+    def open_for_parts(self, client: Mapping[str, Any]) -> tuple[Any, Any]:
+        """obstore, and a store of its kind that tries parts of uploads again, with these defaults for its client."""
+        retries = self.retries
+        config = {
+            "max_retries": retries.attempts - 1,
+            "retry_timeout": datetime.timedelta(seconds=retries.timeout),
+            "backoff": {
+                "init_backoff": datetime.timedelta(seconds=retries.first),
+                "max_backoff": datetime.timedelta(seconds=retries.longest),
+                "base": retries.base,
+            },
+        }
+        return self._obstore, self._open({**_CLIENT, **client}, config)
+
     def _ask(
         self,
         key: str,
@@ -339,11 +363,13 @@ class Store:
         stopped: threading.Event | None = None,
         given_up: Callable[[], bool] = bool,
         retries: Retries | None = None,
+        *,
+        verb: str = "read",
     ) -> Result:
-        retries = retries or self._retries
+        retries = retries or self.retries
 
         def ask(stopped: threading.Event) -> Result:
-            return attempt(self.shown(key), key, lambda: function(stopped), retries, self._gate, stopped)
+            return attempt(self.shown(key), key, lambda: function(stopped), retries, self._gate, stopped, verb=verb)
 
         return apart(ask, given_up) if stopped is None else ask(stopped)
 
@@ -353,13 +379,13 @@ class Store:
                 self._opened[small] = self._open({**_CLIENT, **({"timeout": _SMALL_TIMEOUT} if small else {})})
             return self._opened[small]
 
-    def _open(self, client: Mapping[str, Any]) -> Any:
+    def _open(self, client: Mapping[str, Any], retries: Mapping[str, Any] | None = None) -> Any:
         web = self.http() if self._repository is not None or not self.lists else None
 
         def opened(client_options: Mapping[str, Any], **options: Any) -> Any:
             if web is not None:
                 return self._over_http(*web, client_options)
-            plain: dict[str, Any] = {"client_options": client_options, "retry_config": {"max_retries": 0}}
+            plain: dict[str, Any] = {"client_options": client_options, "retry_config": retries or {"max_retries": 0}}
             return self._obstore.store.from_url(self.url.root, **plain, **options)
 
         try:

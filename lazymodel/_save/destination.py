@@ -16,13 +16,16 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lazymodel._errors import LazyModelError
+from lazymodel._remote.path import Location
 from lazymodel._save.atomic import Staging, staging, writing
+from lazymodel._show.progress import ProgressTo
 from lazymodel._show.text import format_bytes, listed
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._checkpoint import JoinedCheckpoint
@@ -34,6 +37,21 @@ from lazymodel.checkpoints._untrusted import read_json_file, shard_path, weight_
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+
+# What processes that save together say where they do not come to the same.
+TERMS = {"done": "saved", "given": "tensors differ", "mend": "Save the same model in all processes"}
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveOptions:
+    """How safetensors files are saved, wherever they go."""
+
+    shard_size: int | None  # bytes of tensors in a file, at most; None for one file
+    budget: int  # bytes of the host's memory
+    metadata: Mapping[str, str]  # for the header of every file
+    progress: ProgressTo
+    overwrite: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,15 +121,7 @@ class FileDestination(Destination):
         return [staging_folder(self.path.parent, inside=True)] if self.path.name == SINGLE else []
 
     def _there(self) -> Path | None:
-        folder = self.path.parent
-        if self.path.is_dir():
-            raise LazyModelError(f"{self.path} is a folder; give the name of a file, or a folder without .safetensors")
-        for index in sorted(folder.glob("*.safetensors.index.json")):
-            if self.path.name in _listed(index) or (self.path.name, index.name) == (SINGLE, INDEX):
-                raise LazyModelError(
-                    f"{self.path} would change the sharded checkpoint of {index}, or be hidden by it; save to the "
-                    f"folder, {folder}, or to another name"
-                )
+        check_file(self.path)
         return self.path if os.path.lexists(self.path) else None
 
     def commit(self) -> None:
@@ -130,7 +140,7 @@ class FolderDestination(Destination):
         return [staging_folder(beside), staging_folder(self.path.resolve()), staging_folder(self.path / SINGLE)]
 
     def _there(self) -> Path | None:
-        self._old = _old_files(self.path)
+        self._old = old_files(self.path)
         return self.path / self._old[0] if self._old else None
 
     def commit(self) -> None:
@@ -189,14 +199,36 @@ class FolderDestination(Destination):
 
     def _write_index(self, weights: dict[str, str]) -> None:
         total = sum(file.nbytes - len(file.header) for file in self.files)
-        content: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": weights}
-        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-        (self._stage.new / INDEX).write_text(text, encoding="utf-8")
+        (self._stage.new / INDEX).write_text(index_text(total, weights), encoding="utf-8")
 
 
-def _old_files(folder: Path) -> list[str]:
-    """Names of the files in a folder that are a checkpoint of ours to replace, the one that decides first."""
+def check_file(path: Location) -> None:
+    """Raises LazyModelError where a file of this name cannot be saved by itself."""
+    folder = path.parent
+    if path.is_dir():
+        raise LazyModelError(f"{path} is a folder; give the name of a file, or a folder without .safetensors")
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        if path.name in listed_shards(index) or (path.name, index.name) == (SINGLE, INDEX):
+            raise LazyModelError(
+                f"{path} would change the sharded checkpoint of {index}, or be hidden by it; save to the "
+                f"folder, {folder}, or to another name"
+            )
+
+
+def index_text(total: int, weights: dict[str, str]) -> str:
+    """An index: bytes of tensors in all, and the name of each tensor's shard."""
+    content: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": weights}
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+def old_files(folder: Location, ignored: re.Pattern[str] | None = None) -> list[str]:
+    """Names of the files in a folder that are a checkpoint of ours to replace, the one that decides first.
+
+    Files without an index whose names fit `ignored` are none.
+    """
     names = [path.name for path in weight_files(folder)]
+    if ignored is not None and INDEX not in names:
+        names = [name for name in names if not ignored.fullmatch(name)]
     if not names:
         try:
             found = find_item(folder)
@@ -206,14 +238,19 @@ def _old_files(folder: Path) -> list[str]:
             raise _other(folder, "Orbax")
         return []
     if names == [INDEX]:
-        shards = [name for name in _listed(folder / INDEX) if os.path.lexists(folder / name)]
+        shards = [name for name in listed_shards(folder / INDEX) if is_there(folder / name)]
         return [INDEX, *shards, *([SINGLE] if (folder / SINGLE).exists() and SINGLE not in shards else [])]
     if names == [SINGLE] or all(is_numbered(name) and name.startswith("model-") for name in names):
         return names
     raise _other(folder, listed(names))
 
 
-def _listed(index: Path) -> list[str]:
+def is_there(path: Location) -> bool:
+    """Whether there is something of this name, be it a link that leads nowhere."""
+    return os.path.lexists(path) if isinstance(path, Path) else path.exists()
+
+
+def listed_shards(index: Location) -> list[str]:
     """Names of the shards beside an index that it lists; none where it cannot be read."""
     try:
         shards = dict.fromkeys(weight_map(read_json_file(index), index).values())
@@ -222,7 +259,7 @@ def _listed(index: Path) -> list[str]:
         return []
 
 
-def _other(folder: Path, what: str) -> LazyModelError:
+def _other(folder: Location, what: str) -> LazyModelError:
     return LazyModelError(
         f"there is a checkpoint already in {folder}, of another format or other names: {what}. Files of this one would "
         "hide it, or be hidden by it: save to another folder, or remove it first"

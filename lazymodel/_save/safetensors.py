@@ -24,11 +24,12 @@ _TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
 
 
 def layout(
-    tensors: Mapping[str, LazyTensor], shard_size: int | None, metadata: Mapping[str, str]
+    tensors: Mapping[str, LazyTensor], shard_size: int | None, metadata: Mapping[str, str], save_id: str = ""
 ) -> tuple[list[SavedFile], int]:
     """Divides tensors among files, in their order; a single file where `shard_size` is None.
 
-    With a checksum of what they will have in them but for the values, the same in every process.
+    With a checksum of what they will have in them but for the values, the same in every process. `save_id` is what
+    tells this save's shards from others (`new_save_id`), a new one unless given.
     """
     if bad := [key for key, value in metadata.items() if not isinstance(cast(Any, value), str)]:
         raise LazyModelError(f"metadata maps strings to strings; found {bad[0]!r}: {metadata[bad[0]]!r}")
@@ -42,7 +43,7 @@ def layout(
         groups[-1][name] = tensor
         size += nbytes
     metadata = {key: value for key, value in metadata.items() if key != SAVE_KEY}  # copied from another checkpoint
-    save_id = secrets.token_hex(8)
+    save_id = save_id or new_save_id()
     if len(groups) == 1:
         names = [SINGLE]
     else:
@@ -51,6 +52,11 @@ def layout(
     files = [_file(name, group, metadata) for name, group in zip(names, groups, strict=True)]
     # Only the leading process's headers are written; every process has an id, all of the same length.
     return files, zlib.crc32(b"".join(file.header.replace(save_id.encode(), b"") for file in files))
+
+
+def new_save_id() -> str:
+    """16 hexadecimal digits."""
+    return secrets.token_hex(8)
 
 
 def _stored_nbytes(name: str, tensor: LazyTensor) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -19,8 +19,11 @@ from lazymodel._abstract.arrays import lazy_array, named_arrays
 from lazymodel._devices.agreement import agreement
 from lazymodel._errors import LazyModelError
 from lazymodel._mapping.table import WeightMap
-from lazymodel._save.destination import FileDestination, FolderDestination
+from lazymodel._remote.path import Location, remote_path
+from lazymodel._remote.url import is_url
+from lazymodel._save.destination import TERMS, FileDestination, FolderDestination, SaveOptions
 from lazymodel._save.orbax import save_orbax
+from lazymodel._save.remote import save_remote
 from lazymodel._save.safetensors import layout
 from lazymodel._save.write import check_budget, write_files
 from lazymodel._show.progress import Progress
@@ -45,23 +48,28 @@ def save(
     metadata: Mapping[str, str] | None = None,
     progress: bool | Progress | Callable[[int, int], object] | None = None,
     overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a model's arrays, or any others, to a checkpoint; each shard is copied to the host once, in pieces.
 
     Where several processes share the arrays, all of them must call this with the same arguments. Each writes the
-    shards that only it, or it first, holds, into files on a file system that all share; it fails in all or in none.
+    shards that only it, or it first, holds, into files on a file system that all share; in a bucket each writes files
+    of its own, for which the devices send it what others hold. It fails in all or in none.
 
-    At each instant the path opens as the complete old checkpoint or the complete new one: everything is written to a
-    folder `.*.lazymodel-saving` first, and one rename makes it count. A failure, a full disk or a kill before that
-    leaves what was there, and the next save removes what a killed one left. Files that are not of the checkpoint stay;
-    a second saver of the same path is refused, as is what would hide a checkpoint of another format.
+    At each instant the path opens as the complete old checkpoint or the complete new one. On disks everything is
+    written to a folder `.*.lazymodel-saving` first, and one rename makes it count. In a bucket files are uploaded in
+    parts, shards under names of this save alone, and one request for the index, or the last of the one file's upload,
+    makes them count. A failure, a full disk or a kill before that leaves what was there, and the next save removes what
+    a killed one left; but for parts of its uploads, which a rule of the bucket for incomplete uploads has to. Files
+    that are not of the checkpoint stay; of two savers at once one is refused, in buckets the last to finish, as is what
+    would hide a checkpoint of another format.
 
     Args:
         model: A mapping of path to array, any pytree of arrays, or a model of a known framework. Paths are those of
             `build_abstract`. Lazy tensors of another checkpoint are taken as well, which converts it. PRNG keys are
             saved as their key data; what is no array is left out.
-        path: A file that ends with `.safetensors`, of any size; or a folder, which may hold other files. For Orbax a
-            folder.
+        path: A file that ends with `.safetensors`, of any size; or a folder, which may hold other files. Either may be
+            a URL that begins with `s3://`, `gs://` or `az://`. For Orbax a folder on a disk.
         mapping: The `WeightMap` that the model was loaded with, undone; or a function that takes path → `LazyTensor`
             and returns a flat dict of tensor name → lazy tensor or array, made with NumPy. None keeps the paths.
         format: `"safetensors"` or `"orbax"`. Orbax (package `orbax-checkpoint`) saves arrays as they are, so there a
@@ -74,6 +82,7 @@ def save(
         progress: As for `materialize`, in bytes that this process writes.
         overwrite: Whether a checkpoint that is there already is replaced. One of another format never is, nor an Orbax
             folder with other files in it: both are errors before anything is written.
+        storage_options: For URLs, as of `open_checkpoint`.
 
     Raises:
         LazyModelError: There is a checkpoint already, or a saver at work on it; a dtype does not exist in the format,
@@ -89,28 +98,56 @@ def save(
     shardings = [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
     if format not in ("safetensors", "orbax"):
         raise LazyModelError(f"format is 'safetensors' or 'orbax'; got {format!r}")
+    where = _located(path, storage_options, format)
     tensors = _map({name: lazy_array(name, array) for name, array in arrays.items()}, mapping)
     if format == "orbax":
         save_orbax({name: _plain(name, tensor) for name, tensor in tensors.items()}, Path(path), overwrite=overwrite)
         return
-    shared = any(not array.is_fully_addressable for array in arrays.values() if isinstance(array, jax.Array))
-    processes = {device.process_index for sharding in shardings for device in cast(Any, sharding.device_set)}
+    options = SaveOptions(
+        shard_size=None
+        if where.suffix == ".safetensors"
+        else parse_bytes(max_shard_size, name="max_shard_size", at_least=1),
+        budget=_DEFAULT_BUDGET if max_host_memory is None else parse_budget(max_host_memory),
+        metadata={"format": "pt"} | dict(metadata or {}),
+        progress=progress,
+        overwrite=overwrite,
+    )
+    if isinstance(where, Path):
+        _save_files(tensors, where, shardings, options)
+    else:
+        save_remote(tensors, where, shardings, options)
+
+
+def _located(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, format: str) -> Location:
+    if not is_url(path):
+        if storage_options:
+            raise LazyModelError(f"{os.fspath(path)}: storage_options are for URLs, found a path")
+        return Path(path)
+    where = remote_path(os.fspath(path), storage_options)
+    if format == "orbax":
+        raise LazyModelError(
+            f"{where}: Orbax checkpoints are saved to disks only, expected a path, found a URL. Save as safetensors"
+        )
+    return where
+
+
+def _save_files(tensors: dict[str, LazyTensor], path: Path, shardings: Sequence[Any], options: SaveOptions) -> None:
+    """Saves to a file system that all processes share."""
+    shared = not all(sharding.is_fully_addressable for sharding in shardings)
+    processes = {device.process_index for sharding in shardings for device in sharding.device_set}
     leads = not shared or jax.process_index() == min(processes)
-    budget = _DEFAULT_BUDGET if max_host_memory is None else parse_budget(max_host_memory)
-    terms = {"done": "saved", "given": "tensors differ", "mend": "Save the same model in all processes"}
     with contextlib.ExitStack() as stack:
-        with agreement(shardings, **terms) as stage:
-            single = Path(path).suffix == ".safetensors"
-            shard_size = None if single else parse_bytes(max_shard_size, name="max_shard_size", at_least=1)
-            files, checksum = layout(tensors, shard_size, {"format": "pt"} | dict(metadata or {}))
-            check_budget(files, budget)
-            target = FileDestination(Path(path), files) if single else FolderDestination(Path(path), files)
+        with agreement(shardings, **TERMS) as stage:
+            files, checksum = layout(tensors, options.shard_size, options.metadata)
+            check_budget(files, options.budget)
+            single = options.shard_size is None
+            target = FileDestination(path, files) if single else FolderDestination(path, files)
             if leads:
-                stack.enter_context(target.begun(overwrite=overwrite))
+                stack.enter_context(target.begun(overwrite=options.overwrite))
             stage.outcome = f"write {len(tensors)} tensors (checksum {checksum})"
-        with agreement(shardings, **terms) as stage:
-            write_files(target, budget, progress, stage.check, leads=leads)
-        with agreement(shardings, **terms):
+        with agreement(shardings, **TERMS) as stage:
+            write_files(target, options.budget, options.progress, stage.check, leads=leads)
+        with agreement(shardings, **TERMS):
             if leads:
                 target.commit()
 

@@ -49,7 +49,7 @@ def _pieces(name: str, tensor: LazyTensor, offset: int, *, leads: bool) -> Itera
     """What this process writes of a tensor."""
     if not tensor.size:
         return
-    if _complete(tensor.leaf):
+    if complete(tensor.leaf):
         if leads and tensor.dtype == FLOAT4:
             yield _Piece(name, tensor.reshape(-1), offset, (1,), packed=True)
         elif leads:
@@ -59,7 +59,7 @@ def _pieces(name: str, tensor: LazyTensor, offset: int, *, leads: bool) -> Itera
         raise LazyModelError(
             f"{name!r}: 4-bit floats that several processes share cannot be written, because two are one byte"
         )
-    for own, target in _owned(tensor, fresh_view(tensor.shape, tensor.itemsize), leads=leads):
+    for own, target in owned(tensor, fresh_view(tensor.shape, tensor.itemsize), leads=leads):
         order = sorted(range(own.ndim), key=lambda axis, target=target: -abs(target.strides[axis]))
         own, target = own.transpose(order), target.transpose(order)
         flip = tuple(slice(None, None, -1 if stride < 0 else 1) for stride in target.strides)
@@ -67,18 +67,19 @@ def _pieces(name: str, tensor: LazyTensor, offset: int, *, leads: bool) -> Itera
         yield _Piece(name, own[(*flip, ...)], offset + geometry.start, geometry.strides)
 
 
-def _complete(leaf: Leaf) -> bool:
+def complete(leaf: Leaf) -> bool:
+    """Whether this process can read all of it."""
     if isinstance(leaf, PiecesLeaf):
-        return all(_complete(piece.leaf) for piece in leaf.pieces)
+        return all(complete(piece.leaf) for piece in leaf.pieces)
     return not isinstance(leaf, DeviceLeaf) or leaf.complete
 
 
-def _owned(tensor: LazyTensor, target: np.ndarray, *, leads: bool) -> Iterator[tuple[LazyTensor, np.ndarray]]:
+def owned(tensor: LazyTensor, target: np.ndarray, *, leads: bool) -> Iterator[tuple[LazyTensor, np.ndarray]]:
     """The parts of a tensor that this process is to write, each with the part of `target`, addresses, it goes to."""
     leaf = tensor.leaf
     if not tensor.size:
         return
-    if _complete(leaf):
+    if complete(leaf):
         if leads:
             yield tensor, target
         return
@@ -87,7 +88,7 @@ def _owned(tensor: LazyTensor, target: np.ndarray, *, leads: bool) -> Iterator[t
         axis = repeated[0]
         index: tuple[Any, ...] = (slice(None),) * axis
         for position in range(tensor.shape[axis]):
-            yield from _owned(tensor[(*index, position)], target[(*index, position, ...)], leads=leads)
+            yield from owned(tensor[(*index, position)], target[(*index, position, ...)], leads=leads)
         return
     covering = cover(geometry, leaf.shape, leaf.dtype.itemsize)
     if covering.inner is not None:
@@ -97,12 +98,12 @@ def _owned(tensor: LazyTensor, target: np.ndarray, *, leads: bool) -> Iterator[t
         index = (slice(None),) * axis
         half = tensor.shape[axis] // 2
         for part in (slice(0, half), slice(half, None)):
-            yield from _owned(tensor[(*index, part)], target[(*index, part, ...)], leads=leads)
+            yield from owned(tensor[(*index, part)], target[(*index, part, ...)], leads=leads)
     elif isinstance(leaf, PiecesLeaf):
         for piece, within in leaf.places():
             for common, out in clip([(covering.box, covering.align(view))], within):
                 own = piece.box(shift(common, within)).converted(tensor.steps)
-                yield from _owned(own, out, leads=leads)
+                yield from owned(own, out, leads=leads)
     else:
         for box in cast(DeviceLeaf, leaf).owned:
             for common, out in clip([(covering.box, covering.align(view))], box):

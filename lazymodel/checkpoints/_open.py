@@ -116,7 +116,12 @@ def open_checkpoint(
     with opening():
         where = located(path, storage_options)
         if verify is False:
-            return open_located(where)
+            try:
+                return open_located(where)
+            except CheckpointError:
+                if (now := _replaced(where, path, storage_options)) is None:
+                    raise
+            return open_located(now)
         if isinstance(where, RemotePath):
             raise CheckpointError(f"{where}: verify reads files on disks, expected a path, found a URL")
         with open_located(where) as unverified:
@@ -130,6 +135,21 @@ def open_checkpoint(
             checkpoint.close()
             raise
         return checkpoint
+
+
+def _replaced(
+    where: Location, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
+) -> Location | None:
+    """Where a checkpoint is in a bucket that took the place of another one while that was opened, if one did."""
+
+    def state(there: RemotePath) -> list[Any]:
+        files = weight_files(there) if there.is_dir() else [there]
+        return [(str(file), there.store.find(file.key)) for file in cast("Sequence[RemotePath]", files)]
+
+    if not isinstance(where, RemotePath) or not where.store.lists:
+        return None
+    now = cast(RemotePath, located(path, storage_options))
+    return now if state(now) != state(where) else None
 
 
 def content_files(checkpoint: Checkpoint) -> list[str]:

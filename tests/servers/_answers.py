@@ -63,12 +63,12 @@ def refusal(status: int, text: str = "") -> Answer:
 
 
 def fault(answer: Answer, kind: str, retry_after: float | str | None) -> Answer:
-    """A status ("503"), "reset" before the headers, "reset-body", "truncate" or "stall" after half of the body."""
+    """A status ("503"), "reset" or "lost" before the headers, "reset-body", "truncate" or "stall" after half a body."""
     if kind.isdigit():
         answer.close()
         headers = [("Retry-After", str(retry_after))] if retry_after is not None else []
         return Answer(int(kind), [*headers, ("Content-Type", "text/plain")], b"a fault that was asked for")
-    if kind == "reset":
+    if kind in ("reset", "lost"):
         answer.sent, answer.then = -1, "reset"
         return answer
     answer.sent = answer.size // 2

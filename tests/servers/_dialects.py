@@ -147,7 +147,8 @@ class Dialects:
                 self.objects.delete(path)
                 return Answer(HTTPStatus.NO_CONTENT)
             case "PUT":
-                if request.headers.get("x-goog-if-generation-match") == "0" and self._exists(path):
+                there = str(self.objects.meta(path).generation) if self._exists(path) else "0"
+                if request.headers.get("x-goog-if-generation-match", there) != there:
                     return refusal(HTTPStatus.PRECONDITION_FAILED)
                 if (source := request.headers.get("x-goog-copy-source")) is not None:
                     meta = self.objects.copy(unquote(source), path)
@@ -204,6 +205,9 @@ class Dialects:
             case "PUT":
                 if request.headers.get("If-None-Match") == "*" and self._exists(path):
                     return refusal(HTTPStatus.CONFLICT)
+                there = self.objects.meta(path).etag if self._exists(path) else ""
+                if request.headers.get("If-Match", there) != there:
+                    return refusal(HTTPStatus.PRECONDITION_FAILED)
                 if (source := request.headers.get("x-ms-copy-source")) is not None:
                     self.objects.copy(unquote(urlsplit(source).path).removeprefix("/azure/"), path)
                     return Answer(HTTPStatus.ACCEPTED, [("x-ms-copy-status", "success")])

@@ -141,7 +141,7 @@ class Objects:
             if upload in self._uploads:
                 return
             self._uploads[upload] = path
-        (self.root / _STAGING / upload).mkdir(parents=True)
+            (self.root / _STAGING / upload).mkdir(parents=True)
         self.controls.count("uploads", "begun")
 
     def part(self, upload: str, name: str, body: Readable) -> str:
@@ -179,7 +179,7 @@ class Objects:
     def abort(self, upload: str) -> None:
         with self._lock:
             del self._uploads[upload]
-        shutil.rmtree(self.root / _STAGING / upload)
+        shutil.rmtree(self.root / _STAGING / upload, ignore_errors=True)  # parts may still be coming
         self.controls.count("uploads", "aborted")
 
     def open_uploads(self) -> list[str]:

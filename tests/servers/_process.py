@@ -105,7 +105,7 @@ class Handler(BaseHTTPRequestHandler):
             return refusal(HTTPStatus.NOT_FOUND)
         writes = request.method not in ("GET", "HEAD")
         kind = controls.next_fault(request.method, path, carries_object=writes)
-        if writes and kind is not None:
+        if writes and kind is not None and kind != "lost":
             return fault(Answer(HTTPStatus.OK, body=b"<done/>"), kind, controls.plan.retry_after)
         answer = self.server.dialects.answer(dialect, request)
         if kind is None and answer.path and not writes and controls.plan.path is None:

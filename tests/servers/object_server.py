@@ -112,8 +112,9 @@ class ObjectServer:
 
         Kinds: a status ("503", "429", …, with `retry_after`), "reset" (before the first byte), "reset-body" and
         "truncate" (half of the body, then a reset or the end of the connection), "stall" (half of the body, then
-        nothing until the client goes). Requests are those whose answers carry an object's bytes, and with `methods`
-        such as "PUT" those that write; with `path`, those whose URL's path matches the pattern.
+        nothing until the client goes), "lost" (what was asked is done, the answer is a reset). Requests are those whose
+        answers carry an object's bytes, and with `methods` such as "PUT" those that write; with `path`, those whose
+        URL's path matches the pattern.
         """
         chosen = {"kinds": [*kinds], "every": every, "requests": [*requests], "methods": [*methods]}
         self._ask("faults", **chosen, path=path, retry_after=retry_after)

@@ -20,6 +20,7 @@ import jax
 import keras
 
 from lazymodel import CheckpointError, LazyModelError, open_checkpoint
+from lazymodel._remote.url import is_url, shown
 from lazymodel.checkpoints._untrusted import read_json_file
 
 _KEY = "lazymodel"  # ours among what else may be in a checkpoint's custom metadata
@@ -35,12 +36,13 @@ class TrainingCheckpoint(_Stock):
 
     Args:
         directory: Where to save. Unlike the stock callback's, for which no step is ever committed then, it may be
-            relative to the folder that is current when this is made, or begin with `~`.
+            relative to the folder that is current when this is made, or begin with `~`. Or a URL that Orbax can save
+            to, which is `gs://`.
         metadata: What else to save, of types that JSON has: a mapping, or a function that is called at each save.
         **options: Those of the stock callback, such as `save_freq`, `max_to_keep`, `monitor` and `save_best_only`.
 
     Raises:
-        LazyModelError: This version of Keras has no such callback.
+        LazyModelError: This version of Keras has no such callback, or Orbax cannot save to the URL.
         CheckpointError: From `fit`: a step could not be saved. What fails in the background is raised when the next
             step is saved, or at the end of training, where the stock callback may say nothing. Earlier steps stay.
 
@@ -63,8 +65,17 @@ class TrainingCheckpoint(_Stock):
             )
         where = os.path.expanduser(os.fspath(directory))
         # Orbax takes a relative folder, and then fails to write to it.
-        where = where if "://" in where else os.path.abspath(where)
-        super().__init__(where, **options)
+        where = where if is_url(where) else os.path.abspath(where)
+        try:
+            super().__init__(where, **options)
+        except Exception as error:  # of many types: Orbax's own, those of the libraries that it reaches buckets with
+            if not is_url(where):
+                raise
+            reason = str(error).replace(where, shown(where)).partition("\n")[0]
+            raise LazyModelError(
+                f"Orbax, which saves the steps, cannot save to {shown(where)}: {reason}. It saves to disks, and to "
+                "gs:// with the credentials of Google's own tools; save the model alone elsewhere with lazymodel.save"
+            ) from None  # which may show a query that signs
         self.checkpointer = _Describing(self.checkpointer, self._describe, where)
         self._metadata = metadata
         self._epoch = self._batch = self._trained = 0

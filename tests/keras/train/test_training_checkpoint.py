@@ -102,3 +102,12 @@ def test_what_was_saved_before_is_there_after_a_failure(tmp_path: Path) -> None:
     once = fit(lk.TrainingCheckpoint(tmp_path / "again"))
     restored = lk.restore(lm.build_abstract(net), tmp_path / "saved")
     np.testing.assert_array_equal(bits(once.weights[0]), bits(restored.weights[0]))
+
+
+def test_a_url_that_orbax_cannot_save_to_is_refused_at_once() -> None:
+    with pytest.raises(
+        lm.LazyModelError, match="Orbax, .* cannot save to s3://bucket/run: .*disks, and to gs://"
+    ) as told:
+        lk.TrainingCheckpoint("s3://bucket/run?X-Amz-Signature=SECRET")
+    assert "SECRET" not in str(told.value)
+    assert told.value.__suppress_context__
