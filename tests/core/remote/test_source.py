@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -269,3 +271,33 @@ def test_tied_tensors_and_little_memory(
         arrays = sharded.materialize(mapping, max_host_memory=max_host_memory)
     for name, values in {"a": expected, "b": expected.astype(np.float32), "c": expected.T}.items():
         np.testing.assert_array_equal(np.asarray(arrays[name]), values)
+
+
+def test_an_object_that_is_replaced_is_an_error_in_every_process(
+    stored: tuple[ObjectServer, dict[str, np.ndarray]],
+) -> None:
+    """The first process' object is replaced; the second reads another one, which is not."""
+    server, weights = stored
+    server.reset()
+    for process in range(2):
+        save_file(weights, server.root / "source" / f"process-{process}.safetensors")
+    server.replace("source/process-0.safetensors", after=3)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    children: list[subprocess.Popen[str]] = []
+    try:
+        for process in range(2):
+            url = server.url(f"source/process-{process}.safetensors")
+            command = [sys.executable, "-m", "tests.core.remote._changed_worker", str(process), address, url]
+            children.append(
+                subprocess.Popen(command, cwd=ROOT, env=child_environment(), stdout=subprocess.PIPE, text=True)
+            )
+        found = [json.loads(child.communicate(timeout=40)[0].splitlines()[-1]) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+    for error, _ in found:
+        assert "process-0.safetensors changed while it was being read" in error
+    print(f"{abs(found[0][1] - found[1][1]):.2f} s between the errors of the two processes")
