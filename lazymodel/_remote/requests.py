@@ -207,6 +207,8 @@ def explained(error: Exception) -> Failure:
     status = int(found[1]) if found else 0
     if kind in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403):
         return Failure("the store refuses access; check the credentials and that they may read it", status=status)
+    if kind == "ValueError":
+        return Failure("no object can have this name")
     if kind == "InvalidPathError":
         return Failure("the store has names of objects that cannot be paths, such as those with '..' or '//' in them")
     if kind == "NotSupportedError":
