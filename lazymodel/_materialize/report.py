@@ -26,6 +26,7 @@ from lazymodel._tensors.stored import (
     StoredTensor,
     is_initial,
     needed_nbytes,
+    remote_sizes,
     stored_tensors,
     unused_tensors,
 )
@@ -76,6 +77,8 @@ class LoadReport(Tabled):
             are loaded from counts twice; what several devices hold alike counts once.
         read_nbytes: Tensor bytes that this process read from files meanwhile. More than needed where reading through
             a gap is faster than seeking over it, or where a file can only be read in whole chunks.
+        fetched_nbytes: Bytes that this process fetched over a network meanwhile, headers and repeated ones included.
+        requests: Requests that it took, failed ones included; `retries` are those of them that repeated another.
         seconds: Wall-clock seconds of the whole call.
         initialize_seconds: Seconds of it that initializing took by itself: until every init program was compiled and
             started, and after streaming until the last of them was done. What devices compute while files are read
@@ -98,6 +101,9 @@ class LoadReport(Tabled):
     files: Mapping[str, int | None]
     needed_nbytes: int
     read_nbytes: int
+    fetched_nbytes: int
+    requests: int
+    retries: int
     seconds: float
     initialize_seconds: float
     stream_seconds: float
@@ -149,6 +155,9 @@ class LoadReport(Tabled):
             rate = "" if self.gb_per_second is None else f", {self.gb_per_second:.2f} GB/s"
             read, needed = format_bytes(self.read_nbytes), format_bytes(self.needed_nbytes)
             lines.append(f"read: {read} of files, {needed} needed{rate}")
+        if self.requests:
+            again = f", {self.retries:,} of them again" if self.retries else ""
+            lines.append(f"fetched: {format_bytes(self.fetched_nbytes)} in {plural(self.requests, 'request')}{again}")
         lines.append(f"time: {self.initialize_seconds:.2f} s initializing, {self.stream_seconds:.2f} s streaming")
         if self.unused:
             nbytes = format_bytes(sum(tensor.nbytes or 0 for tensor in self.unused))
@@ -182,6 +191,9 @@ class Costs:
     """What `_materialize/materialize` measured: see the attributes of the same names in `LoadReport`."""
 
     read_nbytes: int
+    fetched_nbytes: int
+    requests: int
+    retries: int
     initialize_seconds: float
     stream_seconds: float
 
@@ -209,6 +221,7 @@ def make_report(
         else:
             rows.append(row("constant"))
     files = dict.fromkeys(tensor.file for row in rows for tensor in row.tensors if tensor.file)
+    remote = remote_sizes(choice.sources.values())
     given = {} if checkpoint is None else checkpoint
     # What a mapping took nothing from, where the checkpoint is what `map_checkpoint` made of another one.
     unmapped = unused_tensors(getattr(given, "source", {}), getattr(given, "unused", ()))
@@ -219,7 +232,7 @@ def make_report(
         rows=tuple(rows),
         unused=(*model.unused, *unused_tensors(given, choice.unused), *unmapped),
         mismatched=(*model.mismatched, *choice.mismatched),
-        files={file: _size(file) for file in files},
+        files={file: remote[file] if file in remote else _size(file) for file in files},
         needed_nbytes=sum(row.needed_nbytes for row in rows),
         seconds=seconds,
         **dataclasses.asdict(costs),

@@ -21,6 +21,7 @@ from lazymodel._remote.url import parse_url, quoted
 MOST_JSON = 16 << 20  # bytes of an answer; the list of a hundred thousand files is smaller, parsed 20 times as large
 _COMMIT = re.compile("[0-9A-Za-z]+")
 _DEFAULT = "https://huggingface.co"
+_WHOLE_COMMIT = re.compile("[0-9a-f]{40}")
 
 
 class Repository:
@@ -69,11 +70,11 @@ class Repository:
             return
         shown = f"hf://{self.name}@{self.revision}"
         where = f"{self.endpoint}/api/models/{self.name}/revision/{quoted(self.revision).replace('/', '%2F')}"
-        failed = f"cannot read {shown}: "
+        failed, kind = f"cannot read {shown}: ", CheckpointError
         try:
             body = read(where)
         except CheckpointError as error:
-            failed = str(error)
+            failed, kind = str(error), type(error)
         except Missing:
             failed += "the hub knows no such repository or revision"
         else:
@@ -88,7 +89,7 @@ class Repository:
                 return
             failed += "the hub's answer is not what it documents"
         mend = "" if self.headers else ". If it is private or gated, log in with `hf auth login` or set HF_TOKEN"
-        raise CheckpointError(f"{failed}{mend}")
+        raise kind(f"{failed}{mend}")
 
 
 def _token() -> str | None:
@@ -103,11 +104,38 @@ def _token() -> str | None:
     return get_token()
 
 
+def is_offline() -> bool:
+    """Whether the user wants the hub not to be asked."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return True
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        return False
+    return constants.HF_HUB_OFFLINE
+
+
 def cached_snapshot(name: str, commit: str) -> Path | None:
     """The folder of a commit in the local cache of the hub, which may lack files."""
+    folder = _cache(name)
+    snapshot = None if folder is None else folder / "snapshots" / commit
+    return snapshot if snapshot is not None and snapshot.is_dir() else None
+
+
+def cached_commit(name: str, revision: str) -> str | None:
+    """The commit that a revision was when something of it was last put into the local cache of the hub."""
+    if (folder := _cache(name)) is None:
+        return None
+    try:
+        return (folder / "refs" / revision).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return revision if _WHOLE_COMMIT.fullmatch(revision) else None
+
+
+def _cache(name: str) -> Path | None:
+    """The folder of a repository in the local cache of the hub; None without `huggingface_hub`."""
     try:
         from huggingface_hub import constants
     except ImportError:
         return None
-    folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots" / commit
-    return folder if folder.is_dir() else None
+    return Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"

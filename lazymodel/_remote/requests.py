@@ -42,6 +42,11 @@ class Counter:
         self._lock = threading.Lock()
         self.requests = self.retries = self.nbytes = 0
 
+    def so_far(self) -> tuple[int, int, int]:
+        """Bytes that arrived, requests, and how many of them repeated another."""
+        with self._lock:
+            return self.nbytes, self.requests, self.retries
+
     def add(self, *, requests: int = 0, retries: int = 0, nbytes: int = 0) -> None:
         """Counts; `nbytes` are those of bodies that arrived whole."""
         with self._lock:
@@ -73,6 +78,10 @@ class Missing(Failure):
 
     def __init__(self) -> None:
         super().__init__("there is nothing")
+
+
+class Unavailable(CheckpointError):
+    """The store did not answer, or said that it cannot now; what it would say another time is open."""
 
 
 class Retries:
@@ -161,7 +170,8 @@ def attempt(
             raise failure
         if not failure.again or number >= retries.attempts or time.monotonic() - started > retries.timeout:
             attempts = f", after {number} attempts" if number > 1 else ""
-            raise CheckpointError(f"cannot read {what}: {failure}{attempts}")
+            kind = Unavailable if failure.again else CheckpointError
+            raise kind(f"cannot read {what}: {failure}{attempts}")
         if failure.status in _BUSY:
             gate.busy(key, retries.wait(number - 1), stopped)
         else:

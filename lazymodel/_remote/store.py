@@ -104,6 +104,22 @@ class Store:
         """A key as messages may show it."""
         return dataclasses.replace(self.url, key=key).text
 
+    @property
+    def repository(self) -> hugging_face.Repository | None:
+        """The repository that it is, if it is one."""
+        return self._repository
+
+    def commit(self, *, once: bool = False) -> str:
+        """The commit of the repository that it is; asked for once, or as often as everything else.
+
+        Raises:
+            Unavailable: The hub cannot be reached.
+            CheckpointError: It knows no such repository or revision, or refuses it.
+        """
+        assert self._repository is not None
+        retries = Retries({"max_retries": 0}) if once else self._retries
+        return self._repository.commit(lambda url: self._read_json(url, retries))
+
     # What is known of objects.
 
     def known(self, key: str) -> Object | None:
@@ -328,9 +344,12 @@ class Store:
         function: Callable[[threading.Event], Result],
         stopped: threading.Event | None = None,
         given_up: Callable[[], bool] = bool,
+        retries: Retries | None = None,
     ) -> Result:
+        retries = retries or self._retries
+
         def ask(stopped: threading.Event) -> Result:
-            return attempt(self.shown(key), key, lambda: function(stopped), self._retries, self._gate, stopped)
+            return attempt(self.shown(key), key, lambda: function(stopped), retries, self._gate, stopped)
 
         return apart(ask, given_up) if stopped is None else ask(stopped)
 
@@ -376,7 +395,7 @@ class Store:
             client["allow_http"] = True
         return self._obstore.store.HTTPStore(url, client_options=client, retry_config={"max_retries": 0})
 
-    def _read_json(self, url: str) -> bytes:
+    def _read_json(self, url: str, retries: Retries | None = None) -> bytes:
         """A small answer of a repository's server."""
         assert self._repository is not None
         client = {**_CLIENT, "timeout": _SMALL_TIMEOUT, **self._client}
@@ -390,7 +409,7 @@ class Store:
                     raise Failure("the server's answer does not end")
             return bytes(data)
 
-        return self._ask("", ask)
+        return self._ask("", ask, retries=retries)
 
     def _retry_after(self, key: str) -> float | None:
         try:

@@ -67,6 +67,12 @@ def is_url(path: Any) -> bool:
     return isinstance(path, str) and _SCHEME.match(path) is not None
 
 
+def is_supported(path: Any) -> bool:
+    """Whether something is a URL with a scheme that is known here."""
+    match = _SCHEME.match(path) if isinstance(path, str) else None
+    return match is not None and match[1].lower() in _SCHEMES
+
+
 def printable(text: str) -> str:
     """A text without control characters, which could rewrite what stands in a terminal."""
     return text if text.isprintable() else repr(text)[1:-1]

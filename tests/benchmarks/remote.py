@@ -8,6 +8,10 @@ each answer. The ways take turns, each in its own process. Seconds are from the 
 array is ready; memory is private memory over what the process held before, as a multiple of the checkpoint's bytes.
 
 `obstore` is no loader: 16 threads fetch the same bytes in ranges of 8 MiB (`obstore.get_range`) and keep them.
+
+`preset` and `stock` load the preset of `load_preset.py`, 1 GiB in f32, over the same link of 200 MB/s: ours from the
+URL, stock from a folder that is downloaded first. What either leaves on the disk is what is in its temporary folder and
+in the download's at the end.
 """
 
 from __future__ import annotations
@@ -25,13 +29,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from _measure import Measurement, back_memory, emit, measured, run, virtual_devices
-from stream import BACKED, load_safetensors, save_safetensors
+from stream import BACKED, load_safetensors, save_preset, save_safetensors
 
 from tests.servers.object_server import ObjectServer
 
 BANDWIDTH, LATENCY = 200e6, 0.02  # bytes/s, seconds
 FAULTS = ("503", "reset", "truncate", "stall")
 EVERY = 20
+ON_PRESET = ("preset", "stock")
 WAYS = {
     "obstore": "obstore.get_range, 16 threads",
     "first": "lazymodel, sharded on the first axis",
@@ -39,6 +44,8 @@ WAYS = {
     "budget": "lazymodel, first axis, max_host_memory=64MiB",
     "first-capped": "first axis, 200 MB/s and 20 ms",
     "last-capped": "last axis, 200 MB/s and 20 ms",
+    "preset": "lazymodel_keras.from_preset(url), 200 MB/s",
+    "stock": "download, then keras_hub from_preset, 200 MB/s",
     "first-faulty": f"first axis, one request in {EVERY} failing",
 }
 
@@ -76,13 +83,36 @@ def obstore_ranges(url: str) -> None:
     emit(report)
 
 
-def measure(way: str, folder: Path, server: ObjectServer) -> Measurement:
+def load_preset_from(way: str, url: str) -> None:
+    """In the child: the preset by ours or, once it is downloaded, by KerasHub."""
+    import load_preset
+    import obstore
+    from obstore.store import HTTPStore
+
+    names = ("config.json", "metadata.json", "model.weights.h5")  # what `save_to_preset` writes of a backbone
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        tempfile.tempdir = temporary
+
+        def fetch() -> Path:
+            store = HTTPStore(url, client_options={"allow_http": True, "timeout": "10m"})
+            for name in names:
+                with (folder / name).open("wb") as file:
+                    for piece in obstore.get(store, name).stream(min_chunk_size=1 << 20):
+                        file.write(piece)
+            return folder
+
+        report = load_preset.load("stock", folder, fetch) if way == "stock" else load_preset.load("ours", url)
+        emit(report | {"written": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())})
+
+
+def measure(way: str, server: ObjectServer) -> Measurement:
     """Runs one way; what the server counted comes along."""
-    capped = way.endswith("-capped")
+    capped = way.endswith("-capped") or way in ON_PRESET
     server.configure(bandwidth=BANDWIDTH if capped else None, latency=LATENCY if capped else 0.0)
     server.faults(FAULTS if way.endswith("-faulty") else (), every=EVERY)
     server.reset_counters()
-    url = server.url(folder.name)
+    url = server.url("preset" if way in ON_PRESET else "decoder")
     found = run([__file__, "--child", way, url], env=virtual_devices())
     server.faults()
     counted = server.counters()
@@ -95,6 +125,12 @@ def child(way: str, where: str) -> None:
         with measured() as report:
             save_safetensors(Path(where))
         emit(report)
+    elif way == "save-preset":
+        with measured() as report:
+            save_preset(Path(where))
+        emit(report)
+    elif way in ON_PRESET:
+        load_preset_from(way, where)
     elif way == "obstore":
         obstore_ranges(where)
     else:
@@ -112,21 +148,23 @@ def main() -> None:
         child(*options.child)
         return
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "decoder"
-        run([__file__, "--child", "save", str(folder)], env=virtual_devices(1))
+        for way, name in (("save", "decoder"), ("save-preset", "preset")):
+            if name == "decoder" or set(ON_PRESET) & set(options.only):
+                run([__file__, "--child", way, str(Path(temporary) / name)], env=virtual_devices(1))
         results: dict[str, list[Measurement]] = {way: [] for way in options.only}
         with ObjectServer(Path(temporary)) as server:
             for _ in range(options.runs):
                 for way, runs in results.items():
-                    runs.append(measure(way, folder, server))
+                    runs.append(measure(way, server))
     report(results, as_json=options.json)
 
 
 def report(results: dict[str, list[Measurement]], *, as_json: bool) -> None:
     """Prints medians, and ratios as medians over the rounds."""
-    digests = {m.result["digest"] for runs in results.values() for m in runs if "digest" in m.result}
-    if len(digests) > 1:
-        raise SystemExit(f"values differ: {digests}")
+    for group in (set(results) & set(ON_PRESET), set(results) - set(ON_PRESET)):
+        digests = {m.result["digest"] for way in group for m in results[way] if "digest" in m.result}
+        if len(digests) > 1:
+            raise SystemExit(f"values differ: {digests}")
 
     def summary(way: str) -> dict[str, float]:
         runs = results[way]
@@ -148,15 +186,19 @@ def report(results: dict[str, list[Measurement]], *, as_json: bool) -> None:
     for way in ("first-capped", "last-capped"):
         if way in results:
             ratios[f"{WAYS[way]}, share of the link"] = summary(way)["megabytes_per_second"] / (BANDWIDTH / 1e6)
+    if results.keys() >= set(ON_PRESET):
+        pairs = zip(results["stock"], results["preset"], strict=True)
+        ratios["from_preset(url), times as fast"] = statistics.median(a.seconds / b.seconds for a, b in pairs)
     if as_json:
         print(json.dumps({"ways": {way: summary(way) for way in results}, "ratios": ratios}))
         return
     print(f"{len(next(iter(results.values())))} runs each, alternating; medians")
     for way in results:
         line = summary(way)
+        disk = f"   {results[way][0].result['written']:,} bytes on the disk" if way in ON_PRESET else ""
         print(
             f"  {WAYS[way]:48} {line['seconds']:7.2f} s {line['megabytes_per_second']:7.0f} MB/s   peak "
-            f"{line['peak']:.3f} ×   sent {line['sent']:.4f} × the bytes in {line['requests']:.0f} requests"
+            f"{line['peak']:.3f} ×   sent {line['sent']:.4f} × the bytes in {line['requests']:.0f} requests{disk}"
         )
     for name, value in ratios.items():
         print(f"  {name:66} {value:5.2f}")

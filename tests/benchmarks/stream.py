@@ -218,7 +218,7 @@ def child(way: str, folder: Path) -> None:
     elif way in ON_PRESET:
         import load_preset
 
-        load_preset.load({"preset": "ours"}.get(way, way), folder / "preset")
+        emit(load_preset.load({"preset": "ours"}.get(way, way), folder / "preset"))
     elif way in ON_MATRIX:
         load_matrix(way, folder / "matrix.safetensors")
     else:
