@@ -121,7 +121,11 @@ class Gate:
     def busy(self, key: str, seconds: float, stopped: threading.Event) -> None:
         """An attempt found it busy: waits these seconds, and as long as it asks for."""
         self._until = max(self._until, time.monotonic() + seconds)
-        if not self._asking.acquire(blocking=False):  # somebody asks already
+        if not self._asking.acquire(blocking=False):  # somebody asks already, and what comes of it holds for all
+            while not stopped.is_set():
+                if self._asking.acquire(timeout=_LOOK):
+                    self._asking.release()
+                    break
             self.wait(stopped)
             return
         try:
