@@ -6,6 +6,7 @@ Source of the addresses: https://huggingface.co/docs/hub/api (`/api/models/{repo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -49,6 +50,20 @@ class Repository:
         """The hash of the commit that the revision is."""
         self._ask(read)
         return self._commit
+
+    def hashes(self, read: Callable[[str], bytes]) -> dict[str, tuple[str, str]]:
+        """Of each file, by path, the algorithm and the digits that the hub states: of its content where that is kept
+        as a large file, else of the object that git makes of it.
+        """
+        self._ask(read)
+        stated: dict[str, tuple[str, str]] = {}
+        body = read(f"{self.endpoint}/api/models/{self.name}/revision/{self._commit}?blobs=true")
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # whose files have no hash then
+            for entry in cast("dict[str, Any]", json.loads(body))["siblings"]:
+                large = entry.get("lfs")
+                found = ("sha256", large["sha256"]) if large else ("git-sha1", entry["blobId"])
+                stated[str(entry["rfilename"])] = (found[0], str(found[1]).lower())
+        return stated
 
     def _ask(self, read: Callable[[str], bytes]) -> None:
         if self._commit:

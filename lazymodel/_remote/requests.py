@@ -121,7 +121,11 @@ class Gate:
     def busy(self, key: str, seconds: float, stopped: threading.Event) -> None:
         """An attempt found it busy: waits these seconds, and as long as it asks for."""
         self._until = max(self._until, time.monotonic() + seconds)
-        if not self._asking.acquire(blocking=False):  # somebody asks already
+        if not self._asking.acquire(blocking=False):  # somebody asks already, and what comes of it holds for all
+            while not stopped.is_set():
+                if self._asking.acquire(timeout=_LOOK):
+                    self._asking.release()
+                    break
             self.wait(stopped)
             return
         try:
@@ -219,6 +223,8 @@ def explained(error: Exception) -> Failure:
     status = int(found[1]) if found else 0
     if kind in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403):
         return Failure("the store refuses access; check the credentials and what they allow", status=status)
+    if kind == "ValueError":
+        return Failure("no object can have this name")
     if kind == "InvalidPathError":
         return Failure("the store has names of objects that cannot be paths, such as those with '..' or '//' in them")
     if kind == "NotSupportedError":

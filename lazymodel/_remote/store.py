@@ -161,8 +161,10 @@ class Store:
 
     def folder(self, key: str) -> tuple[dict[str, Object], set[str]]:
         """The objects and the folders in a folder, by name; nothing where there is no such folder, or no listing."""
+        if not self.lists:
+            return {}, set()
         if key not in self._folders:
-            self._folders[key] = self._list(key) if self.lists else ({}, set())
+            self._folders[key] = self._list(key)
         return self._folders[key]
 
     def below(self, key: str) -> dict[str, Object]:
@@ -218,6 +220,10 @@ class Store:
                 else:
                     objects[name] = Object(-1, None, None)
         return objects, folders
+
+    def hashes(self) -> dict[str, tuple[str, str]]:
+        """Of a repository's files, by path: an algorithm, as `checkpoints/_verify` calls it, and the digits."""
+        return {} if self._repository is None else self._repository.hashes(self._read_json)
 
     def _note(self, key: str, found: Object) -> Object:
         with self._lock:

@@ -36,6 +36,7 @@ from lazymodel.checkpoints._orbax_folder import find_item
 from lazymodel.checkpoints._shards import Part, open_indexed, open_loose, short, some
 from lazymodel.checkpoints._untrusted import read_json_file, weight_map
 from lazymodel.checkpoints._verify import known_hashes, mismatches, no_hash
+from lazymodel.checkpoints._verify_remote import known_object_hashes, object_mismatches
 
 _MAX_PROBLEMS = 40  # problems that the text shows; `to_dict` has all
 
@@ -305,12 +306,14 @@ class _Inspection:
 
     def verify(self) -> None:
         """Compares the files with the hashes that are stated for them."""
-        if isinstance(self.root, RemotePath):
-            self.problem(f"{self.where}: hashes are only verified of files on disks")
-            return
         try:
-            hashes = known_hashes([file for file in self.files if os.path.isfile(file)], True, self.root)
-            wrong = mismatches(hashes)
+            if isinstance(self.root, RemotePath):
+                there = [file for file in self.files if (self.root / self.relative(file)).is_file()]
+                hashes = known_object_hashes(there, True, self.root)
+                wrong = object_mismatches(hashes, self.root)
+            else:
+                hashes = known_hashes([file for file in self.files if os.path.isfile(file)], True, self.root)
+                wrong = mismatches(hashes)
         except LazyModelError as error:
             self.problem(str(error))
             return

@@ -22,6 +22,7 @@ from lazymodel.checkpoints._safetensors import SafetensorsFile
 from lazymodel.checkpoints._shards import by_shard, open_indexed, open_loose
 from lazymodel.checkpoints._untrusted import check_pointer, read_json_file, require_shards, shard_path, weight_map
 from lazymodel.checkpoints._verify import Verify, verify_files
+from lazymodel.checkpoints._verify_remote import verify_objects
 
 SAVING = ".lazymodel-saving"  # what the names of savers' own folders end in
 OLD = "old"  # in one: the folder that is being replaced, where the file system cannot exchange two in one step
@@ -94,7 +95,8 @@ def open_checkpoint(
         verify: Whether to hash the files first, index and all, and refuse content that is not what is stated: True for
             the hashes that a Hugging Face cache or download, or a manifest such as `SHA256SUMS` in the folder, states;
             the path of a manifest; or a mapping of file name, relative to the checkpoint's folder, to
-            `"sha256:<hex>"`. This reads every file once.
+            `"sha256:<hex>"`. This reads every file once. Of a URL, True takes the hashes that the Hugging Face hub or
+            a manifest beside it states.
 
     Where several processes run (`jax.distributed`), opening takes part in what they agree on: all of them open the same
     checkpoints, and where one cannot, its error is raised in the others as well, when they come to materialize or save.
@@ -122,10 +124,11 @@ def open_checkpoint(
                 if (now := _replaced(where, path, storage_options)) is None:
                     raise
             return open_located(now)
-        if isinstance(where, RemotePath):
-            raise CheckpointError(f"{where}: verify reads files on disks, expected a path, found a URL")
         with open_located(where) as unverified:
             files = content_files(unverified)
+        if isinstance(where, RemotePath):
+            verify_objects(files, verify, where.parent if where.is_file() else where)
+            return open_located(where)  # once more, and pinned to what was hashed
         hashed = verify_files(files, verify, where if where.is_dir() else where.parent)
         checkpoint = open_located(where)  # once more, so that headers and index, too, are those that were hashed
         try:
@@ -154,7 +157,8 @@ def _replaced(
 
 def content_files(checkpoint: Checkpoint) -> list[str]:
     """Paths of the files that decide what a checkpoint holds: those of its tensors, and its index if it has one."""
-    index = [checkpoint.path] if os.path.isfile(checkpoint.path) else []
+    path = checkpoint.path
+    index = [path] if (path.endswith(".json") if is_url(path) else os.path.isfile(path)) else []
     return list(dict.fromkeys([*index, *checkpoint.files]))
 
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError
 from lazymodel._remote.path import Location, RemotePath
+from lazymodel._remote.url import is_url
 from lazymodel._show.text import format_bytes, listed
 
 MAX_JSON = 100 << 20  # bytes; an index of a million tensors is below this
@@ -157,7 +158,7 @@ def shard_path(index: Location, shard: Any) -> Location:
     """Where a shard that an index names lies: in the index's own folder, and nowhere else (see `leads_out`)."""
     if not isinstance(shard, str) or not shard or "\0" in shard:
         raise CheckpointError(f"{index}: expected a shard's file name, found {reprlib.repr(shard)}")
-    if shard.startswith(("/", "\\")) or ".." in Path(shard).parts or ".." in shard.split("\\"):
+    if is_url(shard) or shard.startswith(("/", "\\")) or ".." in Path(shard).parts or ".." in shard.split("\\"):
         raise CheckpointError(
             f"{index}: expected shards inside its folder, found {shard!r}; do not trust this checkpoint"
         )

@@ -16,12 +16,13 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lazymodel._errors import CheckpointError, LazyModelError
+from lazymodel._remote.path import Location
 from lazymodel._show.text import first_lines, listed
 from lazymodel._tensors.files import FileSource
 from lazymodel.checkpoints._untrusted import read_at_most, reading
@@ -29,6 +30,7 @@ from lazymodel.checkpoints._untrusted import read_at_most, reading
 Verify = bool | str | os.PathLike[str] | Mapping[str, str]
 """What `verify=` takes: whether to use the hashes that the folder states, a manifest's path, or name → hash."""
 
+Content = Callable[[str], tuple[int, Iterator[Any]]]  # of a file: its bytes in number, and in pieces
 MAX_MANIFEST = 16 << 20  # bytes; a hundred thousand files are below this
 _MAX_METADATA = 4 << 10  # bytes; three short lines
 _MAX_THREADS = 8  # SHA-256 takes 1 to 2 GB/s a core, so that more would wait for the disk
@@ -84,13 +86,23 @@ def verify_files(
 def known_hashes(files: Sequence[str], verify: Verify, root: str | os.PathLike[str]) -> dict[str, list[Hash]]:
     """The hashes stated for each file, none where nobody states one; arguments as of `verify_files`."""
     folder = os.path.abspath(root)
-    stated: dict[str, list[Hash]] = {}
     if verify is True:
         manifests: dict[str, dict[str, list[Hash]]] = {}
         return {file: _beside(file, folder, manifests) for file in files}
+    # Relative to its own folder, or kept elsewhere with the names that the files have in their own folder.
+    own = [os.path.abspath(Path(verify).parent)] if isinstance(verify, str | os.PathLike) else []
+    stated = given_hashes(verify, [folder, *own])
+    return {file: stated.get(os.path.abspath(file), []) for file in files}
+
+
+def given_hashes(verify: Verify, folders: Sequence[str]) -> dict[str, list[Hash]]:
+    """Path → the hashes that a mapping, or a manifest on disk, states for it; its names are relative to the folders, a
+    mapping's to the first.
+    """
+    stated: dict[str, list[Hash]] = {}
     if isinstance(verify, Mapping):
         for name, text in verify.items():
-            stated.setdefault(_absolute(folder, name), []).append(_parse_given(name, text))
+            stated.setdefault(named(folders[0], name), []).append(_parse_given(name, text))
     elif isinstance(verify, str | os.PathLike):
         manifest = Path(verify)
         if not os.path.isfile(manifest):
@@ -98,26 +110,33 @@ def known_hashes(files: Sequence[str], verify: Verify, root: str | os.PathLike[s
                 f"expected a manifest of file hashes at {manifest}, found no such file; pass its path, or a mapping of "
                 "file name to 'sha256:<hex>'"
             )
-        # Relative to its own folder, or kept elsewhere with the names that the files have in their own folder.
-        for base in dict.fromkeys((folder, os.path.abspath(manifest.parent))):
-            stated.update(_read_manifest(manifest, base))
+        for base in dict.fromkeys(folders):
+            stated.update(read_manifest(manifest, base))
     else:
         raise LazyModelError(
             "verify is True, False, the path of a manifest, or a mapping of file name to 'sha256:<hex>'; got "
             f"{verify!r}"
         )
-    return {file: stated.get(os.path.abspath(file), []) for file in files}
+    return stated
 
 
-def mismatches(hashes: Mapping[str, Sequence[Hash]]) -> dict[str, str]:
-    """Reads the files and returns, for each that has another hash than stated, a message that says so."""
+def mismatches(
+    hashes: Mapping[str, Sequence[Hash]], content: Content | None = None, stop_reading: Callable[[], None] | None = None
+) -> dict[str, str]:
+    """Reads the files and returns, for each that has another hash than stated, a message that says so.
+
+    `content` is how they are read, from disks by default, and `stop_reading` ends that at once.
+    """
+    content = content or _content
     files = [file for file, expected in hashes.items() if expected]
     stop = threading.Event()
     threads = max(min(len(files), os.cpu_count() or 1, _MAX_THREADS), 1)
     problems: dict[str, str] = {}
     with ThreadPoolExecutor(threads, thread_name_prefix="lazymodel-verify") as pool:
         try:
-            running = [pool.submit(_digests, file, {hash.algorithm for hash in hashes[file]}, stop) for file in files]
+            running = [
+                pool.submit(_digests, file, {hash.algorithm for hash in hashes[file]}, stop, content) for file in files
+            ]
             for file, future in zip(files, running, strict=True):
                 digests = future.result()
                 for expected in hashes[file]:
@@ -129,6 +148,8 @@ def mismatches(hashes: Mapping[str, Sequence[Hash]]) -> dict[str, str]:
                         )
         except BaseException:
             stop.set()  # leaving the pool waits for its threads, and a file takes minutes
+            if stop_reading is not None:
+                stop_reading()
             raise
     return problems
 
@@ -197,21 +218,26 @@ def _manifests_in(folder: str) -> dict[str, list[Hash]]:
     stated: dict[str, list[Hash]] = {}
     for name in names:
         manifest = Path(folder, name)
-        if (_MANIFEST.fullmatch(name) or name.endswith(_SUFFIXES)) and manifest.is_file():
-            for path, hashes in _read_manifest(manifest, folder).items():
+        if is_manifest(name) and manifest.is_file():
+            for path, hashes in read_manifest(manifest, folder).items():
                 stated.setdefault(path, []).extend(hashes)
     return stated
 
 
-def _read_manifest(manifest: Path, folder: str) -> dict[str, list[Hash]]:
-    """Absolute path → hashes that a manifest states; its names are relative to `folder`."""
+def is_manifest(name: str) -> bool:
+    """Whether files of hashes are called so."""
+    return _MANIFEST.fullmatch(name) is not None or name.endswith(_SUFFIXES)
+
+
+def read_manifest(manifest: Location, folder: str) -> dict[str, list[Hash]]:
+    """Path → hashes that a manifest states; its names are relative to `folder`."""
     # Lines that state no hash (comments, signatures, other algorithms) are passed over, as `sha256sum --check` does.
     text = os.fsdecode(read_at_most(manifest, MAX_MANIFEST, "a manifest"))
     own = _MANIFEST.fullmatch(manifest.name)
     algorithm = own[1].lower() if own and own[1] else None
     about = ""  # the file that a manifest of one is about
     if manifest.suffix in _SUFFIXES:
-        algorithm, about = manifest.suffix[1:], manifest.stem
+        algorithm, about = manifest.suffix[1:], manifest.name.removesuffix(manifest.suffix)
     stated: dict[str, list[Hash]] = {}
     for line in map(str.strip, text.split("\n")):
         if match := _BSD.fullmatch(line):
@@ -227,11 +253,12 @@ def _read_manifest(manifest: Path, folder: str) -> dict[str, list[Hash]]:
         if about and os.path.basename(name) == about:
             name = about  # written where the file was made: `build/model.safetensors`
         if hash is not None:
-            stated.setdefault(_absolute(folder, name), []).append(hash)
+            stated.setdefault(named(folder, name), []).append(hash)
     return stated
 
 
-def _absolute(folder: str, name: str) -> str:
+def named(folder: str, name: str) -> str:
+    """The path of a name in a folder."""
     # Without the check, Python 3.11's normpath ends a name at its first NUL.
     return name if "\0" in name else os.path.normpath(os.path.join(folder, name))
 
@@ -262,17 +289,29 @@ class _Stopped(Exception):
     """Another file failed, or the user did not want to wait."""
 
 
-def _digests(file: str, algorithms: Iterable[str], stop: threading.Event) -> dict[str, str]:
+def _content(file: str) -> tuple[int, Iterator[Any]]:
+    stream = open(file, "rb", buffering=0)  # noqa: SIM115  (closed when all of it was read, or nobody wants it)
+
+    def pieces() -> Iterator[Any]:
+        buffer = memoryview(bytearray(_BUFFER))
+        with stream:
+            while count := stream.readinto(buffer):
+                yield buffer[:count]
+
+    return os.fstat(stream.fileno()).st_size, pieces()
+
+
+def _digests(file: str, algorithms: Iterable[str], stop: threading.Event, content: Content) -> dict[str, str]:
     """Algorithm → the digits that the file's content has."""
     # These compare, they do not sign: md5 is fine where a system's policy forbids it for security.
     hashers = {name: hashlib.new(name.removeprefix("git-"), usedforsecurity=False) for name in algorithms}
-    buffer = memoryview(bytearray(_BUFFER))
-    with reading(file), open(file, "rb", buffering=0) as stream:
+    with reading(file):
+        size, pieces = content(file)
         if "git-sha1" in hashers:  # https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
-            hashers["git-sha1"].update(b"blob %d\0" % os.fstat(stream.fileno()).st_size)
-        while count := stream.readinto(buffer):
+            hashers["git-sha1"].update(b"blob %d\0" % size)
+        for piece in pieces:
             if stop.is_set():
                 raise _Stopped
             for hasher in hashers.values():
-                hasher.update(buffer[:count])
+                hasher.update(piece)
     return {name: hasher.hexdigest() for name, hasher in hashers.items()}

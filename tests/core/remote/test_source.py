@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import gc
+import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 from safetensors.numpy import save_file
 
 import lazymodel as lm
+from lazymodel._remote.path import remote_path
+from lazymodel._remote.source import RemoteSource, reading_ahead
+from lazymodel._tensors.files import FileSource
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.leaves import FileLeaf
+from lazymodel._tensors.wanted import wanted
 from tests.conftest import ROOT, child_environment
 from tests.servers.object_server import ObjectServer
 
@@ -198,3 +209,95 @@ def test_ctrl_c_ends_what_hangs(stored: tuple[ObjectServer, dict[str, np.ndarray
     assert code == 0
     assert float(at) - sent < 20, "it waited for the server"
     print(f"{what} {file}: {float(at) - sent:.2f} s to the exception, {time.time() - sent:.2f} s to the end")
+
+
+# The same as from a file.
+
+
+@pytest.fixture(scope="module")
+def places(_object_server: ObjectServer) -> tuple[str, Path]:
+    folder = _object_server.root / "boxes"
+    folder.mkdir()
+    (folder / "w").write_bytes(np.random.default_rng(1).integers(0, 100, 1 << 13, np.uint8).tobytes())
+    return _object_server.url("boxes/w"), folder / "w"
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_view_is_that_of_the_file(places: tuple[str, Path], data: st.DataObject) -> None:
+    dtype = np.dtype(data.draw(st.sampled_from([np.uint8, np.int16, np.int32])))
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    offset = data.draw(st.integers(0, 500))
+    index = tuple(slice(None, None, data.draw(st.sampled_from([1, 1, 2, -1, -3]))) for _ in shape)
+    order = data.draw(st.permutations(range(len(shape))))
+    url, path = places
+    sources = RemoteSource(remote_path(url)), FileSource(path)
+    sources[0].row_gap = data.draw(st.sampled_from([1, 16, 1 << 17]))
+    boxes: list[tuple[slice, ...]] = []
+    found: list[list[np.ndarray]] = []
+    for source in sources:
+        view = LazyTensor(FileLeaf("w", source, offset, shape, dtype))[index].transpose(order)
+        if not boxes:
+            for _ in range(data.draw(st.integers(1, 3))):
+                cuts = [sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in view.shape]
+                boxes.append(tuple(slice(*cut) for cut in cuts))
+        announced = wanted(view, boxes) if data.draw(st.booleans()) else ()
+        with reading_ahead(list(announced), data.draw(st.sampled_from([0, 100, 1 << 20]))):
+            found.append([view[box].astype(np.float64).read() for box in boxes])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("max_host_memory", ["200KiB", "1MiB", "64MiB"])
+@pytest.mark.parametrize("spec", [("model",), (None, "model"), ("model", None), ()])
+def test_tied_tensors_and_little_memory(
+    stored: tuple[ObjectServer, dict[str, np.ndarray]], mesh8: Mesh, spec: tuple[str | None, ...], max_host_memory: str
+) -> None:
+    """One tensor for three variables, one of them of another dtype, one transposed."""
+    server, weights = stored
+    server.reset()
+    with lm.open_checkpoint(server.url("source/one.safetensors")) as checkpoint:
+        tensor, expected = checkpoint["w"], weights["w0"]
+        mapping = {"a": tensor, "b": tensor.astype(np.float32), "c": tensor.T}
+        abstract = lm.build_abstract(
+            lambda key: {
+                "a": jax.numpy.zeros((1024, 1536), np.int32),
+                "b": jax.numpy.zeros((1024, 1536), np.float32),
+                "c": jax.numpy.zeros((1536, 1024), np.int32),
+            },
+            jax.random.key(0),
+        )
+        sharded = abstract.shard(mesh8, {".*": PartitionSpec(*spec)})
+        arrays = sharded.materialize(mapping, max_host_memory=max_host_memory)
+    for name, values in {"a": expected, "b": expected.astype(np.float32), "c": expected.T}.items():
+        np.testing.assert_array_equal(np.asarray(arrays[name]), values)
+
+
+def test_an_object_that_is_replaced_is_an_error_in_every_process(
+    stored: tuple[ObjectServer, dict[str, np.ndarray]],
+) -> None:
+    """The first process' object is replaced; the second reads another one, which is not."""
+    server, weights = stored
+    server.reset()
+    for process in range(2):
+        save_file(weights, server.root / "source" / f"process-{process}.safetensors")
+    server.replace("source/process-0.safetensors", after=3)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    children: list[subprocess.Popen[str]] = []
+    try:
+        for process in range(2):
+            url = server.url(f"source/process-{process}.safetensors")
+            command = [sys.executable, "-m", "tests.core.remote._changed_worker", str(process), address, url]
+            children.append(
+                subprocess.Popen(command, cwd=ROOT, env=child_environment(), stdout=subprocess.PIPE, text=True)
+            )
+        found = [json.loads(child.communicate(timeout=40)[0].splitlines()[-1]) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+    for error, _ in found:
+        assert "process-0.safetensors changed while it was being read" in error
+    print(f"{abs(found[0][1] - found[1][1]):.2f} s between the errors of the two processes")
