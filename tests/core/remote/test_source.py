@@ -216,6 +216,7 @@ def test_ctrl_c_ends_what_hangs(stored: tuple[ObjectServer, dict[str, np.ndarray
 
 @pytest.fixture(scope="module")
 def places(_object_server: ObjectServer) -> tuple[str, Path]:
+    _object_server.reset()  # of the faults of the test before
     folder = _object_server.root / "boxes"
     folder.mkdir()
     (folder / "w").write_bytes(np.random.default_rng(1).integers(0, 100, 1 << 13, np.uint8).tobytes())
