@@ -75,7 +75,9 @@ class LoadReport(Tabled):
         needed_nbytes: Bytes, as stored in files, of all distinct shards of this process. A tensor that two variables
             are loaded from counts twice; what several devices hold alike counts once.
         read_nbytes: Tensor bytes that this process read from files meanwhile. More than needed where reading through
-            a gap is faster than seeking over it, or where a file can only be read in whole chunks.
+            a gap is faster than seeking over it, or where a file can only be read in whole chunks; less where
+            processes exchange what several of them hold.
+        exchanged_nbytes: Bytes that came to this process's devices from other devices instead, over the interconnect.
         seconds: Wall-clock seconds of the whole call.
         initialize_seconds: Seconds of it that initializing took by itself: until every init program was compiled and
             started, and after streaming until the last of them was done. What devices compute while files are read
@@ -98,6 +100,7 @@ class LoadReport(Tabled):
     files: Mapping[str, int | None]
     needed_nbytes: int
     read_nbytes: int
+    exchanged_nbytes: int
     seconds: float
     initialize_seconds: float
     stream_seconds: float
@@ -149,6 +152,8 @@ class LoadReport(Tabled):
             rate = "" if self.gb_per_second is None else f", {self.gb_per_second:.2f} GB/s"
             read, needed = format_bytes(self.read_nbytes), format_bytes(self.needed_nbytes)
             lines.append(f"read: {read} of files, {needed} needed{rate}")
+        if self.exchanged_nbytes:
+            lines.append(f"exchanged: {format_bytes(self.exchanged_nbytes)} from other devices")
         lines.append(f"time: {self.initialize_seconds:.2f} s initializing, {self.stream_seconds:.2f} s streaming")
         if self.unused:
             nbytes = format_bytes(sum(tensor.nbytes or 0 for tensor in self.unused))
@@ -182,6 +187,7 @@ class Costs:
     """What `_materialize/materialize` measured: see the attributes of the same names in `LoadReport`."""
 
     read_nbytes: int
+    exchanged_nbytes: int
     initialize_seconds: float
     stream_seconds: float
 

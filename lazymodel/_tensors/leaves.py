@@ -35,6 +35,10 @@ class Leaf:
         """Fills `out` with a box of the leaf, converted; temporaries within `workspace.room` or `unit_nbytes`."""
         raise NotImplementedError
 
+    def sources(self) -> tuple[Source, ...]:
+        """What its bytes are read from; nothing for an array in memory."""
+        return ()
+
     def release(self) -> None:
         """Gives up what it keeps for the next box, which counts in `unit_nbytes`: all that was wanted has been read."""
 
@@ -63,6 +67,9 @@ class FileLeaf(Leaf):
     def __init__(self, name: str, source: Source, offset: int, shape: tuple[int, ...], dtype: DType) -> None:
         self.name, self.source, self.file, self.offset = name, source, source.path, offset
         self.shape, self.dtype = shape, dtype
+
+    def sources(self) -> tuple[Source, ...]:
+        return (self.source,)
 
     def fill(self, geometry: Geometry, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
         place = dataclasses.replace(geometry, start=self.offset + geometry.start)
@@ -121,6 +128,9 @@ class DividedLeaf(Leaf):
     def parts(self, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: Steps) -> list[Part]:
         """The parts that fill boxes of it, converted."""
         raise NotImplementedError
+
+    def sources(self) -> tuple[Source, ...]:
+        return tuple(dict.fromkeys(source for piece in self.pieces for source in piece.leaf.sources()))
 
     def release(self) -> None:
         for piece in self.pieces:

@@ -43,6 +43,7 @@ BYTES_READ = ByteCounter()
 class Source:
     """One file's bytes, which any number of threads may read. A subclass defines `read_into` and `check_unchanged`."""
 
+    remote: bool = False  # whether bytes come over a network, where many processes that read the same share its limits
     scatters: bool = False  # whether `read_runs` can be used
     row_gap: int = ROW_GAP  # bytes between two rows from which a call each is cheaper than reading through the gap
     row_call: int = ROW_CALL  # bytes of a row from which a call each costs nothing that counts
