@@ -33,6 +33,7 @@ def from_preset(
     strict: bool = True,
     verify: Verify = False,
     max_host_memory: int | str | None = None,
+    replicas: str | None = None,
     progress: bool | Progress | Callable[[int, int], object] | None = None,
     report: ReportTo = None,
     **kwargs: Any,
@@ -48,7 +49,7 @@ def from_preset(
         mesh: The devices; None uses the active `keras.distribution` if there is one, else one device.
         rules: Sharding rules that go with `mesh`; see `AbstractModel.shard`.
         on_unmatched: What to do about large variables without a rule, likewise.
-        max_host_memory: See `AbstractModel.materialize`, as for `progress` and `report`.
+        max_host_memory: See `AbstractModel.materialize`, as for `replicas`, `progress` and `report`.
 
     Raises:
         CheckpointError: As `abstract_from_preset`, and so is LazyModelError.
@@ -60,11 +61,13 @@ def from_preset(
         P('model',)
     """
     require_rules(mesh, rules)
-    given = ours("on_unmatched", "mesh", "rules", "max_host_memory", "progress", "report", "strict", "verify")
+    given = ours(
+        "on_unmatched", "mesh", "rules", "max_host_memory", "replicas", "progress", "report", "strict", "verify"
+    )
     abstract = _abstract(cls, preset, load_weights, kwargs, given, strict=strict, verify=verify)
     if mesh is not None:
         abstract = abstract.shard(mesh, rules, on_unmatched=on_unmatched)
-    return abstract.materialize(max_host_memory=max_host_memory, progress=progress, report=report)
+    return abstract.materialize(max_host_memory=max_host_memory, replicas=replicas, progress=progress, report=report)
 
 
 def abstract_from_preset(

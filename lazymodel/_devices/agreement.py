@@ -23,7 +23,7 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -37,6 +37,7 @@ from lazymodel._devices.coordination import (
     Store,
     Watch,
     excerpt,
+    keep_client,
     run_store,
     silence_seconds,
     troubles,
@@ -76,6 +77,14 @@ class Stage:
         """
         if self._meeting is not None:
             self._meeting.meet()
+
+    def together(self, operation: Callable[[], Sequence[jax.Array]]) -> Sequence[jax.Array]:
+        """The arrays that a collective operation returns, complete; all processes have met for it.
+
+        One that was killed can leave the others in it for ever, or fail it; a CheckpointError says so either way, after
+        a minute of its silence.
+        """
+        return jax.block_until_ready(operation()) if self._meeting is None else self._meeting.together(operation)
 
 
 @contextlib.contextmanager
@@ -249,7 +258,8 @@ class _Meeting:
         """Raises CheckpointError if the stage has failed elsewhere."""
         verdict = self._said()
         if verdict is not None and verdict.error:
-            raise CheckpointError(self._settle(verdict).error)
+            self._heed(verdict := self._settle(verdict))
+            raise CheckpointError(verdict.error)
 
     def _said(self) -> _Verdict | None:
         """The verdict if there is one, or what it will be for trouble that a process has."""
@@ -275,6 +285,35 @@ class _Meeting:
             break
         if said == "stop":
             raise CheckpointError(self.wait().error)
+
+    def together(self, operation: Callable[[], Sequence[jax.Array]]) -> Sequence[jax.Array]:
+        """Runs a collective operation for as long as nobody falls silent."""
+        try:
+            arrays = operation()
+            started = time.monotonic()
+            while not all(cast(Any, array).is_ready() for array in arrays):
+                waited = time.monotonic() - started
+                if waited > _BETWEEN_CHECKS:
+                    self._check_silence()
+                time.sleep(min(waited / 8, _LONGEST_PAUSE))
+            return jax.block_until_ready(arrays)
+        except CheckpointError:
+            keep_client()
+            raise
+        except jax.errors.JaxRuntimeError:
+            # Somebody's end may be the cause. Without knowing whose, this process would wait for it at JAX's farewell.
+            failed = time.monotonic()
+            while time.monotonic() - failed < self._silence * 1.25:
+                self._check_silence()
+                time.sleep(min(_LONGEST_PAUSE, self._silence / 4))
+            raise
+
+    def _check_silence(self) -> None:
+        """Raises if the stage has failed elsewhere, or somebody is silent."""
+        self.check()
+        if self._leads and (silent := self._watch.silent(self._store, set(self._members), self._silence)):
+            self._settle(self._lost_by_silence(silent))
+            self.check()
 
     def wait(self) -> _Verdict:
         """The verdict, as soon as there is one."""
@@ -333,10 +372,12 @@ class _Meeting:
                 f"killed before, hanging, or at something else ({WAIT} sets how long to wait)",
             )
         if silent := self._watch.silent(self._store, missing, self._silence):
-            return self._lost(
-                silent, f"gave no sign of life for {self._silence:g} seconds", "killed, or its machine is out of reach"
-            )
+            return self._lost_by_silence(silent)
         return None
+
+    def _lost_by_silence(self, silent: set[int]) -> _Verdict:
+        what = f"gave no sign of life for {self._silence:g} seconds"
+        return self._lost(silent, what, "killed, or its machine is out of reach")
 
     def _lost(self, processes: set[int], what: str, why: str) -> _Verdict:
         lost = tuple(sorted(processes))

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lazymodel._devices.agreement import Stage
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._materialize.stream import StreamItem, in_file_order
 from lazymodel._show.text import listed
@@ -97,15 +98,15 @@ def exchanges(items: Iterable[StreamItem], replicas: str | None) -> dict[str, Ex
 
 
 def exchanged(
-    arriving: Iterator[tuple[str, jax.Array]], exchanges: Mapping[str, Exchange], meet: Callable[[], None]
+    arriving: Iterator[tuple[str, jax.Array]], exchanges: Mapping[str, Exchange], stage: Stage
 ) -> Iterator[tuple[str, jax.Array]]:
     """What a stream yields, (path, array), with the parts of variables exchanged for the variables, group by group.
 
-    `meet` is called before each group, and returns in all processes or in none.
+    The processes of the stage meet before each group: an exchange that only some of them begin has no end.
 
     Raises:
-        CheckpointError: Exchanging failed, as when another process was killed meanwhile; and whatever the stream, or
-            `meet`, raises.
+        CheckpointError: Exchanging failed, as when another process was killed meanwhile, or the stage failed elsewhere;
+            and whatever the stream raises.
     """
     group: dict[str, jax.Array] = {}
     ends = {paths[-1] for paths in grouped({path: each.nbytes for path, each in exchanges.items()}, dividing.GROUP)}
@@ -116,12 +117,14 @@ def exchanged(
         group[path] = array
         del array
         if path in ends:
-            meet()
-            yield from _exchange(group, exchanges)
+            stage.meet()
+            yield from _exchange(group, exchanges, stage)
     assert not group
 
 
-def _exchange(group: dict[str, jax.Array], exchanges: Mapping[str, Exchange]) -> Iterator[tuple[str, jax.Array]]:
+def _exchange(
+    group: dict[str, jax.Array], exchanges: Mapping[str, Exchange], stage: Stage
+) -> Iterator[tuple[str, jax.Array]]:
     """Exchanges a group, and empties it."""
     alike: dict[Any, list[str]] = {}
     for path in group:
@@ -132,9 +135,8 @@ def _exchange(group: dict[str, jax.Array], exchanges: Mapping[str, Exchange]) ->
             now, paths = paths[:count], paths[count:]
             parts = [group.pop(path) for path in now]
             try:
-                # The user's own mesh may be another one. Waited for, because each program has its temporaries.
-                with jax.set_mesh(_auto(division.mesh)):
-                    arrays = jax.block_until_ready(_program(division, dtype, count)(*parts))
+                # Waited for, because each program has its temporaries.
+                arrays = stage.together(functools.partial(_run, division, dtype, parts))
             except jax.errors.JaxRuntimeError as error:
                 raise CheckpointError(
                     f"what processes had read could not be exchanged between them ({listed(map(repr, now))}): {error}"
@@ -144,6 +146,11 @@ def _exchange(group: dict[str, jax.Array], exchanges: Mapping[str, Exchange]) ->
                 item = exchanges[path].item
                 shards = [shard.data for shard in array.addressable_shards]
                 yield path, jax.make_array_from_single_device_arrays(item.shape, item.sharding, shards)
+
+
+def _run(division: Division, dtype: np.dtype[Any], parts: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    with jax.set_mesh(_auto(division.mesh)):  # the user's own may be another one
+        return _program(division, dtype, len(parts))(*parts)
 
 
 @functools.lru_cache(maxsize=256)

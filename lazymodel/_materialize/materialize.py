@@ -128,11 +128,11 @@ class Reading:
     max_host_memory: int | None
     exchanges: Mapping[str, Exchange]  # of those items that are read in parts, by path
 
-    def arrays(self, on_bytes: Callable[[int], None], meet: Callable[[], None]) -> Iterator[tuple[str, jax.Array]]:
+    def arrays(self, on_bytes: Callable[[int], None], stage: Stage) -> Iterator[tuple[str, jax.Array]]:
         """The arrays as they are complete; what cannot be read at all is refused at once."""
         parts = [self.exchanges[item.path].part if item.path in self.exchanges else item for item in self.items]
         arriving = stream(parts, max_host_memory=self.max_host_memory, on_bytes=on_bytes)
-        return exchanged(arriving, self.exchanges, meet) if self.exchanges else arriving
+        return exchanged(arriving, self.exchanges, stage) if self.exchanges else arriving
 
 
 def make_arrays(
@@ -158,7 +158,7 @@ def make_arrays(
     progress.start(sum(nbytes.values()), f"{model.name}: materializing {len(model)} variables")
     try:
         start = time.perf_counter()
-        arriving = reading.arrays(watcher.advance, stage.meet)
+        arriving = reading.arrays(watcher.advance, stage)
         for path, array in run_recipes(choice.recipes, shardings, model.programs):
             arrays[path] = _in_layout(array, model[path])
             watcher.advance(nbytes[path], path)

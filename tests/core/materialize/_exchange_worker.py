@@ -1,7 +1,7 @@
 """One of the processes of `test_exchange`: runs every scenario, and writes down what came of each.
 
-Responsible for doing and measuring; what is right is asserted by the test module, which also writes `tensors` to a file. Run as
-`python _exchange_worker.py PROCESS PROCESSES ADDRESS FOLDER`.
+Responsible for doing and measuring; what is right is asserted by the test module, which also saves `tensors`. Run as
+`python _exchange_worker.py PROCESS PROCESSES ADDRESS FOLDER SCENARIO,SCENARIO`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
+from lazymodel._devices import coordination
 from lazymodel._materialize import exchange
 from lazymodel._tensors import division
 from lazymodel._tensors.source import BYTES_READ
@@ -199,9 +200,10 @@ def main() -> None:
         processes,
         process,
         initialization_timeout=30,
-        heartbeat_timeout_seconds=10,
+        heartbeat_timeout_seconds=60,
         shutdown_timeout_seconds=10,
     )
+    coordination.SILENCE = 3.0
     warnings.simplefilter("error")
     scenarios = Scenarios(process, folder)
     outcomes: dict[str, Any] = {}
