@@ -22,10 +22,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lazymodel._devices.agreement import Stage
 from lazymodel._errors import CheckpointError, LazyModelError
+from lazymodel._materialize.bits import from_moved, moved_dtype
 from lazymodel._materialize.stream import StreamItem, in_file_order
 from lazymodel._show.text import listed
 from lazymodel._tensors import division as dividing
-from lazymodel._tensors.division import Division, PartsLeaf, divide, grouped, mesh_processes, moved_dtype
+from lazymodel._tensors.division import Division, PartsLeaf, divide, grouped, mesh_processes
 from lazymodel._tensors.lazy import LazyTensor
 
 # Arrays of one program, where so many are alike: it takes a third of the time of as many programs, of which each is a
@@ -183,12 +184,7 @@ def _exchange_part(part: jax.Array, division: Division, dtype: np.dtype[Any]) ->
         part = jax.lax.all_gather(part, division.gathered, axis=0, tiled=True)
     rows = part[: division.num_rows].reshape(division.box)
     values = rows.transpose([division.order.index(axis) for axis in range(rows.ndim)])
-    if values.dtype == dtype:
-        return values
-    bits = jax.dtypes.itemsize_bits(dtype)
-    if bits < 8:  # a byte each on the host, and perhaps packed on the device
-        values = (values & (2**bits - 1)).astype(f"uint{bits}")
-    return jax.lax.bitcast_convert_type(values, dtype)
+    return from_moved(values, dtype)
 
 
 @functools.lru_cache(maxsize=64)

@@ -184,13 +184,6 @@ def _index(mesh: Any, names: Sequence[str], place: Mapping[str, int]) -> int:
     return index
 
 
-def moved_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype as which bits are moved by programs: XLA may move small floats through wider ones, which changes
-    signalling NaNs.
-    """
-    return dtype if dtype.kind in "biuc" or dtype.itemsize >= 4 else np.dtype(f"u{dtype.itemsize}")
-
-
 def grouped(nbytes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
     """Divides paths, in order, into groups of at most `limit` bytes, or of one that has more."""
     group: list[str] = []
