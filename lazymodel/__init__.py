@@ -40,6 +40,7 @@ from lazymodel._materialize.report import LoadReport
 from lazymodel._materialize.reshard import ReshardReport, reshard
 from lazymodel._model import AbstractModel, build_abstract
 from lazymodel._plan.compiled import Compile
+from lazymodel._plan.fleet import Fleet
 from lazymodel._plan.plan import MemoryPlan, compare_plans
 from lazymodel._plan.search import smallest_topology
 from lazymodel._plan.what_if import WhatIf
@@ -61,6 +62,7 @@ __all__ = [
     "CheckpointError",
     "Compile",
     "DoesNotFitError",
+    "Fleet",
     "From",
     "LazyModelError",
     "LazyModelWarning",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -21,12 +20,20 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lazymodel._devices.agreement import Stage
-from lazymodel._errors import CheckpointError, LazyModelError
+from lazymodel._errors import CheckpointError
 from lazymodel._materialize.bits import from_moved, moved_dtype
 from lazymodel._materialize.stream import StreamItem, in_file_order
 from lazymodel._show.text import listed
 from lazymodel._tensors import division as dividing
-from lazymodel._tensors.division import Division, PartsLeaf, divide, grouped, mesh_processes
+from lazymodel._tensors.division import (
+    Division,
+    PartsLeaf,
+    check_replicas,
+    divide,
+    grouped,
+    is_exchanged,
+    mesh_processes,
+)
 from lazymodel._tensors.lazy import LazyTensor
 
 # Arrays of one program, where so many are alike: it takes a third of the time of as many programs, of which each is a
@@ -57,13 +64,15 @@ class Exchange:
 
     def own_nbytes(self) -> int:
         """Bytes that this process reads."""
-        devices = np.flatnonzero(mesh_processes(self.division.mesh) == jax.process_index())
-        return sum(map(self.division.own_elements, devices.tolist())) * self.item.dtype.itemsize
+        return int(self.division.all_own_elements()[self._here()].sum()) * self.item.dtype.itemsize
 
     def held_nbytes(self) -> int:
         """Bytes that the devices of this process hold in the end."""
-        devices = np.count_nonzero(mesh_processes(self.division.mesh) == jax.process_index())
-        return int(devices) * math.prod(self.division.box) * self.item.dtype.itemsize
+        return len(self._here()) * self.division.box_elements * self.item.dtype.itemsize
+
+    def _here(self) -> np.ndarray:
+        """The positions of this process's devices in the mesh."""
+        return np.flatnonzero(mesh_processes(self.division.mesh) == jax.process_index())
 
     @property
     def signature(self) -> tuple[Division, np.dtype[Any]]:
@@ -78,15 +87,11 @@ def exchanges(items: Iterable[StreamItem], replicas: str | None) -> dict[str, Ex
         items: What is read; tensors are lazy.
         replicas: `"exchange"`, `"read"`, or None for what comes over a network.
     """
-    if replicas not in ("read", "exchange", None):
-        raise LazyModelError(f"replicas is 'read', 'exchange' or None; got {replicas!r}")
-    if jax.process_count() == 1 or replicas == "read":
-        return {}
+    check_replicas(replicas)
     found: dict[str, Exchange] = {}
     for item in in_file_order(items):
         tensor = cast(LazyTensor, item.tensor)
-        read_by = tensor.leaf.sources()
-        if not read_by or not (replicas == "exchange" or any(source.remote for source in read_by)):
+        if not is_exchanged(tensor, replicas) or jax.process_count() == 1:
             continue
         mesh = item.sharding.mesh if isinstance(item.sharding, NamedSharding) else None
         # A process without devices of the mesh has no part in its programs.

@@ -18,8 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
+from lazymodel._errors import LazyModelError
 from lazymodel._tensors.boxes import Box, unshift, whole_box
 from lazymodel._tensors.fill import fill_parts
 from lazymodel._tensors.leaves import DividedLeaf, Part, View
@@ -82,10 +83,20 @@ class Division:
         # As XLA:CPU has it: a buffer for each operation, the last of which is rearranged into the result.
         return part + (part if self.spread else 0) + _size(self.mesh, self.gathered) * part
 
-    def own_elements(self, device: int) -> int:
-        """Elements that a device reads, of which a part that it would not hold in the end counts as well."""
-        _, first, last = self.share(device)
-        return (last - first) * math.prod(self.part_shape[1:])
+    @property
+    def box_elements(self) -> int:
+        """Elements that a device holds in the end."""
+        return math.prod(self.box)
+
+    def all_own_elements(self) -> np.ndarray:
+        """Elements that each device reads, by its position in the flattened mesh."""
+        sizes = tuple(self.mesh.shape.values())
+        places = dict(zip(self.mesh.axis_names, np.indices(sizes), strict=True))
+        member = np.zeros(sizes, np.int64)
+        for name in self.members:
+            member = member * self.mesh.shape[name] + places[name]
+        rows = np.clip(self.num_rows - member * self.rows, 0, self.rows)
+        return rows.ravel() * math.prod(self.part_shape[1:])
 
     def share(self, device: int) -> tuple[Box, int, int]:
         """The box that the group of a device divides, in file order, and its own rows of it: first and last + 1.
@@ -141,10 +152,23 @@ def divide(tensor: View, sharding: Sharding, processes: np.ndarray) -> Division 
     return Division(mesh, order, tuple(extents), axes, spread, gathered, lead, each)
 
 
+def check_replicas(replicas: str | None) -> None:
+    """Raises LazyModelError for what is no way of loading replicas."""
+    if replicas not in ("read", "exchange", None):
+        raise LazyModelError(f"replicas is 'read', 'exchange' or None; got {replicas!r}")
+
+
+def is_exchanged(tensor: View, replicas: str | None) -> bool:
+    """Whether a tensor that several processes hold is read by one of them, as `AbstractModel.materialize` says."""
+    read_by = tensor.leaf.sources()
+    wanted = replicas == "exchange" or (replicas is None and any(source.remote for source in read_by))
+    return wanted and bool(read_by)
+
+
 def _is_own_memory(sharding: NamedSharding) -> bool:
     """Whether devices hold it in the memory that they compute with."""
-    kind, devices = sharding.memory_kind, getattr(sharding.mesh, "devices", None)
-    return kind is None or devices is None or kind == devices.flat[0].default_memory().kind
+    kind, mesh = sharding.memory_kind, sharding.mesh
+    return kind is None or not isinstance(mesh, Mesh) or kind == mesh.devices.flat[0].default_memory().kind
 
 
 def _short(tensor: View, order: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
