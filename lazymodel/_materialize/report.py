@@ -77,12 +77,12 @@ class LoadReport(Tabled):
         read_nbytes: Tensor bytes that this process read from files meanwhile. More than needed where reading through
             a gap is faster than seeking over it, or where a file can only be read in whole chunks; less where
             processes exchange what several of them hold.
-        exchanged_nbytes: Bytes that came to this process's devices from other devices instead, over the interconnect.
         seconds: Wall-clock seconds of the whole call.
         initialize_seconds: Seconds of it that initializing took by itself: until every init program was compiled and
             started, and after streaming until the last of them was done. What devices compute while files are read
             takes no time of its own.
         stream_seconds: Seconds in between, until every array that is loaded was complete on its devices.
+        exchanged_nbytes: Bytes that came to this process's devices from other devices instead of files.
 
     Example:
         >>> reports = []
@@ -100,10 +100,10 @@ class LoadReport(Tabled):
     files: Mapping[str, int | None]
     needed_nbytes: int
     read_nbytes: int
-    exchanged_nbytes: int
     seconds: float
     initialize_seconds: float
     stream_seconds: float
+    exchanged_nbytes: int = 0
 
     @property
     def loaded(self) -> tuple[LoadRow, ...]:

@@ -58,8 +58,7 @@ def plan(
         device_memory: Bytes of one device, or `"16GiB"`; None is what the devices say or are known to have, and CPUs
             have no limit.
         what_if: What the model does not have, by arithmetic: `lazymodel.WhatIf(optimizer="adamw", lora_rank=8)`.
-        compile: What the compiler is asked about, for devices that need not be here (`lazymodel.topology`):
-            `lazymodel.Compile("train", batch=8)`.
+        compile: What the compiler is asked, for devices that need not be here: `lazymodel.Compile("train", batch=8)`.
         replicas: As for `materialize`: whose bytes and peak count. `MemoryPlan.ways` has both ways.
         fleet: Hosts and what comes to each in a second. Without a checkpoint, variables count as if they lay in one.
 
@@ -73,8 +72,8 @@ def plan(
     """
     what_if = _checked(model, what_if, compile, fleet)
     limit = None if device_memory is None else parse_bytes(device_memory, name="device_memory", at_least=1)
-    checkpoint = flat_checkpoint(checkpoint)
     # What is initialized needs no warning, and what is refused keeps it from being no plan: it says both itself.
+    checkpoint = flat_checkpoint(checkpoint)
     choice = choose(model, checkpoint, initialize=initialize or "missing", strict=False, cast="unsafe")
     placement = Placement(device_shardings(model.variables))
     devices = _devices(placement)
