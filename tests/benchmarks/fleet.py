@@ -58,7 +58,10 @@ def private() -> int:
 def environment(devices: int) -> dict[str, str]:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "integrations"), os.environ.get("PYTHONPATH", "")])
     flags = f"--xla_force_host_platform_device_count={devices}"
-    return os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    # What is freed goes back at once: malloc's pools would keep XLA's buffers, which says nothing of what is in use.
+    malloc = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
+    jax = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return os.environ | {"PYTHONPATH": paths} | jax | malloc
 
 
 def abstract(gib: float) -> Any:
@@ -141,7 +144,7 @@ def fleet(gib: float, folder: Path) -> None:
         group = GROUP * DEVICES // PROCESSES
         held, peak = found[0]["held"], max(each["peak"] for each in found)
         print(
-            f"  {replicas:8}: {read:.3f} × the file read, {found[0]['exchanged'] / 2**20:,.0f} MiB exchanged a process; "
+            f"  {replicas:8}: {read:.3f} × the file read, {found[0]['exchanged'] / 2**20:,.0f} MiB exchanged each; "
             f"arrays {held / 2**20:,.0f} MiB and a group {group / 2**20:.0f} MiB a process, peak {peak / 2**20:,.0f} "
             f"MiB, {peak / (held + group):.3f} × both; {max(each['seconds'] for each in found):.2f} s"
         )
@@ -168,10 +171,7 @@ def move(gib: float, before: str, after: str, donate: bool) -> None:
     nbytes = models[before].nbytes
     values = np.random.default_rng(0).standard_normal(next(iter(models[before].values())).shape, np.float32)
     base = private()
-    model = {
-        path: jax.make_array_from_callback(v.shape, v.sharding, lambda index: values[index].copy())
-        for path, v in models[before].items()
-    }
+    model = jax.block_until_ready(models[before].materialize(dict.fromkeys(models[before], values), progress=False))
     reports: list[lm.ReshardReport] = []
     with Peak() as peak:
         start = time.perf_counter()
