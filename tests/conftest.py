@@ -4,23 +4,25 @@ import gc
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Read when jax, keras and tensorflow are first imported, so before any test module is.
 _DEVICES = "--xla_force_host_platform_device_count=8"
 # Compiling is most of the suite's time. LLVM's third level takes almost half of it; the second fuses, vectorizes and
 # contracts all the same, on both sides of every comparison. XLA's newer generator of fused loops, which JAX 0.10 may do
-# without and later ones may not, takes a third of the rest. `.ci/run` sets the level, and what it runs like that is
-# compiled as users' programs are.
+# without and later ones may not, takes a third of the rest. A quarter of what is left is splitting programs for many
+# compiling threads, and workers have one core each. `.ci/run` sets the level, and what it runs like that is compiled as
+# users' programs are.
 _LEVEL = "--xla_backend_optimization_level"
-_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
+_OF_JAXLIB = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
 _flags = os.environ.get("XLA_FLAGS", "").split()
 if not any(flag.startswith(_DEVICES.partition("=")[0]) for flag in _flags):
     _flags.append(_DEVICES)
 if not any(flag.startswith(_LEVEL) for flag in _flags):
     _flags.append(f"{_LEVEL}=2")
     if importlib.metadata.version("jaxlib").startswith("0.10."):
-        _flags.append(_EMITTERS)
+        _flags += _OF_JAXLIB
 os.environ["XLA_FLAGS"] = " ".join(_flags)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -31,9 +33,12 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-if _EMITTERS in _flags:
+from tests.servers.object_server import ObjectServer  # noqa: E402
+from tests.servers.s3 import S3Server  # noqa: E402
+
+if _OF_JAXLIB[0] in _flags:
     jax.numpy.zeros(()).block_until_ready()  # jaxlib has read the flags now; libtpu exits at one that it does not know
-    os.environ["XLA_FLAGS"] = " ".join(flag for flag in _flags if flag != _EMITTERS)
+    os.environ["XLA_FLAGS"] = " ".join(flag for flag in _flags if flag not in _OF_JAXLIB)
 
 ROOT = Path(__file__).parent.parent
 
@@ -53,15 +58,23 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def pytest_collection_finish() -> None:
-    """Modules stay: a full garbage collection, which KerasHub asks for with every preset, need not go through them."""
+    """What is imported stays: a full garbage collection, which Keras asks for very often, need not go through it."""
     gc.collect()
     gc.freeze()
 
 
-def child_environment() -> dict[str, str]:
-    """The environment for scripts that tests run: JAX's devices are the script's own business."""
-    kept = [flag for flag in os.environ["XLA_FLAGS"].split() if flag.partition("=")[0] != _DEVICES.partition("=")[0]]
-    return os.environ | {"XLA_FLAGS": " ".join(kept)}
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Nor through what a module of tests has left in the caches of JAX, Keras and TensorFlow."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
+def child_environment(*, libtpu: bool = False) -> dict[str, str]:
+    """The environment for scripts that tests run: devices are their own business, and whether libtpu compiles there."""
+    dropped = (_DEVICES.partition("=")[0], *(_OF_JAXLIB if libtpu else ()))
+    return os.environ | {"XLA_FLAGS": " ".join(flag for flag in _flags if not flag.startswith(dropped))}
 
 
 def _mesh(shape: tuple[int, ...], axes: tuple[str, ...]) -> jax.sharding.Mesh:
@@ -82,3 +95,33 @@ def mesh8() -> jax.sharding.Mesh:
 def mesh42() -> jax.sharding.Mesh:
     """Eight devices in two axes: `batch` of four, `model` of two."""
     return _mesh((4, 2), ("batch", "model"))
+
+
+@pytest.fixture(scope="session")
+def _object_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    pytest.importorskip("obstore", reason="needs obstore: pip install 'lazymodel[remote]'")
+    with ObjectServer(tmp_path_factory.mktemp("objects")) as server:
+        yield server
+
+
+@pytest.fixture
+def object_server(_object_server: ObjectServer) -> ObjectServer:
+    """A store that speaks HTTP, GCS, Azure and Hugging Face: counters and controls as at the start, files as left."""
+    _object_server.reset()
+    return _object_server
+
+
+@pytest.fixture(scope="session")
+def _s3() -> Iterator[S3Server]:
+    pytest.importorskip("obstore", reason="needs obstore: pip install 'lazymodel[remote]'")
+    for module in ("moto", "flask", "flask_cors"):
+        pytest.importorskip(module)
+    with S3Server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(_s3: S3Server) -> S3Server:
+    """moto's S3 with an empty bucket."""
+    _s3.reset()
+    return _s3

@@ -15,8 +15,8 @@ PACKAGES = {"lazymodel": ("optax",), "lazymodel_keras": ("keras", "keras_hub"), 
 
 def run(package: str, folder: Path, *skipped: str) -> tuple[int, str]:
     script = str(ROOT / "tests" / "run_docstrings.py")
-    # None of the suite's own flags: libtpu, which compiles in one of the examples, refuses what it does not know.
-    environment = child_environment() | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    environment = child_environment(libtpu=package == "lazymodel")  # which compiles in one of the examples
+    environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         # -P: folders of tests named after a framework stay out of sys.path.
         [sys.executable, "-P", script, package, *skipped],

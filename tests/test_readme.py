@@ -29,6 +29,7 @@ RUN_BLOCKS = """
 import json, os, sys, traceback, warnings
 import jax, numpy, lazymodel
 warnings.filterwarnings("ignore", message=".*fork")
+sys.path.append(sys.argv[1])  # for servers of tests; at the end, so that packages are those that are installed
 results = []
 for block in json.load(sys.stdin):
     sys.stdout.flush()
@@ -53,7 +54,7 @@ def blocks_ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, int]
     has_keras = importlib.util.find_spec("keras_hub") is not None
     blocks = [block for block in BLOCKS if has_keras or "keras" not in block]
     done = subprocess.run(
-        [sys.executable, "-c", RUN_BLOCKS],
+        [sys.executable, "-c", RUN_BLOCKS, str(ROOT)],
         input=json.dumps(blocks),
         capture_output=True,
         text=True,

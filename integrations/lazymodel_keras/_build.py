@@ -7,7 +7,6 @@ changing the layers of a model that was built.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, TypedDict
 
 import keras
@@ -23,7 +22,8 @@ from lazymodel_keras import _upstream
 from lazymodel_keras._model.abstract import from_skeleton
 from lazymodel_keras._model.skeleton import Skeleton
 from lazymodel_keras._record.hugging_face import Leftovers
-from lazymodel_keras._record.recording import Recording
+from lazymodel_keras._record.recording import OpenedFile, Recording
+from lazymodel_keras._record.remote import RemoteFiles
 from lazymodel_keras._record.session import session
 from lazymodel_keras._record.weight_files import known_layers
 from lazymodel_keras._transform.lora import add_lora, check_lora
@@ -89,14 +89,22 @@ class KerasModel(Skeleton):
 
 
 def abstract_build(
-    build: Any, *, what: str, loads: bool, strict: bool = True, cast: str = "safe", verify: Verify = False
+    build: Any,
+    *,
+    what: str,
+    loads: bool,
+    strict: bool = True,
+    cast: str = "safe",
+    verify: Verify = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> AbstractModel:
     """Runs something that builds a model; failures to load it become one `CheckpointError`, which begins with `what`.
 
     Where loading is not all that it is for (`loads`), only what fails once a weight file was opened is a failure to
-    load, and other errors are the user's own. For `strict`, `cast` and `verify`, see `abstract_from_preset`.
+    load, and other errors are the user's own. For `strict`, `cast`, `verify` and `storage_options`, see
+    `abstract_from_preset`.
     """
-    recording = Recording(verify, cast)
+    recording = Recording(verify, cast, RemoteFiles(storage_options))
     try:
         with recording.explaining(what), session(recording):
             result = build()
@@ -116,15 +124,15 @@ def abstract_build(
                 "is this the checkpoint of another configuration or version?"
             ) from error
         lacking = isinstance(error, KeyError)
-        layers = known_layers(str(error.args[0]), _indexed_names(recording.files)) if lacking else ""
+        layers = known_layers(str(error.args[0]), _indexed_names(recording.files.values())) if lacking else ""
         raise CheckpointError(f"{what} failed{f' ({files})' if files else ''}: {error}{layers}") from error
     check_all_used(recording, what, strict=strict, taken=loads)
     return from_skeleton(KerasModel(build, recording, result))
 
 
-def _indexed_names(files: Iterable[str]) -> list[str]:
+def _indexed_names(files: Iterable[OpenedFile]) -> list[str]:
     """The tensors that the indexes beside some files list."""
-    folders = dict.fromkeys(Path(file).parent for file in files)
+    folders = dict.fromkeys(file.where.parent for file in files)
     indexes = [index for folder in folders for index in folder.glob("*.safetensors.index.json")]
     return [name for index in indexes for name in weight_map(read_json_file(index), index)]
 

@@ -13,22 +13,35 @@ from typing import Any
 import keras
 
 from lazymodel import AbstractModel, CheckpointError, LazyModelError
+from lazymodel._remote.path import Location
+from lazymodel._remote.url import shown
 from lazymodel._show.quiet import quiet_tensorflow
 from lazymodel._show.text import closest
+from lazymodel.checkpoints._open import located, weight_files
+from lazymodel.checkpoints._untrusted import MAX_JSON, read_at_most
+from lazymodel_keras._record.remote import RemoteFiles, check_storage_options
 from lazymodel_keras.hub import abstract_from_preset
 
 _WEIGHTS = ("*.weights.h5", "*.weights.json", "*.safetensors", "*.safetensors.index.json")
 
 
-def plan_model(source: str, *, cls: str | None = None, dtype: str | None = None) -> AbstractModel:
+def plan_model(
+    source: str,
+    *,
+    cls: str | None = None,
+    dtype: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> AbstractModel:
     """The abstract model that a preset or a configuration describes.
 
     Args:
-        source: A preset's name or URI, the folder of a KerasHub preset or of a Hugging Face model, or a JSON file like
-            their `config.json`. Weights that are in the folder are what would be loaded; none are needed. Of a preset
-            that is not on this machine KerasHub fetches the configuration only.
+        source: A preset's name or URI, the folder of a KerasHub preset or of a Hugging Face model, a JSON file like
+            their `config.json`, or the URL of such a folder or file. Weights that are in the folder are what would be
+            loaded; none are needed. Of a preset that is not on this machine the configuration is fetched only, and, at
+            a URL, headers of its weights.
         cls: The name of a KerasHub class, such as `Gemma3CausalLM`; None is the backbone that the configuration names.
         dtype: The dtype policy, such as `bfloat16`; None is what `from_preset` would take.
+        storage_options: For a URL: as in `lazymodel.open_checkpoint`.
 
     Raises:
         CheckpointError: There is no such preset, file or folder, or KerasHub cannot read it.
@@ -57,6 +70,9 @@ def plan_model(source: str, *, cls: str | None = None, dtype: str | None = None)
             keras.dtype_policies.get(dtype)
         except (TypeError, ValueError) as error:
             raise LazyModelError(f"{dtype!r} is not a dtype policy of Keras: {error}") from error
+    check_storage_options(source, storage_options)
+    if RemoteFiles().serves(source):
+        return _from_url(target, source, storage_options, options)
     if os.path.isfile(source):
         with tempfile.TemporaryDirectory() as folder:
             shutil.copyfile(source, os.path.join(folder, "config.json"))
@@ -75,11 +91,32 @@ def plan_model(source: str, *, cls: str | None = None, dtype: str | None = None)
         ) from error
 
 
+def _from_url(
+    target: Any, url: str, storage_options: Mapping[str, Any] | None, options: dict[str, Any]
+) -> AbstractModel:
+    where = located(url, storage_options)
+    if where.is_file():
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_bytes(read_at_most(where, MAX_JSON, "JSON"))
+            return _from_folder(target, folder, shown(url), False, options)
+    _check_config(where / "config.json", shown(url))
+    loads = bool(weight_files(where))
+    return _planned(target, url, shown(url), loads, {**options, "storage_options": storage_options})
+
+
 def _from_folder(target: Any, folder: str, source: str, load: bool, options: Mapping[str, Any]) -> AbstractModel:
-    path = Path(folder, "config.json")
+    _check_config(Path(folder, "config.json"), source)
+    try:
+        return _planned(target, folder, source, load, options)
+    except CheckpointError as error:
+        raise CheckpointError(str(error).replace(folder, source)) from error
+
+
+def _check_config(path: Location, source: str) -> None:
+    """Raises CheckpointError for a file that is there and describes no model."""
     if path.exists():
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = json.loads(read_at_most(path, MAX_JSON, "JSON").decode("utf-8"))
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{source} is not JSON: {error}") from error
         if not isinstance(config, dict) or not {"registered_name", "model_type", "architecture"} & set(config):
@@ -87,9 +124,10 @@ def _from_folder(target: Any, folder: str, source: str, load: bool, options: Map
                 f"{source} is not a model's configuration: it has none of the keys registered_name (KerasHub), "
                 "model_type (Hugging Face) and architecture (timm)"
             )
+
+
+def _planned(target: Any, preset: str, source: str, load: bool, options: Mapping[str, Any]) -> AbstractModel:
     try:
-        return abstract_from_preset(target, folder, load_weights=load, **options)
-    except CheckpointError as error:
-        raise CheckpointError(str(error).replace(folder, source)) from error
+        return abstract_from_preset(target, preset, load_weights=load, **options)
     except (TypeError, AttributeError, IndexError) as error:  # a configuration with values of other types
         raise CheckpointError(f"KerasHub cannot build a model from {source}: {error}") from error

@@ -26,6 +26,7 @@ from lazymodel_keras._model.abstract import from_skeleton
 from lazymodel_keras._model.skeleton import Skeleton
 from lazymodel_keras._record.patches import SharedPatches, active
 from lazymodel_keras._record.recording import Recording
+from lazymodel_keras._record.remote import RemoteFiles, check_storage_options
 from lazymodel_keras._record.session import session
 from lazymodel_keras._saved_models import check_saved_model
 from lazymodel_keras._train.restore import is_orbax, model_from_orbax, read_state
@@ -47,14 +48,16 @@ def deferred(
     strict: bool = True,
     cast: str = "safe",
     verify: Verify = False,
+    storage_options: Mapping[str, Any] | None = None,
     **options: Unpack[Placing],
 ) -> Generator[None]:
     """Within the block, models are built abstractly and every variable is made directly on its devices.
 
     When a `from_preset`, `load_weights`, `keras.saving.load_model` or `restore` call inside the block returns, that
     model is loaded and can be used; models and optimizers that were only built are initialized on leaving the block.
-    Import `keras_hub` before entering it. An exception leaves Keras' global state as it was; models built in the block
-    are then unusable.
+    All of them take URLs as `abstract_from_preset` does, and so does KerasHub's `from_preset` of tokenizers and
+    preprocessors. Import `keras_hub` before entering it. An exception leaves Keras' global state as it was; models
+    built in the block are then unusable.
 
     Args:
         mesh: Devices for every variable; None uses the active `keras.distribution`, or one device.
@@ -64,6 +67,7 @@ def deferred(
             are an error; if not, they are left out with a warning. Where `load_weights` is told to take only some
             (`skip_mismatch`, `objects_to_skip`), the rest is neither.
         cast: As in `abstract_from_preset`, for every file that is loaded in the block; so is `verify`.
+        storage_options: As in `lazymodel.open_checkpoint`, for every URL in the block.
         **options: `on_unmatched`, `large` and `repair` of `AbstractModel.shard`, and those of
             `AbstractModel.materialize`. There is a report for each model that is loaded, and one for what is
             initialized on leaving.
@@ -80,7 +84,7 @@ def deferred(
         2608
     """
     check_options("deferred", options, Placing)
-    with _block(mesh, rules, strict, Recording(verify, cast), options):
+    with _block(mesh, rules, strict, Recording(verify, cast, RemoteFiles(storage_options)), options):
         yield
 
 
@@ -95,6 +99,7 @@ def load_model(
     strict: bool = True,
     cast: str = "safe",
     verify: Verify = False,
+    storage_options: Mapping[str, Any] | None = None,
     **options: Unpack[Placing],
 ) -> Any:
     """Does what `keras.saving.load_model` does, with each variable read straight into its shards.
@@ -105,12 +110,14 @@ def load_model(
     `deferred()` does the same for unchanged code.
 
     Args:
-        path: The file or folder.
+        path: The file or folder; or the URL of a `.keras` archive, of a legacy `.h5` file or of an Orbax checkpoint.
+            Weights in them are streamed from there, and no copy of them is made.
         custom_objects: As for Keras.
         compile: As for Keras: whether to compile the model as it was, and load the optimizer's state.
         safe_mode: As for Keras: whether to refuse code in the file.
         mesh: As in `from_preset`, and so is `rules`.
-        strict: As in `abstract_from_preset`, and so are `cast` and `verify`.
+        strict: As in `abstract_from_preset`, and so are `cast`, `verify` and
+            `storage_options`.
         **options: As in `deferred`.
 
     Raises:
@@ -126,12 +133,14 @@ def load_model(
     """
     check_options("load_model", options, Placing)
     where = os.path.expanduser(os.fspath(path))
-    check_saved_model(where)
-    recording = Recording(verify, cast)
+    check_storage_options(where, storage_options)
+    recording = Recording(verify, cast, RemoteFiles(storage_options))
     with _block(mesh, rules, strict, recording, options, one_model=True):
-        if not is_orbax(where):
+        place = recording.remote.located(where)
+        check_saved_model(place)
+        if not is_orbax(place):
             return keras.saving.load_model(where, custom_objects, compile=compile, safe_mode=safe_mode)
-        model = model_from_orbax(where, custom_objects, compile, safe_mode, strict=strict)
+        model = model_from_orbax(place, custom_objects, compile, safe_mode, strict=strict)
         assert recording.on_loaded is not None
         recording.on_loaded(model, "load_model", True)
         return model
@@ -207,12 +216,14 @@ _hooks = SharedPatches()
 @_hooks.replacing(keras.Model, "load_weights")
 def _load_weights(original: Any, self: Any, filepath: Any, skip_mismatch: bool = False, **kwargs: Any) -> Any:
     def load() -> Any:
-        if not is_orbax(filepath):
-            return original(self, filepath, skip_mismatch, **kwargs)
+        recording: Recording = active()
+        where = recording.remote.located(filepath)
+        if not is_orbax(where):
+            return original(self, recording.remote.for_keras(where), skip_mismatch, **kwargs)
         # Stock Keras has Orbax read whole arrays, and leaves in silence what it does not find by path.
         if given := [name for name, value in kwargs.items() if value is not None]:
-            raise LazyModelError(f"load_weights takes no argument {given[0]!r} for an Orbax checkpoint: {filepath}")
-        return read_state(active(), self, os.fspath(filepath), strict=not skip_mismatch)
+            raise LazyModelError(f"load_weights takes no argument {given[0]!r} for an Orbax checkpoint: {where}")
+        return read_state(recording, self, where, strict=not skip_mismatch)
 
     partly = bool(skip_mismatch or kwargs.get("objects_to_skip"))
     return _announced(original.__qualname__, load, of=self, partly=partly)
@@ -220,8 +231,21 @@ def _load_weights(original: Any, self: Any, filepath: Any, skip_mismatch: bool =
 
 @_hooks.replacing(keras.saving, "load_model")
 @_hooks.replacing(keras.models, "load_model")
-def _load_model(original: Any, *args: Any, **kwargs: Any) -> Any:
-    return _announced(original.__qualname__, lambda: original(*args, **kwargs))
+def _load_model(
+    original: Any, filepath: Any, custom_objects: Any = None, compile: bool = True, safe_mode: bool = True
+) -> Any:
+    def load() -> Any:
+        remote = active().remote
+        if not remote.serves(filepath):
+            return original(filepath, custom_objects, compile, safe_mode)
+        where = remote.located(filepath)
+        check_saved_model(where)
+        if is_orbax(where):
+            return model_from_orbax(where, custom_objects, compile, safe_mode)
+        load_file = _upstream.loader_of_file(original, where.name)
+        return load_file(remote.for_keras(where), custom_objects, compile, safe_mode)
+
+    return _announced(original.__qualname__, load)
 
 
 @_hooks.replacing(lambda: getattr(_upstream.hub_models(), "Backbone", None), "from_preset")

@@ -26,7 +26,9 @@ _STEP = "a step: lazymodel_keras.abstract_from_preset(cls, preset).{}.shard(mesh
 _OURS = {
     **dict.fromkeys(("mesh", "rules", "on_unmatched", "large", "repair"), "an argument of AbstractModel.shard"),
     **dict.fromkeys(("max_host_memory", "replicas", "progress", "report"), "an argument of AbstractModel.materialize"),
-    **dict.fromkeys(("strict", "cast", "verify"), "an argument of lazymodel_keras.abstract_from_preset"),
+    **dict.fromkeys(
+        ("strict", "cast", "verify", "storage_options"), "an argument of lazymodel_keras.abstract_from_preset"
+    ),
 }
 _STEPS = {
     **dict.fromkeys(("quantize", "quantize_filters"), _STEP.format("quantize('int8')")),

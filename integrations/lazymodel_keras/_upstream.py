@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Iterator
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
+import h5py
 import keras
 
 # The list of variables made in a StatelessScope and not initialized yet. Keras initializes it, whole and unsharded,
@@ -28,7 +29,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 # Where Keras opens and reads `.weights.h5` and `.weights.json`. `_load_state` accepts only instances of these classes,
 # and they are made inside `load_weights`, so there is no argument through which a lazy store could be passed.
-from keras.src.saving.saving_lib import H5IOStore
+from keras.src.saving.saving_lib import DiskIOStore, H5IOStore
 
 # The name that Keras gives to an object without one, up to its number.
 from keras.src.utils.naming import to_snake_case
@@ -55,6 +56,7 @@ LOAD_ORBAX = "_load_model_from_orbax_checkpoint"  # of `SAVING_API`, from Keras 
 current_scope: Callable[[], Any] = get_stateless_scope
 WeightsStore: Any = H5IOStore
 WEIGHTS_STORE_OPEN = "_get_h5_file"
+AssetStore: Any = DiskIOStore  # extracts archives, which it is given inside `load_model`
 
 # The class that defines `Variable.__init__` for every backend class; `keras.Variable` itself is the backend's.
 VariableBase: Any = next(cls for cls in keras.Variable.__mro__ if "__init__" in vars(cls))
@@ -216,9 +218,24 @@ def automatic_name(cls: type) -> str:
     return to_snake_case(cls.__name__)
 
 
-def load_weights_file(model: Any, path: str, *, skip_mismatch: bool, objects_to_skip: list[Any]) -> None:
+def load_weights_file(model: Any, path: Any, *, skip_mismatch: bool, objects_to_skip: list[Any]) -> None:
     """`model.load_weights` of a `.keras`, `.weights.h5` or `.weights.json` file, skipping objects of any of them."""
     SAVING_LIB.load_weights_only(model, path, skip_mismatch, objects_to_skip)
+
+
+def loader_of_file(load_model: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """What `load_model` calls for a file of this name, which takes an open file as well; for others, itself."""
+    if name.endswith(".keras"):
+        return SAVING_LIB.load_model
+    if name.endswith((".h5", ".hdf5")):
+        return load_legacy_file
+    return load_model
+
+
+def load_legacy_file(file: Any, *options: Any) -> Any:
+    """`load_model` of a legacy HDF5 file."""
+    with h5py.File(file, "r") as opened:
+        return LEGACY_H5.load_model_from_hdf5(opened, *options)
 
 
 def model_from_config(text: str, custom_objects: Any, compile: bool, safe_mode: bool) -> Any:
@@ -231,11 +248,26 @@ def load_assets(model: Any, assets: dict[str, Any]) -> None:
     SAVING_LIB._load_assets_from_dict(model, assets)
 
 
-def modules_with_safe_open(safe_open: Any) -> Iterator[Any]:
-    """The modules of KerasHub that imported `safetensors.safe_open` by name, besides `safetensors` itself."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("keras_hub.") and vars(module).get("safe_open") is safe_open:
+def modules_with(name: str, function: Any) -> Iterator[Any]:
+    """The modules of KerasHub that have a function by this name, such as those that imported it."""
+    for path, module in list(sys.modules.items()):
+        if path.startswith("keras_hub.") and vars(module).get(name) is function:
             yield module
+
+
+def get_preset_file() -> Any:
+    """KerasHub's function for the path of a file of a preset, which downloads it; None without KerasHub."""
+    return getattr(_preset_utils(), "get_file", None)
+
+
+def preset_classes() -> list[Any]:
+    """The classes of KerasHub that have a `from_preset` of their own; none without it."""
+    hub: Any = sys.modules.get("keras_hub")
+    if hub is None or hub_models() is None:
+        return []
+    bases = [hub.models.Backbone, hub.models.Task, hub.models.Preprocessor, hub.tokenizers.Tokenizer]
+    bases += [getattr(hub.layers, f"{kind}Converter", None) for kind in ("Audio", "Image", "Video")]
+    return [cls for cls in bases if cls is not None and "from_preset" in vars(cls)]
 
 
 def gpt_oss_converter() -> Any:

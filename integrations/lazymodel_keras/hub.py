@@ -6,20 +6,21 @@ weight was read. KerasHub's own constructors, preset loaders and converters run 
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from lazymodel import AbstractModel, CheckpointError, Progress
+from lazymodel._remote.url import shown
 from lazymodel._sharding.rules import Rules
 from lazymodel._show.progress import ReportTo
 from lazymodel._show.text import closest
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras._build import abstract_build, require_rules
 from lazymodel_keras._keywords import check_class, check_from_preset, ours
+from lazymodel_keras._record.remote import check_storage_options
 
 
 def from_preset(
@@ -32,6 +33,7 @@ def from_preset(
     on_unmatched: str = "warn",
     strict: bool = True,
     verify: Verify = False,
+    storage_options: Mapping[str, Any] | None = None,
     max_host_memory: int | str | None = None,
     replicas: str | None = None,
     progress: bool | Progress | Callable[[int, int], object] | None = None,
@@ -45,7 +47,8 @@ def from_preset(
     these steps.
 
     Args:
-        cls: See `abstract_from_preset`, as for `preset`, `load_weights`, `strict`, `verify` and what KerasHub takes.
+        cls: See `abstract_from_preset`, as for `preset`, `load_weights`, `strict`, `verify`, `storage_options` and what
+            KerasHub takes.
         mesh: The devices; None uses the active `keras.distribution` if there is one, else one device.
         rules: Sharding rules that go with `mesh`; see `AbstractModel.shard`.
         on_unmatched: What to do about large variables without a rule, likewise.
@@ -62,9 +65,11 @@ def from_preset(
     """
     require_rules(mesh, rules)
     given = ours(
-        "on_unmatched", "mesh", "rules", "max_host_memory", "replicas", "progress", "report", "strict", "verify"
+        *("on_unmatched", "mesh", "rules", "max_host_memory", "replicas", "progress", "report"),
+        *("strict", "verify", "storage_options"),
     )
-    abstract = _abstract(cls, preset, load_weights, kwargs, given, strict=strict, verify=verify)
+    options = {"strict": strict, "verify": verify, "storage_options": storage_options}
+    abstract = _abstract(cls, preset, load_weights, kwargs, given, **options)
     if mesh is not None:
         abstract = abstract.shard(mesh, rules, on_unmatched=on_unmatched)
     return abstract.materialize(max_host_memory=max_host_memory, replicas=replicas, progress=progress, report=report)
@@ -78,6 +83,7 @@ def abstract_from_preset(
     strict: bool = True,
     cast: str = "safe",
     verify: Verify = False,
+    storage_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> AbstractModel:
     """The abstract model of what `cls.from_preset(preset, load_weights, **kwargs)` returns; it carries its checkpoint.
@@ -87,7 +93,11 @@ def abstract_from_preset(
 
     Args:
         cls: A KerasHub backbone or task class.
-        preset: Anything that KerasHub resolves: a preset's name or URI, a preset folder, a Hugging Face folder.
+        preset: Anything that KerasHub resolves: a preset's name or URI, a preset folder, a Hugging Face folder. Or the
+            URL of such a folder: `gs://`, `s3://`, `az://`, `https://` or `hf://owner/name[@revision][/folder]`. Of
+            one at a URL, the configuration, vocabularies and other small files that KerasHub asks for (256 MiB at
+            most) are fetched into a temporary folder, and weights are streamed from where they are. Without obstore
+            (`pip install 'lazymodel[remote]'`), KerasHub downloads `hf://` and `gs://` as it does by itself.
         load_weights: Whether to load weights; if not, every variable is initialized on its devices.
         strict: Whether weights that the model has no variable for are an error; if not, they are left out with a
             warning that lists them. Of a Hugging Face or timm folder, this is what KerasHub's converter did not ask
@@ -98,7 +108,9 @@ def abstract_from_preset(
             means in its variable's dtype, which stock Keras casts in silence; `"unsafe"` casts as Keras does.
         verify: Whether to hash the weight files that are opened, and the index and shards that belong to them, before
             anything of them is used; as in `lazymodel.open_checkpoint`, with names relative to their folder. Other
-            files of a preset, such as its configuration and vocabulary, are not hashed.
+            files of a preset, such as its configuration and vocabulary, are not hashed; nor is anything at a URL, of
+            which this is an error.
+        storage_options: For a URL: as in `lazymodel.open_checkpoint`.
         **kwargs: Passed on to KerasHub, such as `dtype` or `num_classes`. What neither its loader nor the class takes
             is an error; KerasHub would leave it out in silence.
 
@@ -113,8 +125,9 @@ def abstract_from_preset(
         >>> abstract.shard(mesh, lm.auto()).plan().read_nbytes == abstract.nbytes
         True
     """
-    given = ours("strict", "cast", "verify")
-    return _abstract(cls, preset, load_weights, kwargs, given, strict=strict, cast=cast, verify=verify)
+    given = ours("strict", "cast", "verify", "storage_options")
+    options = {"strict": strict, "cast": cast, "verify": verify, "storage_options": storage_options}
+    return _abstract(cls, preset, load_weights, kwargs, given, **options)
 
 
 def _abstract(
@@ -122,10 +135,15 @@ def _abstract(
 ) -> AbstractModel:
     check_class(cls)
     preset = os.fspath(preset)  # KerasHub takes strings only
+    check_storage_options(preset, options["storage_options"])
     check_preset(preset)
-    check_from_preset(cls, preset, kwargs, given)
-    build = functools.partial(cls.from_preset, preset, load_weights, **kwargs)
-    return abstract_build(build, what=f"{cls.__name__}.from_preset({preset!r})", loads=True, **options)
+
+    def build() -> Any:
+        # Within the recording, which knows how to read what is at a URL.
+        check_from_preset(cls, preset, kwargs, given)
+        return cls.from_preset(preset, load_weights, **kwargs)
+
+    return abstract_build(build, what=f"{cls.__name__}.from_preset({shown(preset)!r})", loads=True, **options)
 
 
 def check_preset(preset: str) -> None:

@@ -9,6 +9,7 @@ import argparse
 import json
 from typing import Any
 
+from lazymodel._cli.storage import add_storage_options, storage_options
 from lazymodel._show.table import print_text
 from lazymodel.checkpoints._inspect import inspect_checkpoint
 
@@ -21,7 +22,10 @@ def add_inspect_parser(commands: Any) -> None:
         description="Lists a checkpoint's files, tensors and metadata and everything that is wrong with it. Reads "
         "headers only. Exit status: 0 all is well, 1 problems were found, 2 there is no checkpoint.",
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a file or folder, as for lazymodel.open_checkpoint")
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a file, a folder or a URL, as for lazymodel.open_checkpoint"
+    )
+    add_storage_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     parser.add_argument(
         "--verify",
@@ -33,6 +37,6 @@ def add_inspect_parser(commands: Any) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    summary = inspect_checkpoint(arguments.checkpoint, verify=arguments.verify)
+    summary = inspect_checkpoint(arguments.checkpoint, storage_options(arguments), verify=arguments.verify)
     print_text(json.dumps(summary.to_dict(), indent=2) if arguments.json else str(summary))
     return 1 if summary.problems else 0

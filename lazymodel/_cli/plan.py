@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lazymodel._abstract.adapters import named
+from lazymodel._cli.storage import add_storage_options, storage_options
 from lazymodel._devices.topology import arithmetic_mesh, libtpu_environment
 from lazymodel._devices.topology import topology as compiled_mesh
 from lazymodel._errors import LazyModelError, LazyModelWarning
@@ -37,6 +38,7 @@ from lazymodel._plan.fleet import Fleet
 from lazymodel._plan.plan import MemoryPlan, compare_plans
 from lazymodel._plan.what_if import WhatIf
 from lazymodel._programs.jaxprs import CONFIG
+from lazymodel._remote.url import is_url, shown
 from lazymodel._sharding.auto import auto
 from lazymodel._show.quiet import quiet_tensorflow
 from lazymodel._show.table import print_text
@@ -68,9 +70,10 @@ def add_plan_parser(commands: Any) -> None:
     parser.add_argument(
         "model",
         metavar="PRESET_OR_CONFIG",
-        help="a KerasHub preset, a folder of KerasHub or Hugging Face, a config.json (no weights needed), or "
-        "module:factory, a function without arguments that builds a model",
+        help="a KerasHub preset, a folder of KerasHub or Hugging Face, a config.json (no weights needed), the URL of "
+        "one of these, or module:factory, a function without arguments that builds a model",
     )
+    add_storage_options(parser)
     parser.add_argument("--class", dest="cls", metavar="NAME", help="KerasHub class; default: the backbone")
     parser.add_argument("--topology", action="append", metavar="NAME", help="devices, such as v5e:2x4, v5e-8 or v2-8")
     parser.add_argument(
@@ -105,6 +108,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             jax.config.update("jax_platforms", "cpu")
         what_if, compile = _stated(arguments)
         fleet = _fleet(arguments)
+        storage_options(arguments)  # what cannot be read is said now
         meshes = _meshes(arguments)
         source = _described(arguments.model)
         plans = _plans(arguments, source, meshes, what_if, compile, fleet)
@@ -157,8 +161,8 @@ def _plans(
         built, what_if = what_if, WhatIf(what_if.optimizer)
     with _status() as say:
         for dtype in arguments.dtype or [None]:
-            say(f"building {source}{f' in {dtype}' if dtype else ''}")
-            model = _model(source, arguments.cls, dtype, built)
+            say(f"building {shown(source)}{f' in {dtype}' if dtype else ''}")
+            model = _model(source, arguments, dtype, built)
             for place, mesh in meshes.items():
                 name = ", ".join(filter(None, (place, dtype))) or "one device"
                 say(f"{'compiling' if compile else 'planning'} {name}")
@@ -182,6 +186,8 @@ def _meshes(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _described(source: str) -> str:
     """What describes the model: the source itself, or the folder of a weights file with its configuration beside it."""
+    if is_url(source):
+        return _described_at_url(source)
     weights = source.lower().endswith(_WEIGHTS)
     is_path = weights or source.endswith(".json") or os.path.isabs(source) or source.startswith(("./", "../"))
     if is_path and not os.path.exists(source):
@@ -197,6 +203,15 @@ def _described(source: str) -> str:
         f"the model's folder, its config.json, a preset or module:factory (`lazymodel inspect {source}` lists the "
         "tensors)"
     )
+
+
+def _described_at_url(source: str) -> str:
+    """Likewise of a URL, which is not asked for anything yet."""
+    place, mark, query = source.partition("?")
+    if not place.lower().endswith(_WEIGHTS):
+        return source
+    print(f"lazymodel: {shown(source)} holds weights; planning its folder by config.json", file=sys.stderr)
+    return f"{place.rpartition('/')[0]}{mark}{query}"
 
 
 def parse_axes(text: str) -> dict[str, int]:
@@ -236,15 +251,18 @@ def _is_factory(source: str) -> bool:
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source) is not None and not os.path.exists(source)
 
 
-def _model(source: str, cls: str | None, dtype: str | None, built: WhatIf) -> AbstractModel:
+def _model(source: str, arguments: argparse.Namespace, dtype: str | None, built: WhatIf) -> AbstractModel:
+    options = storage_options(arguments)
     if _is_factory(source):
-        if cls is not None or dtype is not None:
+        if options:
+            raise LazyModelError("--storage-option is for URLs; a factory decides for itself")
+        if arguments.cls is not None or dtype is not None:
             raise LazyModelError("--class and --dtype are for presets and configurations; a factory decides for itself")
         return _from_factory(*source.split(":"))
     os.environ.setdefault("KERAS_BACKEND", "jax")
     with quiet_tensorflow():
         adapter = named("keras")
-    model = adapter.from_config(source, cls=cls, dtype=dtype)
+    model = adapter.from_config(source, cls=arguments.cls, dtype=dtype, storage_options=options)
     if built.quantize is not None:
         with warnings.catch_warnings():
             # Keras has one for every normalization layer, and a plan shows what is quantized.

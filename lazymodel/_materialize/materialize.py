@@ -33,8 +33,10 @@ from lazymodel._materialize.stream import StreamItem, stream
 from lazymodel._programs.jaxprs import is_weak, with_weak_type
 from lazymodel._programs.keys import as_keys
 from lazymodel._programs.programs import run_recipes
+from lazymodel._remote.requests import REQUESTS
+from lazymodel._remote.url import is_url
 from lazymodel._show.progress import Progress, ProgressTo, ReportTo, delivery, progress_for
-from lazymodel._show.text import parse_budget
+from lazymodel._show.text import listed, parse_budget
 from lazymodel._tensors.casting import SAFE, UNSAFE, converted
 from lazymodel._tensors.lazy import lazy
 from lazymodel._tensors.shards import boxes_for
@@ -155,14 +157,14 @@ def make_arrays(
     nbytes |= {path: max(nbytes[path], own[path]) for path in own}
     arrays: dict[str, Any] = {}
     watcher = _Watcher(progress, stage.check)
-    progress.start(sum(nbytes.values()), f"{model.name}: materializing {len(model)} variables")
+    progress.start(sum(nbytes.values()), f"{model.name}: materializing {len(model)} variables{_from_where(choice)}")
     try:
         start = time.perf_counter()
         arriving = reading.arrays(watcher.advance, stage)
         for path, array in run_recipes(choice.recipes, shardings, model.programs):
             arrays[path] = _in_layout(array, model[path])
             watcher.advance(nbytes[path], path)
-        started, read = time.perf_counter(), BYTES_READ.count
+        started, read, asked = time.perf_counter(), BYTES_READ.count, REQUESTS.so_far()
         for path, array in arriving:
             arrays[path] = _in_layout(as_keys(array, model[path].dtype), model[path])
             watcher.advance(nbytes[path] - own[path] if path in own else 0, path)
@@ -176,7 +178,9 @@ def make_arrays(
         jax.block_until_ready(list(arrays.values()))  # the init programs, which ran on while files were read
         initializing = started - start + time.perf_counter() - ended
         arrived = sum(max(each.held_nbytes() - own[path], 0) for path, each in reading.exchanges.items())
-        return arrays, Costs(BYTES_READ.count - read, arrived, initializing, ended - started)
+        fetched, requests, retries = (now - before for now, before in zip(REQUESTS.so_far(), asked, strict=True))
+        costs = Costs(BYTES_READ.count - read, arrived, fetched, requests, retries, initializing, ended - started)
+        return arrays, costs
     except CheckpointError:
         if watcher.error is not None:
             raise watcher.error from None
@@ -227,6 +231,13 @@ class _Watcher:
             except Exception as error:
                 self.error = self.error or error
                 raise
+
+
+def _from_where(choice: Choice) -> str:
+    """For whom it may concern: the bucket or server that weights come from."""
+    files = (getattr(source, "file", "") for source in choice.sources.values())
+    folders = list(dict.fromkeys(file.rpartition("/")[0] for file in files if is_url(file)))
+    return f" from {listed(folders, most=1)}" if folders else ""
 
 
 def _outcome(choice: Choice) -> str:

@@ -26,6 +26,7 @@ from lazymodel._tensors.stored import (
     StoredTensor,
     is_initial,
     needed_nbytes,
+    remote_sizes,
     stored_tensors,
     unused_tensors,
 )
@@ -77,6 +78,8 @@ class LoadReport(Tabled):
         read_nbytes: Tensor bytes that this process read from files meanwhile. More than needed where reading through
             a gap is faster than seeking over it, or where a file can only be read in whole chunks; less where
             processes exchange what several of them hold.
+        fetched_nbytes: Bytes that this process fetched over a network meanwhile, headers and repeated ones included.
+        requests: Requests that it took, failed ones included; `retries` are those of them that repeated another.
         seconds: Wall-clock seconds of the whole call.
         initialize_seconds: Seconds of it that initializing took by itself: until every init program was compiled and
             started, and after streaming until the last of them was done. What devices compute while files are read
@@ -100,6 +103,9 @@ class LoadReport(Tabled):
     files: Mapping[str, int | None]
     needed_nbytes: int
     read_nbytes: int
+    fetched_nbytes: int
+    requests: int
+    retries: int
     seconds: float
     initialize_seconds: float
     stream_seconds: float
@@ -154,6 +160,9 @@ class LoadReport(Tabled):
             lines.append(f"read: {read} of files, {needed} needed{rate}")
         if self.exchanged_nbytes:
             lines.append(f"exchanged: {format_bytes(self.exchanged_nbytes)} from other devices")
+        if self.requests:
+            again = f", {self.retries:,} of them again" if self.retries else ""
+            lines.append(f"fetched: {format_bytes(self.fetched_nbytes)} in {plural(self.requests, 'request')}{again}")
         lines.append(f"time: {self.initialize_seconds:.2f} s initializing, {self.stream_seconds:.2f} s streaming")
         if self.unused:
             nbytes = format_bytes(sum(tensor.nbytes or 0 for tensor in self.unused))
@@ -188,6 +197,9 @@ class Costs:
 
     read_nbytes: int
     exchanged_nbytes: int
+    fetched_nbytes: int
+    requests: int
+    retries: int
     initialize_seconds: float
     stream_seconds: float
 
@@ -215,6 +227,7 @@ def make_report(
         else:
             rows.append(row("constant"))
     files = dict.fromkeys(tensor.file for row in rows for tensor in row.tensors if tensor.file)
+    remote = remote_sizes(choice.sources.values())
     given = {} if checkpoint is None else checkpoint
     # What a mapping took nothing from, where the checkpoint is what `map_checkpoint` made of another one.
     unmapped = unused_tensors(getattr(given, "source", {}), getattr(given, "unused", ()))
@@ -225,7 +238,7 @@ def make_report(
         rows=tuple(rows),
         unused=(*model.unused, *unused_tensors(given, choice.unused), *unmapped),
         mismatched=(*model.mismatched, *choice.mismatched),
-        files={file: _size(file) for file in files},
+        files={file: remote[file] if file in remote else _size(file) for file in files},
         needed_nbytes=sum(row.needed_nbytes for row in rows),
         seconds=seconds,
         **dataclasses.asdict(costs),

@@ -29,6 +29,7 @@ from lazymodel._errors import CheckpointError
 from lazymodel._materialize.bands import band_parts, copy_to
 from lazymodel._materialize.small_tensors import Group, Small, groups, small
 from lazymodel._programs.jaxprs import uses_x64
+from lazymodel._remote.source import AHEAD, reading_ahead
 from lazymodel._show.text import format_bytes
 from lazymodel._tensors.boxes import BoxKey, box_of, box_shape
 from lazymodel._tensors.buffers import Arena, Workspace, cores, default_budget, empty_aligned
@@ -36,7 +37,9 @@ from lazymodel._tensors.fill import fill_parts, prefers_one_pass
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.leaves import Part
 from lazymodel._tensors.shards import Boxes, boxes_for
+from lazymodel._tensors.source import Source
 from lazymodel._tensors.stored import misshapen, where
+from lazymodel._tensors.wanted import wanted
 
 BAND = 16 << 20  # bytes of a piece of shards that are larger than the budget: a transfer of a few milliseconds
 WORKSPACE = 64 << 20  # bytes of temporaries of a thread, at most; more makes nothing faster
@@ -83,7 +86,8 @@ def stream(
     plans = [_plan(item) for item in in_file_order(items)]
     ceiling = default_budget() if max_host_memory is None else max_host_memory
     threads = max(2, min(_THREADS, cores()))  # two on one core as well: one reads while the other waits for a disk
-    workspace, budget = _divided(ceiling, threads)
+    wants = [want for plan in plans for want in wanted(plan.tensor, plan.boxes.boxes)]
+    workspace, ahead, budget = _divided(ceiling, threads, remote=bool(wants))
     for plan in plans:
         if plan.least_nbytes(workspace) > budget:
             chunks = " (its chunks are that large)" if plan.unit_nbytes(workspace) else ""
@@ -91,26 +95,27 @@ def stream(
                 f"{plan.item.path!r} from {where(plan.tensor)}: reading any of it takes "
                 f"{format_bytes(plan.least_nbytes(workspace))} at once{chunks}, "
                 f"and max_host_memory={format_bytes(ceiling)} leaves {format_bytes(budget)}. Give at least "
-                f"{_least_ceiling(plans, threads)} bytes."
+                f"{_least_ceiling(plans, threads, remote=bool(wants))} bytes."
             )
-    return _Stream(plans, budget, [Workspace(workspace) for _ in range(threads)], on_bytes).arrays()
+    return _Stream(plans, budget, [Workspace(workspace) for _ in range(threads)], on_bytes).arrays(wants, ahead)
 
 
-def _divided(ceiling: int, threads: int) -> tuple[int, int]:
-    """Of a ceiling in bytes: what each thread has as its workspace, and what is left for all."""
+def _divided(ceiling: int, threads: int, *, remote: bool) -> tuple[int, int, int]:
+    """Of a ceiling in bytes: what each thread has as its workspace, what may be fetched ahead, what is left for all."""
+    ahead = min(AHEAD, ceiling // 4) if remote else 0
     workspace = min(WORKSPACE, ceiling // (4 * threads))
-    return workspace, ceiling - threads * workspace
+    return workspace, ahead, ceiling - ahead - threads * workspace
 
 
-def _least_ceiling(plans: Sequence[_Plan], threads: int) -> int:
+def _least_ceiling(plans: Sequence[_Plan], threads: int, *, remote: bool) -> int:
     """The smallest ceiling in bytes under which all of them can be read."""
 
     def enough(ceiling: int) -> bool:
-        workspace, budget = _divided(ceiling, threads)
+        workspace, _, budget = _divided(ceiling, threads, remote=remote)
         return all(plan.least_nbytes(workspace) <= budget for plan in plans)
 
-    # Half of a ceiling or more is left of it, so twice the need is enough.
-    return bisect.bisect_left(range(2 * max(plan.least_nbytes(0) for plan in plans)), True, key=enough)
+    # Half of a ceiling or more is left of it, so twice the need is enough; a rounding more.
+    return bisect.bisect_left(range(2 * max(plan.least_nbytes(0) for plan in plans) + 4), True, key=enough)
 
 
 @dataclasses.dataclass(eq=False)
@@ -219,9 +224,14 @@ class _Stream:
         self._stopped = False
         self._error: CheckpointError | None = None
 
-    def arrays(self) -> Iterator[tuple[str, jax.Array]]:
+    def arrays(self, wants: Sequence[tuple[Source, np.ndarray]], ahead: int) -> Iterator[tuple[str, jax.Array]]:
+        """Yields them; what is wanted of remote sources is fetched in at most `ahead` bytes before it is read."""
         if not self._plans:
             return
+        with reading_ahead(wants, ahead) as fetching:
+            yield from self._arrays(fetching.close)
+
+    def _arrays(self, stop_fetching: Callable[[], None]) -> Iterator[tuple[str, jax.Array]]:
         for thread in self._threads:
             thread.start()
         try:
@@ -239,6 +249,7 @@ class _Stream:
             with self._changed:
                 self._stopped = True
                 self._changed.notify_all()
+            stop_fetching()
             for thread in self._threads:
                 thread.join()
             for plan in self._plans:  # those that were begun, where not all are complete

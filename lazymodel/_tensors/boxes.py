@@ -75,6 +75,21 @@ class Geometry:
         )
 
 
+def ranges_of(geometry: Geometry, itemsize: int, gap: int) -> np.ndarray:
+    """First byte and the one after the last of every range that a normalized geometry lies in (`int64[n, 2]`), ranges
+    less than `gap` bytes apart taken for one.
+    """
+    starts, span = np.array([geometry.start], np.int64), itemsize
+    for extent, stride in zip(reversed(geometry.shape), reversed(geometry.strides), strict=True):
+        if not extent:
+            return np.empty((0, 2), np.int64)
+        if starts.size == 1 and stride - span < gap:
+            span += (extent - 1) * stride
+        else:
+            starts = (np.arange(extent, dtype=np.int64)[:, None] * stride + starts).reshape(-1)
+    return np.stack((starts, starts + span), axis=1)
+
+
 @functools.lru_cache(maxsize=64)
 def _anchor(itemsize: int) -> tuple[Addresses, int]:
     """One element, which stands for byte 0 of every leaf of this item size, and its address."""

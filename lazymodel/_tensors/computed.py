@@ -186,6 +186,10 @@ class ComputedLeaf(DividedLeaf):
             parts.append(Part(nbytes, functools.partial(computation.compute, slab, index, wanted, steps)))
         return parts
 
+    def reads(self, boxes: Sequence[Box]) -> Iterator[tuple[View, list[Box]]]:
+        if self.reads_pieces:
+            yield self.computation.source, self.computation.slabs(self._output, boxes)
+
     def release(self) -> None:
         if self._output.small:
             self.computation.release(self._index)

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from lazymodel._errors import LazyModelError
-from lazymodel._tensors.boxes import Box, unshift, whole_box
+from lazymodel._tensors.boxes import Box, box_shape, unshift, whole_box
 from lazymodel._tensors.fill import fill_parts
 from lazymodel._tensors.leaves import DividedLeaf, Part, View
 from lazymodel._tensors.source import Source
@@ -245,26 +245,29 @@ class PartsLeaf(DividedLeaf):
         wanted: list[Box] = []
         targets: list[np.ndarray] = []
         for box, out in zip(boxes, outs, strict=True):
-            for region, rows, target in self._shares(box, out.view(self._tensor.dtype)):
-                lead = self._division.lead
-                for corner, part in ranges(self._division.extents[:lead], rows.start, rows.stop):
-                    values = target[part.start - rows.start : part.stop - rows.start]
-                    shape = [axis.stop - axis.start for axis in corner]
-                    wanted.append(unshift((*corner, *box[1:]), region))
-                    targets.append(np.reshape(values, (*shape, *values.shape[1:]), copy=False))
+            values = out.view(self._tensor.dtype)
+            for piece, rows, lead in self._pieces(box):
+                wanted.append(piece)
+                targets.append(np.reshape(values[rows], (*lead, *values.shape[1:]), copy=False))
         assert not steps, "bits are not converted"
         return fill_parts(self._tensor, wanted, targets)
 
-    def _shares(self, box: Box, out: np.ndarray) -> Iterator[tuple[Box, slice, np.ndarray]]:
-        """Of each device whose rows are in a box: what its group divides, its own rows of that, and where they go."""
-        each, wanted = self._division.rows, box[0]
+    def reads(self, boxes: Sequence[Box]) -> Iterator[tuple[View, list[Box]]]:
+        yield self._tensor, [piece for box in boxes for piece, _, _ in self._pieces(box)]
+
+    def _pieces(self, box: Box) -> Iterator[tuple[Box, slice, tuple[int, ...]]]:
+        """The boxes of the tensor that a box consists of, each with its rows of that box and its leading extents."""
+        each, wanted, lead = self._division.rows, box[0], self._division.lead
         for device in range(wanted.start // each, -(-wanted.stop // each)):
             region, first, last = self._division.share(device)
             start = max(wanted.start - device * each, 0)
             stop = min(wanted.stop - device * each, last - first)
-            if start < stop:
-                begin = device * each + start - wanted.start
-                yield region, slice(first + start, first + stop), out[begin : begin + stop - start]
+            if start >= stop:
+                continue
+            begin = device * each - wanted.start - first
+            for corner, part in ranges(self._division.extents[:lead], first + start, first + stop):
+                rows = slice(begin + part.start, begin + part.stop)
+                yield unshift((*corner, *box[1:]), region), rows, box_shape(corner)
 
 
 def ranges(extents: Sequence[int], start: int, stop: int) -> Iterator[tuple[Box, slice]]:

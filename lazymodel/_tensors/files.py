@@ -16,7 +16,7 @@ import signal
 import stat
 import threading
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -94,6 +94,12 @@ class FileSource(Source):
         if getattr(self, "_fd", -1) >= 0:
             _close(self._fd)
             self._fd = -1
+
+    def open_file(self) -> BinaryIO:
+        return open(self.path, "rb")
+
+    def peek(self, position: int, nbytes: int) -> bytes:
+        return os.pread(self.descriptor(), nbytes, position)
 
     def check_unchanged(self) -> None:
         try:

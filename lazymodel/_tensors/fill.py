@@ -50,10 +50,12 @@ def prefers_one_pass(view: View, boxes: Sequence[Box]) -> bool:
         return False
     if sum(math.prod(box_shape(box)) for box in boxes) != math.prod(box_shape(bounding(boxes))):
         return False
+    # What comes over a network is fetched once, and not kept until the last of the boxes was read.
+    longest = math.inf if isinstance(view.leaf, FileLeaf) and view.leaf.source.remote else ONE_PASS_RUN
     for box in boxes:
         geometry = view.geometry(box).normalized()
         run = geometry.run(view.itemsize_stored)
-        if run < ONE_PASS_RUN and run < math.prod(geometry.shape) * view.itemsize_stored:
+        if run < longest and run < math.prod(geometry.shape) * view.itemsize_stored:
             return True
     return False
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from lazymodel._tensors.boxes import Box, box_shape, checked_box, clip, shift, whole_box
+from lazymodel._tensors.boxes import Box, box_shape, checked_box, clip, intersect, shift, whole_box
 from lazymodel._tensors.buffers import Convert, DType, Steps, Workspace, empty_aligned
 from lazymodel._tensors.fill import fill, fill_parts
 from lazymodel._tensors.leaves import ArrayLeaf, DividedLeaf, Part, View
@@ -57,6 +57,11 @@ class PiecesLeaf(DividedLeaf):
                 own = [shift(common, within) for common, _ in wanted]
                 parts += fill_parts(piece.converted(steps), own, [out for _, out in wanted])
         return parts
+
+    def reads(self, boxes: Sequence[Box]) -> Iterator[tuple[View, list[Box]]]:
+        for piece, within in self.places():
+            if common := [found for box in boxes if (found := intersect(box, within)) is not None]:
+                yield piece, [shift(box, within) for box in common]
 
 
 def _reading(function: Callable[[Any], Any]) -> Callable[[LazyTensor], Any]:

@@ -9,13 +9,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._tensors.boxes import Addresses, Box, Geometry, box_shape, cover, fresh_view, geometry_of, strided
+from lazymodel._tensors.boxes import (
+    Addresses,
+    Box,
+    Geometry,
+    box_shape,
+    cover,
+    fresh_view,
+    geometry_of,
+    strided,
+    whole_box,
+)
 from lazymodel._tensors.buffers import Convert, DType, Steps, Workspace, assign
 from lazymodel._tensors.source import Source
 
@@ -29,6 +39,7 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: DType  # as stored
     row_step: int = 1  # reads should start and end at multiples of this along the first axis (a file's chunking)
+    origin: Source | None = None  # where its file's bytes come from
     unit_nbytes: int = 0  # temporaries that reading even one element needs, such as a chunk's when decompressed
 
     def fill_box(self, box: Box, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
@@ -67,6 +78,7 @@ class FileLeaf(Leaf):
     def __init__(self, name: str, source: Source, offset: int, shape: tuple[int, ...], dtype: DType) -> None:
         self.name, self.source, self.file, self.offset = name, source, source.path, offset
         self.shape, self.dtype = shape, dtype
+        self.origin = source.origin
 
     def sources(self) -> tuple[Source, ...]:
         return (self.source,)
@@ -131,6 +143,11 @@ class DividedLeaf(Leaf):
 
     def sources(self) -> tuple[Source, ...]:
         return tuple(dict.fromkeys(source for piece in self.pieces for source in piece.leaf.sources()))
+
+    def reads(self, boxes: Sequence[Box]) -> Iterator[tuple[View, list[Box]]]:
+        """Which boxes of which pieces are read to fill boxes of it; by default all of every piece."""
+        for piece in self.pieces if self.reads_pieces else ():
+            yield piece, [whole_box(piece.shape)]
 
     def release(self) -> None:
         for piece in self.pieces:

@@ -100,6 +100,11 @@ class Mxfp4Leaf(DividedLeaf):
                 parts.append(Part(nbytes, functools.partial(self._decode, pairs, targets)))
         return parts
 
+    def reads(self, boxes: Sequence[Box]) -> Iterator[tuple[View, list[Box]]]:
+        blocks = _blocks(bounding(boxes))
+        for piece in self.pieces:
+            yield piece, [(*blocks, slice(0, CODES))[: piece.ndim]]
+
     def _decode(self, pairs: np.ndarray, targets: Sequence[tuple[Box, np.ndarray]], workspace: Workspace) -> None:
         """Fills arrays with boxes that are one range of the file, or one box."""
         blocks = _blocks(bounding([box for box, _ in targets]))

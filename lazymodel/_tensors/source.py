@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from contextlib import AbstractContextManager
+from typing import BinaryIO
 
 import numpy as np
 
@@ -43,7 +44,9 @@ BYTES_READ = ByteCounter()
 class Source:
     """One file's bytes, which any number of threads may read. A subclass defines `read_into` and `check_unchanged`."""
 
-    remote: bool = False  # whether bytes come over a network, where many processes that read the same share its limits
+    remote: bool = False  # whether its bytes come over a network, where every reading has a latency that counts
+    base: int = 0  # byte of the file that offsets count from: where a member of an archive starts
+    size: int  # bytes of the file
     scatters: bool = False  # whether `read_runs` can be used
     row_gap: int = ROW_GAP  # bytes between two rows from which a call each is cheaper than reading through the gap
     row_call: int = ROW_CALL  # bytes of a row from which a call each costs nothing that counts
@@ -61,6 +64,23 @@ class Source:
         """Counts bytes that were read, here or by other means, such as the HDF5 library."""
         self._counter.add(nbytes)
         BYTES_READ.add(nbytes)
+
+    def open_file(self) -> BinaryIO:
+        """The whole file, opened for reading by a library."""
+        raise NotImplementedError
+
+    def peek(self, position: int, nbytes: int) -> bytes:
+        """Bytes of the whole file, fewer where it ends; they are not counted."""
+        raise NotImplementedError
+
+    @property
+    def origin(self) -> Source:
+        """Where the bytes come from, of which these are a part or made."""
+        return self
+
+    def given_up(self) -> bool:
+        """Whether nobody waits any more for what is being read."""
+        return False
 
     def check_unchanged(self) -> None:
         """Raises CheckpointError when the file is no longer what it was when it was opened."""

@@ -16,7 +16,7 @@ from jax.sharding import Sharding
 
 from lazymodel._errors import CheckpointError
 from lazymodel._tensors.computed import ComputedLeaf
-from lazymodel._tensors.leaves import DividedLeaf, Leaf, View
+from lazymodel._tensors.leaves import DividedLeaf, FileLeaf, Leaf, View
 from lazymodel._tensors.shards import boxes_for
 
 
@@ -87,6 +87,13 @@ def stored_tensors(source: Any, name: str) -> tuple[StoredTensor, ...]:
         return (StoredTensor(name, "", array.dtype.name, array.nbytes),)
     found = ((leaf, math.prod(leaf.shape) * leaf.dtype.itemsize) for leaf in _leaves(source.leaf))
     return tuple(dict.fromkeys(StoredTensor(leaf.name, leaf.file, leaf.dtype.name, n) for leaf, n in found))
+
+
+def remote_sizes(sources: Iterable[Any]) -> dict[str, int]:
+    """Bytes of the files that lie far away, as far as sources of values are read from such files: path to size."""
+    leaves = (leaf for source in sources if isinstance(source, View) for leaf in _leaves(source.leaf))
+    files = (leaf.source for leaf in leaves if isinstance(leaf, FileLeaf))
+    return {file.path: file.size for file in files if file.remote}
 
 
 def is_initial(source: Any) -> bool:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, KeysView, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lazymodel._errors import CheckpointError
+from lazymodel._remote.path import Location
 from lazymodel._show.text import format_bytes, plural
-from lazymodel._tensors.files import FileSource
 from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.source import Source
 
 
 class TensorHeader(NamedTuple):
@@ -43,10 +43,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
     format: str = "unknown"
     metadata: dict[str, str] | None = None
 
-    def __init__(
-        self, path: str | os.PathLike[str], names: list[str] | dict[str, Any], sources: list[FileSource]
-    ) -> None:
-        self.path = os.fspath(path)
+    def __init__(self, path: str | Location, names: list[str] | dict[str, Any], sources: Sequence[Source]) -> None:
+        self.path = str(path)
         self._names: dict[str, Any] = names if isinstance(names, dict) else dict.fromkeys(names)
         self._sources = sources
         self._tensors: dict[str, LazyTensor] = {}
@@ -116,7 +114,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 class JoinedCheckpoint(Checkpoint):
     """Several files as one mapping; of each the tensors whose names are given, and no name twice."""
 
-    def __init__(self, path: str | os.PathLike[str], parts: Sequence[tuple[Checkpoint, Collection[str]]]) -> None:
+    def __init__(self, path: str | Location, parts: Sequence[tuple[Checkpoint, Collection[str]]]) -> None:
         owners: dict[str, Checkpoint] = {}
         for part, names in parts:
             if not owners.keys().isdisjoint(names):

@@ -6,13 +6,13 @@ What could lead out of a file (external links, virtual datasets) is refused whil
 
 from __future__ import annotations
 
-import os
 import reprlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from lazymodel._errors import CheckpointError
+from lazymodel._remote.path import Location
+from lazymodel._remote.source import source_of
 from lazymodel._show.text import listed
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._checkpoint import Checkpoint, JoinedCheckpoint
@@ -37,7 +37,7 @@ class Hdf5Checkpoint(Checkpoint):
 
     format = "hdf5"
 
-    def __init__(self, path: str | os.PathLike[str], file: H5File) -> None:
+    def __init__(self, path: str | Location, file: H5File) -> None:
         super().__init__(path, _dataset_names(file), [file.source])
         self._file = file
 
@@ -48,13 +48,13 @@ class Hdf5Checkpoint(Checkpoint):
         self._file.close()
 
 
-def open_hdf5(path: Path) -> Hdf5Checkpoint:
+def open_hdf5(path: Location) -> Hdf5Checkpoint:
     """Opens a single HDF5 file."""
     check_pointer(path)
-    return Hdf5Checkpoint(path, H5File(str(path)))
+    return Hdf5Checkpoint(path, H5File(path))
 
 
-def open_archive(path: Path) -> Checkpoint:
+def open_archive(path: Location) -> Checkpoint:
     """Opens the weights in a `.keras` archive, in place, where they are stored without compression."""
     members = {info.filename: info for info in zip_directory(path, ".keras")}
 
@@ -79,7 +79,7 @@ def open_archive(path: Path) -> Checkpoint:
     found = member("model.weights.json")
     if found.size > MAX_JSON:
         raise CheckpointError(f"{path}: expected at most {MAX_JSON} bytes of model.weights.json, found {found.size}")
-    with Window(found.path, found.start, found.size) as window:
+    with Window(source_of(path), found.start, found.size) as window:
         index = f"{path}:{found.name}"
         groups = by_shard(weight_map(read_json_object(window.read(), index), index), index, grouped=True)
     if missing := [shard for shard in groups if shard not in members]:
@@ -97,7 +97,7 @@ def _dataset_names(file: H5File) -> list[str]:
     try:
         with (
             corrupt(f"{path}: expected {file.size} bytes of HDF5, found a corrupt file"),
-            Window(path, file.source.base, file.size) as window,
+            Window(file.source, file.source.base, file.size) as window,
         ):
             root = file.open()
 

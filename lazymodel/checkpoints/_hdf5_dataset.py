@@ -16,17 +16,19 @@ import os
 import threading
 import zlib
 from collections.abc import Generator
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError
+from lazymodel._remote.path import Location
+from lazymodel._remote.source import source_of
 from lazymodel._tensors.boxes import Box, Geometry, box_shape, c_strides, intersect, normalize, shift, slabs
 from lazymodel._tensors.buffers import Convert, Workspace, assign
-from lazymodel._tensors.files import FileSource
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.leaves import ArrayLeaf, FileLeaf, Leaf
+from lazymodel._tensors.source import Source
 from lazymodel.checkpoints._untrusted import MAX_RATIO
 
 _LIBRARY = 1 << 20  # bytes; the HDF5 library's own buffer for conversions (H5Pset_buffer's default)
@@ -59,9 +61,9 @@ def corrupt(message: str) -> Generator[None]:
 class Window(io.RawIOBase):
     """A range of a file as a file of its own: a member of an uncompressed archive."""
 
-    def __init__(self, path: str, base: int, size: int) -> None:
+    def __init__(self, source: Source, base: int, size: int) -> None:
         super().__init__()
-        self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 (closed in close)
+        self._file = source.open_file()
         self._base, self._size, self._position = base, size, 0
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -85,8 +87,8 @@ class Window(io.RawIOBase):
 class H5File:
     """An HDF5 file, or a member of an archive, that is opened when needed."""
 
-    def __init__(self, path: str, base: int = 0, size: int | None = None) -> None:
-        self.source = FileSource(path, base=base)  # for direct reads
+    def __init__(self, path: Location, base: int = 0, size: int | None = None) -> None:
+        self.source = source_of(path, base=base)  # for direct reads
         self.size = self.source.size - base if size is None else size
         self._handle: Any = None
         self._lock = threading.Lock()
@@ -97,11 +99,11 @@ class H5File:
         with self._lock:
             if not self._handle:
                 path, base = self.source.path, self.source.base
-                whole = base == 0 and self.size == self.source.size
+                whole = base == 0 and self.size == self.source.size and not self.source.remote
                 mend = "found one that is truncated or corrupt. Download or copy it again."
                 with corrupt(f"{path}: expected an HDF5 file of {self.size} bytes, {mend}"):
                     # No chunk cache: chunks are read once, and what a reading needs would come on top.
-                    target = path if whole else Window(path, base, self.size)
+                    target = path if whole else Window(self.source, base, self.size)
                     self._handle = h5py.File(target, "r", rdcc_nbytes=0)
             return self._handle
 
@@ -130,7 +132,7 @@ class DatasetLeaf(Leaf):
 
     def __init__(self, file: H5File, name: str, dataset: Any, dtype: np.dtype[Any]) -> None:
         self._h5, self.name, self.file, self.shape, self.dtype = file, name, file.source.path, dataset.shape, dtype
-        self.offset = 0
+        self.offset, self.origin = 0, file.source
         self._chunks: tuple[int, ...] | None = dataset.chunks
         self._bits: np.dtype[Any] = dataset.dtype
         self._filters = _Filters(dataset)
@@ -143,7 +145,7 @@ class DatasetLeaf(Leaf):
                 self.unit_nbytes = 3 * self._chunk_nbytes + _LIBRARY
                 self.row_step = self._chunks[0]
 
-    def sources(self) -> tuple[FileSource, ...]:
+    def sources(self) -> tuple[Source, ...]:
         return (self._h5.source,)
 
     def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:

@@ -13,11 +13,12 @@ import os
 import reprlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
+from lazymodel._remote.path import Location, RemotePath
 from lazymodel._show.table import Row, folded_table, shape_text
 from lazymodel._show.text import first_lines, format_bytes, plural, printable
 from lazymodel.checkpoints._checkpoint import Checkpoint
@@ -25,10 +26,10 @@ from lazymodel.checkpoints._open import (
     SAFETENSORS,
     Format,
     content_files,
-    existing,
     format_of,
+    located,
     no_checkpoint,
-    open_checkpoint,
+    open_located,
     weight_files,
 )
 from lazymodel.checkpoints._orbax_folder import find_item
@@ -141,11 +142,13 @@ class CheckpointSummary:
         return "\n".join([*parts, "", count, *problems])
 
 
-def inspect_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> CheckpointSummary:
+def inspect_checkpoint(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, *, verify: bool = False
+) -> CheckpointSummary:
     """Lists what is in a checkpoint and what is wrong with it; reads headers only.
 
     Args:
-        path: As for `open_checkpoint`.
+        path: As for `open_checkpoint`, and `storage_options` too.
         verify: Whether to hash the files too, and to compare that with what a Hugging Face cache or download, or a
             manifest such as `SHA256SUMS`, states. A file whose hash nobody states is a problem.
 
@@ -153,7 +156,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) ->
         CheckpointError: Nothing is there, or nothing in a folder is a checkpoint. Everything else that is wrong is a
             problem in the summary.
     """
-    found = _Inspection(existing(path))
+    found = _Inspection(located(path, storage_options))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", LazyModelWarning)
         found.look()
@@ -170,7 +173,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) ->
 class _Inspection:
     """What was found so far."""
 
-    def __init__(self, where: Path) -> None:
+    def __init__(self, where: Location) -> None:
         self.where = where
         self.root = where if where.is_dir() else where.parent
         self.format = "unknown"
@@ -202,7 +205,7 @@ class _Inspection:
             self.format = "orbax"
             self.look_at_whole(self.where)
 
-    def look_at_file(self, file: Path) -> None:
+    def look_at_file(self, file: Location) -> None:
         """A file that is an index or the whole checkpoint."""
         if kind := format_of(file):
             self.format = kind.name
@@ -211,12 +214,12 @@ class _Inspection:
         else:
             self.look_at_whole(file)
 
-    def look_at_whole(self, path: Path) -> None:
+    def look_at_whole(self, path: Location) -> None:
         """A checkpoint of one file, or in a format that can only be opened as a whole."""
         if path.is_file():
-            self.files[os.fspath(path)] = ()
+            self.files[str(path)] = ()
         try:
-            checkpoint = open_checkpoint(path)
+            checkpoint = open_located(path)
         except LazyModelError as error:
             self.problem(str(error), path if path.is_file() else None)
             return
@@ -224,9 +227,9 @@ class _Inspection:
         self.files.update(dict.fromkeys(content_files(checkpoint), ()))
         self.add([(checkpoint, checkpoint)])
 
-    def look_at_index(self, index: Path, kind: Format) -> None:
+    def look_at_index(self, index: Location, kind: Format) -> None:
         """An index and the shards that it names, or, where it cannot be read, those that lie beside it."""
-        self.files[os.fspath(index)] = ()
+        self.files[str(index)] = ()
         try:
             content = read_json_file(index)
             weights = weight_map(content, index)
@@ -237,16 +240,16 @@ class _Inspection:
         self.add_metadata(content.get("metadata"))
         self.add(open_indexed(index, weights, self.noting(kind), self.problem, grouped=kind.grouped))
 
-    def look_at_loose(self, paths: list[Path], kind: Format = SAFETENSORS) -> None:
+    def look_at_loose(self, paths: Sequence[Location], kind: Format = SAFETENSORS) -> None:
         self.format = kind.name
         self.add(open_loose(self.root, paths, self.noting(kind), self.problem))
 
-    def noting(self, kind: Format) -> Callable[[Path], Checkpoint]:
+    def noting(self, kind: Format) -> Callable[[Any], Checkpoint]:
         """Opens a file of a format, which is noted, whether it can be opened or not."""
 
-        def open(path: Path) -> Checkpoint:
+        def open(path: Location) -> Checkpoint:
             if path.is_file():
-                self.files[os.fspath(path)] = ()
+                self.files[str(path)] = ()
             return kind.open(path)
 
         return open
@@ -261,7 +264,7 @@ class _Inspection:
     def add_part(self, checkpoint: Checkpoint, names: Iterable[str]) -> None:
         """Notes tensors, and that some were found before."""
         self.add_metadata(checkpoint.metadata)
-        path = Path(checkpoint.path)
+        path = checkpoint.path
         again: dict[str, list[str]] = {}
         texts: dict[Any, str] = {}  # a million tensors may lie in one file, and have one dtype
         for name in names:
@@ -285,16 +288,26 @@ class _Inspection:
         if isinstance(metadata, Mapping):
             self.metadata.update({str(key): _plain(value) for key, value in metadata.items()})
 
-    def problem(self, message: str, file: Path | None = None) -> None:
+    def problem(self, message: str, file: str | Location | None = None) -> None:
         self.problems.append(Problem(None if file is None else self.relative(file), message))
 
-    def relative(self, path: str | os.PathLike[str]) -> str:
+    def relative(self, path: str | Location) -> str:
         """A path relative to the checkpoint's folder where it lies inside."""
-        inside = os.path.relpath(path, self.root)
-        return os.fspath(path) if inside.split(os.sep)[0] == os.pardir else inside
+        if isinstance(self.root, RemotePath):
+            return str(path).removeprefix(f"{self.root}/")
+        inside = os.path.relpath(str(path), self.root)
+        return str(path) if inside.split(os.sep)[0] == os.pardir else inside
+
+    def size(self, file: str) -> int:
+        """Bytes of a file; 0 where it is not there."""
+        where = self.root / self.relative(file) if isinstance(self.root, RemotePath) else Path(file)
+        return where.stat().st_size if where.is_file() else 0
 
     def verify(self) -> None:
         """Compares the files with the hashes that are stated for them."""
+        if isinstance(self.root, RemotePath):
+            self.problem(f"{self.where}: hashes are only verified of files on disks")
+            return
         try:
             hashes = known_hashes([file for file in self.files if os.path.isfile(file)], True, self.root)
             wrong = mismatches(hashes)
@@ -302,7 +315,7 @@ class _Inspection:
             self.problem(str(error))
             return
         for file, message in wrong.items():
-            self.problem(message, Path(file))
+            self.problem(message, file)
         if lacking := [file for file, stated in hashes.items() if not stated]:
             self.problem(no_hash(lacking, True))
         for file, stated in hashes.items():
@@ -312,10 +325,9 @@ class _Inspection:
         found = Counter(tensor.file for tensor in self.tensors.values())
         files: list[FileSummary] = []
         for file, verified in self.files.items():
-            size = os.stat(file).st_size if os.path.exists(file) else 0
-            files.append(FileSummary(self.relative(file), size, found[self.relative(file)], verified))
+            files.append(FileSummary(self.relative(file), self.size(file), found[self.relative(file)], verified))
         tensors, problems = tuple(self.tensors.values()), tuple(self.problems)
-        return CheckpointSummary(os.fspath(self.where), self.format, self.metadata, tuple(files), tensors, problems)
+        return CheckpointSummary(str(self.where), self.format, self.metadata, tuple(files), tensors, problems)
 
 
 def _plain(value: Any) -> Any:

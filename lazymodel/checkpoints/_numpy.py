@@ -10,17 +10,16 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-import os
 import threading
 import warnings
 import zlib
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._tensors.files import FileSource
+from lazymodel._remote.path import Location
+from lazymodel._remote.source import source_of
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.leaves import ArrayLeaf, FileLeaf
 from lazymodel._tensors.source import Source
@@ -56,23 +55,23 @@ class NumpyCheckpoint(Checkpoint):
 
     format = "numpy"
 
-    def __init__(self, path: Path, source: FileSource, tensors: dict[str, LazyTensor]) -> None:
+    def __init__(self, path: Location, source: Source, tensors: dict[str, LazyTensor]) -> None:
         super().__init__(path, tensors, [source])
         self._tensors = tensors
 
 
-def open_npy(path: Path) -> NumpyCheckpoint:
+def open_npy(path: Location) -> NumpyCheckpoint:
     """Opens a `.npy` file: one tensor, with the file's name without its suffix (`embedding.npy` → `embedding`)."""
     check_pointer(path)
-    source = FileSource(path)
-    with open(path, "rb") as file:
+    source, name = source_of(path), path.name.removesuffix(".npy")
+    with source.open_file() as file:
         head = file.read(_MAX_HEADER)
-    return NumpyCheckpoint(path, source, {path.stem: _array(path.stem, str(path), head, source, 0, source.size)})
+    return NumpyCheckpoint(path, source, {name: _array(name, str(path), head, source, 0, source.size)})
 
 
-def open_npz(path: Path) -> NumpyCheckpoint:
+def open_npz(path: Location) -> NumpyCheckpoint:
     """Opens a `.npz` archive. Members that are no arrays, which `np.load` gives as bytes, are left out."""
-    source = FileSource(path)
+    source = source_of(path)
     members = [zip_member(path, info) for info in zip_directory(path, ".npz")]
     tensors: dict[str, LazyTensor] = {}
     end = 0
@@ -93,9 +92,9 @@ def open_npz(path: Path) -> NumpyCheckpoint:
 
 def _head(member: Member) -> bytes:
     """The first of a member's decompressed bytes."""
-    with open(member.path, "rb") as file:
+    with member.path.open("rb") as file:
         file.seek(member.start)
-        data = file.read(min(member.stored, _MAX_HEADER + _INPUT))  # deflating can also make longer, a little
+        data = file.read(min(member.stored, _MAX_HEADER + _INPUT)) or b""  # deflating can also make longer, a little
     size = min(member.size, _MAX_HEADER)
     try:
         return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size) if member.deflated else data[:size]
@@ -164,8 +163,8 @@ class _Cursor:
 class _DeflatedSource(Source):
     """The decompressed bytes of a member, in the addresses that they would have were they stored from `start` on."""
 
-    def __init__(self, file: FileSource, member: Member) -> None:
-        super().__init__(member.path)
+    def __init__(self, file: Source, member: Member) -> None:
+        super().__init__(str(member.path))
         self._file, self._member = file, member
         self._places = threading.Lock()  # guards what is below it
         self.forget()
@@ -176,6 +175,10 @@ class _DeflatedSource(Source):
             self._idle: list[_Cursor] = []  # where reads stopped; the newest last
             self._resume: list[_Cursor] = [_Cursor()]  # never moved, only copied; ascending
             self._spacing = _SPACING
+
+    @property
+    def origin(self) -> Source:
+        return self._file
 
     def check_unchanged(self) -> None:
         self._file.check_unchanged()
@@ -222,7 +225,7 @@ class _DeflatedSource(Source):
             if not data and not cursor.decoder.eof:
                 want = min(_INPUT, member.stored - cursor.taken)
                 with reading(f"{self.path} at byte {cursor.taken}"):
-                    data = os.pread(self._file.descriptor(), want, member.start + cursor.taken)
+                    data = self._file.peek(member.start + cursor.taken, want)
                 cursor.taken += len(data)
             try:
                 piece = cursor.decoder.decompress(data, limit)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from lazymodel._devices.agreement import opening
 from lazymodel._errors import CheckpointError
+from lazymodel._remote.hugging_face import cached_commit, cached_snapshot, is_offline
+from lazymodel._remote.path import Location, RemotePath, remote_path
+from lazymodel._remote.requests import Unavailable
+from lazymodel._remote.url import is_url
 from lazymodel.checkpoints._checkpoint import Checkpoint, JoinedCheckpoint
 from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5
 from lazymodel.checkpoints._numpy import open_npy, open_npz
 from lazymodel.checkpoints._orbax import open_orbax
 from lazymodel.checkpoints._orbax_folder import find_item
 from lazymodel.checkpoints._safetensors import SafetensorsFile
-from lazymodel.checkpoints._shards import open_indexed, open_loose
-from lazymodel.checkpoints._untrusted import check_pointer, read_json_file, weight_map
+from lazymodel.checkpoints._shards import by_shard, open_indexed, open_loose
+from lazymodel.checkpoints._untrusted import check_pointer, read_json_file, require_shards, shard_path, weight_map
 from lazymodel.checkpoints._verify import Verify, verify_files
 
 SAVING = ".lazymodel-saving"  # what the names of savers' own folders end in
@@ -29,13 +33,13 @@ class Format(NamedTuple):
     name: str
     suffixes: tuple[str, ...]
     magic: bytes | None
-    open: Callable[[Path], Checkpoint]
+    open: Callable[[Any], Checkpoint]  # of a `Location`
     shard: Format | None = None  # the format of the files that it names, where it is an index
     grouped: bool = False  # whether its indexes list groups of tensors, each perhaps in several shards
 
 
 def _index_of(suffix: str, kind: Format) -> Format:
-    def open_index(index: Path) -> Checkpoint:
+    def open_index(index: Location) -> Checkpoint:
         weights = weight_map(read_json_file(index), index)
         return JoinedCheckpoint(index, open_indexed(index, weights, kind.open, grouped=kind.grouped))
 
@@ -61,7 +65,7 @@ _SUPPORTED = (
 )
 
 
-def format_of(file: Path, head: bytes = b"") -> Format | None:
+def format_of(file: Location, head: bytes = b"") -> Format | None:
     """The format of a file of this name whose content begins like this."""
     return next(
         (
@@ -73,7 +77,12 @@ def format_of(file: Path, head: bytes = b"") -> Format | None:
     )
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, verify: Verify = False) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    verify: Verify = False,
+) -> Checkpoint:
     """Opens a checkpoint without reading its tensors; the format is found from the path and its first bytes.
 
     Args:
@@ -105,13 +114,15 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: Verify = False) -> 
         LazyTensor('up/kernel', float32[64, 256] in model.safetensors)
     """
     with opening():
-        where = existing(path)
+        where = located(path, storage_options)
         if verify is False:
-            return _open(where)
-        with _open(where) as unverified:
+            return open_located(where)
+        if isinstance(where, RemotePath):
+            raise CheckpointError(f"{where}: verify reads files on disks, expected a path, found a URL")
+        with open_located(where) as unverified:
             files = content_files(unverified)
         hashed = verify_files(files, verify, where if where.is_dir() else where.parent)
-        checkpoint = _open(where)  # once more, so that headers and index, too, are those that were hashed
+        checkpoint = open_located(where)  # once more, so that headers and index, too, are those that were hashed
         try:
             for source in hashed:
                 source.check_unchanged()
@@ -132,6 +143,25 @@ def staging_folder(destination: Path, *, inside: bool = False) -> Path:
     return destination / SAVING if inside else destination.parent / f".{destination.name}{SAVING}"
 
 
+def located(path: str | os.PathLike[str] | RemotePath, storage_options: Mapping[str, Any] | None = None) -> Location:
+    """Where a path or URL leads, to something that is there; CheckpointError if nothing is.
+
+    What lies complete in the local cache of the Hugging Face hub is there and nowhere else.
+    """
+    if isinstance(path, RemotePath):
+        return path
+    if not is_url(path):
+        if storage_options:
+            raise CheckpointError(f"{os.fspath(path)}: storage_options are for URLs, found a path")
+        return existing(path)
+    where = remote_path(cast(str, path), storage_options)
+    if (cached := cached_copy(where)) is not None:
+        return cached.path
+    if where.store.lists and not where.exists():
+        raise CheckpointError(f"there is no checkpoint at {where}: the store has nothing there")
+    return where
+
+
 def existing(path: str | os.PathLike[str]) -> Path:
     """A path at which something is; CheckpointError if nothing is, or what is there must not be looked at."""
     try:
@@ -145,7 +175,67 @@ def existing(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def weight_files(folder: Path) -> list[Path]:
+class CachedCopy(NamedTuple):
+    """Where something of the Hugging Face hub lies on this machine, and whether the hub cannot be asked for more."""
+
+    path: Path
+    offline: bool
+
+
+def cached_copy(where: RemotePath) -> CachedCopy | None:
+    """What the local cache of the Hugging Face hub has of a place in it: a file, or all weights of a folder.
+
+    Of a revision, the commit that the hub says it is; where the hub cannot be reached, or must not be asked
+    (`HF_HUB_OFFLINE`), the one that it was.
+
+    Raises:
+        CheckpointError: The hub cannot be asked, and not all is in the cache.
+    """
+    repository = where.store.repository
+    if repository is None:
+        return None
+    known = cached_commit(repository.name, repository.revision)
+    stale = None if known is None else _in_snapshot(cached_snapshot(repository.name, known), where.key)
+    why = "HF_HUB_OFFLINE is set"
+    if not is_offline():
+        try:
+            # With a copy there, a hub that does not answer is not waited for.
+            snapshot = cached_snapshot(repository.name, where.store.commit(once=stale is not None))
+            path = _in_snapshot(snapshot, where.key)
+            if path is None or (
+                path.is_dir() and not all((path / file.name).is_file() for file in weight_files(where))
+            ):
+                return None
+            return CachedCopy(path, False)
+        except Unavailable as error:
+            why = str(error)
+    if stale is not None:
+        return CachedCopy(stale, True)
+    raise CheckpointError(
+        f"{where}: {why}, and the local cache of the hub does not have all of its weights. Download it while the hub "
+        "can be reached, or give the path of a folder that has them."
+    )
+
+
+def _in_snapshot(snapshot: Path | None, key: str) -> Path | None:
+    """A place in a snapshot of a repository, if all weights that belong to it are there."""
+    if snapshot is None or not (where := snapshot / key).exists():
+        return None
+    try:
+        files = weight_files(where) if where.is_dir() else [where]
+        for file in files:
+            kind = format_of(file)
+            if kind is not None and kind.shard is not None:
+                weights = weight_map(read_json_file(file), file)
+                require_shards(
+                    file, [shard_path(file, shard) for shard in by_shard(weights, file, grouped=kind.grouped)]
+                )
+    except CheckpointError:
+        return None
+    return where if files and all(file.is_file() for file in files) else None
+
+
+def weight_files(folder: Location) -> Sequence[Location]:
     """The files of a folder that are its checkpoint: an index, the only weight file, or all safetensors files."""
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     preferred = folder / "model.safetensors.index.json"
@@ -159,12 +249,13 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def no_checkpoint(folder: Path) -> CheckpointError:
+def no_checkpoint(folder: Location) -> CheckpointError:
     """The error for a folder in which nothing is known."""
     return CheckpointError(f"found no checkpoint in folder {folder}; supported: {_SUPPORTED}")
 
 
-def _open(where: Path) -> Checkpoint:
+def open_located(where: Location) -> Checkpoint:
+    """Opens what is at a place."""
     files = weight_files(where) if where.is_dir() else [where]
     if where.is_dir() and files and files[0].suffix == ".safetensors":
         return JoinedCheckpoint(where, open_loose(where, files, SafetensorsFile))

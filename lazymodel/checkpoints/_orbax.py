@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,11 +20,14 @@ from typing import Any, cast
 import numpy as np
 
 from lazymodel._errors import CheckpointError, warn
+from lazymodel._remote.path import Location
+from lazymodel._remote.source import source_of
+from lazymodel._remote.tensorstore import kvstore
 from lazymodel._tensors.boxes import Box, box_shape, shift
 from lazymodel._tensors.buffers import Convert, Workspace, assign
-from lazymodel._tensors.files import FileSource
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.leaves import ArrayLeaf, Leaf
+from lazymodel._tensors.source import Source
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._orbax_folder import DRIVERS, MANIFEST, METADATA, Tree, TreeLeaf, read_tree, require_complete
 from lazymodel.checkpoints._untrusted import check_pointer, files_inside, is_number
@@ -37,6 +41,7 @@ _BATCH = 64 << 20
 # for are larger than the chunk, and most of each chunk is used the first time.
 _KEEP = 4 << 20
 _KEPT = 2  # chunks: one of the tensor that is being read, one of the next, which other threads have begun
+_LOOK = 0.1  # seconds between two looks at whether what is read is still waited for
 _FILE_THREADS = 8  # reads in flight in tensorstore; streams come with threads of their own
 _TREE_CACHE = 16 << 20  # bytes for nodes of an OCDBT database, which would otherwise be read once a chunk
 
@@ -54,7 +59,13 @@ def _tensorstore() -> Any:
     return tensorstore
 
 
-def open_orbax(path: Path, item: Path) -> OrbaxCheckpoint:
+def _code(error: Exception) -> str:
+    """What a remote failure is, in one word: its text has URLs with their signatures, and what a server wrote."""
+    found = re.match("[A-Z_]+(?=:)", str(error))
+    return found[0] if found else type(error).__name__
+
+
+def open_orbax(path: Location, item: Location) -> OrbaxCheckpoint:
     """Opens an item that `find_item` found."""
     files = files_inside(item)
     tree = read_tree(item)
@@ -75,9 +86,9 @@ def open_orbax(path: Path, item: Path) -> OrbaxCheckpoint:
 class _Store:
     """The keys and arrays of an item, through tensorstore."""
 
-    def __init__(self, item: Path, ocdbt: bool, files: list[str]) -> None:
+    def __init__(self, item: Location, ocdbt: bool, files: list[str]) -> None:
         self.item = item
-        self.files = [str(item / name) for name in files]
+        self.places = [item / name for name in files]
         ts = _tensorstore()
         # Nothing is cached but OCDBT's own nodes: every decoded chunk is the memory of the read that asked for it.
         self._context = ts.Context(
@@ -88,17 +99,15 @@ class _Store:
                 "file_io_concurrency": {"limit": _FILE_THREADS},
             }
         )
-        base = {"driver": "file", "path": f"{item.resolve()}/"}
+        base = kvstore(item)
         self._kvstore = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#ocdbt"} if ocdbt else base
         if ocdbt:
-            try:
-                listed = ts.KvStore.open(self._kvstore, context=self._context).result().list().result()
-                self._keys = frozenset(key.decode() for key in listed)
-            except _FAILURES as error:
-                raise CheckpointError(
-                    f"{item / MANIFEST}: expected the index of an OCDBT database, found one that cannot be read "
-                    f"({error}); it is truncated or corrupt. Copy the checkpoint again."
-                ) from error
+            listed = self._told(
+                lambda: ts.KvStore.open(self._kvstore, context=self._context).result().list().result(),
+                f"{item / MANIFEST}: expected the index of an OCDBT database, found one that cannot be read",
+                "truncated or corrupt",
+            )
+            self._keys = frozenset(key.decode() for key in listed)
         else:
             self._keys = frozenset(files)
 
@@ -117,13 +126,20 @@ class _Store:
         prefix = f"{stored_as}/" if stored_as else ""
         kvstore["path"] = cast(str, kvstore.get("path", "")) + prefix
         spec = {"driver": DRIVERS[mark], "kvstore": kvstore, "fill_missing_data_reads": not complete}
+        return self._told(
+            lambda: _tensorstore().open(spec, context=self._context, open=True, read=True).result(),
+            f"{self.item}: expected an array that {prefix}{mark} describes, found one that cannot be opened",
+            "corrupt",
+        )
+
+    def _told(self, function: Callable[[], Any], failed: str, what: str) -> Any:
         try:
-            return _tensorstore().open(spec, context=self._context, open=True, read=True).result()
+            return function()
         except _FAILURES as error:
-            raise CheckpointError(
-                f"{self.item}: expected an array that {prefix}{mark} describes, found one that cannot be opened "
-                f"({error}); it is corrupt. Copy the checkpoint again."
-            ) from error
+            if isinstance(self.item, Path):
+                raise CheckpointError(f"{failed} ({error}); it is {what}. Copy the checkpoint again.") from error
+            code = _code(error)
+        raise CheckpointError(f"{failed} ({code}); it is {what}, or the store refuses access.")
 
     def missing_chunks(self, stored_as: str, shape: tuple[int, ...], chunk: tuple[int, ...], metadata: Any) -> int:
         """How many chunks of an array are not stored (zarr 2: "Storage"; zarr 3: "chunk key encoding")."""
@@ -162,10 +178,15 @@ class OrbaxCheckpoint(Checkpoint):
     format = "orbax"
 
     def __init__(
-        self, path: Path, store: _Store, names: dict[str, tuple[str, str]], complete: bool, empty: dict[str, LazyTensor]
+        self,
+        path: Location,
+        store: _Store,
+        names: dict[str, tuple[str, str]],
+        complete: bool,
+        empty: dict[str, LazyTensor],
     ) -> None:
-        first = [store.item / MANIFEST, store.item / METADATA, *map(Path, store.files)]
-        source = FileSource(next(file for file in first if file.exists()))
+        first = [store.item / MANIFEST, store.item / METADATA, *store.places]
+        source = source_of(next(file for file in first if file.exists()))
         super().__init__(path, [*names, *empty], [source])
         self._tensors.update(empty)
         self.item = str(store.item)
@@ -178,7 +199,7 @@ class OrbaxCheckpoint(Checkpoint):
     @property
     def files(self) -> list[str]:
         """Paths of the item's files."""
-        return sorted(self._store.files)
+        return sorted(map(str, self._store.places))
 
     def _tensor(self, name: str) -> LazyTensor:
         stored_as, mark = self._stored[name]
@@ -227,10 +248,10 @@ class ChunkedLeaf(Leaf):
     """
 
     def __init__(
-        self, name: str, array: Any, dtype: np.dtype[Any], chunk: tuple[int, ...], source: FileSource, kept: _Kept
+        self, name: str, array: Any, dtype: np.dtype[Any], chunk: tuple[int, ...], source: Source, kept: _Kept
     ) -> None:
         self.name, self.file, self.shape, self.dtype, self.chunk = name, source.path, tuple(array.shape), dtype, chunk
-        self.offset = 0
+        self.offset, self.origin = 0, source
         nbytes = math.prod(chunk) * dtype.itemsize
         self._keep = nbytes >= _KEEP
         self.unit_nbytes = (_COPIES + (_KEPT - 1 if self._keep else 0)) * nbytes
@@ -238,7 +259,7 @@ class ChunkedLeaf(Leaf):
         self.row_step = 1 if not chunk or (self._keep and chunk[1:] == self.shape[1:]) else chunk[0]
         self._array, self._source, self._kept = array, source, kept
 
-    def sources(self) -> tuple[FileSource, ...]:
+    def sources(self) -> tuple[Source, ...]:
         return (self._source,)
 
     def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
@@ -278,13 +299,30 @@ class ChunkedLeaf(Leaf):
             source = self._array[box]
             if box:
                 source = source.translate_to[(0,) * len(box)]
-            _tensorstore().array(out, copy=False, write=True).write(source).result()
+            self._wait(_tensorstore().array(out, copy=False, write=True).write(source))
+            return
         except _FAILURES as error:
             self._source.check_unchanged()
-            raise CheckpointError(
-                f"cannot read array {self.name!r} of {self.file}: {error}. The checkpoint is truncated or corrupt; "
-                "copy it again."
-            ) from error
+            if not self._source.remote:
+                raise CheckpointError(self._failed(str(error))) from error
+            failed = self._failed(_code(error))
+        raise CheckpointError(failed)
+
+    def _failed(self, why: str) -> str:
+        return (
+            f"cannot read array {self.name!r} of {self.file}: {why}. The checkpoint is truncated or corrupt; "
+            "copy it again."
+        )
+
+    def _wait(self, future: Any) -> None:
+        while self._source.remote:
+            try:
+                return future.result(timeout=_LOOK)
+            except TimeoutError:
+                if self._source.given_up():
+                    future.cancel()
+                    raise CheckpointError("reading was stopped") from None
+        future.result()
 
 
 class _Kept:

@@ -20,12 +20,12 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from lazymodel._errors import CheckpointError
+from lazymodel._remote.path import Location
 from lazymodel._show.text import listed
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel.checkpoints._untrusted import counts, is_number, read_json_file, reading
@@ -52,7 +52,7 @@ _ARRAYS = frozenset(("jax.Array", "np.ndarray", "scalar"))
 _TEXT_OR_EMPTY = frozenset(("string", "None", "Dict", "List", "Tuple", "NamedTuple"))
 
 
-def find_item(folder: Path) -> Path | None:
+def find_item(folder: Location) -> Location | None:
     """The folder of arrays that a path means: itself, the only item of a step, or that of the newest committed step.
 
     None if this is nothing that Orbax wrote.
@@ -73,7 +73,7 @@ def find_item(folder: Path) -> Path | None:
         return None
     _require_committed(folder)
     unfinished = [child.name for child in items if _UNFINISHED in child.name]
-    arrays: list[Path] = []
+    arrays: list[Location] = []
     for child in items:
         if _UNFINISHED not in child.name:
             tree = read_tree(child)
@@ -94,10 +94,10 @@ def find_item(folder: Path) -> Path | None:
     raise CheckpointError(f"{folder}: expected an Orbax item that holds arrays, found {found or 'no folders'}. {mend}")
 
 
-def foreign_entries(folder: Path) -> list[str]:
+def foreign_entries(folder: Location) -> list[str]:
     """Names of the files and folders in a folder that are no part of the one Orbax item that it is, or has in it."""
 
-    def own(path: Path) -> bool:
+    def own(path: Location) -> bool:
         if path.name in _OWN or path.name.startswith(_PROCESS):
             return True
         if not path.is_dir() or _STEP.fullmatch(path.name):  # a whole step is not a part of anything
@@ -107,30 +107,30 @@ def foreign_entries(folder: Path) -> list[str]:
     return sorted(child.name for child in folder.iterdir() if not own(child))
 
 
-def _folders(folder: Path) -> list[Path]:
+def _folders(folder: Location) -> list[Location]:
     """Folders in a folder, by name."""
     with reading(folder, "list"):
         return sorted(child for child in folder.iterdir() if child.is_dir())
 
 
-def _is_array(folder: Path) -> bool:
+def _is_array(folder: Location) -> bool:
     return any((folder / mark).exists() for mark in DRIVERS)
 
 
-def _is_item(folder: Path) -> bool:
+def _is_item(folder: Location) -> bool:
     """Whether a folder holds a tree of arrays, or what is left of one."""
     if (folder / METADATA).exists() or (folder / MANIFEST).exists():
         return True
     return any(child.name.startswith(_PROCESS) or _is_array(child) for child in _folders(folder))
 
 
-def _is_step(folder: Path) -> bool:
+def _is_step(folder: Location) -> bool:
     return (folder / _STEP_METADATA).exists() or (folder / _V1_MARK).exists()
 
 
-def _steps(folder: Path) -> list[tuple[int, str, Path]]:
+def _steps(folder: Location) -> list[tuple[int, str, Location]]:
     """(number, prefix, folder) of every step in a folder, the newest first; unfinished ones are left out by name."""
-    steps: list[tuple[int, str, Path]] = []
+    steps: list[tuple[int, str, Location]] = []
     for child in _folders(folder):
         match = _STEP.fullmatch(child.name)
         if match and (_is_step(child) or _is_item(child) or any(_is_item(inner) for inner in _folders(child))):
@@ -138,7 +138,7 @@ def _steps(folder: Path) -> list[tuple[int, str, Path]]:
     return sorted(steps, reverse=True)
 
 
-def _newest(folder: Path, steps: list[tuple[int, str, Path]]) -> Path:
+def _newest(folder: Location, steps: list[tuple[int, str, Location]]) -> Location:
     prefixes = sorted({prefix for _, prefix, _ in steps})
     if len(prefixes) > 1:
         raise CheckpointError(
@@ -157,7 +157,7 @@ def _newest(folder: Path, steps: list[tuple[int, str, Path]]) -> Path:
     return committed[0][1]
 
 
-def _require_committed(folder: Path) -> None:
+def _require_committed(folder: Location) -> None:
     if reason := _unfinished(folder):
         raise CheckpointError(
             f"{folder} is half written: expected a committed checkpoint, found that {reason}. Wait until saving has "
@@ -165,7 +165,7 @@ def _require_committed(folder: Path) -> None:
         )
 
 
-def _unfinished(folder: Path) -> str | None:
+def _unfinished(folder: Location) -> str | None:
     """Why a folder is not a committed checkpoint, or None if it is."""
     if _UNFINISHED in folder.name:
         return f"its name has {_UNFINISHED!r}"
@@ -211,7 +211,7 @@ class Tree:
         """Whether any leaf is stored as an array, or may be."""
         return any(leaf.kind not in _TEXT_OR_EMPTY for leaf in self.leaves)
 
-    def names(self, item: Path, arrays: Mapping[str, Any]) -> dict[str, str]:
+    def names(self, item: Location, arrays: Mapping[str, Any]) -> dict[str, str]:
         """Names of the tensors → names of their arrays in the storage, which are all of the arrays there must be."""
         names: dict[str, str] = {}
         owners: dict[str, tuple[str, ...]] = {}
@@ -241,7 +241,7 @@ class Tree:
         return names
 
 
-def read_tree(item: Path) -> Tree | None:
+def read_tree(item: Location) -> Tree | None:
     """The tree that `_METADATA` describes, if it is there."""
     file = item / METADATA
     if not file.exists():
@@ -266,7 +266,7 @@ def read_tree(item: Path) -> Tree | None:
     return Tree(leaves, _zero_size_tensors(fields.get("custom_metadata"), file), fields)
 
 
-def require_complete(item: Path, tree: Tree | None, files: list[str]) -> None:
+def require_complete(item: Location, tree: Tree | None, files: list[str]) -> None:
     """Raises CheckpointError where an item has no arrays, or has lost the index of its arrays."""
     if tree is not None and not tree.stores_arrays:
         if not tree.empty:
@@ -289,7 +289,7 @@ def zero_size_metadata(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {_ZERO_SIZE: found} if found else {}
 
 
-def _zero_size_tensors(custom: Any, file: Path) -> dict[str, LazyTensor]:
+def _zero_size_tensors(custom: Any, file: Location) -> dict[str, LazyTensor]:
     found: Any = cast("dict[str, Any]", custom).get(_ZERO_SIZE, {}) if isinstance(custom, dict) else {}
     try:
         return {name: lazy(_zero_size(*entry), name) for name, entry in found.items()}

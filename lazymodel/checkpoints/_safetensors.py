@@ -8,18 +8,19 @@ implementation refuses (gaps, overlaps, bytes left over, headers that are not UT
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
 
 from lazymodel._errors import CheckpointError
+from lazymodel._remote.path import Location
+from lazymodel._remote.source import source_of
 from lazymodel._tensors.boxes import Box, Geometry, box_shape, normalize, slabs
 from lazymodel._tensors.buffers import Convert, Workspace, assign
-from lazymodel._tensors.files import FileSource
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.leaves import FileLeaf, Leaf
+from lazymodel._tensors.source import Source
 from lazymodel.checkpoints._checkpoint import Checkpoint, TensorHeader
 from lazymodel.checkpoints._safetensors_header import FLOAT4, read_header
 from lazymodel.checkpoints._untrusted import check_pointer
@@ -39,11 +40,11 @@ class PackedLeaf(Leaf):
 
     unit_nbytes = _PACKED_UNIT
 
-    def __init__(self, name: str, source: FileSource, offset: int, shape: tuple[int, ...]) -> None:
+    def __init__(self, name: str, source: Source, offset: int, shape: tuple[int, ...]) -> None:
         self.name, self.source, self.file, self.offset = name, source, source.path, offset
         self.shape, self.dtype = shape, FLOAT4
 
-    def sources(self) -> tuple[FileSource, ...]:
+    def sources(self) -> tuple[Source, ...]:
         return (self.source,)
 
     def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
@@ -103,10 +104,11 @@ class SafetensorsFile(Checkpoint):
 
     format = "safetensors"
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        check_pointer(Path(path))
-        self.source = FileSource(path)
-        self.header = read_header(os.fspath(path), self.source.size)
+    def __init__(self, path: str | Location) -> None:
+        path = Path(path) if isinstance(path, str) else path
+        check_pointer(path)
+        self.source = source_of(path)
+        self.header = read_header(self.source)
         self.metadata = self.header.metadata
         super().__init__(path, self.header.names, [self.source])
 

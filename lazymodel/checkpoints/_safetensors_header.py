@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError
+from lazymodel._tensors.source import Source
 from lazymodel.checkpoints._untrusted import MAX_DIMENSIONS, counts, read_json_object, reading
 
 MAX_HEADER = 100_000_000  # bytes; the reference implementation's own limit
@@ -102,9 +103,10 @@ class Header:
         return sum(count * kind.nbytes for count, kind in zip(found, self.kinds, strict=True))
 
 
-def read_header(path: str, size: int) -> Header:
-    """Reads and checks the header of a file of `size` bytes."""
-    data = _read(path, size)
+def read_header(source: Source) -> Header:
+    """Reads and checks the header of a file."""
+    path, size = source.path, source.size
+    data = _read(source)
     start = 8 + len(data)  # of the tensors' bytes
     if (header := _written_as_usual(data, start, size - start)) is not None:
         return header
@@ -124,8 +126,9 @@ def read_header(path: str, size: int) -> Header:
     return Header(metadata or {}, names, list(codes), np.array(numbers, np.int32), begins)
 
 
-def _read(path: str, size: int) -> bytes:
-    with reading(path), open(path, "rb") as file:
+def _read(source: Source) -> bytes:
+    path, size = source.path, source.size
+    with reading(path), source.open_file() as file:
         length = int.from_bytes(prefix := file.read(8), "little")
         if len(prefix) < 8:
             raise CheckpointError(f"{path} is no safetensors file: expected at least 8 bytes, found {size}")

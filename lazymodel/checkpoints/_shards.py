@@ -6,7 +6,6 @@ One loop serves opening, which stops at the first thing that is wrong, and inspe
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import reprlib
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lazymodel._errors import CheckpointError, LazyModelError
+from lazymodel._remote.path import Location
 from lazymodel._show.text import LISTED, listed, plural
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._untrusted import require_shards, shard_path
@@ -24,7 +24,7 @@ _PART = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.safetensors")  # as Hugging Fa
 _NOUNS = ("tensor", "group")  # what an index lists, by whether it groups them
 _MAX_NAME = 240  # characters of a name that a message shows; a file may give a tensor a name of megabytes
 
-Report = Callable[[str, Path | None], None]  # is told what is wrong, and in which file
+Report = Callable[[str, "str | Location | None"], None]  # is told what is wrong, and in which file
 Part = tuple[Checkpoint, Collection[str]]  # a shard, and which of its tensors count
 
 
@@ -34,10 +34,10 @@ def is_numbered(name: str) -> bool:
 
 
 def open_loose(
-    folder: Path, paths: Sequence[Path], open: Callable[[Path], Checkpoint], problem: Report | None = None
+    folder: Location, paths: Sequence[Location], open: Callable[[Any], Checkpoint], problem: Report | None = None
 ) -> list[Part]:
     """Opens files that no index describes; those numbered `k-of-n` must be n, and of one save."""
-    headers: dict[Path, Mapping[str, str] | None] = dict.fromkeys(paths)
+    headers: dict[Location, Mapping[str, str] | None] = dict.fromkeys(paths)
     parts: list[Part] = []
     for path in paths:
         with _noted(problem, path):
@@ -50,9 +50,9 @@ def open_loose(
 
 
 def open_indexed(
-    index: Path,
+    index: Location,
     weights: Mapping[str, Any],
-    open: Callable[[Path], Checkpoint],
+    open: Callable[[Any], Checkpoint],
     problem: Report | None = None,
     *,
     grouped: bool,
@@ -62,13 +62,13 @@ def open_indexed(
     `weights` maps a tensor to its file or, where `grouped`, as Keras' indexes, a group of tensors to one file or more.
     `problem` is told everything that is wrong; None raises it, but for tensors that the index does not list.
     """
-    expected: dict[Path, list[str]] = {}
+    expected: dict[Location, list[str]] = {}
     for shard, keys in by_shard(weights, index, problem, grouped=grouped).items():
         with _noted(problem, index):
             expected.setdefault(shard_path(index, shard), []).extend(keys)
     if problem is None:
         require_shards(index, list(expected))
-    opened: dict[Path, Checkpoint] = {}
+    opened: dict[Location, Checkpoint] = {}
     for path, keys in expected.items():
         with _noted(problem, path):
             _require(path, f"{some(keys, _NOUNS[grouped])} as {index.name} says")
@@ -84,7 +84,7 @@ def open_indexed(
 
 
 def by_shard(
-    weights: Mapping[str, Any], index: str | os.PathLike[str], problem: Report | None = None, *, grouped: bool
+    weights: Mapping[str, Any], index: str | Location, problem: Report | None = None, *, grouped: bool
 ) -> dict[str, list[str]]:
     """Shard → what an index says that it has."""
     result: dict[str, list[str]] = {}
@@ -96,7 +96,7 @@ def by_shard(
             else:
                 wrong[reprlib.repr(shard)] = None
     for shard in wrong:
-        _tell(problem, f"{os.fspath(index)}: expected a shard's file name, found {shard}", Path(index))
+        _tell(problem, f"{index}: expected a shard's file name, found {shard}", index)
     return result
 
 
@@ -120,7 +120,7 @@ def indexed_names(
     def tell(keys: Sequence[str], verb: str, what: str) -> None:
         if keys:
             message = f"{path}: {verb} {some(keys, _NOUNS[grouped])}, which {index} {what}; download both again"
-            _tell(problem, message, Path(path))
+            _tell(problem, message, path)
 
     tell([key for key in expected if key not in held], "lacks", "says it has")
     if problem is not None:
@@ -132,12 +132,14 @@ def indexed_names(
     return [name for key in there for name in held[key]] if grouped else there
 
 
-def _save_problems(folder: Path, metadata: Mapping[Path, Mapping[str, str] | None], *, indexed: bool) -> Iterator[str]:
+def _save_problems(
+    folder: Location, metadata: Mapping[Location, Mapping[str, str] | None], *, indexed: bool
+) -> Iterator[str]:
     """What tells that safetensors files, given with their headers' metadata, are not all of one save's shards.
 
     Where an index names them their number and their names are right as they are.
     """
-    parts: dict[tuple[str, str], dict[Path, int]] = {}
+    parts: dict[tuple[str, str], dict[Location, int]] = {}
     for path in metadata:
         if match := _PART.fullmatch(path.name):
             parts.setdefault((match[1], match[3]), {})[path] = int(match[2])
@@ -162,7 +164,7 @@ def _save_problems(folder: Path, metadata: Mapping[Path, Mapping[str, str] | Non
             )
 
 
-def _incomplete(folder: Path, stem: str, total: str, numbers: set[int]) -> Iterator[str]:
+def _incomplete(folder: Location, stem: str, total: str, numbers: set[int]) -> Iterator[str]:
     count = int(total) - sum(1 <= number <= int(total) for number in numbers)
     if count:
         lacking = (number for number in range(1, int(total) + 1) if number not in numbers)
@@ -173,9 +175,11 @@ def _incomplete(folder: Path, stem: str, total: str, numbers: set[int]) -> Itera
         )
 
 
-def _require(path: Path, expected: str) -> None:
+def _require(path: Location, expected: str) -> None:
     if not path.exists():
-        found = f"a link to {os.readlink(path)}, which is not there" if path.is_symlink() else "no such file"
+        found = "no such file"
+        if isinstance(path, Path) and path.is_symlink():
+            found = f"a link to {path.readlink()}, which is not there"
         raise CheckpointError(f"{path}: expected {expected}, found {found}. Download it too.")
 
 
@@ -192,7 +196,7 @@ def short(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _noted(problem: Report | None, file: Path | None) -> Generator[None]:
+def _noted(problem: Report | None, file: str | Location | None) -> Generator[None]:
     """Tells what the block raises, if there is somebody to tell."""
     try:
         yield
@@ -202,6 +206,6 @@ def _noted(problem: Report | None, file: Path | None) -> Generator[None]:
         problem(str(error), file)
 
 
-def _tell(problem: Report | None, message: str, file: Path | None = None) -> None:
+def _tell(problem: Report | None, message: str, file: str | Location | None = None) -> None:
     with _noted(problem, file):
         raise CheckpointError(message)

@@ -13,7 +13,7 @@ import os
 import reprlib
 import stat
 import zipfile
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError
+from lazymodel._remote.path import Location, RemotePath
 from lazymodel._show.text import format_bytes, listed
 
 MAX_JSON = 100 << 20  # bytes; an index of a million tensors is below this
@@ -44,24 +45,24 @@ def counts(value: Any) -> tuple[int, ...] | None:
 
 
 @contextlib.contextmanager
-def reading(path: str | os.PathLike[str], verb: str = "read") -> Generator[None]:
+def reading(path: str | Location, verb: str = "read") -> Generator[None]:
     """Within the block, what the operating system refuses is a CheckpointError that names the path."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"cannot {verb} {os.fspath(path)}: {error.strerror}") from error
+        raise CheckpointError(f"cannot {verb} {path}: {error.strerror}") from error
 
 
-def check_pointer(file: Path) -> bytes:
+def check_pointer(file: Location) -> bytes:
     """The first bytes of a file that is no Git LFS pointer, a small text file in the place of the real one."""
     # Only regular files are opened: a pipe would block whoever opens it, and opening a device can do anything.
     with reading(file, "open"):
-        if not stat.S_ISREG(os.stat(file).st_mode):
+        if not stat.S_ISREG(file.stat().st_mode):
             raise CheckpointError(
                 f"{file}: expected a file, found a folder, a pipe or a device; do not trust this checkpoint"
             )
-        with open(file, "rb") as stream:
-            head = stream.read(512)
+        with file.open("rb") as stream:
+            head = stream.read(512) or b""
     if head.startswith(_LFS):
         size = next((line[5:].decode() for line in head.splitlines() if line.startswith(b"size ")), "unknown")
         raise CheckpointError(
@@ -71,7 +72,7 @@ def check_pointer(file: Path) -> bytes:
     return head
 
 
-def read_at_most(file: Path, limit: int, what: str) -> bytes:
+def read_at_most(file: Location, limit: int, what: str) -> bytes:
     """All bytes of a file, unless they are more than a limit."""
     with reading(file):
         if (size := file.stat().st_size) > limit:
@@ -121,7 +122,7 @@ def _count_keys(parsed: Any) -> int:
     return len(values) + sum(len(cast("dict[str, Any]", value)) for value in values if isinstance(value, dict))
 
 
-def read_json_file(file: Path) -> dict[str, Any]:
+def read_json_file(file: Location) -> dict[str, Any]:
     """The JSON object in a regular file of a sensible size."""
     check_pointer(file)
     return read_json_object(read_at_most(file, MAX_JSON, "JSON"), str(file))
@@ -130,27 +131,29 @@ def read_json_file(file: Path) -> dict[str, Any]:
 # Indexes, shards, links -----------------------------------------------------------------------------------------------
 
 
-def weight_map(content: dict[str, Any], index: str | os.PathLike[str]) -> dict[str, Any]:
+def weight_map(content: dict[str, Any], index: str | Location) -> dict[str, Any]:
     """The `weight_map` of what an index file says (Hugging Face's and Keras' have the same layout)."""
     weights = content.get("weight_map")
     if not isinstance(weights, dict):
         keys = reprlib.repr(sorted(content))
-        raise CheckpointError(f"{os.fspath(index)}: expected a 'weight_map' object, found keys {keys}")
+        raise CheckpointError(f"{index}: expected a 'weight_map' object, found keys {keys}")
     return cast("dict[str, Any]", weights)
 
 
-def leads_out(path: Path, root: Path) -> Path | None:
+def leads_out(path: Location, root: Location) -> Path | None:
     """Where a path leads through links, if neither into a resolved folder nor to the blobs of its Hugging Face cache.
 
     Fails with OSError or RuntimeError where the links form a circle, or it cannot be a path.
     """
+    if isinstance(path, RemotePath) or isinstance(root, RemotePath):
+        return None  # stores have no links
     # The cache's links are `snapshots/<revision>/x -> ../../blobs/<hash>`.
     target = path.resolve()
     blobs = (parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")
     return None if any(target.is_relative_to(folder) for folder in (root, *blobs)) else target
 
 
-def shard_path(index: Path, shard: Any) -> Path:
+def shard_path(index: Location, shard: Any) -> Location:
     """Where a shard that an index names lies: in the index's own folder, and nowhere else (see `leads_out`)."""
     if not isinstance(shard, str) or not shard or "\0" in shard:
         raise CheckpointError(f"{index}: expected a shard's file name, found {reprlib.repr(shard)}")
@@ -174,7 +177,7 @@ def shard_path(index: Path, shard: Any) -> Path:
     return path
 
 
-def require_shards(index: Path, paths: list[Path]) -> None:
+def require_shards(index: Location, paths: Sequence[Location]) -> None:
     """Raises CheckpointError listing the shards that are not there."""
     if missing := [path.name for path in paths if not path.is_file()]:
         raise CheckpointError(
@@ -183,8 +186,10 @@ def require_shards(index: Path, paths: list[Path]) -> None:
         )
 
 
-def files_inside(folder: Path) -> list[str]:
+def files_inside(folder: Location) -> list[str]:
     """Paths in a folder of all its files, with slashes; refuses what is no file, and links that lead out."""
+    if isinstance(folder, RemotePath):
+        return folder.files_below()
     root = folder.resolve()
     files: list[str] = []
     for inner, folders, names in os.walk(folder):
@@ -214,7 +219,7 @@ def files_inside(folder: Path) -> list[str]:
 class Member:
     """A member of an archive: `stored` bytes from byte `start` of the file, `size` when decompressed."""
 
-    path: str
+    path: Location
     name: str
     header: int
     start: int
@@ -224,11 +229,11 @@ class Member:
     deflated: bool
 
 
-def zip_directory(path: Path, kind: str) -> list[zipfile.ZipInfo]:
+def zip_directory(path: Location, kind: str) -> list[zipfile.ZipInfo]:
     """The members that an archive lists, in the order in which they should lie; nothing of it is checked yet."""
     check_pointer(path)
     try:
-        with zipfile.ZipFile(path) as archive:
+        with path.open("rb") as file, zipfile.ZipFile(cast(Any, file)) as archive:
             return sorted(archive.infolist(), key=lambda info: info.header_offset)
     except Exception as error:  # zipfile turns a corrupt file into nearly any of them
         raise CheckpointError(
@@ -237,7 +242,7 @@ def zip_directory(path: Path, kind: str) -> list[zipfile.ZipInfo]:
         ) from error
 
 
-def zip_member(path: Path, info: zipfile.ZipInfo) -> Member:
+def zip_member(path: Location, info: zipfile.ZipInfo) -> Member:
     """A member, after every check that needs none of its bytes."""
     what = f"{path}: member {info.filename!r}"
     deflated = info.compress_type == zipfile.ZIP_DEFLATED
@@ -250,9 +255,9 @@ def zip_member(path: Path, info: zipfile.ZipInfo) -> Member:
         )
     size, header = path.stat().st_size, b""
     if 0 <= info.header_offset < size:
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             file.seek(info.header_offset)
-            header = file.read(_LOCAL_HEADER)
+            header = file.read(_LOCAL_HEADER) or b""
     if len(header) < _LOCAL_HEADER or not header.startswith(b"PK\x03\x04"):
         raise CheckpointError(f"{what}: expected it at byte {info.header_offset}, found something else; it is corrupt")
     names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
@@ -268,6 +273,6 @@ def zip_member(path: Path, info: zipfile.ZipInfo) -> Member:
             "it is corrupt"
         )
     return Member(
-        *(str(path), info.filename, info.header_offset, start),
+        *(path, info.filename, info.header_offset, start),
         *(info.compress_size, info.file_size, info.CRC, deflated),
     )

@@ -120,9 +120,10 @@ def back_memory(nbytes: int) -> None:
 def measured() -> Iterator[dict[str, Any]]:
     """In the child: marks what counts; the yielded dict is to be given to `emit`."""
     report: dict[str, Any] = {}
-    base, begin = private_nbytes(), time.monotonic()
+    base, begin, cpu = private_nbytes(), time.monotonic(), time.process_time()
     yield report
     report.update(begin=begin, end=time.monotonic(), base=base, final=private_nbytes())
+    report["cpu"] = time.process_time() - cpu  # seconds of all threads: what a loaded machine does not change
 
 
 def emit(report: dict[str, Any]) -> None:

@@ -14,7 +14,9 @@ import argparse
 import hashlib
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -54,8 +56,8 @@ def save(folder: Path) -> None:
     backbone.save_to_preset(str(folder))
 
 
-def load(how: str, folder: Path) -> None:
-    """In the child: one load onto 8 devices."""
+def load(how: str, folder: Path | str, fetch: Callable[[], Path] | None = None) -> dict[str, Any]:
+    """In the child: one load onto 8 devices, of a folder or URL, or of the folder that is fetched first."""
     import jax
     import keras
     import keras_hub
@@ -70,6 +72,8 @@ def load(how: str, folder: Path) -> None:
     jax.block_until_ready(jax.numpy.zeros(()) + 1)  # the backend itself is not what is measured
     back_memory(BACKED)
     with measured() as report:
+        if fetch is not None:
+            folder = fetch()
         if how == "stock":
             model = keras_hub.models.GemmaBackbone.from_preset(str(folder))
         else:
@@ -79,7 +83,7 @@ def load(how: str, folder: Path) -> None:
     digest = hashlib.sha256()
     for variable in model.weights:
         digest.update(np.asarray(variable.value).tobytes())
-    emit(report | {"digest": digest.hexdigest()})
+    return report | {"digest": digest.hexdigest()}
 
 
 def main() -> None:
@@ -96,7 +100,7 @@ def main() -> None:
                 save(Path(folder))
             emit(report)
         else:
-            load(how, Path(folder))
+            emit(load(how, Path(folder)))
         return
 
     with tempfile.TemporaryDirectory() as temporary:

@@ -123,8 +123,8 @@ def limit(files: list[Path]) -> None:
     emit(report)
 
 
-def load_safetensors(way: str, folder: Path) -> None:
-    """In the child: the decoder onto 8 devices, by ours or by Orbax."""
+def load_safetensors(way: str, folder: Path | str) -> None:
+    """In the child: the decoder, from a folder or URL, onto 8 devices, by ours or by Orbax."""
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -218,7 +218,7 @@ def child(way: str, folder: Path) -> None:
     elif way in ON_PRESET:
         import load_preset
 
-        load_preset.load({"preset": "ours"}.get(way, way), folder / "preset")
+        emit(load_preset.load({"preset": "ours"}.get(way, way), folder / "preset"))
     elif way in ON_MATRIX:
         load_matrix(way, folder / "matrix.safetensors")
     else:

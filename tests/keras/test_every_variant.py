@@ -75,10 +75,7 @@ def _stock(load: Callable[[], Any], variant: Callable[[Any], None]) -> tuple[Any
     def build() -> Any:
         loaded = load()
         gc.freeze()  # Keras collects garbage after every layer that it quantizes: all of this process' without it
-        try:
-            variant(loaded)
-        finally:
-            gc.unfreeze()
+        variant(loaded)
         return loaded
 
     try:

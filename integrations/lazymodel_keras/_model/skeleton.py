@@ -85,7 +85,7 @@ class Skeleton(Framework):
         if self.build is None:
             raise AssertionError("only models built by a function are built more than once")
         with _upstream.undone_draws(self.recording.names):
-            another = Skeleton(self.build, *record(self.build))
+            another = Skeleton(self.build, *record(self.build, self.recording.remote))
         # The order is what identifies a variable: names of the user's own making may differ.
         for (_, new), (_, first) in zip(another.variables.values(), self.variables.values(), strict=True):
             new.initializer, new.seed, new.value = first.initializer, first.seed, first.value

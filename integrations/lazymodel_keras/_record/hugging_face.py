@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lazymodel import CheckpointError
+from lazymodel._remote.path import Location, RemotePath
 from lazymodel._show.text import listed
 from lazymodel._tensors.casting import weights
 from lazymodel._tensors.quantized import is_marker, scales_beside
@@ -80,9 +81,10 @@ _BY_TYPE: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def refuse_quantized(path: str) -> None:
+def refuse_quantized(path: str | RemotePath) -> None:
     """Raises CheckpointError where the configuration beside a file says that it is quantized in an unknown way."""
-    config = _config(Path(path).parent)
+    folder = (Path(path) if isinstance(path, str) else path).parent
+    config = _config(folder)
     for holder in (config, config.get("text_config")):
         for key in ("quantization_config", "compression_config"):
             found = holder.get(key) if isinstance(holder, dict) else None
@@ -93,8 +95,7 @@ def refuse_quantized(path: str) -> None:
                 continue
             if (config.get("model_type"), method) not in _DECODED:
                 raise CheckpointError(
-                    f"{Path(path).parent / 'config.json'}: {key} says that the weights are quantized with {method!r}. "
-                    f"{_ADVICE}."
+                    f"{folder / 'config.json'}: {key} says that the weights are quantized with {method!r}. {_ADVICE}."
                 )
 
 
@@ -106,7 +107,7 @@ def checkpoint_files(path: str) -> list[str]:
     """
     folder = Path(path).parent
     for index in sorted((*folder.glob("*.safetensors.index.json"), *folder.glob("*.weights.json"))):
-        shards: dict[Path, None] = {}
+        shards: dict[Location, None] = {}
         for names in weight_map(read_json_file(index), index).values():
             listed = cast("list[Any]", names) if isinstance(names, list) else [names]
             shards |= dict.fromkeys(shard_path(index, name) for name in listed)
@@ -120,14 +121,14 @@ class Leftovers:
     """What the folders of the opened safetensors files hold and nothing asked for, in shards too that nobody opened."""
 
     def __init__(self, files: Mapping[str, Any]) -> None:  # path to `OpenedFile`
-        self._files = {
-            str(Path(path)): file for path, file in files.items() if isinstance(file.tensors, SafetensorsFile)
+        self._files: dict[Location, Any] = {
+            file.where: file for file in files.values() if isinstance(file.tensors, SafetensorsFile)
         }
-        self._by_folder: dict[Path, dict[str, list[str]]] = {}  # folder → file → names
+        self._by_folder: dict[Location, dict[Location, list[str]]] = {}  # folder → file → names
         for path, file in self._files.items():
-            self._by_folder.setdefault(Path(path).parent, {})[path] = file.unused
+            self._by_folder.setdefault(path.parent, {})[path] = file.unused
         for folder, unused in self._by_folder.items():
-            for shard, names in _indexed(folder, [Path(path) for path in unused]).items():
+            for shard, names in _indexed(folder, list(unused)).items():
                 unused.setdefault(shard, names)
 
     @property
@@ -141,7 +142,7 @@ class Leftovers:
                 with contextlib.closing(SafetensorsFile(path)) as file:
                     found += unused_tensors(file, [name for name in names if name in file])
             except CheckpointError:  # not downloaded, which is nobody's loss
-                found += [StoredTensor(name, path, "", None) for name in names]
+                found += [StoredTensor(name, str(path), "", None) for name in names]
         return tuple(found)
 
     def quantized(self) -> list[str]:
@@ -207,7 +208,7 @@ def _on_purpose(config: Mapping[str, Any]) -> re.Pattern[str]:
 _compiled = functools.lru_cache(maxsize=16)(re.compile)
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _config(folder: Location) -> dict[str, Any]:
     """The configuration in a folder; KerasHub has read it before, where it is needed."""
     file = folder / "config.json"
     try:
@@ -216,12 +217,12 @@ def _config(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _indexed(folder: Path, opened: Iterable[Path]) -> dict[str, list[str]]:
+def _indexed(folder: Location, opened: Iterable[Location]) -> dict[Location, list[str]]:
     """File → names of the tensors in it, as an index in a folder says, if that is what the opened files go by."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return {}
-    shards: dict[Path, list[str]] = {}
+    shards: dict[Location, list[str]] = {}
     for name, shard in weight_map(read_json_file(index), index).items():
         shards.setdefault(shard_path(index, shard), []).append(name)
-    return {str(path): names for path, names in shards.items()} if set(opened).intersection(shards) else {}
+    return shards if set(opened).intersection(shards) else {}

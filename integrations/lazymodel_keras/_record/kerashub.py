@@ -6,6 +6,7 @@ GPT-OSS' experts, which its converter would hold in float32: it is handed a lazy
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -16,7 +17,21 @@ from lazymodel import LazyTensor
 from lazymodel._errors import warn
 from lazymodel._tensors.mxfp4 import CODES, Decode, Mxfp4Leaf, decoded_pairs
 from lazymodel_keras import _upstream
-from lazymodel_keras._record.patches import while_recording
+from lazymodel_keras._record.patches import active, recording_patches, while_recording
+
+
+@recording_patches.register
+def _install_from_preset(undo: contextlib.ExitStack) -> None:
+    for cls in _upstream.preset_classes():
+        recording_patches.replace(undo, cls, "from_preset", _from_preset)
+
+
+def _from_preset(original: Any, cls: Any, preset: Any, *args: Any, **kwargs: Any) -> Any:
+    """Has KerasHub's messages show a URL without what is secret in it."""
+    recording = active()
+    if recording is not None and recording.remote.serves(preset):
+        preset = recording.remote.folder(preset)
+    return original(cls, preset, *args, **kwargs)
 
 
 @while_recording(_upstream.preset_loader_class, "get_backbone_kwargs")

@@ -13,6 +13,7 @@ import os
 import weakref
 from collections import ChainMap
 from collections.abc import Callable, Generator, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ import keras
 import numpy as np
 
 from lazymodel import CheckpointError, LazyTensor
+from lazymodel._remote.path import Location, RemotePath
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, converted, refusal
 from lazymodel._tensors.files import FileSource
 from lazymodel._tensors.lazy import lazy
@@ -34,6 +36,7 @@ from lazymodel._tensors.stored import (
 from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel_keras import _upstream
 from lazymodel_keras._record.hugging_face import Leftovers, checkpoint_files
+from lazymodel_keras._record.remote import RemoteFiles
 
 
 class GivenValue:
@@ -61,6 +64,7 @@ class OpenedFile:
     """A weight file and the names of the tensors that were asked for."""
 
     tensors: Any
+    where: Location
     asked: set[str] = dataclasses.field(default_factory=set[str])
 
     def __getitem__(self, name: str) -> LazyTensor:
@@ -99,8 +103,9 @@ class Recording:
     Attributes:
         verify: As in `lazymodel.open_checkpoint`, for every weight file.
         cast: As in `AbstractModel.materialize`, for what is assigned.
+        remote: The files at URLs.
         recorded: What was recorded, by `id` of the variable, in order of creation.
-        files: The weight files that were opened, by path; while `on_loaded` is called, those of that call.
+        files: The weight files that were opened, by path or URL; while `on_loaded` is called, those of that call.
         problems: Assignments that did not fit their variable, as errors and as what a report says.
         on_loaded: Where it is wanted at once, called with an object whose weights were just loaded, what loaded them,
             for messages, and whether only some of a file's tensors were wanted.
@@ -110,8 +115,9 @@ class Recording:
         names: How far Keras had counted automatic names before.
     """
 
-    def __init__(self, verify: Verify = False, cast: str = SAFE) -> None:
+    def __init__(self, verify: Verify = False, cast: str = SAFE, remote: RemoteFiles | None = None) -> None:
         check_mode(cast)
+        self.remote = remote or RemoteFiles()
         self.verify, self.cast = verify, cast
         self.recorded: dict[int, RecordedVariable] = {}
         self.files: dict[str, OpenedFile] = {}
@@ -138,21 +144,29 @@ class Recording:
             if variable is not None and (_upstream.value(variable) is None or recorded.value is not None):
                 yield variable, recorded
 
-    def open(self, path: str, opener: Callable[[str], Any]) -> OpenedFile:
-        """The weight file at a path, checked and opened once: all its tensors read through one descriptor."""
-        if path not in self.files:
-            self.check_content(path)
-            self.files[path] = OpenedFile(opener(path))
-        return self.files[path]
+    def open(self, path: str | RemotePath, opener: Callable[[Any], Any]) -> OpenedFile:
+        """The weight file at a path, checked and opened once: all its tensors read through one descriptor.
+
+        A path may stand for an object; what opens files is given that.
+        """
+        where = self.remote.location(path) if isinstance(path, str) else path
+        name = str(where)
+        if name not in self.files:
+            self.check_content(where)
+            self.files[name] = OpenedFile(opener(where), Path(where) if isinstance(where, str) else where)
+        return self.files[name]
 
     def close_files(self) -> None:
         """Closes the weight files that are open, so that they can be written again; tensors open them when read."""
         for file in self.files.values():
             file.tensors.close()
 
-    def check_content(self, path: str) -> None:
+    def check_content(self, path: str | RemotePath) -> None:
         """Hashes a weight file and what belongs to it, once, where that is wanted."""
         if self.verify is False:
+            return
+        if isinstance(path, RemotePath):
+            self.refuse_unverified(f"{path}, which is at a URL")
             return
         where = os.path.abspath(path)
         try:
@@ -168,7 +182,7 @@ class Recording:
         """Raises CheckpointError where content is to be verified; for values that come from no file that can be."""
         if self.verify is not False:
             self._unverified = CheckpointError(
-                f"cannot verify {what}: expected weights in a file that lazymodel reads itself (.h5, .keras, "
+                f"cannot verify {what}: expected weights in a file on a disk that lazymodel reads itself (.h5, .keras, "
                 ".safetensors), found others. Leave verify= out if they are to be trusted."
             )
             raise self._unverified

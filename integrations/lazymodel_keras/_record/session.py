@@ -14,6 +14,7 @@ from lazymodel import LazyModelError
 from lazymodel_keras import _upstream
 from lazymodel_keras._record.patches import activated, active, recording_patches, while_recording
 from lazymodel_keras._record.recording import GivenValue, Recording
+from lazymodel_keras._record.remote import RemoteFiles
 
 
 @contextlib.contextmanager
@@ -44,9 +45,9 @@ def session(recording: Recording) -> Generator[Recording]:
                 state.assign(recorded.value)
 
 
-def record(build: Callable[[], Any]) -> tuple[Recording, Any]:
-    """Runs a build function abstractly."""
-    with session(Recording()) as recording:
+def record(build: Callable[[], Any], remote: RemoteFiles | None = None) -> tuple[Recording, Any]:
+    """Runs a build function abstractly; `remote` has the files at URLs that it asked for before."""
+    with session(Recording(remote=remote)) as recording:
         return recording, build()
 
 

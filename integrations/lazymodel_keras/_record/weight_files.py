@@ -8,17 +8,24 @@ lazy tensors instead; they are otherwise as upstream has them, failures included
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import os
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import h5py
+
 from lazymodel import CheckpointError, LazyTensor, open_checkpoint
+from lazymodel._remote.path import RemotePath
 from lazymodel.checkpoints import SafetensorsFile
+from lazymodel.checkpoints._hdf5_dataset import H5File
+from lazymodel.checkpoints._untrusted import zip_member
 from lazymodel_keras import _upstream
 from lazymodel_keras._record.hugging_face import refuse_quantized
 from lazymodel_keras._record.patches import active, recording_patches, replace, while_recording
+from lazymodel_keras._record.remote import StandIn
 
 
 class LazySafeOpen:
@@ -72,14 +79,15 @@ def _get(recording: Any, original: Any, self: Any, key: str) -> Any:
         return original(self, key)
     name = _upstream.stored_name(self, key)
     if self.archive is None:
-        path = os.fsdecode(self.h5_file.filename)
+        path = str(recording.remote.location(os.fsdecode(self.h5_file.filename)))
         if path in recording.files:
             return recording.files[path][name]
         recording.refuse_unverified(f"{name!r} of {path}")  # what is no file on disk is held in memory
         return original(self, key)
     # An archive is read in place; one that was compressed again afterwards is read the stock way.
-    with contextlib.suppress(CheckpointError):
-        return recording.open(os.fspath(self.archive.filename), open_checkpoint)[name]
+    path = recording.remote.location(os.fspath(self.archive.filename))
+    with contextlib.suppress(*() if isinstance(path, RemotePath) else (CheckpointError,)):
+        return recording.open(path, open_checkpoint)[name]
     return original(self, key)
 
 
@@ -88,10 +96,35 @@ def _open(recording: Any, original: Any, self: Any, path_or_io: Any, mode: str |
     if (mode or self.mode) == "r":
         # Checked by us first: our errors say what is wrong with the file.
         if self.archive:
-            recording.check_content(os.fspath(self.archive.filename))
+            where = recording.remote.location(os.fspath(self.archive.filename))
+            recording.check_content(where)
+            if isinstance(where, RemotePath):
+                # Python's own reading of a member goes through all that lies before a place in it.
+                recording.open(where, open_checkpoint)
+                member = zip_member(where, self.archive.getinfo(str(path_or_io)))
+                return H5File(where, member.start, member.size).open()
         elif not hasattr(path_or_io, "read"):
-            recording.open(os.fspath(path_or_io), open_checkpoint)
+            path = os.fspath(path_or_io)
+            where = recording.remote.location(path)
+            recording.open(where, open_checkpoint)
+            if isinstance(where, RemotePath):
+                return h5py.File(StandIn(where, path), "r")
     return original(self, path_or_io, mode)
+
+
+@while_recording(_upstream.AssetStore, "__init__")
+def _extract_assets(
+    recording: Any, original: Any, self: Any, root_path: Any, archive: Any = None, **options: Any
+) -> Any:
+    """Has Keras extract the assets of an archive; it would extract the weights as well."""
+    if archive is None or archive.mode != "r":
+        return original(self, root_path, archive=archive, **options)
+    everything = archive.filelist
+    archive.filelist = [info for info in everything if "/" in info.filename]  # the weights lie at the top
+    try:
+        return original(self, root_path, archive=archive, **options)
+    finally:
+        archive.filelist = everything
 
 
 @recording_patches.register
@@ -106,16 +139,34 @@ def _install_safe_open(undo: contextlib.ExitStack) -> None:
         recording = active()
         if recording is None:
             return original_safe_open(filename, *args, **kwargs)
-        path = os.fspath(filename)
+        path = recording.remote.location(os.fspath(filename))
         try:
             refuse_quantized(path)
         except CheckpointError as error:
             recording.refuse(error)  # converters probe
         return LazySafeOpen(recording.open(path, SafetensorsFile))
 
-    for module in _upstream.modules_with_safe_open(original_safe_open):
+    for module in _upstream.modules_with("safe_open", original_safe_open):
         replace(undo, module, "safe_open", safe_open)
     replace(undo, safetensors, "safe_open", safe_open)
+
+
+@recording_patches.register
+def _install_get_file(undo: contextlib.ExitStack) -> None:
+    if (original_get_file := _upstream.get_preset_file()) is None:
+        return
+
+    @functools.wraps(original_get_file)
+    def get_file(preset: Any, path: Any) -> Any:
+        recording = active()
+        if recording is None or not recording.remote.serves(preset):
+            return original_get_file(preset, path)
+        return recording.remote.file(preset, path)
+
+    # Converters are imported when they are first needed, and then keep this function; outside of recordings it is
+    # KerasHub's own.
+    for module in _upstream.modules_with("get_file", original_get_file):
+        replace(undo, module, "get_file", get_file)
 
 
 # Files of whole models, `.keras` and legacy HDF5. Keras before 3.15 follows any link in a legacy file; ours are checked
@@ -144,8 +195,8 @@ def _load_optimizer_weights(recording: Any, original: Any, group: Any) -> Any:
 
 def _lazily(recording: Any, original: Any, group: Any, holder: Any) -> Any:
     names = _LEGACY.load_attributes_from_hdf5_group(holder, "weight_names")
-    path = os.fsdecode(holder.file.filename)
-    if not os.path.isfile(path):
+    path = recording.remote.location(os.fsdecode(holder.file.filename))
+    if isinstance(path, str) and not os.path.isfile(path):
         return original(group)
     file = recording.open(path, open_checkpoint)
     return [file[_dataset_of(holder, name).name.lstrip("/")] for name in names]

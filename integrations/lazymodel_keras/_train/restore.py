@@ -13,7 +13,7 @@ import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import keras
 from jax.sharding import NamedSharding, PartitionSpec
@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lazymodel import AbstractModel, CheckpointError, LazyModelError, open_checkpoint
 from lazymodel._abstract.paths import unique_paths
 from lazymodel._errors import warn
+from lazymodel._remote.path import Location, RemotePath
 from lazymodel._sharding.follow import follow
 from lazymodel._show.text import closest, folded_names, listed
 from lazymodel._tensors.casting import UNSAFE, check_mode
@@ -32,6 +33,7 @@ from lazymodel_keras._model.abstract import from_skeleton
 from lazymodel_keras._model.skeleton import Skeleton, model_variables
 from lazymodel_keras._record.patches import active, while_recording
 from lazymodel_keras._record.recording import Recording
+from lazymodel_keras._record.remote import RemoteFiles, check_storage_options
 from lazymodel_keras._record.session import session
 from lazymodel_keras._train.names import match_paths, match_slots
 
@@ -50,6 +52,7 @@ def restore(
     weights_only: bool = False,
     strict: bool = True,
     cast: str = "safe",
+    storage_options: Mapping[str, Any] | None = None,
     **options: Unpack[Materializing],
 ) -> Any:
     """Puts a training checkpoint into a model, wherever its variables are placed; each device reads only its shards.
@@ -65,12 +68,15 @@ def restore(
             `deferred()` or a function that is built abstractly, a model whose variables are still abstract.
         path: What `keras.callbacks.OrbaxCheckpoint` or `lk.TrainingCheckpoint` saved (the folder, for the newest step,
             or a step's); or a `.keras`, `.weights.h5`, `.weights.json` or legacy `.h5` file, of which the last is
-            restored without its optimizer state.
+            restored without its optimizer state. Or the URL of one of these, which is read from there; see
+            `abstract_from_preset`.
         weights_only: Whether to leave optimizer, metrics and random states as they are; into an instance with another
             optimizer, say.
         strict: Whether a variable without a tensor, a tensor without a variable and a tensor of another shape are an
             error; if not, these variables stay as they are or are initialized, with a warning that lists them.
         cast: As in `AbstractModel.materialize`. Within a block or build function that casts unsafely, so does this.
+        storage_options: For a URL: as in `lazymodel.open_checkpoint`. Within a block or build function, those given
+            here hold for this call.
         **options: See `AbstractModel.materialize`; within a block or build function its own hold.
 
     Returns:
@@ -88,26 +94,42 @@ def restore(
     """
     check_mode(cast)
     check_options("restore", options)
-    where = os.path.expanduser(os.fspath(path))
+    text = os.path.expanduser(os.fspath(path))
+    check_storage_options(text, storage_options)
+    recording = active()
+    remote = RemoteFiles(storage_options) if recording is None or storage_options is not None else recording.remote
+    where = remote.located(text)
     if isinstance(model, AbstractModel):
-        restored, recording = _restore_abstract(model, where, weights_only, strict, cast)
+        restored, recording = _restore_abstract(model, where, weights_only, strict, cast, remote)
         try:
             return restored.materialize(**options)
         finally:
             recording.close_files()
-    recording = active()
-    if recording is not None:
-        others, recording.files = recording.files, {}  # this call answers for its own
-        outer, recording.cast = recording.cast, UNSAFE if cast == UNSAFE else recording.cast
-        try:
-            read_state(recording, model, where, weights_only=weights_only, strict=strict)
-            if recording.on_loaded is not None:
-                recording.on_loaded(model, "restore", True)
-        finally:
-            recording.files = {**others, **recording.files}
-            recording.cast = outer
+    if recording is None:
+        _restore_placed(Recording(cast=cast, remote=remote), model, where, weights_only, strict, options)
         return model
-    recording = Recording(cast=cast)
+    others, recording.files = recording.files, {}  # this call answers for its own
+    outer_cast, outer_remote = recording.cast, recording.remote
+    recording.cast, recording.remote = UNSAFE if cast == UNSAFE else outer_cast, remote
+    try:
+        read_state(recording, model, where, weights_only=weights_only, strict=strict)
+        if recording.on_loaded is not None:
+            recording.on_loaded(model, "restore", True)
+    finally:
+        recording.files = {**others, **recording.files}
+        recording.cast, recording.remote = outer_cast, outer_remote
+    return model
+
+
+def _restore_placed(
+    recording: Recording,
+    model: Any,
+    where: str | Location,
+    weights_only: bool,
+    strict: bool,
+    options: Materializing,
+) -> None:
+    """Restores into a model whose variables have their places, outside of any block."""
     try:
         with session(recording):
             read_state(recording, model, where, weights_only=weights_only, strict=strict)
@@ -122,10 +144,11 @@ def restore(
         raise
     finally:
         recording.close_files()
-    return model
 
 
-def read_state(recording: Recording, model: Any, path: str, *, weights_only: bool = False, strict: bool = True) -> None:
+def read_state(
+    recording: Recording, model: Any, path: str | Location, *, weights_only: bool = False, strict: bool = True
+) -> None:
     """Assigns a checkpoint's tensors to a model's variables, unread, while a recording runs; raises as `restore`."""
     if not isinstance(model, keras.Model) or not model.variables:
         name = getattr(model, "name", type(model).__name__)
@@ -133,15 +156,16 @@ def read_state(recording: Recording, model: Any, path: str, *, weights_only: boo
             f"cannot restore {path} into {name!r}: it has no variables yet. Build it first, with "
             "model.build(input_shape) or by calling it on data."
         )
-    if not os.path.exists(path):
+    where = Path(path) if isinstance(path, str) else path
+    if not where.exists():
         raise CheckpointError(f"checkpoint {path} does not exist")
-    if os.path.isdir(path) and os.path.exists(os.path.join(path, "model.weights.h5")):
-        path = os.path.join(path, "model.weights.h5")  # what `model.save(path, zipped=False)` wrote
+    if where.is_dir() and (where / "model.weights.h5").exists():
+        where = where / "model.weights.h5"  # what `model.save(path, zipped=False)` wrote
     try:
         for variable in model_variables(model):
             recording.adopt(variable)
-        read = _read_orbax if os.path.isdir(path) else _read_keras
-        read(recording, model, path, weights_only, strict)
+        read = _read_orbax if where.is_dir() else _read_keras
+        read(recording, model, where, weights_only, strict)
     except BaseException:
         for variable, recorded in recording.variables():
             if _upstream.value(variable) is not None:
@@ -153,19 +177,20 @@ def read_state(recording: Recording, model: Any, path: str, *, weights_only: boo
                 recording.forget(variable)
 
 
-def is_orbax(path: str | os.PathLike[str]) -> bool:
+def is_orbax(path: Any) -> bool:
     """Whether stock Keras would look for an Orbax checkpoint at a path: a folder that is no saved model of its own."""
-    return os.path.isdir(path) and not os.path.exists(os.path.join(path, "config.json"))
+    where = path if isinstance(path, RemotePath) else Path(path)
+    return where.is_dir() and not (where / "config.json").exists()
 
 
 def model_from_orbax(
-    path: str | os.PathLike[str], custom_objects: Any, compile: bool, safe_mode: bool, *, strict: bool = True
+    path: str | Location, custom_objects: Any, compile: bool, safe_mode: bool, *, strict: bool = True
 ) -> Any:
     """The model that an Orbax checkpoint carries the configuration of, if it does, while a recording runs."""
     recording = active()
     assert recording is not None
-    recording.refuse_unverified(os.fspath(path))
-    step = _step_folder(os.fspath(path))
+    recording.refuse_unverified(str(path))
+    step = _step_folder(path)
     texts = step / "model_config" / "_strings.json"
     config = read_json_file(texts).get("config") if texts.exists() else None
     if not isinstance(config, str):
@@ -174,10 +199,10 @@ def model_from_orbax(
             "saved with save_weights_only=True. Build the model and restore it with lazymodel_keras.restore."
         )
     model = _upstream.model_from_config(config, custom_objects, compile, safe_mode)
-    read_state(recording, model, os.fspath(step), weights_only=not compile, strict=strict)
+    read_state(recording, model, step, weights_only=not compile, strict=strict)
     if (step / "assets").is_dir():
         assets: dict[str, Any] = {}
-        for name, tensor in open_checkpoint(step / "assets").items():
+        for name, tensor in open_checkpoint(cast(Any, step / "assets")).items():
             *folders, file = name.split("/")
             folder = assets
             for part in folders:
@@ -187,11 +212,14 @@ def model_from_orbax(
     return model
 
 
-def _step_folder(path: str) -> Path:
-    checkpoint = open_checkpoint(path)
+def _step_folder(path: str | Location) -> Location:
+    checkpoint = open_checkpoint(cast(Any, path))
     item = getattr(checkpoint, "item", None)
     if item is None:
         raise CheckpointError(f"{path}: expected an Orbax checkpoint, found {checkpoint.format}")
+    if isinstance(path, RemotePath):
+        inside = str(item).removeprefix(str(path)).strip("/")
+        return (path / inside if inside else path).parent
     return Path(item).parent
 
 
@@ -219,7 +247,7 @@ def _materialize(recording: Recording, model: Any, options: Materializing) -> No
 
 
 def _restore_abstract(
-    abstract: AbstractModel, path: str, weights_only: bool, strict: bool, cast: str
+    abstract: AbstractModel, path: str | Location, weights_only: bool, strict: bool, cast: str, remote: RemoteFiles
 ) -> tuple[AbstractModel, Recording]:
     """The abstract model with the checkpoint's tensors as sources and an optimizer that is built, and its recording."""
     skeleton = abstract.framework
@@ -230,7 +258,7 @@ def _restore_abstract(
         )
     recording = skeleton.present().recording
     skeleton.used = True  # an optimizer is built that the abstract model knows nothing of
-    recording.cast = cast
+    recording.cast, recording.remote = cast, remote
     with session(recording):
         read_state(recording, skeleton.result, path, weights_only=weights_only, strict=strict)
     known = {id(variable) for variable, _ in skeleton.variables.values()}
@@ -255,11 +283,11 @@ def _restore_abstract(
 # Keras' own files -----------------------------------------------------------------------------------------------------
 
 
-def _read_keras(recording: Recording, model: Any, path: str, weights_only: bool, strict: bool) -> None:
+def _read_keras(recording: Recording, model: Any, path: Location, weights_only: bool, strict: bool) -> None:
     optimizer = getattr(model, "optimizer", None)
     state: list[str] = []
-    if path.endswith(_WITH_STATE):
-        with open_checkpoint(path) as file:
+    if path.name.endswith(_WITH_STATE):
+        with open_checkpoint(cast(Any, path)) as file:
             state = [name for name in file if name.startswith("optimizer/vars/")]
     if optimizer is not None and state and not weights_only:
         if not optimizer.built:
@@ -273,10 +301,11 @@ def _read_keras(recording: Recording, model: Any, path: str, weights_only: bool,
     loading, recording.loading = recording.loading, True  # what is wrong is said here, and what is loaded
     try:
         with recording.explaining(f"restoring {path}"):
-            if path.endswith(_WITH_STATE):
-                _upstream.load_weights_file(model, path, skip_mismatch=not strict, objects_to_skip=skipped)
+            file = recording.remote.for_keras(path)
+            if path.name.endswith(_WITH_STATE):
+                _upstream.load_weights_file(model, file, skip_mismatch=not strict, objects_to_skip=skipped)
             else:
-                model.load_weights(path, skip_mismatch=not strict)
+                model.load_weights(file, skip_mismatch=not strict)
     except (ValueError, KeyError, OSError) as error:
         raise CheckpointError(f"restoring {path}: {error}") from error
     finally:
@@ -287,9 +316,9 @@ def _read_keras(recording: Recording, model: Any, path: str, weights_only: bool,
 # Orbax ----------------------------------------------------------------------------------------------------------------
 
 
-def _read_orbax(recording: Recording, model: Any, path: str, weights_only: bool, strict: bool) -> None:
-    recording.refuse_unverified(path)
-    file = recording.open(path, open_checkpoint)
+def _read_orbax(recording: Recording, model: Any, path: Location, weights_only: bool, strict: bool) -> None:
+    recording.refuse_unverified(str(path))
+    file = recording.open(path if isinstance(path, RemotePath) else str(path), open_checkpoint)
     names: dict[str, dict[str, str]] = {}  # collection → path as saved → name in the checkpoint
     for name in file.tensors:
         collection, _, saved = name.partition("/")
@@ -353,7 +382,7 @@ def _parts(model: Any) -> Iterable[Any]:
 
 
 def _require_complete(
-    model: Any, path: str, wanted: Mapping[str, Any], taken: Mapping[str, str], unused: set[str], *, strict: bool
+    model: Any, path: Location, wanted: Mapping[str, Any], taken: Mapping[str, str], unused: set[str], *, strict: bool
 ) -> None:
     """Raises, or warns without `strict`, where variables lack tensors or tensors lack variables."""
     lacking = [variable_path for variable_path in wanted if variable_path not in taken]

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from lazymodel._errors import CheckpointError
+from lazymodel._tensors import files
 from lazymodel._tensors.leaves import FileLeaf
 from lazymodel._tensors.source import BYTES_READ
 from lazymodel.checkpoints import _numpy, open_checkpoint
@@ -184,7 +185,7 @@ def test_a_read_that_fails_is_an_error_of_the_checkpoint(tmp_path, monkeypatch):
     def fail(*_: Any) -> bytes:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(_numpy.os, "pread", fail)
+    monkeypatch.setattr(files.os, "pread", fail)
     with pytest.raises(CheckpointError, match=r"cannot read .*model\.npz at byte .*: Input/output error"):
         tensor.read()
 

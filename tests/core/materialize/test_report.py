@@ -22,8 +22,10 @@ from safetensors.numpy import save_file
 import lazymodel as lm
 from lazymodel._materialize import materialize
 from lazymodel._materialize.report import LoadRow
+from lazymodel._show.text import format_bytes
 from lazymodel._tensors.source import BYTES_READ
 from lazymodel._tensors.stored import MismatchedTensor, StoredTensor
+from tests.servers.object_server import ObjectServer
 
 F32 = np.dtype("float32")
 
@@ -285,6 +287,9 @@ def report_of(rows: list[LoadRow], **changes: Any) -> lm.LoadReport:
         "files": {},
         "needed_nbytes": sum(row.needed_nbytes for row in rows),
         "read_nbytes": sum(row.needed_nbytes for row in rows),
+        "fetched_nbytes": 0,
+        "requests": 0,
+        "retries": 0,
         "seconds": 2.5,
         "initialize_seconds": 0.5,
         "stream_seconds": 2.0,
@@ -415,3 +420,33 @@ def test_what_a_mapping_leaves_is_unused(tmp_path: Path) -> None:
     lm.build_abstract(lambda: {"kernel": jnp.zeros((2, 4))}).materialize(mapped, report=reports.append)
     assert [(tensor.name, tensor.nbytes) for tensor in reports[0].unused] == [("rope", 6)]
     assert reports[0].unused[0].file.endswith("a.safetensors")
+
+
+def test_what_was_fetched_from_a_server_is_counted(mesh8: Mesh, object_server: ObjectServer, tmp_path: Path) -> None:
+    path, local = saved(object_server.root)
+    object_server.faults(["503"], requests=[2])  # the first asks for the header
+    reports: list[lm.LoadReport] = []
+    told: list[str] = []
+
+    class Told:
+        def start(self, total_nbytes: int, description: str) -> None:
+            told.append(description)
+
+        def advance(self, nbytes: int, description: str | None = None) -> None: ...
+
+        def finish(self) -> None: ...
+
+    url = object_server.url(path.name)
+    abstract = lm.build_abstract(init, jax.random.key(0)).shard(mesh8, RULES)
+    model = abstract.materialize(lm.open_checkpoint(url), progress=Told(), report=reports.append)
+    assert all((np.asarray(model[name]) == local[name].read()).all() for name in local)
+    (report,) = reports
+    counted = object_server.counters()
+    # Besides: the header, and whether the server is still busy.
+    assert report.retries == 1 and report.requests == counted["requests"] - 2
+    assert report.fetched_nbytes == report.needed_nbytes == report.read_nbytes
+    assert report.files == {url: path.stat().st_size}
+    fetched = format_bytes(report.fetched_nbytes)
+    assert f"fetched: {fetched} in {report.requests} requests, 1 of them again" in str(report)
+    assert told == [f"init: materializing 4 variables from {url.rpartition('/')[0]}"]
+    path.unlink()

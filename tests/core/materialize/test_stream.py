@@ -185,11 +185,12 @@ def as_accelerator(patch):
 @pytest.mark.usefixtures("accelerator")
 @pytest.mark.parametrize("budget", [300, 1500, 12_500, 50_000, None])  # from parts of a row to everything
 @pytest.mark.parametrize(
-    ("shape", "spec"), [((32, 512), P("x")), ((256, 256), P(None, "x")), ((1 << 14,), P()), ((32, 512), P())]
+    ("shape", "spec"), [((8, 512), P("x")), ((256, 64), P(None, "x")), ((1 << 14,), P()), ((32, 512), P())]
 )
-def test_shards_of_any_size_reach_other_devices_under_any_budget(source, mesh1, shape, spec, budget):
+def test_shards_of_any_size_reach_other_devices_under_any_budget(source, shape, spec, budget):
     tensor, expected = tensor_of(source, shape)
-    sharding = NamedSharding(mesh1, spec)
+    # The programs that put pieces together are compiled for every device: two show what eight do.
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), spec)
     counts = []
     array = load(tensor, F32, sharding, max_host_memory=budget, on_bytes=counts.append)
     assert_shards_equal(array, expected)

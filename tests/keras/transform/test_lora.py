@@ -184,7 +184,6 @@ def test_quantized_bases(preset: str, mesh8: Mesh, how: str) -> None:
             warnings.simplefilter("ignore")
             gc.freeze()
             model.quantize(how)
-            gc.unfreeze()
         model.enable_lora(2)
         return model
 

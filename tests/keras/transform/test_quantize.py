@@ -60,7 +60,6 @@ def quantized(model: Any, how: Any, filters: Any = None) -> Any:
         warnings.simplefilter("ignore")
         gc.freeze()  # Keras collects garbage after every layer: all of this process' without it
         model.quantize(**({"mode": how} if isinstance(how, str) else {"config": how}), filters=filters)
-        gc.unfreeze()
     return model
 
 

@@ -1,0 +1,181 @@
+"""Files at URLs for code that knows paths only: KerasHub's loaders, and Keras' own.
+
+Small files (configurations, vocabularies, indexes of shards) are fetched into a temporary folder when they are asked
+for. Files of weights never are: what is handed out for one is a path in that folder at which nothing is, and whoever
+opens files while a recording runs asks here which object it stands for. A folder whose weights are all in the local
+cache of the Hugging Face hub is used from there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lazymodel import CheckpointError
+from lazymodel._remote.file import RemoteFile
+from lazymodel._remote.path import Location, RemotePath, remote_path
+from lazymodel._remote.url import is_supported, is_url, shown
+from lazymodel._show.text import format_bytes
+from lazymodel.checkpoints._open import CachedCopy, cached_copy, located
+
+_MOST = 256 << 20  # bytes of a preset's small files together; the largest vocabularies have a tenth of it
+_WEIGHTS = (".h5", ".hdf5", ".safetensors", ".keras", ".npz", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack")
+_CONFIG = "config.json"
+_STOCK = ("hf", "gs")  # schemes that KerasHub reads by itself, with a download
+
+
+class StandIn(RemoteFile):
+    """An object as an open file whose name is the path that stands for it; what wraps it tells by its name."""
+
+    def __init__(self, where: RemotePath, path: str) -> None:
+        super().__init__(where.store, where.key)
+        self.name = path
+
+    def __str__(self) -> str:
+        return self.name
+
+    __repr__ = __str__  # HDF5 calls a file object by this
+
+
+class _Folder:
+    """A folder at a URL, and the one in which its small files are."""
+
+    def __init__(self, where: RemotePath, own: Path, cached: CachedCopy | None) -> None:
+        self.where, self.own, self.cached = where, own, cached
+        self.nbytes = 0  # fetched
+
+    def file(self, name: str) -> str:
+        """The path of a file in it; FileNotFoundError where there is none."""
+        if name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/"):
+            raise CheckpointError(
+                f"{self.where}: expected files inside it, found {name!r}; do not trust this checkpoint"
+            )
+        if self.cached is not None and (path := self.cached.path / name).is_file():
+            return str(path)
+        path, where = self.own / name, self.where / name
+        offline = self.cached is not None and self.cached.offline
+        if not path.exists():
+            if offline or not where.is_file():
+                raise FileNotFoundError(f"there is no {name} at {self.where}")
+            if not name.endswith(_WEIGHTS):
+                self._fetch(where, path)
+        return str(path)
+
+    def saved_model(self) -> str:
+        """A folder as `model.save(path, zipped=False)` writes it; of the weights there is only a name."""
+        names = [_CONFIG, *(name for name in self.where.files_below() if name.startswith("assets/"))]
+        for name in names:
+            self.file(name)
+        Path(self.file("model.weights.h5")).touch()
+        return str(self.own)
+
+    def _fetch(self, where: RemotePath, path: Path) -> None:
+        with where.open() as file:
+            self.nbytes += (size := where.stat().st_size)
+            if self.nbytes > _MOST:
+                raise CheckpointError(
+                    f"{where}: expected at most {format_bytes(_MOST)} of configurations and vocabularies beside the "
+                    f"weights, found {format_bytes(self.nbytes)} with this file of {format_bytes(size)}. Copy the "
+                    "folder without its weights to a disk to look at it."
+                )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(file.read() or b"")
+
+
+class RemoteFiles:
+    """The files at URLs that one recording, and those that repeat it, have asked for.
+
+    Attributes:
+        options: As `storage_options` in `lazymodel.open_checkpoint`, for all URLs.
+    """
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        self.options = options
+        self._folders: dict[str, _Folder] = {}  # by URL, as given and as shown
+        self._located: dict[str, Location] = {}
+        self._own: str | None = None
+
+    def serves(self, path: Any) -> bool:
+        """Whether something is a URL that is read here.
+
+        What KerasHub can read by itself it does where obstore is lacking, and repositories of the hub without an owner.
+        """
+        if not is_supported(path):
+            return False
+        scheme, _, rest = path.partition("://")
+        stock = scheme.lower() in _STOCK and not _has_obstore()
+        return not stock and (scheme.lower() != "hf" or "/" in rest.strip("/"))
+
+    def folder(self, url: str) -> str:
+        """Makes a folder at a URL known, and returns the URL as messages may show it, which `file` takes as well."""
+        name = shown(url)
+        if url not in self._folders:
+            where = remote_path(url, self.options)
+            self._folders[url] = self._folders[name] = self._made(where, cached_copy(where))
+        return name
+
+    def file(self, folder: str, name: str) -> str:
+        """The path of a file in the folder at a URL: a copy of a small one, or what stands for one of weights.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            CheckpointError: It cannot be read, or is too large for a small one.
+        """
+        return self._folders[self.folder(folder)].file(name)
+
+    def location(self, path: str) -> str | RemotePath:
+        """The object that a path stands for; other paths as they are."""
+        for folder in self._folders.values():
+            if os.path.isabs(path) and Path(path).is_relative_to(folder.own):
+                return folder.where / Path(path).relative_to(folder.own).as_posix()
+        return path
+
+    def located(self, path: Any) -> Any:
+        """Where a URL leads, to something that is there (CheckpointError if nothing is); paths as they are."""
+        if not self.serves(path):
+            return path
+        if path not in self._located:
+            self._located[path] = located(path, self.options)
+        return self._located[path]
+
+    def for_keras(self, where: Any) -> Any:
+        """What Keras can open of what `located` returned, which may be a saved model in a folder.
+
+        A path, or a file object of a file that Keras would open by itself.
+        """
+        if not isinstance(where, RemotePath):
+            return where
+        is_folder = (where / _CONFIG).is_file()
+        folder = where if is_folder else where.parent
+        known = next((each for each in self._folders.values() if each.where == folder), None)
+        if known is None:
+            known = self._folders[f"{folder}#{id(where.store)}"] = self._made(folder, None)
+        try:
+            if is_folder:
+                return known.saved_model()
+            path = known.file(where.name)
+        except FileNotFoundError:
+            raise CheckpointError(f"there is no checkpoint at {where}: the store has nothing there") from None
+        return path if path.endswith((".weights.h5", ".weights.json")) else StandIn(where, path)
+
+    def _made(self, where: RemotePath, cached: CachedCopy | None) -> _Folder:
+        if self._own is None:
+            self._own = tempfile.mkdtemp(prefix="lazymodel-")
+            weakref.finalize(self, shutil.rmtree, self._own, ignore_errors=True)
+        return _Folder(where, Path(tempfile.mkdtemp(dir=self._own)), cached)
+
+
+def check_storage_options(path: Any, options: Mapping[str, Any] | None) -> None:
+    """Raises CheckpointError where options of a store were given for something that is no URL."""
+    if options and not is_url(path):
+        raise CheckpointError(f"{os.fspath(path)}: storage_options are for URLs, found a path or a preset's name")
+
+
+def _has_obstore() -> bool:
+    return importlib.util.find_spec("obstore") is not None

@@ -1,0 +1,85 @@
+"""`RemoteFile`: an object as a file that can be read from anywhere, for libraries that want one.
+
+It is made for headers: a few places of an object, each read a little at a time. Blocks of it are kept, and those that
+follow each other are fetched in ever longer pieces. Tensors are not read through it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+
+from lazymodel._remote.blocks import Blocks
+from lazymodel._remote.store import Store
+
+BLOCK = 64 << 10  # bytes of the other blocks
+_LONGEST = 4 << 20  # bytes of one request, when block after block was asked for
+
+
+class RemoteFile(io.RawIOBase):
+    """A read-only file. Not thread-safe, as no file object is; `given_up` tells it to wait for nothing any more."""
+
+    def __init__(self, store: Store, key: str, given_up: Callable[[], bool] = bool) -> None:
+        super().__init__()
+        self._store, self._key, self._given_up = store, key, given_up
+        self._head, self.size = store.head(key)
+        self._position = 0
+        self._blocks = store.blocks.setdefault(key, Blocks())
+        self._next = self._length = 0  # the block after the last request, and how many blocks that had
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
+        if position < 0:
+            raise OSError(22, "negative seek position")
+        self._position = position
+        return position
+
+    def readinto(self, buffer: Any) -> int:
+        out = memoryview(buffer).cast("B")
+        count = max(min(len(out), self.size - self._position), 0)
+        done = 0
+        while done < count:
+            data = self._from(self._position, count - done)
+            out[done : done + len(data)] = memoryview(cast(Any, data))
+            done += len(data)
+            self._position += len(data)
+        return count
+
+    def readall(self) -> bytes:
+        data = bytearray(max(self.size - self._position, 0))
+        self.readinto(data)
+        return bytes(data)
+
+    def _from(self, position: int, wanted: int) -> np.ndarray:
+        """Bytes from a position on, at least one and at most as many as wanted."""
+        if position < len(self._head):
+            return self._head[position : position + wanted]
+        number, within = divmod(position, BLOCK)
+        block = self._blocks.get(number)
+        if block is None:
+            block = self._fetch(number, within + wanted)
+        return block[within : within + wanted]
+
+    def _fetch(self, number: int, wanted: int) -> np.ndarray:
+        self._length = 2 * self._length if number == self._next else 1
+        self._length = min(max(self._length, -(-wanted // BLOCK)), _LONGEST // BLOCK)
+        start = number * BLOCK
+        stop = min(start + self._length * BLOCK, self.size)
+        data = np.concatenate(self._store.get(self._key, start, stop, given_up=self._given_up))
+        # Copies: each is given up by itself.
+        blocks = [data[first : first + BLOCK].copy() for first in range(0, len(data), BLOCK)]
+        self._blocks.add(number, blocks)
+        self._next = number + self._length
+        return blocks[0]

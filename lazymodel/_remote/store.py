@@ -1,0 +1,446 @@
+"""Stores: buckets, web servers and repositories, asked for ranges of what lies in them, for sizes and for lists.
+
+One `Store` serves one opening of a checkpoint: what it has learned of an object, its size and its ETag, holds for as
+long as it is used, and every range of the object is asked for with that ETag (`If-Match`, RFC 9110 section 13.1.1), so
+that two versions of an object are never mixed. Credentials are found by obstore in the places that each cloud's own
+tools use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import datetime
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from lazymodel._errors import CheckpointError
+from lazymodel._remote import hugging_face
+from lazymodel._remote.blocks import Blocks
+from lazymodel._remote.options import checked_options, refused_options
+from lazymodel._remote.requests import (
+    REQUESTS,
+    Changed,
+    Failure,
+    Gate,
+    Missing,
+    Retries,
+    apart,
+    attempt,
+    explained,
+    retry_after,
+)
+from lazymodel._remote.url import Url, child, parse_url, quoted
+from lazymodel._show.text import listed
+
+Result = TypeVar("Result")
+
+HEAD = 64 << 10  # bytes that opening an object fetches: nearly every header of a shard is shorter
+PIECE = 1 << 20  # bytes that obstore hands out at a time: it has twice as much in memory meanwhile
+_CLIENT = {
+    "connect_timeout": "10s",
+    "read_timeout": "10s",  # without a byte; a stalled connection is given up
+    "timeout": "300s",  # of a whole request, its deadline: 8 MiB at 1 MB/s shared by all connections
+    "pool_max_idle_per_host": "64",
+    "user_agent": "lazymodel",
+}
+_SMALL_TIMEOUT = "30s"  # of a request for little: until then, a server can send an error that does not end
+LIST_SECONDS = 60.0  # for the list of a folder: a million objects at 17 pages a second
+_MOST_LISTED = 1_000_000  # objects of a listing; a checkpoint has thousands
+_NO_SUCH_RANGE = 416  # a status
+_SIGNED_SECONDS = 60  # for which the URL is good that asks for `Retry-After`
+
+
+@dataclasses.dataclass(frozen=True)
+class Object:
+    """What a store says of an object.
+
+    Attributes:
+        size: In bytes.
+        etag: Names its content; None where the store gives none.
+        modified: When it was last modified, for comparison only.
+    """
+
+    size: int
+    etag: str | None
+    modified: Any
+
+
+class Store:
+    """What lies under one root. Thread-safe.
+
+    Attributes:
+        url: The root, with an empty key.
+        lists: Whether it can say what it has; a web server cannot.
+    """
+
+    def __init__(self, url: Url, options: Mapping[str, Any] | None = None) -> None:
+        self.url = dataclasses.replace(url, key="")
+        self.options = checked_options(url, options)
+        self._lock = threading.Lock()
+        self._objects: dict[str, Object] = {}
+        self._folders: dict[str, tuple[dict[str, Object], set[str]]] = {}
+        self._heads: dict[str, np.ndarray] = {}  # first bytes of objects that were looked at
+        self.blocks: dict[str, Blocks] = {}  # and others
+        self._pages: set[str] = {url.key} if url.folder and not self.lists else set()  # keys known to be no files
+        self._retries = Retries(self.options.pop("retry_config", None))
+        self._gate = Gate(self._retry_after)
+        self._client: dict[str, Any] = dict(self.options.pop("client_options", None) or {})
+        self._obstore = _import_obstore()
+        self._repository: hugging_face.Repository | None = None
+        if url.kind == "hf":
+            self._repository = hugging_face.Repository(url.root, url.revision)
+        self._opened: dict[bool, Any] = {}  # by whether it is for little
+
+    @property
+    def lists(self) -> bool:
+        return self.url.kind not in ("http", "https")
+
+    def shown(self, key: str) -> str:
+        """A key as messages may show it."""
+        return dataclasses.replace(self.url, key=key).text
+
+    @property
+    def repository(self) -> hugging_face.Repository | None:
+        """The repository that it is, if it is one."""
+        return self._repository
+
+    def commit(self, *, once: bool = False) -> str:
+        """The commit of the repository that it is; asked for once, or as often as everything else.
+
+        Raises:
+            Unavailable: The hub cannot be reached.
+            CheckpointError: It knows no such repository or revision, or refuses it.
+        """
+        assert self._repository is not None
+        retries = Retries({"max_retries": 0}) if once else self._retries
+        return self._repository.commit(lambda url: self._read_json(url, retries))
+
+    # What is known of objects.
+
+    def known(self, key: str) -> Object | None:
+        """What is known of an object, without asking: what an answer said of it, or a list, which is not held to."""
+        folder, _, name = key.rpartition("/")
+        return self._objects.get(key) or (self._folders[folder][0].get(name) if folder in self._folders else None)
+
+    def has(self, key: str) -> bool:
+        """Whether there is an object; asks for its folder's list where that is there already, or is one answer."""
+        folder, _, name = key.rpartition("/")
+        if key not in self._objects and (self._repository is not None or self._listed(folder)):
+            return name in self.folder(folder)[0]
+        return self.find(key) is not None
+
+    def has_folder(self, key: str) -> bool:
+        """Whether anything lies below a key."""
+        above, _, name = key.rpartition("/")
+        if key and key not in self._folders and above in self._folders:
+            return name in self._folders[above][1]
+        return any(self.folder(key))
+
+    def _listed(self, folder: str) -> bool:
+        """Whether a folder was listed, or is one of a folder that was: somebody is looking around there."""
+        above, _, name = folder.rpartition("/")
+        return folder in self._folders or bool(folder and above in self._folders and name in self._folders[above][1])
+
+    def find(self, key: str) -> Object | None:
+        """What an object is, or None where there is none."""
+        if key in self._objects:
+            return self._objects[key]
+        try:
+            if not self.lists:  # what a signed URL is signed for is to get it
+                self._first(key)
+                return self._objects[key]
+            meta = self._ask(key, lambda _: self._obstore.head(self._store(small=True), key))
+        except Missing:
+            return None
+        return self._note(key, _object(meta))
+
+    def folder(self, key: str) -> tuple[dict[str, Object], set[str]]:
+        """The objects and the folders in a folder, by name; nothing where there is no such folder, or no listing."""
+        if key not in self._folders:
+            self._folders[key] = self._list(key) if self.lists else ({}, set())
+        return self._folders[key]
+
+    def below(self, key: str) -> dict[str, Object]:
+        """All objects below a folder, by path in it."""
+        found: dict[str, Object] = {}
+        folders = [""]
+        while folders:
+            inner = folders.pop()
+            objects, names = self.folder(child(key, inner) if inner else key)
+            found |= {child(inner, name): value for name, value in objects.items()}
+            folders += [child(inner, name) for name in sorted(names, reverse=True)]
+            if len(found) > _MOST_LISTED:
+                raise CheckpointError(f"{self.shown(key)}: expected a checkpoint, found over {_MOST_LISTED} objects")
+        return found
+
+    def _list(self, key: str) -> tuple[dict[str, Object], set[str]]:
+        if self._repository is not None:
+            return self._files_of_repository(key)
+        prefix = f"{key}/" if key else ""
+        store = self._store(small=True)
+
+        async def pages() -> Any:  # all of them, which can be cancelled, as the call that waits for them cannot
+            return await asyncio.wait_for(self._obstore.list_with_delimiter_async(store, prefix or None), LIST_SECONDS)
+
+        def ask(_: threading.Event) -> Any:
+            try:
+                return asyncio.run(pages())
+            except TimeoutError:
+                raise Failure(f"the list of its objects has no end after {LIST_SECONDS:g} seconds") from None
+
+        try:
+            result = self._ask(key, ask)
+        except Missing:
+            return {}, set()
+        objects: dict[str, Object] = {}
+        for meta in result["objects"]:
+            if name := meta["path"][len(prefix) :]:  # what marks a folder has no name in it
+                objects[name] = _object(meta)
+        return objects, {path[len(prefix) :].strip("/") for path in result["common_prefixes"]}
+
+    def _files_of_repository(self, key: str) -> tuple[dict[str, Object], set[str]]:
+        assert self._repository is not None
+        prefix = f"{key}/" if key else ""
+        objects: dict[str, Object] = {}
+        folders: set[str] = set()
+        for path in self._repository.files(self._read_json):
+            if path.startswith(prefix):
+                name, slash, _ = path[len(prefix) :].partition("/")
+                if name in ("", ".", "..") or not path.isprintable():
+                    continue  # nothing that a checkpoint has
+                if slash:
+                    folders.add(name)
+                else:
+                    objects[name] = Object(-1, None, None)
+        return objects, folders
+
+    def _note(self, key: str, found: Object) -> Object:
+        with self._lock:
+            return self._objects.setdefault(key, found)
+
+    # Bytes.
+
+    def get(
+        self,
+        key: str,
+        start: int,
+        stop: int,
+        stopped: threading.Event | None = None,
+        given_up: Callable[[], bool] = bool,
+    ) -> list[np.ndarray]:
+        """Bytes of an object, in pieces that nobody may write to, as many as asked for.
+
+        `stopped` is for threads that nobody waits for; without it, Ctrl-C and `given_up` end the waiting.
+
+        Raises:
+            CheckpointError: They cannot be had, or the object changed since it was first looked at.
+        """
+        return self._told(key, lambda: self._get(key, start, stop, stopped, given_up))
+
+    def head(self, key: str) -> tuple[np.ndarray, int]:
+        """The first bytes of an object, at most `HEAD` of them, fetched once, and how many it has in all.
+
+        Raises:
+            CheckpointError: As `get`.
+        """
+        return self._told(key, lambda: (self._first(key), self._objects[key].size))
+
+    def _told(self, key: str, function: Callable[[], Result]) -> Result:
+        """What a function that asks for an object returns; that it is not there, or no longer, is a CheckpointError."""
+        try:
+            return function()
+        except Missing:
+            found = "there is nothing any more" if key in self._objects else "there is nothing"
+            text = f"cannot read {self.shown(key)}: {found}, or nothing that may be read"
+        except Changed:
+            text = (
+                f"{self.shown(key)} changed while it was being read: expected the object that was there when it was "
+                "opened, found another. Open the checkpoint again once nothing writes to it."
+            )
+        raise CheckpointError(text)
+
+    def _first(self, key: str) -> np.ndarray:
+        if key not in self._heads:
+            if key in self._pages:
+                raise Missing
+            known = self.known(key)
+            pieces = [] if known and not known.size else self._get(key, 0, HEAD, None, bool, to_end=True)
+            self._heads[key] = np.concatenate(pieces) if pieces else np.empty(0, np.uint8)
+            if known and not pieces:
+                self._note(key, known)
+        return self._heads[key]
+
+    def _get(
+        self,
+        key: str,
+        start: int,
+        stop: int,
+        stopped: threading.Event | None,
+        given_up: Callable[[], bool],
+        *,
+        to_end: bool = False,
+    ) -> list[np.ndarray]:
+        pieces: list[np.ndarray] = []
+
+        def ask(stopped: threading.Event) -> None:
+            done = sum(piece.size for piece in pieces)  # an attempt goes on where the last one broke off
+            known = self._objects.get(key)
+            options: dict[str, Any] = {"range": (start + done, stop)}
+            if known is not None and known.etag is not None and not known.etag.startswith("W/"):
+                options["if_match"] = known.etag  # which weak ones never match
+            try:
+                result = self._obstore.get(self._store(small=stop - start <= HEAD), key, options=options)
+            except Exception as error:
+                if explained(error).status != _NO_SUCH_RANGE:
+                    raise
+                result = None
+            if result is None:  # it ends before: what is empty has no ranges at all
+                if known is not None or start:
+                    raise Changed
+                self._note(key, Object(0, None, None))
+                return
+            found = _object(result.meta)
+            if known is None and self._is_page(key, result):
+                raise Missing
+            known = known or self._note(key, found)
+            if _differs(known, found):
+                raise Changed
+            expected = (min(stop, found.size) if to_end else stop) - start
+            for chunk in result.stream(min_chunk_size=PIECE):
+                pieces.append(np.frombuffer(chunk, np.uint8))
+                done += len(chunk)
+                if done > expected:  # before a body without end fills the memory
+                    raise Failure("the server sends more than was asked for")
+                if stopped.is_set():
+                    return
+            if done < expected:
+                raise Failure(f"the server sent {done} of {expected} bytes", True)
+
+        self._ask(key, ask, stopped, given_up)
+        REQUESTS.add(nbytes=sum(piece.size for piece in pieces))
+        return pieces
+
+    def _is_page(self, key: str, result: Any) -> bool:
+        """Whether a web server answered with a page for people: a folder's index, a form to log in."""
+        if self.lists or not str(result.attributes.get("Content-Type", "")).startswith("text/html"):
+            return False
+        self._pages.add(key)
+        return True
+
+    def _ask(
+        self,
+        key: str,
+        function: Callable[[threading.Event], Result],
+        stopped: threading.Event | None = None,
+        given_up: Callable[[], bool] = bool,
+        retries: Retries | None = None,
+    ) -> Result:
+        retries = retries or self._retries
+
+        def ask(stopped: threading.Event) -> Result:
+            return attempt(self.shown(key), key, lambda: function(stopped), retries, self._gate, stopped)
+
+        return apart(ask, given_up) if stopped is None else ask(stopped)
+
+    def _store(self, *, small: bool = False) -> Any:
+        with self._lock:
+            if small not in self._opened:
+                self._opened[small] = self._open({**_CLIENT, **({"timeout": _SMALL_TIMEOUT} if small else {})})
+            return self._opened[small]
+
+    def _open(self, client: Mapping[str, Any]) -> Any:
+        web = self.http() if self._repository is not None or not self.lists else None
+
+        def opened(client_options: Mapping[str, Any], **options: Any) -> Any:
+            if web is not None:
+                return self._over_http(*web, client_options)
+            plain: dict[str, Any] = {"client_options": client_options, "retry_config": {"max_retries": 0}}
+            return self._obstore.store.from_url(self.url.root, **plain, **options)
+
+        try:
+            return opened({**client, **self._client}, **self.options)
+        except Exception:  # whose text may have values of options
+            pass
+        wrong = refused_options(opened, self._client, self.options)
+        raise CheckpointError(
+            f"{self.url.shown}: the store cannot be opened; check the credentials in the environment and "
+            f"storage_options{f', here {listed(wrong)}' if wrong else ''}, which are what obstore's store for "
+            f"{self.url.kind} takes"
+        )
+
+    def http(self) -> tuple[str, Mapping[str, str]]:
+        """The address below which a server or repository has its files, and the headers to ask for them with."""
+        if self._repository is None:
+            if not self.url.user:
+                return self.url.root, {}
+            return self.url.root, {"Authorization": f"Basic {base64.b64encode(self.url.user.encode()).decode()}"}
+        return self._repository.files_url(self._read_json), self._repository.headers
+
+    def _over_http(self, url: str, headers: Mapping[str, str], client_options: Mapping[str, Any]) -> Any:
+        client = dict(client_options)
+        if headers:
+            client["default_headers"] = {**client.get("default_headers", {}), **headers}
+        if url.startswith("http://"):  # which `parse_url` allows to this machine only, unless asked for
+            client["allow_http"] = True
+        return self._obstore.store.HTTPStore(url, client_options=client, retry_config={"max_retries": 0})
+
+    def _read_json(self, url: str, retries: Retries | None = None) -> bytes:
+        """A small answer of a repository's server."""
+        assert self._repository is not None
+        client = {**_CLIENT, "timeout": _SMALL_TIMEOUT, **self._client}
+        store = self._over_http(url, self._repository.headers, client)
+
+        def ask(_: threading.Event) -> bytes:
+            data = bytearray()
+            for chunk in self._obstore.get(store, "").stream(min_chunk_size=PIECE):
+                data += chunk
+                if len(data) > hugging_face.MOST_JSON:
+                    raise Failure("the server's answer does not end")
+            return bytes(data)
+
+        return self._ask("", ask, retries=retries)
+
+    def _retry_after(self, key: str) -> float | None:
+        try:
+            if self._repository is not None or not self.lists:
+                base, headers = self.http()
+                root, mark, query = base.partition("?")
+                return retry_after(f"{root.rstrip('/')}/{quoted(key)}{mark}{query}", headers)
+            expires = datetime.timedelta(seconds=_SIGNED_SECONDS)
+            return retry_after(self._obstore.sign(self._store(), "GET", key, expires), {})
+        except Exception:  # only ever a better guess at how long to wait
+            return None
+
+
+def open_store(url: str, options: Mapping[str, Any] | None = None) -> tuple[Store, str]:
+    """The store of a URL, and the key in it."""
+    client = options.get("client_options") if isinstance(options, Mapping) else None
+    parsed = parse_url(url, allow_http=bool(client.get("allow_http")) if isinstance(client, Mapping) else False)
+    return Store(parsed, options), parsed.key
+
+
+def _object(meta: Mapping[str, Any]) -> Object:
+    return Object(int(meta["size"]), meta["e_tag"], meta["last_modified"])
+
+
+def _differs(known: Object, found: Object) -> bool:
+    if known.size != found.size:
+        return known.size >= 0
+    if known.etag is not None and found.etag is not None:
+        return known.etag != found.etag
+    return known.modified is not None and known.modified != found.modified
+
+
+def _import_obstore() -> Any:
+    try:
+        import obstore
+    except ImportError:
+        raise CheckpointError(
+            "reading from a URL needs obstore, which is not installed: pip install 'lazymodel[remote]'"
+        ) from None
+    return obstore

@@ -1,0 +1,208 @@
+"""Weights from a server onto 8 devices: what the transport can do, and the stream.
+
+    python tests/benchmarks/remote.py [--runs 5] [--only NAME ...] [--json]
+
+The safetensors decoder of `stream.py`, 1.1 GiB, is served by `tests/servers/object_server.py` on this machine, in a
+process of its own, first as fast as it can, then over a link of 200 MB/s for all connections together and 20 ms before
+each answer. The ways take turns, each in its own process. Seconds are from the opening of the checkpoint until every
+array is ready; memory is private memory over what the process held before, as a multiple of the checkpoint's bytes.
+
+`obstore` is no loader: 16 threads fetch the same bytes in ranges of 8 MiB (`obstore.get_range`) and keep them.
+
+`preset` and `stock` load the preset of `load_preset.py`, 1 GiB in f32, over the same link of 200 MB/s: ours from the
+URL, stock from a folder that is downloaded first. What either leaves on the disk is what is in its temporary folder and
+in the download's at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from _measure import Measurement, back_memory, emit, measured, run, virtual_devices
+from stream import BACKED, load_safetensors, save_preset, save_safetensors
+
+from tests.servers.object_server import ObjectServer
+
+BANDWIDTH, LATENCY = 200e6, 0.02  # bytes/s, seconds
+FAULTS = ("503", "reset", "truncate", "stall")
+EVERY = 20
+ON_PRESET = ("preset", "stock")
+WAYS = {
+    "obstore": "obstore.get_range, 16 threads",
+    "first": "lazymodel, sharded on the first axis",
+    "last": "lazymodel, sharded on the last axis",
+    "budget": "lazymodel, first axis, max_host_memory=64MiB",
+    "first-capped": "first axis, 200 MB/s and 20 ms",
+    "last-capped": "last axis, 200 MB/s and 20 ms",
+    "preset": "lazymodel_keras.from_preset(url), 200 MB/s",
+    "stock": "download, then keras_hub from_preset, 200 MB/s",
+    "first-faulty": f"first axis, one request in {EVERY} failing",
+}
+
+
+def obstore_ranges(url: str) -> None:
+    """In the child: the bytes of the shards, in ranges of 8 MiB, with nothing made of them."""
+    import obstore
+    from obstore.store import HTTPStore
+
+    store = HTTPStore(url, client_options={"allow_http": True, "pool_max_idle_per_host": "64"})
+    size = 8 << 20
+    names = [f"model-{index + 1:05}-of-00003.safetensors" for index in range(3)]
+    back_memory(BACKED)
+    with measured() as report:
+        chunks: list[tuple[str, int, int]] = []
+        for name in names:
+            nbytes = obstore.head(store, name)["size"]
+            chunks += [(name, start, min(start + size, nbytes)) for start in range(0, nbytes, size)]
+        kept: list[Any] = []
+
+        def work() -> None:
+            while True:
+                try:
+                    name, start, end = chunks.pop(0)
+                except IndexError:
+                    return
+                kept.append(obstore.get_range(store, name, start=start, end=end))
+
+        threads = [threading.Thread(target=work) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        report["nbytes"] = sum(map(len, kept))
+    emit(report)
+
+
+def load_preset_from(way: str, url: str) -> None:
+    """In the child: the preset by ours or, once it is downloaded, by KerasHub."""
+    import load_preset
+    import obstore
+    from obstore.store import HTTPStore
+
+    names = ("config.json", "metadata.json", "model.weights.h5")  # what `save_to_preset` writes of a backbone
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        tempfile.tempdir = temporary
+
+        def fetch() -> Path:
+            store = HTTPStore(url, client_options={"allow_http": True, "timeout": "10m"})
+            for name in names:
+                with (folder / name).open("wb") as file:
+                    for piece in obstore.get(store, name).stream(min_chunk_size=1 << 20):
+                        file.write(piece)
+            return folder
+
+        report = load_preset.load("stock", folder, fetch) if way == "stock" else load_preset.load("ours", url)
+        emit(report | {"written": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())})
+
+
+def measure(way: str, server: ObjectServer) -> Measurement:
+    """Runs one way; what the server counted comes along."""
+    capped = way.endswith("-capped") or way in ON_PRESET
+    server.configure(bandwidth=BANDWIDTH if capped else None, latency=LATENCY if capped else 0.0)
+    server.faults(FAULTS if way.endswith("-faulty") else (), every=EVERY)
+    server.reset_counters()
+    url = server.url("preset" if way in ON_PRESET else "decoder")
+    found = run([__file__, "--child", way, url], env=virtual_devices())
+    server.faults()
+    counted = server.counters()
+    found.result.update(sent=counted["bytes"], requests=counted["requests"])
+    return found
+
+
+def child(way: str, where: str) -> None:
+    if way == "save":
+        with measured() as report:
+            save_safetensors(Path(where))
+        emit(report)
+    elif way == "save-preset":
+        with measured() as report:
+            save_preset(Path(where))
+        emit(report)
+    elif way in ON_PRESET:
+        load_preset_from(way, where)
+    elif way == "obstore":
+        obstore_ranges(where)
+    else:
+        load_safetensors(way.partition("-")[0], f"{where}/model.safetensors.index.json")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--child", nargs=2, metavar=("WAY", "WHERE"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(*options.child)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        for way, name in (("save", "decoder"), ("save-preset", "preset")):
+            if name == "decoder" or set(ON_PRESET) & set(options.only):
+                run([__file__, "--child", way, str(Path(temporary) / name)], env=virtual_devices(1))
+        results: dict[str, list[Measurement]] = {way: [] for way in options.only}
+        with ObjectServer(Path(temporary)) as server:
+            for _ in range(options.runs):
+                for way, runs in results.items():
+                    runs.append(measure(way, server))
+    report(results, as_json=options.json)
+
+
+def report(results: dict[str, list[Measurement]], *, as_json: bool) -> None:
+    """Prints medians, and ratios as medians over the rounds."""
+    for group in (set(results) & set(ON_PRESET), set(results) - set(ON_PRESET)):
+        digests = {m.result["digest"] for way in group for m in results[way] if "digest" in m.result}
+        if len(digests) > 1:
+            raise SystemExit(f"values differ: {digests}")
+
+    def summary(way: str) -> dict[str, float]:
+        runs = results[way]
+        nbytes = runs[0].result["nbytes"]
+        seconds = statistics.median(m.seconds for m in runs)
+        return {
+            "seconds": seconds,
+            "megabytes_per_second": nbytes / seconds / 1e6,
+            "peak": statistics.median(m.peak_nbytes for m in runs) / nbytes,
+            "sent": statistics.median(m.result["sent"] for m in runs) / nbytes,
+            "requests": statistics.median(m.result["requests"] for m in runs),
+        }
+
+    ratios: dict[str, float] = {}
+    for way in ("first", "last", "budget"):
+        if way in results and "obstore" in results:
+            pairs = zip(results["obstore"], results[way], strict=True)
+            ratios[f"{WAYS[way]}, speed over obstore's"] = statistics.median(a.seconds / b.seconds for a, b in pairs)
+    for way in ("first-capped", "last-capped"):
+        if way in results:
+            ratios[f"{WAYS[way]}, share of the link"] = summary(way)["megabytes_per_second"] / (BANDWIDTH / 1e6)
+    if results.keys() >= set(ON_PRESET):
+        pairs = zip(results["stock"], results["preset"], strict=True)
+        ratios["from_preset(url), times as fast"] = statistics.median(a.seconds / b.seconds for a, b in pairs)
+    if as_json:
+        print(json.dumps({"ways": {way: summary(way) for way in results}, "ratios": ratios}))
+        return
+    print(f"{len(next(iter(results.values())))} runs each, alternating; medians")
+    for way in results:
+        line = summary(way)
+        disk = f"   {results[way][0].result['written']:,} bytes on the disk" if way in ON_PRESET else ""
+        print(
+            f"  {WAYS[way]:48} {line['seconds']:7.2f} s {line['megabytes_per_second']:7.0f} MB/s   peak "
+            f"{line['peak']:.3f} ×   sent {line['sent']:.4f} × the bytes in {line['requests']:.0f} requests{disk}"
+        )
+    for name, value in ratios.items():
+        print(f"  {name:66} {value:5.2f}")
+
+
+if __name__ == "__main__":
+    main()
