@@ -43,8 +43,8 @@ class Fleet:
         >>> mesh = jax.sharding.AbstractMesh((1024, 4), ("data", "model"))
         >>> fleet = lm.Fleet(hosts=1024, storage_bandwidth="200MB/s", link_bandwidth="25GB/s")
         >>> plan = abstract.shard(mesh, {".*": P("model")}).plan(fleet=fleet)
-        >>> [(way.total_read_nbytes, way.seconds) for way in plan.ways.values()]  # too small to be worth an exchange
-        [(134217728, 0.00065536), (134217728, 0.00065536)]
+        >>> {name: way.total_read_nbytes for name, way in plan.ways.items()}  # by all hosts together
+        {'read': 134217728, 'exchange': 131072}
     """
 
     hosts: int | None = None
