@@ -37,8 +37,10 @@ from lazymodel._mapping.entry import From
 from lazymodel._mapping.mapped import map_checkpoint
 from lazymodel._mapping.table import WeightMap
 from lazymodel._materialize.report import LoadReport
+from lazymodel._materialize.reshard import ReshardReport, reshard
 from lazymodel._model import AbstractModel, build_abstract
 from lazymodel._plan.compiled import Compile
+from lazymodel._plan.fleet import Fleet
 from lazymodel._plan.plan import MemoryPlan, compare_plans
 from lazymodel._plan.search import smallest_topology
 from lazymodel._plan.what_if import WhatIf
@@ -60,6 +62,7 @@ __all__ = [
     "CheckpointError",
     "Compile",
     "DoesNotFitError",
+    "Fleet",
     "From",
     "LazyModelError",
     "LazyModelWarning",
@@ -67,6 +70,7 @@ __all__ = [
     "LoadReport",
     "MemoryPlan",
     "Progress",
+    "ReshardReport",
     "ShardingError",
     "TraceError",
     "WeightMap",
@@ -81,6 +85,7 @@ __all__ = [
     "map_checkpoint",
     "open_checkpoint",
     "path_key",
+    "reshard",
     "role",
     "save",
     "smallest_topology",

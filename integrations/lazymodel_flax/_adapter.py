@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import jax
 
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._trace.escaped import watched
@@ -32,6 +35,11 @@ class FlaxAdapter:
     def arrays(self, model: Any) -> dict[str, Any] | None:
         found = nnx.arrays(model)
         return linen.arrays(model) if found is None else found
+
+    def with_arrays(self, model: Any, arrays: Mapping[int, Any]) -> Any:
+        if nnx.arrays(model) is not None:
+            return nnx.with_arrays(model, arrays)
+        return jax.tree.map(lambda leaf: arrays.get(id(leaf), leaf), model)
 
 
 adapter = FlaxAdapter()

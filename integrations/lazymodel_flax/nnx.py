@@ -111,6 +111,12 @@ def arrays(model: Any) -> dict[str, Any] | None:
     return by_path(nnx.split(as_plain(model))[1])
 
 
+def with_arrays(model: Any, arrays: Mapping[int, Any]) -> Any:
+    """A module, or a pytree with NNX objects in it, with other arrays in the places of some, by their `id`."""
+    graphdef, state = nnx.split(model)
+    return nnx.merge(graphdef, jax.tree.map(lambda leaf: arrays.get(id(leaf), leaf), state))
+
+
 # Paths of what the given NNX objects hold once `build` has run; no variables of the model.
 _AFTER = "\0after/"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -15,7 +16,7 @@ from lazymodel_keras import _factories, _upstream
 from lazymodel_keras._build import abstract_build
 from lazymodel_keras._config import plan_model
 from lazymodel_keras._keywords import check_constructor, check_from_preset, ours
-from lazymodel_keras._model.skeleton import model_variables
+from lazymodel_keras._model.skeleton import model_variables, replace
 
 
 class KerasAdapter:
@@ -53,6 +54,13 @@ class KerasAdapter:
         variables = list({id(variable): variable for variable in model_variables(model)}.values())
         values = [variable.value for variable in variables]
         return dict(zip(unique_paths([variable.path for variable in variables]), values, strict=True))
+
+    def with_arrays(self, model: Any, arrays: Mapping[int, Any]) -> Any:
+        """The model itself, changed in place."""
+        for variable in model_variables(model):
+            if (array := arrays.get(id(variable.value))) is not None:
+                replace(variable, array)
+        return model
 
 
 def _check_keywords(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ class Materializing(TypedDict, total=False):
     """What is passed on to `AbstractModel.materialize`, and documented there."""
 
     max_host_memory: int | str | None
+    replicas: str | None
     progress: bool | Progress | Callable[[int, int], object] | None
     report: ReportTo
 

@@ -35,6 +35,7 @@ def from_preset(
     verify: Verify = False,
     storage_options: Mapping[str, Any] | None = None,
     max_host_memory: int | str | None = None,
+    replicas: str | None = None,
     progress: bool | Progress | Callable[[int, int], object] | None = None,
     report: ReportTo = None,
     **kwargs: Any,
@@ -51,7 +52,7 @@ def from_preset(
         mesh: The devices; None uses the active `keras.distribution` if there is one, else one device.
         rules: Sharding rules that go with `mesh`; see `AbstractModel.shard`.
         on_unmatched: What to do about large variables without a rule, likewise.
-        max_host_memory: See `AbstractModel.materialize`, as for `progress` and `report`.
+        max_host_memory: See `AbstractModel.materialize`, as for `replicas`, `progress` and `report`.
 
     Raises:
         CheckpointError: As `abstract_from_preset`, and so is LazyModelError.
@@ -64,14 +65,14 @@ def from_preset(
     """
     require_rules(mesh, rules)
     given = ours(
-        *("on_unmatched", "mesh", "rules", "max_host_memory", "progress", "report"),
+        *("on_unmatched", "mesh", "rules", "max_host_memory", "replicas", "progress", "report"),
         *("strict", "verify", "storage_options"),
     )
     options = {"strict": strict, "verify": verify, "storage_options": storage_options}
     abstract = _abstract(cls, preset, load_weights, kwargs, given, **options)
     if mesh is not None:
         abstract = abstract.shard(mesh, rules, on_unmatched=on_unmatched)
-    return abstract.materialize(max_host_memory=max_host_memory, progress=progress, report=report)
+    return abstract.materialize(max_host_memory=max_host_memory, replicas=replicas, progress=progress, report=report)
 
 
 def abstract_from_preset(

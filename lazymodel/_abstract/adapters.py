@@ -11,7 +11,7 @@ import functools
 import importlib
 import importlib.metadata
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from lazymodel._errors import LazyModelError
@@ -33,6 +33,10 @@ class Adapter(Protocol):
 
     def arrays(self, model: Any) -> dict[str, Any] | None:
         """A built model's arrays, under the paths that `build_abstract` gives; None for what is not the framework's."""
+        ...
+
+    def with_arrays(self, model: Any, arrays: Mapping[int, Any]) -> Any:
+        """The model with other arrays in the places of some of its own, which are known by their `id`."""
         ...
 
 

@@ -34,6 +34,7 @@ from lazymodel._devices.topology import topology as compiled_mesh
 from lazymodel._errors import LazyModelError, LazyModelWarning
 from lazymodel._model import AbstractModel, build_abstract
 from lazymodel._plan.compiled import Compile
+from lazymodel._plan.fleet import Fleet
 from lazymodel._plan.plan import MemoryPlan, compare_plans
 from lazymodel._plan.what_if import WhatIf
 from lazymodel._programs.jaxprs import CONFIG
@@ -88,6 +89,13 @@ def add_plan_parser(commands: Any) -> None:
         "--compile", choices=("init", "forward", "train"), help="compile it, and take the compiler's numbers"
     )
     parser.add_argument("--device-memory", metavar="BYTES", help="bytes of one device, such as 16GiB")
+    parser.add_argument("--hosts", type=int, metavar="N", help="hosts that the devices belong to, as many to each")
+    parser.add_argument(
+        "--storage-bandwidth", metavar="BYTES", help="what a host reads from storage a second, such as 200MB/s"
+    )
+    parser.add_argument(
+        "--link-bandwidth", metavar="BYTES", help="what comes to a host over the interconnect, such as 25GB/s"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     parser.add_argument("--html", metavar="FILE", help="write the plan as a page, too")
     parser.set_defaults(run=_plan)
@@ -99,10 +107,11 @@ def _plan(arguments: argparse.Namespace) -> int:
             # Nothing runs here: an accelerator that another process uses, or that takes long to wake, is left alone.
             jax.config.update("jax_platforms", "cpu")
         what_if, compile = _stated(arguments)
+        fleet = _fleet(arguments)
         storage_options(arguments)  # what cannot be read is said now
         meshes = _meshes(arguments)
         source = _described(arguments.model)
-        plans = _plans(arguments, source, meshes, what_if, compile)
+        plans = _plans(arguments, source, meshes, what_if, compile, fleet)
     shown: Any = next(iter(plans.values())) if len(plans) == 1 else compare_plans(plans)
     if arguments.html:
         page = (
@@ -131,8 +140,18 @@ def _stated(arguments: argparse.Namespace) -> tuple[WhatIf, Compile | None]:
     return what_if, compile
 
 
+def _fleet(arguments: argparse.Namespace) -> Fleet | None:
+    given = arguments.hosts, arguments.storage_bandwidth, arguments.link_bandwidth
+    return None if given == (None, None, None) else Fleet(*given)
+
+
 def _plans(
-    arguments: argparse.Namespace, source: str, meshes: Mapping[str, Any], what_if: WhatIf, compile: Compile | None
+    arguments: argparse.Namespace,
+    source: str,
+    meshes: Mapping[str, Any],
+    what_if: WhatIf,
+    compile: Compile | None,
+    fleet: Fleet | None,
 ) -> dict[str, MemoryPlan]:
     """One for each dtype and mesh, by what people call them."""
     plans: dict[str, MemoryPlan] = {}
@@ -148,7 +167,7 @@ def _plans(
                 name = ", ".join(filter(None, (place, dtype))) or "one device"
                 say(f"{'compiling' if compile else 'planning'} {name}")
                 plans[name] = _sharded(model, mesh).plan(
-                    device_memory=arguments.device_memory, what_if=what_if, compile=compile
+                    device_memory=arguments.device_memory, what_if=what_if, compile=compile, fleet=fleet
                 )
     return plans
 

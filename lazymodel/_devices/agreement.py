@@ -23,7 +23,7 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -37,6 +37,7 @@ from lazymodel._devices.coordination import (
     Store,
     Watch,
     excerpt,
+    keep_client,
     run_store,
     silence_seconds,
     troubles,
@@ -67,6 +68,23 @@ class Stage:
         if self._meeting is not None and (now := time.monotonic()) - self._checked >= _BETWEEN_CHECKS:
             self._checked = now
             self._meeting.check()
+
+    def meet(self) -> None:
+        """Waits until all processes have come to this point of the stage; called equally often in all of them.
+
+        What follows may be a collective operation, in which a process that comes alone would wait for ever: it raises a
+        CheckpointError in all of them, or in none.
+        """
+        if self._meeting is not None:
+            self._meeting.meet()
+
+    def together(self, operation: Callable[[], Sequence[jax.Array]]) -> Sequence[jax.Array]:
+        """The arrays that a collective operation returns, complete; all processes have met for it.
+
+        One that was killed can leave the others in it for ever, or fail it; a CheckpointError says so either way, after
+        a minute of its silence.
+        """
+        return jax.block_until_ready(operation()) if self._meeting is None else self._meeting.together(operation)
 
 
 @contextlib.contextmanager
@@ -222,6 +240,7 @@ class _Meeting:
         self._openings = _count.openings
         self._number = _count.stage(members)
         self._watch = Watch()
+        self._points = 0  # of the stage that this process has come to
         self._leads = store.process == members[0]
 
     def report(self, stage: Stage) -> None:
@@ -237,17 +256,71 @@ class _Meeting:
 
     def check(self) -> None:
         """Raises CheckpointError if the stage has failed elsewhere."""
-        text = self._store.get(f"{self._folder()}verdict")
-        verdict = self._trouble() if text is None else _Verdict.read(text)
+        verdict = self._said()
         if verdict is not None and verdict.error:
-            raise CheckpointError(self._settle(verdict).error)
+            self._heed(verdict := self._settle(verdict))
+            raise CheckpointError(verdict.error)
+
+    def _said(self) -> _Verdict | None:
+        """The verdict if there is one, or what it will be for trouble that a process has."""
+        text = self._store.get(f"{self._folder()}verdict")
+        return self._trouble() if text is None else _Verdict.read(text)
+
+    def meet(self) -> None:
+        """Goes on once all are here; where the stage has failed, or some will not come, raises in all."""
+        self._points += 1
+        point = f"{self._folder()}points/{self._points}/"
+        self._store.put(f"{point}reports/{self._store.process}", "")
+        start = time.monotonic()
+        while (said := self._store.get(f"{point}said")) is None:
+            waited = time.monotonic() - start
+            verdict = self._said() or self._look(waited, f"{point}reports/")
+            if verdict is None:
+                time.sleep(min(max(waited / 8, _FIRST_PAUSE), _LONGEST_PAUSE))
+                continue
+            if verdict.error:
+                self._settle(verdict)
+            # One word for all, whichever of them looked first: those that went on would wait for those that did not.
+            said = self._store.put_first(f"{point}said", "stop" if verdict.error else "go")
+            break
+        if said == "stop":
+            raise CheckpointError(self.wait().error)
+
+    def together(self, operation: Callable[[], Sequence[jax.Array]]) -> Sequence[jax.Array]:
+        """Runs a collective operation for as long as nobody falls silent."""
+        try:
+            arrays = operation()
+            started = time.monotonic()
+            while not all(cast(Any, array).is_ready() for array in arrays):
+                waited = time.monotonic() - started
+                if waited > _BETWEEN_CHECKS:
+                    self._check_silence()
+                time.sleep(min(waited / 8, _LONGEST_PAUSE))
+            return jax.block_until_ready(arrays)
+        except CheckpointError:
+            keep_client()
+            raise
+        except jax.errors.JaxRuntimeError:
+            # Somebody's end may be the cause. Without knowing whose, this process would wait for it at JAX's farewell.
+            failed = time.monotonic()
+            while time.monotonic() - failed < self._silence * 1.25:
+                self._check_silence()
+                time.sleep(min(_LONGEST_PAUSE, self._silence / 4))
+            raise
+
+    def _check_silence(self) -> None:
+        """Raises if the stage has failed elsewhere, or somebody is silent."""
+        self.check()
+        if self._leads and (silent := self._watch.silent(self._store, set(self._members), self._silence)):
+            self._settle(self._lost_by_silence(silent))
+            self.check()
 
     def wait(self) -> _Verdict:
         """The verdict, as soon as there is one."""
         start = time.monotonic()
         while (text := self._store.get(f"{self._folder()}verdict")) is None:
             waited = time.monotonic() - start
-            if (verdict := self._trouble() or self._look(waited)) is not None:
+            if (verdict := self._trouble() or self._look(waited, f"{self._folder()}reports/")) is not None:
                 return self._settle(verdict)
             time.sleep(min(max(waited / 8, _FIRST_PAUSE), _LONGEST_PAUSE))
         return _Verdict.read(text)
@@ -281,16 +354,17 @@ class _Meeting:
                 return _Verdict(self._nothing(f"process {process} {trouble.what}", trouble.why), trouble.opening)
         return None
 
-    def _look(self, waited: float) -> _Verdict | None:
-        """A verdict if all are here or some will not come."""
+    def _look(self, waited: float, folder: str) -> _Verdict | None:
+        """A verdict if all are here, whose reports are in a folder of the store, or some will not come."""
         # Only the first process looks at all others, which look at the first: were it otherwise, thousands of processes
         # would read thousands of reports each.
         missing = set(self._members[:1])
         if self._leads or waited > self._limit:
-            reports = self._store.folder(f"{self._folder()}reports/")
+            reports = self._store.folder(folder)
             missing = set(self._members) - set(map(int, reports))
             if not missing:
-                return self._compare({int(process): json.loads(text) for process, text in reports.items()})
+                told = {int(process): json.loads(text) for process, text in reports.items() if text}
+                return self._compare(told) if told else _Verdict()
         if waited > self._limit:
             return self._lost(
                 missing,
@@ -298,10 +372,12 @@ class _Meeting:
                 f"killed before, hanging, or at something else ({WAIT} sets how long to wait)",
             )
         if silent := self._watch.silent(self._store, missing, self._silence):
-            return self._lost(
-                silent, f"gave no sign of life for {self._silence:g} seconds", "killed, or its machine is out of reach"
-            )
+            return self._lost_by_silence(silent)
         return None
+
+    def _lost_by_silence(self, silent: set[int]) -> _Verdict:
+        what = f"gave no sign of life for {self._silence:g} seconds"
+        return self._lost(silent, what, "killed, or its machine is out of reach")
 
     def _lost(self, processes: set[int], what: str, why: str) -> _Verdict:
         lost = tuple(sorted(processes))

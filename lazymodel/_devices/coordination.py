@@ -249,6 +249,11 @@ def _left(store: Store) -> dict[int, str]:
     return {int(key.partition("/")[0]): text for key, text in texts if key.endswith("/left")}
 
 
+def keep_client() -> None:
+    """For a process that leaves a program behind which will never end: JAX's farewell would wait for it."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(jax.local_devices()[0].client))
+
+
 def _detach() -> None:
     """Takes JAX's connection out of its hands, so that it neither waits at its barrier nor ends the service."""
     # The objects must never be destroyed, because their destructors do just that; so each gets a reference that nobody

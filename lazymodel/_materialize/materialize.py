@@ -7,9 +7,10 @@ tensor is read in `_materialize/stream`. What was done is measured here, and des
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,11 +22,12 @@ from lazymodel._abstract.host_arrays import host_array
 from lazymodel._abstract.placement import device_shardings, is_narrowed, stays_on_host
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
-from lazymodel._devices.agreement import agreement
+from lazymodel._devices.agreement import Stage, agreement
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError
 from lazymodel._mapping.mapped import flat_checkpoint
 from lazymodel._mapping.match import Choice, choose, warn_of_rest
+from lazymodel._materialize.exchange import Exchange, exchanged, exchanges
 from lazymodel._materialize.report import Costs, make_report
 from lazymodel._materialize.stream import StreamItem, stream
 from lazymodel._programs.jaxprs import is_weak, with_weak_type
@@ -49,6 +51,7 @@ def materialize(
     strict: bool = True,
     cast: str = SAFE,
     max_host_memory: int | str | None = None,
+    replicas: str | None = None,
     progress: ProgressTo = None,
     report: ReportTo = None,
 ) -> Any:
@@ -72,6 +75,10 @@ def materialize(
             (16 MiB) anything that has all their values. `"unsafe"` casts as `ndarray.astype` does. What a mapping
             casts with `astype` was asked for.
         max_host_memory: Ceiling for the host's staging memory in bytes, or `"4GiB"`.
+        replicas: How bytes reach several processes that hold the same: with `"read"` each of them reads them, with
+            `"exchange"` one does, and devices exchange them, which takes up to 1 GiB more of a device for a moment
+            (a larger variable alone: as much as a device holds of it, twice). None exchanges what comes over a network.
+            Variables of less than 64 KiB are read by all.
         progress: True or False for a bar, None for a bar when a person is watching, a callable
             `f(done_nbytes, total_nbytes)` or a `Progress` for your own. Bytes are those of the distinct shards of
             this process; they are told of from several threads, one call at a time.
@@ -102,69 +109,94 @@ def materialize(
         if checkpoint is not None and initialize != "all":
             warn_of_rest(model, checkpoint, choice, initialize)
         budget = None if max_host_memory is None else parse_budget(max_host_memory)
+        items = _items(model, choice, shardings)
+        reading = Reading(items, budget, exchanges(items, replicas))
         stage.outcome = _outcome(choice)
         if jax.process_count() > 1:
-            stage.details = _details(choice)
+            stage.details = _details(choice, reading)
     with agreement(assigned) as stage:
-        arrays, costs = make_arrays(model, choice, shardings, budget, progress_for(progress), stage.check)
+        arrays, costs = make_arrays(model, choice, shardings, reading, progress_for(progress), stage)
     result = model.framework.rebuild(arrays)
     if deliver is not None:
         deliver(make_report(model, choice, checkpoint, shardings, costs, time.perf_counter() - start))
     return result
 
 
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What is read, and how."""
+
+    items: Sequence[StreamItem]
+    max_host_memory: int | None
+    exchanges: Mapping[str, Exchange]  # of those items that are read in parts, by path
+
+    def arrays(self, on_bytes: Callable[[int], None], stage: Stage) -> Iterator[tuple[str, jax.Array]]:
+        """The arrays as they are complete; what cannot be read at all is refused at once."""
+        parts = [self.exchanges[item.path].part if item.path in self.exchanges else item for item in self.items]
+        arriving = stream(parts, max_host_memory=self.max_host_memory, on_bytes=on_bytes)
+        return exchanged(arriving, self.exchanges, stage) if self.exchanges else arriving
+
+
 def make_arrays(
     model: ModelSpec,
     choice: Choice,
     shardings: Mapping[str, Sharding],
-    max_host_memory: int | None,
+    reading: Reading,
     progress: Progress,
-    check: Callable[[], None],
+    stage: Stage,
 ) -> tuple[dict[str, Any], Costs]:
     """Runs the init programs, the stream, and what is computed from other variables, as `choice` says of each.
 
     Returns path to finished array, of JAX or (see `_abstract/host_arrays`) of NumPy, and what it cost. Init programs
-    come first: their temporaries are spent while the devices are still empty. `check` is called with every piece of
-    work; what it raises ends it.
+    come first: their temporaries are spent while the devices are still empty. With every piece of work it is asked
+    whether the stage has failed elsewhere, which ends it.
     """
     # Of all distinct shards that this process's devices hold.
     nbytes = {path: sum(boxes_for(shardings[path], v.shape).sizes) * v.dtype.itemsize for path, v in model.items()}
-    streamed = {path: source for path, source in choice.sources.items() if not stays_on_host(model[path])}
-    items = [
-        # Keys are read as their key data, whose trailing dimension no spec names.
-        StreamItem(path, lazy(_read_as(model[path], source, choice), path), *model[path].stored, shardings[path])
-        for path, source in streamed.items()
-    ]
+    own = {path: exchange.own_nbytes() for path, exchange in reading.exchanges.items()}
+    nbytes |= {path: max(nbytes[path], own[path]) for path in own}
     arrays: dict[str, Any] = {}
-    watcher = _Watcher(progress, check)
+    watcher = _Watcher(progress, stage.check)
     progress.start(sum(nbytes.values()), f"{model.name}: materializing {len(model)} variables{_from_where(choice)}")
     try:
         start = time.perf_counter()
-        arriving = stream(items, max_host_memory=max_host_memory, on_bytes=watcher.advance)  # or refused, at once
+        arriving = reading.arrays(watcher.advance, stage)
         for path, array in run_recipes(choice.recipes, shardings, model.programs):
             arrays[path] = _in_layout(array, model[path])
             watcher.advance(nbytes[path], path)
         started, read, asked = time.perf_counter(), BYTES_READ.count, REQUESTS.so_far()
         for path, array in arriving:
             arrays[path] = _in_layout(as_keys(array, model[path].dtype), model[path])
-            watcher.advance(0, path)
+            watcher.advance(nbytes[path] - own[path] if path in own else 0, path)
         for path, array in _rest(model, choice, arrays, shardings):
             arrays[path] = array
             watcher.advance(nbytes[path], path)
         # In the model's order, since every process has to run a program for all at the same turn.
         arrays.update({path: _as_weak(arrays[path], model[path]) for path in model if model[path].weak_type})
-        jax.block_until_ready([arrays[item.path] for item in items])
+        jax.block_until_ready([arrays[item.path] for item in reading.items])
         ended = time.perf_counter()
         jax.block_until_ready(list(arrays.values()))  # the init programs, which ran on while files were read
         initializing = started - start + time.perf_counter() - ended
+        arrived = sum(max(each.held_nbytes() - own[path], 0) for path, each in reading.exchanges.items())
         fetched, requests, retries = (now - before for now, before in zip(REQUESTS.so_far(), asked, strict=True))
-        return arrays, Costs(BYTES_READ.count - read, fetched, requests, retries, initializing, ended - started)
+        costs = Costs(BYTES_READ.count - read, arrived, fetched, requests, retries, initializing, ended - started)
+        return arrays, costs
     except CheckpointError:
         if watcher.error is not None:
             raise watcher.error from None
         raise
     finally:
         progress.finish()
+
+
+def _items(model: ModelSpec, choice: Choice, shardings: Mapping[str, Sharding]) -> list[StreamItem]:
+    """What is to be read, or copied from memory, onto devices."""
+    return [
+        # Keys are read as their key data, whose trailing dimension no spec names.
+        StreamItem(path, lazy(_read_as(model[path], source, choice), path), *model[path].stored, shardings[path])
+        for path, source in choice.sources.items()
+        if not stays_on_host(model[path])
+    ]
 
 
 def _rest(
@@ -215,10 +247,14 @@ def _outcome(choice: Choice) -> str:
     return f"load {len(choice.sources)} variables and initialize {len(initialized)}{names}"
 
 
-def _details(choice: Choice) -> str:
-    """What the tensors are that this process is about to load, which differs where the files are of another kind."""
+def _details(choice: Choice, reading: Reading) -> str:
+    """What the tensors are that this process is about to load, which differs where the files are of another kind, and
+    the programs by which they are exchanged, in order.
+    """
     loaded = sorted(choice.sources.items())
-    return "\n".join(f"{path} {getattr(source, 'dtype', '')} {np.shape(source)}" for path, source in loaded)
+    lines = [f"{path} {getattr(source, 'dtype', '')} {np.shape(source)}" for path, source in loaded]
+    lines += [f"exchange {path} {exchange.division}" for path, exchange in reading.exchanges.items()]
+    return "\n".join(lines)
 
 
 def _read_as(variable: AbstractVariable, source: Any, choice: Choice) -> Any:

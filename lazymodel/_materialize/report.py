@@ -76,7 +76,8 @@ class LoadReport(Tabled):
         needed_nbytes: Bytes, as stored in files, of all distinct shards of this process. A tensor that two variables
             are loaded from counts twice; what several devices hold alike counts once.
         read_nbytes: Tensor bytes that this process read from files meanwhile. More than needed where reading through
-            a gap is faster than seeking over it, or where a file can only be read in whole chunks.
+            a gap is faster than seeking over it, or where a file can only be read in whole chunks; less where
+            processes exchange what several of them hold.
         fetched_nbytes: Bytes that this process fetched over a network meanwhile, headers and repeated ones included.
         requests: Requests that it took, failed ones included; `retries` are those of them that repeated another.
         seconds: Wall-clock seconds of the whole call.
@@ -84,6 +85,7 @@ class LoadReport(Tabled):
             started, and after streaming until the last of them was done. What devices compute while files are read
             takes no time of its own.
         stream_seconds: Seconds in between, until every array that is loaded was complete on its devices.
+        exchanged_nbytes: Bytes that came to this process's devices from other devices instead of files.
 
     Example:
         >>> reports = []
@@ -107,6 +109,7 @@ class LoadReport(Tabled):
     seconds: float
     initialize_seconds: float
     stream_seconds: float
+    exchanged_nbytes: int = 0
 
     @property
     def loaded(self) -> tuple[LoadRow, ...]:
@@ -155,6 +158,8 @@ class LoadReport(Tabled):
             rate = "" if self.gb_per_second is None else f", {self.gb_per_second:.2f} GB/s"
             read, needed = format_bytes(self.read_nbytes), format_bytes(self.needed_nbytes)
             lines.append(f"read: {read} of files, {needed} needed{rate}")
+        if self.exchanged_nbytes:
+            lines.append(f"exchanged: {format_bytes(self.exchanged_nbytes)} from other devices")
         if self.requests:
             again = f", {self.retries:,} of them again" if self.retries else ""
             lines.append(f"fetched: {format_bytes(self.fetched_nbytes)} in {plural(self.requests, 'request')}{again}")
@@ -191,6 +196,7 @@ class Costs:
     """What `_materialize/materialize` measured: see the attributes of the same names in `LoadReport`."""
 
     read_nbytes: int
+    exchanged_nbytes: int
     fetched_nbytes: int
     requests: int
     retries: int

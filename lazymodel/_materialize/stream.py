@@ -18,7 +18,7 @@ import bisect
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -57,6 +57,12 @@ class StreamItem:
     sharding: Sharding
 
 
+def in_file_order(items: Iterable[StreamItem]) -> list[StreamItem]:
+    """The order in which they are read and yielded."""
+    tensors = ((item, lazy(item.tensor, item.path)) for item in items)
+    return [item for item, _ in sorted(tensors, key=lambda pair: (pair[1].file, pair[1].offset))]
+
+
 def stream(
     items: Sequence[StreamItem], *, max_host_memory: int | None = None, on_bytes: Callable[[int], None] | None = None
 ) -> Iterator[tuple[str, jax.Array]]:
@@ -77,8 +83,7 @@ def stream(
         CheckpointError: At once, for a tensor whose shape is not its variable's or that cannot be read within the
             ceiling; while iterating, for anything that goes wrong with one variable, naming it and its file.
     """
-    plans = [_plan(item) for item in items]
-    plans.sort(key=lambda plan: (plan.tensor.file, plan.tensor.offset))
+    plans = [_plan(item) for item in in_file_order(items)]
     ceiling = default_budget() if max_host_memory is None else max_host_memory
     threads = max(2, min(_THREADS, cores()))  # two on one core as well: one reads while the other waits for a disk
     wants = [want for plan in plans for want in wanted(plan.tensor, plan.boxes.boxes)]

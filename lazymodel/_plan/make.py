@@ -24,7 +24,8 @@ from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._mapping.mapped import flat_checkpoint
 from lazymodel._mapping.match import Choice, choose, describe_sources, refused_casts
 from lazymodel._plan.compiled import Compile, compile_use
-from lazymodel._plan.plan import MemoryPlan, PlanRow
+from lazymodel._plan.fleet import Fleet, Traffic
+from lazymodel._plan.plan import HostPlan, MemoryPlan, PlanRow
 from lazymodel._plan.steps import action, make_hosts, make_steps, make_timeline, read_anywhere
 from lazymodel._plan.what_if import ACTIVATIONS, GRADIENTS, PARAMETERS, Use, WhatIf
 from lazymodel._show.text import parse_bytes
@@ -38,6 +39,8 @@ def plan(
     device_memory: int | str | None = None,
     what_if: WhatIf | None = None,
     compile: Compile | None = None,
+    replicas: str | None = None,
+    fleet: Fleet | None = None,
 ) -> MemoryPlan:
     """Predicts bytes per device and host before any is spent, while materializing and in use.
 
@@ -55,8 +58,9 @@ def plan(
         device_memory: Bytes of one device, or `"16GiB"`; None is what the devices say or are known to have, and CPUs
             have no limit.
         what_if: What the model does not have, by arithmetic: `lazymodel.WhatIf(optimizer="adamw", lora_rank=8)`.
-        compile: What the compiler is asked about, for devices that need not be here (`lazymodel.topology`):
-            `lazymodel.Compile("train", batch=8)`.
+        compile: What the compiler is asked, for devices that need not be here: `lazymodel.Compile("train", batch=8)`.
+        replicas: As for `materialize`: whose bytes and peak count. `MemoryPlan.ways` has both ways.
+        fleet: Hosts and what comes to each in a second. Without a checkpoint, variables count as if they lay in one.
 
     Raises:
         LazyModelError: An argument is none of these; there is no function, or no device, to compile for; or an
@@ -66,38 +70,34 @@ def plan(
         >>> sharded.plan(lm.open_checkpoint("model.safetensors"), device_memory="16GiB").read_nbytes
         131072
     """
-    what_if = _checked(model, what_if, compile)
+    what_if = _checked(model, what_if, compile, fleet)
     limit = None if device_memory is None else parse_bytes(device_memory, name="device_memory", at_least=1)
     # What is initialized needs no warning, and what is refused keeps it from being no plan: it says both itself.
     checkpoint = flat_checkpoint(checkpoint)
     choice = choose(model, checkpoint, initialize=initialize or "missing", strict=False, cast="unsafe")
-    refused = refused_casts(model, checkpoint, choice)
     placement = Placement(device_shardings(model.variables))
     devices = _devices(placement)
     use = Use(model, placement.shardings, what_if)
-    compile_programs = devices.live or (compile is not None and not compile.is_use)
-    steps, programs = make_steps(model, choice, placement, platform=devices.platform, compile_programs=compile_programs)
+    traffic = Traffic(model, choice, placement, fleet, replicas)
+    compiles = devices.live or (compile is not None and not compile.is_use)
+    steps, programs = make_steps(model, choice, placement, traffic, devices.platform, compile_programs=compiles)
     signature, resident = placement.fullest(use.shard_nbytes)
     timeline = tuple(make_timeline(steps, signature))
     parts, compiled = _parts(use, placement), None
-    estimated = not programs and any(step.action == "initialize" for step in steps)
-    notes = [*use.notes, *_notes(refused, devices.platform if estimated else None)]
+    estimated = devices.platform if not programs and any(step.action == "initialize" for step in steps) else None
+    notes = [*use.notes, *_notes(refused_casts(model, checkpoint, choice), estimated, imagined=traffic.imagined)]
     if compile is not None and compile.is_use:
         compiled, parts[ACTIVATIONS], note, found = _compiled(model, use, compile)
-        notes.append(note)
-        limit = found if limit is None else limit
-        if compile.what == "train":  # gradients are among its temporaries
-            parts.pop(GRADIENTS, None)
+        notes, limit = [*notes, note], found if limit is None else limit
+        parts.pop(GRADIENTS if compile.what == "train" else "", None)  # they are among its temporaries
     rows = _rows(model, choice, use)
-    hosts = make_hosts(model, choice, placement, steps, on_cpu=devices.platform == "cpu")
-    # For devices that are not here, the process that reads most counts.
-    here = [host.read_nbytes for host in hosts if not devices.live or host.index == jax.process_index()]
+    hosts = make_hosts(model, choice, placement, traffic, steps, on_cpu=devices.platform == "cpu")
     return MemoryPlan(
         name=model.name,
         rows=rows,
         device_nbytes=resident,
         peak_nbytes=max((step.peak_nbytes for step in timeline), default=0),
-        read_nbytes=max(here or [host.read_nbytes for host in hosts] or [read_anywhere(choice, placement)]),
+        read_nbytes=_read_here(hosts, devices.live) if hosts else read_anywhere(choice, placement),
         host_nbytes=max((row.shard_nbytes for row in rows if row.path in choice.sources), default=0),
         num_devices=len(placement.devices),
         device_memory=devices.memory if limit is None else limit,
@@ -105,6 +105,7 @@ def plan(
         parts=parts,
         timeline=timeline,
         hosts=hosts,
+        ways=traffic.ways(),
         device_kind=devices.kind,
         mesh=dict(placement.meshes[0].shape) if placement.meshes else {},
         compiled=compiled,
@@ -112,11 +113,12 @@ def plan(
     )
 
 
-def _checked(model: ModelSpec, what_if: WhatIf | None, compile: Compile | None) -> WhatIf:
+def _checked(model: ModelSpec, what_if: WhatIf | None, compile: Compile | None, fleet: Fleet | None) -> WhatIf:
     """What is stated, with the optimizer that a compiled training step has; refuses what does not go together."""
     for name, given, cls, such in (  # the types say this to pyright, and the errors to people
         ("what_if", cast("Any", what_if), WhatIf, 'WhatIf(optimizer="adamw")'),
         ("compile", cast("Any", compile), Compile, 'Compile("forward")'),
+        ("fleet", cast("Any", fleet), Fleet, "Fleet(hosts=1024)"),
     ):
         if not isinstance(given, cls | None):
             raise LazyModelError(f"{name} is a lazymodel.{cls.__name__}, such as {such}; got {given!r}")
@@ -166,8 +168,16 @@ def _parts(use: Use, placement: Placement) -> dict[str, int]:
     return {kind: placement.held(use.parts[kind]).get(fullest, 0) for kind in kept}
 
 
-def _notes(refused: Sequence[str], estimated: str | None) -> Iterator[str]:
-    """What `materialize` would refuse, and for which platform temporaries are estimated."""
+def _read_here(hosts: Sequence[HostPlan], live: bool) -> int:
+    """Bytes that this process reads; for devices that are not here, those of the process that reads most."""
+    here = [host.read_nbytes for host in hosts if not live or host.index == jax.process_index()]
+    return max(here or [host.read_nbytes for host in hosts])
+
+
+def _notes(refused: Sequence[str], estimated: str | None, *, imagined: bool) -> Iterator[str]:
+    """What `materialize` would refuse, for which platform temporaries are estimated, and what counts as loaded."""
+    if imagined:
+        yield "without a checkpoint, hosts count as reading every variable as it is"
     if refused:
         more = f" ({len(refused)} tensors)" if len(refused) > 1 else ""
         yield f"materialize refuses this checkpoint: {refused[0]}{more}"

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from lazymodel._devices.compiler import CompiledMemory
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._plan.figures import bar, figure
+from lazymodel._plan.fleet import Way
 from lazymodel._plan.what_if import ACTIVATIONS, PARAMETERS
 from lazymodel._show.table import ACTIONS, Row, Table, Tabled, folded_table, shape_text, spec_text
 from lazymodel._show.text import format_bytes, parse_bytes, plural
@@ -97,6 +98,8 @@ class MemoryPlan(Tabled):
             training step its gradients too).
         timeline: The steps of materializing, in order.
         hosts: One a process; empty for a mesh without devices.
+        ways: `"read"` and `"exchange"`, each with what every host reads and exchanges where several hold the same, and
+            with the seconds that takes; empty where there are not several hosts, or it is not known how many.
         device_kind: What the devices are called, or an empty string.
         mesh: Axis names and sizes; empty without a mesh.
         compiled: What the compiler said about the forward pass or training step, if one was compiled.
@@ -120,6 +123,7 @@ class MemoryPlan(Tabled):
     parts: Mapping[str, int]
     timeline: tuple[PlanStep, ...] = ()
     hosts: tuple[HostPlan, ...] = ()
+    ways: Mapping[str, Way] = dataclasses.field(default_factory=dict[str, Way])
     device_kind: str = ""
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
     compiled: CompiledMemory | None = None
@@ -230,13 +234,16 @@ class MemoryPlan(Tabled):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as lists, dicts, strings and numbers that `json.dumps` takes and gives back equal."""
-        plain = dataclasses.asdict(dataclasses.replace(self, rows=(), mesh=dict(self.mesh), parts=dict(self.parts)))
+        plain = dataclasses.asdict(
+            dataclasses.replace(self, rows=(), mesh=dict(self.mesh), parts=dict(self.parts), ways={})
+        )
         del plain["rows"]
         return {
             "fits": self.fits,
             "needed_nbytes": self.needed_nbytes,
             "used_nbytes": self.used_nbytes,
             **{name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()},
+            "ways": {name: way.to_dict() for name, way in self.ways.items()},
             "modules": [dataclasses.asdict(module) for module in self.by_module(depth=2)],
             "variables": [row.to_dict() for row in self.rows],
         }
@@ -287,6 +294,8 @@ class MemoryPlan(Tabled):
             fullest = max(host.peak_nbytes for host in self.hosts)
             each = "host" if len(self.hosts) == 1 else f"each of {len(self.hosts):,} hosts, at most"
             yield f"{each}: {format_bytes(fullest)} of host memory while materializing"
+        for name, way in self.ways.items():
+            yield f"replicas={name!r}: {way.text()}"
 
     def _listed_parts(self) -> str:
         return ", ".join(f"{format_bytes(nbytes)} {kind}" for kind, nbytes in self.parts.items())

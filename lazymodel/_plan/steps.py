@@ -19,6 +19,7 @@ from lazymodel._abstract.placement import Placement, Signature, resident_nbytes,
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._devices.hardware import is_arithmetic
 from lazymodel._mapping.match import Choice
+from lazymodel._plan.fleet import Traffic
 from lazymodel._plan.plan import HostPlan, PlanStep
 from lazymodel._programs.programs import AnyProgram, InitRecipe, by_devices
 from lazymodel._tensors.buffers import DEFAULT_BUDGET
@@ -43,7 +44,13 @@ class Step:
 
 
 def make_steps(
-    model: ModelSpec, choice: Choice, placement: Placement, *, platform: str, compile_programs: bool
+    model: ModelSpec,
+    choice: Choice,
+    placement: Placement,
+    traffic: Traffic,
+    platform: str,
+    *,
+    compile_programs: bool,
 ) -> tuple[list[Step], int]:
     """What materializing does on devices, in the order in which it does it; and how many programs were compiled."""
     shard = {path: resident_nbytes(variable) for path, variable in model.items() if not stays_on_host(variable)}
@@ -69,7 +76,11 @@ def make_steps(
     loaded = sorted((path for path in choice.sources if path in shard), key=lambda p: _file_order(choice.sources[p]))
     known = {path for step in computed for path in step.paths}.union(loaded)
     rest = [path for path in shard if path not in known]
-    steps = [Step(action(choice, path), (path,), group[path], shard[path]) for path in (*loaded, *rest)]
+    exchanging = traffic.group_nbytes(loaded)
+    steps = [
+        Step(action(choice, path), (path,), group[path], shard[path], exchanging.get(path, 0))
+        for path in (*loaded, *rest)
+    ]
     return computed + steps, len({id(program) for program in programs})
 
 
@@ -109,7 +120,13 @@ def _file_order(source: Any) -> tuple[str, int]:
 
 
 def make_hosts(
-    model: ModelSpec, choice: Choice, placement: Placement, steps: Sequence[Step], *, on_cpu: bool
+    model: ModelSpec,
+    choice: Choice,
+    placement: Placement,
+    traffic: Traffic,
+    steps: Sequence[Step],
+    *,
+    on_cpu: bool,
 ) -> tuple[HostPlan, ...]:
     """One for each process whose devices hold anything; none where devices are mere numbers."""
     by_process: dict[int, collections.Counter[Signature]] = {}
@@ -131,7 +148,9 @@ def make_hosts(
             peak = max(peak, held + step.temporary_nbytes * devices)
         staging = 0 if on_cpu else min(DEFAULT_BUDGET, sum(n for (p, _), n in distinct.items() if p == process))
         peak = (peak if on_cpu else staging) + on_host
-        hosts.append(HostPlan(process, signatures.total(), resident, read[process], staging, peak))
+        hosts.append(
+            HostPlan(process, signatures.total(), resident, traffic.read_nbytes(process, read[process]), staging, peak)
+        )
     return tuple(hosts)
 
 

@@ -46,6 +46,10 @@ class Leaf:
         """Fills `out` with a box of the leaf, converted; temporaries within `workspace.room` or `unit_nbytes`."""
         raise NotImplementedError
 
+    def sources(self) -> tuple[Source, ...]:
+        """What its bytes are read from; nothing for an array in memory."""
+        return ()
+
     def release(self) -> None:
         """Gives up what it keeps for the next box, which counts in `unit_nbytes`: all that was wanted has been read."""
 
@@ -75,6 +79,9 @@ class FileLeaf(Leaf):
         self.name, self.source, self.file, self.offset = name, source, source.path, offset
         self.shape, self.dtype = shape, dtype
         self.origin = source.origin
+
+    def sources(self) -> tuple[Source, ...]:
+        return (self.source,)
 
     def fill(self, geometry: Geometry, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
         place = dataclasses.replace(geometry, start=self.offset + geometry.start)
@@ -133,6 +140,9 @@ class DividedLeaf(Leaf):
     def parts(self, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: Steps) -> list[Part]:
         """The parts that fill boxes of it, converted."""
         raise NotImplementedError
+
+    def sources(self) -> tuple[Source, ...]:
+        return tuple(dict.fromkeys(source for piece in self.pieces for source in piece.leaf.sources()))
 
     def reads(self, boxes: Sequence[Box]) -> Iterator[tuple[View, list[Box]]]:
         """Which boxes of which pieces are read to fill boxes of it; by default all of every piece."""

@@ -145,6 +145,9 @@ class DatasetLeaf(Leaf):
                 self.unit_nbytes = 3 * self._chunk_nbytes + _LIBRARY
                 self.row_step = self._chunks[0]
 
+    def sources(self) -> tuple[Source, ...]:
+        return (self._h5.source,)
+
     def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
         target = _Target(out, steps, workspace)
         try:

@@ -259,6 +259,9 @@ class ChunkedLeaf(Leaf):
         self.row_step = 1 if not chunk or (self._keep and chunk[1:] == self.shape[1:]) else chunk[0]
         self._array, self._source, self._kept = array, source, kept
 
+    def sources(self) -> tuple[Source, ...]:
+        return (self._source,)
+
     def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
         limit = 0 if self._keep else max(min(workspace.room, _COPIES * _BATCH), self.unit_nbytes) // _COPIES
         for piece in _whole_chunks(box, self.chunk, limit // self.dtype.itemsize):

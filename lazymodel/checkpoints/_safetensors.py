@@ -44,6 +44,9 @@ class PackedLeaf(Leaf):
         self.name, self.source, self.file, self.offset = name, source, source.path, offset
         self.shape, self.dtype = shape, FLOAT4
 
+    def sources(self) -> tuple[Source, ...]:
+        return (self.source,)
+
     def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
         # Half a byte an element as packed, a byte where values cannot be unpacked in place, the rest for reading.
         limit = max(workspace.room, _PACKED_UNIT) // 4

@@ -96,6 +96,11 @@ class Skeleton(Framework):
 def finish(recording: Recording, variable: Any, array: jax.Array) -> None:
     """Makes an abstract variable an ordinary Keras variable that holds this array and keeps its sharding."""
     recording.forget(variable)
+    replace(variable, array)
+
+
+def replace(variable: Any, array: jax.Array) -> None:
+    """Makes an array the value of a variable, which keeps its sharding from then on."""
     array = automatic(array)
     distribution = keras.distribution.distribution()
     # Without a layout the next `assign` would put the whole value on the first device.

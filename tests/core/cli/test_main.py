@@ -302,3 +302,18 @@ def test_the_script_of_the_distribution():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, name = scripts["lazymodel"].partition(":")
     assert getattr(importlib.import_module(module), name) is main_module.main
+
+
+def test_plan_of_a_fleet(tmp_path, monkeypatch, capsys):
+    """Hosts that share nothing and hosts that hold replicas, on devices that are mere numbers."""
+    (tmp_path / "fleet_factory.py").write_text(
+        "import jax.numpy as jnp\ndef make(): return {'kernel': jnp.zeros((256, 1024))}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    numbers = ["--hosts", "4", "--storage-bandwidth", "1MiB/s", "--link-bandwidth", "1MiB/s"]
+    assert main(["plan", "fleet_factory:make", "--mesh", "data=4,model=2", *numbers, "--json"]) == 0
+    ways = json.loads(capsys.readouterr().out)["ways"]
+    assert ways["exchange"]["total_read_nbytes"] == 256 * 1024 * 4
+    assert ways["read"]["seconds"] is not None
+    assert main(["plan", "fleet_factory:make", "--mesh", "data=4,model=2", "--hosts", "3"]) == 2
+    assert "hosts=3 do not divide the 8 devices" in capsys.readouterr().err
