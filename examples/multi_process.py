@@ -3,9 +3,11 @@
     python examples/multi_process.py                                    # two processes of four CPU devices each, here
     python examples/multi_process.py --folder /shared/f --address host0:1234 --processes 2 --process 0    # one of two
     python examples/multi_process.py --folder /shared/f --cluster                        # where JAX finds the others
+    python examples/multi_process.py --folder s3://bucket/folder --cluster               # or gs://, az://
 
 The code of `work` is the same in every process, and the same as with one: `materialize` and `save` touch only devices
-of their own process, and where one fails, all do. The folder must be one that every process sees.
+of their own process, and where one fails, all do. The folder is one that every process sees, or a bucket's: what comes
+from there is read once, and exchanged between the devices.
 """
 
 import argparse
@@ -14,7 +16,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,7 @@ def logits(model: dict, tokens: jax.Array) -> jax.Array:
     return x @ model["tokens"].T
 
 
-def work(folder: Path) -> None:
+def work(folder: str) -> None:
     process, processes = jax.process_index(), jax.process_count()
 
     def say(text: str) -> None:
@@ -69,23 +70,30 @@ def work(folder: Path) -> None:
 
     # The first time there is no checkpoint: every process makes its part of the values, and writes it.
     first = along_model.materialize(progress=False)
-    lm.save(first, folder / "checkpoint", max_shard_size="10MB", overwrite=True, progress=False)
+    lm.save(first, f"{folder}/checkpoint", max_shard_size="10MB", overwrite=True, progress=False)
 
     # From now on it is read. The report of each process is about its own devices.
     reports: list[lm.LoadReport] = []
-    model = along_model.materialize(lm.open_checkpoint(folder / "checkpoint"), progress=False, report=reports.append)
+    model = along_model.materialize(lm.open_checkpoint(f"{folder}/checkpoint"), progress=False, report=reports.append)
     say(f"read {reports[0].read_nbytes / 2**20:.1f} MiB of {abstract.nbytes / 2**20:.1f} MiB for its own shards")
+
+    # Where processes hold the same, one of them can read it for all: here all devices hold all of it.
+    everywhere = abstract.shard(Mesh(np.array(jax.devices()), ("data",)), {".*": P()})
+    everywhere.materialize(
+        lm.open_checkpoint(f"{folder}/checkpoint"), replicas="exchange", progress=False, report=reports.append
+    )
+    say(f"read {reports[1].read_nbytes / 2**20:.1f} MiB and exchanged {reports[1].exchanged_nbytes / 2**20:.1f} MiB")
 
     # Another arrangement of the same devices: the values come from the same files, and give the same answer.
     mesh = Mesh(np.array(jax.devices()).reshape(processes, -1), ("data", "model"))
-    arranged = abstract.shard(mesh, RULES).materialize(lm.open_checkpoint(folder / "checkpoint"), progress=False)
+    arranged = abstract.shard(mesh, RULES).materialize(lm.open_checkpoint(f"{folder}/checkpoint"), progress=False)
     tokens = np.arange(16) * 31 % VOCABULARY
     answers = [multihost_utils.process_allgather(logits(each, tokens), tiled=True) for each in (model, arranged)]
     np.testing.assert_allclose(*answers, atol=1e-5)
     say(f"two meshes agree on {answers[0].shape[0]} × {answers[0].shape[1]} logits")
 
     # A file that one process cannot read is an error in all of them, and nobody waits for ever.
-    checkpoint = lm.open_checkpoint(folder / "checkpoint")
+    checkpoint = lm.open_checkpoint(f"{folder}/checkpoint")
     damaged = {**checkpoint, "tokens": checkpoint["tokens"][:-1]} if process == processes - 1 else checkpoint
     try:
         along_model.materialize(damaged, progress=False)
@@ -93,30 +101,28 @@ def work(folder: Path) -> None:
         say(f"refused, as everywhere: {str(error).splitlines()[0]}")
 
 
-def launch() -> int:
+def launch(folder: str) -> int:
     """Starts the processes on this machine; in real life, a scheduler does, one for each host."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--folder", folder, "--address", address, "--processes", str(PROCESSES)]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
-        started = [
-            subprocess.Popen([*command, "--process", str(process)], env=environment) for process in range(PROCESSES)
-        ]
-        return max(abs(process.wait()) for process in started)
+    command = [sys.executable, __file__, "--folder", folder, "--address", address, "--processes", str(PROCESSES)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
+    started = [subprocess.Popen([*command, "--process", str(process)], env=environment) for process in range(PROCESSES)]
+    return max(abs(process.wait()) for process in started)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Load one model in several processes.")
-    parser.add_argument("--folder", type=Path, help="a folder that all processes see")
+    parser.add_argument("--folder", help="a folder that all processes see, or a bucket's")
     parser.add_argument("--address", help="host and port of process 0")
     parser.add_argument("--processes", type=int, help="how many there are")
     parser.add_argument("--process", type=int, help="which of them this is")
     parser.add_argument("--cluster", action="store_true", help="let JAX find the others (TPU slices, Slurm, …)")
     arguments = parser.parse_args()
     if not arguments.cluster and arguments.address is None:
-        return launch()
+        with tempfile.TemporaryDirectory() as temporary:
+            return launch(arguments.folder or temporary)
     if arguments.folder is None:
         parser.error("--folder is needed where several processes are started by hand")
     if arguments.cluster:

@@ -22,7 +22,7 @@ from lazymodel._errors import CheckpointError
 REQUEST = 4 << 20  # bytes of a request, at most: at 80 MB/s a connection 50 ms, beside which latency is bearable
 CONNECTIONS = 32  # requests in flight, at most: 2.5 GB/s at 80 MB/s a connection, which is what object stores give
 FEWEST = 8  # requests in flight to begin with: where the machine is the limit, 32 took 1.4 × the CPU time of 8
-_FASTER = 1.15  # twice as many requests in flight must be this much faster to be kept
+_FASTER = 1.3  # twice as many requests in flight must be this much faster to be kept
 _SETTLED = 32  # rounds after which more of them are tried again
 GAP = 128 << 10  # bytes between two ranges that are fetched rather than asked for around
 _SHARE = 8  # of the limit, for each reading that was not foreseen
@@ -92,6 +92,7 @@ class _Pace:
 
     def __init__(self) -> None:
         self.level = FEWEST
+        self._warm = False
         self._settled = 0  # rounds left in which nothing is tried
         self._rate = 0.0  # bytes/s of the round before
         self._began = time.monotonic()
@@ -105,7 +106,9 @@ class _Pace:
         now = time.monotonic()
         rate = self._nbytes / max(now - self._began, 1e-6)
         self._began, self._count, self._nbytes = now, 0, 0
-        if self._settled:
+        if not self._warm:  # connections were being made
+            self._warm = True
+        elif self._settled:
             self._settled -= 1
         elif rate > _FASTER * self._rate:
             self._rate, self.level = rate, min(2 * self.level, CONNECTIONS)

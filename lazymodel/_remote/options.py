@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -10,6 +11,13 @@ from lazymodel._errors import CheckpointError
 from lazymodel._remote.requests import Retries
 from lazymodel._remote.url import Url
 from lazymodel._show.text import listed
+
+_PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+# Source: `ClientConfigKey` of the object_store crate; those whose value is text, or that obstore reads from text.
+_CLIENT_OPTIONS = (
+    *("allow_http", "allow_invalid_certificates", "connect_timeout", "proxy_ca_certificate", "proxy_excludes"),
+    *("proxy_url", "timeout", "user_agent"),
+)
 
 
 def checked_options(url: Url, options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -39,6 +47,18 @@ def checked_options(url: Url, options: Mapping[str, Any] | None) -> dict[str, An
         f"{url.text}: expected storage_options['retry_config'] as obstore takes it, with numbers and durations, found "
         "something else"
     )
+
+
+def client_from_environment(url: Url) -> dict[str, str]:
+    """What environment variables such as `AWS_ALLOW_HTTP` say of connections to a cloud.
+
+    obstore takes them from there only where it is given no `client_options` at all.
+    """
+    prefix = _PREFIXES.get(url.kind)
+    if prefix is None:
+        return {}
+    found = {name: os.environ.get(f"{prefix}{name.upper()}") for name in _CLIENT_OPTIONS}
+    return {name: value for name, value in found.items() if value}
 
 
 def refused_options(

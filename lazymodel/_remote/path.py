@@ -7,16 +7,19 @@ web server cannot list, so a folder there has no entries but those that are aske
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import io
 import os
 import posixpath
 import stat
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from lazymodel._errors import CheckpointError
 from lazymodel._remote.file import RemoteFile
 from lazymodel._remote.store import Store, open_store
 from lazymodel._remote.url import child
@@ -127,6 +130,29 @@ class RemotePath:
 
 
 Location: TypeAlias = "Path | RemotePath"
+
+
+_HEADS = 16  # beginnings of objects that are fetched at a time
+
+
+def fetch_heads(paths: Iterable[Location]) -> None:
+    """Fetches the first bytes of objects, several at a time, so that looking at one after the other asks for nothing
+    more. What cannot be read is an error when it is looked at.
+    """
+    left = [path for path in paths if isinstance(path, RemotePath)]
+
+    def work() -> None:
+        while left:
+            with contextlib.suppress(IndexError, CheckpointError):
+                path = left.pop()
+                path.store.head(path.key)
+
+    # Daemons: a request that hangs must not keep the program from ending.
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(len(left), _HEADS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def remote_path(url: str, options: Mapping[str, Any] | None = None) -> RemotePath:

@@ -21,7 +21,7 @@ import numpy as np
 from lazymodel._errors import CheckpointError
 from lazymodel._remote import hugging_face
 from lazymodel._remote.blocks import Blocks
-from lazymodel._remote.options import checked_options, refused_options
+from lazymodel._remote.options import checked_options, client_from_environment, refused_options
 from lazymodel._remote.requests import (
     REQUESTS,
     Changed,
@@ -395,7 +395,7 @@ class Store:
             return self._obstore.store.from_url(self.url.root, **plain, **options)
 
         try:
-            return opened({**client, **self._client}, **self.options)
+            return opened({**client, **client_from_environment(self.url), **self._client}, **self.options)
         except Exception:  # whose text may have values of options
             pass
         wrong = refused_options(opened, self._client, self.options)

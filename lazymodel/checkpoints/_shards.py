@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lazymodel._errors import CheckpointError, LazyModelError
-from lazymodel._remote.path import Location
+from lazymodel._remote.path import Location, fetch_heads
 from lazymodel._show.text import LISTED, listed, plural
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._untrusted import require_shards, shard_path
@@ -39,6 +39,7 @@ def open_loose(
     """Opens files that no index describes; those numbered `k-of-n` must be n, and of one save."""
     headers: dict[Location, Mapping[str, str] | None] = dict.fromkeys(paths)
     parts: list[Part] = []
+    fetch_heads(paths)
     for path in paths:
         with _noted(problem, path):
             _require(path, "tensors")
@@ -66,6 +67,7 @@ def open_indexed(
     for shard, keys in by_shard(weights, index, problem, grouped=grouped).items():
         with _noted(problem, index):
             expected.setdefault(shard_path(index, shard), []).extend(keys)
+    fetch_heads(expected)
     if problem is None:
         require_shards(index, list(expected))
     opened: dict[Location, Checkpoint] = {}
