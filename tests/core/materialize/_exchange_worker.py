@@ -108,9 +108,9 @@ class Scenarios:
         self.rules = {path: spec for path, (_, _, spec) in VARIABLES.items()} | {"keys": P("data")}
         self.mesh = Mesh(self.devices.reshape(4, 2), ("data", "model"))
 
-    def load(self, mesh: Mesh, **options: Any) -> dict[str, Any]:
+    def load(self, mesh: Mesh, where: str | Path = "", **options: Any) -> dict[str, Any]:
         """Materializes on a mesh, and compares every shard."""
-        ckpt = Mapped(lm.open_checkpoint(self.folder / "model.safetensors"))
+        ckpt = Mapped(lm.open_checkpoint(where or self.folder / "model.safetensors"))
         expected: Any = Mapped(tensors())
         reports: list[lm.LoadReport] = []
         told: list[tuple[int, int]] = []
@@ -132,6 +132,10 @@ class Scenarios:
 
     def exchanged(self) -> dict[str, Any]:
         return self.load(self.mesh, replicas="exchange")
+
+    def remote(self) -> dict[str, Any]:
+        """What comes from a server is exchanged without being asked for."""
+        return self.load(self.mesh, os.environ["MODEL_URL"])
 
     def in_groups(self) -> dict[str, Any]:
         """Groups of a few variables, and little memory on the host."""

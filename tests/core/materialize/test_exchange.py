@@ -6,6 +6,7 @@ Two processes of four devices and four of two go through the scenarios of `_exch
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from safetensors.numpy import save_file
 
 from tests.conftest import child_environment
 from tests.core.materialize._exchange_worker import tensors
+from tests.servers.object_server import ObjectServer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -28,12 +30,12 @@ PATIENCE = 100  # seconds, all processes together
 GOOD = "exchanged,in_groups,across,explicit,read"
 
 
-def run_workers(folder: Path, processes: int, scenarios: str) -> list[int | None]:
+def run_workers(folder: Path, processes: int, scenarios: str, **more: str) -> list[int | None]:
     """Runs all processes to their end, and returns their exit codes; none outlives this call."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = child_environment() | {"JAX_PLATFORMS": "cpu", "LAZYMODEL_WAIT_SECONDS": "20"}
+    environment = child_environment() | {"JAX_PLATFORMS": "cpu", "LAZYMODEL_WAIT_SECONDS": "20"} | more
     workers: list[subprocess.Popen[bytes]] = []
     try:
         for process in range(processes):
@@ -70,9 +72,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> list[Mapping[str, Any]]:
+def two(folder: Path, served: tuple[ObjectServer, str]) -> list[Mapping[str, Any]]:
     """What came of each scenario, by process, of two processes."""
-    return outcomes_of(folder, 2, run_workers(folder, 2, f"{GOOD},truncated,choices"), [0, 0])
+    server, name = served
+    codes = run_workers(folder, 2, f"{GOOD},remote,truncated,choices", MODEL_URL=server.url(name))
+    return outcomes_of(folder, 2, codes, [0, 0])
+
+
+@pytest.fixture(scope="module")
+def served(_object_server: ObjectServer, folder: Path) -> tuple[ObjectServer, str]:
+    """A server that has the file, and the file's name there."""
+    _object_server.reset()
+    shutil.copy(folder / "model.safetensors", _object_server.root / "exchanged.safetensors")
+    return _object_server, "exchanged.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +108,16 @@ def test_each_byte_is_read_once(outcomes: list[Mapping[str, Any]], scenario: str
     everyone = sum(read) if len(read) == len(outcomes) else None  # the one that is killed says nothing
     assert everyone is None or FILE_NBYTES <= everyone <= 1.02 * FILE_NBYTES
     assert max(read) <= 1.1 * FILE_NBYTES / len(outcomes), "they share the work evenly"
+
+
+def test_processes_fetch_each_byte_once_together(
+    two: list[Mapping[str, Any]], served: tuple[ObjectServer, str]
+) -> None:
+    server, name = served
+    sent = server.counters()["path_bytes"][name]
+    # Twice would be once in each process; gaps between the halves of tensors as small as these are fetched along.
+    assert FILE_NBYTES <= sent <= 1.5 * FILE_NBYTES
+    assert sum(outcome["remote"]["read"] for outcome in two) <= 1.02 * FILE_NBYTES
 
 
 def test_without_every_replica_reads(four: list[Mapping[str, Any]]) -> None:
