@@ -2,7 +2,8 @@
 
 Run as `python tests/benchmarks/fleet.py [GIB]`, of the model; it needs nine times as much memory for the first figure.
 
-1. Four processes of two CPU devices, mesh (data=4, model=2), with and without an exchange: bytes that all of them read
+1. Four processes of two CPU devices, mesh (data=4, model=2), from a file with and without an exchange, and from a
+   server on this machine with one: bytes that all of them read
    together against the file, private memory of the fullest beyond its arrays, in units of a group, and seconds.
 2. `reshard` between (8, 1), (2, 4) and four of eight devices, with and without donation: peak of private memory against
    the model, and seconds.
@@ -20,6 +21,10 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.servers.object_server import ObjectServer
 
 ROOT = Path(__file__).resolve().parents[2]
 PROCESSES, DEVICES = 4, 8
@@ -87,7 +92,7 @@ def write(gib: float, path: Path) -> None:
     lm.save(abstract(gib).materialize(), path)
 
 
-def load(process: int, address: str, path: Path, gib: float, replicas: str) -> None:
+def load(process: int, address: str, path: str, gib: float, replicas: str) -> None:
     """One process of the first figure."""
     import jax
     import numpy as np
@@ -130,24 +135,33 @@ def fleet(gib: float, folder: Path) -> None:
     print(
         f"{PROCESSES} processes × {DEVICES // PROCESSES} devices, mesh (data=4, model=2), file {size / 2**30:.2f} GiB"
     )
-    for replicas in ("read", "exchange"):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
-        command = [sys.executable, __file__, "load", address, str(path), str(gib), replicas]
-        started = [
-            subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, env=environment(DEVICES // PROCESSES))
-            for n in range(PROCESSES)
-        ]
-        found = [json.loads(process.communicate()[0].splitlines()[-1]) for process in started]
-        read = sum(each["read"] for each in found) / size
-        group = GROUP * DEVICES // PROCESSES
-        held, peak = found[0]["held"], max(each["peak"] for each in found)
-        print(
-            f"  {replicas:8}: {read:.3f} × the file read, {found[0]['exchanged'] / 2**20:,.0f} MiB exchanged each; "
-            f"arrays {held / 2**20:,.0f} MiB and a group {group / 2**20:.0f} MiB a process, peak {peak / 2**20:,.0f} "
-            f"MiB, {peak / (held + group):.3f} × both; {max(each['seconds'] for each in found):.2f} s"
-        )
+    with ObjectServer(folder) as server:
+        run_fleet(gib, str(path), size, "read")
+        run_fleet(gib, str(path), size, "exchange")
+        run_fleet(gib, server.url(path.name), size, "exchange")
+        print(f"  the server sent {server.counters()['bytes'] / size:.3f} × the file")
+
+
+def run_fleet(gib: float, path: str, size: int, replicas: str) -> None:
+    """One way of it, of a file or a URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, __file__, "load", address, path, str(gib), replicas]
+    started = [
+        subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, env=environment(DEVICES // PROCESSES))
+        for n in range(PROCESSES)
+    ]
+    found = [json.loads(process.communicate()[0].splitlines()[-1]) for process in started]
+    read = sum(each["read"] for each in found) / size
+    group = GROUP * DEVICES // PROCESSES
+    held, peak = found[0]["held"], max(each["peak"] for each in found)
+    way = f"{'URL' if '://' in path else 'file'}, {replicas}"
+    print(
+        f"  {way:14}: {read:.3f} × the file read, {found[0]['exchanged'] / 2**20:,.0f} MiB exchanged each; "
+        f"arrays {held / 2**20:,.0f} MiB and a group {group / 2**20:.0f} MiB a process, peak {peak / 2**20:,.0f} "
+        f"MiB, {peak / (held + group):.3f} × both; {max(each['seconds'] for each in found):.2f} s"
+    )
 
 
 PLACES = {"(8, 1)": ((8, 1), ("data",)), "(2, 4)": ((2, 4), ("data", "model")), "4 devices": ((1, 4), (None, "model"))}
@@ -205,7 +219,7 @@ def main() -> None:
         if what == "write":
             write(float(rest[0]), Path(rest[1]))
         elif what == "load":
-            load(int(rest[4]), rest[0], Path(rest[1]), float(rest[2]), rest[3])
+            load(int(rest[4]), rest[0], rest[1], float(rest[2]), rest[3])
         else:
             move(float(rest[0]), rest[1], rest[2], bool(rest[3]))
         return
