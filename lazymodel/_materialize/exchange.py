@@ -36,8 +36,8 @@ from lazymodel._tensors.division import (
 )
 from lazymodel._tensors.lazy import LazyTensor
 
-# Arrays of one program, where so many are alike: it takes a third of the time of as many programs, of which each is a
-# round over the network for every process; more would make a group of large arrays longer than it need be.
+# Arrays of one program, where so many are alike: each program is a round over the network for every process; more would
+# make a group of large arrays longer than it need be.
 _TOGETHER = 8
 
 
