@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from lazymodel._devices.agreement import opening
+from lazymodel._devices.coordination import run_store
 from lazymodel._errors import CheckpointError
 from lazymodel._remote.hugging_face import cached_commit, cached_snapshot, is_offline
 from lazymodel._remote.path import Location, RemotePath, remote_path
@@ -210,13 +211,14 @@ def cached_copy(where: RemotePath) -> CachedCopy | None:
     """What the local cache of the Hugging Face hub has of a place in it: a file, or all weights of a folder.
 
     Of a revision, the commit that the hub says it is; where the hub cannot be reached, or must not be asked
-    (`HF_HUB_OFFLINE`), the one that it was.
+    (`HF_HUB_OFFLINE`), the one that it was. Several processes, of which one may have what another lacks, all ask the
+    hub: they divide between them what comes from there, and must come to the same division.
 
     Raises:
         CheckpointError: The hub cannot be asked, and not all is in the cache.
     """
     repository = where.store.repository
-    if repository is None:
+    if repository is None or (run_store() is not None and not is_offline()):
         return None
     known = cached_commit(repository.name, repository.revision)
     stale = None if known is None else _in_snapshot(cached_snapshot(repository.name, known), where.key)

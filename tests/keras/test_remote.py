@@ -23,6 +23,8 @@ from obstore.store import S3Store
 import lazymodel as lm
 import lazymodel_keras as lk
 from lazymodel._cli.main import main
+from lazymodel._remote.path import remote_path
+from lazymodel.checkpoints._open import cached_copy
 from tests.servers.object_server import ObjectServer
 from tests.servers.s3 import S3Server
 
@@ -339,6 +341,9 @@ def test_a_complete_snapshot_in_the_cache_is_used(
     assert sent_of(object_server, folder)[0] == 0
     with lm.open_checkpoint(url) as checkpoint:
         assert all(file.startswith(cache) for file in checkpoint.files)
+    with pytest.MonkeyPatch.context() as several:  # processes, which must all read from the same place
+        several.setattr("lazymodel.checkpoints._open.run_store", lambda: "a store")
+        assert cached_copy(remote_path(url)) is None
     offline.undo()
     object_server.reset_counters()
     with offline.context() as patch:
