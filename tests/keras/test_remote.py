@@ -342,6 +342,7 @@ def test_a_complete_snapshot_in_the_cache_is_used(
     with lm.open_checkpoint(url) as checkpoint:
         assert all(file.startswith(cache) for file in checkpoint.files)
     with pytest.MonkeyPatch.context() as several:  # processes, which must all read from the same place
+        several.delenv("HF_HUB_OFFLINE", raising=False)
         several.setattr("lazymodel.checkpoints._open.run_store", lambda: "a store")
         assert cached_copy(remote_path(url)) is None
     offline.undo()
