@@ -357,7 +357,7 @@ def test_without_obstore_kerashub_downloads(monkeypatch: pytest.MonkeyPatch) -> 
         raise FileNotFoundError(filename)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    monkeypatch.setattr("lazymodel_keras._record.remote._has_obstore", lambda: False)
+    monkeypatch.setattr("lazymodel_keras._record.remote.has_obstore", lambda: False)
     with pytest.raises(lm.CheckpointError, match=r"hf://bucket/llama3 has no config\.json"):
         lk.from_preset(BACKBONES["llama3"][0], "hf://bucket/llama3")
     assert set(asked) == {"bucket/llama3/config.json"}
