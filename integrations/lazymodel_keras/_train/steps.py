@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import jax
 
-from lazymodel import LazyModelError, save
+from lazymodel import CheckpointError, LazyModelError, save
 from lazymodel._abstract.paths import flatten_paths
 from lazymodel._errors import warn
 from lazymodel._remote.path import RemotePath, remote_path
@@ -69,7 +69,15 @@ class RemoteSteps:
             storage_options=self._options,
         )
         if self.max_to_keep is not None and jax.process_index() == 0:
-            self._remove_old(step, self.max_to_keep)
+            try:
+                failures = self._remove_old(step, self.max_to_keep)
+            except CheckpointError as error:
+                failures = [str(error)]
+            if failures:
+                warn(
+                    f"step {step} is saved, but not all of older ones could be removed: {listed(failures)}. The next "
+                    "save tries again"
+                )
         return True
 
     def save_checkpointables_async(self, *args: Any, **options: Any) -> Future[bool]:
@@ -84,8 +92,11 @@ class RemoteSteps:
     def close(self) -> None:
         """Nothing is open."""
 
-    def _remove_old(self, saved: int, most: int) -> None:
-        """Removes what is complete beyond the newest, and what savers left in older steps that were killed."""
+    def _remove_old(self, saved: int, most: int) -> list[str]:
+        """Removes what is complete beyond the newest, and what savers left in older steps that were killed.
+
+        Returns what could not be removed, in words.
+        """
         failures: list[str] = []
         kept = 0
         for number, place in step_folders(remote_path(self._url, self._options)):
@@ -96,8 +107,4 @@ class RemoteSteps:
                 # What makes it count goes first, so that a step is never there without its shards.
                 shards = [*folder.glob("model-*.safetensors")]
                 failures += delete([folder / name for name in DECIDING]) or delete(shards)
-        if failures:
-            warn(
-                f"step {saved} is saved, but not all of older ones could be removed: {listed(failures)}. The next save "
-                "tries again"
-            )
+        return failures

@@ -219,6 +219,19 @@ def test_a_step_without_its_index_is_passed_over(runs: Runs, sharded: None, tmp_
     assert {name.split("/")[1] for name in runs.objects()} == {"1", "3"}, "what was left of 2 is gone"
 
 
+def test_an_old_step_that_stays_is_warned_about_and_removed_later(runs: Runs) -> None:
+    options = runs.options | {"retry_config": QUICK | {"max_retries": 0}}
+    callback = lk.TrainingCheckpoint(URL, storage_options=options, max_to_keep=1)
+    model = fit(callback, epochs=1)
+    runs.server.faults(["503"], every=1, methods=["DELETE"], path="/gcs/*")
+    with pytest.warns(lm.LazyModelWarning, match="step 1 is saved, but not all of older ones could be removed"):
+        fit(callback, model=model, initial_epoch=1, epochs=2)
+    runs.server.faults()
+    assert {name.split("/")[1] for name in runs.objects()} == {"0", "1"}
+    fit(callback, model=model, initial_epoch=2)
+    assert {name.split("/")[1] for name in runs.objects()} == {"2"}
+
+
 def test_what_cannot_be_saved_to_is_refused_at_once(runs: Runs, tmp_path: Path) -> None:
     with pytest.raises(lm.LazyModelError, match=r"cannot save to https://host/run.*Expected s3://, gs:// or az://"):
         lk.TrainingCheckpoint("https://host/run")
