@@ -33,6 +33,7 @@ from lazymodel.checkpoints._open import staging_folder, weight_files
 from lazymodel.checkpoints._orbax_folder import find_item
 from lazymodel.checkpoints._safetensors import SafetensorsFile
 from lazymodel.checkpoints._shards import is_numbered, open_loose
+from lazymodel.checkpoints._steps import newest_step
 from lazymodel.checkpoints._untrusted import read_json_file, shard_path, weight_map
 
 SINGLE = "model.safetensors"
@@ -236,6 +237,8 @@ def old_files(folder: Location, ignored: re.Pattern[str] | None = None) -> list[
             found = folder
         if found is not None:
             raise _other(folder, "Orbax")
+        if (step := newest_step(folder)) is not None:
+            raise _other(folder, f"steps, of which {step.name} is the newest")
         return []
     if names == [INDEX]:
         shards = [name for name in listed_shards(folder / INDEX) if is_there(folder / name)]

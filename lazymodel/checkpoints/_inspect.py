@@ -34,6 +34,7 @@ from lazymodel.checkpoints._open import (
 )
 from lazymodel.checkpoints._orbax_folder import find_item
 from lazymodel.checkpoints._shards import Part, open_indexed, open_loose, short, some
+from lazymodel.checkpoints._steps import newest_step
 from lazymodel.checkpoints._untrusted import read_json_file, weight_map
 from lazymodel.checkpoints._verify import known_hashes, mismatches, no_hash
 from lazymodel.checkpoints._verify_remote import known_object_hashes, object_mismatches
@@ -202,7 +203,11 @@ class _Inspection:
             except CheckpointError:
                 item = self.where  # something of Orbax' that cannot be opened; opening it says why
             if item is None:
-                raise no_checkpoint(self.where)
+                if (step := newest_step(self.where)) is None:
+                    raise no_checkpoint(self.where)
+                self.where = self.root = step
+                self.look()
+                return
             self.format = "orbax"
             self.look_at_whole(self.where)
 

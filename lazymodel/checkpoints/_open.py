@@ -21,6 +21,7 @@ from lazymodel.checkpoints._orbax import open_orbax
 from lazymodel.checkpoints._orbax_folder import find_item
 from lazymodel.checkpoints._safetensors import SafetensorsFile
 from lazymodel.checkpoints._shards import by_shard, open_indexed, open_loose
+from lazymodel.checkpoints._steps import newest_step
 from lazymodel.checkpoints._untrusted import check_pointer, read_json_file, require_shards, shard_path, weight_map
 from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel.checkpoints._verify_remote import verify_objects
@@ -63,7 +64,7 @@ _FORMATS = (
 _SUPPORTED = (
     "a .safetensors file, a folder of them (with or without *.safetensors.index.json), Keras weights (.weights.h5, "
     ".weights.json, .h5), a .keras archive, a Keras Hub preset folder, an Orbax checkpoint (an item, a step, or a "
-    "folder of steps), or NumPy's .npz and .npy"
+    "folder of steps), a folder of numbered folders with safetensors, or NumPy's .npz and .npy"
 )
 
 
@@ -91,8 +92,9 @@ def open_checkpoint(
         path: A safetensors file or a folder with `*.safetensors.index.json`, `model.safetensors` or other
             safetensors files; a Keras `.weights.h5`, `.weights.json` (sharded) or `.keras` file; a Keras Hub preset
             folder (`model.weights.h5` or `model.weights.json`); an Orbax checkpoint: the folder of its arrays, of a
-            step, or of steps, of which the newest committed one is opened; or a `.npz` or `.npy` file. Archives are
-            read in place.
+            step, or of steps, of which the newest committed one is opened; a folder of folders with numbers for names,
+            of which the newest with an index or a `model.safetensors` is opened; or a `.npz` or `.npy` file. Archives
+            are read in place.
         verify: Whether to hash the files first, index and all, and refuse content that is not what is stated: True for
             the hashes that a Hugging Face cache or download, or a manifest such as `SHA256SUMS` in the folder, states;
             the path of a manifest; or a mapping of file name, relative to the checkpoint's folder, to
@@ -291,4 +293,6 @@ def open_located(where: Location) -> Checkpoint:
         return kind.open(files[0])
     if (item := find_item(where)) is not None:
         return open_orbax(where, item)
+    if (step := newest_step(where)) is not None:
+        return open_located(step)
     raise no_checkpoint(where)

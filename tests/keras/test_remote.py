@@ -157,6 +157,8 @@ def test_an_orbax_checkpoint_on_s3(s3: S3Server, trained: Any, tmp_path: Path, m
         if path.is_file():
             obstore.put(store, f"saved/{path.relative_to(tmp_path / 'saved').as_posix()}", path)
     options = {name: value for name, value in s3.options().items() if "key" not in name}
+    told = lk.training_state("s3://bucket/saved", storage_options=options)
+    assert told == lk.TrainingState("s3://bucket/saved/0", 0, 1, 0, {}, None)
     model = lk.restore(seeded(make_model), "s3://bucket/saved", storage_options=options)
     assert_same(trained, model)
     assert_same(trained, lk.load_model("s3://bucket/saved", storage_options=options), outputs=False)
@@ -363,7 +365,7 @@ def test_without_obstore_kerashub_downloads(monkeypatch: pytest.MonkeyPatch) -> 
         raise FileNotFoundError(filename)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    monkeypatch.setattr("lazymodel_keras._record.remote._has_obstore", lambda: False)
+    monkeypatch.setattr("lazymodel_keras._record.remote.has_obstore", lambda: False)
     with pytest.raises(lm.CheckpointError, match=r"hf://bucket/llama3 has no config\.json"):
         lk.from_preset(BACKBONES["llama3"][0], "hf://bucket/llama3")
     assert set(asked) == {"bucket/llama3/config.json"}

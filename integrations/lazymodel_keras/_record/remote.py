@@ -109,7 +109,7 @@ class RemoteFiles:
         if not is_supported(path):
             return False
         scheme, _, rest = path.partition("://")
-        stock = scheme.lower() in _STOCK and not _has_obstore()
+        stock = scheme.lower() in _STOCK and not has_obstore()
         return not stock and (scheme.lower() != "hf" or "/" in rest.strip("/"))
 
     def folder(self, url: str) -> str:
@@ -177,5 +177,6 @@ def check_storage_options(path: Any, options: Mapping[str, Any] | None) -> None:
         raise CheckpointError(f"{os.fspath(path)}: storage_options are for URLs, found a path or a preset's name")
 
 
-def _has_obstore() -> bool:
+def has_obstore() -> bool:
+    """Whether URLs can be reached."""
     return importlib.util.find_spec("obstore") is not None

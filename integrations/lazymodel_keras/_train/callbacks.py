@@ -1,4 +1,4 @@
-"""A checkpoint callback that also saves where training was, and how to read that back.
+"""A checkpoint callback that also saves where training was, also in buckets, and how to read that back.
 
 Everything else is `keras.callbacks.OrbaxCheckpoint`. It has no place for epoch, data iterator or metadata of one's own,
 and its steps do not say whether they count epochs or batches.
@@ -12,8 +12,8 @@ import contextlib
 import dataclasses
 import json
 import os
+import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -22,6 +22,9 @@ import keras
 from lazymodel import CheckpointError, LazyModelError, open_checkpoint
 from lazymodel._remote.url import is_url, shown
 from lazymodel.checkpoints._untrusted import read_json_file
+from lazymodel_keras._record.remote import RemoteFiles, check_storage_options, has_obstore
+from lazymodel_keras._train.restore import step_folder
+from lazymodel_keras._train.steps import RemoteSteps
 
 _KEY = "lazymodel"  # ours among what else may be in a checkpoint's custom metadata
 _BYTES = "base64"
@@ -31,18 +34,25 @@ _Stock: Any = getattr(keras.callbacks, "OrbaxCheckpoint", keras.callbacks.Callba
 class TrainingCheckpoint(_Stock):
     """`keras.callbacks.OrbaxCheckpoint` that saves the epoch, the state of a data iterator and metadata with each step.
 
-    The checkpoints are those of the stock callback, and are restored with `restore` or by Keras itself; what is added
-    is read with `training_state`.
+    On disks the checkpoints are those of the stock callback, and are restored with `restore` or by Keras itself; what
+    is added is read with `training_state`.
+
+    In buckets a step is a folder of safetensors, `s3://bucket/run/12/`, which `restore`, `training_state` and
+    `lazymodel.open_checkpoint` read; Keras itself does not, and it has no configuration of the model. It is uploaded as
+    `lazymodel.save` does it, by all processes, straight from the devices and with no more than 256 MiB of a host's
+    memory; training goes on when it is there. Only a complete step is ever seen. A failure leaves nothing of it, and
+    what a killed program left, a later save removes, unless `max_to_keep=None`.
 
     Args:
         directory: Where to save. Unlike the stock callback's, for which no step is ever committed then, it may be
-            relative to the folder that is current when this is made, or begin with `~`. Or a URL that Orbax can save
-            to, which is `gs://`.
+            relative to the folder that is current when this is made, or begin with `~`. Or a URL that begins with
+            `s3://`, `gs://` or `az://`, which needs obstore; without it Orbax is asked, which reaches `gs://` only.
         metadata: What else to save, of types that JSON has: a mapping, or a function that is called at each save.
+        storage_options: For a URL: as in `lazymodel.open_checkpoint`.
         **options: Those of the stock callback, such as `save_freq`, `max_to_keep`, `monitor` and `save_best_only`.
 
     Raises:
-        LazyModelError: This version of Keras has no such callback, or Orbax cannot save to the URL.
+        LazyModelError: This version of Keras has no such callback, or nothing can be saved to the URL.
         CheckpointError: From `fit`: a step could not be saved. What fails in the background is raised when the next
             step is saved, or at the end of training, where the stock callback may say nothing. Earlier steps stay.
 
@@ -57,6 +67,7 @@ class TrainingCheckpoint(_Stock):
         directory: str | os.PathLike[str],
         *,
         metadata: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         if _Stock is keras.callbacks.Callback:
@@ -64,6 +75,23 @@ class TrainingCheckpoint(_Stock):
                 f"Keras {keras.__version__} has no keras.callbacks.OrbaxCheckpoint; upgrade it: pip install -U keras"
             )
         where = os.path.expanduser(os.fspath(directory))
+        check_storage_options(where, storage_options)
+        if is_url(where) and has_obstore():
+            steps = RemoteSteps(where, storage_options)
+            # The stock callback makes a checkpointer of Orbax' at once, which takes a folder on a disk only.
+            with tempfile.TemporaryDirectory() as unused:
+                super().__init__(unused, **options)
+                self.checkpointer.close()
+            self.directory, steps.max_to_keep = where, self.max_to_keep
+            self.checkpointer = _Describing(steps, self._describe, shown(where))
+        else:
+            self._save_with_orbax(where, options)
+        self._metadata = metadata
+        self._epoch = self._batch = self._trained = 0
+        # (batches taken from the data, its state then), from what was trained on last to what was taken last.
+        self._states: collections.deque[tuple[int, Any]] = collections.deque()
+
+    def _save_with_orbax(self, where: str, options: dict[str, Any]) -> None:
         # Orbax takes a relative folder, and then fails to write to it.
         where = where if is_url(where) else os.path.abspath(where)
         try:
@@ -73,14 +101,10 @@ class TrainingCheckpoint(_Stock):
                 raise
             reason = str(error).replace(where, shown(where)).partition("\n")[0]
             raise LazyModelError(
-                f"Orbax, which saves the steps, cannot save to {shown(where)}: {reason}. It saves to disks, and to "
-                "gs:// with the credentials of Google's own tools; save the model alone elsewhere with lazymodel.save"
+                f"Orbax, which saves the steps without obstore, cannot save to {shown(where)}: {reason}. Install "
+                "obstore, with which s3://, gs:// and az:// are saved to: pip install 'lazymodel[remote]'"
             ) from None  # which may show a query that signs
         self.checkpointer = _Describing(self.checkpointer, self._describe, where)
-        self._metadata = metadata
-        self._epoch = self._batch = self._trained = 0
-        # (batches taken from the data, its state then), from what was trained on last to what was taken last.
-        self._states: collections.deque[tuple[int, Any]] = collections.deque()
 
     def data(self, iterator: Any) -> Iterator[Any]:
         """The batches of an iterator, for `fit`, with its state noted after each.
@@ -227,11 +251,13 @@ class TrainingState:
     data: Any
 
 
-def training_state(path: str | os.PathLike[str]) -> TrainingState:
-    """Where training was when an Orbax checkpoint was saved, by `TrainingCheckpoint` or the stock callback.
+def training_state(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> TrainingState:
+    """Where training was when a checkpoint was saved, by `TrainingCheckpoint` or the stock callback.
 
     Args:
-        path: The folder of a step, or one of steps, of which the newest committed one is taken; `~` is the home folder.
+        path: The folder of a step, or one of steps, of which the newest complete one is taken; `~` is the home folder.
+            Or the URL of one.
+        storage_options: For a URL: as in `lazymodel.open_checkpoint`.
 
     Raises:
         CheckpointError: It is no such checkpoint, or what was saved with it cannot be read.
@@ -240,13 +266,17 @@ def training_state(path: str | os.PathLike[str]) -> TrainingState:
         >>> lk.training_state("checkpoints").epoch  # saved as in the example of `TrainingCheckpoint`
         2
     """
-    with open_checkpoint(os.path.expanduser(os.fspath(path))) as checkpoint:
-        item = getattr(checkpoint, "item", None)
-        folder = Path(item or "").parent
-        number = folder.name.rpartition("_")[2]
-        if item is None or not number.isdecimal():
+    text = os.path.expanduser(os.fspath(path))
+    check_storage_options(text, storage_options)
+    where = RemoteFiles(storage_options).located(text)
+    with open_checkpoint(where) as checkpoint:
+        described = (checkpoint.metadata or {}).get(_KEY)
+        item = checkpoint.files[0] if described is not None else getattr(checkpoint, "item", None)
+        folder = None if item is None else step_folder(where, str(item))
+        number = "" if folder is None else folder.name.rpartition("_")[2]
+        if folder is None or not number.isdecimal():
             raise CheckpointError(
-                f"{os.fspath(path)}: expected a step of an Orbax checkpoint, found {checkpoint.format}"
+                f"{shown(text)}: expected a step that a callback for training saved, found {checkpoint.format}"
             )
         updates = [
             int(checkpoint[name].read())
@@ -254,15 +284,20 @@ def training_state(path: str | os.PathLike[str]) -> TrainingState:
             if name.startswith("optimizer_variables/") and name.endswith("/iteration") and checkpoint[name].shape == ()
         ]
     step, file = int(number), folder / "_CHECKPOINT_METADATA"
-    custom = read_json_file(file).get("custom_metadata") if file.exists() else None
-    ours = cast("dict[str, Any]", custom).get(_KEY) if isinstance(custom, dict) else None
-    if ours is None:
-        return TrainingState(str(folder), step, _stock_epoch(step, max(updates, default=0)), 0, {}, None)
     try:
+        if described is not None:
+            ours = json.loads(described)
+        else:
+            custom = read_json_file(file).get("custom_metadata") if file.exists() else None
+            ours = cast("dict[str, Any]", custom).get(_KEY) if isinstance(custom, dict) else None
+        if ours is None:
+            return TrainingState(str(folder), step, _stock_epoch(step, max(updates, default=0)), 0, {}, None)
         data = _decode(ours["data"]) if "data" in ours else None
         return TrainingState(str(folder), step, int(ours["epoch"]), int(ours["batch"]), dict(ours["metadata"]), data)
     except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{file}: expected epoch, batch and metadata under {_KEY!r}, found {ours!r}") from error
+        raise CheckpointError(
+            f"{folder}: expected epoch, batch and metadata under {_KEY!r}, found {error!r}"
+        ) from error
 
 
 def _stock_epoch(step: int, updates: int) -> int | None:

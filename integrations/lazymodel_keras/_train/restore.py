@@ -190,7 +190,11 @@ def model_from_orbax(
     recording = active()
     assert recording is not None
     recording.refuse_unverified(str(path))
-    step = _step_folder(path)
+    checkpoint = open_checkpoint(cast(Any, path))
+    item = getattr(checkpoint, "item", None)
+    if item is None:
+        raise CheckpointError(f"{path}: expected an Orbax checkpoint, found {checkpoint.format}")
+    step = step_folder(path, str(item))
     texts = step / "model_config" / "_strings.json"
     config = read_json_file(texts).get("config") if texts.exists() else None
     if not isinstance(config, str):
@@ -212,15 +216,12 @@ def model_from_orbax(
     return model
 
 
-def _step_folder(path: str | Location) -> Location:
-    checkpoint = open_checkpoint(cast(Any, path))
-    item = getattr(checkpoint, "item", None)
-    if item is None:
-        raise CheckpointError(f"{path}: expected an Orbax checkpoint, found {checkpoint.format}")
-    if isinstance(path, RemotePath):
-        inside = str(item).removeprefix(str(path)).strip("/")
-        return (path / inside if inside else path).parent
-    return Path(item).parent
+def step_folder(where: str | Location, inside: str) -> Location:
+    """The folder of a step: what something that was found in it, or is it, at or below a place, is in."""
+    if not isinstance(where, RemotePath):
+        return Path(inside).parent
+    below = inside.removeprefix(str(where)).strip("/")
+    return (where / below if below else where).parent
 
 
 # Into models ----------------------------------------------------------------------------------------------------------
