@@ -360,14 +360,18 @@ def test_what_was_done_and_not_answered_is_done(bucket: Bucket, options: dict[st
 
 
 @pytest.fixture
-def no_collections() -> Iterator[None]:
-    """No garbage is collected: JAX has a callback for it, and Python drops an interrupt that comes while that runs."""
+def interruptible() -> Iterator[None]:
+    """An interrupt is not ignored, as in what a shell runs in the background, and comes through: JAX has a callback for
+    garbage collections, and Python drops what is raised while that runs.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()
     yield
     gc.enable()
+    signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("no_collections")
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_and_an_error_of_ones_own_leave_what_was_there(bucket: Bucket) -> None:
     bucket.save(1, **SHARDED)
     before = bucket.objects()
