@@ -111,8 +111,10 @@ class _Pace:
         elif self._settled:
             self._settled -= 1
         elif rate > _FASTER * self._rate:
-            self._rate, self.level = rate, min(2 * self.level, CONNECTIONS)
-            return
+            if self.level < CONNECTIONS:
+                self._rate, self.level = rate, min(2 * self.level, CONNECTIONS)
+                return
+            self._settled = _SETTLED  # there are no more to try
         else:
             self.level, self._settled = max(self.level // 2, FEWEST), _SETTLED
         self._rate = rate if self._settled else 0.0

@@ -69,7 +69,7 @@ def refused_options(
     def fails(client_options: Mapping[str, Any], **options: Any) -> bool:
         try:
             opened(client_options, **options)
-        except Exception:
+        except Exception:  # obstore's own, or Python's for a name or a value that it does not take
             return True
         return False
 

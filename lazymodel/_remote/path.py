@@ -133,13 +133,14 @@ Location: TypeAlias = "Path | RemotePath"
 
 
 _HEADS = 16  # beginnings of objects that are fetched at a time
+_MOST_HEADS = 1024  # and in all: more shards than a model has are more likely an index that lies
 
 
 def fetch_heads(paths: Iterable[Location]) -> None:
     """Fetches the first bytes of objects, several at a time, so that looking at one after the other asks for nothing
     more. What cannot be read is an error when it is looked at.
     """
-    left = [path for path in paths if isinstance(path, RemotePath)]
+    left = [path for path in paths if isinstance(path, RemotePath)][:_MOST_HEADS]
 
     def work() -> None:
         while left:

@@ -4,7 +4,7 @@ The transport is obstore, whose errors repeat URLs with their signatures, and bo
 a message has what went wrong in our words, and the original error is not chained to it.
 
 A store that says that it is busy (429, 503) is left alone by all threads, for as long as it asks for in `Retry-After`
-(RFC 9110, section 10.2.3). obstore does not hand headers out, so one request without a body asks for it.
+(RFC 9110, section 10.2.3). obstore does not hand headers out, so one request for a single byte asks for it.
 """
 
 from __future__ import annotations

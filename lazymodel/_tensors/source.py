@@ -42,7 +42,11 @@ BYTES_READ = ByteCounter()
 
 
 class Source:
-    """One file's bytes, which any number of threads may read. A subclass defines `read_into` and `check_unchanged`."""
+    """One file's bytes, which any number of threads may read.
+
+    A subclass defines `read_into` and `check_unchanged`; one that is a whole file also `open_file` and `peek`, which
+    readers of headers use.
+    """
 
     remote: bool = False  # whether its bytes come over a network, where every reading has a latency that counts
     base: int = 0  # byte of the file that offsets count from: where a member of an archive starts

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lazymodel as lm
+from lazymodel._remote import ahead
 from lazymodel._remote.ahead import ReadAhead, _overlaps, requests_for
 from lazymodel._tensors.boxes import Geometry, ranges_of
 
@@ -140,3 +141,19 @@ def test_what_was_not_announced_is_not_there() -> None:
         assert not read(ahead, Origin(), 10, 20).size
     with pytest.raises(lm.CheckpointError, match="reading was stopped"):
         read(ahead, origin, 10, 20)
+
+
+@pytest.mark.parametrize(("useful", "expected"), [(1, {8}), (8, {8}), (16, {16}), (32, {32}), (1000, {32})])
+def test_as_many_requests_are_in_flight_as_make_it_faster(
+    monkeypatch: pytest.MonkeyPatch, useful: int, expected: set[int]
+) -> None:
+    """On a link that up to so many requests at a time fill, most rounds have that many, now and then one more."""
+    now = 0.0
+    monkeypatch.setattr(ahead.time, "monotonic", lambda: now)
+    pace = ahead._Pace()
+    levels: Counter[int] = Counter()
+    for _ in range(20_000):
+        now += 1 / min(pace.level, useful)
+        levels[pace.level] += 1
+        pace.arrived(1 << 20)
+    assert {level for level, count in levels.items() if count > 0.8 * 20_000} == expected
