@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -376,20 +376,27 @@ def test_an_interrupt_and_an_error_of_ones_own_leave_what_was_there(bucket: Buck
     bucket.save(1, **SHARDED)
     before = bucket.objects()
 
-    def interrupt(done: int, total: int) -> None:
-        if done > total / 2:  # in a thread that uploads; Ctrl-C goes to the main one
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    def interrupted() -> Callable[[int, int], None]:
+        pressed = threading.Event()
+
+        def interrupt(done: int, total: int) -> None:
+            # In a thread that uploads; Ctrl-C goes to the main one. Once: a second one does not wait for the abort.
+            if done > total / 2 and not pressed.is_set():
+                pressed.set()
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+        return interrupt
 
     def fail(done: int, total: int) -> None:
         raise ZeroDivisionError
 
     for options in ({}, SHARDED):
         with pytest.raises(KeyboardInterrupt):
-            bucket.save(2, progress=interrupt, **options)
+            bucket.save(2, progress=interrupted(), **options)
         with pytest.raises(ZeroDivisionError):
             bucket.save(2, progress=fail, **options)
     with pytest.raises(KeyboardInterrupt):
-        bucket.save(2, "x.safetensors", progress=interrupt)
+        bucket.save(2, "x.safetensors", progress=interrupted())
     assert bucket.objects() == before
     assert bucket.server.counters()["open_uploads"] == []
 
