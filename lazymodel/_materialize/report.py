@@ -159,10 +159,10 @@ class LoadReport(Tabled):
         return self.timeline.plot(self.table().title, path)
 
     def __repr__(self) -> str:
-        return "\n".join(filter(None, (super().__repr__(), self.timeline and repr(self.timeline))))
+        return f"{super().__repr__()}\n{self.timeline}" if self.timeline else super().__repr__()
 
     def _repr_html_(self) -> str:
-        return super()._repr_html_() + self.timeline._repr_html_()
+        return super()._repr_html_() + self.timeline.html()
 
     def table(self) -> Table:
         """What is shown."""

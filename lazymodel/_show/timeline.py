@@ -127,6 +127,10 @@ class Timeline(Tabled, Sequence[Span]):
         return Table("", columns, rows, frozenset(columns[1:4]))
 
     def _repr_html_(self) -> str:
+        return self.html()
+
+    def html(self) -> str:
+        """For a notebook: a row for all spans of one label, with a bar that says how long on being pointed at."""
         begin, end = self._window()
         rows: list[str] = []
         for label, spans in self._rows().items():

@@ -121,7 +121,7 @@ def test_a_long_wait_is_not_drawn():
 
 def test_a_page_has_nothing_of_what_names_hold():
     timeline = Timeline([Span(HOSTILE, 0, 1, HOSTILE), Span("stream", 1, 2)])
-    shown = timeline._repr_html_()
+    shown = timeline.html()
     assert "<script" not in shown and "\x1b" not in repr(timeline)
     opened: list[str] = []
 
@@ -148,5 +148,5 @@ def test_a_figure(tmp_path: Path):
 
 
 def test_without_spans():
-    assert bars(Timeline()) == {} and Timeline()._repr_html_() == ""
+    assert bars(Timeline()) == {} and Timeline().html() == ""
     Timeline().plot("model")
