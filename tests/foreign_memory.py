@@ -35,7 +35,7 @@ def foreign_memory(seed: int = 0) -> Iterator[Transfers]:
     with Transfers(seed) as transfers, pytest.MonkeyPatch.context() as patch:
         patch.setitem(shards.MEMORIES, "cpu", "own")
         boxes_for.cache_clear()
-        put, make, ready = jax.device_put, jax.make_array_from_callback, jax.block_until_ready
+        put, ready = jax.device_put, jax.block_until_ready
 
         def device_put(x: Any, place: Any = None, **options: Any) -> Any:
             late = isinstance(x, np.ndarray) and isinstance(place, SingleDeviceSharding)
@@ -153,7 +153,7 @@ class Transfers:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._ended or self._pending and (self._waiting or self._whims))
+                self._changed.wait_for(lambda: self._ended or (self._pending and (self._waiting or self._whims)))
                 if self._ended:
                     return
                 self._whims = max(self._whims - 1, 0)
@@ -195,4 +195,4 @@ def bits(dtype: np.dtype[Any]) -> int:
     """Bits of an element that count."""
     if dtype.kind in "biufc":
         return 8 * dtype.itemsize
-    return (ml_dtypes.iinfo if jax.dtypes.issubdtype(dtype, np.integer) else ml_dtypes.finfo)(dtype).bits
+    return (ml_dtypes.iinfo if jax.numpy.issubdtype(dtype, np.integer) else ml_dtypes.finfo)(dtype).bits

@@ -47,7 +47,8 @@ def band_parts(
         wanted = {key: common for key, box in boxes.items() if (common := intersect(box, band)) is not None}
         outs = [empty_aligned(box_shape(common), tensor.dtype) for common in wanted.values()]
         fill(tensor, list(wanted.values()), outs, workspace)
-        assembly.put({key: (out, shift(common, boxes[key])) for (key, common), out in zip(wanted.items(), outs, strict=True)})
+        corners = [shift(common, boxes[key]) for key, common in wanted.items()]
+        assembly.put(dict(zip(wanted, zip(outs, corners, strict=True), strict=True)))
         with last:
             left -= 1
             if left:
@@ -127,7 +128,7 @@ def _as_dtype(buffer: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     """The same bits as elements of a dtype; those of less than a byte are in the lower bits of one."""
     if buffer.dtype == dtype:
         return buffer
-    info = ml_dtypes.iinfo if jax.dtypes.issubdtype(dtype, np.integer) else ml_dtypes.finfo
+    info = ml_dtypes.iinfo if jax.numpy.issubdtype(dtype, np.integer) else ml_dtypes.finfo
     return _bitcast(buffer, dtype) if info(dtype).bits >= 8 else _narrowed(buffer, dtype, info(dtype).bits)
 
 

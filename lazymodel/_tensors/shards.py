@@ -17,9 +17,9 @@ from jax.sharding import Sharding
 from lazymodel._tensors.boxes import Box, BoxKey, bounding, box_key, box_of, box_shape
 
 # What is known of platforms: a `"host"` uses the host's memory, and a buffer becomes the array's own; what has memory
-# of its `"own"` gets a copy. Of others nothing is known: PJRT lets a runtime copy a buffer or keep it.
-# (https://github.com/openxla/xla/blob/main/xla/pjrt/pjrt_client.h, HostBufferSemantics::kImmutableZeroCopy, in which JAX
-# hands over NumPy arrays, with `may_alias=False` too.)
+# of its `"own"` gets a copy. Of others nothing is known: JAX hands NumPy arrays over, with `may_alias=False` too, in a
+# way that lets a runtime keep them (HostBufferSemantics::kImmutableZeroCopy of
+# https://github.com/openxla/xla/blob/main/xla/pjrt/pjrt_client.h).
 MEMORIES = {"cpu": "host", "gpu": "own", "cuda": "own", "rocm": "own", "tpu": "own"}
 
 

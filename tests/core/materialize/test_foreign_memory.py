@@ -112,7 +112,7 @@ SPECS = [P(), P("x"), P("y"), P(("x", "y")), P(None, "x"), P("y", "x"), P(None, 
 DTYPES = [F32, np.dtype(np.int8), np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.int4), np.dtype(np.bool_)]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_any_tensors_under_any_budget_are_bit_for_bit_what_the_file_has(path, mesh, data):
     source = FileSource(path)
@@ -133,7 +133,7 @@ def test_any_tensors_under_any_budget_are_bit_for_bit_what_the_file_has(path, me
         sharding = NamedSharding(mesh, spec, memory_kind=kind)
         items.append(StreamItem(f"v{number}", tensor, values.shape, dtype, sharding))
         expected[f"v{number}"] = values
-    budget = data.draw(st.sampled_from([600, 3000, 12_000, 1 << 20, None]))
+    budget = data.draw(st.sampled_from([1000, 12_000, 1 << 20, None]))
     with foreign_memory(data.draw(st.integers(0, 1000))) as transfers, pytest.MonkeyPatch.context() as patch:
         buffers = Buffers(patch)
         transfers.held = data.draw(st.booleans())
@@ -165,14 +165,16 @@ def test_buffers_are_used_again_once_they_were_read(path, mesh, transfers, monke
 def test_what_is_not_waited_for_would_be_seen(path, mesh, monkeypatch):
     """Of every array and of the buffers."""
     items, expected = items_of(path, NamedSharding(mesh, P("x")))
-    with pytest.raises(AssertionError, match="was written before a transfer had read it"), foreign_memory() as transfers:
+    with foreign_memory() as transfers:
         transfers.held = True
-        wait = transfers.wait
-        monkeypatch.setattr(transfers, "wait", lambda tree: None)
-        arrays = dict(stream(items, max_host_memory=4 * NBYTES))
+        with monkeypatch.context() as patch:
+            patch.setattr(transfers, "wait", lambda tree: None)
+            arrays = dict(stream(items, max_host_memory=4 * NBYTES))
         with pytest.raises(AssertionError):
             assert_equal(arrays["v0"], expected["v0"])
-        wait(list(arrays.values()))
+        transfers.wait(arrays)
+        assert "was written before a transfer had read it" in transfers.wrongs[0]
+        transfers.wrongs.clear()
 
 
 def test_reading_goes_on_while_transfers_are_under_way(path, mesh, transfers, monkeypatch):
@@ -211,8 +213,9 @@ def test_a_file_that_fails_meanwhile_waits_for_what_is_under_way(path, mesh, tra
     transfers.held = True
     items, _ = items_of(path, NamedSharding(mesh, P("x")), count=12)
     beyond = LazyTensor(FileLeaf("w", items[0].tensor.leaf.source, 40 * NBYTES - 100, SHAPE, F32))
+    items.append(StreamItem("bad", beyond, SHAPE, F32, NamedSharding(mesh, P())))
     with pytest.raises(CheckpointError, match="truncated"):
-        list(stream([*items, StreamItem("bad", beyond, SHAPE, F32, NamedSharding(mesh, P()))], max_host_memory=4 * NBYTES))
+        list(stream(items, max_host_memory=4 * NBYTES))
     assert transfers.under_way == 0
 
 
