@@ -316,11 +316,14 @@ class _Stream:
             while (task := self._next()) is not None:
                 job, part = task
                 try:
-                    self._run(job, part, workspace)
+                    complete = self._run(job, part, workspace)
+                    del task, part  # they hold its buffers, which may be given up once they are under way
+                    if complete:
+                        self._deliver(job)
                 except BaseException as error:  # whatever ends this thread: the others and the caller wait for it
                     self._fail(job, error)
                     return
-                del task, job, part  # keep no buffer alive while waiting
+                del job  # keep no buffer alive while waiting
 
     def _next(self) -> tuple[_Job, Part] | None:
         """The next part to fill, of the current job or a new one; None when there is nothing left or all stops."""
@@ -395,16 +398,15 @@ class _Stream:
                     return self._spare.pop(index).view(dtype).reshape(shape)
         return empty_aligned(shape, dtype)
 
-    def _run(self, job: _Job, part: Part, workspace: Workspace) -> None:
+    def _run(self, job: _Job, part: Part, workspace: Workspace) -> bool:
+        """Fills a part of a job; whether it was the last one."""
         part.run(workspace)
         if self._on_bytes is not None and not self._stopped:
             with self._report:
                 self._on_bytes(part.nbytes)
         with self._changed:
             job.unfinished -= 1
-            if job.unfinished:
-                return
-        self._deliver(job)
+            return not job.unfinished
 
     def _deliver(self, job: _Job) -> None:
         """Hands over what was filled; shards that came in bands and the arrays of groups are made already."""
@@ -416,8 +418,9 @@ class _Stream:
             return
         if job.outs and not self._may_start(sum(out.nbytes for out in job.outs)):
             return
-        for key, out in zip(job.boxes, job.outs, strict=bool(job.outs)):
-            job.shards[key] = [copy_to(place, out) for place in plan.places(key)]
+        if job.outs:
+            pairs = zip(job.boxes, job.outs, strict=True)
+            job.shards = {key: [copy_to(place, out) for place in plan.places(key)] for key, out in pairs}
         self._under_way.put(job)
 
     def _may_start(self, nbytes: int) -> bool:

@@ -189,7 +189,12 @@ def test_reading_goes_on_while_transfers_are_under_way(path, mesh, transfers, mo
             enough.set()
 
     in_time = []
-    transfers.on_read = lambda done: in_time.append(enough.wait(60))
+
+    def wait(done):
+        in_time.append(enough.wait(30))
+        enough.set()
+
+    transfers.on_read = wait
     for name, array in stream(items, on_bytes=on_bytes):
         assert_equal(array, expected[name])
     assert all(in_time)
