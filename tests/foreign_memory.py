@@ -166,7 +166,7 @@ class Transfers:
                 self._pending.remove(transfer)
                 if transfer.error is None:
                     del self._by_address[transfer.array.unsafe_buffer_pointer()]
-                transfer.values = transfer.values[:0].copy()  # the buffer is nobody's now
+                transfer.values = np.empty(0)  # nobody holds the buffer now
                 transfer.done = True
                 self.done += 1
                 self._changed.notify_all()
