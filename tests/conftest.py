@@ -46,6 +46,22 @@ ROOT = Path(__file__).parent.parent
 _NEEDS = {"keras": ("keras", "keras_hub"), "flax": ("flax",)}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--repeat", type=int, default=1, help="run each test so many times, with other random numbers")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if (times := metafunc.config.getoption("repeat")) > 1:
+        metafunc.fixturenames.append("repetition")
+        metafunc.parametrize("repetition", range(times), indirect=True)
+
+
+@pytest.fixture
+def repetition(request: pytest.FixtureRequest) -> int:
+    """Which of how many times this is, from 0: a seed."""
+    return getattr(request, "param", 0)
+
+
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
     """Skips a framework's tests, by name and with the reason, where the framework is not installed."""
     for folder, modules in _NEEDS.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
@@ -16,6 +18,7 @@ from lazymodel._tensors.boxes import Box, BoxKey, bounding, box_of, box_shape, i
 from lazymodel._tensors.buffers import Workspace, empty_aligned
 from lazymodel._tensors.fill import fill
 from lazymodel._tensors.leaves import Part, View
+from lazymodel._tensors.shards import in_other_memory
 
 
 def band_parts(
@@ -44,8 +47,8 @@ def band_parts(
         wanted = {key: common for key, box in boxes.items() if (common := intersect(box, band)) is not None}
         outs = [empty_aligned(box_shape(common), tensor.dtype) for common in wanted.values()]
         fill(tensor, list(wanted.values()), outs, workspace)
-        for (key, common), out in zip(wanted.items(), outs, strict=True):
-            assembly.put(key, out, shift(common, boxes[key]))
+        corners = [shift(common, boxes[key]) for key, common in wanted.items()]
+        assembly.put(dict(zip(wanted, zip(outs, corners, strict=True), strict=True)))
         with last:
             left -= 1
             if left:
@@ -63,35 +66,57 @@ class _Assembly:
         self._lock, self._places, self._dtype = threading.Lock(), places, dtype
         # As integers: XLA may move small floats through wider ones, which changes signalling NaNs.
         self._bits = dtype if dtype.kind in "biuc" else np.dtype(f"u{dtype.itemsize}")
+        # In the devices' own memory: elsewhere nothing can be put together.
+        self._joined = {key: [_own(place) for place in where] for key, where in places.items()}
         self._buffers = {
-            key: [_zeros(box_shape(box_of(key)), self._bits, place) for place in where] for key, where in places.items()
+            key: [_zeros(box_shape(box_of(key)), self._bits, place) for place in where]
+            for key, where in self._joined.items()
         }
 
-    def put(self, key: BoxKey, piece: np.ndarray, corner: Box) -> None:
-        """Puts a piece where it belongs in a shard; `piece` is read completely when this returns."""
-        start = [np.int32(part.start) if part.start < 2**31 else np.int64(part.start) for part in corner]
-        buffers = self._buffers[key]
-        for number, place in enumerate(self._places[key]):
-            put = copy_to(place, piece.view(self._bits))
-            jax.block_until_ready(put)
-            with self._lock:
-                buffers[number] = _update(buffers[number], put, start)
-                jax.block_until_ready(buffers[number])
+    def put(self, pieces: Mapping[BoxKey, tuple[np.ndarray, Box]]) -> None:
+        """Puts a piece of each shard where it belongs in it; all are read completely when this returns."""
+        # All of them start before any is waited for.
+        put = {
+            key: [copy_to(place, piece.view(self._bits)) for place in self._joined[key]]
+            for key, (piece, _) in pieces.items()
+        }
+        jax.block_until_ready(put)
+        with self._lock:
+            for key, (_, corner) in pieces.items():
+                buffers = self._buffers[key]
+                for number, piece in enumerate(put[key]):
+                    buffers[number] = _updated(buffers[number], piece, corner)
+            jax.block_until_ready([self._buffers[key] for key in pieces])
 
     def shards(self) -> dict[BoxKey, list[jax.Array]]:
         """All of them, complete."""
-        if self._bits == self._dtype:
-            return self._buffers
-        return {key: [_bitcast(buffer, self._dtype) for buffer in buffers] for key, buffers in self._buffers.items()}
+        return {
+            key: [
+                jax.device_put(_as_dtype(buffer, self._dtype), place)  # which is there already, but for other memory
+                for buffer, place in zip(self._buffers.pop(key), where, strict=True)
+            ]
+            for key, where in self._places.items()
+        }
 
 
 def copy_to(place: SingleDeviceSharding, values: np.ndarray) -> jax.Array:
-    """A copy on a device that is no host; when it is ready, `values` may be written again."""
+    """A copy on a device that is no host; when it is ready, and `keeps` denies it, `values` may be written again."""
     return jax.device_put(values, place)
+
+
+def _own(place: SingleDeviceSharding) -> SingleDeviceSharding:
+    (device,) = place.device_set
+    return SingleDeviceSharding(device) if in_other_memory(device, place.memory_kind) else place
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
     return jax.jit(lambda: jax.numpy.zeros(shape, dtype), out_shardings=sharding)()
+
+
+def _updated(buffer: jax.Array, piece: jax.Array, corner: Box) -> jax.Array:
+    long = any(part.start >= 2**31 for part in corner)
+    with jax.enable_x64(True) if long else contextlib.nullcontext():
+        return _update(buffer, piece, [(np.int64 if long else np.int32)(part.start) for part in corner])
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -99,6 +124,20 @@ def _update(buffer: jax.Array, piece: jax.Array, corner: list[Any]) -> jax.Array
     return jax.lax.dynamic_update_slice(buffer, piece, corner)
 
 
+def _as_dtype(buffer: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """The same bits as elements of a dtype; those of less than a byte are in the lower bits of one."""
+    if buffer.dtype == dtype:
+        return buffer
+    info = ml_dtypes.iinfo if jax.numpy.issubdtype(dtype, np.integer) else ml_dtypes.finfo
+    return _bitcast(buffer, dtype) if info(dtype).bits >= 8 else _narrowed(buffer, dtype, info(dtype).bits)
+
+
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=1)
 def _bitcast(buffer: jax.Array, dtype: Any) -> jax.Array:
     return jax.lax.bitcast_convert_type(buffer, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _narrowed(buffer: jax.Array, dtype: Any, bits: int) -> jax.Array:
+    values = (buffer & np.uint8(2**bits - 1)).astype(f"uint{bits}")
+    return jax.lax.bitcast_convert_type(values, dtype)

@@ -9,7 +9,8 @@ buffers allocated, its parts filled by whichever threads are free, its buffers p
 given back. Jobs start strictly in order, so the earliest variable can always finish and nothing waits in a circle.
 
 Where a device's memory is the host's (the CPU backend), the buffer that was filled becomes the array's own memory:
-nothing is copied, and it is never written again. Other devices get copies, and the buffers are used again.
+nothing is copied, and it is never written again. Other devices get copies: a thread of its own waits for transfers,
+while the others go on reading, and only then are a job's bytes given back and its buffers used again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -76,7 +78,8 @@ def stream(
         max_host_memory: Ceiling in bytes for the host memory in use at any time: values on their way to devices,
             and every temporary. None is 4 GiB, or an eighth of the memory that is available if that is less. The
             memory of the devices themselves is no part of it, which on CPU devices is host memory too: there the
-            variable that is next to be yielded does not count, those read ahead do.
+            variable that is next to be yielded does not count, those read ahead do. Nor is memory through which a
+            device's runtime copies, such as pinned memory; at most half the ceiling is on its way at a time.
         on_bytes: Called with the bytes of shards just filled, from any thread, one call at a time.
 
     Raises:
@@ -170,7 +173,9 @@ class _Job:
     outs: list[np.ndarray] = dataclasses.field(default_factory=list[np.ndarray])
     parts: list[Part] = dataclasses.field(default_factory=list[Part])
     unfinished: int = 0
-    arrays: list[jax.Array] = dataclasses.field(default_factory=list[jax.Array])  # those of the plans, when complete
+    # What was made of the buffers, and is perhaps not there yet: the plans' arrays, or shards of a plan.
+    arrays: list[jax.Array] = dataclasses.field(default_factory=list[jax.Array])
+    shards: dict[BoxKey, list[jax.Array]] = dataclasses.field(default_factory=dict[BoxKey, list[jax.Array]])
 
     @property
     def on_host(self) -> bool:
@@ -212,6 +217,8 @@ class _Stream:
             for index, workspace in enumerate(workspaces)
         ]
         self._workspace = min(workspace.limit for workspace in workspaces)
+        self._waiter = threading.Thread(target=self._wait, name="lazymodel-stream-wait", daemon=True)
+        self._under_way: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # oldest first
         self._starting = threading.Lock()  # held while waiting for room: jobs start in order
         self._arena = Arena()  # used while `_starting` is held
         self._job: _Job | None = None
@@ -219,6 +226,7 @@ class _Stream:
         self._report = threading.Lock()
         self._changed = threading.Condition()
         self._in_flight = 0
+        self._on_its_way = 0  # bytes of buffers that transfers read
         self._held: dict[_Plan, int] = {}  # reservations that last until their array is yielded
         self._spare: list[np.ndarray] = []  # buffers to be used again, oldest first
         self._stopped = False
@@ -232,9 +240,11 @@ class _Stream:
             yield from self._arrays(fetching.close)
 
     def _arrays(self, stop_fetching: Callable[[], None]) -> Iterator[tuple[str, jax.Array]]:
-        for thread in self._threads:
-            thread.start()
         try:
+            if not all(plan.boxes.on_host for plan in self._plans):
+                self._waiter.start()
+            for thread in self._threads:
+                thread.start()
             for plan in self._plans:
                 with self._changed:
                     self._changed.wait_for(lambda plan=plan: self._error is not None or plan.complete)
@@ -250,8 +260,14 @@ class _Stream:
                 self._stopped = True
                 self._changed.notify_all()
             stop_fetching()
-            for thread in self._threads:
-                thread.join()
+            try:
+                for thread in self._threads:
+                    if thread.ident is not None:
+                        thread.join()
+            finally:
+                self._under_way.put(None)
+            if self._waiter.ident is not None:
+                self._waiter.join()  # for what is still under way: afterwards nothing reads this memory
             for plan in self._plans:  # those that were begun, where not all are complete
                 plan.tensor.leaf.release()
 
@@ -300,11 +316,14 @@ class _Stream:
             while (task := self._next()) is not None:
                 job, part = task
                 try:
-                    self._run(job, part, workspace)
-                except Exception as error:
+                    complete = self._run(job, part, workspace)
+                    del task, part  # they hold its buffers, which may be given up once they are under way
+                    if complete:
+                        self._deliver(job)
+                except BaseException as error:  # whatever ends this thread: the others and the caller wait for it
                     self._fail(job, error)
                     return
-                del task, job, part  # keep no buffer alive while waiting
+                del job  # keep no buffer alive while waiting
 
     def _next(self) -> tuple[_Job, Part] | None:
         """The next part to fill, of the current job or a new one; None when there is nothing left or all stops."""
@@ -350,7 +369,7 @@ class _Stream:
             job.parts = [Part(group.values_nbytes, fill_group)]
         elif job.band:
             places = {key: plan.places(key) for key in job.boxes}
-            job.parts = band_parts(plan.tensor, places, job.band, plan.shards.update)
+            job.parts = band_parts(plan.tensor, places, job.band, job.shards.update)
         else:
             boxes = [box_of(key) for key in job.boxes]
             job.outs = [self._buffer(box_shape(box), plan.item.dtype, job.on_host) for box in boxes]
@@ -379,27 +398,55 @@ class _Stream:
                     return self._spare.pop(index).view(dtype).reshape(shape)
         return empty_aligned(shape, dtype)
 
-    def _run(self, job: _Job, part: Part, workspace: Workspace) -> None:
+    def _run(self, job: _Job, part: Part, workspace: Workspace) -> bool:
+        """Fills a part of a job; whether it was the last one."""
         part.run(workspace)
         if self._on_bytes is not None and not self._stopped:
             with self._report:
                 self._on_bytes(part.nbytes)
         with self._changed:
             job.unfinished -= 1
-            if job.unfinished or self._stopped:
-                return
-        self._deliver(job)
+            return not job.unfinished
 
     def _deliver(self, job: _Job) -> None:
-        """Hands over what was filled; the shards of bands and the arrays of groups are there already."""
+        """Hands over what was filled; shards that came in bands and the arrays of groups are made already."""
+        plan = job.plans[0]
+        if job.on_host:
+            if job.group is None:
+                job.arrays = [plan.boxes.array(job.outs, plan.item.dtype)]
+            self._finish(job)
+            return
+        if job.outs and not self._may_start(sum(out.nbytes for out in job.outs)):
+            return
+        if job.outs:
+            pairs = zip(job.boxes, job.outs, strict=True)
+            job.shards = {key: [copy_to(place, out) for place in plan.places(key)] for key, out in pairs}
+        self._under_way.put(job)
+
+    def _may_start(self, nbytes: int) -> bool:
+        """Whether transfers of so many bytes may start, once there is room; not where everything stops.
+
+        Half of the budget stays for what is being read, so that devices and files are busy at the same time.
+        """
+        most = self._budget // 2
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or not self._on_its_way or self._on_its_way + nbytes <= most)
+            self._on_its_way += nbytes
+            return not self._stopped
+
+    def _wait(self) -> None:
+        """Waits for transfers, in the order in which they were started."""
+        while (job := self._under_way.get()) is not None:
+            try:
+                self._finish(job)
+            except Exception as error:
+                self._fail(job, error)
+            del job  # keep no buffer alive while waiting
+
+    def _finish(self, job: _Job) -> None:
+        """Waits until what was made of a job's buffers is there, and gives back its bytes."""
         plan, group = job.plans[0], job.group
-        shards: dict[BoxKey, list[jax.Array]] = {}
-        if group is None and job.on_host:
-            job.arrays = [plan.boxes.array(job.outs, plan.item.dtype)]
-        elif not job.band:
-            for key, out in zip(job.boxes, job.outs, strict=True):
-                shards[key] = [copy_to(place, out) for place in plan.places(key)]
-        jax.block_until_ready((job.arrays, list(shards.values())))
+        jax.block_until_ready((job.arrays, list(job.shards.values())))
         kept = [job.nbytes] if group is None else [member.placed_nbytes for member in group.members]
         with self._changed:
             self._in_flight -= job.nbytes
@@ -408,15 +455,17 @@ class _Stream:
                 if job.on_host:
                     self._held[job.plans[number]] = kept[number]
                     self._in_flight += kept[number]
-            if shards:
-                plan.shards.update(shards)
-                self._spare += [out.reshape(-1).view(np.uint8) for out in job.outs]
-            job.outs, job.arrays = [], []
+            if job.shards:
+                plan.shards.update(job.shards)
+                self._on_its_way -= sum(out.nbytes for out in job.outs)
+                if not plan.boxes.keeps:
+                    self._spare += [out.reshape(-1).view(np.uint8) for out in job.outs]
+            job.outs, job.arrays, job.shards = [], [], {}
             if group is None and plan.complete:
                 plan.tensor.leaf.release()
             self._changed.notify_all()
 
-    def _fail(self, job: _Job, error: Exception) -> None:
+    def _fail(self, job: _Job, error: BaseException) -> None:
         plan = job.plans[0 if job.group is None else job.group.current]
         wrapped = CheckpointError(f"{plan.item.path!r} from {where(plan.tensor)}: {error or type(error).__name__}")
         wrapped.__cause__ = error

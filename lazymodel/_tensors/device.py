@@ -8,11 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from lazymodel._errors import LazyModelError
 from lazymodel._tensors.boxes import Box, BoxKey, box_key, box_of, box_shape, intersect, shift, slabs
 from lazymodel._tensors.buffers import Steps, Workspace, assign
 from lazymodel._tensors.leaves import Leaf
+from lazymodel._tensors.shards import in_other_memory, on_host
 
 
 class DeviceLeaf(Leaf):
@@ -44,13 +46,16 @@ class DeviceLeaf(Leaf):
             target = out[(*shift(common, box), ...)]
             filled += target.size
             within = shift(common, box_of(key))
-            if shard.device.platform == "cpu":
+            if on_host(shard.device):
                 assign(target, np.asarray(shard.data)[(*within, ...)], steps)  # not a copy
                 continue
+            data = shard.data
+            if in_other_memory(shard.device, data.sharding.memory_kind):
+                data = jax.device_put(data, SingleDeviceSharding(shard.device))  # where it can be sliced
             # Copies of pieces that die here: NumPy's copy of a whole shard would stay with the array.
             for piece in slabs(target.shape, max(workspace.room // (2 * self.dtype.itemsize), 1)):
                 start = [w.start + p.start for w, p in zip(within, piece, strict=True)]
-                values = np.asarray(_slice(shard.data, start, box_shape(piece)))
+                values = np.asarray(_slice(data, start, box_shape(piece)))
                 assign(target[(*piece, ...)], values, steps)
         if filled < out.size:
             raise LazyModelError(

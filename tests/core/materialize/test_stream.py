@@ -1,5 +1,6 @@
 """The stream: every shard is the NumPy slice, every byte is read once, and nothing outlives a failure."""
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -14,14 +15,13 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from lazymodel._errors import CheckpointError
-from lazymodel._materialize import bands
 from lazymodel._materialize import stream as streaming
 from lazymodel._materialize.stream import StreamItem, stream
 from lazymodel._tensors.files import FileSource
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.leaves import FileLeaf
-from lazymodel._tensors.shards import Boxes
 from lazymodel._tensors.source import BYTES_READ
+from tests.foreign_memory import foreign_memory
 
 P = PartitionSpec
 F32 = np.dtype(np.float32)
@@ -171,15 +171,10 @@ def test_single_device_and_scalars_and_empty(source):
 
 
 @pytest.fixture
-def accelerator(monkeypatch):
+def accelerator():
     """CPU devices are taken for devices with memory of their own."""
-    as_accelerator(monkeypatch)
-
-
-def as_accelerator(patch):
-    patch.setattr(Boxes, "on_host", False)
-    for module in (streaming, bands):
-        patch.setattr(module, "copy_to", lambda place, values: jax.device_put(values.copy(), place))
+    with foreign_memory():
+        yield
 
 
 @pytest.mark.usefixtures("accelerator")
@@ -366,9 +361,7 @@ def test_any_shape_view_dtype_and_sharding_gives_numpys_slices(tmp_path_factory,
     budget = data.draw(st.sampled_from([None, 2000, 20_000]))
     with np.errstate(all="ignore"):
         expected = expected.astype(dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        if data.draw(st.booleans()):
-            as_accelerator(patch)
+    with foreign_memory() if data.draw(st.booleans()) else contextlib.nullcontext():
         assert_shards_equal(load(tensor, dtype, sharding, max_host_memory=budget), expected)
 
 
