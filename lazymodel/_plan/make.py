@@ -17,13 +17,14 @@ from jax.sharding import AbstractMesh
 
 from lazymodel._abstract.placement import Placement, device_shardings
 from lazymodel._abstract.spec import ModelSpec
+from lazymodel._compile.compile import Compile
 from lazymodel._devices.compiler import CompiledMemory
 from lazymodel._devices.hardware import device_memory as known_memory
 from lazymodel._devices.hardware import is_arithmetic, is_live
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._mapping.mapped import flat_checkpoint
 from lazymodel._mapping.match import Choice, choose, describe_sources, refused_casts
-from lazymodel._plan.compiled import Compile, compile_use
+from lazymodel._plan.compiled import compile_use
 from lazymodel._plan.fleet import Fleet, Traffic
 from lazymodel._plan.plan import HostPlan, MemoryPlan, PlanRow
 from lazymodel._plan.steps import action, make_hosts, make_steps, make_timeline, read_anywhere
