@@ -189,9 +189,8 @@ def make_arrays(
         ended = time.perf_counter()
         jax.block_until_ready(list(arrays.values()))  # the init programs, which ran on while files were read
         initializing = started - start + time.perf_counter() - ended
-        waiting = time.perf_counter()
         compiled = compiling.finished(stage.check)
-        compiling_costs = (compiled, compiling.lower_seconds, time.perf_counter() - waiting)
+        compiling_costs = compiled, compiling.lower_seconds, compiling.wait_seconds
         arrived = sum(max(each.held_nbytes() - own[path], 0) for path, each in reading.exchanges.items())
         fetched, requests, retries = (now - before for now, before in zip(REQUESTS.so_far(), asked, strict=True))
         seconds = initializing, ended - started
