@@ -101,16 +101,16 @@ class RemoteFile(io.RawIOBase):
                 self._keep(start // BLOCK, data)
         return int((ranges[:, 1] - ranges[:, 0]).sum())
 
-    def fetch(self, start: int, stop: int, stopped: threading.Event) -> list[np.ndarray]:
-        """The bytes of a range."""
-        return self._store.get(self._key, start, stop, stopped)
+    def fetch(self, start: int, out: np.ndarray, stopped: threading.Event) -> None:
+        """Fills `out` with the bytes from `start` on."""
+        self._store.get(self._key, start, out, stopped)
 
     def _fetch(self, number: int, wanted: int) -> np.ndarray:
         self._length = 2 * self._length if number == self._next else 1
         self._length = min(max(self._length, -(-wanted // BLOCK)), _LONGEST // BLOCK)
         start = number * BLOCK
-        stop = min(start + self._length * BLOCK, self.size)
-        data = np.concatenate(self._store.get(self._key, start, stop, given_up=self._given_up))
+        data = np.empty(min(self._length * BLOCK, self.size - start), np.uint8)
+        self._store.get(self._key, start, data, given_up=self._given_up)
         self._next = number + self._length
         return self._keep(number, data)
 
