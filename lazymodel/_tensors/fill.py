@@ -183,9 +183,7 @@ def _scatter_staged(stored: View, part: Box, wanted: Targets, steps: Steps, work
                 assign(out, values[shift(common, slab)], steps)
 
 
-def _scatter_lent(
-    stored: View, leaf: FileLeaf, part: Box, wanted: Targets, steps: Steps, workspace: Workspace
-) -> None:
+def _scatter_lent(stored: View, leaf: FileLeaf, part: Box, wanted: Targets, steps: Steps, workspace: Workspace) -> None:
     """Scatters a part that is one range of a file, straight out of the memory that it was fetched into where whole
     rows lie there.
     """
