@@ -91,7 +91,8 @@ class RemoteFile(io.RawIOBase):
     def fetch_ahead(self, spans: Sequence[tuple[int, int]]) -> int:
         """Fetches ranges of the file that will be read, as many at a time as go; returns how many bytes that was."""
         blocks = np.array([(start // BLOCK, -(-stop // BLOCK)) for start, stop in spans], np.int64)
-        ranges = requests_for(np.minimum(blocks * BLOCK, self.size), gap=BLOCK, longest=_LONGEST)
+        # In blocks: whatever is fetched begins with one.
+        ranges = np.minimum(requests_for(blocks, gap=1, longest=_LONGEST // BLOCK) * BLOCK, self.size)
         with ReadAhead([(self, ranges)], gap=0) as ahead:
             for start, stop in ranges.tolist():
                 data = np.empty(stop - start, np.uint8)
