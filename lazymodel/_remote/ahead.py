@@ -4,7 +4,8 @@ Responsible for which requests are made of many ranges (`requests_for`), how man
 to be read, and for readers that come too early. What the ranges are is the caller's knowledge; nothing fails if it is
 wrong: what was not foreseen is fetched when it is asked for, and what was foreseen and is not asked for is given up.
 
-A block is the answer to one request. It is given up when as many of its bytes were read as were said to be wanted.
+A block is the answer to one request. It is given up when as many of its bytes were read as were said to be wanted,
+and its memory used again: fresh memory, a page fault for every 4 KiB, took longer than a copy.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from lazymodel._errors import CheckpointError
+from lazymodel._tensors.buffers import ALIGNMENT, empty_aligned
 
 REQUEST = 4 << 20  # bytes of a request, at most: at 80 MB/s a connection 50 ms, beside which latency is bearable
 CONNECTIONS = 32  # requests in flight, at most: 2.5 GB/s at 80 MB/s a connection, which is what object stores give
@@ -33,8 +35,11 @@ AHEAD = _WAITING * CONNECTIONS * REQUEST  # the same, at most
 class Origin(Protocol):
     """Whatever can be asked for ranges of bytes."""
 
-    def fetch(self, start: int, stop: int, stopped: threading.Event) -> list[np.ndarray]:
-        """The bytes in pieces, from any thread; CheckpointError where they cannot be had."""
+    def fetch(self, start: int, out: np.ndarray, stopped: threading.Event) -> None:
+        """Fills `out` (`uint8`) with the bytes from `start` on, in any thread, or stops where nobody waits any more.
+
+        CheckpointError where they cannot be had.
+        """
         ...
 
 
@@ -60,6 +65,7 @@ def requests_for(ranges: np.ndarray, gap: int = GAP, longest: int = REQUEST) -> 
     owner = np.repeat(np.arange(len(starts)), counts)
     index = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
     lengths = -(-(stops - starts) // counts)
+    lengths = np.minimum(lengths + -lengths % ALIGNMENT, longest)  # elements are aligned in each as in the whole
     begins = starts[owner] + index * lengths[owner]
     return np.stack((begins, np.minimum(begins + lengths[owner], stops[owner])), axis=1)
 
@@ -74,17 +80,17 @@ class Stopped(CheckpointError):
 class _Block:
     """One request, and what came of it."""
 
-    __slots__ = ("data", "error", "left", "origin", "start", "state", "stop")
+    __slots__ = ("data", "error", "left", "memory", "nbytes", "origin", "readers", "room", "start", "state", "stop")
 
-    def __init__(self, origin: Origin, start: int, stop: int, wanted: int) -> None:
+    def __init__(self, origin: Origin, start: int, stop: int, wanted: int, longest: int) -> None:
         self.origin, self.start, self.stop, self.left = origin, start, stop, wanted
+        self.nbytes = stop - start
+        self.room = longest if self.nbytes > longest // 2 else self.nbytes  # bytes of its memory
         self.state = "planned"  # then "flying", "here", "gone"
-        self.data: list[np.ndarray] | None = None
+        self.memory: np.ndarray | None = None
+        self.data: np.ndarray | None = None  # the bytes, once they are all there
+        self.readers = 0  # who looks at them
         self.error: Exception | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
 
 
 class _Pace:
@@ -137,6 +143,7 @@ class ReadAhead:
         self._limit = limit
         self._longest = max(min(REQUEST, limit // 4), 1)
         self._blocks: list[_Block] = []
+        self._spare: list[np.ndarray] = []  # memory of the longest blocks, to be used again
         self._starts: dict[Origin, np.ndarray] = {}
         self._mine: dict[Origin, list[_Block]] = {}
         self._plan(wants, gap)
@@ -157,7 +164,7 @@ class ReadAhead:
             requests = requests_for(ranges, gap, self._longest)
             wanted = _overlaps(requests, ranges)
             blocks = [
-                _Block(origin, start, stop, count)
+                _Block(origin, start, stop, count, self._longest)
                 for (start, stop), count in zip(requests.tolist(), wanted.tolist(), strict=True)
             ]
             self._starts[origin], self._mine[origin] = requests[:, 0], blocks
@@ -176,7 +183,8 @@ class ReadAhead:
         with self._changed:
             self._stopped.set()
             for block in self._blocks:
-                block.data = None
+                block.data = block.memory = None
+            self._spare.clear()
             self._changed.notify_all()
             within, self._within = self._within, []
         for ahead in within:
@@ -208,15 +216,30 @@ class ReadAhead:
         Raises:
             CheckpointError: They cannot be had, or all was stopped.
         """
+        with self.lent(origin, position, out.size) as found:
+            np.copyto(out[: found.size], found)
+            return found.size
+
+    @contextlib.contextmanager
+    def lent(self, origin: Origin, position: int, most: int, unit: int = 1) -> Generator[np.ndarray]:
+        """Bytes from a position on, for reading until the end of the `with` block: as many whole units as one block
+        has, `most` bytes at most. None where no block was planned for that position, or none has a unit from there on.
+
+        Raises:
+            CheckpointError: They cannot be had, or all was stopped.
+        """
         block = self._block_at(origin, position)
-        if block is None:
-            return 0
-        count = min(block.stop - position, out.size)
+        count = 0 if block is None else min(block.stop - position, most) // unit * unit
+        if block is None or not count:
+            yield np.empty(0, np.uint8)
+            return
         data = self._wait_for(block)
-        _copy(data, position - block.start, out[:count])
-        with self._changed:
-            self._was_read(block, count)
-        return count
+        try:
+            yield data[position - block.start :][:count]
+        finally:
+            with self._changed:
+                block.readers -= 1
+                self._was_read(block, count)
 
     def passed(self, origin: Origin, start: int, stop: int) -> None:
         """Some of what was said to be wanted has been passed over: it counts as read."""
@@ -235,13 +258,13 @@ class ReadAhead:
 
     def _was_read(self, block: _Block, count: int) -> None:
         block.left -= count
-        if block.left <= 0 and block.state == "here":
+        if block.left <= 0 and block.state == "here" and not block.readers:
             self._give_up(block)
             self._fly()
         elif block.left <= 0 and block.state == "planned":
             block.state = "gone"
 
-    def _wait_for(self, block: _Block) -> list[np.ndarray]:
+    def _wait_for(self, block: _Block) -> np.ndarray:
         with self._changed:
             while block.data is None:
                 if block.error is not None:
@@ -251,17 +274,29 @@ class ReadAhead:
                 if block.state in ("planned", "gone"):
                     # Nobody has asked for it yet, or it was given up, be it just now by another reader: it goes first,
                     # whatever the limit says.
-                    block.state = "flying"
-                    self._used += block.nbytes
+                    self._take(block)
                     self._urgent.insert(0, block)
                     self._fly()
                 else:
                     self._changed.wait()
+            block.readers += 1
             return block.data
 
+    def _take(self, block: _Block) -> None:
+        """Counts a block that will be fetched, and finds memory for it."""
+        block.state = "flying"
+        self._used += block.room
+        if block.room == self._longest and self._spare:
+            block.memory = self._spare.pop()
+        while self._spare and self._used + len(self._spare) * self._longest > self._limit:
+            self._spare.pop()
+
     def _give_up(self, block: _Block) -> None:
-        block.data, block.state = None, "gone"
-        self._used -= block.nbytes
+        self._used -= block.room
+        if block.memory is not None and block.room == self._longest:
+            self._spare.append(block.memory)
+        block.data = block.memory = None
+        block.state = "gone"
 
     # With the lock held, or in threads of its own.
 
@@ -273,10 +308,9 @@ class ReadAhead:
             block = self._blocks[self._next]
             if block.state == "planned":
                 limit = min(self._limit, _WAITING * self._pace.level * REQUEST)
-                if self._used + block.nbytes > limit and self._used:
+                if self._used + block.room > limit and self._used:
                     break
-                block.state = "flying"
-                self._used += block.nbytes
+                self._take(block)
                 self._urgent.append(block)
             self._next += 1
         if self._idle:
@@ -301,32 +335,21 @@ class ReadAhead:
                     self._threads.remove(threading.current_thread())
                     return
                 block = self._urgent.pop(0)
-            data, error = None, None
+                memory = block.memory
+            error = None
+            if memory is None:
+                memory = empty_aligned((block.room,), np.dtype(np.uint8))
             try:
-                data = block.origin.fetch(block.start, block.stop, self._stopped)
+                block.origin.fetch(block.start, memory[: block.nbytes], self._stopped)
             except Exception as failure:
                 error = failure
             with self._changed:
-                block.data, block.error, block.state = data, error, "here"
+                block.error, block.state = error, "here"
                 self._pace.arrived(block.nbytes)
-                if self._stopped.is_set():
-                    block.data = None
+                if error is None and not self._stopped.is_set():
+                    block.memory, block.data = memory, memory[: block.nbytes]
                 self._changed.notify_all()
-            del data, error, block
-
-
-def _copy(pieces: list[np.ndarray], position: int, out: np.ndarray) -> None:
-    """Fills an array with bytes of consecutive pieces from a position on."""
-    done = 0
-    for piece in pieces:
-        if position >= piece.size:
-            position -= piece.size
-            continue
-        count = min(piece.size - position, out.size - done)
-        out[done : done + count] = piece[position : position + count]
-        done, position = done + count, 0
-        if done == out.size:
-            return
+            del memory, error, block
 
 
 def _overlaps(requests: np.ndarray, ranges: np.ndarray) -> np.ndarray:

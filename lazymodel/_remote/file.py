@@ -91,7 +91,8 @@ class RemoteFile(io.RawIOBase):
     def fetch_ahead(self, spans: Sequence[tuple[int, int]]) -> int:
         """Fetches ranges of the file that will be read, as many at a time as go; returns how many bytes that was."""
         blocks = np.array([(start // BLOCK, -(-stop // BLOCK)) for start, stop in spans], np.int64)
-        ranges = requests_for(np.minimum(blocks * BLOCK, self.size), gap=BLOCK, longest=_LONGEST)
+        # In blocks: whatever is fetched begins with one.
+        ranges = np.minimum(requests_for(blocks, gap=1, longest=_LONGEST // BLOCK) * BLOCK, self.size)
         with ReadAhead([(self, ranges)], gap=0) as ahead:
             for start, stop in ranges.tolist():
                 data = np.empty(stop - start, np.uint8)
@@ -101,16 +102,16 @@ class RemoteFile(io.RawIOBase):
                 self._keep(start // BLOCK, data)
         return int((ranges[:, 1] - ranges[:, 0]).sum())
 
-    def fetch(self, start: int, stop: int, stopped: threading.Event) -> list[np.ndarray]:
-        """The bytes of a range."""
-        return self._store.get(self._key, start, stop, stopped)
+    def fetch(self, start: int, out: np.ndarray, stopped: threading.Event) -> None:
+        """Fills `out` with the bytes from `start` on."""
+        self._store.get(self._key, start, out, stopped)
 
     def _fetch(self, number: int, wanted: int) -> np.ndarray:
         self._length = 2 * self._length if number == self._next else 1
         self._length = min(max(self._length, -(-wanted // BLOCK)), _LONGEST // BLOCK)
         start = number * BLOCK
-        stop = min(start + self._length * BLOCK, self.size)
-        data = np.concatenate(self._store.get(self._key, start, stop, given_up=self._given_up))
+        data = np.empty(min(self._length * BLOCK, self.size - start), np.uint8)
+        self._store.get(self._key, start, data, given_up=self._given_up)
         self._next = number + self._length
         return self._keep(number, data)
 

@@ -53,9 +53,9 @@ class RemoteSource(Source):
     def check_unchanged(self) -> None:
         """Nothing is to be done: every range was asked for with the ETag of the first."""
 
-    def fetch(self, start: int, stop: int, stopped: threading.Event) -> list[np.ndarray]:
-        """The bytes of a range of the object."""
-        return self.store.get(self.key, start, stop, stopped)
+    def fetch(self, start: int, out: np.ndarray, stopped: threading.Event) -> None:
+        """Fills `out` with the bytes of the object from `start` on."""
+        self.store.get(self.key, start, out, stopped)
 
     def read_into(self, offset: int, *outs: np.ndarray) -> None:
         targets = [out.reshape(-1).view(np.uint8) for out in outs if out.size]
@@ -94,6 +94,19 @@ class RemoteSource(Source):
                 if count := ahead.read_into(self, position, out):
                     return count
         return 0
+
+    @contextlib.contextmanager
+    def lent(self, offset: int, most: int, unit: int) -> Generator[np.ndarray]:
+        found = np.empty(0, np.uint8)
+        position = self.base + offset
+        with contextlib.ExitStack() as lender:
+            for ahead in self._going_on() if position + most <= self.size else ():
+                with contextlib.suppress(Stopped):
+                    found = lender.enter_context(ahead.lent(self, position, most, unit))
+                if found.size:
+                    break
+            yield found
+        self.count(found.size)
 
     def _going_on(self) -> list[ReadAhead]:
         """Those that were announced and go on."""

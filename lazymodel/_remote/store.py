@@ -40,7 +40,7 @@ from lazymodel._show.text import listed
 Result = TypeVar("Result")
 
 HEAD = 64 << 10  # bytes that opening an object fetches: nearly every header of a shard is shorter
-PIECE = 1 << 20  # bytes that obstore hands out at a time: it has twice as much in memory meanwhile
+PIECE = 1 << 18  # bytes that obstore hands out at a time: few calls, and still in the cache when they are copied
 _CLIENT = {
     "connect_timeout": "10s",
     "read_timeout": "10s",  # without a byte; a stalled connection is given up
@@ -235,18 +235,19 @@ class Store:
         self,
         key: str,
         start: int,
-        stop: int,
+        out: np.ndarray,
         stopped: threading.Event | None = None,
         given_up: Callable[[], bool] = bool,
-    ) -> list[np.ndarray]:
-        """Bytes of an object, in pieces that nobody may write to, as many as asked for.
+    ) -> None:
+        """Fills `out` (`uint8`) with the bytes of an object from `start` on.
 
-        `stopped` is for threads that nobody waits for; without it, Ctrl-C and `given_up` end the waiting.
+        `stopped` is for threads that nobody waits for, and once it is set `out` may stay unfilled; without it, Ctrl-C
+        and `given_up` end the waiting, and `out` may be written to for a while.
 
         Raises:
             CheckpointError: They cannot be had, or the object changed since it was first looked at.
         """
-        return self._told(key, lambda: self._get(key, start, stop, stopped, given_up))
+        self._told(key, lambda: self._get(key, start, out, stopped, given_up))
 
     def head(self, key: str) -> tuple[np.ndarray, int]:
         """The first bytes of an object, at most `HEAD` of them, fetched once, and how many it has in all.
@@ -275,9 +276,10 @@ class Store:
             if key in self._pages:
                 raise Missing
             known = self.known(key)
-            pieces = [] if known and not known.size else self._get(key, 0, HEAD, None, bool, to_end=True)
-            self._heads[key] = np.concatenate(pieces) if pieces else np.empty(0, np.uint8)
-            if known and not pieces:
+            head = np.empty(HEAD, np.uint8)
+            count = 0 if known and not known.size else self._get(key, 0, head, None, bool, to_end=True)
+            self._heads[key] = head[:count].copy()
+            if known and not count:
                 self._note(key, known)
         return self._heads[key]
 
@@ -285,16 +287,17 @@ class Store:
         self,
         key: str,
         start: int,
-        stop: int,
+        out: np.ndarray,
         stopped: threading.Event | None,
         given_up: Callable[[], bool],
         *,
         to_end: bool = False,
-    ) -> list[np.ndarray]:
-        pieces: list[np.ndarray] = []
+    ) -> int:
+        """Fills `out`, all of it or, `to_end`, until the object ends; says how many bytes that is."""
+        done, stop = 0, start + out.size
 
         def ask(stopped: threading.Event) -> None:
-            done = sum(piece.size for piece in pieces)  # an attempt goes on where the last one broke off
+            nonlocal done  # an attempt goes on where the last one broke off
             known = self._objects.get(key)
             options: dict[str, Any] = {"range": (start + done, stop)}
             if known is not None and known.etag is not None and not known.etag.startswith("W/"):
@@ -318,18 +321,18 @@ class Store:
                 raise Changed
             expected = (min(stop, found.size) if to_end else stop) - start
             for chunk in result.stream(min_chunk_size=PIECE):
-                pieces.append(np.frombuffer(chunk, np.uint8))
-                done += len(chunk)
-                if done > expected:  # before a body without end fills the memory
+                if done + len(chunk) > expected:  # before a body without end fills the memory
                     raise Failure("the server sends more than was asked for")
+                out[done : done + len(chunk)] = np.frombuffer(chunk, np.uint8)
+                done += len(chunk)
                 if stopped.is_set():
                     return
             if done < expected:
                 raise Failure(f"the server sent {done} of {expected} bytes", True)
 
         self._ask(key, ask, stopped, given_up)
-        REQUESTS.add(nbytes=sum(piece.size for piece in pieces))
-        return pieces
+        REQUESTS.add(nbytes=done)
+        return done
 
     def _is_page(self, key: str, result: Any) -> bool:
         """Whether a web server answered with a page for people: a folder's index, a form to log in."""

@@ -27,7 +27,7 @@ from lazymodel._tensors.boxes import (
     slabs,
     unshift,
 )
-from lazymodel._tensors.buffers import STAGING, Workspace, assign
+from lazymodel._tensors.buffers import STAGING, Steps, Workspace, assign
 from lazymodel._tensors.leaves import DividedLeaf, FileLeaf, Part, View
 
 PART = 32 << 20  # bytes that one part of a fill writes: the unit that threads share out
@@ -166,13 +166,42 @@ def _fill_part(view: View, part: Box, targets: Targets, workspace: Workspace) ->
                 return
             if not view.steps and _scatter_runs(stored, leaf, part, wanted, shortest, workspace):
                 return
-    room = max(workspace.room // 2 if view.leaf.unit_nbytes else workspace.room, 1)
-    for piece in slabs(box_shape(part), max(min(STAGING, room) // stored.itemsize, 1), _row_step(view)):
+        if leaf.source.remote and stored.box(part).addresses.flags.c_contiguous:
+            _scatter_lent(stored, leaf, part, wanted, view.steps, workspace)
+            return
+    _scatter_staged(stored, part, wanted, view.steps, workspace)
+
+
+def _scatter_staged(stored: View, part: Box, wanted: Targets, steps: Steps, workspace: Workspace) -> None:
+    """Scatters a part by way of a staging buffer."""
+    room = max(workspace.room // 2 if stored.leaf.unit_nbytes else workspace.room, 1)
+    for piece in slabs(box_shape(part), max(min(STAGING, room) // stored.itemsize, 1), _row_step(stored)):
         slab = unshift(piece, part)
         with workspace.array(box_shape(slab), stored.dtype) as values:
             _fill_box(stored, slab, values, workspace)
             for common, out in clip(wanted, slab):
-                assign(out, values[shift(common, slab)], view.steps)
+                assign(out, values[shift(common, slab)], steps)
+
+
+def _scatter_lent(stored: View, leaf: FileLeaf, part: Box, wanted: Targets, steps: Steps, workspace: Workspace) -> None:
+    """Scatters a part that is one range of a file, straight out of the memory that it was fetched into where whole
+    rows lie there.
+    """
+    shape, start = box_shape(part), stored.geometry(part).start
+    axis = next((axis for axis, extent in enumerate(shape) if extent > 1), 0)
+    row = math.prod(shape[axis + 1 :]) * stored.itemsize
+    first, stop = part[axis].start, part[axis].stop
+    while first < stop:
+        with leaf.lent(start, (stop - first) * row, row) as found:
+            count = max(found.size // row, 1)
+            slab = (*part[:axis], slice(first, first + count), *part[axis + 1 :])
+            if found.size:
+                values = found.view(stored.dtype).reshape(box_shape(slab))
+                for common, out in clip(wanted, slab):
+                    assign(out, values[shift(common, slab)], steps)
+        if not found.size:
+            _scatter_staged(stored, slab, clip(wanted, slab), steps, workspace)
+        first, start = first + count, start + count * row
 
 
 def _scatter_runs(

@@ -99,6 +99,12 @@ class FileLeaf(Leaf):
             self.source.read_runs(self.offset + start, runs)
 
     @contextlib.contextmanager
+    def lent(self, start: int, most: int, unit: int) -> Generator[np.ndarray]:
+        """What the source lends, as `Source.lent`, from a byte of the leaf on."""
+        with self._reading(), self.source.lent(self.offset + start, most, unit) as found:
+            yield found
+
+    @contextlib.contextmanager
     def _reading(self) -> Generator[None]:
         """Raises what goes wrong with the tensor's name, a file that changed meanwhile included."""
         try:

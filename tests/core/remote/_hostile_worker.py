@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 import lazymodel as lm
 from lazymodel._remote.path import remote_path
 
@@ -49,7 +51,7 @@ def main() -> None:
             try:
                 if what.startswith("read"):
                     place = remote_path(url, QUICK)
-                    place.store.get(place.key, 0, 1 << 20)
+                    place.store.get(place.key, 0, np.zeros(1 << 20, np.uint8))
                 else:
                     lm.open_checkpoint(url, QUICK)
             except lm.CheckpointError as error:

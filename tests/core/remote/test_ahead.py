@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 import lazymodel as lm
 from lazymodel._remote import ahead
 from lazymodel._remote.ahead import ReadAhead, _overlaps, requests_for
+from lazymodel._remote.blocks import Blocks
+from lazymodel._remote.file import BLOCK, RemoteFile
 from lazymodel._tensors.boxes import Geometry, ranges_of
 
 RANGES = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 60)), max_size=12).map(
@@ -74,13 +76,12 @@ class Origin:
         self.fails = fails
         self._lock = threading.Lock()
 
-    def fetch(self, start: int, stop: int, stopped: threading.Event) -> list[np.ndarray]:
+    def fetch(self, start: int, out: np.ndarray, stopped: threading.Event) -> None:
         with self._lock:
-            self.requests.append((start, stop))
+            self.requests.append((start, start + out.size))
             if len(self.requests) - 1 in self.fails:
                 raise lm.CheckpointError("it failed")
-        middle = (start + stop) // 2
-        return [DATA[start:middle], DATA[middle:stop]]
+        out[:] = DATA[start : start + out.size]
 
 
 def read(ahead: ReadAhead, origin: Origin, start: int, stop: int) -> np.ndarray:
@@ -118,6 +119,25 @@ def test_in_order_every_byte_is_fetched_once(threads: int) -> None:
         ):
             np.testing.assert_array_equal(out, DATA[start:stop])
     assert sum(stop - start for start, stop in origin.requests) == 512
+
+
+def test_a_file_keeps_what_was_fetched_ahead_where_it_belongs() -> None:
+    """Whatever is longer than a request and no multiple of it included."""
+    data = np.random.default_rng(0).integers(0, 256, 1025 * BLOCK + 10, np.uint8)
+
+    class Held:
+        def __init__(self) -> None:
+            self.blocks: dict[str, Blocks] = {}
+
+        def head(self, key: str) -> tuple[np.ndarray, int]:
+            return data[:5], data.size
+
+        def get(self, key: str, start: int, out: np.ndarray, stopped: threading.Event) -> None:
+            out[:] = data[start : start + out.size]
+
+    file = RemoteFile(Held(), "w")  # pyright: ignore[reportArgumentType]
+    assert file.fetch_ahead([(0, 3), (BLOCK, data.size)]) == data.size
+    assert file.kept(0, data.size) == data.tobytes()
 
 
 def test_an_error_is_that_of_whoever_reads_it() -> None:

@@ -35,7 +35,9 @@ def read(url: str, options: dict[str, Any] = QUICK, stop: int = 100_000) -> byte
     """Bytes of an object after its head was looked at, as opening does."""
     place = remote_path(url, options)
     place.store.head(place.key)
-    return b"".join(bytes(piece) for piece in place.store.get(place.key, 10, stop))
+    out = np.zeros(stop - 10, np.uint8)
+    place.store.get(place.key, 10, out)
+    return out.tobytes()
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +145,11 @@ def test_a_weak_etag_is_compared_and_not_sent() -> None:
     with scripted(reply) as origin:
         place = remote_path(f"{origin}/w", ONCE)
         place.store.head("w")
-        assert place.store.get("w", 0, 10)[0].tobytes() == DATA[:10]
+        out = np.zeros(10, np.uint8)
+        place.store.get("w", 0, out)
+        assert out.tobytes() == DATA[:10]
         with pytest.raises(lm.CheckpointError, match="changed while it was being read"):
-            place.store.get("w", 0, 10)
+            place.store.get("w", 0, out)
 
 
 @pytest.mark.parametrize("how", ["etag", "modified", "size", "shorter", "gone"])
