@@ -49,8 +49,8 @@ def save(folder: Path, nbytes: int) -> None:
 
     narrow = 1 if nbytes >= 1 << 30 else 8  # the same shapes, smaller
     hidden, intermediate, vocabulary = HIDDEN // narrow, INTERMEDIATE // narrow, VOCABULARY // narrow
-    layer = {name: (hidden, hidden) for name in "qkvo"} | {"norm": (hidden,), "down": (hidden, intermediate)}
-    layer |= {name: (intermediate, hidden) for name in ("gate", "up")}
+    layer = dict.fromkeys("qkvo", (hidden, hidden)) | {"norm": (hidden,), "down": (hidden, intermediate)}
+    layer |= dict.fromkeys(("gate", "up"), (intermediate, hidden))
     each = 2 * sum(int(np.prod(shape)) for shape in layer.values())
     rng = np.random.default_rng(0)
     folder.mkdir()
@@ -187,9 +187,8 @@ def main() -> None:
     if args.json:
         print(json.dumps(found))
         return
-    print(
-        f"{every[0].result['nbytes'] / 2**30:.2f} GiB in bf16 onto {every[0].result['devices']}, {args.runs} runs each, medians"
-    )
+    one = every[0].result
+    print(f"{one['nbytes'] / 2**30:.2f} GiB in bf16 onto {one['devices']}, {args.runs} runs each, medians")
     for way, line in found.items():
         device = f"{line['device_peak']:5.2f} ×" if line["device_peak"] else "unknown"
         print(
