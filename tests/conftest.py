@@ -16,15 +16,15 @@ _DEVICES = "--xla_force_host_platform_device_count=8"
 # users' programs are.
 _LEVEL = "--xla_backend_optimization_level"
 _OF_JAXLIB = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _flags = os.environ.get("XLA_FLAGS", "").split()
 if not any(flag.startswith(_DEVICES.partition("=")[0]) for flag in _flags):
     _flags.append(_DEVICES)
-if not any(flag.startswith(_LEVEL) for flag in _flags):
+if os.environ["JAX_PLATFORMS"] == "cpu" and not any(flag.startswith(_LEVEL) for flag in _flags):
     _flags.append(f"{_LEVEL}=2")
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         _flags += _OF_JAXLIB
 os.environ["XLA_FLAGS"] = " ".join(_flags)
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["COLUMNS"] = "120"  # tables are as wide as where there is no terminal

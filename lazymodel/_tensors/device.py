@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -55,7 +56,8 @@ class DeviceLeaf(Leaf):
             # Copies of pieces that die here: NumPy's copy of a whole shard would stay with the array.
             for piece in slabs(target.shape, max(workspace.room // (2 * self.dtype.itemsize), 1)):
                 start = [w.start + p.start for w, p in zip(within, piece, strict=True)]
-                values = np.asarray(_slice(data, start, box_shape(piece)))
+                with jax.enable_x64(True) if max(start, default=0) >= 2**31 else contextlib.nullcontext():
+                    values = np.asarray(_slice(data, start, box_shape(piece)))
                 assign(target[(*piece, ...)], values, steps)
         if filled < out.size:
             raise LazyModelError(

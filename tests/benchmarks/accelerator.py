@@ -1,0 +1,204 @@
+"""A checkpoint onto accelerators: lazymodel, a plain `jax.device_put`, safetensors' own loader, Orbax.
+
+    python tests/benchmarks/accelerator.py [--gib 8] [--runs 3] [--only WAY ...] [--json]
+
+A bf16 safetensors folder, shaped like a decoder, is written once and read from the page cache onto all devices that JAX
+finds, sharded on the last axis that divides. The ways take turns, each in a process of its own; medians are printed.
+Seconds are from the call until every array is ready. Device memory is the peak of the fullest device, as it tells by
+`memory_stats()`, over its part of the model; host memory the peak of private memory over the whole model. CPU devices
+(`JAX_PLATFORMS=cpu`) tell nothing of the first, and show only that this works.
+
+The first three ways are no loaders but what one cannot be faster than: arrays that are in the host's memory already go
+to their devices. `pinned` copies from JAX's own pinned memory, `mapped` from NumPy arrays that the runtime was told to
+pin (the client's `dma_map`): if these are far above `pageable` and `ours` is at `pageable`, pinning would pay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from _measure import Measurement, back_memory, emit, measured, run
+
+WAYS = {
+    "pageable": "jax.device_put of NumPy arrays",
+    "pinned": "jax.device_put of arrays in pinned_host",
+    "mapped": "jax.device_put of NumPy arrays, dma_map",
+    "ours": "lazymodel",
+    "ours-256MiB": "lazymodel, max_host_memory=256MiB",
+    "safetensors": "safetensors.numpy.load_file, jax.device_put",
+    "orbax": "Orbax v1's safetensors layout",
+}
+HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 11008, 32000
+
+
+def save(folder: Path, nbytes: int) -> None:
+    """Writes a decoder of about so many bytes, a file a layer."""
+    import ml_dtypes
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    narrow = 1 if nbytes >= 1 << 30 else 8  # the same shapes, smaller
+    hidden, intermediate, vocabulary = HIDDEN // narrow, INTERMEDIATE // narrow, VOCABULARY // narrow
+    layer = dict.fromkeys("qkvo", (hidden, hidden)) | {"norm": (hidden,), "down": (hidden, intermediate)}
+    layer |= dict.fromkeys(("gate", "up"), (intermediate, hidden))
+    each = 2 * sum(int(np.prod(shape)) for shape in layer.values())
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    weight_map: dict[str, str] = {}
+    files = [{"embed": (vocabulary, hidden)}]
+    files += [{f"layers.{i}.{name}": shape for name, shape in layer.items()} for i in range(max(nbytes // each, 1))]
+    for number, shapes in enumerate(files):
+        values = {name: rng.integers(0, 2**14, shape, np.uint16) for name, shape in shapes.items()}
+        file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        save_file({name: array.view(ml_dtypes.bfloat16) for name, array in values.items()}, folder / file)
+        weight_map |= dict.fromkeys(shapes, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def child(way: str, folder: Path) -> None:
+    """One way, in a process of its own."""
+    if way == "save":
+        with measured() as report:
+            save(folder, int(sys.argv[4]))
+        emit(report)
+        return
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    import lazymodel as lm
+
+    devices = jax.local_devices()
+    mesh = Mesh(np.array(devices), ("model",))
+    jax.block_until_ready(jax.numpy.zeros(()) + 1)  # the backend itself is not what is measured
+
+    def sharding(shape: tuple[int, ...]) -> NamedSharding:
+        axis = max((axis for axis, extent in enumerate(shape) if extent % mesh.size == 0), default=None)
+        return NamedSharding(mesh, PartitionSpec(*(None,) * axis, "model") if axis is not None else PartitionSpec())
+
+    with lm.open_checkpoint(folder) as checkpoint:
+        structs = {
+            name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype, sharding=sharding(tensor.shape))
+            for name, tensor in checkpoint.items()
+        }
+        nbytes = sum(tensor.nbytes for tensor in checkpoint.values())
+    load = _loader(way, folder, structs)
+    if devices[0].platform == "cpu":
+        back_memory(2 * nbytes)
+    held = [(device.memory_stats() or {}).get("bytes_in_use", 0) for device in devices]
+    with measured() as report:
+        arrays = load()
+        jax.block_until_ready(arrays)
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices]
+    report |= {"nbytes": nbytes, "devices": f"{len(devices)} × {devices[0].device_kind}"}
+    report["device_peak"] = max(peak - start for peak, start in zip(peaks, held, strict=True)) * len(devices) / nbytes
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(np.asarray(arrays[name]).tobytes())
+    emit(report | {"digest": digest.hexdigest()})
+
+
+def _loader(way: str, folder: Path, structs: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """What is measured; what it needs is there when this returns."""
+    import jax
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    import lazymodel as lm
+
+    def from_files() -> dict[str, np.ndarray]:
+        return {name: array for file in sorted(folder.glob("*.safetensors")) for name, array in load_file(file).items()}
+
+    if way.startswith("ours"):
+        budget = way.partition("-")[2] or None
+
+        def ours() -> dict[str, Any]:
+            abstract = lm.build_abstract(lambda: {n: jax.numpy.zeros(s.shape, s.dtype) for n, s in structs.items()})
+            abstract = abstract.shard(abstract_mesh, lambda variable: structs[variable.path].sharding)
+            return abstract.materialize(lm.open_checkpoint(folder), max_host_memory=budget, progress=False)
+
+        abstract_mesh = next(iter(structs.values())).sharding.mesh
+        return ours
+    if way == "orbax":
+        import logging
+
+        import orbax.checkpoint.experimental.v1 as ocp
+
+        logging.disable(logging.WARNING)
+
+        def orbax() -> dict[str, Any]:
+            with ocp.Context(checkpoint_layout=ocp.options.CheckpointLayout.SAFETENSORS):
+                return ocp.load(folder, structs)
+
+        return orbax
+    shardings = {name: struct.sharding for name, struct in structs.items()}
+    if way == "safetensors":
+        return lambda: {name: jax.device_put(array, shardings[name]) for name, array in from_files().items()}
+    arrays: dict[str, Any] = from_files()
+    if way == "pinned":
+        places = {name: place.with_memory_kind("pinned_host") for name, place in shardings.items()}
+        arrays = jax.block_until_ready({name: jax.device_put(arrays[name], places[name]) for name in arrays})
+    if way == "mapped":
+        client = jax.local_devices()[0].client
+        for array in arrays.values():
+            client.dma_map(array.ctypes.data, array.nbytes)
+    return lambda: {name: jax.device_put(array, shardings[name]) for name, array in arrays.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=8.0, help="bytes of the checkpoint")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    results: dict[str, list[Measurement]] = {way: [] for way in args.only}
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "checkpoint")
+        run([__file__, "--child", "save", path, str(int(args.gib * 2**30))])
+        for _ in range(args.runs):
+            for way in list(results):
+                try:
+                    results[way].append(run([__file__, "--child", way, path]))
+                except SystemExit as error:  # an accelerator without pinned memory, say
+                    print(f"{WAYS[way]}: {error}", file=sys.stderr)
+                    del results[way]
+    found = {
+        way: {
+            "gigabytes_per_second": statistics.median(m.result["nbytes"] / m.seconds / 1e9 for m in runs),
+            "device_peak": statistics.median(m.result["device_peak"] for m in runs),
+            "host_peak": statistics.median(m.peak_nbytes / m.result["nbytes"] for m in runs),
+        }
+        for way, runs in results.items()
+    }
+    every = [measurement for runs in results.values() for measurement in runs]
+    if len({measurement.result["digest"] for measurement in every}) != 1:
+        raise SystemExit("the ways differ in what they load")
+    if args.json:
+        print(json.dumps(found))
+        return
+    one = every[0].result
+    print(f"{one['nbytes'] / 2**30:.2f} GiB in bf16 onto {one['devices']}, {args.runs} runs each, medians")
+    for way, line in found.items():
+        device = f"{line['device_peak']:5.2f} ×" if line["device_peak"] else "unknown"
+        print(
+            f"  {WAYS[way]:46} {line['gigabytes_per_second']:7.2f} GB/s   peak of a device {device}"
+            f"   of the host {line['host_peak']:.2f} ×"
+        )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child(sys.argv[2], Path(sys.argv[3]))
+    else:
+        main()
