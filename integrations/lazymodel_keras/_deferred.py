@@ -20,10 +20,9 @@ from lazymodel._sharding.rules import Rules
 from lazymodel._show.text import listed
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _upstream
-from lazymodel_keras._build import Materializing, check_all_used, check_options, require_rules
+from lazymodel_keras._build import KerasModel, Materializing, check_all_used, check_options, require_rules
 from lazymodel_keras._keywords import check_from_preset, ours
 from lazymodel_keras._model.abstract import from_skeleton
-from lazymodel_keras._model.skeleton import Skeleton
 from lazymodel_keras._record.patches import SharedPatches, active
 from lazymodel_keras._record.recording import Recording
 from lazymodel_keras._record.remote import RemoteFiles, check_storage_options
@@ -168,7 +167,7 @@ def _block(
 
     def materialize(result: Any, what: str | None, *, only_own: bool) -> None:
         nonlocal current
-        skeleton = Skeleton(None, recording, result, only_own=only_own)
+        skeleton = KerasModel(None, recording, result, only_own=only_own)
         if not skeleton.variables:
             return
         if what is not None:

@@ -41,7 +41,8 @@ def lower(model: ModelSpec, compile: Compile, shardings: Mapping[str, Sharding])
     """
     structs = arriving(model, shardings)
     if compile.function is None and compile.what not in (INIT, FORWARD):
-        return model.framework.lowered(compile.what, structs, batch=compile.batch, sequence=compile.sequence)
+        sizes: Any = {"batch": compile.batch, "sequence": compile.sequence}
+        return model.framework.lowered(compile.what, structs, inputs=compile.inputs, **sizes)
     if not compile.is_step:
         raise LazyModelError(
             f"Compile({compile.what!r}{', function' if compile.function else ''}) is for a plan, which makes a program "

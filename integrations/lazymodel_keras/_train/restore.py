@@ -19,17 +19,15 @@ import keras
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lazymodel import AbstractModel, CheckpointError, LazyModelError, open_checkpoint
-from lazymodel._abstract.paths import unique_paths
 from lazymodel._errors import warn
 from lazymodel._remote.path import Location, RemotePath
-from lazymodel._sharding.follow import follow
 from lazymodel._show.text import closest, folded_names, listed
 from lazymodel._tensors.casting import UNSAFE, check_mode
 from lazymodel._tensors.stored import misshapen
 from lazymodel.checkpoints._untrusted import read_json_file
 from lazymodel_keras import _upstream
-from lazymodel_keras._build import Materializing, check_all_used, check_options
-from lazymodel_keras._model.abstract import from_skeleton
+from lazymodel_keras._build import KerasModel, Materializing, check_all_used, check_options
+from lazymodel_keras._model.abstract import extended, from_skeleton
 from lazymodel_keras._model.skeleton import Skeleton, model_variables
 from lazymodel_keras._record.patches import active, while_recording
 from lazymodel_keras._record.recording import Recording
@@ -233,7 +231,7 @@ def _materialize(recording: Recording, model: Any, options: Materializing) -> No
     An optimizer that was made apart from the model has its step count on one device; arrays that are committed to it
     could not be used together with the model's.
     """
-    skeleton = Skeleton(None, recording, model)
+    skeleton = KerasModel(None, recording, model)
     if not skeleton.variables:
         return
     abstract = from_skeleton(skeleton)
@@ -262,23 +260,9 @@ def _restore_abstract(
     recording.cast, recording.remote = cast, remote
     with session(recording):
         read_state(recording, skeleton.result, path, weights_only=weights_only, strict=strict)
-    known = {id(variable) for variable, _ in skeleton.variables.values()}
-    more = [entry for entry in recording.variables() if id(entry[0]) not in known]
-    paths = unique_paths([*skeleton.variables, *(variable.path for variable, _ in more)])
-    filled = Skeleton(None, recording, skeleton.result)
-    filled.variables = dict(zip(paths, [*skeleton.variables.values(), *more], strict=True))
-    new = from_skeleton(filled)
-    own = {path: dataclasses.replace(abstract[path], origin=new[path].origin) for path in abstract}
-    state = {path: variable for path, variable in new.items() if path not in own}
-    restored = dataclasses.replace(
-        new,
-        variables={**own, **follow(state, own)},
-        # The abstract model's own ways of initializing, which may have been changed since it was built.
-        recipes=(*abstract.recipes, *(r for r in new.recipes if not set(r.paths).intersection(own))),
-        sources={**abstract.sources, **new.sources},
-        programs=abstract.programs,
-    )
-    return restored, recording
+    filled = KerasModel(None, recording, skeleton.result)
+    filled.add_variables(skeleton.variables)
+    return extended(abstract, filled), recording
 
 
 # Keras' own files -----------------------------------------------------------------------------------------------------
