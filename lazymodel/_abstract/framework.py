@@ -74,6 +74,7 @@ class LoweredFunction:
 
     description: str  # what it computes, for people, such as "predict: gemma of 1 × 128 int32"
     lowered: jax.stages.Lowered
+    besides: Callable[[], object] | None = None  # runs, on values of no meaning, small programs that are run with it
 
 
 class Framework:

@@ -7,11 +7,12 @@ their first call finds them compiled. What they will be called with is `_model/e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
 import keras
+import numpy as np
 
 from lazymodel import LazyModelError
 from lazymodel._abstract.framework import LoweredFunction
@@ -86,13 +87,33 @@ def lower(
         together = jitted.pop("concatenate", None)
         (step,) = jitted.values()
         lowered = step.lower(state, data)
-        found = [LoweredFunction(f"{what}: {model.name} of {_text(data)}", lowered)]
+        besides = _epoch(model, state[-1]) if what == "train" else None
+        found = [LoweredFunction(f"{what}: {model.name} of {_text(data)}", lowered, besides)]
         # With several steps an execution, `predict` compiles how their outputs are put together. Where they will be on
         # a mesh only the compiler knows.
         if together is not None and all(leaf.sharding is None for leaf in jax.tree.leaves(state)):
             outputs = [lowered.out_info[0]] * model.steps_per_execution
             found.append(LoweredFunction(f"{what}: the outputs of {len(outputs)} steps", together.lower(outputs)))
     return found
+
+
+def _epoch(model: Any, structs: Sequence[jax.ShapeDtypeStruct]) -> Callable[[], None]:
+    """Runs the small programs by which `fit` begins and ends an epoch: metrics are reset, and give their results."""
+
+    def run() -> None:
+        states = iter(structs)
+        for metric in model.metrics:
+            metric.stateless_reset_state()
+            metric.stateless_result([_zeros(next(states)) for _ in metric.variables])
+
+    return run
+
+
+def _zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
+    values = np.zeros(struct.shape, struct.dtype)
+    if struct.sharding is None:
+        return jax.device_put(values)
+    return jax.make_array_from_callback(struct.shape, struct.sharding, values.__getitem__)
 
 
 def check(model: Any, what: str) -> None:
