@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -251,8 +251,11 @@ class _Module(_Results):
     def rebuild(self, arrays: Mapping[str, Any]) -> Any:
         return self._modes.applied(self._merged(arrays))
 
+    def outline(self, struct: jax.ShapeDtypeStruct) -> Any:
+        return struct  # as `nnx.eval_shape` has it; of a `jax.Array` NNX asks the type, which only real ones have
+
     @contextlib.contextmanager
-    def outlined(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[Any]:
+    def outlined(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> Generator[Any]:
         if self._modes.hijax or self._modes.ref:
             raise LazyModelError(
                 "a model whose variables are references or hijax objects (nnx.var_defaults) cannot be described by "

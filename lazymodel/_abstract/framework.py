@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import jax
 from jax.sharding import Sharding
 
+from lazymodel._abstract.outline import Outline
 from lazymodel._abstract.paths import path_text
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError
@@ -94,14 +95,18 @@ class Framework:
         """The user's object, of path → finished array."""
         return self.structure(arrays)
 
-    @contextlib.contextmanager
-    def outlined(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[Any]:
-        """What `rebuild` returns, with structs in the place of arrays: what a jitted function is lowered with.
+    def outline(self, struct: jax.ShapeDtypeStruct) -> Any:
+        """What stands for an array in what a jitted function is lowered with."""
+        return Outline(struct)
 
-        `structs` say of every path what the finished array will be: its sharding (none for one that is committed to no
-        device), layout and weak type. The object holds them for as long as the context lasts.
+    @contextlib.contextmanager
+    def outlined(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> Generator[Any]:
+        """What `rebuild` returns, with an `outline` in the place of each array: what a jitted function is lowered with.
+
+        `structs` say of every path what the finished array will be: its sharding (None for a NumPy array), layout and
+        weak type. The object holds the outlines for as long as the context lasts.
         """
-        yield self.structure(structs)
+        yield self.structure({path: self.outline(struct) for path, struct in structs.items()})
 
     def prepared(
         self, model: Any, what: str, *, inputs: Sequence[Any] = (), batch: int | None, sequence: int | None

@@ -85,7 +85,7 @@ class Compile:
         if not isinstance(what, str):
             what, function, keywords, options = "step", what, options, {}
         elif inputs and (what not in _OWN or callable(inputs[0])):
-            function, *inputs = inputs
+            function, inputs = inputs[0], inputs[1:]
         if what not in (*_NAMED, "step"):
             raise LazyModelError(
                 f"what is compiled is a jitted function or one of {', '.join(map(repr, _NAMED))}; got {what!r}"

@@ -17,6 +17,7 @@ import jax
 from jax.sharding import Sharding
 
 from lazymodel._abstract.spec import ModelSpec
+from lazymodel._compile.beside import CompiledProgram
 from lazymodel._mapping.match import Choice
 from lazymodel._show.table import ACTIONS, Row, Table, Tabled, folded_table, shape_text
 from lazymodel._show.text import folded_names, format_bytes, listed, plural
@@ -86,6 +87,9 @@ class LoadReport(Tabled):
             takes no time of its own.
         stream_seconds: Seconds in between, until every array that is loaded was complete on its devices.
         exchanged_nbytes: Bytes that came to this process's devices from other devices instead of files.
+        compiled: What was compiled beside, in the order in which it was given.
+        lower_seconds: Seconds of the call that tracing and lowering it took, before anything was read.
+        compile_seconds: Seconds of the call that compiling it took by itself, after everything else was done.
 
     Example:
         >>> reports = []
@@ -110,6 +114,9 @@ class LoadReport(Tabled):
     initialize_seconds: float
     stream_seconds: float
     exchanged_nbytes: int = 0
+    compiled: tuple[CompiledProgram, ...] = ()
+    lower_seconds: float = 0.0
+    compile_seconds: float = 0.0
 
     @property
     def loaded(self) -> tuple[LoadRow, ...]:
@@ -163,7 +170,13 @@ class LoadReport(Tabled):
         if self.requests:
             again = f", {self.retries:,} of them again" if self.retries else ""
             lines.append(f"fetched: {format_bytes(self.fetched_nbytes)} in {plural(self.requests, 'request')}{again}")
-        lines.append(f"time: {self.initialize_seconds:.2f} s initializing, {self.stream_seconds:.2f} s streaming")
+        for program in self.compiled:
+            cache = program.cache and f", a {program.cache} of the persistent cache"
+            lines.append(f"compiled: {program.description} in {program.seconds:.2f} s{cache}")
+        time = f"time: {self.initialize_seconds:.2f} s initializing, {self.stream_seconds:.2f} s streaming"
+        if self.compiled:
+            time += f", {self.lower_seconds:.2f} s lowering before and {self.compile_seconds:.2f} s compiling after"
+        lines.append(time)
         if self.unused:
             nbytes = format_bytes(sum(tensor.nbytes or 0 for tensor in self.unused))
             names = listed(folded_names(tensor.name for tensor in self.unused))
@@ -202,6 +215,9 @@ class Costs:
     retries: int
     initialize_seconds: float
     stream_seconds: float
+    compiled: tuple[CompiledProgram, ...]
+    lower_seconds: float
+    compile_seconds: float
 
 
 def make_report(
@@ -241,7 +257,7 @@ def make_report(
         files={file: remote[file] if file in remote else _size(file) for file in files},
         needed_nbytes=sum(row.needed_nbytes for row in rows),
         seconds=seconds,
-        **dataclasses.asdict(costs),
+        **vars(costs),
     )
 
 

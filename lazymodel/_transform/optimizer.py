@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -115,16 +115,26 @@ class _WithState(Framework):
         own = {path: arrays[path] for path in self._model}
         return self._found.training.finish(self._model.framework.rebuild(own), self._found.flat.unflatten(arrays))
 
+    def outline(self, struct: jax.ShapeDtypeStruct) -> Any:
+        return self._model.framework.outline(struct)
+
     @contextlib.contextmanager
-    def outlined(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[Any]:
+    def outlined(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> Generator[Any]:
+        state = self._found.flat.unflatten({path: self.outline(struct) for path, struct in structs.items()})
         with self._model.framework.outlined({path: structs[path] for path in self._model}) as model:
-            yield self._found.training.finish(model, self._found.flat.unflatten(structs))
+            yield self._found.training.finish(model, state)
 
     def lowered(
-        self, what: str, structs: Mapping[str, jax.ShapeDtypeStruct], *, batch: int | None, sequence: int | None
+        self,
+        what: str,
+        structs: Mapping[str, jax.ShapeDtypeStruct],
+        *,
+        inputs: Sequence[Any] = (),
+        batch: int | None,
+        sequence: int | None,
     ) -> Sequence[LoweredFunction]:
         own = {path: structs[path] for path in self._model}
-        return self._model.framework.lowered(what, own, batch=batch, sequence=sequence)
+        return self._model.framework.lowered(what, own, inputs=inputs, batch=batch, sequence=sequence)
 
     def quantize(self, model: Any, how: Any, filters: Any) -> Any:
         raise LazyModelError(f"{model.name} has an optimizer already; quantize comes before with_optimizer")

@@ -71,6 +71,8 @@ def lower(
         LazyModelError: The model has no such function, compiles none, or does not say what it takes.
     """
     check(model, what)
+    if what == "train" and not _upstream.is_built(model):
+        raise LazyModelError(f"fit would build the optimizer of {model.name!r} first; fit uses none of with_optimizer")
     if what == "generate":
         return _lower_generate(model, structs, inputs, batch, sequence)
     data = first_batch(model, what, inputs, batch, sequence)

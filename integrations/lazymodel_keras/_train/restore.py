@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack, cast
 
 import keras
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lazymodel import AbstractModel, CheckpointError, LazyModelError, open_checkpoint
+from lazymodel import AbstractModel, CheckpointError, Compile, LazyModelError, open_checkpoint
 from lazymodel._errors import warn
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._show.text import closest, folded_names, listed
@@ -51,6 +51,7 @@ def restore(
     strict: bool = True,
     cast: str = "safe",
     storage_options: Mapping[str, Any] | None = None,
+    compile: Compile | Sequence[Compile] | None = None,
     **options: Unpack[Materializing],
 ) -> Any:
     """Puts a training checkpoint into a model, wherever its variables are placed; each device reads only its shards.
@@ -75,6 +76,7 @@ def restore(
         cast: As in `AbstractModel.materialize`. Within a block or build function that casts unsafely, so does this.
         storage_options: For a URL: as in `lazymodel.open_checkpoint`. Within a block or build function, those given
             here hold for this call.
+        compile: As in `from_preset`: what will be called, compiled while the checkpoint is read.
         **options: See `AbstractModel.materialize`; within a block or build function its own hold.
 
     Returns:
@@ -100,11 +102,11 @@ def restore(
     if isinstance(model, AbstractModel):
         restored, recording = _restore_abstract(model, where, weights_only, strict, cast, remote)
         try:
-            return restored.materialize(**options)
+            return restored.materialize(compile=compile, **options)
         finally:
             recording.close_files()
     if recording is None:
-        _restore_placed(Recording(cast=cast, remote=remote), model, where, weights_only, strict, options)
+        _restore_placed(Recording(cast=cast, remote=remote), model, where, weights_only, strict, {**options, "compile": compile})
         return model
     others, recording.files = recording.files, {}  # this call answers for its own
     outer_cast, outer_remote = recording.cast, recording.remote
@@ -125,7 +127,7 @@ def _restore_placed(
     where: str | Location,
     weights_only: bool,
     strict: bool,
-    options: Materializing,
+    options: Mapping[str, Any],
 ) -> None:
     """Restores into a model whose variables have their places, outside of any block."""
     try:
@@ -225,7 +227,7 @@ def step_folder(where: str | Location, inside: str) -> Location:
 # Into models ----------------------------------------------------------------------------------------------------------
 
 
-def _materialize(recording: Recording, model: Any, options: Materializing) -> None:
+def _materialize(recording: Recording, model: Any, options: Mapping[str, Any]) -> None:
     """Gives a model that is placed already what was recorded for it; what has no mesh is replicated on the model's.
 
     An optimizer that was made apart from the model has its step count on one device; arrays that are committed to it
