@@ -16,9 +16,9 @@ import numpy as np
 
 from lazymodel import LazyModelError
 from lazymodel._abstract.framework import LoweredFunction
+from lazymodel._errors import warn
 from lazymodel_keras import _upstream
 from lazymodel_keras._model.examples import described, first_batch, generated, refused_example
-from lazymodel_keras._record.recording import Recording
 
 
 class _Described(keras.StatelessScope):
@@ -64,8 +64,11 @@ def lower(
     *,
     batch: int | None,
     sequence: int | None,
+    anew: bool,
 ) -> list[LoweredFunction]:
     """What one of a model's own functions will run; `structs` are its abstract variables and their arrays to be.
+
+    With `anew` the model gets another function in place of the one that it keeps, which can be for other shardings.
 
     Raises:
         LazyModelError: The model has no such function, compiles none, or does not say what it takes.
@@ -73,16 +76,17 @@ def lower(
     check(model, what)
     if what == "train" and not _upstream.is_built(model):
         raise LazyModelError(f"fit would build the optimizer of {model.name!r} first; fit uses none of with_optimizer")
+    if what == "train":
+        _check_placement(model, structs)
     if what == "generate":
-        return _lower_generate(model, structs, inputs, batch, sequence)
+        return _lower_generate(model, structs, inputs, batch, sequence, anew)
     data = first_batch(model, what, inputs, batch, sequence)
     groups = [model.trainable_variables, model.non_trainable_variables]
     if what == "train":
         groups += [model.optimizer.variables, model.metrics_variables]
     with holding(structs):
-        # Anew: one that is there already can be for other shardings.
         make = model.make_train_function if what == "train" else model.make_predict_function
-        make(force=True)
+        make(force=anew)
         state = tuple([_struct(variable.value) for variable in group] for group in groups)
         function = model.train_function if what == "train" else model.predict_function
         jitted = {cell.cell_contents.__name__: cell.cell_contents for cell in _upstream.jitted_cells(function)}
@@ -118,6 +122,11 @@ def _zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_callback(struct.shape, struct.sharding, values.__getitem__)
 
 
+def forget(model: Any, what: str) -> None:
+    """Has a model make one of its functions anew when it is next called."""
+    setattr(model, f"{what}_function", None)
+
+
 def check(model: Any, what: str) -> None:
     """Raises LazyModelError where a model has no such function, or compiles none."""
     name = repr(getattr(model, "name", type(model).__name__))
@@ -137,12 +146,28 @@ def check(model: Any, what: str) -> None:
         raise LazyModelError(f"{name} has {how}: {what} compiles nothing that could be compiled before")
 
 
+def _check_placement(model: Any, structs: Sequence[tuple[Any, jax.ShapeDtypeStruct]]) -> None:
+    """Warns where `fit` compiles its step once more than can be known before."""
+    if keras.distribution.distribution() is None and any(
+        len(s.sharding.device_set) > 1 for _, s in structs if s.sharding
+    ):
+        warn(
+            f"fit of {model.name!r} without a keras.distribution leaves variables where the compiler likes, and "
+            "compiles its second step for that. Load and train it within lazymodel_keras.distribution(mesh).scope()"
+        )
+
+
 def _lower_generate(
-    task: Any, structs: Sequence[tuple[Any, jax.ShapeDtypeStruct]], inputs: Sequence[Any], batch: Any, sequence: Any
+    task: Any,
+    structs: Sequence[tuple[Any, jax.ShapeDtypeStruct]],
+    inputs: Sequence[Any],
+    batch: int | None,
+    sequence: int | None,
+    anew: bool,
 ) -> list[LoweredFunction]:
     """Runs `generate` up to what it would compile, which says what that is called with."""
     given, keywords = generated(task, inputs, batch, sequence)
-    task.generate_function = _upstream.called
+    kept, task.generate_function = None if anew else task.generate_function, _upstream.called
     try:
         task.generate(given, **keywords)
         raise AssertionError("generate did not call its generate_function")
@@ -151,7 +176,7 @@ def _lower_generate(
     except Exception as error:
         raise refused_example(task, "generate", error) from error
     finally:
-        task.generate_function = None
+        task.generate_function = kept
     function = task.make_generate_function()
     with holding(structs):
         jitted, args, kwargs = _upstream.call_of_jitted(function, args, kwargs)

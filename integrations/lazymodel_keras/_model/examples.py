@@ -103,10 +103,10 @@ def _preprocessed(model: Any, what: str, sequence: int | None, preprocess: Calla
 
 
 def refused_example(model: Any, what: str, error: Exception) -> LazyModelError:
-    """The error for what a task's preprocessor does not take."""
+    """The error for what a task or its preprocessor does not take."""
     return LazyModelError(
-        f"the preprocessor of {model.name!r} does not take what Compile({what!r}) gives it ({type(error).__name__}: "
-        f"{error}). Give an example of what it will be called with: Compile({what!r}, x)"
+        f"{model.name!r} cannot be called with what Compile({what!r}) gives it ({type(error).__name__}: {error}). "
+        f"Give another batch size, or an example of what it will be called with: Compile({what!r}, x)"
     )
 
 

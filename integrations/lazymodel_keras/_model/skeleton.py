@@ -17,7 +17,7 @@ from lazymodel._abstract.framework import Framework, LoweredFunction, PlannedFun
 from lazymodel._abstract.paths import unique_paths
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel_keras import _upstream
-from lazymodel_keras._model.compiled import holding, lower
+from lazymodel_keras._model.compiled import forget, holding, lower
 from lazymodel_keras._model.forward import plan_function
 from lazymodel_keras._model.training import automatic, kept_sharding
 from lazymodel_keras._record.recording import RecordedVariable, Recording
@@ -37,6 +37,7 @@ class Skeleton(Framework):
         only_own: Whether only variables are wanted that the object holds.
         used: Whether its object has been filled.
         given_away: Whether it was taken to be changed, so that another has to be built.
+        functions: The functions that its object has made to be compiled, and for which shardings by path.
         variables: Path to variable and what was recorded about it; with `only_own`, of those that the object holds.
         distribution: The `keras.distribution` that was active when it was built.
     """
@@ -49,6 +50,7 @@ class Skeleton(Framework):
         super().__init__(dict)
         self.build, self.recording, self.result = build, recording, result
         self.used = self.given_away = False
+        self.functions: dict[str, dict[str, Any]] = {}
         self._reserved: Skeleton | None = None
         self.only_own = only_own
         self.variables: dict[str, tuple[Any, RecordedVariable]] = _collect(recording, result, only_own=only_own)
@@ -58,6 +60,9 @@ class Skeleton(Framework):
         """Gives every variable its array and returns the object; each call returns an object of its own."""
         skeleton = self.upcoming()
         self.leave()
+        for what, shardings in skeleton.functions.items():
+            if any(arrays[path].sharding != sharding for path, sharding in shardings.items()):
+                forget(skeleton.result, what)
         for path, (variable, _) in skeleton.variables.items():
             finish(skeleton.recording, variable, arrays[path])
         return skeleton.result
@@ -89,7 +94,12 @@ class Skeleton(Framework):
         sequence: int | None,
     ) -> Sequence[LoweredFunction]:
         skeleton = self.upcoming()
-        return lower(skeleton.result, skeleton._described(structs), what, inputs, batch=batch, sequence=sequence)
+        shardings = {path: struct.sharding for path, struct in structs.items()}
+        anew = skeleton.functions.get(what) != shardings
+        described = skeleton._described(structs)
+        lowered = lower(skeleton.result, described, what, inputs, batch=batch, sequence=sequence, anew=anew)
+        skeleton.functions[what] = shardings
+        return lowered
 
     def _described(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> list[tuple[Any, jax.ShapeDtypeStruct]]:
         """Each variable with the struct that its array will have once it is in the object."""

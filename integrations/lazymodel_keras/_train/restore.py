@@ -106,7 +106,9 @@ def restore(
         finally:
             recording.close_files()
     if recording is None:
-        _restore_placed(Recording(cast=cast, remote=remote), model, where, weights_only, strict, {**options, "compile": compile})
+        _restore_placed(
+            Recording(cast=cast, remote=remote), model, where, weights_only, strict, {**options, "compile": compile}
+        )
         return model
     others, recording.files = recording.files, {}  # this call answers for its own
     outer_cast, outer_remote = recording.cast, recording.remote
