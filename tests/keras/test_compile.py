@@ -1,8 +1,9 @@
-"""What will be called is compiled while weights come: first calls of `predict`, `fit` and `generate` compile nothing."""
+"""What will be called is compiled while weights come: the first `predict`, `fit` or `generate` compiles nothing."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def test_each_model_of_an_abstract_one_has_its_own_programs() -> None:
 
 
 def test_on_a_mesh_without_a_distribution_fit_says_what_it_needs(mesh8: Mesh) -> None:
-    with pytest.warns(UserWarning, match=r"compiles its second step .* distribution\(mesh\)\.scope"):
+    with pytest.warns(UserWarning, match=r"compiles its second step .*distribution\(mesh\)\.scope"):
         model = lm.build_abstract(make_model).shard(mesh8, RULES).materialize(compile=COMPILE)
     with compiled() as programs:
         model.predict(X, batch_size=8, verbose=0)
@@ -109,7 +110,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> str:
 def with_sampler(folder: str, sampler: Any) -> Callable[[], Any]:
     def make() -> Any:
         task = keras_hub.models.CausalLM.from_preset(folder)
-        task.compile(sampler=sampler)
+        task.compile(sampler=sampler())
         return task
 
     return make
@@ -121,7 +122,8 @@ PROMPTS = ["the quick", "fox"]
 @pytest.mark.filterwarnings("ignore:unclosed file .*vocabulary.spm:ResourceWarning")
 @pytest.mark.parametrize("where", ["one device", "mesh", "distribution"])
 def test_the_first_text_compiles_nothing(gemma: str, mesh42: Mesh, where: str) -> None:
-    sampler = "greedy" if where == "mesh" else keras_hub.samplers.TopKSampler(k=5, seed=3)
+    samplers = keras_hub.samplers
+    sampler = samplers.GreedySampler if where == "mesh" else functools.partial(samplers.TopKSampler, k=5, seed=3)
     with lk.distribution(mesh42, "batch").scope() if where == "distribution" else contextlib.nullcontext():
         abstract = lm.build_abstract(with_sampler(gemma, sampler))
         abstract = abstract if where == "one device" else abstract.shard(mesh42, lm.auto())
