@@ -1,7 +1,8 @@
 """Programs that are compiled while something else goes on, as reading weights does.
 
-Responsible for the threads, for what they found, and for saying at once what fails. A compilation cannot be ended: who
-stops waiting leaves it to a daemon thread, which ends with the process.
+Responsible for the threads, for what they found, and for saying at once what fails. A compilation cannot be ended:
+where something else has failed nobody waits for it, but the process ends after it, since Python's end would abort a
+thread that comes back from XLA.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ class Compiling:
     Attributes:
         descriptions: What each program computes, and of what: the same in all processes that do the same.
         lower_seconds: Wall-clock seconds that tracing and lowering took.
+        wait_seconds: Those that `finished` waited.
     """
+
+    wait_seconds = 0.0
 
     def __init__(self, programs: Sequence[LoweredFunction] = (), room: Room | None = None, lower_seconds: float = 0.0):
         self._programs, self._room, self.lower_seconds = programs, room, lower_seconds
@@ -93,7 +97,7 @@ class Compiling:
             return
         jax.monitoring.register_event_listener(self._listen)
         for index in range(min(_THREADS, len(self._programs))):
-            threading.Thread(target=self._work, name=f"lazymodel-beside-{index}", daemon=True).start()
+            threading.Thread(target=self._work, name=f"lazymodel-beside-{index}").start()
         try:
             yield
         finally:
@@ -129,7 +133,9 @@ class Compiling:
             check()
             return False
 
+        start = time.perf_counter()
         self._wait(unless)
+        self.wait_seconds = time.perf_counter() - start if self._programs else 0.0
         return tuple(self._done[index] for index in range(len(self._programs)))
 
     def _wait(self, unless: Callable[[], bool]) -> None:

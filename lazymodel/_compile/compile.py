@@ -82,14 +82,14 @@ class Compile:
     def __init__(self, what: str | Callable[..., Any], /, *inputs: Any, **options: Any) -> None:
         function: Callable[..., Any] | None = None
         keywords: dict[str, Any] = {}
+        if not (what in _NAMED if isinstance(what, str) else callable(what)):
+            raise LazyModelError(
+                f"what is compiled is a jitted function or one of {', '.join(map(repr, _NAMED))}; got {what!r}"
+            )
         if not isinstance(what, str):
             what, function, keywords, options = "step", what, options, {}
         elif inputs and (what not in _OWN or callable(inputs[0])):
             function, inputs = inputs[0], inputs[1:]
-        if what not in (*_NAMED, "step"):
-            raise LazyModelError(
-                f"what is compiled is a jitted function or one of {', '.join(map(repr, _NAMED))}; got {what!r}"
-            )
         values = {
             "what": what,
             "function": function,
@@ -131,6 +131,11 @@ class Compile:
     def is_use(self) -> bool:
         """Whether it is the model in use, rather than what makes its variables."""
         return self.what != INIT
+
+    @property
+    def is_called(self) -> bool:
+        """Whether it is what a call of a function runs, and not what a plan makes of a forward pass or a loss."""
+        return self.is_step or (self.function is None and self.what in (PREDICT, GENERATE))
 
     @property
     def is_step(self) -> bool:

@@ -123,7 +123,7 @@ def materialize(
         items = _items(model, choice, shardings)
         reading = Reading(items, budget, exchanges(items, replicas))
         compiling = Compiling.of(model, compiles, shardings)
-        stage.outcome = _outcome(choice)
+        stage.outcome = _outcome(choice, compiles)
         if jax.process_count() > 1:
             stage.details = _details(choice, reading, compiling)
     with agreement(assigned) as stage, compiling.beside():
@@ -142,7 +142,7 @@ class Reading:
     max_host_memory: int | None
     exchanges: Mapping[str, Exchange]  # of those items that are read in parts, by path
 
-    def arrays(self, watcher: _Watcher, stage: Stage) -> Iterator[tuple[str, jax.Array]]:
+    def arrays(self, watcher: _Watcher, stage: Stage) -> Generator[tuple[str, jax.Array]]:
         """The arrays as they are complete; what cannot be read at all is refused at once."""
         parts = [self.exchanges[item.path].part if item.path in self.exchanges else item for item in self.items]
         arriving = stream(parts, max_host_memory=self.max_host_memory, on_bytes=watcher.advance, hold=watcher.hold)
@@ -178,9 +178,10 @@ def make_arrays(
             arrays[path] = _in_layout(array, model[path])
             watcher.advance(nbytes[path], path)
         started, read, asked = time.perf_counter(), BYTES_READ.count, REQUESTS.so_far()
-        for path, array in arriving:
-            arrays[path] = _in_layout(as_keys(array, model[path].dtype), model[path])
-            watcher.advance(nbytes[path] - own[path] if path in own else 0, path)
+        with contextlib.closing(arriving):  # what fails here ends its threads at once
+            for path, array in arriving:
+                arrays[path] = _in_layout(as_keys(array, model[path].dtype), model[path])
+                watcher.advance(nbytes[path] - own[path] if path in own else 0, path)
         for path, array in _rest(model, choice, arrays, shardings):
             arrays[path] = array
             watcher.advance(nbytes[path], path)
@@ -190,9 +191,8 @@ def make_arrays(
         ended = time.perf_counter()
         jax.block_until_ready(list(arrays.values()))  # the init programs, which ran on while files were read
         initializing = started - start + time.perf_counter() - ended
-        waiting = time.perf_counter()
         compiled = compiling.finished(stage.check)
-        compiling_costs = (compiled, compiling.lower_seconds, time.perf_counter() - waiting)
+        compiling_costs = compiled, compiling.lower_seconds, compiling.wait_seconds
         arrived = sum(max(each.held_nbytes() - own[path], 0) for path, each in reading.exchanges.items())
         fetched, requests, retries = (now - before for now, before in zip(REQUESTS.so_far(), asked, strict=True))
         seconds = initializing, ended - started
@@ -273,11 +273,12 @@ def _from_where(choice: Choice) -> str:
     return f" from {listed(folders, most=1)}" if folders else ""
 
 
-def _outcome(choice: Choice) -> str:
+def _outcome(choice: Choice, compiles: Sequence[Compile]) -> str:
     """What this process is about to do, in words that differ if it differs."""
     initialized = [path for recipe in choice.recipes for path in recipe.paths]
     names = f": {', '.join(initialized)}" if initialized else ""
-    return f"load {len(choice.sources)} variables and initialize {len(initialized)}{names}"
+    compiled = f", compile {', '.join(compile.name for compile in compiles)}" if compiles else ""
+    return f"load {len(choice.sources)} variables and initialize {len(initialized)}{names}{compiled}"
 
 
 def _details(choice: Choice, reading: Reading, compiling: Compiling) -> str:

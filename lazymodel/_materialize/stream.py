@@ -18,7 +18,7 @@ import bisect
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -69,7 +69,7 @@ def stream(
     max_host_memory: int | None = None,
     on_bytes: Callable[[int], None] | None = None,
     hold: Callable[[Callable[[], bool]], None] | None = None,
-) -> Iterator[tuple[str, jax.Array]]:
+) -> Generator[tuple[str, jax.Array]]:
     """Reads every item's shards onto this process's devices; yields (path, array) in file order.
 
     Each distinct shard is read once, however many devices hold it. Reading runs ahead in threads, which end when the
@@ -231,7 +231,7 @@ class _Stream:
         self._stopped = False
         self._error: CheckpointError | None = None
 
-    def arrays(self, wants: Sequence[tuple[Source, np.ndarray]], ahead: int) -> Iterator[tuple[str, jax.Array]]:
+    def arrays(self, wants: Sequence[tuple[Source, np.ndarray]], ahead: int) -> Generator[tuple[str, jax.Array]]:
         """Yields them; what is wanted of remote sources is fetched in at most `ahead` bytes before it is read."""
         if not self._plans:
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -16,9 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lazymodel._abstract.framework import PlannedFunction
+from lazymodel._abstract.placement import device_shardings
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._compile.compile import Compile
-from lazymodel._devices.compiler import CompiledMemory, compile_memory
+from lazymodel._compile.lower import lower
+from lazymodel._devices.compiler import CompiledMemory, compile_lowered, compile_memory, memory_of
 from lazymodel._errors import LazyModelError
 from lazymodel._plan.what_if import Use
 
@@ -28,6 +31,8 @@ _DATA_AXES = ("data", "batch", "dp", "fsdp", "replica")
 
 def compile_use(model: ModelSpec, use: Use, compile: Compile) -> tuple[CompiledMemory, str]:
     """Compiles a forward pass or a training step; returns its memory on one device, and what was compiled."""
+    if compile.is_called:
+        return _compile_called(model, compile)
     function, inputs = compile.function, compile.inputs
     if function is None:
         planned = _own(model, compile)
@@ -65,6 +70,17 @@ def compile_use(model: ModelSpec, use: Use, compile: Compile) -> tuple[CompiledM
     frozen = {p: value for p, value in values.items() if p not in state and (p in use.pairs or p not in use.trained)}
     memory = compile_memory(step, dict(use.trained), use.slot_structs(), state, frozen, *inputs, donate=(0, 1, 2))
     return memory, f"compiled training step: {description}"
+
+
+def _compile_called(model: ModelSpec, compile: Compile) -> tuple[CompiledMemory, str]:
+    """Of the programs of a call, the one that takes most."""
+    start = time.perf_counter()
+    found: list[tuple[CompiledMemory, str]] = []
+    for program in lower(model, compile, device_shardings(model.variables)):
+        compiled = compile_lowered(program.lowered, program.description)
+        found.append((memory_of(compiled, time.perf_counter() - start), f"compiled {program.description}"))
+        start = time.perf_counter()
+    return max(found, key=lambda each: each[0].peak_nbytes)
 
 
 def _training_step(model: ModelSpec, use: Use, loss: Callable[..., Any]) -> Callable[..., Any]:
