@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -188,6 +189,7 @@ def _block(
             abstract = abstract.with_variables({**abstract.variables, **placed})
             current = block_rules or rules  # of what is left, one model or not, there may be anything
         abstract.materialize(compile=None if result is None else compile, **materializing)
+        recording.began = time.perf_counter()  # of the next model of the block
 
     def materialize_loaded(result: Any, what: str, partly: bool) -> None:
         if what.endswith("load_weights") and not recording.files:

@@ -23,6 +23,7 @@ from lazymodel._compile.compile import Compile
 from lazymodel._compile.lower import lower
 from lazymodel._compile.room import Room
 from lazymodel._devices.compiler import CompiledMemory, compile_lowered, memory_of
+from lazymodel._show.timeline import Timeline
 
 # XLA compiles one program mostly on one thread, and init programs and reading want some as well.
 _THREADS = 2
@@ -54,14 +55,13 @@ class Compiling:
 
     Attributes:
         descriptions: What each program computes, and of what: the same in all processes that do the same.
-        lower_seconds: Wall-clock seconds that tracing and lowering took.
         wait_seconds: Those that `finished` waited.
     """
 
     wait_seconds = 0.0
 
-    def __init__(self, programs: Sequence[LoweredFunction] = (), room: Room | None = None, lower_seconds: float = 0.0):
-        self._programs, self._room, self.lower_seconds = programs, room, lower_seconds
+    def __init__(self, programs: Sequence[LoweredFunction], room: Room | None, timeline: Timeline):
+        self._programs, self._room, self._timeline = programs, room, timeline
         self._changed = threading.Condition()
         self._next = 0
         self._done: dict[int, CompiledProgram] = {}
@@ -72,7 +72,9 @@ class Compiling:
         self._tight = any(may_not_fit)  # all of them are asked: each may be refused
 
     @classmethod
-    def of(cls, model: ModelSpec, compiles: Sequence[Compile], shardings: Mapping[str, Sharding]) -> Compiling:
+    def of(
+        cls, model: ModelSpec, compiles: Sequence[Compile], shardings: Mapping[str, Sharding], timeline: Timeline
+    ) -> Compiling:
         """Traces and lowers what will be called with a model, and compiles nothing yet.
 
         Raises:
@@ -80,10 +82,10 @@ class Compiling:
             Exception: Whatever lowering raises.
         """
         if not compiles:
-            return cls()
-        start = time.perf_counter()
-        programs = [program for compile in compiles for program in lower(model, compile, shardings)]
-        return cls(programs, Room(model, shardings), time.perf_counter() - start)
+            return cls((), None, timeline)
+        with timeline.span("lower"):
+            programs = [program for compile in compiles for program in lower(model, compile, shardings)]
+        return cls(programs, Room(model, shardings), timeline)
 
     @property
     def descriptions(self) -> list[str]:
@@ -168,9 +170,10 @@ class Compiling:
     def _compiled(self, program: LoweredFunction) -> CompiledProgram:
         start = time.perf_counter()
         self._cached.discard(threading.get_ident())
-        compiled = compile_lowered(program.lowered, program.description)
-        if program.besides is not None:
-            program.besides()
+        with self._timeline.span("compile", program.description):
+            compiled = compile_lowered(program.lowered, program.description)
+            if program.besides is not None:
+                program.besides()
         seconds = time.perf_counter() - start
         memory = None if compiled.memory_analysis() is None else memory_of(compiled, seconds)
         if self._room is not None and memory is not None:

@@ -40,6 +40,7 @@ from lazymodel._remote.requests import REQUESTS
 from lazymodel._remote.url import is_url
 from lazymodel._show.progress import Progress, ProgressTo, ReportTo, delivery, progress_for
 from lazymodel._show.text import listed, parse_budget
+from lazymodel._show.timeline import Timeline
 from lazymodel._tensors.casting import SAFE, UNSAFE, converted
 from lazymodel._tensors.lazy import lazy
 from lazymodel._tensors.shards import boxes_for
@@ -106,7 +107,7 @@ def materialize(
         >>> model["up"]["kernel"].sharding.spec
         P(None, 'model')
     """
-    start = time.perf_counter()
+    start, timeline = time.perf_counter(), Timeline.after_imports(model.spent)
     compiles = checked(compile)
     model = prepared(model, compiles)
     require_live(model.variables)
@@ -122,15 +123,18 @@ def materialize(
         budget = None if max_host_memory is None else parse_budget(max_host_memory)
         items = _items(model, choice, shardings)
         reading = Reading(items, budget, exchanges(items, replicas))
-        compiling = Compiling.of(model, compiles, shardings)
+        timeline.add("match", start, time.perf_counter())
+        compiling = Compiling.of(model, compiles, shardings, timeline)
         stage.outcome = _outcome(choice, compiles)
         if jax.process_count() > 1:
             stage.details = _details(choice, reading, compiling)
     with agreement(assigned) as stage, compiling.beside():
-        arrays, costs = make_arrays(model, choice, shardings, reading, compiling, progress_for(progress), stage)
-    result = model.framework.rebuild(arrays)
+        progress = progress_for(progress)
+        arrays, costs = make_arrays(model, choice, shardings, reading, compiling, progress, stage, timeline)
+    with timeline.span("rebuild"):
+        result = model.framework.rebuild(arrays)
     if deliver is not None:
-        deliver(make_report(model, choice, checkpoint, shardings, costs, time.perf_counter() - start))
+        deliver(make_report(model, choice, checkpoint, shardings, costs, timeline, time.perf_counter() - start))
     return result
 
 
@@ -142,11 +146,11 @@ class Reading:
     max_host_memory: int | None
     exchanges: Mapping[str, Exchange]  # of those items that are read in parts, by path
 
-    def arrays(self, watcher: _Watcher, stage: Stage) -> Generator[tuple[str, jax.Array]]:
+    def arrays(self, watcher: _Watcher, stage: Stage, timeline: Timeline) -> Generator[tuple[str, jax.Array]]:
         """The arrays as they are complete; what cannot be read at all is refused at once."""
         parts = [self.exchanges[item.path].part if item.path in self.exchanges else item for item in self.items]
         arriving = stream(parts, max_host_memory=self.max_host_memory, on_bytes=watcher.advance, hold=watcher.hold)
-        return exchanged(arriving, self.exchanges, stage) if self.exchanges else arriving
+        return exchanged(arriving, self.exchanges, stage, timeline) if self.exchanges else arriving
 
 
 def make_arrays(
@@ -157,6 +161,7 @@ def make_arrays(
     compiling: Compiling,
     progress: Progress,
     stage: Stage,
+    timeline: Timeline,
 ) -> tuple[dict[str, Any], Costs]:
     """Runs the init programs, the stream, and what is computed from other variables, as `choice` says of each.
 
@@ -172,11 +177,13 @@ def make_arrays(
     watcher = _Watcher(progress, stage.check, compiling, sum(nbytes.values()))
     progress.start(sum(nbytes.values()), f"{model.name}: materializing {len(model)} variables{_from_where(choice)}")
     try:
-        start = time.perf_counter()
-        arriving = reading.arrays(watcher, stage)
-        for path, array in run_recipes(choice.recipes, shardings, model.programs):
-            arrays[path] = _in_layout(array, model[path])
-            watcher.advance(nbytes[path], path)
+        arriving = reading.arrays(watcher, stage, timeline)
+        with timeline.span("initialize", "compiling"):
+            computed = run_recipes(choice.recipes, shardings, model.programs)
+        with timeline.span("initialize", "running"):
+            for path, array in computed:
+                arrays[path] = _in_layout(array, model[path])
+                watcher.advance(nbytes[path], path)
         started, read, asked = time.perf_counter(), BYTES_READ.count, REQUESTS.so_far()
         with contextlib.closing(arriving):  # what fails here ends its threads at once
             for path, array in arriving:
@@ -188,15 +195,14 @@ def make_arrays(
         # In the model's order, since every process has to run a program for all at the same turn.
         arrays.update({path: _as_weak(arrays[path], model[path]) for path in model if model[path].weak_type})
         jax.block_until_ready([arrays[item.path] for item in reading.items])
-        ended = time.perf_counter()
-        jax.block_until_ready(list(arrays.values()))  # the init programs, which ran on while files were read
-        initializing = started - start + time.perf_counter() - ended
+        timeline.add("stream", started, time.perf_counter())
+        with timeline.span("initialize", "running"):
+            jax.block_until_ready(list(arrays.values()))  # the init programs, which ran on while files were read
         compiled = compiling.finished(stage.check)
-        compiling_costs = compiled, compiling.lower_seconds, compiling.wait_seconds
         arrived = sum(max(each.held_nbytes() - own[path], 0) for path, each in reading.exchanges.items())
         fetched, requests, retries = (now - before for now, before in zip(REQUESTS.so_far(), asked, strict=True))
-        seconds = initializing, ended - started
-        return arrays, Costs(BYTES_READ.count - read, arrived, fetched, requests, retries, *seconds, *compiling_costs)
+        costs = Costs(BYTES_READ.count - read, arrived, fetched, requests, retries, compiled, compiling.wait_seconds)
+        return arrays, costs
     except CheckpointError:
         if watcher.error is not None:
             raise watcher.error from None
