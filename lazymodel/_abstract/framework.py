@@ -75,6 +75,8 @@ class LoweredFunction:
 
     description: str  # what it computes, for people, such as "predict: gemma of 1 × 128 int32"
     lowered: jax.stages.Lowered
+    # Given the compiled program, compiles small ones that are run with it, such as by running them on zeros.
+    besides: Callable[[jax.stages.Compiled], object] | None = None
 
 
 class Framework:
@@ -107,8 +109,22 @@ class Framework:
         """
         yield self.structure({path: self.outline(struct) for path, struct in structs.items()})
 
+    def prepared(
+        self, model: Any, what: str, *, inputs: Sequence[Any] = (), batch: int | None, sequence: int | None
+    ) -> Any:
+        """The abstract model with the variables that one of its own functions makes on its first call, such as an
+        optimizer's state; arguments are as for `lowered`, before which this is called.
+        """
+        return model
+
     def lowered(
-        self, what: str, structs: Mapping[str, jax.ShapeDtypeStruct], *, batch: int | None, sequence: int | None
+        self,
+        what: str,
+        structs: Mapping[str, jax.ShapeDtypeStruct],
+        *,
+        inputs: Sequence[Any] = (),
+        batch: int | None,
+        sequence: int | None,
     ) -> Sequence[LoweredFunction]:
         """What the model's own functions will run, traced and lowered, so that compiling it leaves their first call
         nothing to compile.
@@ -116,6 +132,7 @@ class Framework:
         Args:
             what: `"predict"`, `"train"` or `"generate"`.
             structs: As for `outlined`.
+            inputs: What it will be called with; empty where the framework is to tell.
             batch: Batch size; None is what the framework takes for usual.
             sequence: Sequence length; None likewise.
 

@@ -16,6 +16,7 @@ from lazymodel._errors import LazyModelError
 
 INIT, FORWARD, PREDICT, TRAIN, GENERATE = "init", "forward", "predict", "train", "generate"
 _NAMED = (INIT, FORWARD, PREDICT, TRAIN, GENERATE)
+_OWN = (PREDICT, TRAIN, GENERATE)  # what a model's own functions may be called with is given in words of its own
 _SIZES = ("batch", "sequence")
 
 
@@ -28,7 +29,9 @@ class Compile:
     stream; its first call then compiles nothing. `Compile(step, …).of(split)` is one that will be called as
     `step(*split(model), *inputs, **keywords)`.
 
-    `Compile("predict")`, `"train"` and `"generate"` are what a Keras or KerasHub model's own functions call.
+    `Compile("predict")`, `"train"` and `"generate"` are what `predict`, `fit` and `generate` of a Keras or KerasHub
+    model run. What they will be called with is told by `batch` and `sequence`; or by an example, as the model's own
+    methods take it: `Compile("train", x, y)`, `Compile("generate", ["Once upon"], sequence=64)`.
 
     Besides, for plans alone, which need no devices (`lazymodel.topology`) and jit by themselves: `Compile("init")`, the
     init programs; and `Compile("forward", function, *inputs)` or `Compile("train", function, *inputs)`, where
@@ -85,7 +88,7 @@ class Compile:
             )
         if not isinstance(what, str):
             what, function, keywords, options = "step", what, options, {}
-        elif inputs:
+        elif inputs and (what not in _OWN or callable(inputs[0])):
             function, inputs = inputs[0], inputs[1:]
         values = {
             "what": what,
@@ -150,7 +153,8 @@ class Compile:
     def _check(self, options: Mapping[str, Any]) -> None:
         if options:
             raise LazyModelError(f"a keyword of {self.what!r} is batch or sequence; got {', '.join(options)}")
-        if wrong_inputs := [each for each in self.inputs if not _is_input(each)] if not self.is_step else []:
+        own = self.function is None and self.what in _OWN
+        if wrong_inputs := [each for each in self.inputs if not (self.is_step or own or _is_input(each))]:
             got = wrong_inputs[0]
             raise LazyModelError(
                 "inputs are what the function takes after the model, one by one: pytrees of arrays or "
@@ -170,6 +174,8 @@ class Compile:
             raise LazyModelError(f"{self.what!r} is the model's own; a jitted function of yours goes without a name")
         if self.function is not None and sizes:
             raise LazyModelError("batch and sequence are for a model's own functions; give inputs of that shape")
+        if self.inputs and self.batch is not None:
+            raise LazyModelError(f"the batch size of {self.what!r} is that of the inputs; leave batch out")
 
 
 def _is_input(given: Any) -> bool:

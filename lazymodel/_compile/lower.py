@@ -15,7 +15,7 @@ from jax.sharding import Sharding
 
 from lazymodel._abstract.framework import LoweredFunction
 from lazymodel._abstract.placement import stays_on_host
-from lazymodel._abstract.spec import ModelSpec
+from lazymodel._abstract.spec import AnyModel, ModelSpec
 from lazymodel._compile.compile import FORWARD, INIT, Compile
 from lazymodel._errors import LazyModelError
 
@@ -45,6 +45,14 @@ def checked(compile: Compile | Sequence[Compile] | None) -> tuple[Compile, ...]:
     return found
 
 
+def prepared(model: AnyModel, compiles: Sequence[Compile]) -> AnyModel:
+    """The model with what its own functions would make on their first call, such as an optimizer's state."""
+    for compile in compiles:
+        if not compile.is_step:
+            model = model.framework.prepared(model, compile.what, **_told(compile))
+    return model
+
+
 def arriving(model: ModelSpec, shardings: Mapping[str, Sharding]) -> dict[str, jax.ShapeDtypeStruct]:
     """Path → what the finished array will be; `shardings` are those that it is materialized with."""
     structs: dict[str, jax.ShapeDtypeStruct] = {}
@@ -69,7 +77,7 @@ def lower(model: ModelSpec, compile: Compile, shardings: Mapping[str, Sharding])
     """
     structs = arriving(model, shardings)
     if not compile.is_step:
-        return model.framework.lowered(compile.what, structs, batch=compile.batch, sequence=compile.sequence)
+        return model.framework.lowered(compile.what, structs, **_told(compile))
     function: Any = compile.function
     if not callable(getattr(function, "lower", None)):
         function = jax.jit(function)
@@ -88,6 +96,11 @@ def lower(model: ModelSpec, compile: Compile, shardings: Mapping[str, Sharding])
             raise
     # Flax' and Equinox' are wrappers of JAX' own.
     return [LoweredFunction(compile.name, getattr(lowered, "lowered", lowered))]
+
+
+def _told(compile: Compile) -> dict[str, Any]:
+    """What is said of the calls of a model's own function."""
+    return {"inputs": compile.inputs, "batch": compile.batch, "sequence": compile.sequence}
 
 
 def _outlined(tree: Any, model: ModelSpec) -> Any:

@@ -24,7 +24,7 @@ from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._compile.beside import Compiling
 from lazymodel._compile.compile import Compile
-from lazymodel._compile.lower import checked
+from lazymodel._compile.lower import checked, prepared
 from lazymodel._devices.agreement import Stage, agreement
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError
@@ -107,6 +107,7 @@ def materialize(
     """
     start, timeline = time.perf_counter(), Timeline.after_imports(model.spent)
     compiles = checked(compile)
+    model = prepared(model, compiles)
     require_live(model.variables)
     shardings = device_shardings(model.variables)
     assigned = [variable.sharding for variable in model.values()]

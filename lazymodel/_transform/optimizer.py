@@ -125,10 +125,16 @@ class _WithState(Framework):
             yield self._found.training.finish(model, state)
 
     def lowered(
-        self, what: str, structs: Mapping[str, jax.ShapeDtypeStruct], *, batch: int | None, sequence: int | None
+        self,
+        what: str,
+        structs: Mapping[str, jax.ShapeDtypeStruct],
+        *,
+        inputs: Sequence[Any] = (),
+        batch: int | None,
+        sequence: int | None,
     ) -> Sequence[LoweredFunction]:
         own = {path: structs[path] for path in self._model}
-        return self._model.framework.lowered(what, own, batch=batch, sequence=sequence)
+        return self._model.framework.lowered(what, own, inputs=inputs, batch=batch, sequence=sequence)
 
     def quantize(self, model: Any, how: Any, filters: Any) -> Any:
         raise LazyModelError(f"{model.name} has an optimizer already; quantize comes before with_optimizer")
