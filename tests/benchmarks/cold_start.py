@@ -255,11 +255,10 @@ def show(
         load = values["ours"]["loaded"] - values["ours"]["begun"]
         compiling = after["ours"] - load - values["ours"]["again"]
         larger = max(load, compiling)
-        print(
-            f"  load {load:.1f} s, compile {compiling:.1f} s: one after the other {after['ours'] / larger:.2f} × the "
-            f"larger, beside each other {after['compile'] / larger:.2f} ×: {after['compile'] / after['ours']:.2f} × the "
-            f"time and {values['compile']['cpu'] / values['ours']['cpu']:.2f} × the CPU seconds"
-        )
+        cpu = values["compile"]["cpu"] / values["ours"]["cpu"]
+        serial, beside = after["ours"] / larger, after["compile"] / larger
+        print(f"  load {load:.1f} s, compile {compiling:.1f} s: one after the other {serial:.2f} × the larger", end="")
+        print(f", beside each other {beside:.2f} ×, {beside / serial:.2f} × the time and {cpu:.2f} × the CPU seconds")
 
 
 if __name__ == "__main__":
