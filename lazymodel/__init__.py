@@ -26,6 +26,7 @@ from lazymodel._show import clock as _clock  # first: it knows when this began
 # isort: split
 from lazymodel import grow, initializers
 from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._compile.compile import Compile
 from lazymodel._devices.hardware import device_memory
 from lazymodel._devices.topology import arithmetic_mesh, topology
 from lazymodel._errors import (
@@ -42,7 +43,6 @@ from lazymodel._mapping.table import WeightMap
 from lazymodel._materialize.report import LoadReport
 from lazymodel._materialize.reshard import ReshardReport, reshard
 from lazymodel._model import AbstractModel, build_abstract
-from lazymodel._plan.compiled import Compile
 from lazymodel._plan.fleet import Fleet
 from lazymodel._plan.plan import MemoryPlan, compare_plans
 from lazymodel._plan.search import smallest_topology

@@ -9,8 +9,9 @@ How variables are kept (`nnx.var_defaults`, eager sharding) is `_variable_modes`
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -249,6 +250,18 @@ class _Module(_Results):
 
     def rebuild(self, arrays: Mapping[str, Any]) -> Any:
         return self._modes.applied(self._merged(arrays))
+
+    def outline(self, struct: jax.ShapeDtypeStruct) -> Any:
+        return struct  # as `nnx.eval_shape` has it; of a `jax.Array` NNX asks the type, which only real ones have
+
+    @contextlib.contextmanager
+    def outlined(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> Generator[Any]:
+        if self._modes.hijax or self._modes.ref:
+            raise LazyModelError(
+                "a model whose variables are references or hijax objects (nnx.var_defaults) cannot be described by "
+                "shapes alone, which compiling before it is there needs; load it without compile"
+            )
+        yield self._merged(structs)
 
     def start_training(
         self, variables: Mapping[str, AbstractVariable], optimizer: Optimizer, leaves: Mapping[str, Any]

@@ -6,8 +6,9 @@ changing the layers of a model that was built.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import keras
@@ -20,9 +21,12 @@ from lazymodel._show.text import closest, folded_names, listed
 from lazymodel.checkpoints._untrusted import read_json_file, weight_map
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _upstream
-from lazymodel_keras._model.abstract import from_skeleton
+from lazymodel_keras._model.abstract import extended, from_skeleton
+from lazymodel_keras._model.compiled import check
+from lazymodel_keras._model.examples import first_batch
 from lazymodel_keras._model.skeleton import Skeleton
 from lazymodel_keras._record.hugging_face import Leftovers
+from lazymodel_keras._record.patches import active
 from lazymodel_keras._record.recording import OpenedFile, Recording
 from lazymodel_keras._record.remote import RemoteFiles
 from lazymodel_keras._record.session import session
@@ -58,6 +62,32 @@ class KerasModel(Skeleton):
     def lora(self, model: Any, rank: int, targets: str | None) -> AbstractModel:
         check_lora(rank, targets)
         return self._changed(model, "lora", lambda built: add_lora(built, rank, targets))
+
+    def prepared(
+        self, model: Any, what: str, *, inputs: Sequence[Any] = (), batch: int | None, sequence: int | None
+    ) -> Any:
+        skeleton = self.upcoming()
+        if what != "train":
+            return model
+        check(skeleton.result, what)
+        if _upstream.is_built(skeleton.result):
+            return model
+        data = first_batch(skeleton.result, what, inputs, batch, sequence)
+        with contextlib.nullcontext() if active() is skeleton.recording else session(skeleton.recording):
+            _upstream.build_for(skeleton.result, data)
+        build = self.build
+
+        def rebuild() -> Any:
+            assert build is not None
+            built = build()
+            _upstream.build_for(built, data)
+            return built
+
+        filled = KerasModel(build and rebuild, skeleton.recording, skeleton.result, only_own=self.only_own)
+        filled.distribution = self.distribution
+        filled.add_variables(skeleton.variables)
+        self.leave()
+        return extended(model, filled)
 
     def _changed(self, model: ModelSpec, step: str, change: Callable[[Any], None]) -> AbstractModel:
         """The abstract model of the object after a change; this one builds another object when it needs it."""

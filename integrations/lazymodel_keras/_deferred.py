@@ -6,14 +6,14 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
 import keras
 from jax.sharding import PartitionSpec
 
-from lazymodel import AbstractVariable, LazyModelError
+from lazymodel import AbstractVariable, Compile, LazyModelError
 from lazymodel._abstract.paths import rule_path
 from lazymodel._errors import warn
 from lazymodel._sharding.auto import Auto
@@ -21,10 +21,9 @@ from lazymodel._sharding.rules import Rules
 from lazymodel._show.text import listed
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _upstream
-from lazymodel_keras._build import Materializing, check_all_used, check_options, require_rules
+from lazymodel_keras._build import KerasModel, Materializing, check_all_used, check_options, require_rules
 from lazymodel_keras._keywords import check_from_preset, ours
 from lazymodel_keras._model.abstract import from_skeleton
-from lazymodel_keras._model.skeleton import Skeleton
 from lazymodel_keras._record.patches import SharedPatches, active
 from lazymodel_keras._record.recording import Recording
 from lazymodel_keras._record.remote import RemoteFiles, check_storage_options
@@ -50,6 +49,7 @@ def deferred(
     cast: str = "safe",
     verify: Verify = False,
     storage_options: Mapping[str, Any] | None = None,
+    compile: Compile | Sequence[Compile] | None = None,
     **options: Unpack[Placing],
 ) -> Generator[None]:
     """Within the block, models are built abstractly and every variable is made directly on its devices.
@@ -69,6 +69,8 @@ def deferred(
             (`skip_mismatch`, `objects_to_skip`), the rest is neither.
         cast: As in `abstract_from_preset`, for every file that is loaded in the block; so is `verify`.
         storage_options: As in `lazymodel.open_checkpoint`, for every URL in the block.
+        compile: As in `from_preset`: what will be called with each model that is loaded in the block, as it is when it
+            is loaded. A later `compile` of Keras, with another sampler or loss, has it compile anew.
         **options: `on_unmatched`, `large` and `repair` of `AbstractModel.shard`, and those of
             `AbstractModel.materialize`. There is a report for each model that is loaded, and one for what is
             initialized on leaving.
@@ -85,14 +87,15 @@ def deferred(
         2608
     """
     check_options("deferred", options, Placing)
-    with _block(mesh, rules, strict, Recording(verify, cast, RemoteFiles(storage_options)), options):
+    recording = Recording(verify, cast, RemoteFiles(storage_options))
+    with _block(mesh, rules, strict, recording, options, compile):
         yield
 
 
 def load_model(
     path: str | os.PathLike[str],
     custom_objects: Mapping[str, Any] | None = None,
-    compile: bool = True,
+    compile: bool | Compile | Sequence[Compile] = True,
     safe_mode: bool = True,
     *,
     mesh: jax.sharding.Mesh | None = None,
@@ -114,7 +117,8 @@ def load_model(
         path: The file or folder; or the URL of a `.keras` archive, of a legacy `.h5` file or of an Orbax checkpoint.
             Weights in them are streamed from there, and no copy of them is made.
         custom_objects: As for Keras.
-        compile: As for Keras: whether to compile the model as it was, and load the optimizer's state.
+        compile: As for Keras: whether to compile the model as it was, and load the optimizer's state. Or, which means
+            True as well, what will be called, compiled while the weights come, as in `from_preset`.
         safe_mode: As for Keras: whether to refuse code in the file.
         mesh: As in `from_preset`, and so is `rules`.
         strict: As in `abstract_from_preset`, and so are `cast`, `verify` and
@@ -136,7 +140,9 @@ def load_model(
     where = os.path.expanduser(os.fspath(path))
     check_storage_options(where, storage_options)
     recording = Recording(verify, cast, RemoteFiles(storage_options))
-    with _block(mesh, rules, strict, recording, options, one_model=True):
+    called = None if isinstance(compile, bool) else compile
+    compile = compile if isinstance(compile, bool) else True
+    with _block(mesh, rules, strict, recording, options, called, one_model=True):
         place = recording.remote.located(where)
         check_saved_model(place)
         if not is_orbax(place):
@@ -154,6 +160,7 @@ def _block(
     strict: bool,
     recording: Recording,
     options: Placing,
+    compile: Compile | Sequence[Compile] | None,
     *,
     one_model: bool = False,
 ) -> Generator[None]:
@@ -169,7 +176,7 @@ def _block(
 
     def materialize(result: Any, what: str | None, *, only_own: bool) -> None:
         nonlocal current
-        skeleton = Skeleton(None, recording, result, only_own=only_own)
+        skeleton = KerasModel(None, recording, result, only_own=only_own)
         if not skeleton.variables:
             return
         if what is not None:
@@ -181,7 +188,7 @@ def _block(
             abstract = abstract.shard(mesh, current, **sharding)
             abstract = abstract.with_variables({**abstract.variables, **placed})
             current = block_rules or rules  # of what is left, one model or not, there may be anything
-        abstract.materialize(**materializing)
+        abstract.materialize(compile=None if result is None else compile, **materializing)
         recording.began = time.perf_counter()  # of the next model of the block
 
     def materialize_loaded(result: Any, what: str, partly: bool) -> None:

@@ -25,7 +25,9 @@ _TYPO = 0.75  # how alike a name of ours must be where we cannot know what else 
 _STEP = "a step: lazymodel_keras.abstract_from_preset(cls, preset).{}.shard(mesh, rules).materialize()"
 _OURS = {
     **dict.fromkeys(("mesh", "rules", "on_unmatched", "large", "repair"), "an argument of AbstractModel.shard"),
-    **dict.fromkeys(("max_host_memory", "replicas", "progress", "report"), "an argument of AbstractModel.materialize"),
+    **dict.fromkeys(
+        ("max_host_memory", "replicas", "compile", "progress", "report"), "an argument of AbstractModel.materialize"
+    ),
     **dict.fromkeys(
         ("strict", "cast", "verify", "storage_options"), "an argument of lazymodel_keras.abstract_from_preset"
     ),

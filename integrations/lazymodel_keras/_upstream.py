@@ -13,7 +13,7 @@ import inspect
 import operator
 import random
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
@@ -92,6 +92,84 @@ def give_value(variable: Any, array: Any, layout: Any) -> None:
         variable._layout = layout
     variable._value = array
     variable._initializer = None
+
+
+def uncommitted(array: Any) -> Any:
+    """The array in the same buffer, committed to no device, as those are that Keras makes without a distribution.
+
+    Only the constructor that JAX' own arrays have says so; whatever is public puts an array on a device.
+    """
+    return type(array)(array.aval, array.sharding, [array], committed=False)
+
+
+@contextlib.contextmanager
+def initialized_by(variables: Sequence[Any], initializers: Sequence[Any]) -> Generator[None]:
+    """Gives abstract variables other initializers, which is what reading their value calls, for a while."""
+    own = [variable._initializer for variable in variables]
+    for variable, initializer in zip(variables, initializers, strict=True):
+        variable._initializer = initializer
+    try:
+        yield
+    finally:
+        for variable, initializer in zip(variables, own, strict=True):
+            variable._initializer = initializer
+
+
+def build_for(model: Any, batch: Any) -> None:
+    """Builds what `fit` builds of a model before its first step: its metrics and its optimizer."""
+    model._symbolic_build(data_batch=batch)
+
+
+def is_built(model: Any) -> bool:
+    """Whether there is none of it left to build."""
+    parts = (model._compile_metrics, model._compile_loss, model.optimizer)
+    return all(part is None or part.built for part in parts)
+
+
+class Called(Exception):
+    """Ends a call, and has the arguments of the one that it led to."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.arguments = args, kwargs
+
+
+def called(*args: Any, **kwargs: Any) -> Any:
+    """Raises `Called` with what it is called with."""
+    raise Called(*args, **kwargs)
+
+
+def jitted_cells(function: Callable[..., Any]) -> list[CellType]:
+    """The cells in which a function, and those that it closes over, have jitted functions, the outermost first.
+
+    Keras' `train_function` and KerasHub's `generate_function` call a jitted function that nothing else refers to.
+    """
+    found: list[CellType] = []
+    seen: set[int] = set()
+    waiting = [function]
+    while waiting:
+        for cell in getattr(waiting.pop(0), "__closure__", None) or ():
+            if id(cell) in seen or not callable(content := cell.cell_contents):
+                continue
+            seen.add(id(cell))
+            if hasattr(content, "lower") and hasattr(content, "trace"):
+                found.append(cell)
+            else:
+                waiting.append(content)
+    return found
+
+
+def call_of_jitted(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """The jitted function that a function calls when it is called so, and its arguments; nothing is run."""
+    (cell,) = jitted_cells(function)
+    jitted, cell.cell_contents = cell.cell_contents, called
+    try:
+        function(*args, **kwargs)
+    except Called as call:
+        return jitted, *call.arguments
+    finally:
+        cell.cell_contents = jitted
+    raise AssertionError(f"{function} did not call {jitted}")
 
 
 def stored_name(store: Any, key: str) -> str:

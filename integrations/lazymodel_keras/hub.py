@@ -7,12 +7,12 @@ weight was read. KerasHub's own constructors, preset loaders and converters run 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from lazymodel import AbstractModel, CheckpointError, Progress
+from lazymodel import AbstractModel, CheckpointError, Compile, Progress
 from lazymodel._remote.url import shown
 from lazymodel._sharding.rules import Rules
 from lazymodel._show.progress import ReportTo
@@ -36,6 +36,7 @@ def from_preset(
     storage_options: Mapping[str, Any] | None = None,
     max_host_memory: int | str | None = None,
     replicas: str | None = None,
+    compile: Compile | Sequence[Compile] | bool | None = None,
     progress: bool | Progress | Callable[[int, int], object] | None = None,
     report: ReportTo = None,
     **kwargs: Any,
@@ -53,10 +54,16 @@ def from_preset(
         rules: Sharding rules that go with `mesh`; see `AbstractModel.shard`.
         on_unmatched: What to do about large variables without a rule, likewise.
         max_host_memory: See `AbstractModel.materialize`, as for `replicas`, `progress` and `report`.
+        compile: What will be called, compiled while the weights come, one or a list: `lm.Compile("generate", batch=1,
+            sequence=256)`, with the `max_length` and number of prompts of the call, `lm.Compile("predict", batch=8)`,
+            `lm.Compile("train", batch=8)`, which builds the optimizer as well, or a jitted function of yours. See
+            `lazymodel.Compile`, and docs/cold_start.md for what Keras compiles when. True and False are KerasHub's own:
+            whether a task gets its default optimizer, loss and sampler.
 
     Raises:
         CheckpointError: As `abstract_from_preset`, and so is LazyModelError.
         ShardingError: The rules do not fit.
+        DoesNotFitError: What is compiled does not fit the devices; see `AbstractModel.materialize`.
 
     Example:
         >>> model = lk.from_preset(keras_hub.models.GemmaBackbone, "preset", mesh=mesh, rules="auto", dtype="bfloat16")
@@ -64,15 +71,18 @@ def from_preset(
         P('model',)
     """
     require_rules(mesh, rules)
+    if isinstance(compile, bool):
+        kwargs, compile = {**kwargs, "compile": compile}, None
     given = ours(
-        *("on_unmatched", "mesh", "rules", "max_host_memory", "replicas", "progress", "report"),
+        *("on_unmatched", "mesh", "rules", "max_host_memory", "replicas", "compile", "progress", "report"),
         *("strict", "verify", "storage_options"),
     )
     options = {"strict": strict, "verify": verify, "storage_options": storage_options}
     abstract = _abstract(cls, preset, load_weights, kwargs, given, **options)
     if mesh is not None:
         abstract = abstract.shard(mesh, rules, on_unmatched=on_unmatched)
-    return abstract.materialize(max_host_memory=max_host_memory, replicas=replicas, progress=progress, report=report)
+    options: Any = {"max_host_memory": max_host_memory, "replicas": replicas, "progress": progress, "report": report}
+    return abstract.materialize(compile=compile, **options)
 
 
 def abstract_from_preset(

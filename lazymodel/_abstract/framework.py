@@ -5,13 +5,15 @@ Responsible for the interface and for how plain pytrees answer it; Flax and Kera
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import jax
 from jax.sharding import Sharding
 
+from lazymodel._abstract.outline import Outline
 from lazymodel._abstract.paths import path_text
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError
@@ -67,6 +69,15 @@ class PlannedFunction:
     description: str  # what it computes, for people
 
 
+@dataclasses.dataclass(frozen=True)
+class LoweredFunction:
+    """A program that will be run, not compiled yet."""
+
+    description: str  # what it computes, for people, such as "predict: gemma of 1 × 128 int32"
+    lowered: jax.stages.Lowered
+    besides: Callable[[], object] | None = None  # runs, on values of no meaning, small programs that are run with it
+
+
 class Framework:
     """What the framework of a model does with it; as it is, for a model that is a plain pytree.
 
@@ -83,6 +94,54 @@ class Framework:
     def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
         """The user's object, of path → finished array."""
         return self.structure(arrays)
+
+    def outline(self, struct: jax.ShapeDtypeStruct) -> Any:
+        """What stands for an array in what a jitted function is lowered with."""
+        return Outline(struct)
+
+    @contextlib.contextmanager
+    def outlined(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> Generator[Any]:
+        """What `rebuild` returns, with an `outline` in the place of each array: what a jitted function is lowered with.
+
+        `structs` say of every path what the finished array will be: its sharding (None for a NumPy array), layout and
+        weak type. The object holds the outlines for as long as the context lasts.
+        """
+        yield self.structure({path: self.outline(struct) for path, struct in structs.items()})
+
+    def prepared(
+        self, model: Any, what: str, *, inputs: Sequence[Any] = (), batch: int | None, sequence: int | None
+    ) -> Any:
+        """The abstract model with the variables that one of its own functions makes on its first call, such as an
+        optimizer's state; arguments are as for `lowered`, before which this is called.
+        """
+        return model
+
+    def lowered(
+        self,
+        what: str,
+        structs: Mapping[str, jax.ShapeDtypeStruct],
+        *,
+        inputs: Sequence[Any] = (),
+        batch: int | None,
+        sequence: int | None,
+    ) -> Sequence[LoweredFunction]:
+        """What the model's own functions will run, traced and lowered, so that compiling it leaves their first call
+        nothing to compile.
+
+        Args:
+            what: `"predict"`, `"train"` or `"generate"`.
+            structs: As for `outlined`.
+            inputs: What it will be called with; empty where the framework is to tell.
+            batch: Batch size; None is what the framework takes for usual.
+            sequence: Sequence length; None likewise.
+
+        Raises:
+            LazyModelError: The model has no such function, or does not say what it takes.
+        """
+        raise LazyModelError(
+            f"only Keras models have functions of their own to compile, and {what!r} is one of those: pass the jitted "
+            "function that will be called with the model, and its inputs: Compile(step, batch)"
+        )
 
     def start_training(
         self, variables: Mapping[str, AbstractVariable], optimizer: Optimizer, leaves: Mapping[str, Any]

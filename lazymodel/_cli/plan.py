@@ -29,11 +29,11 @@ from rich.markup import escape
 
 from lazymodel._abstract.adapters import named
 from lazymodel._cli.storage import add_storage_options, storage_options
+from lazymodel._compile.compile import Compile
 from lazymodel._devices.topology import arithmetic_mesh, libtpu_environment
 from lazymodel._devices.topology import topology as compiled_mesh
 from lazymodel._errors import LazyModelError, LazyModelWarning
 from lazymodel._model import AbstractModel, build_abstract
-from lazymodel._plan.compiled import Compile
 from lazymodel._plan.fleet import Fleet
 from lazymodel._plan.plan import MemoryPlan, compare_plans
 from lazymodel._plan.what_if import WhatIf

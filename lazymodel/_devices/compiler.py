@@ -70,14 +70,22 @@ def compile_memory(function: Callable[..., Any], *args: Any, donate: Sequence[in
     start = time.perf_counter()
     # What the function leaves unused is on the device all the same.
     lowered = jax.jit(function, donate_argnums=tuple(donate), keep_unused=True).lower(*args)
+    compiled = compile_lowered(lowered, getattr(function, "__name__", "the program"))
+    return memory_of(compiled, time.perf_counter() - start)
+
+
+def compile_lowered(lowered: jax.stages.Lowered, name: str) -> jax.stages.Compiled:
+    """The compiled program; what the compiler refuses is an error as `compile_memory` raises it."""
     try:
-        compiled = lowered.compile()
+        return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        name = getattr(function, "__name__", "the program")
         if "RESOURCE_EXHAUSTED" in str(error):
             raise out_of_memory(str(error), name) from error
         raise LazyModelError(f"the compiler refuses {name}: {str(error).splitlines()[0]}") from error
-    seconds = time.perf_counter() - start
+
+
+def memory_of(compiled: jax.stages.Compiled, seconds: float) -> CompiledMemory:
+    """A program's memory; LazyModelError where the backend does not say."""
     memory = compiled.memory_analysis()
     if memory is None:
         raise LazyModelError("this backend's compiler does not say how much memory a program needs")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -106,7 +106,7 @@ def exchanges(items: Iterable[StreamItem], replicas: str | None) -> dict[str, Ex
 
 def exchanged(
     arriving: Iterator[tuple[str, jax.Array]], exchanges: Mapping[str, Exchange], stage: Stage, timeline: Timeline
-) -> Iterator[tuple[str, jax.Array]]:
+) -> Generator[tuple[str, jax.Array]]:
     """What a stream yields, (path, array), with the parts of variables exchanged for the variables, group by group.
 
     The processes of the stage meet before each group: an exchange that only some of them begin has no end.

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,9 @@ from lazymodel._abstract.host_arrays import host_array
 from lazymodel._abstract.placement import device_shardings, is_narrowed, stays_on_host
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._compile.beside import Compiling
+from lazymodel._compile.compile import Compile
+from lazymodel._compile.lower import checked, prepared
 from lazymodel._devices.agreement import Stage, agreement
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError
@@ -53,6 +56,7 @@ def materialize(
     cast: str = SAFE,
     max_host_memory: int | str | None = None,
     replicas: str | None = None,
+    compile: Compile | Sequence[Compile] | None = None,
     progress: ProgressTo = None,
     report: ReportTo = None,
 ) -> Any:
@@ -80,6 +84,9 @@ def materialize(
             `"exchange"` one does, and devices exchange them, which takes up to 1 GiB more of a device for a moment
             (a larger variable alone: as much as a device holds of it, twice). None exchanges what comes over a network.
             Variables of less than 64 KiB are read by all.
+        compile: What will be called with the model, one `lazymodel.Compile` or several: lowered before a byte is read,
+            and compiled while the weights come, so that its first call compiles nothing. It has to be called in the
+            same context (`jax.set_mesh`, `jax.default_matmul_precision`) as this is.
         progress: True or False for a bar, None for a bar when a person is watching, a callable
             `f(done_nbytes, total_nbytes)` or a `Progress` for your own. Bytes are those of the distinct shards of
             this process; they are told of from several threads, one call at a time.
@@ -91,7 +98,9 @@ def materialize(
         CheckpointError: A tensor is missing (with `initialize="nothing"`), unexpected or of another shape (with
             `strict`), would lose what it means in its variable's dtype (unless `cast="unsafe"`), or cannot be read, in
             this or another process; or the processes' checkpoints have other tensors.
-        Exception: Whatever a callable given as `progress` or `report` raises.
+        DoesNotFitError: What is compiled does not fit the devices, as far as these say what memory they have, or so the
+            compiler says. Where it may not, no more than a fifth of the bytes is read before that is known.
+        Exception: Whatever a callable given as `progress` or `report` raises, and what tracing raises.
 
     Example:
         >>> model = sharded.materialize(lm.open_checkpoint("model.safetensors"), max_host_memory="64MiB")
@@ -99,6 +108,8 @@ def materialize(
         P(None, 'model')
     """
     start, timeline = time.perf_counter(), Timeline.after_imports(model.spent)
+    compiles = checked(compile)
+    model = prepared(model, compiles)
     require_live(model.variables)
     shardings = device_shardings(model.variables)
     assigned = [variable.sharding for variable in model.values()]
@@ -112,12 +123,14 @@ def materialize(
         budget = None if max_host_memory is None else parse_budget(max_host_memory)
         items = _items(model, choice, shardings)
         reading = Reading(items, budget, exchanges(items, replicas))
-        stage.outcome = _outcome(choice)
+        timeline.add("match", start, time.perf_counter())
+        compiling = Compiling.of(model, compiles, shardings, timeline)
+        stage.outcome = _outcome(choice, compiles)
         if jax.process_count() > 1:
-            stage.details = _details(choice, reading)
-    timeline.add("match", start, time.perf_counter())
-    with agreement(assigned) as stage:
-        arrays, costs = make_arrays(model, choice, shardings, reading, progress_for(progress), stage, timeline)
+            stage.details = _details(choice, reading, compiling)
+    with agreement(assigned) as stage, compiling.beside():
+        progress = progress_for(progress)
+        arrays, costs = make_arrays(model, choice, shardings, reading, compiling, progress, stage, timeline)
     with timeline.span("rebuild"):
         result = model.framework.rebuild(arrays)
     if deliver is not None:
@@ -133,12 +146,10 @@ class Reading:
     max_host_memory: int | None
     exchanges: Mapping[str, Exchange]  # of those items that are read in parts, by path
 
-    def arrays(
-        self, on_bytes: Callable[[int], None], stage: Stage, timeline: Timeline
-    ) -> Iterator[tuple[str, jax.Array]]:
+    def arrays(self, watcher: _Watcher, stage: Stage, timeline: Timeline) -> Generator[tuple[str, jax.Array]]:
         """The arrays as they are complete; what cannot be read at all is refused at once."""
         parts = [self.exchanges[item.path].part if item.path in self.exchanges else item for item in self.items]
-        arriving = stream(parts, max_host_memory=self.max_host_memory, on_bytes=on_bytes)
+        arriving = stream(parts, max_host_memory=self.max_host_memory, on_bytes=watcher.advance, hold=watcher.hold)
         return exchanged(arriving, self.exchanges, stage, timeline) if self.exchanges else arriving
 
 
@@ -147,6 +158,7 @@ def make_arrays(
     choice: Choice,
     shardings: Mapping[str, Sharding],
     reading: Reading,
+    compiling: Compiling,
     progress: Progress,
     stage: Stage,
     timeline: Timeline,
@@ -155,17 +167,17 @@ def make_arrays(
 
     Returns path to finished array, of JAX or (see `_abstract/host_arrays`) of NumPy, and what it cost. Init programs
     come first: their temporaries are spent while the devices are still empty. With every piece of work it is asked
-    whether the stage has failed elsewhere, which ends it.
+    whether the stage has failed elsewhere or something cannot be compiled, which ends it.
     """
     # Of all distinct shards that this process's devices hold.
     nbytes = {path: sum(boxes_for(shardings[path], v.shape).sizes) * v.dtype.itemsize for path, v in model.items()}
     own = {path: exchange.own_nbytes() for path, exchange in reading.exchanges.items()}
     nbytes |= {path: max(nbytes[path], own[path]) for path in own}
     arrays: dict[str, Any] = {}
-    watcher = _Watcher(progress, stage.check)
+    watcher = _Watcher(progress, stage.check, compiling, sum(nbytes.values()))
     progress.start(sum(nbytes.values()), f"{model.name}: materializing {len(model)} variables{_from_where(choice)}")
     try:
-        arriving = reading.arrays(watcher.advance, stage, timeline)
+        arriving = reading.arrays(watcher, stage, timeline)
         with timeline.span("initialize", "compiling"):
             computed = run_recipes(choice.recipes, shardings, model.programs)
         with timeline.span("initialize", "running"):
@@ -173,9 +185,10 @@ def make_arrays(
                 arrays[path] = _in_layout(array, model[path])
                 watcher.advance(nbytes[path], path)
         started, read, asked = time.perf_counter(), BYTES_READ.count, REQUESTS.so_far()
-        for path, array in arriving:
-            arrays[path] = _in_layout(as_keys(array, model[path].dtype), model[path])
-            watcher.advance(nbytes[path] - own[path] if path in own else 0, path)
+        with contextlib.closing(arriving):  # what fails here ends its threads at once
+            for path, array in arriving:
+                arrays[path] = _in_layout(as_keys(array, model[path].dtype), model[path])
+                watcher.advance(nbytes[path] - own[path] if path in own else 0, path)
         for path, array in _rest(model, choice, arrays, shardings):
             arrays[path] = array
             watcher.advance(nbytes[path], path)
@@ -185,9 +198,10 @@ def make_arrays(
         timeline.add("stream", started, time.perf_counter())
         with timeline.span("initialize", "running"):
             jax.block_until_ready(list(arrays.values()))  # the init programs, which ran on while files were read
+        compiled = compiling.finished(stage.check)
         arrived = sum(max(each.held_nbytes() - own[path], 0) for path, each in reading.exchanges.items())
         fetched, requests, retries = (now - before for now, before in zip(REQUESTS.so_far(), asked, strict=True))
-        costs = Costs(BYTES_READ.count - read, arrived, fetched, requests, retries)
+        costs = Costs(BYTES_READ.count - read, arrived, fetched, requests, retries, compiled, compiling.wait_seconds)
         return arrays, costs
     except CheckpointError:
         if watcher.error is not None:
@@ -222,23 +236,40 @@ def _rest(
 
 
 class _Watcher:
-    """Tells of progress from several threads, one call at a time; `error` is what the receiver or check raised,
+    """Tells of progress from several threads, one call at a time; `error` is what the receiver or a check raised,
     which the stream would otherwise take for a failure of its own.
     """
 
-    def __init__(self, progress: Progress, check: Callable[[], None]) -> None:
-        self._progress, self._check = progress, check
+    def __init__(self, progress: Progress, check: Callable[[], None], compiling: Compiling, total_nbytes: int) -> None:
+        self._progress, self._check, self._compiling = progress, check, compiling
         self._lock = threading.Lock()
+        self._done, self._total = 0, total_nbytes
         self.error: Exception | None = None
 
     def advance(self, nbytes: int, path: str | None = None) -> None:
-        with self._lock:
-            try:
-                self._progress.advance(nbytes, path)
-                self._check()
-            except Exception as error:
-                self.error = self.error or error
-                raise
+        with self._lock, self._noted():
+            self._done += nbytes
+            self._progress.advance(nbytes, path)
+            self._compiling.check()
+            self._check()
+
+    def hold(self, stopped: Callable[[], bool]) -> None:
+        """Waits where nothing should be read before it is known whether programs fit; in the stream's threads."""
+
+        def unless() -> bool:
+            self._check()
+            return stopped()
+
+        with self._noted():
+            self._compiling.hold(self._done / max(self._total, 1), unless)
+
+    @contextlib.contextmanager
+    def _noted(self) -> Generator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.error = self.error or error
+            raise
 
 
 def _from_where(choice: Choice) -> str:
@@ -248,21 +279,22 @@ def _from_where(choice: Choice) -> str:
     return f" from {listed(folders, most=1)}" if folders else ""
 
 
-def _outcome(choice: Choice) -> str:
+def _outcome(choice: Choice, compiles: Sequence[Compile]) -> str:
     """What this process is about to do, in words that differ if it differs."""
     initialized = [path for recipe in choice.recipes for path in recipe.paths]
     names = f": {', '.join(initialized)}" if initialized else ""
-    return f"load {len(choice.sources)} variables and initialize {len(initialized)}{names}"
+    compiled = f", compile {', '.join(compile.name for compile in compiles)}" if compiles else ""
+    return f"load {len(choice.sources)} variables and initialize {len(initialized)}{names}{compiled}"
 
 
-def _details(choice: Choice, reading: Reading) -> str:
-    """What the tensors are that this process is about to load, which differs where the files are of another kind, and
-    the programs by which they are exchanged, in order.
+def _details(choice: Choice, reading: Reading, compiling: Compiling) -> str:
+    """What the tensors are that this process is about to load, which differs where the files are of another kind, the
+    programs by which they are exchanged, in order, and what is compiled beside.
     """
     loaded = sorted(choice.sources.items())
     lines = [f"{path} {getattr(source, 'dtype', '')} {np.shape(source)}" for path, source in loaded]
     lines += [f"exchange {path} {exchange.division}" for path, exchange in reading.exchanges.items()]
-    return "\n".join(lines)
+    return "\n".join([*lines, *compiling.descriptions])
 
 
 def _read_as(variable: AbstractVariable, source: Any, choice: Choice) -> Any:

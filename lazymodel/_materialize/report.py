@@ -17,6 +17,7 @@ import jax
 from jax.sharding import Sharding
 
 from lazymodel._abstract.spec import ModelSpec
+from lazymodel._compile.beside import CompiledProgram
 from lazymodel._mapping.match import Choice
 from lazymodel._show.table import ACTIONS, Row, Table, Tabled, folded_table, shape_text
 from lazymodel._show.text import folded_names, format_bytes, listed, plural
@@ -87,6 +88,9 @@ class LoadReport(Tabled):
             takes no time of its own.
         stream_seconds: Seconds in between, until every array that is loaded was complete on its devices.
         exchanged_nbytes: Bytes that came to this process's devices from other devices instead of files.
+        compiled: What was compiled beside, in the order in which it was given.
+        lower_seconds: Seconds of the call that tracing and lowering it took, before anything was read.
+        compile_seconds: Seconds of the call that compiling it took by itself, after everything else was done.
         timeline: What took how long since the process started, as a sequence of spans (`name`, `start`, `stop`,
             `detail`): imports, what the model was built with, and each part of the call. `timeline.span(name)` adds
             what you do with the model, such as its first step, which `plot` and the text then show.
@@ -118,6 +122,9 @@ class LoadReport(Tabled):
     initialize_seconds: float
     stream_seconds: float
     exchanged_nbytes: int = 0
+    compiled: tuple[CompiledProgram, ...] = ()
+    lower_seconds: float = 0.0
+    compile_seconds: float = 0.0
     timeline: Timeline = dataclasses.field(default_factory=Timeline)
 
     @property
@@ -190,7 +197,13 @@ class LoadReport(Tabled):
         if self.requests:
             again = f", {self.retries:,} of them again" if self.retries else ""
             lines.append(f"fetched: {format_bytes(self.fetched_nbytes)} in {plural(self.requests, 'request')}{again}")
-        lines.append(f"time: {self.initialize_seconds:.2f} s initializing, {self.stream_seconds:.2f} s streaming")
+        for program in self.compiled:
+            cache = program.cache and f", a {program.cache} of the persistent cache"
+            lines.append(f"compiled: {program.description} in {program.seconds:.2f} s{cache}")
+        time = f"time: {self.initialize_seconds:.2f} s initializing, {self.stream_seconds:.2f} s streaming"
+        if self.compiled:
+            time += f", {self.lower_seconds:.2f} s lowering before and {self.compile_seconds:.2f} s compiling after"
+        lines.append(time)
         if self.unused:
             nbytes = format_bytes(sum(tensor.nbytes or 0 for tensor in self.unused))
             names = listed(folded_names(tensor.name for tensor in self.unused))
@@ -227,6 +240,8 @@ class Costs:
     fetched_nbytes: int
     requests: int
     retries: int
+    compiled: tuple[CompiledProgram, ...]
+    compile_seconds: float
 
 
 def make_report(
@@ -269,8 +284,9 @@ def make_report(
         seconds=seconds,
         initialize_seconds=timeline.seconds("initialize"),
         stream_seconds=timeline.seconds("stream"),
+        lower_seconds=timeline.seconds("lower"),
         timeline=timeline,
-        **dataclasses.asdict(costs),
+        **vars(costs),
     )
 
 

@@ -18,7 +18,7 @@ import bisect
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -64,8 +64,12 @@ def in_file_order(items: Iterable[StreamItem]) -> list[StreamItem]:
 
 
 def stream(
-    items: Sequence[StreamItem], *, max_host_memory: int | None = None, on_bytes: Callable[[int], None] | None = None
-) -> Iterator[tuple[str, jax.Array]]:
+    items: Sequence[StreamItem],
+    *,
+    max_host_memory: int | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+    hold: Callable[[Callable[[], bool]], None] | None = None,
+) -> Generator[tuple[str, jax.Array]]:
     """Reads every item's shards onto this process's devices; yields (path, array) in file order.
 
     Each distinct shard is read once, however many devices hold it. Reading runs ahead in threads, which end when the
@@ -78,6 +82,8 @@ def stream(
             memory of the devices themselves is no part of it, which on CPU devices is host memory too: there the
             variable that is next to be yielded does not count, those read ahead do.
         on_bytes: Called with the bytes of shards just filled, from any thread, one call at a time.
+        hold: Called after that by every thread before it goes on, with a function that says whether the stream has been
+            stopped: as long as it takes to return, nothing more is read by that thread.
 
     Raises:
         CheckpointError: At once, for a tensor whose shape is not its variable's or that cannot be read within the
@@ -97,7 +103,7 @@ def stream(
                 f"and max_host_memory={format_bytes(ceiling)} leaves {format_bytes(budget)}. Give at least "
                 f"{_least_ceiling(plans, threads, remote=bool(wants))} bytes."
             )
-    return _Stream(plans, budget, [Workspace(workspace) for _ in range(threads)], on_bytes).arrays(wants, ahead)
+    return _Stream(plans, budget, [Workspace(workspace) for _ in range(threads)], on_bytes, hold).arrays(wants, ahead)
 
 
 def _divided(ceiling: int, threads: int, *, remote: bool) -> tuple[int, int, int]:
@@ -204,8 +210,9 @@ class _Stream:
         budget: int,
         workspaces: Sequence[Workspace],
         on_bytes: Callable[[int], None] | None,
+        hold: Callable[[Callable[[], bool]], None] | None,
     ) -> None:
-        self._plans, self._budget, self._on_bytes = plans, budget, on_bytes
+        self._plans, self._budget, self._on_bytes, self._hold = plans, budget, on_bytes, hold
         self._x64 = uses_x64()  # a thread-local setting, which threads do not inherit
         self._threads = [
             threading.Thread(target=self._work, args=(workspace,), name=f"lazymodel-stream-{index}", daemon=True)
@@ -224,7 +231,7 @@ class _Stream:
         self._stopped = False
         self._error: CheckpointError | None = None
 
-    def arrays(self, wants: Sequence[tuple[Source, np.ndarray]], ahead: int) -> Iterator[tuple[str, jax.Array]]:
+    def arrays(self, wants: Sequence[tuple[Source, np.ndarray]], ahead: int) -> Generator[tuple[str, jax.Array]]:
         """Yields them; what is wanted of remote sources is fetched in at most `ahead` bytes before it is read."""
         if not self._plans:
             return
@@ -384,6 +391,8 @@ class _Stream:
         if self._on_bytes is not None and not self._stopped:
             with self._report:
                 self._on_bytes(part.nbytes)
+        if self._hold is not None:
+            self._hold(lambda: self._stopped)
         with self._changed:
             job.unfinished -= 1
             if job.unfinished or self._stopped:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -16,8 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lazymodel._abstract.framework import PlannedFunction
+from lazymodel._abstract.placement import device_shardings
 from lazymodel._abstract.spec import ModelSpec
-from lazymodel._devices.compiler import CompiledMemory, compile_memory
+from lazymodel._compile.compile import Compile
+from lazymodel._compile.lower import lower
+from lazymodel._devices.compiler import CompiledMemory, compile_lowered, compile_memory, memory_of
 from lazymodel._errors import LazyModelError
 from lazymodel._plan.what_if import Use
 
@@ -25,76 +29,10 @@ from lazymodel._plan.what_if import Use
 _DATA_AXES = ("data", "batch", "dp", "fsdp", "replica")
 
 
-@dataclasses.dataclass(frozen=True)
-class Compile:
-    """What a plan compiles for the model's devices, which need not be here (`lazymodel.topology`), and never runs.
-
-    Attributes:
-        what: `"init"`, the init programs; `"forward"`, a forward pass; or `"train"`, a training step with the model's
-            own optimizer, the one of `WhatIf`, or without either plain gradient descent.
-        function: `function(tree, *inputs)` for these two, which returns the outputs or the loss; `tree` is the model's
-            own, without optimizer state. None takes a Keras model's own forward pass.
-        inputs: Its inputs: arrays, or `jax.ShapeDtypeStruct`s with shardings.
-        batch: Batch size of a Keras model's own forward pass; None is one for each part of the mesh's data axes.
-        sequence: Its sequence length; None is 1024, or the most that the model takes.
-
-    Raises:
-        LazyModelError: One is none of these, or does not go with the others.
-
-    Example:
-        >>> forward = lm.Compile("forward", lambda tree, x: x @ tree["up"]["kernel"], (np.ones((8, 64), "float32"),))
-        >>> list(sharded.plan(compile=forward).parts)
-        ['parameters', 'activations']
-    """
-
-    what: str
-    function: Callable[..., Any] | None = None
-    inputs: Sequence[Any] = ()
-    _: dataclasses.KW_ONLY
-    batch: int | None = None
-    sequence: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.what not in ("init", "forward", "train"):
-            raise LazyModelError(f"what is compiled is 'init', 'forward' or 'train'; got {self.what!r}")
-        inputs: Any = self.inputs
-        listed = isinstance(inputs, list | tuple)
-        if wrong_inputs := [each for each in self.inputs if not _is_input(each)] if listed else [inputs]:
-            got = wrong_inputs[0]
-            raise LazyModelError(
-                "inputs is a tuple of what the function takes after the tree, of arrays or "
-                "jax.ShapeDtypeStruct(shape, dtype); got "
-                + (repr(got) if isinstance(got, str | list | tuple) else type(got).__name__)
-            )
-        sizes = {name: size for name in ("batch", "sequence") if (size := getattr(self, name)) is not None}
-        if not self.is_use:
-            given = {"function": self.function is not None, "inputs": bool(len(self.inputs)), **sizes}
-            if named := [name for name, value in given.items() if value]:
-                raise LazyModelError(f"only 'forward' or 'train' takes {' and '.join(named)}; got {self.what!r}")
-        if wrong := {name: size for name, size in sizes.items() if type(size) is not int or size < 1}:
-            raise LazyModelError(f"batch and sequence are positive numbers; got {wrong}")
-        if self.function is not None and not callable(self.function):
-            raise LazyModelError(f"function is called with the model's tree and the inputs; got {self.function!r}")
-        if self.function is None and self.inputs:
-            raise LazyModelError("inputs are for a function of yours, which goes before them")
-        if self.function is not None and sizes:
-            raise LazyModelError("batch and sequence are for a model's own forward pass; give inputs of that shape")
-
-    @property
-    def is_use(self) -> bool:
-        """Whether it is the model in use, rather than what makes its variables."""
-        return self.what != "init"
-
-
-def _is_input(given: Any) -> bool:
-    """Whether it is a pytree of arrays, structs and numbers, and no shape."""
-    leaves: list[Any] = jax.tree.leaves(given)
-    shape = isinstance(given, list | tuple) and given and all(type(size) is int for size in cast("list[Any]", given))
-    return not shape and all(hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex) for leaf in leaves)
-
-
 def compile_use(model: ModelSpec, use: Use, compile: Compile) -> tuple[CompiledMemory, str]:
     """Compiles a forward pass or a training step; returns its memory on one device, and what was compiled."""
+    if compile.is_called:
+        return _compile_called(model, compile)
     function, inputs = compile.function, compile.inputs
     if function is None:
         planned = _own(model, compile)
@@ -132,6 +70,17 @@ def compile_use(model: ModelSpec, use: Use, compile: Compile) -> tuple[CompiledM
     frozen = {p: value for p, value in values.items() if p not in state and (p in use.pairs or p not in use.trained)}
     memory = compile_memory(step, dict(use.trained), use.slot_structs(), state, frozen, *inputs, donate=(0, 1, 2))
     return memory, f"compiled training step: {description}"
+
+
+def _compile_called(model: ModelSpec, compile: Compile) -> tuple[CompiledMemory, str]:
+    """Of the programs of a call, the one that takes most."""
+    start = time.perf_counter()
+    found: list[tuple[CompiledMemory, str]] = []
+    for program in lower(model, compile, device_shardings(model.variables)):
+        compiled = compile_lowered(program.lowered, program.description)
+        found.append((memory_of(compiled, time.perf_counter() - start), f"compiled {program.description}"))
+        start = time.perf_counter()
+    return max(found, key=lambda each: each[0].peak_nbytes)
 
 
 def _training_step(model: ModelSpec, use: Use, loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -180,7 +129,7 @@ def _own(model: ModelSpec, compile: Compile) -> PlannedFunction:
     if planned is None:
         expected = "the loss, a scalar" if compile.what == "train" else "the outputs"
         raise LazyModelError(
-            f"compiling {compile.what!r} needs a function and its inputs: Compile({compile.what!r}, f, (…)), where "
+            f"compiling {compile.what!r} needs a function and its inputs: Compile({compile.what!r}, f, x), where "
             f"f(tree, *inputs) returns {expected} and tree is a pytree like AbstractModel.tree. Only Keras models "
             "bring their own."
         )

@@ -17,13 +17,14 @@ from jax.sharding import AbstractMesh
 
 from lazymodel._abstract.placement import Placement, device_shardings
 from lazymodel._abstract.spec import ModelSpec
+from lazymodel._compile.compile import Compile
 from lazymodel._devices.compiler import CompiledMemory
 from lazymodel._devices.hardware import device_memory as known_memory
 from lazymodel._devices.hardware import is_arithmetic, is_live
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._mapping.mapped import flat_checkpoint
 from lazymodel._mapping.match import Choice, choose, describe_sources, refused_casts
-from lazymodel._plan.compiled import Compile, compile_use
+from lazymodel._plan.compiled import compile_use
 from lazymodel._plan.fleet import Fleet, Traffic
 from lazymodel._plan.plan import HostPlan, MemoryPlan, PlanRow
 from lazymodel._plan.steps import action, make_hosts, make_steps, make_timeline, read_anywhere
@@ -89,7 +90,8 @@ def plan(
     if compile is not None and compile.is_use:
         compiled, parts[ACTIVATIONS], note, found = _compiled(model, use, compile)
         notes, limit = [*notes, note], found if limit is None else limit
-        parts.pop(GRADIENTS if compile.what == "train" else "", None)  # they are among its temporaries
+        if compile.is_step or compile.what == "train":
+            parts.pop(GRADIENTS, None)  # they are among its temporaries
     rows = _rows(model, choice, use)
     hosts = make_hosts(model, choice, placement, traffic, steps, on_cpu=devices.platform == "cpu")
     return MemoryPlan(
@@ -125,11 +127,16 @@ def _checked(model: ModelSpec, what_if: WhatIf | None, compile: Compile | None, 
     what_if = what_if or WhatIf()
     if compile is None:
         return what_if
-    what = f"compiling {compile.what!r}"
+    what = f"compiling {compile.name if compile.is_step else repr(compile.what)}"
     if compile.is_use and what_if.quantize is not None:
         raise LazyModelError(
             f"{what} compiles the model as it is, and quantize={what_if.quantize!r} is arithmetic; plan them one by "
             "one, or build the quantized model"
+        )
+    if compile.is_called and what_if.lora_rank is not None:
+        raise LazyModelError(
+            f"{what} compiles the model as it is, and lora_rank={what_if.lora_rank} states pairs that it lacks; "
+            "plan them one by one, or build the model with LoRA"
         )
     if any(is_arithmetic(variable.sharding) for variable in model.values()):
         mend = "make it with lazymodel.topology, or plan without compile"
@@ -189,15 +196,17 @@ def _notes(refused: Sequence[str], estimated: str | None, *, imagined: bool) -> 
 def _compiled(model: ModelSpec, use: Use, compile: Compile) -> tuple[CompiledMemory | None, int, str, int | None]:
     """What the compiler said, the bytes that it adds, a note, and the limit of a device that it does not fit."""
     compiled = limit = None
+    held = use.argument_nbytes(compile.what)
     try:
         compiled, note = compile_use(model, use, compile)
-        total = compiled.peak_nbytes
+        # Of a step that takes a part of the model alone, or leaves some of it unused, all else is held beside it.
+        total, held = compiled.peak_nbytes, min(held, compiled.argument_nbytes)
     except DoesNotFitError as error:
         if error.needed_nbytes is None:
             raise
         total, limit, note = error.needed_nbytes, error.limit_nbytes, str(error)
     # The compiler pads and keeps what it returns; all of that is its own part.
-    return compiled, max(total - use.argument_nbytes(compile.what), 0), note, limit
+    return compiled, max(total - held, 0), note, limit
 
 
 def _rows(model: ModelSpec, choice: Choice, use: Use) -> tuple[PlanRow, ...]:

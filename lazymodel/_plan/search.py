@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lazymodel._abstract.spec import ModelSpec
+from lazymodel._compile.compile import Compile
 from lazymodel._devices.hardware import device_memory as known_memory
 from lazymodel._devices.hardware import tpu_generation
 from lazymodel._devices.topology import arithmetic_mesh, check_axes, has_libtpu, topology, topology_names
 from lazymodel._errors import DoesNotFitError, LazyModelError, ShardingError
-from lazymodel._plan.compiled import Compile
 from lazymodel._plan.make import plan
 from lazymodel._plan.plan import MemoryPlan
 from lazymodel._plan.what_if import WhatIf

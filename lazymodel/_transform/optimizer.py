@@ -7,16 +7,17 @@ anything with an `init` function of a pytree of parameters; nothing here imports
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from lazymodel._abstract.framework import Derived, Framework, Optimizer, Training
+from lazymodel._abstract.framework import Derived, Framework, LoweredFunction, Optimizer, Training
 from lazymodel._abstract.paths import rule_path
 from lazymodel._abstract.spec import AnyModel, ModelSpec, Optimized
 from lazymodel._abstract.variable import AbstractVariable
@@ -113,6 +114,27 @@ class _WithState(Framework):
     def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
         own = {path: arrays[path] for path in self._model}
         return self._found.training.finish(self._model.framework.rebuild(own), self._found.flat.unflatten(arrays))
+
+    def outline(self, struct: jax.ShapeDtypeStruct) -> Any:
+        return self._model.framework.outline(struct)
+
+    @contextlib.contextmanager
+    def outlined(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> Generator[Any]:
+        state = self._found.flat.unflatten({path: self.outline(struct) for path, struct in structs.items()})
+        with self._model.framework.outlined({path: structs[path] for path in self._model}) as model:
+            yield self._found.training.finish(model, state)
+
+    def lowered(
+        self,
+        what: str,
+        structs: Mapping[str, jax.ShapeDtypeStruct],
+        *,
+        inputs: Sequence[Any] = (),
+        batch: int | None,
+        sequence: int | None,
+    ) -> Sequence[LoweredFunction]:
+        own = {path: structs[path] for path in self._model}
+        return self._model.framework.lowered(what, own, inputs=inputs, batch=batch, sequence=sequence)
 
     def quantize(self, model: Any, how: Any, filters: Any) -> Any:
         raise LazyModelError(f"{model.name} has an optimizer already; quantize comes before with_optimizer")

@@ -40,8 +40,8 @@ def what_if(**options: Any) -> Callable[[], Any]:
     return lambda: lm.WhatIf(**options)
 
 
-def forward(**options: Any) -> Callable[[], Any]:
-    return lambda: MODEL.plan(compile=lm.Compile("forward", **options))
+def forward(*inputs: Any) -> Callable[[], Any]:
+    return lambda: MODEL.plan(compile=lm.Compile("forward", *inputs))
 
 
 def train(function: Any) -> Callable[[], Any]:
@@ -75,12 +75,11 @@ def smallest(*args: Any, **options: Any) -> Callable[[], Any]:
         (what_if(lora_rank=8, lora_targets=["a"]), "lora_targets ['a'] is not a regular expression"),
         (what_if(quantize=["int8"]), "quantize is 'int8' or 'int4'; got ['int8']"),
         (what_if(quantize=np.int8), "quantize is 'int8' or 'int4'"),
-        (lambda: lm.Compile("init", batch=4), "only 'forward' or 'train' takes batch; got 'init'"),
-        (lambda: lm.Compile("init", len, (X,)), "takes function and inputs; got 'init'"),
-        (forward(function="f"), "function is called with the model's tree and the inputs; got 'f'"),
-        (forward(function=len, inputs=X), "inputs is a tuple of what the function takes ... got ShapeDtypeStruct"),
-        (forward(function=len, inputs=[(4, 64)]), "jax.ShapeDtypeStruct(shape, dtype); got (4, 64)"),
-        (forward(function=len, inputs=("x",)), "jax.ShapeDtypeStruct(shape, dtype); got 'x'"),
+        (lambda: lm.Compile("init", batch=4), "'init' takes neither a function nor sizes; got batch"),
+        (lambda: lm.Compile("init", len, X), "neither a function nor sizes; got a function"),
+        (forward("f"), "a function is called with the model, then the inputs; got 'f'"),
+        (forward(len, (4, 64)), "jax.ShapeDtypeStruct(shape, dtype); got (4, 64)"),
+        (forward(len, "x"), "jax.ShapeDtypeStruct(shape, dtype); got 'x'"),
         (train(lambda tree: tree["b"]), "needs the loss, a floating-point scalar ... <lambda> returns float32[512]"),
         (train(lambda tree: jnp.ones((), "int32")), "needs the loss, ... <lambda> returns int32[]"),
         (lambda: MODEL.plan().by_module("2"), "depth is a number of path parts, from 1; got '2'"),  # pyright: ignore
@@ -117,7 +116,7 @@ def test_a_path_that_is_no_text_is_no_variable() -> None:
 
 def test_numbers_are_inputs_too(mesh8: Mesh) -> None:
     sharded = MODEL.shard(mesh8, "auto")
-    found = sharded.plan(compile=lm.Compile("forward", lambda tree, x, k: x @ tree["a"]["kernel"] * k, (X, 2.0)))
+    found = sharded.plan(compile=lm.Compile("forward", lambda tree, x, k: x @ tree["a"]["kernel"] * k, X, 2.0))
     assert found.compiled is not None
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from lazymodel import AbstractModel, AbstractVariable, CheckpointError, LazyTensor
 from lazymodel._abstract.paths import rule_path
-from lazymodel._abstract.spec import Optimized
+from lazymodel._abstract.spec import ModelSpec, Optimized
 from lazymodel._errors import warn
 from lazymodel._programs.programs import InitRecipe
 from lazymodel._sharding.follow import follow, follow_weights
@@ -73,6 +73,24 @@ def from_skeleton(skeleton: Skeleton, *, quiet: bool = False, spent: Sequence[Sp
     )
     skeleton.spec = model
     return model
+
+
+def extended(abstract: ModelSpec, skeleton: Skeleton) -> AbstractModel:
+    """The model of a skeleton to which variables were added since `abstract` was made of it and maybe placed.
+
+    They come from checkpoints as the skeleton says, and lie as what they belong to, or on every device of the mesh.
+    """
+    new = from_skeleton(skeleton, quiet=True, spent=abstract.spent)
+    own = {path: dataclasses.replace(abstract[path], origin=new[path].origin) for path in abstract}
+    added = {path: variable for path, variable in new.items() if path not in own}
+    return dataclasses.replace(
+        new,
+        variables={**own, **follow(added, own)},
+        # The abstract model's own ways of initializing, which may have been changed since it was built.
+        recipes=(*abstract.recipes, *(r for r in new.recipes if not set(r.paths).intersection(own))),
+        sources={**abstract.sources, **new.sources},
+        programs=abstract.programs,
+    )
 
 
 def _placed(

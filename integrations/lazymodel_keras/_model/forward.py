@@ -9,11 +9,8 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from lazymodel import LazyModelError
 from lazymodel._abstract.framework import PlannedFunction
-
-_SEQUENCE = 1024  # tokens, where nothing is said and the model takes as many
-_IMAGE = 224  # pixels a side, where a model takes images of any size
+from lazymodel_keras._model.examples import inputs_of
 
 
 def plan_function(
@@ -28,26 +25,8 @@ def plan_function(
     Raises:
         LazyModelError: The model does not say what it takes.
     """
-    tensors = getattr(model, "input", None) if isinstance(model, keras.Model) else None
-    if tensors is None and isinstance(model, keras.Sequential) and model.built:
-        (tensors,) = model.inputs
-    if tensors is None:
-        raise LazyModelError(
-            f"{getattr(model, 'name', type(model).__name__)} does not say what inputs it takes (it is no functional "
-            "Keras model); give a function and its inputs"
-        )
-    if sequence is None:
-        longest = (getattr(owner, "max_sequence_length", None) for owner in (model, getattr(model, "backbone", None)))
-        sequence = min([_SEQUENCE, *(length for length in longest if isinstance(length, int) and length > 0)])
     described: dict[str, None] = {}
-
-    def struct(tensor: Any) -> jax.ShapeDtypeStruct:
-        unknown = _IMAGE if len(tensor.shape) > 3 else sequence
-        shape = (batch, *(unknown if size is None else size for size in tensor.shape[1:]))
-        described[f"{' × '.join(map(str, shape))} {tensor.dtype}"] = None
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(tensor.dtype))
-
-    inputs = keras.tree.map_structure(struct, tensors)
+    inputs = inputs_of(model, batch, sequence, described)
     training = what == "train"
 
     def function(values: Mapping[str, Any], inputs: Any) -> Any:

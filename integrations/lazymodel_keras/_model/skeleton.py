@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import keras
 import numpy as np
 
-from lazymodel._abstract.framework import Framework, PlannedFunction
+from lazymodel._abstract.framework import Framework, LoweredFunction, PlannedFunction
 from lazymodel._abstract.paths import unique_paths
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel_keras import _upstream
+from lazymodel_keras._model.compiled import forget, holding, lower
 from lazymodel_keras._model.forward import plan_function
-from lazymodel_keras._model.training import automatic
+from lazymodel_keras._model.training import automatic, kept_sharding
 from lazymodel_keras._record.recording import RecordedVariable, Recording
 from lazymodel_keras._record.session import record
 
@@ -31,8 +34,10 @@ class Skeleton(Framework):
         build: Makes such an object; None where one is all that is wanted.
         recording: What was recorded while this one was built.
         result: What the build function returned.
+        only_own: Whether only variables are wanted that the object holds.
         used: Whether its object has been filled.
         given_away: Whether it was taken to be changed, so that another has to be built.
+        functions: The functions that its object has made to be compiled, and for which shardings by path.
         variables: Path to variable and what was recorded about it; with `only_own`, of those that the object holds.
         distribution: The `keras.distribution` that was active when it was built.
     """
@@ -45,17 +50,63 @@ class Skeleton(Framework):
         super().__init__(dict)
         self.build, self.recording, self.result = build, recording, result
         self.used = self.given_away = False
+        self.functions: dict[str, dict[str, Any]] = {}
+        self._reserved: Skeleton | None = None
+        self.only_own = only_own
         self.variables: dict[str, tuple[Any, RecordedVariable]] = _collect(recording, result, only_own=only_own)
         self.distribution = keras.distribution.distribution()
 
     def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
         """Gives every variable its array and returns the object; each call returns an object of its own."""
-        skeleton = self.present()
-        skeleton = skeleton._another() if skeleton.used else skeleton
-        skeleton.used = True
+        skeleton = self.upcoming()
+        self.leave()
+        for what, shardings in skeleton.functions.items():
+            if any(arrays[path].sharding != sharding for path, sharding in shardings.items()):
+                forget(skeleton.result, what)
         for path, (variable, _) in skeleton.variables.items():
             finish(skeleton.recording, variable, arrays[path])
         return skeleton.result
+
+    def upcoming(self) -> Skeleton:
+        """What the next `rebuild` fills: itself, or one more like it, which is kept until then."""
+        if self._reserved is None:
+            skeleton = self.present()
+            self._reserved = skeleton._another() if skeleton.used else skeleton
+        return self._reserved
+
+    def leave(self) -> None:
+        """Leaves what `upcoming` is to whoever fills it instead."""
+        self.used, self._reserved = True, None
+
+    @contextlib.contextmanager
+    def outlined(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> Generator[Any]:
+        skeleton = self.upcoming()
+        with holding(skeleton._described(structs)):
+            yield skeleton.result
+
+    def lowered(
+        self,
+        what: str,
+        structs: Mapping[str, jax.ShapeDtypeStruct],
+        *,
+        inputs: Sequence[Any] = (),
+        batch: int | None,
+        sequence: int | None,
+    ) -> Sequence[LoweredFunction]:
+        skeleton = self.upcoming()
+        shardings = {path: struct.sharding for path, struct in structs.items()}
+        anew = skeleton.functions.get(what) != shardings
+        described = skeleton._described(structs)
+        lowered = lower(skeleton.result, described, what, inputs, batch=batch, sequence=sequence, anew=anew)
+        skeleton.functions[what] = shardings
+        return lowered
+
+    def _described(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> list[tuple[Any, jax.ShapeDtypeStruct]]:
+        """Each variable with the struct that its array will have once it is in the object."""
+        return [
+            (variable, structs[path].update(sharding=kept_sharding(structs[path].sharding)))
+            for path, (variable, _) in self.variables.items()
+        ]
 
     def forward(self, what: str, *, batch: int, sequence: int | None) -> PlannedFunction:
         skeleton = self.present()
@@ -69,6 +120,13 @@ class Skeleton(Framework):
             self.recording, self.result, self.variables = another.recording, another.result, another.variables
             self.given_away = False
         return self
+
+    def add_variables(self, known: Mapping[str, tuple[Any, RecordedVariable]]) -> None:
+        """Has those that are known keep their paths, and what was recorded besides come after them."""
+        ids = {id(variable) for variable, _ in known.values()}
+        more = [entry for entry in self.variables.values() if id(entry[0]) not in ids]
+        paths = unique_paths([*known, *(variable.path for variable, _ in more)])
+        self.variables = dict(zip(paths, [*known.values(), *more], strict=True))
 
     def give_away(self) -> tuple[Recording, Any]:
         """An object that is not filled, for whoever changes it, and its recording; this keeps nothing of it alive."""
@@ -102,6 +160,8 @@ def finish(recording: Recording, variable: Any, array: jax.Array) -> None:
 def replace(variable: Any, array: jax.Array) -> None:
     """Makes an array the value of a variable, which keeps its sharding from then on."""
     array = automatic(array)
+    if kept_sharding(array.sharding) is None and array.committed:
+        array = _upstream.uncommitted(array)
     distribution = keras.distribution.distribution()
     # Without a layout the next `assign` would put the whole value on the first device.
     layout: Any = array.sharding if isinstance(array.sharding, jax.sharding.NamedSharding) else None
@@ -128,7 +188,8 @@ def _collect(recording: Recording, result: Any, *, only_own: bool) -> dict[str, 
         return {id(variable): (variable, entry) for variable, entry in recording.variables()}
 
     recorded = all_recorded()
-    own = {id(v): recorded.pop(id(v)) for v in model_variables(result) if id(v) in recorded}
+    held = itertools.chain(model_variables(result), getattr(getattr(result, "sampler", None), "variables", None) or ())
+    own = {id(v): recorded.pop(id(v)) for v in held if id(v) in recorded}
     if not only_own and sum(_nbytes(variable) for variable, _ in recorded.values()) > _SWEEP_NBYTES:
         recorded.clear()
         gc.collect()

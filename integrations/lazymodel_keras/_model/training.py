@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import keras
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 from lazymodel import ShardingError
 from lazymodel_keras._record.recording import Recording
@@ -65,15 +65,32 @@ def automatic(array: jax.Array) -> jax.Array:
     `jax.make_mesh` gives Explicit axes since JAX 0.7: every operation then has to say how its result is sharded where
     that is not evident, which Keras' layers do not (Dropout, for one, fails). Under Auto axes XLA decides.
     """
-    sharding = array.sharding
-    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+    placed = _automatic(array.sharding)
+    if placed is array.sharding:
         return array
-    if all(kind == AxisType.Auto for kind in sharding.mesh.axis_types):
-        return array
-    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
-    placed = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
     shards = [shard.data for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, placed, shards, dtype=array.dtype)
+
+
+def kept_sharding(sharding: Any) -> Any:
+    """The sharding that a variable's array has in the finished model; None where it is committed to no device.
+
+    That is how Keras' own are on its one device. What is committed there would make fresh arrays, as metrics get them
+    with every epoch, others than those that a step returns, and JAX compile that step twice.
+    """
+    default = jax.local_devices()[0]
+    if sharding == SingleDeviceSharding(default) and jax.config.jax_default_device in (None, default):
+        return None
+    return _automatic(sharding)
+
+
+def _automatic(sharding: Any) -> Any:
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return sharding
+    if all(kind == AxisType.Auto for kind in sharding.mesh.axis_types):
+        return sharding
+    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def distribution(mesh: Mesh, batch_axis: str | None = None) -> Any:

@@ -11,25 +11,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack, cast
 
 import keras
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lazymodel import AbstractModel, CheckpointError, LazyModelError, open_checkpoint
-from lazymodel._abstract.paths import unique_paths
+from lazymodel import AbstractModel, CheckpointError, Compile, LazyModelError, open_checkpoint
 from lazymodel._errors import warn
 from lazymodel._remote.path import Location, RemotePath
-from lazymodel._sharding.follow import follow
 from lazymodel._show.text import closest, folded_names, listed
 from lazymodel._tensors.casting import UNSAFE, check_mode
 from lazymodel._tensors.stored import misshapen
 from lazymodel.checkpoints._untrusted import read_json_file
 from lazymodel_keras import _upstream
-from lazymodel_keras._build import Materializing, check_all_used, check_options
-from lazymodel_keras._model.abstract import from_skeleton
+from lazymodel_keras._build import KerasModel, Materializing, check_all_used, check_options
+from lazymodel_keras._model.abstract import extended, from_skeleton
 from lazymodel_keras._model.skeleton import Skeleton, model_variables
 from lazymodel_keras._record.patches import active, while_recording
 from lazymodel_keras._record.recording import Recording
@@ -53,6 +51,7 @@ def restore(
     strict: bool = True,
     cast: str = "safe",
     storage_options: Mapping[str, Any] | None = None,
+    compile: Compile | Sequence[Compile] | None = None,
     **options: Unpack[Materializing],
 ) -> Any:
     """Puts a training checkpoint into a model, wherever its variables are placed; each device reads only its shards.
@@ -77,6 +76,7 @@ def restore(
         cast: As in `AbstractModel.materialize`. Within a block or build function that casts unsafely, so does this.
         storage_options: For a URL: as in `lazymodel.open_checkpoint`. Within a block or build function, those given
             here hold for this call.
+        compile: As in `from_preset`: what will be called, compiled while the checkpoint is read.
         **options: See `AbstractModel.materialize`; within a block or build function its own hold.
 
     Returns:
@@ -102,11 +102,13 @@ def restore(
     if isinstance(model, AbstractModel):
         restored, recording = _restore_abstract(model, where, weights_only, strict, cast, remote)
         try:
-            return restored.materialize(**options)
+            return restored.materialize(compile=compile, **options)
         finally:
             recording.close_files()
     if recording is None:
-        _restore_placed(Recording(cast=cast, remote=remote), model, where, weights_only, strict, options)
+        _restore_placed(
+            Recording(cast=cast, remote=remote), model, where, weights_only, strict, {**options, "compile": compile}
+        )
         return model
     others, recording.files = recording.files, {}  # this call answers for its own
     outer_cast, outer_remote = recording.cast, recording.remote
@@ -127,7 +129,7 @@ def _restore_placed(
     where: str | Location,
     weights_only: bool,
     strict: bool,
-    options: Materializing,
+    options: Mapping[str, Any],
 ) -> None:
     """Restores into a model whose variables have their places, outside of any block."""
     try:
@@ -227,13 +229,13 @@ def step_folder(where: str | Location, inside: str) -> Location:
 # Into models ----------------------------------------------------------------------------------------------------------
 
 
-def _materialize(recording: Recording, model: Any, options: Materializing) -> None:
+def _materialize(recording: Recording, model: Any, options: Mapping[str, Any]) -> None:
     """Gives a model that is placed already what was recorded for it; what has no mesh is replicated on the model's.
 
     An optimizer that was made apart from the model has its step count on one device; arrays that are committed to it
     could not be used together with the model's.
     """
-    skeleton = Skeleton(None, recording, model)
+    skeleton = KerasModel(None, recording, model)
     if not skeleton.variables:
         return
     abstract = from_skeleton(skeleton)
@@ -262,23 +264,9 @@ def _restore_abstract(
     recording.cast, recording.remote = cast, remote
     with session(recording):
         read_state(recording, skeleton.result, path, weights_only=weights_only, strict=strict)
-    known = {id(variable) for variable, _ in skeleton.variables.values()}
-    more = [entry for entry in recording.variables() if id(entry[0]) not in known]
-    paths = unique_paths([*skeleton.variables, *(variable.path for variable, _ in more)])
-    filled = Skeleton(None, recording, skeleton.result)
-    filled.variables = dict(zip(paths, [*skeleton.variables.values(), *more], strict=True))
-    new = from_skeleton(filled, spent=abstract.spent)
-    own = {path: dataclasses.replace(abstract[path], origin=new[path].origin) for path in abstract}
-    state = {path: variable for path, variable in new.items() if path not in own}
-    restored = dataclasses.replace(
-        new,
-        variables={**own, **follow(state, own)},
-        # The abstract model's own ways of initializing, which may have been changed since it was built.
-        recipes=(*abstract.recipes, *(r for r in new.recipes if not set(r.paths).intersection(own))),
-        sources={**abstract.sources, **new.sources},
-        programs=abstract.programs,
-    )
-    return restored, recording
+    filled = KerasModel(None, recording, skeleton.result)
+    filled.add_variables(skeleton.variables)
+    return extended(abstract, filled), recording
 
 
 # Keras' own files -----------------------------------------------------------------------------------------------------

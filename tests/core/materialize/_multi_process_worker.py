@@ -211,6 +211,33 @@ class Scenarios:
         except ValueError as error:
             return f"ValueError: {error}"
 
+    def compiled(self) -> list[Any]:
+        """What is called with the model is compiled beside the stream, in all processes."""
+        step = jax.jit(lambda tree, x: (x @ tree["up"]["kernel"]).sum())
+        x = np.ones((4, 32), "f")
+        ckpt = lm.open_checkpoint(self.copy("load"))
+        model = self.shared.materialize(ckpt, initialize="missing", compile=lm.Compile(step, x))
+        events: list[str] = []
+
+        def listen(event: str, _: float, **details: Any) -> None:
+            events.append(event)
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        result = float(step(model, x))
+        jax.monitoring.unregister_event_duration_listener(listen)
+        return [result, [event for event in events if "compile" in event]]
+
+    def refused(self) -> str:
+        """The compiler of process 1 refuses."""
+        step = Refused() if self.process == 1 else jax.jit(lambda tree: tree["up"]["bias"].sum())
+        ckpt = lm.open_checkpoint(self.copy("load"))
+        try:
+            return self.outcome(
+                lambda: self.shared.materialize(ckpt, initialize="missing", compile=lm.Compile(step).of(lambda m: (m,)))
+            )
+        except lm.DoesNotFitError as error:
+            return f"DoesNotFitError: {error}"
+
     def unsharded(self) -> int:
         """Every process has a model to itself."""
         path = self.copy("load")
@@ -247,6 +274,22 @@ class Scenarios:
             return shards
 
         return sum(jax.tree.leaves(jax.tree.map(compare, model, expected)))
+
+
+class Refused:
+    """A jitted function that this process cannot compile."""
+
+    __name__ = "<lambda>"
+
+    def __call__(self, tree: Any) -> None: ...
+
+    def lower(self, tree: Any) -> Any:
+        lowered = jax.jit(lambda tree: tree["up"]["bias"].sum()).lower(tree)
+        self.args_info, self.out_info, self.in_avals = lowered.args_info, lowered.out_info, lowered.in_avals
+        return self
+
+    def compile(self) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 20.00G of 15.75G hbm.")
 
 
 def until(condition: Callable[[], bool], patience: float = 30) -> None:
@@ -289,6 +332,8 @@ def main() -> None:
             scenarios.late,
             scenarios.stops,
             scenarios.progress,
+            scenarios.compiled,
+            scenarios.refused,
             scenarios.unsharded,
             scenarios.alone,
             scenarios.under_a_mesh,

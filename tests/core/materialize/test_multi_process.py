@@ -194,6 +194,20 @@ def test_a_process_stops_when_another_has_failed(outcomes: list[Mapping[str, Any
     assert read == 0, "it was told after the first of what is initialized, which comes before what is read"
 
 
+def test_what_is_called_later_is_compiled_in_all(outcomes: list[Mapping[str, Any]]) -> None:
+    expected = 4 * tensors()["up/kernel"].sum(dtype="float64")
+    for outcome in outcomes:
+        result, events = outcome["compiled"]
+        assert result == pytest.approx(expected, abs=0.5) and events == []
+
+
+def test_what_one_process_cannot_compile_fails_in_all(outcomes: list[Mapping[str, Any]]) -> None:
+    message = "needs 20.00 GiB on a device, says the compiler"
+    assert outcomes[1]["refused"].startswith("DoesNotFitError: ") and message in outcomes[1]["refused"]
+    assert outcomes[0]["refused"].startswith("process 1 failed, so nothing was materialized here either: ")
+    assert message in outcomes[0]["refused"]
+
+
 def test_a_late_process_is_waited_for(outcomes: list[Mapping[str, Any]]) -> None:
     assert [outcome["late"] for outcome in outcomes] == [6 * 4, 6 * 4]
 

@@ -110,4 +110,4 @@ def test_what_the_compiler_refuses_is_passed_over() -> None:
     # 20 GiB of input on every device: no v5e has room, though the variables alone would fit.
     x = jax.ShapeDtypeStruct((20 * 16384, 16384), jnp.float32)
     with pytest.raises(lm.DoesNotFitError, match="fits on no v5e slice"):
-        smallest_topology(_model(), "v5e", _RULES, max_devices=4, compile=lm.Compile("forward", forward, (x,)))
+        smallest_topology(_model(), "v5e", _RULES, max_devices=4, compile=lm.Compile("forward", forward, x))

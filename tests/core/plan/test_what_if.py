@@ -179,15 +179,15 @@ def loss(tree: Any, x: Any) -> Any:
 
 def test_a_training_step_is_compiled_with_the_state_there_is(mesh8: Mesh) -> None:
     x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
-    own = model(optax.adam(1e-3), mesh=mesh8).plan(compile=lm.Compile("train", loss, (x,)))
-    stated = model(mesh=mesh8).plan(what_if=lm.WhatIf(optimizer="adam"), compile=lm.Compile("train", loss, (x,)))
+    own = model(optax.adam(1e-3), mesh=mesh8).plan(compile=lm.Compile("train", loss, x))
+    stated = model(mesh=mesh8).plan(what_if=lm.WhatIf(optimizer="adam"), compile=lm.Compile("train", loss, x))
     assert own.compiled is not None and stated.compiled is not None
     assert "gradients" not in own.parts  # they are among the compiler's temporaries
     assert own.parts["optimizer state"] == 2 * TRAINED + 4
     assert own.compiled.argument_nbytes == stated.compiled.argument_nbytes + 4
     assert own.compiled.alias_nbytes == stated.compiled.alias_nbytes + 4  # all of it is updated in place
     assert own.used_nbytes == sum(own.parts.values()) == own.compiled.peak_nbytes
-    frozen = model(optax.adam(1e-3), trained=".*table", mesh=mesh8).plan(compile=lm.Compile("train", loss, (x,)))
+    frozen = model(optax.adam(1e-3), trained=".*table", mesh=mesh8).plan(compile=lm.Compile("train", loss, x))
     assert frozen.compiled is not None
     assert frozen.compiled.argument_nbytes == PARAMETERS + 2 * TABLE + 4 + x.size * 4
     assert frozen.parts["optimizer state"] == 2 * TABLE + 4
@@ -196,10 +196,10 @@ def test_a_training_step_is_compiled_with_the_state_there_is(mesh8: Mesh) -> Non
 def test_a_forward_pass_beside_the_state(mesh8: Mesh) -> None:
     """What is compiled knows nothing of state and gradients, which lie there all the same."""
     x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
-    alone = model(mesh=mesh8).plan(compile=lm.Compile("forward", loss, (x,)))
+    alone = model(mesh=mesh8).plan(compile=lm.Compile("forward", loss, x))
     for training in (
-        model(optax.adam(1e-3), mesh=mesh8).plan(compile=lm.Compile("forward", loss, (x,))),
-        model(mesh=mesh8).plan(what_if=lm.WhatIf(optimizer="adam"), compile=lm.Compile("forward", loss, (x,))),
+        model(optax.adam(1e-3), mesh=mesh8).plan(compile=lm.Compile("forward", loss, x)),
+        model(mesh=mesh8).plan(what_if=lm.WhatIf(optimizer="adam"), compile=lm.Compile("forward", loss, x)),
     ):
         assert training.parts["activations"] == alone.parts["activations"] > 0
         assert training.parts["optimizer state"] in (2 * TRAINED, 2 * TRAINED + 4)
@@ -208,7 +208,7 @@ def test_a_forward_pass_beside_the_state(mesh8: Mesh) -> None:
 
 def test_what_a_function_leaves_unused_is_on_the_device_all_the_same(mesh8: Mesh) -> None:
     x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
-    plan = model(mesh=mesh8).plan(compile=lm.Compile("forward", lambda tree, x: x * 2, (x,)))
+    plan = model(mesh=mesh8).plan(compile=lm.Compile("forward", lambda tree, x: x * 2, x))
     assert plan.compiled is not None and plan.compiled.argument_nbytes == PARAMETERS + x.size * 4
     assert plan.parts["activations"] >= 2 * x.size * 4
 

@@ -1,0 +1,230 @@
+"""What will be called is compiled while weights come: the first `predict`, `fit` or `generate` compiles nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import jax
+import keras
+import keras_hub
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import lazymodel as lm
+import lazymodel_keras as lk
+
+from .models import BACKBONES, bits, randomize
+from .test_hub import causal_lm
+
+RULES = {".*/kernel": P(None, "model"), ".*": P()}
+X, Y = np.random.default_rng(0).standard_normal((16, 16), "float32"), np.arange(16) % 8
+
+
+@contextlib.contextmanager
+def compiled() -> Generator[list[str]]:
+    """The programs that were traced or compiled within."""
+    found: list[str] = []
+
+    def listen(event: str, seconds: float, **about: Any) -> None:
+        if event.endswith(("jaxpr_trace_duration", "backend_compile_duration")):
+            found.append(str(about.get("fun_name")))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def make_model(**options: Any) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(8, name="up"), keras.layers.BatchNormalization(), keras.layers.Dropout(0.1)]
+    model = keras.Sequential([keras.Input((16,)), *layers, keras.layers.Dense(8, name="down")])
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"], **options)
+    return model
+
+
+def used(model: keras.Model) -> list[Any]:
+    """Everything that a first prediction and two first epochs leave."""
+    predicted = model.predict(X, batch_size=8, verbose=0)
+    history = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    return [predicted, history, *(bits(variable) for variable in [*model.variables, *model.optimizer.variables])]
+
+
+def assert_equal(found: list[Any], expected: list[Any]) -> None:
+    assert found[1] == expected[1]
+    for one, other in zip([found[0], *found[2:]], [expected[0], *expected[2:]], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+COMPILE = [lm.Compile("train", batch=8), lm.Compile("predict", batch=8)]
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_the_first_prediction_and_epoch_compile_nothing(mesh42: Mesh, distributed: bool) -> None:
+    scope = lk.distribution(mesh42, "batch").scope() if distributed else contextlib.nullcontext()
+    with scope:
+        abstract = lm.build_abstract(make_model)
+        abstract = abstract.shard(mesh42, RULES) if distributed else abstract
+        models = [abstract.materialize(compile=COMPILE), abstract.materialize()]
+        assert models[0] is not models[1]
+        with compiled() as programs:
+            found = used(models[0])
+        assert not programs
+        assert_equal(found, used(models[1]))
+    if not distributed:
+        assert_equal(found, used(make_model()))
+    (moment,) = (v for v in models[0].optimizer.variables if "up" in v.path and v.path.endswith("kernel_momentum"))
+    assert moment.value.sharding == models[0].layers[0].kernel.value.sharding
+
+
+def test_each_model_of_an_abstract_one_has_its_own_programs() -> None:
+    abstract = lm.build_abstract(make_model)
+    for _ in range(2):
+        model = abstract.materialize(compile=lm.Compile("predict", batch=4))
+        with compiled() as programs:
+            model.predict(X[:4], verbose=0)
+        assert not programs
+
+
+def test_on_a_mesh_without_a_distribution_fit_says_what_it_needs(mesh8: Mesh) -> None:
+    with pytest.warns(UserWarning, match=r"compiles its second step .*distribution\(mesh\)\.scope"):
+        model = lm.build_abstract(make_model).shard(mesh8, RULES).materialize(compile=COMPILE)
+    with compiled() as programs:
+        model.predict(X, batch_size=8, verbose=0)
+        model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
+    assert not programs
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return causal_lm(tmp_path_factory.mktemp("presets") / "gemma_lm")
+
+
+def with_sampler(folder: str, sampler: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        task = keras_hub.models.CausalLM.from_preset(folder)
+        task.compile(sampler=sampler())
+        return task
+
+    return make
+
+
+PROMPTS = ["the quick", "fox"]
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file .*vocabulary.spm:ResourceWarning")
+@pytest.mark.parametrize("where", ["one device", "mesh", "distribution"])
+def test_the_first_text_compiles_nothing(gemma: str, mesh42: Mesh, where: str) -> None:
+    samplers = keras_hub.samplers
+    sampler = samplers.GreedySampler if where == "mesh" else functools.partial(samplers.TopKSampler, k=5, seed=3)
+    with lk.distribution(mesh42, "batch").scope() if where == "distribution" else contextlib.nullcontext():
+        abstract = lm.build_abstract(with_sampler(gemma, sampler))
+        abstract = abstract if where == "one device" else abstract.shard(mesh42, lm.auto())
+        task = abstract.materialize(compile=lm.Compile("generate", batch=4, sequence=10))
+        with compiled() as programs:
+            texts = [task.generate(PROMPTS * 2, max_length=10) for _ in range(2)]
+        assert not programs
+        other = abstract.materialize()
+        assert texts == [other.generate(PROMPTS * 2, max_length=10) for _ in range(2)]
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file .*vocabulary.spm:ResourceWarning")
+@pytest.mark.filterwarnings("ignore:`shuffle=True` was passed:UserWarning")
+def test_a_task_of_a_preset(gemma: str, tmp_path: Path) -> None:
+    cls = keras_hub.models.CausalLM
+    compiles = [lm.Compile("train", batch=2), lm.Compile("generate", PROMPTS, sequence=8)]
+    task = lk.from_preset(cls, gemma, compile=compiles)
+    with compiled() as programs:
+        task.fit(PROMPTS * 2, batch_size=2, verbose=0)
+        task.train_on_batch(PROMPTS)
+        task.generate(PROMPTS, max_length=8)
+    assert not programs
+    assert lk.from_preset(cls, gemma, compile=False).compiled is False, "True and False are KerasHub's"
+
+    task.save_weights(tmp_path / "task.weights.h5")
+    restored = lk.restore(lm.build_abstract(cls.from_preset, gemma), tmp_path / "task.weights.h5", compile=compiles[0])
+    with compiled() as programs:
+        restored.train_on_batch(PROMPTS)
+    assert not programs
+    assert int(restored.optimizer.iterations.value) == 4
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file .*vocabulary.spm:ResourceWarning")
+def test_within_deferred_and_of_a_saved_model(gemma: str, tmp_path: Path) -> None:
+    with lk.deferred(compile=lm.Compile("generate", batch=2, sequence=8)):
+        task = keras_hub.models.CausalLM.from_preset(gemma)
+    with compiled() as programs:
+        task.generate(PROMPTS, max_length=8)
+    assert not programs
+    saved = make_model()
+    saved.train_on_batch(X, Y)
+    saved.save(tmp_path / "model.keras")
+    model = lk.load_model(tmp_path / "model.keras", compile=COMPILE)
+    with compiled() as programs:
+        used(model)
+    assert not programs
+
+
+@pytest.mark.filterwarnings("ignore:`shuffle=True` was passed:UserWarning")
+def test_a_classifier_of_texts(tmp_path: Path) -> None:
+    words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", "the", "fox"]
+    tokenizer = keras_hub.models.BertTokenizer(vocabulary=words)
+    preprocessor = keras_hub.models.BertTextClassifierPreprocessor(tokenizer, sequence_length=8)
+    cls, config = BACKBONES["bert"]
+    backbone = randomize(cls(**{**config, "num_layers": 1}))
+    keras_hub.models.BertTextClassifier(backbone, 3, preprocessor).save_to_preset(str(tmp_path / "bert"))
+    compiles = [lm.Compile("predict", batch=2), lm.Compile("train", batch=2)]
+    task = lk.from_preset(keras_hub.models.TextClassifier, tmp_path / "bert", compile=compiles)
+    with compiled() as programs:
+        task.predict(["the fox", "fox"], verbose=0)
+        task.fit(["the fox", "fox"], [0, 2], batch_size=2, verbose=0)
+    assert not programs
+
+
+def test_models_say_what_they_take_or_are_told(mesh8: Mesh) -> None:
+    def several() -> keras.Model:
+        one, two = keras.Input((4,), name="one"), keras.Input((None, 3), name="two")
+        pooled = keras.layers.GlobalAveragePooling1D()(two)
+        outputs = keras.layers.Dense(2)(keras.layers.concatenate([one, pooled]))
+        model = keras.Model({"one": one, "two": two}, outputs)
+        model.compile("sgd", "mse", steps_per_execution=2)
+        return model
+
+    x = {"one": np.ones((8, 4), "float32"), "two": np.ones((8, 5, 3), "float32")}
+    y, weights = np.ones((8, 2), "float32"), np.ones((8,), "float32")
+    some = {name: jax.ShapeDtypeStruct((4, *array.shape[1:]), array.dtype) for name, array in x.items()}
+    compiles = [
+        lm.Compile("train", batch=4, sequence=5),
+        lm.Compile("train", some, y[:4], weights[:4]),
+        lm.Compile("predict", some),
+    ]
+    model = lm.build_abstract(several).materialize(compile=compiles)
+    with compiled() as programs:
+        model.fit(x, y, batch_size=4, verbose=0)
+        model.fit(x, y, batch_size=4, sample_weight=weights, verbose=0)
+        model.predict(x, batch_size=4, verbose=0)
+    assert not programs
+
+
+@pytest.mark.parametrize(
+    ("make", "compile", "message"),
+    [
+        (make_model, lm.Compile("generate", batch=1), "has no generate"),
+        (lambda: make_model(run_eagerly=True), lm.Compile("train", batch=1), "run_eagerly=True"),
+        (lambda: make_model(jit_compile=False), lm.Compile("predict", batch=1), "jit_compile=False"),
+        (lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]), lm.Compile("train"), "is not compiled"),
+        (lambda: keras_hub.models.BertBackbone(**BACKBONES["bert"][1]), lm.Compile("generate"), "has no generate"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_first(make: Any, compile: lm.Compile, message: str) -> None:
+    abstract = lm.build_abstract(make)
+    with pytest.raises(lm.LazyModelError, match=message):
+        abstract.materialize(compile=compile)
+    abstract.materialize()
