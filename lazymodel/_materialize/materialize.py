@@ -109,7 +109,10 @@ def materialize(
     """
     start, timeline = time.perf_counter(), Timeline.after_imports(model.spent)
     compiles = checked(compile)
-    model = prepared(model, compiles)
+    if compiles:
+        with timeline.span("lower", "preparing"):
+            model = prepared(model, compiles)
+    matching = time.perf_counter()
     require_live(model.variables)
     shardings = device_shardings(model.variables)
     assigned = [variable.sharding for variable in model.values()]
@@ -123,7 +126,7 @@ def materialize(
         budget = None if max_host_memory is None else parse_budget(max_host_memory)
         items = _items(model, choice, shardings)
         reading = Reading(items, budget, exchanges(items, replicas))
-        timeline.add("match", start, time.perf_counter())
+        timeline.add("match", matching, time.perf_counter())
         compiling = Compiling.of(model, compiles, shardings, timeline)
         stage.outcome = _outcome(choice, compiles)
         if jax.process_count() > 1:
