@@ -54,7 +54,8 @@ class Compiling:
     """Programs that are compiled in threads. `_changed` guards what these share.
 
     Attributes:
-        descriptions: What each program computes, and of what: the same in all processes that do the same.
+        names: What each program computes.
+        details: What it computes it of: the same in all processes that do the same.
         wait_seconds: Those that `finished` waited.
     """
 
@@ -88,8 +89,12 @@ class Compiling:
         return cls(programs, Room(model, shardings), timeline)
 
     @property
-    def descriptions(self) -> list[str]:
-        return [f"compile {p.description} {jax.tree.leaves(p.lowered.in_avals)}" for p in self._programs]
+    def names(self) -> list[str]:
+        return [program.description for program in self._programs]
+
+    @property
+    def details(self) -> list[str]:
+        return [str(jax.tree.leaves(program.lowered.in_avals)) for program in self._programs]
 
     @contextlib.contextmanager
     def beside(self) -> Generator[None]:

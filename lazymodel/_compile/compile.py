@@ -115,8 +115,9 @@ class Compile:
 
         Example:
             >>> step = jax.jit(lambda kernel, x: x @ kernel)
-            >>> compile = lm.Compile(step, batch).of(lambda model: (model["up"]["kernel"],))
-            >>> model = sharded.materialize(compile=compile)  # `step(model["up"]["kernel"], batch)` compiles nothing
+            >>> x = np.ones((8, 64), "float32")
+            >>> of_kernel = lm.Compile(step, x).of(lambda model: (model["up"]["kernel"],))
+            >>> model = sharded.materialize(compile=of_kernel)  # `step(model["up"]["kernel"], x)` compiles nothing now
         """
         if self.what != "step":
             raise LazyModelError(f"only a jitted function is called with parts of the model; got {self.what!r}")

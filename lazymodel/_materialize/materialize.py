@@ -85,8 +85,7 @@ def materialize(
             (a larger variable alone: as much as a device holds of it, twice). None exchanges what comes over a network.
             Variables of less than 64 KiB are read by all.
         compile: What will be called with the model, one `lazymodel.Compile` or several: lowered before a byte is read,
-            and compiled while the weights come, so that its first call compiles nothing. It has to be called in the
-            same context (`jax.set_mesh`, `jax.default_matmul_precision`) as this is.
+            and compiled while the weights come; the first call, in the same context as this one, compiles nothing.
         progress: True or False for a bar, None for a bar when a person is watching, a callable
             `f(done_nbytes, total_nbytes)` or a `Progress` for your own. Bytes are those of the distinct shards of
             this process; they are told of from several threads, one call at a time.
@@ -98,8 +97,7 @@ def materialize(
         CheckpointError: A tensor is missing (with `initialize="nothing"`), unexpected or of another shape (with
             `strict`), would lose what it means in its variable's dtype (unless `cast="unsafe"`), or cannot be read, in
             this or another process; or the processes' checkpoints have other tensors.
-        DoesNotFitError: What is compiled does not fit the devices, as far as these say what memory they have, or so the
-            compiler says. Where it may not, no more than a fifth of the bytes is read before that is known.
+        DoesNotFitError: What is compiled does not fit the devices; where it may not, it is known after a fifth of it.
         Exception: Whatever a callable given as `progress` or `report` raises, and what tracing raises.
 
     Example:
@@ -120,20 +118,14 @@ def materialize(
     with agreement(assigned) as stage:
         deliver = delivery(report)
         checkpoint = flat_checkpoint(checkpoint)
-        choice = choose(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
-        if checkpoint is not None and initialize != "all":
-            warn_of_rest(model, checkpoint, choice, initialize)
-        budget = None if max_host_memory is None else parse_budget(max_host_memory)
-        items = _items(model, choice, shardings)
-        reading = Reading(items, budget, exchanges(items, replicas))
+        choice = _chosen(model, checkpoint, initialize, strict, cast)
+        reading = Reading.of(model, choice, shardings, max_host_memory, replicas)
         timeline.add("match", matching, time.perf_counter())
         compiling = Compiling.of(model, compiles, shardings, timeline)
-        stage.outcome = _outcome(choice, compiles)
-        if jax.process_count() > 1:
-            stage.details = _details(choice, reading, compiling)
+        _tell(stage, choice, reading, compiling)
     with agreement(assigned) as stage, compiling.beside():
-        progress = progress_for(progress)
-        arrays, costs = make_arrays(model, choice, shardings, reading, compiling, progress, stage, timeline)
+        told = progress_for(progress)
+        arrays, costs = make_arrays(model, choice, shardings, reading, compiling, told, stage, timeline)
     with timeline.span("rebuild"):
         result = model.framework.rebuild(arrays)
     if deliver is not None:
@@ -148,6 +140,20 @@ class Reading:
     items: Sequence[StreamItem]
     max_host_memory: int | None
     exchanges: Mapping[str, Exchange]  # of those items that are read in parts, by path
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelSpec,
+        choice: Choice,
+        shardings: Mapping[str, Sharding],
+        max_host_memory: int | str | None,
+        replicas: str | None,
+    ) -> Reading:
+        """As the arguments of `materialize` say it."""
+        budget = None if max_host_memory is None else parse_budget(max_host_memory)
+        items = _items(model, choice, shardings)
+        return cls(items, budget, exchanges(items, replicas))
 
     def arrays(self, watcher: _Watcher, stage: Stage, timeline: Timeline) -> Generator[tuple[str, jax.Array]]:
         """The arrays as they are complete; what cannot be read at all is refused at once."""
@@ -212,6 +218,16 @@ def make_arrays(
         raise
     finally:
         progress.finish()
+
+
+def _chosen(
+    model: ModelSpec, checkpoint: Mapping[str, Any] | None, initialize: str | None, strict: bool, cast: str
+) -> Choice:
+    """What becomes of each variable, having warned of what the checkpoint lacks or has besides."""
+    choice = choose(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
+    if checkpoint is not None and initialize != "all":
+        warn_of_rest(model, checkpoint, choice, initialize)
+    return choice
 
 
 def _items(model: ModelSpec, choice: Choice, shardings: Mapping[str, Sharding]) -> list[StreamItem]:
@@ -282,22 +298,20 @@ def _from_where(choice: Choice) -> str:
     return f" from {listed(folders, most=1)}" if folders else ""
 
 
-def _outcome(choice: Choice, compiles: Sequence[Compile]) -> str:
-    """What this process is about to do, in words that differ if it differs."""
+def _tell(stage: Stage, choice: Choice, reading: Reading, compiling: Compiling) -> None:
+    """Says what this process is about to do, in words that differ if it differs: what it initializes and compiles, what
+    the tensors are that it loads, and the programs by which they are exchanged, in order.
+    """
     initialized = [path for recipe in choice.recipes for path in recipe.paths]
     names = f": {', '.join(initialized)}" if initialized else ""
-    compiled = f", compile {', '.join(compile.name for compile in compiles)}" if compiles else ""
-    return f"load {len(choice.sources)} variables and initialize {len(initialized)}{names}{compiled}"
-
-
-def _details(choice: Choice, reading: Reading, compiling: Compiling) -> str:
-    """What the tensors are that this process is about to load, which differs where the files are of another kind, the
-    programs by which they are exchanged, in order, and what is compiled beside.
-    """
+    stage.outcome = f"load {len(choice.sources)} variables and initialize {len(initialized)}{names}"
+    if jax.process_count() == 1:
+        return
     loaded = sorted(choice.sources.items())
     lines = [f"{path} {getattr(source, 'dtype', '')} {np.shape(source)}" for path, source in loaded]
     lines += [f"exchange {path} {exchange.division}" for path, exchange in reading.exchanges.items()]
-    return "\n".join([*lines, *compiling.descriptions])
+    stage.outcome += "".join(f", compile {program}" for program in compiling.names)
+    stage.details = "\n".join([*lines, *compiling.details])
 
 
 def _read_as(variable: AbstractVariable, source: Any, choice: Choice) -> Any:

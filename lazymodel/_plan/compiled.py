@@ -120,6 +120,11 @@ def _without_optimizer(model: ModelSpec) -> ModelSpec:
 
 def _own(model: ModelSpec, compile: Compile) -> PlannedFunction:
     """The model's own forward pass or loss, its inputs split over the mesh's data axes."""
+    if compile.inputs:
+        raise LazyModelError(
+            "a plan makes a training step of its own around the model's loss, which takes batch and sequence, or a "
+            "function before the inputs; what fit itself runs is for materialize"
+        )
     meshes = (v.sharding.mesh for v in model.values() if isinstance(v.sharding, NamedSharding))
     mesh = cast("Mesh | None", next(meshes, None))
     axes = [axis for axis in ([] if mesh is None else mesh.shape) if axis in _DATA_AXES]

@@ -90,8 +90,7 @@ def plan(
     if compile is not None and compile.is_use:
         compiled, parts[ACTIVATIONS], note, found = _compiled(model, use, compile)
         notes, limit = [*notes, note], found if limit is None else limit
-        if compile.is_step or compile.what == "train":
-            parts.pop(GRADIENTS, None)  # they are among its temporaries
+        parts.pop(GRADIENTS if compile.is_step or compile.what == "train" else "", None)  # among its temporaries
     rows = _rows(model, choice, use)
     hosts = make_hosts(model, choice, placement, traffic, steps, on_cpu=devices.platform == "cpu")
     return MemoryPlan(

@@ -147,7 +147,7 @@ def test_text_classifier_with_tokenizer_and_a_new_head(minilm: str, mesh8: Mesh)
     np.testing.assert_allclose(stock.predict(["a", "b c"], verbose=0), ours.predict(["a", "b c"], verbose=0), atol=1e-5)
 
 
-def causal_lm(folder: Path) -> str:
+def causal_lm(folder: Path, **changes: Any) -> str:
     """A Gemma CausalLM preset with a word-piece-like tokenizer of its own."""
     import io
 
@@ -173,7 +173,7 @@ def causal_lm(folder: Path) -> str:
     tokenizer = keras_hub.models.GemmaTokenizer(proto=proto.getvalue())
     from .models import randomize
 
-    backbone = randomize(keras_hub.models.GemmaBackbone(**BACKBONES["gemma"][1]))
+    backbone = randomize(keras_hub.models.GemmaBackbone(**{**BACKBONES["gemma"][1], **changes}))
     preprocessor = keras_hub.models.GemmaCausalLMPreprocessor(tokenizer, sequence_length=12)
     keras_hub.models.GemmaCausalLM(backbone, preprocessor).save_to_preset(str(folder))
     return str(folder)

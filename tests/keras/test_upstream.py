@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import jax
 import keras
 import keras_hub
 import numpy as np
+import pytest
 from keras.src.backend.common import global_state
 from keras.src.saving import saving_lib
 
@@ -86,6 +88,60 @@ def test_whole_models_are_read_through_functions_that_are_patched() -> None:
         assert "__setitem__" in vars(store)
     keras.utils.clear_session()
     assert _upstream.automatic_name(keras.layers.BatchNormalization) == keras.layers.BatchNormalization().name
+
+
+def test_what_is_compiled_is_closed_over_by_the_functions_that_models_keep() -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    model.compile("adam", "mse", metrics=["mae"], steps_per_execution=2)
+    assert not _upstream.is_built(model)
+    _upstream.build_for(model, (np.zeros((1, 2), "float32"), np.zeros((1, 2), "float32")))
+    assert _upstream.is_built(model)
+    assert len(model.metrics_variables) == 4
+    model.make_train_function()
+    model.make_predict_function()
+    jitted = [_upstream.jitted_cells(function) for function in (model.train_function, model.predict_function)]
+    names = [sorted(cell.cell_contents.__name__ for cell in cells) for cells in jitted]
+    assert names == [["train_step"], ["concatenate", "predict_step"]]
+
+
+def test_a_call_of_a_jitted_function_is_seen_and_not_made() -> None:
+    state = keras.Variable(np.ones(2, "float32"))
+    jitted = jax.jit(lambda inputs, state: 1 / 0)
+
+    def function(inputs: Any) -> Any:
+        return jitted(inputs, state=state.value)
+
+    found, args, kwargs = _upstream.call_of_jitted(function, (3,), {})
+    assert found is jitted
+    assert args == (3,)
+    assert kwargs["state"] is state.value
+    with pytest.raises(ZeroDivisionError):
+        function(3)
+
+
+def test_values_of_abstract_variables_are_those_of_the_scope_or_of_their_initializer() -> None:
+    class Scope(keras.StatelessScope):
+        def get_current_value(self, variable: Any) -> Any:
+            return "described" if variable is known else None
+
+    with _upstream.no_pending_variables(), keras.StatelessScope(initialize_variables=False):
+        known, other = (keras.Variable("ones", shape=(2,)) for _ in range(2))
+        _upstream.not_pending(known)
+        _upstream.not_pending(other)
+    with _upstream.initialized_by([known, other], [mock.Mock(), mock.Mock(side_effect=LookupError)]), Scope():
+        assert known.value == "described"
+        with pytest.raises(LookupError):
+            _ = other.value
+    np.testing.assert_array_equal(other.value, np.ones(2))
+
+
+def test_arrays_that_are_committed_to_no_device() -> None:
+    array = jax.device_put(np.arange(4.0), jax.devices()[0])
+    assert array.committed
+    found = _upstream.uncommitted(array)
+    assert not found.committed
+    assert found.unsafe_buffer_pointer() == array.unsafe_buffer_pointer()
+    np.testing.assert_array_equal(jax.jit(lambda x: x + 1, donate_argnums=0)(found), np.arange(1.0, 5.0))
 
 
 @needs_keras("3.14", "whole models in Orbax checkpoints")

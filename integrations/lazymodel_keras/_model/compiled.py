@@ -22,14 +22,15 @@ from lazymodel_keras._model.examples import described, first_batch, generated, r
 
 
 class _Described(keras.StatelessScope):
-    """A scope in which the value of a variable is the struct that describes it."""
+    """A scope in which the value of a variable is the struct that describes it, but to programs that are traced."""
 
     def __init__(self, structs: Mapping[int, jax.ShapeDtypeStruct]) -> None:
         super().__init__(initialize_variables=False)
         self._structs = structs
 
     def get_current_value(self, variable: Any) -> Any:
-        return self._structs.get(id(variable))
+        traced = isinstance(jax.numpy.zeros(()), jax.core.Tracer)
+        return None if traced else self._structs.get(id(variable))
 
 
 @contextlib.contextmanager
