@@ -107,10 +107,7 @@ def materialize(
     """
     start, timeline = time.perf_counter(), Timeline.after_imports(model.spent)
     compiles = checked(compile)
-    if compiles:
-        with timeline.span("lower", "preparing"):
-            model = prepared(model, compiles)
-    matching = time.perf_counter()
+    model, matching = prepared(model, compiles, timeline), time.perf_counter()
     require_live(model.variables)
     shardings = device_shardings(model.variables)
     assigned = [variable.sharding for variable in model.values()]
