@@ -69,6 +69,11 @@ def from_preset(
         >>> model = lk.from_preset(keras_hub.models.GemmaBackbone, "preset", mesh=mesh, rules="auto", dtype="bfloat16")
         >>> model.token_embedding.embeddings.value.sharding.spec
         P('model',)
+        >>> compile = lm.Compile("predict", batch=1, sequence=8)
+        >>> model = lk.from_preset(keras_hub.models.GemmaBackbone, "preset", compile=compile)
+        >>> tokens = {name: np.ones((1, 8), "int32") for name in ("token_ids", "padding_mask")}
+        >>> model.predict(tokens, verbose=0).shape  # compiles nothing
+        (1, 8, 16)
     """
     require_rules(mesh, rules)
     if isinstance(compile, bool):

@@ -199,6 +199,7 @@ def test_models_say_what_they_take_or_are_told(mesh8: Mesh) -> None:
     compiles = [
         lm.Compile("train", batch=4, sequence=5),
         lm.Compile("train", some, y[:4], weights[:4]),
+        lm.Compile("train", x, y, None),
         lm.Compile("predict", some),
     ]
     model = lm.build_abstract(several).materialize(compile=compiles)
