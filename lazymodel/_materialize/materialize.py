@@ -105,8 +105,7 @@ def materialize(
         >>> model["up"]["kernel"].sharding.spec
         P(None, 'model')
     """
-    start, timeline = time.perf_counter(), Timeline.after_imports(model.spent)
-    compiles = checked(compile)
+    start, timeline, compiles = time.perf_counter(), Timeline.after_imports(model.spent), checked(compile)
     model, matching = prepared(model, compiles, timeline), time.perf_counter()
     require_live(model.variables)
     shardings = device_shardings(model.variables)
