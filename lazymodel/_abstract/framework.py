@@ -75,7 +75,8 @@ class LoweredFunction:
 
     description: str  # what it computes, for people, such as "predict: gemma of 1 × 128 int32"
     lowered: jax.stages.Lowered
-    besides: Callable[[], object] | None = None  # runs, on values of no meaning, small programs that are run with it
+    # Given the compiled program, compiles small ones that are run with it, such as by running them on zeros.
+    besides: Callable[[jax.stages.Compiled], object] | None = None
 
 
 class Framework:

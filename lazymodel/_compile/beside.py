@@ -178,7 +178,7 @@ class Compiling:
         with self._timeline.span("compile", program.description):
             compiled = compile_lowered(program.lowered, program.description)
             if program.besides is not None:
-                program.besides()
+                program.besides(compiled)
         seconds = time.perf_counter() - start
         memory = None if compiled.memory_analysis() is None else memory_of(compiled, seconds)
         if self._room is not None and memory is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import keras
@@ -19,6 +19,8 @@ from lazymodel._abstract.framework import LoweredFunction
 from lazymodel._errors import warn
 from lazymodel_keras import _upstream
 from lazymodel_keras._model.examples import described, first_batch, generated, refused_example
+
+Besides: TypeAlias = "Callable[[jax.stages.Compiled], None]"
 
 
 class _Described(keras.StatelessScope):
@@ -94,26 +96,55 @@ def lower(
         together = jitted.pop("concatenate", None)
         (step,) = jitted.values()
         lowered = step.lower(state, data)
-        besides = _epoch(model, state[-1]) if what == "train" else None
-        found = [LoweredFunction(f"{what}: {model.name} of {_text(data)}", lowered, besides)]
-        # With several steps an execution, `predict` compiles how their outputs are put together. Where they will be on
-        # a mesh only the compiler knows.
-        if together is not None and all(leaf.sharding is None for leaf in jax.tree.leaves(state)):
-            outputs = [lowered.out_info[0]] * model.steps_per_execution
-            found.append(LoweredFunction(f"{what}: the outputs of {len(outputs)} steps", together.lower(outputs)))
-    return found
+        besides = (
+            _epoch(model, state[-1])
+            if what == "train"
+            else together and _together(model, together, lowered, (state, data))
+        )
+    return [LoweredFunction(f"{what}: {model.name} of {_text(data)}", lowered, besides)]
 
 
-def _epoch(model: Any, structs: Sequence[jax.ShapeDtypeStruct]) -> Callable[[], None]:
+def _epoch(model: Any, structs: Sequence[jax.ShapeDtypeStruct]) -> Besides:
     """Runs the small programs by which `fit` begins and ends an epoch: metrics are reset, and give their results."""
 
-    def run() -> None:
+    def run(_: jax.stages.Compiled) -> None:
         states = iter(structs)
         for metric in model.metrics:
             metric.stateless_reset_state()
             metric.stateless_result([_zeros(next(states)) for _ in metric.variables])
 
     return run
+
+
+def _together(model: Any, concatenate: Any, lowered: jax.stages.Lowered, args: Any) -> Besides:
+    """Compiles how `predict` with several steps an execution puts their outputs together."""
+
+    def run(compiled: jax.stages.Compiled) -> None:
+        outputs, _ = _results(lowered, compiled, args)
+        concatenate.lower([outputs] * model.steps_per_execution).compile()
+
+    return run
+
+
+def _texts(task: Any, lowered: jax.stages.Lowered, args: Any) -> Besides:
+    """Makes texts of tokens, for which some versions of KerasHub run small programs."""
+
+    def run(compiled: jax.stages.Compiled) -> None:
+        tokens, _ = _results(lowered, compiled, args)
+        task.preprocessor.generate_postprocess(jax.tree.map(_zeros, tokens))
+
+    return run
+
+
+def _results(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, args: Any) -> Any:
+    """What a program returns, as structs; committed to devices only if some of its arguments are."""
+    if all(getattr(argument, "sharding", None) is None for argument in jax.tree.leaves(args)):
+        return jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), lowered.out_info)
+
+    def placed(info: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding)
+
+    return jax.tree.map(placed, lowered.out_info, compiled.output_shardings)
 
 
 def _zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
@@ -183,7 +214,9 @@ def _lower_generate(
         jitted, args, kwargs = _upstream.call_of_jitted(function, args, kwargs)
         args, kwargs = jax.tree.map(_struct, (args, kwargs))
         lowered = jitted.lower(*args, **kwargs)
-    return [LoweredFunction(f"generate: {task.name} of {_text(args[0])}", lowered)]
+    makes_texts = hasattr(task.preprocessor, "generate_postprocess")
+    besides = _texts(task, lowered, args) if makes_texts else None
+    return [LoweredFunction(f"generate: {task.name} of {_text(args[0])}", lowered, besides)]
 
 
 def _struct(value: Any) -> Any:
