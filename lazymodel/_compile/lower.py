@@ -18,6 +18,7 @@ from lazymodel._abstract.placement import stays_on_host
 from lazymodel._abstract.spec import AnyModel, ModelSpec
 from lazymodel._compile.compile import FORWARD, INIT, Compile
 from lazymodel._errors import LazyModelError
+from lazymodel._show.timeline import Timeline
 
 
 def checked(compile: Compile | Sequence[Compile] | None) -> tuple[Compile, ...]:
@@ -45,11 +46,12 @@ def checked(compile: Compile | Sequence[Compile] | None) -> tuple[Compile, ...]:
     return found
 
 
-def prepared(model: AnyModel, compiles: Sequence[Compile]) -> AnyModel:
+def prepared(model: AnyModel, compiles: Sequence[Compile], timeline: Timeline) -> AnyModel:
     """The model with what its own functions would make on their first call, such as an optimizer's state."""
     for compile in compiles:
         if not compile.is_step:
-            model = model.framework.prepared(model, compile.what, **_told(compile))
+            with timeline.span("lower", "preparing"):
+                model = model.framework.prepared(model, compile.what, **_told(compile))
     return model
 
 

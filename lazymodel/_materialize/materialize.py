@@ -105,9 +105,8 @@ def materialize(
         >>> model["up"]["kernel"].sharding.spec
         P(None, 'model')
     """
-    start, timeline = time.perf_counter(), Timeline.after_imports(model.spent)
-    compiles = checked(compile)
-    model = prepared(model, compiles)
+    start, timeline, compiles = time.perf_counter(), Timeline.after_imports(model.spent), checked(compile)
+    model, matching = prepared(model, compiles, timeline), time.perf_counter()
     require_live(model.variables)
     shardings = device_shardings(model.variables)
     assigned = [variable.sharding for variable in model.values()]
@@ -117,7 +116,7 @@ def materialize(
         checkpoint = flat_checkpoint(checkpoint)
         choice = _chosen(model, checkpoint, initialize, strict, cast)
         reading = Reading.of(model, choice, shardings, max_host_memory, replicas)
-        timeline.add("match", start, time.perf_counter())
+        timeline.add("match", matching, time.perf_counter())
         compiling = Compiling.of(model, compiles, shardings, timeline)
         _tell(stage, choice, reading, compiling)
     with agreement(assigned) as stage, compiling.beside():

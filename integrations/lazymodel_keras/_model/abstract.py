@@ -80,7 +80,7 @@ def extended(abstract: ModelSpec, skeleton: Skeleton) -> AbstractModel:
 
     They come from checkpoints as the skeleton says, and lie as what they belong to, or on every device of the mesh.
     """
-    new = from_skeleton(skeleton, quiet=True, spent=abstract.spent)
+    new = from_skeleton(skeleton, quiet=True)
     own = {path: dataclasses.replace(abstract[path], origin=new[path].origin) for path in abstract}
     added = {path: variable for path, variable in new.items() if path not in own}
     return dataclasses.replace(
@@ -90,6 +90,7 @@ def extended(abstract: ModelSpec, skeleton: Skeleton) -> AbstractModel:
         recipes=(*abstract.recipes, *(r for r in new.recipes if not set(r.paths).intersection(own))),
         sources={**abstract.sources, **new.sources},
         programs=abstract.programs,
+        spent=abstract.spent,
     )
 
 

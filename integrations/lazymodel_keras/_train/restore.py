@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack, cast
@@ -22,6 +23,7 @@ from lazymodel import AbstractModel, CheckpointError, Compile, LazyModelError, o
 from lazymodel._errors import warn
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._show.text import closest, folded_names, listed
+from lazymodel._show.timeline import Span
 from lazymodel._tensors.casting import UNSAFE, check_mode
 from lazymodel._tensors.stored import misshapen
 from lazymodel.checkpoints._untrusted import read_json_file
@@ -259,14 +261,15 @@ def _restore_abstract(
             f"cannot restore {path} into the abstract model {abstract.name}: expected one of a Keras model that was "
             "not materialized yet. Build it abstractly again, or restore into the materialized model."
         )
-    recording = skeleton.present().recording
+    start, recording = time.perf_counter(), skeleton.present().recording
     skeleton.used = True  # an optimizer is built that the abstract model knows nothing of
     recording.cast, recording.remote = cast, remote
     with session(recording):
         read_state(recording, skeleton.result, path, weights_only=weights_only, strict=strict)
     filled = KerasModel(None, recording, skeleton.result)
     filled.add_variables(skeleton.variables)
-    return extended(abstract, filled), recording
+    restored = extended(abstract, filled)
+    return dataclasses.replace(restored, spent=(*abstract.spent, Span.since(start, "build", "restoring"))), recording
 
 
 # Keras' own files -----------------------------------------------------------------------------------------------------

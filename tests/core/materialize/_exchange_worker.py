@@ -128,7 +128,11 @@ class Scenarios:
                 assert got.dtype == wanted.dtype and got.tobytes() == wanted.tobytes(), path
         assert told[-1][0] == told[-1][1]
         exchanged = reports[0].exchanged_nbytes
-        return {"read": read, "exchanged": exchanged, "programs": programs, "text": str(reports[0])}
+        (streaming,) = [span for span in reports[0].timeline if span.name == "stream"]
+        rounds = [span for span in reports[0].timeline if span.name == "exchange"]
+        assert all(streaming.start <= span.start <= span.stop <= streaming.stop for span in rounds)
+        found = {"exchanged": exchanged, "programs": programs, "rounds": len(rounds), "text": str(reports[0])}
+        return {"read": read, **found}
 
     def exchanged(self) -> dict[str, Any]:
         return self.load(self.mesh, replicas="exchange")

@@ -138,6 +138,7 @@ def test_the_report_counts_what_came_over_the_interconnect(two: list[Mapping[str
     for outcome in two:
         assert outcome["exchanged"]["exchanged"] > FILE_NBYTES
         assert "from other devices" in outcome["exchanged"]["text"]
+        assert outcome["exchanged"]["rounds"] > outcome["read"]["rounds"] == 0
 
 
 def test_what_fails_in_one_process_fails_in_all(two: list[Mapping[str, Any]]) -> None:

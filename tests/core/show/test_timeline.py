@@ -88,6 +88,18 @@ def test_of_a_load_and_what_came_before(mesh8: Any, tmp_path: Path):
     assert (*abstract.spent, sharded.spent[-1]) == sharded.spent, "a model is not changed by its next step"
 
 
+def test_of_what_is_compiled_beside():
+    step = jax.jit(lambda tree: tree["w"] + 2.5)
+    reports: list[lm.LoadReport] = []
+    abstract = lm.build_abstract(lambda: {"w": jax.numpy.zeros(8)})
+    abstract.materialize(compile=lm.Compile(step), report=reports.append)
+    spans = {span.label: span for span in reports[0].timeline}
+    (compiled,) = (span for label, span in spans.items() if label.startswith("compile: "))
+    assert spans["match"].stop <= spans["lower"].start < spans["lower"].stop <= compiled.start
+    assert compiled.start < compiled.stop <= spans["rebuild"].start, "the first call waits for nothing"
+    assert reports[0].lower_seconds == reports[0].timeline.seconds("lower")
+
+
 def test_what_fails_took_its_time_too():
     timeline = Timeline()
     with pytest.raises(KeyError), timeline.span("first step"):

@@ -1,0 +1,270 @@
+"""From process start to the first token and to the first training step of a KerasHub model, and where the time goes.
+
+    python tests/benchmarks/cold_start.py [--runs 3] [--layers 12] [--only WAY ...] [--json]
+
+A Gemma `CausalLM` of 138 million parameters in float32, 0.55 GB, saved once with `save_to_preset`, on one CPU device.
+Every run is a process of its own and the ways take turns: `stock` is `from_preset` of KerasHub, `ours` is
+`lazymodel_keras.from_preset`, and `compile` the same with `compile=`. `generate` is until one token is there, with the
+sampler that KerasHub takes by default, and `train` until one step of `fit` is done, with its default optimizer. Files
+are local, with the page cache warm, or behind a link of 20 ms and so many bytes a second that reading them takes as
+long as the first call of `ours` takes longer than its second one, which is what compiling costs; stock downloads first.
+
+Seconds are from the start of the process, as the parent sees it. Each timeline is that of the run with the median. What
+is imported before either library is at work, KerasHub and TensorFlow with it, has a bar of its own; the last figures
+are without it: load is `ours` until the model is there, and compile what its first call takes longer than its second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+STARTED = time.monotonic()  # Python itself is there; what follows is imported for the parent or for all ways
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+LATENCY = 0.02  # seconds
+WAYS = ("stock", "ours", "compile")
+TASKS = ("generate", "train")
+PLACES = ("local", "bucket")
+MEASURED = ("begun", "loaded", "done", "again", "cpu")  # seconds
+WORDS = "the quick brown fox jumps over the lazy dog and sleeps"
+VOCABULARY, WIDTH, HIDDEN, HEADS, LENGTH = 32000, 768, 6144, 12, 128
+
+
+def save(folder: Path, layers: int) -> dict[str, Any]:
+    """In the child: writes the preset; returns the tokens of the prompt, and bytes."""
+    import keras
+    import keras_hub
+    import sentencepiece
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([WORDS] * 4),
+        model_writer=proto,
+        vocab_size=40,
+        model_type="BPE",
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        pad_piece="<pad>",
+        eos_piece="<eos>",
+        bos_piece="<bos>",
+        unk_piece="<unk>",
+        user_defined_symbols=["<start_of_turn>", "<end_of_turn>"],
+        minloglevel=2,
+    )
+    # The model may say any of its tokens, so each has a piece.
+    pieces: Any = sentencepiece_model_pb2.ModelProto.FromString(proto.getvalue())
+    for number in range(len(pieces.pieces), VOCABULARY):
+        pieces.pieces.add(piece=f"▁word{number}", score=-1e6)
+    keras.utils.set_random_seed(1)
+    backbone = keras_hub.models.GemmaBackbone(
+        vocabulary_size=VOCABULARY,
+        num_layers=layers,
+        num_query_heads=HEADS,
+        num_key_value_heads=HEADS,
+        hidden_dim=WIDTH,
+        intermediate_dim=HIDDEN,
+        head_dim=WIDTH // HEADS,
+    )
+    tokenizer = keras_hub.models.GemmaTokenizer(proto=pieces.SerializeToString())
+    preprocessor = keras_hub.models.GemmaCausalLMPreprocessor(tokenizer, sequence_length=LENGTH)
+    keras_hub.models.GemmaCausalLM(backbone, preprocessor).save_to_preset(str(folder))
+    return {"tokens": len(tokenizer(WORDS)) + 1, "nbytes": sum(weight.value.nbytes for weight in backbone.weights)}
+
+
+def child(way: str, task: str, where: str, tokens: int) -> dict[str, Any]:
+    """One cold start: spans in seconds of the system's monotonic clock, and what came out."""
+    spans: list[tuple[str, float, float]] = []
+
+    def timed(name: str, function: Any) -> Any:
+        start = time.monotonic()
+        result = function()
+        spans.append((name, start, time.monotonic()))
+        return result
+
+    def imports() -> None:
+        import keras_hub as keras_hub
+
+    timed("import: keras_hub", imports)
+    import jax
+    import keras_hub
+
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if event.endswith("backend_compile_duration") else None
+    )
+    begun, cls = time.monotonic(), keras_hub.models.GemmaCausalLM
+    if way == "stock":
+        folder = timed("download", lambda: download(where)) if "://" in where else where
+        model = timed("from_preset", lambda: cls.from_preset(folder))
+    else:
+        import lazymodel as lm
+        import lazymodel_keras as lk
+        from lazymodel._show import clock
+
+        wanted = {
+            "generate": lm.Compile("generate", batch=1, sequence=tokens + 1),
+            "train": lm.Compile("train", batch=1),
+        }
+        options = {"compile": wanted[task]} if way == "compile" else {}
+        reports: list[lm.LoadReport] = []
+        model = lk.from_preset(cls, where, progress=False, report=reports.append, **options)
+        spans += [
+            (span.label, span.start + clock.ZERO, span.stop + clock.ZERO)
+            for span in reports[0].timeline
+            if span.detail != "before lazymodel"
+        ]
+    loaded = time.monotonic()
+
+    def call() -> Any:
+        if task == "generate":
+            return model.generate(WORDS, max_length=tokens + 1)
+        return model.fit([WORDS], batch_size=1, verbose=0).history["loss"][0]
+
+    before = len(compiled)
+    result = timed("first token" if task == "generate" else "first step", call)
+    done, cpu, compiles = time.monotonic(), time.process_time(), len(compiled) - before
+    call()
+    again = time.monotonic() - done
+    times = {"begun": begun, "loaded": loaded, "done": done, "again": again, "cpu": cpu}
+    return {"spans": spans, "started": STARTED, "result": result, "compiles": compiles, **times}
+
+
+def download(url: str) -> str:
+    """In the child: every file of a preset, as a user of stock does it who has no bucket mounted."""
+    import obstore
+    from obstore.store import HTTPStore
+
+    store = HTTPStore(url, client_options={"allow_http": True, "timeout": "10m"})
+    folder = Path(tempfile.mkdtemp(dir=os.environ["DOWNLOADS"]))
+    for name in json.loads(os.environ["NAMES"]):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        with (folder / name).open("wb") as file:
+            for piece in obstore.get(store, name).stream(min_chunk_size=1 << 20):
+                file.write(piece)
+    return str(folder)
+
+
+def run(arguments: list[str], **env: str) -> dict[str, Any]:
+    """A child's answer, its moments in seconds since its process was started."""
+    from _measure import virtual_devices
+
+    with tempfile.TemporaryDirectory() as downloads:
+        env = {**os.environ, **virtual_devices(1), "DOWNLOADS": downloads, **env}
+        env.pop("JAX_COMPILATION_CACHE_DIR", None)
+        start = time.monotonic()
+        done = subprocess.run([sys.executable, __file__, "--child", *arguments], stdout=subprocess.PIPE, env=env)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(arguments)} failed with exit status {done.returncode}")
+    found = json.loads(done.stdout.decode().strip().splitlines()[-1])
+    if "spans" in found:
+        spans = [("start", start, found["started"]), *found["spans"]]
+        found["spans"] = [(label, begin - start, end - start) for label, begin, end in spans]
+        for name in ("begun", "loaded", "done"):
+            found[name] -= start
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--only", nargs="+", choices=(*WAYS, *TASKS, *PLACES), default=[])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        what, *rest = options.child
+        found = save(Path(rest[0]), int(rest[1])) if what == "save" else child(what, rest[0], rest[1], int(rest[2]))
+        print(json.dumps(found), flush=True)
+        return
+    from tests.servers.object_server import ObjectServer
+
+    def chosen(names: tuple[str, ...]) -> list[str]:
+        return [name for name in names if name in options.only] or list(names)
+
+    with tempfile.TemporaryDirectory() as temporary, ObjectServer(Path(temporary)) as server:
+        folder = Path(temporary) / "gemma"
+        saved = run(["save", str(folder), str(options.layers)])
+        names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+        runs: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+        bandwidths: dict[str, float] = {}
+        for task in chosen(TASKS) if "bucket" in chosen(PLACES) else ():
+            calibrating = run(["ours", task, str(folder), str(saved["tokens"])])
+            bandwidths[task] = saved["nbytes"] / (calibrating["done"] - calibrating["loaded"] - calibrating["again"])
+        for _ in range(options.runs):
+            for task in chosen(TASKS):
+                server.configure(bandwidth=bandwidths.get(task), latency=LATENCY)
+                for place in chosen(PLACES):
+                    where = str(folder) if place == "local" else server.url("gemma")
+                    for way in chosen(WAYS):
+                        found = run([way, task, where, str(saved["tokens"])], NAMES=json.dumps(names))
+                        runs.setdefault((task, place, way), []).append(found)
+    show(runs, saved["nbytes"], bandwidths, as_json=options.json)
+
+
+def show(
+    runs: dict[tuple[str, str, str], list[dict[str, Any]]], nbytes: int, bandwidths: dict[str, float], *, as_json: bool
+) -> None:
+    from lazymodel._show.timeline import Span, Timeline
+
+    summary: dict[str, Any] = {}
+    for (task, place, way), found in runs.items():
+        values = {name: statistics.median(each[name] for each in found) for name in MEASURED}
+        compiles = max(each["compiles"] for each in found)
+        summary[f"{task} {place} {way}"] = values | {"compiles": compiles, "nbytes": nbytes, **bandwidths}
+        median = sorted(found, key=lambda each: each["done"])[len(found) // 2]
+        if as_json:
+            continue
+        link = "" if place == "local" else f" of {bandwidths[task] / 1e6:.0f} MB/s"
+        print(f"\n{task}, {place}{link}, {way}: {values['done']:.1f} s from process start, ", end="")
+        print(f"{values['done'] - values['begun']:.1f} s after imports; the first call compiled {compiles} programs")
+        print(Timeline(Span(label, start, stop) for label, start, stop in median["spans"]))
+    for task in TASKS:
+        results = [each["result"] for key, found in runs.items() if key[0] == task for each in found]
+        if any(result != results[0] for result in results):
+            raise SystemExit(f"{task}: the ways differ: {set(map(str, results))}")
+    if as_json:
+        print(json.dumps(summary))
+        return
+    print(
+        f"\n{nbytes / 1e9:.2f} GB in float32, {max(map(len, runs.values()))} runs each, medians; every result is equal"
+    )
+    for task, place in dict.fromkeys(key[:2] for key in runs):
+        values = {way: summary[f"{task} {place} {way}"] for way in WAYS if (task, place, way) in runs}
+        if not {"ours", "compile"} <= set(values):
+            continue
+        seconds = ", ".join(f"{way} {each['done']:.1f} s" for way, each in values.items())
+        print(f"{task}, {place}: {seconds}", end="")
+        after = {way: each["done"] - each["begun"] for way, each in values.items()}
+        if "stock" in values:
+            print(
+                f": stock takes {values['stock']['done'] / values['compile']['done']:.2f} × as long as compile", end=""
+            )
+            print(f", {after['stock'] / after['compile']:.2f} × after imports", end="")
+        print()
+        load = values["ours"]["loaded"] - values["ours"]["begun"]
+        compiling = after["ours"] - load - values["ours"]["again"]
+        larger = max(load, compiling)
+        cpu = values["compile"]["cpu"] / values["ours"]["cpu"]
+        serial, beside = after["ours"] / larger, after["compile"] / larger
+        print(f"  load {load:.1f} s, compile {compiling:.1f} s: one after the other {serial:.2f} × the larger", end="")
+        print(f", beside each other {beside:.2f} ×, {beside / serial:.2f} × the time and {cpu:.2f} × the CPU seconds")
+
+
+if __name__ == "__main__":
+    main()
