@@ -3,8 +3,8 @@
 Four bits: two codes to a byte, the first in its upper half, each one of the 16 values of `quant_map` times the largest
 size in its block (`absmax`), which may itself be stored in 8 bits, in blocks, with an offset. The product is rounded
 from float32 to the dtype that `quant_state` names, as `kDequantizeBlockwise` does; eight bits are
-`code * SCB * float32(1 / 127)` as in `int8_vectorwise_dequant`, rounded to the model's dtype. `quant_state` is JSON in a
-tensor of bytes (`QuantState.as_dict(packed=True)`).
+`code * SCB * float32(1 / 127)` as in `int8_vectorwise_dequant`, rounded to the model's dtype. `quant_state` is JSON in
+a tensor of bytes (`QuantState.as_dict(packed=True)`).
 """
 
 from __future__ import annotations

@@ -94,8 +94,7 @@ def _add(
 @functools.cache
 def mxfp4_table() -> DecodedPairs:
     """What bytes stand for under exponents, for all tensors."""
-    powers = np.ldexp(np.float32(1), np.arange(-127, 129))
-    powers[-1] = np.nan
+    powers = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan))
     return DecodedPairs(lambda: _pairs(powers))
 
 

@@ -51,13 +51,18 @@ def plain_tensors(
     found = find_config(config, file)
     contents = Contents(stored, found or Config("none", {}, jnp.dtype("bfloat16"), file))
     if found is not None:
-        if found.method not in _FAMILIES:
-            raise CheckpointError(f"{found.file} says that the weights are quantized with {found.method!r}. {ADVICE}.")
+        require_known(found)
         _FAMILIES[found.method](contents)
         if not contents.plain and found.get("format") != "dense":
             found.refuse(f"weights that are stored with {found.method!r}", "none; remove the entry if they are plain")
     _refuse_rest(contents, found)
     return contents.plain, contents.left
+
+
+def require_known(config: Config) -> None:
+    """Raises CheckpointError for a form that no family knows."""
+    if config.method not in _FAMILIES:
+        raise CheckpointError(f"{config.file} says that the weights are quantized with {config.method!r}. {ADVICE}.")
 
 
 def _refuse_rest(contents: Contents, config: Config | None) -> None:

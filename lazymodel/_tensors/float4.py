@@ -5,8 +5,8 @@ on every scale with every byte, and what it made of them is looked up from then 
 bit for bit, whatever it does with special values.
 
 MXFP4 is the format of the OCP Microscaling Formats specification, version 1.0, section 5: blocks of 32 numbers of four
-bits (E2M1), here two to a byte, the first in the lower half, and for each block an exponent of eight bits (E8M0). NVFP4 has blocks
-of 16, and a float of eight bits (E4M3) for each.
+bits (E2M1), here two to a byte, the first in the lower half, and for each block an exponent of eight bits (E8M0). NVFP4
+has blocks of 16, and a float of eight bits (E4M3) for each.
 """
 
 from __future__ import annotations

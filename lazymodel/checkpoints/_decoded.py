@@ -50,6 +50,27 @@ class DecodedCheckpoint(Checkpoint):
         self.stored.close()
 
 
+class DecodedFile(Checkpoint):
+    """Of a decoded checkpoint the tensors that are in one of its files, or most of them; what they take of others too.
+
+    Attributes:
+        whole: The checkpoint.
+    """
+
+    def __init__(self, whole: DecodedCheckpoint, file: str) -> None:
+        super().__init__(file, [name for name in whole if whole.file_of(name) == file], [])
+        self.whole, self.format, self.metadata = whole, whole.format, whole.metadata
+
+    def _tensor(self, name: str) -> LazyTensor:
+        return self.whole[name]
+
+    def describe(self, name: str) -> TensorHeader:
+        return self.whole.describe(name)
+
+    def close(self) -> None:
+        self.whole.close()
+
+
 def read_config(folder: Location) -> dict[str, Any]:
     """What the configuration of a Hugging Face folder says; an empty dict where there is none."""
     file = folder / CONFIG

@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 
 import lazymodel as lm
 from lazymodel._materialize.stream import StreamItem, stream
-from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.float4 import Float4Leaf, decoded_pairs
+from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.source import BYTES_READ
 
 NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
