@@ -54,7 +54,10 @@ def plain_tensors(
         require_known(found)
         _FAMILIES[found.method](contents)
         if not contents.plain and found.get("format") != "dense":
-            found.refuse(f"weights that are stored with {found.method!r}", "none; remove the entry if they are plain")
+            raise CheckpointError(
+                f"{found.file} says that the weights are quantized with {found.method!r}, and none of them is stored so. "
+                "Remove the entry if they are plain."
+            )
     _refuse_rest(contents, found)
     return contents.plain, contents.left
 
