@@ -55,8 +55,8 @@ def plain_tensors(
         _FAMILIES[found.method](contents)
         if not contents.plain and found.get("format") != "dense":
             raise CheckpointError(
-                f"{found.file} says that the weights are quantized with {found.method!r}, and none of them is stored so. "
-                "Remove the entry if they are plain."
+                f"{found.file} says that the weights are quantized with {found.method!r}, and none of them is stored "
+                "so. Remove the entry if they are plain."
             )
     _refuse_rest(contents, found)
     return contents.plain, contents.left

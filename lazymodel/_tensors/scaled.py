@@ -13,14 +13,14 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from lazymodel._errors import CheckpointError
 from lazymodel._tensors.boxes import Box, bounding, box_shape, clip, shift, whole_box
-from lazymodel._tensors.buffers import Steps, Workspace, assign
+from lazymodel._tensors.buffers import Convert, Steps, Workspace, assign
 from lazymodel._tensors.fill import Targets, fill
 from lazymodel._tensors.leaves import DividedLeaf, Part, View
 
@@ -28,9 +28,10 @@ SLAB = 4 << 20  # numbers that are read at once: 2 to 4 MiB, far beyond where ca
 # Numbers that are decoded at once: 256 KiB of float32 and up to 512 KiB of indices, which stay in a core's cache.
 TILE = 64 << 10
 TILE_ROWS = 128  # of these: where the result is transposed, what is written together fills its cache lines
-# Bytes of temporaries of one number while it is decoded: codes, its share of a scale, an index, and float32 twice.
-_NUMBER = 4 + 4 + 8 + 2 * 4
+# Bytes of temporaries of one number while it is decoded: codes, its share of a scale, an index, and float32.
+_NUMBER = 4 + 4 + 8 + 4 * 4
 _UNIT = 256 << 10  # bytes of temporaries with which the smallest tile gets by
+_HALF = np.dtype(np.float16)
 _HALF_NORMAL, _HALF_MOST = 2.0**-14, 65504.0
 
 # Fills float32 numbers from stored elements.
@@ -175,14 +176,18 @@ class ScaledLeaf(DividedLeaf):
                     with workspace.array(box_shape(covered), self.dtype) as numbers:
                         self._codes.numbers(parts[0], numbers, workspace)
                         values = numbers[shift(tile, covered)]
-                        self._scale_tile(tile, values, own[1:], parts[1:], workspace)
-                        for common, out in clip(targets, tile):
-                            assign(out, values[shift(common, tile)], steps)
+                        halves = self._scale_tile(tile, values, own[1:], parts[1:], workspace)
+                        with _converted(values, steps, clip(targets, tile), halves, workspace) as (wanted, rest, found):
+                            for common, out in wanted:
+                                assign(out, found[shift(common, tile)], rest)
 
     def _scale_tile(
         self, tile: Box, values: np.ndarray, boxes: Sequence[Box], parts: Sequence[np.ndarray], workspace: Workspace
-    ) -> None:
-        """Turns the codes of a tile into what they stand for, given the boxes of scales and zero points."""
+    ) -> bool:
+        """Turns the codes of a tile into what they stand for, given the boxes of scales and zero points.
+
+        Returns whether all of these are 0 or normal numbers of float16.
+        """
         operands: list[np.ndarray] = []
         for stored, box, part in zip(self._stored[1:], boxes, parts, strict=True):
             covered = stored.unpacked(box)
@@ -195,8 +200,7 @@ class ScaledLeaf(DividedLeaf):
                 self._apply(operation, values, tile, operands[index], stored.blocks, covered)
             if self._factor is not None:
                 np.multiply(values, np.float32(self._factor), out=values)
-            if self._half:
-                round_to_half(values, operands[0], workspace)
+            return self._half and round_to_half(values, operands[0], workspace)
 
     def _apply(
         self, operation: Any, values: np.ndarray, tile: Box, numbers: np.ndarray, blocks: Sequence[int], covered: Box
@@ -306,16 +310,52 @@ def _segments(extent: int, block: int, start: int) -> Iterator[_Segment]:
         yield _Segment(position, extent, first, 1)
 
 
-def round_to_half(values: np.ndarray, scale: np.ndarray, workspace: Workspace) -> None:
+@contextlib.contextmanager
+def _converted(
+    values: np.ndarray, steps: Steps, targets: Targets, halves: bool, workspace: Workspace
+) -> Generator[tuple[Targets, Steps, np.ndarray]]:
+    """What of the conversions is better done before values are copied to where they go: the rest, and the values."""
+    if halves and steps and steps[0] == Convert(_HALF):
+        if len(steps) > 1 and steps[1] == Convert(steps[1].dtype):
+            steps = steps[1:]  # a cast of what float16 has does not need it
+        else:
+            with workspace.array(values.shape, _HALF) as converted:
+                to_half(values, converted, workspace)
+                yield targets, steps[1:], converted
+            return
+    if steps and any(out.strides[-1] != out.itemsize for _, out in targets):  # casts into columns take much longer
+        with workspace.array(values.shape, targets[0][1].dtype) as converted:
+            assign(converted, values, steps)
+            yield targets, (), converted
+        return
+    yield targets, steps, values
+
+
+def to_half(values: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
+    """Float32 that are 0 or normal numbers of float16 as such, by moving their bits."""
+    with (
+        workspace.array(values.shape, np.dtype(np.uint32)) as bits,
+        workspace.array(values.shape, bits.dtype) as signs,
+    ):
+        np.multiply(values, np.float32(2.0**-112), out=bits.view(np.float32))  # the difference of the exponents' biases
+        np.right_shift(bits, 13, out=bits)
+        np.bitwise_and(bits, 0x7FFF, out=bits)
+        np.right_shift(values.view(np.uint32), 16, out=signs)
+        np.bitwise_and(signs, 0x8000, out=signs)
+        np.bitwise_or(bits, signs, out=bits)
+        np.copyto(out.view(np.uint16), bits, casting="unsafe")
+
+
+def round_to_half(values: np.ndarray, scale: np.ndarray, workspace: Workspace) -> bool:
     """Rounds float32 products of scales and integers below 2 ** 8 to the nearest float16, in place.
 
-    A cast there takes several times as long as adding half of the last place and cutting off what follows. That is the
-    same as long as no product is below the normal numbers or beyond the largest one, which the scales tell.
+    Returns whether all are 0 or normal numbers there. If so, half of the last place is added and what follows it cut
+    off, which takes a fraction of the time of a cast; the scales tell.
     """
     size = np.abs(scale)
     if not (((size >= _HALF_NORMAL) | (size == 0)).all() and (size <= _HALF_MOST / 512).all()):
-        values[...] = values.astype(np.float16)
-        return
+        values[...] = values.astype(_HALF)
+        return False
     bits = values.view(np.uint32)
     with workspace.array(bits.shape, bits.dtype) as odd:
         np.right_shift(bits, 13, out=odd)
@@ -323,3 +363,4 @@ def round_to_half(values: np.ndarray, scale: np.ndarray, workspace: Workspace) -
         np.add(bits, odd, out=bits)
         np.add(bits, 0xFFF, out=bits)
         np.bitwise_and(bits, 0xFFFFE000, out=bits)
+    return True
