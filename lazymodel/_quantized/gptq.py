@@ -27,7 +27,7 @@ def decode_gptq(contents: Contents) -> None:
     What `checkpoint_format: gptq` stores are zero points less 1, modulo 2 to the number of bits; `gptq_v2` stores them.
     """
     config = contents.config
-    bits, form = config.count("bits"), config.get("checkpoint_format") or "gptq"
+    bits, form = config.count("bits"), config.get("checkpoint_format") or config.get("format") or "gptq"
     if bits not in _GPTQ_BITS:
         config.refuse(f"one of {_GPTQ_BITS} as bits", str(bits))
     if form not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
@@ -46,7 +46,8 @@ def decode_gptq(contents: Contents) -> None:
 def decode_awq(contents: Contents) -> None:
     """Takes the modules of `awq` in its `gemm` version: codes packed along the output, interleaved."""
     config = contents.config
-    bits, version = config.count("bits", config.get("w_bit")), str(config.get("version", "gemm")).lower()
+    bits = config.count("bits", config.get("w_bit"))
+    version = str(config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm").lower()
     if bits != _AWQ_BITS or version != "gemm":
         config.refuse("4 bits in version gemm", f"{bits} bits in version {version}")
     for module in list(contents.names(".qweight")):
