@@ -348,6 +348,17 @@ def preset_classes() -> list[Any]:
     return [cls for cls in bases if cls is not None and "from_preset" in vars(cls)]
 
 
+def safetensors_loader() -> Any:
+    """The class of KerasHub that finds a tensor's shard in the index of a Hugging Face folder; None without it."""
+    return getattr(sys.modules.get("keras_hub.src.utils.transformers.safetensor_utils"), "SafetensorLoader", None)
+
+
+def index_of(loader: Any) -> str:
+    """The path of the index that such a loader has read."""
+    module: Any = sys.modules["keras_hub.src.utils.transformers.safetensor_utils"]
+    return module.get_file(loader.preset, module.SAFETENSOR_CONFIG_FILE)
+
+
 def gpt_oss_converter() -> Any:
     """The module that converts GPT-OSS from Hugging Face, which KerasHub imports when it first needs it; or None."""
     if "keras_hub" not in sys.modules:

@@ -21,7 +21,7 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._tensors.buffers import Convert
-from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.lazy import LazyTensor, PiecesLeaf
 from lazymodel._tensors.leaves import Leaf
 from lazymodel._tensors.quantized import is_quantized, scales_beside
 
@@ -77,7 +77,8 @@ def weights(tensor: LazyTensor) -> list[Leaf]:
 
 def _leaves(tensor: LazyTensor) -> list[Leaf]:
     """Its leaf, and those that this is joined of."""
-    return [tensor.leaf, *(piece.leaf for piece in getattr(tensor.leaf, "pieces", ()))]
+    joined = tensor.leaf.pieces if isinstance(tensor.leaf, PiecesLeaf) else ()
+    return [tensor.leaf, *(piece.leaf for piece in joined)]
 
 
 def converted(tensor: LazyTensor, dtype: np.dtype[Any], cast: str = SAFE) -> LazyTensor:

@@ -225,7 +225,7 @@ class _Inspection:
         if path.is_file():
             self.files[str(path)] = ()
         try:
-            checkpoint = open_located(path)
+            checkpoint = open_located(path, as_stored=True)
         except LazyModelError as error:
             self.problem(str(error), path if path.is_file() else None)
             return

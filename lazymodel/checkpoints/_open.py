@@ -15,6 +15,7 @@ from lazymodel._remote.path import Location, RemotePath, remote_path
 from lazymodel._remote.requests import Unavailable
 from lazymodel._remote.url import is_url
 from lazymodel.checkpoints._checkpoint import Checkpoint, JoinedCheckpoint
+from lazymodel.checkpoints._decoded import DecodedCheckpoint, decoded
 from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5
 from lazymodel.checkpoints._numpy import open_npy, open_npz
 from lazymodel.checkpoints._orbax import open_orbax
@@ -162,7 +163,8 @@ def content_files(checkpoint: Checkpoint) -> list[str]:
     """Paths of the files that decide what a checkpoint holds: those of its tensors, and its index if it has one."""
     path = checkpoint.path
     index = [path] if (path.endswith(".json") if is_url(path) else os.path.isfile(path)) else []
-    return list(dict.fromkeys([*index, *checkpoint.files]))
+    config = [checkpoint.config] if isinstance(checkpoint, DecodedCheckpoint) else []
+    return list(dict.fromkeys([*index, *config, *checkpoint.files]))
 
 
 def staging_folder(destination: Path, *, inside: bool = False) -> Path:
@@ -282,17 +284,21 @@ def no_checkpoint(folder: Location) -> CheckpointError:
     return CheckpointError(f"found no checkpoint in folder {folder}; supported: {_SUPPORTED}")
 
 
-def open_located(where: Location) -> Checkpoint:
-    """Opens what is at a place."""
+def open_located(where: Location, *, as_stored: bool = False) -> Checkpoint:
+    """Opens what is at a place, decoded where the configuration beside it says that it is quantized."""
     files = weight_files(where) if where.is_dir() else [where]
-    if where.is_dir() and files and files[0].suffix == ".safetensors":
-        return JoinedCheckpoint(where, open_loose(where, files, SafetensorsFile))
-    if files:
-        if (kind := format_of(files[0], check_pointer(files[0]))) is None:
-            raise CheckpointError(f"{where} is in no known format; supported: {_SUPPORTED}")
-        return kind.open(files[0])
-    if (item := find_item(where)) is not None:
-        return open_orbax(where, item)
-    if (step := newest_step(where)) is not None:
-        return open_located(step)
-    raise no_checkpoint(where)
+    if not files:
+        if (item := find_item(where)) is not None:
+            return open_orbax(where, item)
+        if (step := newest_step(where)) is not None:
+            return open_located(step, as_stored=as_stored)
+        raise no_checkpoint(where)
+    if where.is_dir() and files[0].suffix == ".safetensors":
+        checkpoint = JoinedCheckpoint(where, open_loose(where, files, SafetensorsFile))
+    elif (kind := format_of(files[0], check_pointer(files[0]))) is None:
+        raise CheckpointError(f"{where} is in no known format; supported: {_SUPPORTED}")
+    else:
+        checkpoint = kind.open(files[0])
+    if as_stored or checkpoint.format != SAFETENSORS.name:
+        return checkpoint
+    return decoded(checkpoint, where if where.is_dir() else where.parent)

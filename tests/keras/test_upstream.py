@@ -13,7 +13,7 @@ import pytest
 from keras.src.backend.common import global_state
 from keras.src.saving import saving_lib
 
-from lazymodel._tensors.mxfp4 import decoded_pairs
+from lazymodel._tensors.float4 import decoded_pairs
 from lazymodel_keras import _upstream
 
 from .versions import KERAS, needs_keras, parts

@@ -11,23 +11,24 @@ import contextlib
 import functools
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
-from lazymodel import CheckpointError
+from lazymodel import Checkpoint, CheckpointError
+from lazymodel._quantized.config import ADVICE, find_config
+from lazymodel._quantized.plain import require_known
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._show.text import listed
 from lazymodel._tensors.casting import weights
 from lazymodel._tensors.quantized import is_marker, scales_beside
 from lazymodel._tensors.stored import StoredTensor, unused_tensors
 from lazymodel.checkpoints import SafetensorsFile
+from lazymodel.checkpoints._decoded import CONFIG, DecodedCheckpoint, DecodedFile, read_config
+from lazymodel.checkpoints._open import open_located
 from lazymodel.checkpoints._untrusted import read_json_file, require_shards, shard_path, weight_map
 
-_DECODED = frozenset({("gpt_oss", "mxfp4")})  # model type and how it is quantized: what is read nevertheless
-_ADVICE = (
-    "This quantized form is not read yet: load a dequantized copy, such as the original model or one that was saved "
-    "after `model.dequantize()` of transformers"
-)
+# Model type and how it is quantized, where KerasHub's own converter asks for the parts.
+_BY_CONVERTER = frozenset({("gpt_oss", "mxfp4")})
 
 # Whatever the model: buffers, what was trained along for speculative decoding, and value heads.
 _ANY = (
@@ -81,22 +82,22 @@ _BY_TYPE: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def refuse_quantized(path: str | RemotePath) -> None:
-    """Raises CheckpointError where the configuration beside a file says that it is quantized in an unknown way."""
-    folder = (Path(path) if isinstance(path, str) else path).parent
-    config = _config(folder)
-    for holder in (config, config.get("text_config")):
-        for key in ("quantization_config", "compression_config"):
-            found = holder.get(key) if isinstance(holder, dict) else None
-            if not isinstance(found, dict) or not found:
-                continue
-            method = found.get("quant_method") or ("bitsandbytes" if "load_in_8bit" in found else "an unknown method")
-            if method == "bitsandbytes" and found.get("load_in_8bit") is found.get("load_in_4bit") is False:
-                continue
-            if (config.get("model_type"), method) not in _DECODED:
-                raise CheckpointError(
-                    f"{folder / 'config.json'}: {key} says that the weights are quantized with {method!r}. {_ADVICE}."
-                )
+def open_decoded(path: str | RemotePath) -> DecodedCheckpoint | None:
+    """The checkpoint that a file is of, where the configuration beside it says that it is quantized; None elsewhere.
+
+    Raises CheckpointError where it is in a way that is not known.
+    """
+    where = Path(path) if isinstance(path, str) else path
+    config = _config(where.parent)
+    found = find_config(config, str(where.parent / CONFIG))
+    if found is None or (config.get("model_type"), found.method) in _BY_CONVERTER:
+        return None
+    require_known(found)
+    checkpoint = open_located(where.parent)
+    if str(where) not in checkpoint.files:
+        checkpoint = open_located(where)
+    assert isinstance(checkpoint, DecodedCheckpoint)  # else it would not have been opened
+    return checkpoint
 
 
 def checkpoint_files(path: str) -> list[str]:
@@ -122,13 +123,17 @@ class Leftovers:
 
     def __init__(self, files: Mapping[str, Any]) -> None:  # path to `OpenedFile`
         self._files: dict[Location, Any] = {
-            file.where: file for file in files.values() if isinstance(file.tensors, SafetensorsFile)
+            file.where: file for file in files.values() if isinstance(file.tensors, SafetensorsFile | DecodedFile)
         }
         self._by_folder: dict[Location, dict[Location, list[str]]] = {}  # folder → file → names
         for path, file in self._files.items():
             self._by_folder.setdefault(path.parent, {})[path] = file.unused
+        self._decoded: dict[Location, Checkpoint] = {}  # by folder
         for folder, unused in self._by_folder.items():
-            for shard, names in _indexed(folder, list(unused)).items():
+            tensors = next(self._files[path].tensors for path in unused)
+            if isinstance(tensors, DecodedFile):
+                self._decoded[folder] = tensors.whole
+            for shard, names in _by_shard(folder, list(unused), tensors).items():
                 unused.setdefault(shard, names)
 
     @property
@@ -137,6 +142,9 @@ class Leftovers:
         found: list[StoredTensor] = []
         for path, names in (item for unused in self._by_folder.values() for item in unused.items()):
             if path in self._files:
+                continue
+            if path.parent in self._decoded:
+                found += unused_tensors(self._decoded[path.parent], names)
                 continue
             try:
                 with contextlib.closing(SafetensorsFile(path)) as file:
@@ -161,7 +169,7 @@ class Leftovers:
                     beside = f" beside {scales[0]!r}, which nothing takes" if scales else ""
                     found.append(f"{name!r} ({tensor.dtype.name}){beside}")
             if found:
-                messages.append(f"{folder} holds quantized weights: {listed(found)}. {_ADVICE}")
+                messages.append(f"{folder} holds quantized weights: {listed(found)}. {ADVICE}")
         return messages
 
     def unexpected(self) -> list[str]:
@@ -210,19 +218,22 @@ _compiled = functools.lru_cache(maxsize=16)(re.compile)
 
 def _config(folder: Location) -> dict[str, Any]:
     """The configuration in a folder; KerasHub has read it before, where it is needed."""
-    file = folder / "config.json"
     try:
-        return read_json_file(file) if file.exists() else {}
+        return read_config(folder)
     except CheckpointError:
         return {}
 
 
-def _indexed(folder: Location, opened: Iterable[Location]) -> dict[Location, list[str]]:
-    """File → names of the tensors in it, as an index in a folder says, if that is what the opened files go by."""
+def _by_shard(folder: Location, opened: Iterable[Location], tensors: Checkpoint) -> dict[Location, list[str]]:
+    """File → names of the tensors in it, of the checkpoint that one of the opened files is of, or its index says."""
+    shards: dict[Location, list[str]] = {}
+    if isinstance(tensors, DecodedFile):
+        for name in tensors.whole:
+            shards.setdefault(folder / PurePosixPath(tensors.whole.file_of(name)).name, []).append(name)
+        return shards
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return {}
-    shards: dict[Location, list[str]] = {}
     for name, shard in weight_map(read_json_file(index), index).items():
         shards.setdefault(shard_path(index, shard), []).append(name)
     return shards if set(opened).intersection(shards) else {}

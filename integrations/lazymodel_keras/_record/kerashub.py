@@ -15,7 +15,7 @@ import numpy as np
 
 from lazymodel import LazyTensor
 from lazymodel._errors import warn
-from lazymodel._tensors.mxfp4 import CODES, Decode, Mxfp4Leaf, decoded_pairs
+from lazymodel._tensors.float4 import CODES, Decode, Float4Leaf, decoded_pairs
 from lazymodel_keras import _upstream
 from lazymodel_keras._record.patches import active, recording_patches, while_recording
 
@@ -63,7 +63,7 @@ def lazily_decoding(decode: Decode) -> Decode:
             and scales.ndim == 3
             and (found := table()) is not None
         ):
-            return LazyTensor(Mxfp4Leaf(blocks, scales, found))
+            return LazyTensor(Float4Leaf(blocks, scales, found))
         return decode(blocks, scales)
 
     return decode_lazily

@@ -15,7 +15,7 @@ import weakref
 from collections import ChainMap
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import keras
@@ -34,9 +34,10 @@ from lazymodel._tensors.stored import (
     unused_tensors,
     where,
 )
+from lazymodel.checkpoints._decoded import DecodedCheckpoint
 from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel_keras import _upstream
-from lazymodel_keras._record.hugging_face import Leftovers, checkpoint_files
+from lazymodel_keras._record.hugging_face import Leftovers, checkpoint_files, open_decoded
 from lazymodel_keras._record.remote import RemoteFiles
 
 
@@ -134,6 +135,7 @@ class Recording:
         self._hashed: dict[str, FileSource] = {}  # by absolute path, as they were when their hash was taken
         self._unverified: CheckpointError | None = None
         self._refused: CheckpointError | None = None
+        self._decoded: dict[str, DecodedCheckpoint | None] = {}  # by folder
 
     def of(self, variable: Any) -> RecordedVariable | None:
         """What was recorded of a variable; None for all others."""
@@ -158,6 +160,16 @@ class Recording:
             self.check_content(where)
             self.files[name] = OpenedFile(opener(where), Path(where) if isinstance(where, str) else where)
         return self.files[name]
+
+    def decoded(self, path: str | RemotePath) -> DecodedCheckpoint | None:
+        """The quantized checkpoint in the folder of a file, opened once; None where nothing says that it is one."""
+        folder = str((Path(path) if isinstance(path, str) else path).parent)
+        if folder not in self._decoded:
+            try:
+                self._decoded[folder] = open_decoded(path)
+            except CheckpointError as error:
+                self.refuse(error)  # converters probe
+        return self._decoded[folder]
 
     def close_files(self) -> None:
         """Closes the weight files that are open, so that they can be written again; tensors open them when read."""
@@ -190,7 +202,7 @@ class Recording:
             )
             raise self._unverified
 
-    def refuse(self, error: CheckpointError) -> None:
+    def refuse(self, error: CheckpointError) -> NoReturn:
         """Raises an error for a file that nothing may be taken from, and once more from `require_verified`."""
         self._refused = error
         raise error

@@ -13,6 +13,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import h5py
@@ -20,10 +21,10 @@ import h5py
 from lazymodel import CheckpointError, LazyTensor, open_checkpoint
 from lazymodel._remote.path import RemotePath
 from lazymodel.checkpoints import SafetensorsFile
+from lazymodel.checkpoints._decoded import DecodedFile
 from lazymodel.checkpoints._hdf5_dataset import H5File
 from lazymodel.checkpoints._untrusted import zip_member
 from lazymodel_keras import _upstream
-from lazymodel_keras._record.hugging_face import refuse_quantized
 from lazymodel_keras._record.patches import active, recording_patches, replace, while_recording
 from lazymodel_keras._record.remote import StandIn
 
@@ -140,15 +141,26 @@ def _install_safe_open(undo: contextlib.ExitStack) -> None:
         if recording is None:
             return original_safe_open(filename, *args, **kwargs)
         path = recording.remote.location(os.fspath(filename))
-        try:
-            refuse_quantized(path)
-        except CheckpointError as error:
-            recording.refuse(error)  # converters probe
+        if (whole := recording.decoded(path)) is not None:
+            return LazySafeOpen(recording.open(path, lambda where: DecodedFile(whole, str(where))))
         return LazySafeOpen(recording.open(path, SafetensorsFile))
 
     for module in _upstream.modules_with("safe_open", original_safe_open):
         replace(undo, module, "safe_open", safe_open)
     replace(undo, safetensors, "safe_open", safe_open)
+
+
+@while_recording(_upstream.safetensors_loader, "__init__")
+def _list_tensors(recording: Any, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Has KerasHub look for the tensors of a quantized folder by their plain names, not by those of the index."""
+    original(self, *args, **kwargs)
+    if (index := self.safetensor_config) is None:
+        return
+    path = recording.remote.location(os.fspath(_upstream.index_of(self)))
+    if (whole := recording.decoded(path if isinstance(path, RemotePath) else str(Path(path)))) is not None:
+        shards = {PurePosixPath(shard).name: shard for shard in index["weight_map"].values()}
+        names = {name: shards[PurePosixPath(whole.file_of(name)).name] for name in whole}
+        self.safetensor_config = {**index, "weight_map": names}
 
 
 @recording_patches.register

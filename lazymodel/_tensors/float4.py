@@ -1,11 +1,12 @@
-"""MXFP4 tensors, decoded while they are read: blocks of 4-bit floats as a leaf.
+"""Blocks of 4-bit floats with a scale of one byte each (MXFP4, NVFP4), decoded while they are read, as a leaf.
 
 Responsible for decoding the blocks that a box needs. What the numbers are is somebody else's function: it is run once,
 on every scale with every byte, and what it made of them is looked up from then on. So its result is what is loaded,
 bit for bit, whatever it does with special values.
 
-The format is that of the OCP Microscaling Formats specification, version 1.0, section 5: blocks of 32 numbers of four
-bits (E2M1), here two to a byte, the first in the lower half, and for each block an exponent of eight bits (E8M0).
+MXFP4 is the format of the OCP Microscaling Formats specification, version 1.0, section 5: blocks of 32 numbers of four
+bits (E2M1), here two to a byte, the first in the lower half, and for each block an exponent of eight bits (E8M0). NVFP4
+has blocks of 16, and a float of eight bits (E4M3) for each.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lazymodel._tensors.buffers import DType, Steps, Workspace, assign
 from lazymodel._tensors.fill import fill
 from lazymodel._tensors.leaves import DividedLeaf, Part, View
 
-BLOCK = 32  # numbers that share a scale
+BLOCK = 32  # numbers of MXFP4 that share a scale
 CODES = BLOCK // 2  # bytes of a block, each of two numbers
 BLOCKS = 1 << 16  # blocks that are read at once: 1 MiB, far beyond where calls cost anything
 # Blocks that are looked up at once: 512 KiB of indices and of float32 each, which stay in the caches. A quarter as many
@@ -38,17 +39,21 @@ Decode: TypeAlias = "Callable[[Any, Any], Any]"  # blocks `uint8[..., 16]` and s
 
 
 class DecodedPairs:
-    """What every byte stands for under every scale: `float32[65536, 2]`, two numbers at `scale * 256 + byte`."""
+    """What every byte stands for under every scale: `float32[65536, 2]`, two numbers at `scale * 256 + byte`.
 
-    def __init__(self, values: np.ndarray) -> None:
-        self.values = values
+    `values` makes that table when it is first needed.
+    """
+
+    def __init__(self, values: Callable[[], np.ndarray]) -> None:
+        self._values = values
         # Half a MiB each, beyond the budget of a load; it has variables of one dtype or two.
         self.converted = functools.lru_cache(maxsize=2)(self._converted)
 
     def _converted(self, dtype: DType, steps: Steps) -> np.ndarray:
         """Opaque pairs of numbers after conversion to a dtype: done to the table, it need not be done to every one."""
-        converted = np.empty(self.values.shape, dtype)
-        assign(converted, self.values, steps)
+        values = self._values()
+        converted = np.empty(values.shape, dtype)
+        assign(converted, values, steps)
         return converted.view(f"V{2 * dtype.itemsize}").reshape(-1)
 
 
@@ -69,62 +74,79 @@ def decoded_pairs(decode: Decode) -> DecodedPairs | None:
         return None
     table = np.ascontiguousarray(table).reshape(-1, 2)
     found = table[other_scales[..., None].astype(_INDEX) << 8 | other_codes].reshape(expected.shape)
-    return DecodedPairs(table) if np.ascontiguousarray(expected).tobytes() == found.tobytes() else None
+    return DecodedPairs(lambda: table) if np.ascontiguousarray(expected).tobytes() == found.tobytes() else None
 
 
-class Mxfp4Leaf(DividedLeaf):
-    """A float32 array `[experts, rows, blocks * 32]` that is stored as MXFP4: `uint8[experts, rows, blocks, 16]` and
+class Float4Leaf(DividedLeaf):
+    """A float32 array `[experts, rows, blocks * n]` that is stored as blocks `uint8[experts, rows, blocks, n / 2]` and
     scales `uint8[experts, rows, blocks]`, which mean what a table says.
     """
 
-    def __init__(self, blocks: View, scales: View, table: DecodedPairs) -> None:
+    def __init__(self, blocks: View, scales: View, table: DecodedPairs, *, own_table: bool = False) -> None:
         self.pieces = (blocks, scales)
         self.name, self.file, self.offset = blocks.name, blocks.file, blocks.offset
-        self.shape, self.dtype = (*blocks.shape[:2], blocks.shape[2] * BLOCK), table.values.dtype
+        self._codes = blocks.shape[-1]
+        self.shape, self.dtype = (*blocks.shape[:2], blocks.shape[2] * self._codes * 2), np.dtype(np.float32)
         self.unit_nbytes = 2 * _UNIT + max(piece.leaf.unit_nbytes for piece in self.pieces)
-        self._table = table
+        self._table, self._own_table = table, own_table
+
+    def release(self) -> None:
+        if self._own_table:
+            self._table.converted.cache_clear()
+        super().release()
 
     def parts(self, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: Steps) -> list[Part]:
-        pairs = self._table.converted(outs[0].dtype, steps)
         region = bounding(boxes)
-        blocks = _blocks(region)
+        blocks = self._blocks(region)
         parts: list[Part] = []
         for slab in slabs(box_shape(blocks), BLOCKS):
-            within = intersect(_numbers(unshift(slab, blocks)), region)
+            within = intersect(self._numbers(unshift(slab, blocks)), region)
             assert within is not None  # a block of the region has at least one number of it
             wanted = clip(zip(boxes, outs, strict=True), within)
             # Where boxes fill it, each block is read and decoded once, although it may go to two of them.
             together = sum(out.size for _, out in wanted) == math.prod(box_shape(within))
             for targets in [wanted] if together else [[target] for target in wanted]:
                 nbytes = sum(out.nbytes for _, out in targets)
-                parts.append(Part(nbytes, functools.partial(self._decode, pairs, targets)))
+                parts.append(Part(nbytes, functools.partial(self._decode, outs[0].dtype, steps, targets)))
         return parts
 
     def reads(self, boxes: Sequence[Box]) -> Iterator[tuple[View, list[Box]]]:
-        blocks = _blocks(bounding(boxes))
+        blocks = self._blocks(bounding(boxes))
         for piece in self.pieces:
-            yield piece, [(*blocks, slice(0, CODES))[: piece.ndim]]
+            yield piece, [(*blocks, slice(0, self._codes))[: piece.ndim]]
 
-    def _decode(self, pairs: np.ndarray, targets: Sequence[tuple[Box, np.ndarray]], workspace: Workspace) -> None:
+    def _decode(
+        self, dtype: DType, steps: Steps, targets: Sequence[tuple[Box, np.ndarray]], workspace: Workspace
+    ) -> None:
         """Fills arrays with boxes that are one range of the file, or one box."""
-        blocks = _blocks(bounding([box for box, _ in targets]))
+        pairs = self._table.converted(dtype, steps)
+        blocks = self._blocks(bounding([box for box, _ in targets]))
         room = max(workspace.room, self.unit_nbytes)
-        for slab in slabs(box_shape(blocks), max(min(BLOCKS, room // 2 // (CODES + 1)), 1)):
+        for slab in slabs(box_shape(blocks), max(min(BLOCKS, room // 2 // (self._codes + 1)), 1)):
             slab = unshift(slab, blocks)
             shape = box_shape(slab)
             with (
-                workspace.array((*shape, CODES), np.dtype(np.uint8)) as codes,
+                workspace.array((*shape, self._codes), np.dtype(np.uint8)) as codes,
                 workspace.array(shape, np.dtype(np.uint8)) as scales,
             ):
                 for tensor, values in zip(self.pieces, (codes, scales), strict=True):
-                    box = (*slab, slice(0, CODES))[: tensor.ndim]
+                    box = (*slab, slice(0, self._codes))[: tensor.ndim]
                     fill(tensor, [box], [values], workspace)
                 for tile in _tiles(shape, max(workspace.room // _UNIT, 1)):
-                    within = _numbers(unshift(tile, slab))
+                    within = self._numbers(unshift(tile, slab))
                     with _looked_up(pairs, codes[tile], scales[tile], workspace) as found:
                         for common, out in clip(targets, within):
                             numbers = found.view(out.dtype).reshape(box_shape(within))
                             assign(out, numbers[shift(common, within)])
+
+    def _blocks(self, box: Box) -> Box:
+        """The blocks that have numbers of a box."""
+        size = 2 * self._codes
+        return (*box[:-1], slice(box[-1].start // size, -(-box[-1].stop // size)))
+
+    def _numbers(self, box: Box) -> Box:
+        size = 2 * self._codes
+        return (*box[:-1], slice(box[-1].start * size, box[-1].stop * size))
 
 
 @contextlib.contextmanager
@@ -144,12 +166,3 @@ def _tiles(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
     columns = min(shape[2], max(size // rows, 1))
     experts = min(shape[0], max(size // (rows * columns), 1))
     return grid(whole_box(shape), (experts, rows, columns))
-
-
-def _blocks(box: Box) -> Box:
-    """The blocks that have numbers of a box."""
-    return (*box[:-1], slice(box[-1].start // BLOCK, -(-box[-1].stop // BLOCK)))
-
-
-def _numbers(box: Box) -> Box:
-    return (*box[:-1], slice(box[-1].start * BLOCK, box[-1].stop * BLOCK))

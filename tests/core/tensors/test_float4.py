@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 
 import lazymodel as lm
 from lazymodel._materialize.stream import StreamItem, stream
+from lazymodel._tensors.float4 import Float4Leaf, decoded_pairs
 from lazymodel._tensors.lazy import LazyTensor, lazy
-from lazymodel._tensors.mxfp4 import Mxfp4Leaf, decoded_pairs
 from lazymodel._tensors.source import BYTES_READ
 
 NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -34,7 +34,7 @@ def decode(blocks: Any, scales: Any) -> np.ndarray:
 def decoded(blocks: Any, scales: Any) -> LazyTensor:
     table = decoded_pairs(decode)
     assert table is not None
-    return LazyTensor(Mxfp4Leaf(blocks, scales, table))
+    return LazyTensor(Float4Leaf(blocks, scales, table))
 
 
 def stored(shape: tuple[int, ...], seed: int = 0) -> dict[str, np.ndarray]:

@@ -1,0 +1,93 @@
+"""How numbers of a few bits are packed: functions that make float32 of stored elements (`_tensors/scaled.Unpack`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lazymodel._tensors.buffers import Workspace
+from lazymodel._tensors.scaled import Unpack
+
+_INDEX = np.dtype(np.intp)  # what NumPy looks up with; it would convert narrower ones, out of its own memory
+WORD = 32  # bits of the integers that codes are packed in
+
+
+def lookup(table: np.ndarray) -> Unpack:
+    """Looks up bytes in `float32[256, n]`: each stands for n numbers that follow each other along the last axis."""
+    row = table.shape[1] * table.itemsize
+    flat = np.ascontiguousarray(table).reshape(-1).view(f"V{row}")
+
+    def unpack(stored: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
+        codes = stored.view(np.uint8)
+        with workspace.array(codes.shape, _INDEX) as index:
+            np.copyto(index, codes)
+            np.take(flat, index, out=out.view(flat.dtype), mode="clip")  # by default NumPy copies the result
+
+    return unpack
+
+
+def floats(dtype: np.dtype[Any]) -> Unpack:
+    """Floats of eight bits."""
+    return lookup(np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)[:, None])
+
+
+def integers(bits: int, offset: int = 0, plus: int = 0) -> Unpack:
+    """Unsigned integers along the last axis, the first in the lowest bits; `plus` is added modulo 2 ** bits, and then
+    `offset`.
+    """
+    shifts = np.arange(0, 8, bits)
+    codes = np.arange(256)[:, None] >> shifts
+    return lookup((((codes + plus) % (1 << bits)) + offset).astype(np.float32))
+
+
+def pairs(values: np.ndarray, *, high_first: bool = False) -> Unpack:
+    """Codes of four bits, each for one of 16 values, two to a byte, the first in its lower half or in the upper."""
+    byte = np.arange(256)
+    halves = (byte >> 4, byte & 15) if high_first else (byte & 15, byte >> 4)
+    return lookup(np.stack([values[half] for half in halves], axis=1).astype(np.float32))
+
+
+def integers_down(bits: int, offset: int = 0) -> Unpack:
+    """Unsigned integers along the axis before the last, the first in the lowest bits of words of 32."""
+    count, mask = WORD // bits, np.uint32((1 << bits) - 1)
+
+    def unpack(stored: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
+        words = stored.view(np.uint32)
+        with workspace.array(words.shape, words.dtype) as codes:
+            for position in range(count):
+                np.right_shift(words, np.uint32(bits * position), out=codes)
+                np.bitwise_and(codes, mask, out=codes)
+                np.copyto(out[..., position::count, :], codes.view(np.int32), casting="unsafe")
+        if offset:
+            np.add(out, np.float32(offset), out=out)
+
+    return unpack
+
+
+def awq_integers() -> Unpack:
+    """Integers of four bits along the last axis as AWQ interleaves them: a word has those of columns 0, 2, 4, 6, 1, 3,
+    5, 7, from its lowest bits on.
+    """
+    in_order = integers(4)
+
+    def unpack(stored: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
+        words = stored.view(np.uint32)
+        with workspace.array(words.shape, words.dtype) as bits, workspace.array(words.shape, words.dtype) as moved:
+            np.copyto(bits, words)
+            # The two halves of a word are to take turns: first their bytes do, then the halves of bytes.
+            for low, shift in ((0x0000FF00, 8), (0x00F000F0, 4)):
+                _exchange(bits, moved, np.uint32(low), np.uint32(shift))
+            in_order(bits, out, workspace)
+
+    return unpack
+
+
+def _exchange(bits: np.ndarray, moved: np.ndarray, low: np.uint32, shift: np.uint32) -> None:
+    """Exchanges the bits of a mask with those `shift` above, in place (Warren, Hacker's Delight, 7-2)."""
+    np.right_shift(bits, shift, out=moved)
+    np.bitwise_xor(moved, bits, out=moved)
+    np.bitwise_and(moved, low, out=moved)
+    np.bitwise_xor(bits, moved, out=bits)
+    np.left_shift(moved, shift, out=moved)
+    np.bitwise_xor(bits, moved, out=bits)

@@ -1,0 +1,123 @@
+"""What a `config.json` says of how a checkpoint is quantized.
+
+Responsible for finding it, for the dtype of what is decoded, and for the modules that were left as they are. What the
+entries mean beyond that, each family knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn, cast
+
+import ml_dtypes
+import numpy as np
+
+from lazymodel._errors import CheckpointError
+
+ADVICE = (
+    "This quantized form is not read: load a dequantized copy, such as the original model or one that was saved after "
+    "`model.dequantize()` of transformers"
+)
+_KEYS = ("quantization_config", "compression_config")
+_IGNORED = ("modules_to_not_convert", "ignored_layers", "ignore", "llm_int8_skip_modules", "exclude_modules")
+DTYPES = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a checkpoint is quantized.
+
+    Attributes:
+        method: The name of the form, `quant_method`.
+        options: All entries about it.
+        dtype: What decoded tensors are rounded to: the model's own dtype, and bfloat16 where none is said.
+        file: The path of the configuration, and the key in it that says so.
+    """
+
+    method: str
+    options: Mapping[str, Any]
+    dtype: np.dtype[Any]
+    file: str
+    _ignored: tuple[str, ...] = ()
+
+    def ignores(self, module: str) -> bool:
+        """Whether a module is one of those that were left as they are, or within one."""
+        return any(matches(entry, module) for entry in self._ignored)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.options.get(key, default)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self.options.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            self.refuse(f"a positive integer as {key}", repr(value))
+        return value
+
+    def refuse(self, expected: str, found: str) -> NoReturn:
+        raise CheckpointError(f"{self.file}: expected {expected}, found {found}. {ADVICE}.")
+
+
+def matches(entry: str, module: str) -> bool:
+    """Whether an entry of a list of modules is for one: its name or a part of it between dots, or after `re:` a regex.
+
+    As transformers and compressed-tensors have it, but that no part of a name between dots is cut in two.
+    """
+    if entry.startswith("re:"):
+        try:
+            return re.match(entry.removeprefix("re:"), module) is not None
+        except re.error as error:
+            raise CheckpointError(f"expected a regular expression, found {entry!r} ({error})") from error
+    entry = entry.removesuffix("*").removesuffix(".").removeprefix("*").removeprefix(".")
+    return bool(entry) and f".{entry}." in f".{module}."
+
+
+def find_config(config: Mapping[str, Any], file: str) -> Config | None:
+    """What a configuration says of how the weights are quantized; None where it says that they are not."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for holder in (config, config.get("text_config")):
+        for key in _KEYS:
+            value = cast("dict[str, Any]", holder).get(key) if isinstance(holder, dict) else None
+            if value and not isinstance(value, dict):
+                raise CheckpointError(f"{file}: expected an object as {key}, found a {type(value).__name__}")
+            if value and (key, value) not in found:
+                found.append((key, cast("dict[str, Any]", value)))
+    if not found:
+        return None
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{file}: expected one quantization, found {len(found)} that differ: {', '.join(key for key, _ in found)}"
+        )
+    key, options = found[0]
+    inner = options.get("quantization_config")
+    if isinstance(inner, dict):  # an older way of compressed-tensors
+        options = {**cast("dict[str, Any]", inner), **{k: v for k, v in options.items() if k != "quantization_config"}}
+    method = options.get("quant_method") or ("bitsandbytes" if "load_in_8bit" in options else "an unknown method")
+    if method == "bitsandbytes" and options.get("load_in_8bit") is options.get("load_in_4bit") is False:
+        return None
+    return Config(str(method), options, _dtype(config), f"{file}: {key}", _ignored(options, file))
+
+
+def _ignored(options: Mapping[str, Any], file: str) -> tuple[str, ...]:
+    entries: list[str] = []
+    for key in _IGNORED:
+        value = options.get(key) or []
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in cast("list[Any]", value)):
+            raise CheckpointError(f"{file}: expected a list of modules as {key}, found {value!r}")
+        entries += cast("list[str]", value)
+    return tuple(entries)
+
+
+def _dtype(config: Mapping[str, Any]) -> np.dtype[Any]:
+    for holder in (config, config.get("text_config")):
+        for key in ("dtype", "torch_dtype"):
+            value = cast("dict[str, Any]", holder).get(key) if isinstance(holder, dict) else None
+            if isinstance(value, str) and (name := value.removeprefix("torch.")) in DTYPES:
+                return DTYPES[name]
+    return DTYPES["bfloat16"]

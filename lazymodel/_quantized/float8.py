@@ -1,0 +1,83 @@
+"""FP8 weights with scales beside them: `fp8`, `fbgemm_fp8`, and NVIDIA's ModelOpt.
+
+A weight in F8_E4M3 (or another 8-bit float) has a `weight_scale_inv` or `weight_scale`: one for all, one for each row,
+or one for each block of `weight_block_size`. The value is `float32(weight) * float32(scale)`, rounded once to the
+model's dtype, as in `weight_dequant_kernel` of DeepSeek-V3's `inference/kernel.py`, and in `Fp8Dequantize` of
+transformers. Scales of activations and of caches say nothing of weights, and are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax.numpy as jnp
+
+from lazymodel._quantized.codes import floats
+from lazymodel._quantized.contents import Contents
+from lazymodel._quantized.scales import arranged, blocks_of
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.scaled import ScaledLeaf, stored
+
+_SCALES = ("_scale_inv", "_scale")
+_KINDS = ("bfloat16", "float16", "float32", "float8_e8m0fnu")
+_ACTIVATIONS = re.compile(
+    r"(?:.*\.)?(?:\w+_)?(?:input|output|activation|k|v|q|kv|prob)_(?:global_)?(?:scale|scale_inv|scale_ub|zero_point)"
+)
+_ALGORITHMS = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MIXED_PRECISION")
+
+
+def decode(contents: Contents) -> None:
+    """Takes the weights of `fp8`, `fbgemm_fp8` and `modelopt`."""
+    config = contents.config
+    algorithm = config.get("quant_algo")
+    if config.method == "modelopt" and algorithm not in _ALGORITHMS:
+        config.refuse(f"one of {', '.join(_ALGORITHMS)} as quant_algo", repr(algorithm))
+    take(contents, block_of(contents, config.get("weight_block_size")))
+    drop_activations(contents)
+
+
+def block_of(contents: Contents, value: Any) -> Sequence[int] | None:
+    """A declared block of rows and columns."""
+    if value is None:
+        return None
+    sizes = cast("list[Any]", value) if isinstance(value, list) else []
+    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        contents.config.refuse("two positive integers as the size of a block", repr(value))
+    return sizes
+
+
+def is_float8(dtype: Any) -> bool:
+    return dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating) and dtype.name.startswith("float8_e")
+
+
+def take(contents: Contents, declared: Sequence[int] | None) -> None:
+    """Takes all 8-bit floats that have a scale."""
+    for name in list(contents.left):
+        if not contents.has(name) or not is_float8(contents.header(name).dtype) or name.endswith(_SCALES):
+            continue
+        if scale := next((name + ending for ending in _SCALES if contents.has(name + ending)), None):
+            take_one(contents, name, scale, declared)
+
+
+def take_one(contents: Contents, name: str, scale: str, declared: Sequence[int] | None, *, exact: bool = True) -> None:
+    """Takes a weight; where not `exact`, its product is rounded to the scale's dtype before it is to the model's."""
+    header, kind = contents.header(name), contents.header(scale).dtype
+    shape = tuple(header.shape)
+    contents.expect(scale, contents.header(scale).shape, *_KINDS)
+    arrangement, blocks = blocks_of(contents, scale, shape, declared)
+
+    def make() -> LazyTensor:
+        scales = arranged(contents.tensor(scale), arrangement)
+        unpack = floats(kind) if kind.itemsize == 1 else None
+        weight = stored(contents.tensor(name), (1,) * len(shape), floats(header.dtype))
+        decoded = LazyTensor(ScaledLeaf(shape, weight, stored(scales, blocks, unpack)))
+        return decoded if exact or kind.itemsize == 1 else decoded.astype(kind)
+
+    contents.add(name, [name, scale], shape, make)
+
+
+def drop_activations(contents: Contents) -> None:
+    """Takes the scales and zero points of what flows through the model."""
+    contents.drop(*[name for name in contents.left if _ACTIVATIONS.fullmatch(name)])

@@ -1,0 +1,85 @@
+"""GPTQ and AWQ: integers of a few bits in words of 32, zero points packed alike, and a scale for each group of rows.
+
+Both store the transposed weight: `qweight` int32, `scales` and `qzeros` with a row for each group of input features.
+The value is `scale * (code - zero)`: the difference of integers is exact, the product is rounded to the scales' dtype,
+float16 as a rule, and then to the model's, as in GPTQModel's `dequantize_weight` and AutoAWQ's `dequantize_gemm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lazymodel._quantized.codes import WORD, awq_integers, integers, integers_down
+from lazymodel._quantized.contents import Contents
+from lazymodel._quantized.scales import scaled_integers
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.scaled import Unpack, stored
+
+_GPTQ_BITS = (2, 4, 8)
+_AWQ_BITS = 4
+_WORDS = ("int32", "uint32")
+_SCALES = ("float16", "bfloat16", "float32")
+
+
+def decode_gptq(contents: Contents) -> None:
+    """Takes the modules of `gptq`: codes packed along the input, groups that `g_idx` may reorder.
+
+    What `checkpoint_format: gptq` stores are zero points less 1, modulo 2 to the number of bits; `gptq_v2` stores them.
+    """
+    config = contents.config
+    bits, form = config.count("bits"), config.get("checkpoint_format") or config.get("format") or "gptq"
+    if bits not in _GPTQ_BITS:
+        config.refuse(f"one of {_GPTQ_BITS} as bits", str(bits))
+    if form not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
+        config.refuse("gptq or gptq_v2 as checkpoint_format", repr(form))
+    zeros = integers(bits, plus=1 if form == "gptq" else 0)
+    for module in list(contents.names(".qweight")):
+        words, columns = contents.matrix(f"{module}.qweight", *_WORDS)
+        rows, order = words * (WORD // bits), f"{module}.g_idx"
+        if contents.has(order):
+            contents.expect(order, (rows,), *_WORDS)
+        elif config.get("desc_act"):
+            contents.require(f"{module}.qweight", order)
+        _add(contents, module, (rows, columns), integers_down(bits), (WORD // bits, 1), zeros, bits)
+
+
+def decode_awq(contents: Contents) -> None:
+    """Takes the modules of `awq` in its `gemm` version: codes packed along the output, interleaved."""
+    config = contents.config
+    bits = config.count("bits", config.get("w_bit"))
+    version = str(config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm").lower()
+    if bits != _AWQ_BITS or version != "gemm":
+        config.refuse("4 bits in version gemm", f"{bits} bits in version {version}")
+    for module in list(contents.names(".qweight")):
+        rows, words = contents.matrix(f"{module}.qweight", *_WORDS)
+        shape = rows, words * (WORD // bits)
+        _add(contents, module, shape, awq_integers(), (1, WORD // bits), awq_integers(), bits)
+
+
+def _add(
+    contents: Contents, module: str, shape: tuple[int, int], codes: Unpack, packing: Sequence[int], zeros: Unpack,
+    bits: int,
+) -> None:  # fmt: skip
+    """Takes a module whose transposed weight has this shape."""
+    rows, columns = shape
+    names = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")]
+    contents.require(names[0], *names[1:])
+    size = contents.config.get("group_size", contents.config.get("q_group_size", -1))
+    group = rows if size in (-1, None) else contents.config.count("group_size", size)
+    groups = -(-rows // group)
+    contents.expect(names[1], (groups, -(-columns * bits // WORD)), *_WORDS)
+    contents.expect(names[2], (groups, columns), *_SCALES)
+    order = [f"{module}.g_idx"] if contents.has(f"{module}.g_idx") else []
+
+    def make() -> LazyTensor:
+        weight, zero, scale = (contents.tensor(name) for name in names)
+        return scaled_integers(
+            shape,
+            stored(weight, (1, 1), codes, packing),
+            stored(scale, (group, 1)),
+            stored(zero, (group, 1), zeros, (1, WORD // bits)),
+            order=(0, contents.tensor(order[0])) if order else None,
+            scattered=bool(contents.config.get("desc_act")),
+        ).T
+
+    contents.add(f"{module}.weight", names + order, (columns, rows), make)

@@ -1,0 +1,366 @@
+"""Quantized tensors, decoded while they are read: codes, scales and zero points as one leaf.
+
+Responsible for which parts of the stored tensors a box needs, for the slabs in which they are read, each once, and for
+the arithmetic on tiles of them that stay in the caches: `(code - zero) * scale` in float32, for any blocks that share a
+scale. Which format stores what, and how codes are packed, is `_quantized/`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from lazymodel._errors import CheckpointError
+from lazymodel._tensors.boxes import Box, bounding, box_shape, clip, shift, whole_box
+from lazymodel._tensors.buffers import Convert, Steps, Workspace, assign
+from lazymodel._tensors.fill import Targets, fill
+from lazymodel._tensors.leaves import DividedLeaf, Part, View
+
+SLAB = 4 << 20  # numbers that are read at once: 2 to 4 MiB, far beyond where calls cost anything
+# Numbers that are decoded at once: 256 KiB of float32 and up to 512 KiB of indices, which stay in a core's cache.
+TILE = 64 << 10
+TILE_ROWS = 128  # of these: where the result is transposed, what is written together fills its cache lines
+# Bytes of temporaries of one number while it is decoded: codes, its share of a scale, an index, and float32.
+_NUMBER = 4 + 4 + 8 + 4 * 4
+_UNIT = 256 << 10  # bytes of temporaries with which the smallest tile gets by
+_HALF = np.dtype(np.float16)
+_HALF_NORMAL, _HALF_MOST = 2.0**-14, 65504.0
+
+# Fills float32 numbers from stored elements.
+Unpack: TypeAlias = "Callable[[np.ndarray, np.ndarray, Workspace], None]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A stored tensor with as many axes as the result, of numbers that each are for a block of it.
+
+    Attributes:
+        view: The tensor.
+        blocks: For each axis, how many indices of the result one of its numbers is for.
+        packing: For each axis, how many numbers one stored element has.
+        unpack: What makes float32 of stored elements, where that is not a cast.
+    """
+
+    view: View
+    blocks: tuple[int, ...]
+    packing: tuple[int, ...]
+    unpack: Unpack | None = None
+
+    @property
+    def ratios(self) -> tuple[int, ...]:
+        """For each axis, how many indices of the result a stored element is for."""
+        return tuple(block * packing for block, packing in zip(self.blocks, self.packing, strict=True))
+
+    def box(self, box: Box) -> Box:
+        """The box of it that a box of the result needs."""
+        return _coarse(box, self.ratios)
+
+    def unpacked(self, box: Box) -> Box:
+        """The box of its numbers that a box of stored elements holds."""
+        return tuple(slice(s.start * n, s.stop * n) for s, n in zip(box, self.packing, strict=True))
+
+    def numbers(self, array: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
+        """Fills float32 with what is stored."""
+        if self.unpack is None:
+            np.copyto(out, array, casting="unsafe")
+        else:
+            self.unpack(array, out, workspace)
+
+
+def stored(view: View, blocks: Sequence[int], unpack: Unpack | None = None, packing: Sequence[int] = ()) -> Stored:
+    """A stored tensor; by default every element is one number."""
+    return Stored(view, tuple(blocks), tuple(packing) or (1,) * view.ndim, unpack)
+
+
+class ScaledLeaf(DividedLeaf):
+    """A float32 array `(code - zero) * scale`, each of the three a stored tensor.
+
+    Every operation is rounded to float32, and with `half` the product to the nearest float16. `factor` is multiplied
+    last. `order` is a tensor of the group of each index of an axis, where groups are no ranges: scales and zero points
+    are then taken by it.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        codes: Stored,
+        scale: Stored,
+        zero: Stored | None = None,
+        *,
+        order: tuple[int, View] | None = None,
+        scattered: bool = False,
+        factor: float | None = None,
+        half: bool = False,
+    ) -> None:
+        self._codes, self._scale, self._zero = codes, scale, zero
+        self._stored = [codes, scale, *([] if zero is None else [zero])]
+        self.pieces = tuple(each.view for each in self._stored) + (() if order is None else (order[1],))
+        self.name, self.file, self.offset = codes.view.name, codes.view.file, codes.view.offset
+        self.shape, self.dtype = shape, np.dtype(np.float32)
+        self._order, self._scattered = order, scattered
+        self._factor, self._half = factor, half
+        self._groups: np.ndarray | None = None  # of the order, once it was read; empty where it is none
+        self._guard = threading.Lock()
+        kept = 0 if order is None else 2 * order[1].size * np.dtype(np.intp).itemsize
+        self.unit_nbytes = _UNIT + kept + max(piece.leaf.unit_nbytes for piece in self.pieces)
+        # Slabs begin where nothing has to be read for two of them.
+        self._cuts = tuple(
+            min(math.lcm(*ratios), extent) or 1
+            for extent, *ratios in zip(shape, *(each.ratios for each in self._stored), strict=True)
+        )
+        if order is not None and scattered:  # all groups for any part of that axis
+            self._cuts = tuple(shape[k] if k == order[0] else cut for k, cut in enumerate(self._cuts))
+
+    # Which work there is
+
+    def parts(self, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: Steps) -> list[Part]:
+        region = bounding(boxes)
+        parts: list[Part] = []
+        for slab in _cut(region, SLAB, self._cuts):
+            if not (wanted := clip(zip(boxes, outs, strict=True), slab)):
+                continue
+            # Where boxes fill it, everything is read and decoded once, although it may go to two of them.
+            together = sum(out.size for _, out in wanted) == math.prod(box_shape(slab))
+            for targets in [wanted] if together else [[target] for target in wanted]:
+                nbytes = sum(out.nbytes for _, out in targets)
+                parts.append(Part(nbytes, functools.partial(self._decode, targets, steps)))
+        return parts
+
+    def reads(self, boxes: Sequence[Box]) -> Iterator[tuple[View, list[Box]]]:
+        region = bounding(boxes)
+        if sum(math.prod(box_shape(box)) for box in boxes) == math.prod(box_shape(region)):
+            boxes = [region]
+        for stored in self._stored:
+            yield stored.view, [self._needed(stored, box, self._scattered) for box in boxes]
+        if self._order is not None:
+            yield self._order[1], [whole_box(self._order[1].shape)]
+
+    def release(self) -> None:
+        self._groups = None
+        super().release()
+
+    def _needed(self, stored: Stored, box: Box, grouped: bool) -> Box:
+        """The box of a stored tensor that a box of the result needs; of scales by group, all groups."""
+        found = stored.box(box)
+        if not grouped or self._order is None or stored is self._codes:
+            return found
+        axis = self._order[0]
+        return (*found[:axis], slice(0, stored.view.shape[axis]), *found[axis + 1 :])
+
+    # The work
+
+    def _decode(self, targets: Targets, steps: Steps, workspace: Workspace) -> None:
+        """Fills arrays with boxes that are one region of a slab, or one box."""
+        region = bounding([box for box, _ in targets])
+        grouped = self._read_groups(workspace) is not None
+        limit = max(max(workspace.room, _UNIT) // 2 // _NUMBER, 1024)
+        for slab in _cut(region, limit, self._cuts):
+            boxes = [self._needed(stored, slab, grouped) for stored in self._stored]
+            with contextlib.ExitStack() as stack:
+                arrays: list[np.ndarray] = []
+                for stored, box in zip(self._stored, boxes, strict=True):
+                    arrays.append(stack.enter_context(workspace.array(box_shape(box), stored.view.dtype)))
+                    fill(stored.view, [box], [arrays[-1]], workspace)
+                for tile in _cut(slab, min(TILE, max(workspace.room // _NUMBER, 1024)), (1,) * len(slab)):
+                    own = [self._needed(stored, tile, grouped) for stored in self._stored]
+                    parts = [array[shift(part, box)] for part, box, array in zip(own, boxes, arrays, strict=True)]
+                    covered = self._codes.unpacked(own[0])
+                    with workspace.array(box_shape(covered), self.dtype) as numbers:
+                        self._codes.numbers(parts[0], numbers, workspace)
+                        values = numbers[shift(tile, covered)]
+                        halves = self._scale_tile(tile, values, own[1:], parts[1:], workspace)
+                        with _converted(values, steps, clip(targets, tile), halves, workspace) as (wanted, rest, found):
+                            for common, out in wanted:
+                                assign(out, found[shift(common, tile)], rest)
+
+    def _scale_tile(
+        self, tile: Box, values: np.ndarray, boxes: Sequence[Box], parts: Sequence[np.ndarray], workspace: Workspace
+    ) -> bool:
+        """Turns the codes of a tile into what they stand for, given the boxes of scales and zero points.
+
+        Returns whether all of these are 0 or normal numbers of float16.
+        """
+        operands: list[np.ndarray] = []
+        for stored, box, part in zip(self._stored[1:], boxes, parts, strict=True):
+            covered = stored.unpacked(box)
+            operands.append(np.empty(box_shape(covered), np.float32))
+            stored.numbers(part, operands[-1], workspace)
+        with np.errstate(all="ignore"):  # infinities and what is no number are the file's
+            # Zero points first; scales are the first of the two.
+            for operation, index in ((np.subtract, 1), (np.multiply, 0))[2 - len(operands) :]:
+                stored, covered = self._stored[1 + index], self._stored[1 + index].unpacked(boxes[index])
+                self._apply(operation, values, tile, operands[index], stored.blocks, covered)
+            if self._factor is not None:
+                np.multiply(values, np.float32(self._factor), out=values)
+            return self._half and round_to_half(values, operands[0], workspace)
+
+    def _apply(
+        self, operation: Any, values: np.ndarray, tile: Box, numbers: np.ndarray, blocks: Sequence[int], covered: Box
+    ) -> None:
+        """`values = operation(values, numbers)`; the numbers, each for a block, are those of a box."""
+        if self._groups is not None and self._groups.size and self._order is not None:
+            axis = self._order[0]
+            numbers = np.take(numbers, self._groups[tile[axis]], axis=axis)
+            blocks = [1 if index == axis else block for index, block in enumerate(blocks)]
+            covered = (*covered[:axis], tile[axis], *covered[axis + 1 :])
+        own = _coarse(tile, blocks)
+        starts = [part.start - first.start * block for part, first, block in zip(tile, own, blocks, strict=True)]
+        blockwise(operation, values, numbers[shift(own, covered)], blocks, starts)
+
+    def _read_groups(self, workspace: Workspace) -> np.ndarray | None:
+        """The group of each index, where groups are no ranges."""
+        if self._order is None:
+            return None
+        axis, view = self._order
+        with self._guard:
+            if (groups := self._groups) is None:
+                read = np.empty(view.shape, view.dtype)
+                fill(view, [whole_box(view.shape)], [read], workspace)
+                self._groups = groups = self._checked(read.astype(np.intp), axis, view.name)
+            return groups if groups.size else None
+
+    def _checked(self, groups: np.ndarray, axis: int, name: str) -> np.ndarray:
+        """The groups if they say something; CheckpointError where there is no such group."""
+        if (groups == -1).all() or (groups == np.arange(groups.size) // self._scale.blocks[axis]).all():
+            return groups[:0]
+        count = self._scale.view.shape[axis]
+        if groups.min() < 0 or groups.max() >= count:
+            raise CheckpointError(
+                f"tensor {name!r}: expected groups of 0 to {count - 1}, found {groups.min()} to {groups.max()}; it is "
+                "corrupt"
+            )
+        return groups
+
+
+def _coarse(box: Box, ratios: Sequence[int]) -> Box:
+    return tuple(slice(part.start // ratio, -(-part.stop // ratio)) for part, ratio in zip(box, ratios, strict=True))
+
+
+def _cut(box: Box, limit: int, cuts: Sequence[int]) -> Iterator[Box]:
+    """Divides a box into boxes of about so many numbers at multiples of `cuts`, rows as long as may be.
+
+    Where that is too many, they are cut anywhere.
+    """
+    rows = min(box_shape(box)[-2], TILE_ROWS) if len(box) > 1 and limit <= TILE else 1
+    extents = [1] * len(box)
+    for axis in range(len(box) - 1, -1, -1):
+        extent, cut = box[axis].stop - box[axis].start, cuts[axis]
+        reserved = rows if axis == len(box) - 1 else 1
+        fits = max(limit // (math.prod(extents) * reserved), 1)
+        extents[axis] = max(min(extent, fits // cut * cut or fits), 1)
+    edges: list[list[slice]] = []
+    for part, extent, cut in zip(box, extents, cuts, strict=True):
+        # From the multiple at or before the box on, so that what one element is for is not cut in two.
+        begin = part.start // cut * cut if extent % cut == 0 else part.start
+        starts = [part.start, *range(begin + extent, part.stop, extent)]
+        edges.append([slice(a, b) for a, b in zip(starts, [*starts[1:], part.stop], strict=True)])
+    return itertools.product(*edges)
+
+
+def blockwise(
+    operation: Any, values: np.ndarray, operand: np.ndarray, blocks: Sequence[int], starts: Sequence[int]
+) -> None:
+    """`values = operation(values, operand)`, where one element of the operand is for a block of these extents, and the
+    values begin so far behind the beginning of the first.
+    """
+    axes = [list(_segments(*each)) for each in zip(values.shape, blocks, starts, strict=True)]
+    for segments in itertools.product(*axes):
+        part = values[tuple(slice(segment.start, segment.stop) for segment in segments)]
+        of_operand = operand[tuple(slice(segment.first, segment.first + segment.blocks) for segment in segments)]
+        split: list[int] = []
+        index: list[Any] = []
+        for segment in segments:
+            size = (segment.stop - segment.start) // segment.blocks
+            if segment.blocks > 1 and size > 1:
+                split += [segment.blocks, size]
+                index += [slice(None), None]
+            else:  # one block, or blocks of one
+                split.append(segment.blocks * size)
+                index.append(slice(None))
+        divided = np.reshape(part, split, copy=False)
+        operation(divided, of_operand[tuple(index)], out=divided)
+
+
+class _Segment(NamedTuple):
+    """A range of an axis that is so many whole blocks, or a part of one."""
+
+    start: int
+    stop: int
+    first: int
+    blocks: int
+
+
+def _segments(extent: int, block: int, start: int) -> Iterator[_Segment]:
+    first = position = 0
+    if start:
+        position, first = min(block - start, extent), 1
+        yield _Segment(0, position, 0, 1)
+    if whole := (extent - position) // block:
+        yield _Segment(position, position + whole * block, first, whole)
+        position, first = position + whole * block, first + whole
+    if position < extent:
+        yield _Segment(position, extent, first, 1)
+
+
+@contextlib.contextmanager
+def _converted(
+    values: np.ndarray, steps: Steps, targets: Targets, halves: bool, workspace: Workspace
+) -> Generator[tuple[Targets, Steps, np.ndarray]]:
+    """What of the conversions is better done before values are copied to where they go: the rest, and the values."""
+    if halves and steps and steps[0] == Convert(_HALF):
+        if len(steps) > 1 and steps[1] == Convert(steps[1].dtype):
+            steps = steps[1:]  # a cast of what float16 has does not need it
+        else:
+            with workspace.array(values.shape, _HALF) as converted:
+                to_half(values, converted, workspace)
+                yield targets, steps[1:], converted
+            return
+    if steps and any(out.strides[-1] != out.itemsize for _, out in targets):  # casts into columns take much longer
+        with workspace.array(values.shape, targets[0][1].dtype) as converted:
+            assign(converted, values, steps)
+            yield targets, (), converted
+        return
+    yield targets, steps, values
+
+
+def to_half(values: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
+    """Float32 that are 0 or normal numbers of float16 as such, by moving their bits."""
+    with (
+        workspace.array(values.shape, np.dtype(np.uint32)) as bits,
+        workspace.array(values.shape, bits.dtype) as signs,
+    ):
+        np.multiply(values, np.float32(2.0**-112), out=bits.view(np.float32))  # the difference of the exponents' biases
+        np.right_shift(bits, 13, out=bits)
+        np.bitwise_and(bits, 0x7FFF, out=bits)
+        np.right_shift(values.view(np.uint32), 16, out=signs)
+        np.bitwise_and(signs, 0x8000, out=signs)
+        np.bitwise_or(bits, signs, out=bits)
+        np.copyto(out.view(np.uint16), bits, casting="unsafe")
+
+
+def round_to_half(values: np.ndarray, scale: np.ndarray, workspace: Workspace) -> bool:
+    """Rounds float32 products of scales and integers below 2 ** 8 to the nearest float16, in place.
+
+    Returns whether all are 0 or normal numbers there. If so, half of the last place is added and what follows it cut
+    off, which takes a fraction of the time of a cast; the scales tell.
+    """
+    size = np.abs(scale)
+    if not (((size >= _HALF_NORMAL) | (size == 0)).all() and (size <= _HALF_MOST / 512).all()):
+        values[...] = values.astype(_HALF)
+        return False
+    bits = values.view(np.uint32)
+    with workspace.array(bits.shape, bits.dtype) as odd:
+        np.right_shift(bits, 13, out=odd)
+        np.bitwise_and(odd, 1, out=odd)
+        np.add(bits, odd, out=bits)
+        np.add(bits, 0xFFF, out=bits)
+        np.bitwise_and(bits, 0xFFFFE000, out=bits)
+    return True

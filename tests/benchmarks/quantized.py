@@ -1,0 +1,213 @@
+"""Quantized checkpoints onto 8 devices, decoded: lazymodel against plain NumPy, a GiB of result each.
+
+    python tests/benchmarks/quantized.py [--runs 3] [--forms fp8 gptq ...] [--nbytes 1GiB] [--json]
+
+A Hugging Face folder of square matrices in each form is opened and materialized, every other matrix split by rows and
+by columns. Beside it, plain NumPy reads each tensor whole, decodes it as the form's reference does, in a few vectorized
+lines, and puts it onto the same devices. Both take turns, each in its own process, with the page cache warm; values are
+equal bit for bit. Seconds are from opening until every array is ready, GB/s are of the result; memory is the peak of
+private memory over what the process held before, as a multiple of the result's bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+
+import ml_dtypes  # noqa: E402
+import numpy as np  # noqa: E402
+from _measure import back_memory, emit, measured, run, virtual_devices  # noqa: E402
+
+WIDTH = 4096
+BF16 = np.dtype(ml_dtypes.bfloat16)
+Read = Callable[[str], np.ndarray]
+
+
+def spread(scale: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    return np.repeat(np.repeat(scale, block[0], 0), block[1], 1)
+
+
+def nibbles(packed: np.ndarray, axis: int = -1) -> np.ndarray:
+    """Codes of four bits in words or bytes, the first in the lowest bits."""
+    bits = packed.view(f"u{packed.itemsize}")
+    codes = np.stack([bits >> 4 * k & 15 for k in range(2 * bits.itemsize)], -1 if axis == -1 else axis + 1)
+    shape = list(bits.shape)
+    shape[axis] *= 2 * bits.itemsize
+    return codes.reshape(shape).astype(np.int32)
+
+
+def fp8(read: Read) -> np.ndarray:
+    return (read("weight").astype(np.float32) * spread(read("weight_scale_inv"), (128, 128))).astype(BF16)
+
+
+def per_channel(read: Read) -> np.ndarray:
+    return (read("weight").astype(np.float32) * read("weight_scale").astype(np.float32)).astype(BF16)
+
+
+def packed(read: Read) -> np.ndarray:
+    codes = nibbles(read("weight_packed")) - 8
+    return (codes.astype(np.float32) * spread(read("weight_scale").astype(np.float32), (1, 128))).astype(BF16)
+
+
+def gptq(read: Read) -> np.ndarray:
+    group = read("g_idx")
+    zeros = (nibbles(read("qzeros")) + 1 & 15)[group]
+    return ((nibbles(read("qweight"), 0) - zeros).astype(np.float16) * read("scales")[group]).T
+
+
+def awq(read: Read) -> np.ndarray:
+    order = np.arange(WIDTH).reshape(-1, 8)[:, [0, 4, 1, 5, 2, 6, 3, 7]].reshape(-1)
+    codes, zeros = nibbles(read("qweight"))[:, order], nibbles(read("qzeros"))[:, order]
+    return ((codes - np.repeat(zeros, 128, 0)).astype(np.float16) * np.repeat(read("scales"), 128, 0)).T
+
+
+def nf4(read: Read) -> np.ndarray:
+    codes = read("weight").reshape(-1)
+    values = read("weight.quant_map")[np.stack([codes >> 4, codes & 15], -1).reshape(-1)]
+    absmax = read("weight.nested_quant_map")[read("weight.absmax")]
+    absmax = absmax * np.repeat(read("weight.nested_absmax"), 256)[: absmax.size] + np.float32(0.0361)
+    return (values * np.repeat(absmax, 64)).astype(BF16).reshape(WIDTH, WIDTH)
+
+
+def int8(read: Read) -> np.ndarray:
+    scale = read("SCB")[:, None]
+    return (read("weight").astype(np.float32) * scale * np.float32(7.874015718698502e-3)).astype(BF16)
+
+
+def mxfp4(read: Read) -> np.ndarray:
+    scale = np.exp2(read("weight_scale").astype(np.float32) - 127)
+    return (E2M1[nibbles(read("weight_packed"))] * np.repeat(scale, 32, 1)).astype(BF16)
+
+
+def nvfp4(read: Read) -> np.ndarray:
+    scale = read("weight_scale").astype(np.float32) / read("weight_global_scale")
+    return (E2M1[nibbles(read("weight_packed"))] * np.repeat(scale, 16, 1)).astype(BF16)
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+DECODE = {
+    "fp8": fp8, "float-quantized": per_channel, "int-quantized": per_channel, "pack-quantized": packed, "gptq": gptq,
+    "awq": awq, "nf4": nf4, "int8": int8, "mxfp4": mxfp4, "nvfp4": nvfp4,
+}  # fmt: skip
+
+
+def forms() -> dict[str, Any]:
+    """The forms as tests make them, with the groups that people publish."""
+    from tests.quantized import BF16, F16, FORMS, Form, awq, float8, gptq, groups, integers
+
+    of_groups = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+    return {
+        "fp8": Form(
+            {"quant_method": "fp8", "weight_block_size": [128, 128]}, float8((128, 128), "weight_scale_inv"), BF16
+        ),
+        "pack-quantized": Form(groups("pack-quantized", **of_groups), integers(4, 128, zero=False, packed=True), BF16),
+        "gptq": Form({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}, gptq(4, 128), F16),
+        "awq": Form({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}, awq(128), F16),
+        "nf4": FORMS["nf4-nested"],
+        **{name: FORMS[name] for name in ("float-quantized", "int-quantized", "int8", "mxfp4", "nvfp4")},
+    }
+
+
+def write(folder: Path, form: Any, count: int) -> None:
+    """One matrix under many names: how fast it is decoded does not depend on its values."""
+    from tests.quantized import settings, write_folder
+
+    parts, _ = form.make(np.random.default_rng(0), WIDTH, WIDTH)
+    tensors = {f"layers.{k}.{ending}": part for k in range(count) for ending, part in parts.items()}
+    write_folder(folder, settings(form), tensors, shards=4)
+
+
+def child(how: str, name: str, folder: str) -> None:
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import lazymodel as lm
+    from lazymodel.checkpoints._open import open_located
+
+    mesh = Mesh(np.array(jax.devices()), ("model",))
+    with lm.open_checkpoint(folder) as checkpoint:
+        paths, dtype = sorted(checkpoint), checkpoint.describe(next(iter(checkpoint))).dtype
+    nbytes = len(paths) * WIDTH * WIDTH * dtype.itemsize
+    specs = {path: P("model") if index % 2 else P(None, "model") for index, path in enumerate(paths)}
+    abstract = lm.build_abstract(lambda: {path: jnp.zeros((WIDTH, WIDTH), dtype) for path in paths})
+    abstract = abstract.shard(mesh, {path.replace(".", r"\."): spec for path, spec in specs.items()})
+    back_memory(nbytes * 5 // 4)
+    with measured() as report:
+        if how == "ours":
+            with lm.open_checkpoint(folder) as checkpoint:
+                arrays = abstract.materialize(checkpoint, progress=False)
+        else:
+            stored = open_located(Path(folder), as_stored=True)
+            arrays = {}
+            for path in paths:
+                module = path.removesuffix("weight")
+                value = DECODE[name](lambda ending, module=module: stored[f"{module}{ending}"].read())
+                arrays[path] = jax.device_put(value, NamedSharding(mesh, specs[path]))
+        jax.block_until_ready(arrays)
+    digest = hashlib.sha256()
+    for path in paths:
+        for shard in arrays[path].addressable_shards:
+            digest.update(np.ascontiguousarray(shard.data).view(np.uint8))
+    emit({**report, "digest": digest.hexdigest(), "nbytes": nbytes})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--forms", nargs="+", choices=DECODE, default=list(DECODE))
+    parser.add_argument("--nbytes", default="1GiB")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(*options.child)
+        return
+    from lazymodel._show.text import parse_bytes
+
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name in options.forms:
+        with tempfile.TemporaryDirectory() as folder:
+            form = forms()[name]
+            count = max(parse_bytes(options.nbytes) // (WIDTH * WIDTH * form.dtype.itemsize), 1)
+            write(Path(folder, "folder"), form, count)
+            results: dict[str, list[Any]] = {"ours": [], "numpy": []}
+            for _ in range(options.runs):
+                for how, runs in results.items():
+                    command = [__file__, "--child", how, name, f"{folder}/folder"]
+                    runs.append(run(command, env=virtual_devices()))
+        if len({m.result["digest"] for runs in results.values() for m in runs}) != 1:
+            raise SystemExit(f"{name}: lazymodel and NumPy differ")
+        nbytes = results["ours"][0].result["nbytes"]
+        found[name] = {
+            how: {
+                "seconds": statistics.median(m.seconds for m in runs),
+                "cpu": statistics.median(m.result["cpu"] for m in runs),
+                "gigabytes_per_second": nbytes / 1e9 / statistics.median(m.seconds for m in runs),
+                "peak": statistics.median(m.peak_nbytes for m in runs) / nbytes,
+            }
+            for how, runs in results.items()
+        }
+        if not options.json:
+            each = "; ".join(
+                f"{how} {figures['gigabytes_per_second']:5.2f} GB/s, {figures['cpu']:5.2f} s of CPU, "
+                f"peak {figures['peak']:.2f} ×"
+                for how, figures in found[name].items()
+            )
+            print(f"{name:16} {nbytes / 2**30:.1f} GiB: {each}", flush=True)
+    if options.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""What contradicts itself, is not known, or looks quantized and is nobody's: one error that names it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import lazymodel as lm
+from lazymodel._quantized.config import matches
+from tests import quantized
+from tests.quantized import F8, FORMS, Tensors, write_folder
+
+M = "model.layers.0.mlp.up_proj"
+
+
+def parts(form: str, shape: tuple[int, int] = (64, 64)) -> tuple[Tensors, dict[str, Any]]:
+    stored, _ = quantized.quantized(FORMS[form], {f"{M}.weight": np.zeros(shape, np.float32)}, lambda module: True)
+    return stored, quantized.settings(FORMS[form])
+
+
+def refused(folder: Path, stored: Tensors, config: dict[str, Any]) -> str:
+    write_folder(folder / "folder", json.loads(json.dumps(config)), stored)
+    with pytest.raises(lm.CheckpointError) as caught:
+        checkpoint = lm.open_checkpoint(folder / "folder")
+        for name in checkpoint:
+            checkpoint[name].read()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["hqq", "quark", "torchao", "aqlm", ""])
+def test_unknown_methods(method: str, tmp_path: Path) -> None:
+    """Even where every tensor is plain: what says that it is quantized may be, in a way that shows nowhere."""
+    text = refused(
+        tmp_path,
+        {f"{M}.weight": np.zeros((4, 4), np.float32)},
+        {"quantization_config": {"bits": 4, "quant_method": method}},
+    )
+    assert "says that the weights are quantized with" in text and "load a dequantized copy" in text
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "words"),
+    [
+        ("gptq", {"bits": 3}, "expected one of (2, 4, 8) as bits, found 3"),
+        ("gptq", {"bits": "4"}, "expected a positive integer as bits"),
+        ("gptq", {"checkpoint_format": "marlin"}, "as checkpoint_format, found 'marlin'"),
+        ("gptq", {"group_size": 16}, f"'{M}.qzeros'"),
+        ("awq", {"version": "gemv"}, "version gemv"),
+        ("pack-4", {"format": "marlin-24"}, "found 'marlin-24'"),
+        ("pack-4", {"config_groups": {}}, "expected config_groups"),
+        ("pack-4", {"transform_config": {"config_groups": {"u": {}}}}, "by which weights are rotated"),
+        ("pack-4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "found sparsity_config"),
+        ("pack-4", {"ignore": ["re:.*up_proj"]}, "what is not converted"),
+        ("pack-4", {"ignore": "up_proj"}, "expected a list of modules as ignore"),
+        ("fp8-block", {"weight_block_size": [0, 16]}, "expected two positive integers"),
+        ("fp8-block", {"weight_block_size": [16, 16]}, "a scale for each block of [16, 16]"),
+        ("modelopt-fp8", {"quant_algo": "W4A8_AWQ"}, "found 'W4A8_AWQ'"),
+    ],
+)
+def test_configurations(form: str, change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    stored, config = parts(form)
+    assert words in refused(tmp_path, stored, {**config, "quantization_config": config["quantization_config"] | change})
+
+
+@pytest.mark.parametrize(
+    ("form", "lost", "words"),
+    [
+        ("fp8-block", "weight_scale_inv", f"'{M}.weight' (float8_e4m3fn)"),
+        ("fbgemm", "weight", f"'{M}.weight_scale' (float32)"),
+        ("gptq", "scales", f"expected '{M}.scales' beside it"),
+        ("gptq-order", "g_idx", f"expected '{M}.g_idx' beside it"),
+        ("awq", "qweight", f"'{M}.qzeros' (int32)"),
+        ("pack-4-zero", "weight_zero_point", f"expected '{M}.weight_zero_point' beside it"),
+        ("nf4-nested", "weight.nested_absmax", f"expected '{M}.weight.nested_absmax' beside it"),
+        ("nf4", "weight.quant_state.bitsandbytes__nf4", f"'{M}.weight' (uint8)"),
+        ("int8", "SCB", f"'{M}.weight' (int8)"),
+        ("mxfp4", "weight_scale", f"expected '{M}.weight_scale' beside it"),
+        ("modelopt-nvfp4", "weight_scale_2", f"'{M}.weight'"),
+    ],
+)
+def test_parts_that_lack(form: str, lost: str, words: str, tmp_path: Path) -> None:
+    """Beside a module that has all of them."""
+    stored, config = parts(form)
+    other = {name.replace(".0.", ".1."): array for name, array in stored.items()}
+    del stored[f"{M}.{lost}"]
+    assert words in refused(tmp_path, stored | other, config)
+
+
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        ({f"{M}.weight": np.zeros((4, 4), F8)}, "(float8_e4m3fn)"),
+        ({f"{M}.weight": np.zeros((4, 4), np.int8), f"{M}.scales": np.ones(4, np.float32)}, f"'{M}.weight' (int8)"),
+        ({f"{M}.weight": np.zeros((4, 4), np.float32), f"{M}.weight_scale": np.ones(4, np.float32)}, "weight_scale'"),
+        ({f"{M}.qzeros": np.zeros((1, 4), np.int32)}, "qzeros' (int32)"),
+    ],
+)
+def test_what_no_configuration_tells_of(left: Tensors, words: str, tmp_path: Path) -> None:
+    text = refused(tmp_path / "hugging_face", left, {"model_type": "llama"})
+    assert words in text and "does not say how" in text
+    folder = write_folder(tmp_path / "own", {"name": "of one's own"}, left)
+    assert sorted(lm.open_checkpoint(folder)) == sorted(left)  # as stored; mapping it to floats is refused
+
+
+def test_groups_that_are_not_there(tmp_path: Path) -> None:
+    stored, config = parts("gptq-order")
+    stored[f"{M}.g_idx"][3] = 2
+    assert f"'{M}.g_idx': expected groups of 0 to 1, found 0 to 2; it is corrupt" in refused(tmp_path, stored, config)
+
+
+def test_names_twice(tmp_path: Path) -> None:
+    stored, config = parts("gptq")
+    stored[f"{M}.weight"] = np.zeros((64, 64), np.float16)
+    assert f"parts of '{M}.weight', or the tensor itself" in refused(tmp_path, stored, config)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_hostile_parts(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A part of another shape or dtype, or what a state says: one error, or a tensor."""
+    stored, config = parts(data.draw(st.sampled_from(sorted(FORMS))), (32, 64))
+    name = data.draw(st.sampled_from(sorted(stored)))
+    shape = data.draw(st.lists(st.integers(0, 5), max_size=4).map(tuple) | st.just(stored[name].shape))
+    dtype = data.draw(st.sampled_from(["uint8", "int8", "int32", "int64", "float16", "float32", F8]))
+    stored[name] = np.ones(shape, dtype)
+    if "quant_state" in name and data.draw(st.booleans()):
+        values = st.sampled_from([0, -1, 2**60, 1.5, None, "x", [], [0, 4], [2**40, 2**40], [32, 64], 64])
+        state = {key: data.draw(values) for key in ("shape", "blocksize", "nested_blocksize", "nested_offset")}
+        stored[name] = np.frombuffer(json.dumps({"dtype": "float16", **state}).encode(), np.uint8).copy()
+    folder = write_folder(tmp_path_factory.mktemp("hostile") / "folder", config, stored)
+    try:
+        with lm.open_checkpoint(folder) as checkpoint:
+            for key in checkpoint:
+                checkpoint.describe(key)
+                checkpoint[key].read()
+    except lm.CheckpointError as error:
+        assert str(folder) in str(error) or M in str(error)
+
+
+@pytest.mark.parametrize(
+    ("entry", "module", "expected"),
+    [
+        ("lm_head", "lm_head", True),
+        ("lm_head", "model.lm_head", True),
+        ("mlp.gate", "model.layers.0.mlp.gate", True),
+        ("mlp.gate", "model.layers.0.mlp.gate_proj", False),
+        ("model.layers.1", "model.layers.10.mlp", False),
+        ("model.layers.1", "model.layers.1.mlp", True),
+        ("re:.*gate$", "model.layers.0.mlp.gate", True),
+        ("re:.*gate$", "model.layers.0.mlp.gate_proj", False),
+        ("*.visual.*", "model.visual.blocks", True),
+        ("", "model", False),
+    ],
+)
+def test_which_modules_are_meant(entry: str, module: str, expected: bool) -> None:
+    assert matches(entry, module) is expected

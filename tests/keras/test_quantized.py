@@ -1,0 +1,168 @@
+"""Quantized Hugging Face folders as KerasHub models: what loading the plain folder gives, and nothing guessed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import keras_hub
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save_file
+
+import lazymodel as lm
+import lazymodel_keras as lk
+from lazymodel.checkpoints import SafetensorsFile
+from tests.quantized import FORMS, Form, Tensors, quantized, settings, write_folder
+from tests.servers.object_server import ObjectServer
+
+from .models import bits
+
+LAYERS, HIDDEN, INNER, HEADS, VOCABULARY, EXPERTS = 3, 64, 128, 8, 64, 4
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (keras_hub.models.Llama3Backbone, {}),
+    "qwen3": (keras_hub.models.Qwen3Backbone, {"use_sliding_window": False, "sliding_window": None}),
+    "qwen3_moe": (
+        keras_hub.models.Qwen3MoeBackbone,
+        {
+            "use_sliding_window": False, "sliding_window": None, "num_experts": EXPERTS, "num_experts_per_tok": 2,
+            "moe_intermediate_size": INNER, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+            "router_aux_loss_coef": 0.0,
+        },
+    ),
+}  # fmt: skip
+RULES = {
+    ".*(query|key|value|feedforward_gate_dense|feedforward_intermediate_dense)/kernel": P(None, "model"),
+    ".*(attention_output|feedforward_output_dense)/kernel": P("model"),
+    ".*expert_feedforward_gate_dense": P(None, None, "model"),
+    ".*expert_feedforward_output_dense": P(None, "model"),
+    ".*embeddings": P("model"),
+}
+
+
+def config_of(kind: str, form: Form) -> dict[str, Any]:
+    return settings(
+        form, architectures=["ForCausalLM"], vocab_size=VOCABULARY, num_hidden_layers=LAYERS, rope_theta=10000.0,
+        num_attention_heads=HEADS, num_key_value_heads=HEADS, hidden_size=HIDDEN, head_dim=HIDDEN // HEADS,
+        intermediate_size=INNER, rms_norm_eps=1e-5, tie_word_embeddings=False, **MODELS[kind][1] | {"model_type": kind},
+    )  # fmt: skip
+
+
+def tensors_of(kind: str) -> Tensors:
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}."
+        shapes |= {f"{at}self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"}
+        shapes |= {f"{at}{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
+        if kind != "llama":
+            shapes |= {f"{at}self_attn.{name}_norm.weight": (HIDDEN // HEADS,) for name in "qk"}
+        if kind == "qwen3_moe":
+            shapes[f"{at}mlp.gate.weight"] = (EXPERTS, HIDDEN)
+        inner = [f"experts.{expert}." for expert in range(EXPERTS)] if kind == "qwen3_moe" else [""]
+        for each in inner:
+            shapes |= {f"{at}mlp.{each}{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
+            shapes[f"{at}mlp.{each}down_proj.weight"] = (HIDDEN, INNER)
+    shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
+    rng = np.random.default_rng(1)
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def folders(folder: Path, kind: str, form: Form, *, shards: int = 1) -> tuple[str, str]:
+    """A quantized folder, and one with what its weights stand for."""
+    config = config_of(kind, form)
+    stored, plain = quantized(form, tensors_of(kind), lambda module: module.endswith("_proj"))
+    made = write_folder(folder / "quantized", config, stored, shards=shards)
+    del config["quantization_config"]
+    return str(made), str(write_folder(folder / "plain", config, plain))
+
+
+def values(folder: str, kind: str, mesh: Mesh) -> tuple[list[np.ndarray], lm.LoadReport]:
+    reports: list[lm.LoadReport] = []
+    abstract = lk.abstract_from_preset(MODELS[kind][0], folder).shard(mesh, RULES, on_unmatched="ignore", repair=True)
+    model = abstract.materialize(initialize="nothing", report=reports.append)
+    return [bits(variable) for variable in model.variables], reports[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        *(
+            ("llama", form)
+            for form in FORMS
+            if not form.endswith(("fbgemm", "-bf16", "tensor", "-fp8", "pack-8", "fp4"))
+        ),
+        ("llama", "mxfp4"),
+        ("qwen3", "fp8-block"),
+        ("qwen3_moe", "fp8-block"),
+        ("qwen3_moe", "awq"),
+    ],
+)
+def test_is_what_the_plain_folder_gives(kind: str, form: str, mesh8: Mesh, tmp_path: Path) -> None:
+    made, plain = folders(tmp_path, kind, FORMS[form], shards=2)
+    found, report = values(made, kind, mesh8)
+    expected, _ = values(plain, kind, mesh8)
+    for ours, array in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, array)
+    assert report.read_nbytes <= 1.02 * sum(file.stat().st_size for file in Path(made).glob("*.safetensors"))
+
+
+Q = "model.layers.1.self_attn.q_proj"
+
+
+def refused(folder: str, **given: Any) -> str:
+    with pytest.raises(lm.CheckpointError) as caught:
+        lk.abstract_from_preset(MODELS["llama"][0], folder, strict=False, cast="unsafe", **given)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda stored, _: stored.pop(f"{Q}.weight_scale_inv"), f"'{Q}.weight' (float8_e4m3fn)"),
+        (lambda stored, _: stored.update({f"{Q}.g_idx": np.zeros(64, np.int32)}), f"'{Q}.g_idx' (int32)"),
+        (lambda stored, _: stored.update({f"{Q}.weight_scale_inv": np.ones((4, 4), np.float32)}), "block of [24, 16]"),
+        (lambda _, config: config.update(modules_to_not_convert=["self_attn.q_proj"]), "what is not converted"),
+        (lambda _, config: config.update(quant_method="quark"), "quantized with 'quark'"),
+    ],
+)
+def test_what_is_not_understood_is_refused(change: Any, words: str, tmp_path: Path) -> None:
+    made, _ = folders(tmp_path, "llama", FORMS["fp8-block"])
+    with SafetensorsFile(f"{made}/model.safetensors") as file:
+        stored = {name: file[name].read() for name in file}
+    config = json.loads(Path(made, "config.json").read_text())
+    change(stored, config["quantization_config"])
+    save_file(stored, f"{made}/model.safetensors")
+    Path(made, "config.json").write_text(json.dumps(config))
+    assert words in refused(made)
+    with pytest.raises(lm.CheckpointError) as caught:
+        lm.open_checkpoint(made)
+    assert words in str(caught.value)
+
+
+def test_at_a_url(object_server: ObjectServer) -> None:
+    made, plain = folders(object_server.root / "quantized", "llama", FORMS["pack-4-zero"], shards=2)
+    url = object_server.url("quantized/quantized")
+    with lm.open_checkpoint(url) as ours, lm.open_checkpoint(plain) as expected:
+        assert sorted(ours) == sorted(expected)
+        np.testing.assert_array_equal(ours[f"{Q}.weight"].read(), expected[f"{Q}.weight"].read())
+    abstract = lk.abstract_from_preset(MODELS["llama"][0], url)
+    stock = lk.from_preset(MODELS["llama"][0], plain)
+    for variable, same in zip(abstract.materialize().variables, stock.variables, strict=True):
+        np.testing.assert_array_equal(bits(variable), bits(same))
+    config = Path(made, "config.json")
+    config.write_text(config.read_text().replace("pack-quantized", "marlin-24"))
+    assert "found 'marlin-24'" in refused(object_server.url("quantized/quantized"))
+
+
+def test_what_is_left_of_a_quantized_folder(tmp_path: Path) -> None:
+    """Of layers that the configuration lacks, in shards that nobody opened: under their plain names."""
+    made, _ = folders(tmp_path, "llama", FORMS["awq"], shards=40)
+    config = Path(made, "config.json")
+    config.write_text(config.read_text().replace(f'"num_hidden_layers": {LAYERS}', '"num_hidden_layers": 1'))
+    with pytest.warns(lm.LazyModelWarning, match=r"holds 18 tensors .* model\.layers\.1\."):
+        abstract = lk.abstract_from_preset(MODELS["llama"][0], made, strict=False)
+    assert len(abstract.unused) == 18
+    assert f"{Q}.weight" in [tensor.name for tensor in abstract.unused]

@@ -1,0 +1,309 @@
+"""Quantized weights of every form that is decoded, made up, with what they stand for in plain NumPy.
+
+Each form chooses codes and scales at random, says what these mean as the form's reference implementation computes it,
+and packs them number by number: nothing here is shared with what decodes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+BF16, F8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
+F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+E2M1[8] = -0.0
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+Tensors = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A way to quantize.
+
+    Attributes:
+        config: The `quantization_config`.
+        make: Of a random generator and a matrix' shape: its parts by the end of their names, and what it stands for.
+        dtype: The model's.
+    """
+
+    config: dict[str, Any]
+    make: Callable[[np.random.Generator, int, int], tuple[Tensors, np.ndarray]]
+    dtype: np.dtype[Any] = BF16
+
+
+def spread(values: np.ndarray, rows: int, columns: int, block: tuple[int, int]) -> np.ndarray:
+    """Each value for a block, the last ones cut off."""
+    return np.kron(values, np.ones(block, values.dtype))[:rows, :columns]
+
+
+def pack(codes: np.ndarray, bits: int, axis: int, order: tuple[int, ...] | None = None) -> np.ndarray:
+    """Unsigned codes in words of 32 along an axis, the first in the lowest bits, or in another order."""
+    codes = np.moveaxis(codes, axis, -1).astype(np.uint64)
+    count = 32 // bits
+    codes = np.pad(codes, [*[(0, 0)] * (codes.ndim - 1), (0, -codes.shape[-1] % count)])
+    words = codes.reshape(*codes.shape[:-1], -1, count)
+    total = np.zeros(words.shape[:-1], np.uint64)
+    for position, place in enumerate(order or range(count)):
+        total |= words[..., place] << np.uint64(bits * position)
+    return np.ascontiguousarray(np.moveaxis(total.astype(np.uint32).view(np.int32), -1, axis))
+
+
+def scales(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any = F32) -> np.ndarray:
+    return rng.uniform(0.001, 0.01, shape).astype(dtype)
+
+
+def finite8(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return np.where((codes := rng.integers(0, 256, shape, np.uint8)) & 0x7F == 0x7F, 0, codes).astype(np.uint8).view(F8)
+
+
+def float8(block: tuple[int, int] | None, ending: str, kind: Any = F32, dtype: Any = BF16) -> Any:
+    """FP8 with a scale for each block; of the tensor's own extents where these are 0."""
+
+    def make(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
+        size = (block[0] or rows, block[1] or columns) if block else (rows, columns)
+        shape = (-(-rows // size[0]), -(-columns // size[1]))
+        weight, scale = finite8(rng, (rows, columns)), scales(rng, shape, kind)
+        value = weight.astype(F32) * spread(scale, rows, columns, size).astype(F32)
+        return {"weight": weight, ending: scale if block else scale.reshape(())}, value.astype(dtype)
+
+    return make
+
+
+def integers(bits: int, group: int, *, zero: bool, packed: bool, order: bool = False, kind: Any = BF16) -> Any:
+    """compressed-tensors' integers; a group of 0 is a row."""
+
+    def make(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
+        half, size = 1 << (bits - 1), group or columns
+        groups = columns // size
+        codes = rng.integers(-half, half, (rows, columns))
+        scale, zeros = scales(rng, (rows, groups), kind), rng.integers(-half, half, (rows, groups)) * zero
+        index = np.arange(columns) // size
+        index = rng.permutation(index) if order else index
+        exact = (codes - zeros[:, index]).astype(F32) * scale[:, index].astype(F32)
+        parts: Tensors = {"weight_scale": scale}
+        if packed:
+            parts["weight_packed"] = pack(codes + half, bits, 1)
+            parts["weight_shape"] = np.array([rows, columns], np.int64)
+        else:
+            parts["weight"] = codes.astype(np.int8)
+        if zero:
+            parts["weight_zero_point"] = pack(zeros + half, bits, 0) if packed else zeros.astype(np.int8)
+        if order:
+            parts["weight_g_idx"] = index.astype(np.int32)
+        return parts, exact.astype(kind).astype(BF16)
+
+    return make
+
+
+def gptq(bits: int, group: int, *, version: int = 1, order: bool = False, dtype: Any = F16) -> Any:
+    def make(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
+        size, most = group if group > 0 else columns, 1 << bits
+        groups = columns // size
+        codes, zeros = rng.integers(0, most, (columns, rows)), rng.integers(0, most, (groups, rows))
+        scale = scales(rng, (groups, rows), F16)
+        index = np.arange(columns) // size
+        index = rng.permutation(index) if order else index
+        value = (codes - zeros[index]).astype(F32) * scale[index].astype(F32)
+        parts = {
+            "qweight": pack(codes, bits, 0),
+            "qzeros": pack((zeros - (version == 1)) % most, bits, 1),
+            "scales": scale,
+            "g_idx": index.astype(np.int32),
+        }
+        return parts, np.ascontiguousarray(value.astype(F16).astype(dtype).T)
+
+    return make
+
+
+def awq(group: int) -> Any:
+    def make(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
+        groups = columns // group
+        codes, zeros = rng.integers(0, 16, (columns, rows)), rng.integers(0, 16, (groups, rows))
+        scale = scales(rng, (groups, rows), F16)
+        index = np.arange(columns) // group
+        value = (codes - zeros[index]).astype(F32) * scale[index].astype(F32)
+        parts = {"qweight": pack(codes, 4, 1, AWQ_ORDER), "qzeros": pack(zeros, 4, 1, AWQ_ORDER), "scales": scale}
+        return parts, np.ascontiguousarray(value.astype(F16).T)
+
+    return make
+
+
+def four_bits(kind: str, *, nested: bool, dtype: str = "bfloat16", block: int = 64) -> Any:
+    """bitsandbytes' NF4 and FP4. The values of codes are as good as any: they are stored."""
+
+    def make(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
+        size = rows * columns
+        codes = rng.integers(0, 16, size + size % 2)
+        table = np.sort(rng.uniform(-1, 1, 16)).astype(F32)
+        blocks = -(-size // block)
+        state: dict[str, Any] = {
+            "quant_type": kind, "blocksize": block, "dtype": dtype, "shape": [rows, columns]
+        }  # fmt: skip
+        parts: Tensors = {
+            "weight": (codes[0::2] << 4 | codes[1::2]).astype(np.uint8)[:, None],
+            "weight.quant_map": table,
+        }
+        absmax = scales(rng, (blocks,))
+        if nested:
+            parts["weight.absmax"] = rng.integers(0, 256, blocks).astype(np.uint8)
+            parts["weight.nested_absmax"] = scales(rng, (-(-blocks // 256),))
+            parts["weight.nested_quant_map"] = np.sort(rng.uniform(-1, 1, 256)).astype(F32)
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.0361}
+            absmax = parts["weight.nested_quant_map"][parts["weight.absmax"]]
+            absmax = absmax * np.repeat(parts["weight.nested_absmax"], 256)[:blocks] + np.float32(0.0361)
+        else:
+            parts["weight.absmax"] = absmax
+        said = json.dumps(state).encode()
+        parts[f"weight.quant_state.bitsandbytes__{kind}"] = np.frombuffer(said, np.uint8).copy()
+        value = table[codes[:size]] * np.repeat(absmax, block)[:size]
+        return parts, value.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype).reshape(rows, columns)
+
+    return make
+
+
+def eight_bits(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
+    codes, scale = rng.integers(-127, 128, (rows, columns)).astype(np.int8), rng.uniform(0.1, 2, rows).astype(F32)
+    value = codes.astype(F32) * scale[:, None] * np.float32(7.874015718698502e-3)
+    return {"weight": codes, "SCB": scale, "weight_format": np.zeros((), np.uint8)}, value.astype(BF16)
+
+
+def float4(block: int, *, style: str) -> Any:
+    """MXFP4 and NVFP4 of compressed-tensors, and NVFP4 of ModelOpt."""
+
+    def make(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
+        codes = rng.integers(0, 16, (rows, columns))
+        packed = (codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8)
+        if style == "mxfp4":
+            scale = rng.integers(110, 125, (rows, columns // block)).astype(np.uint8)
+            effective = np.exp2(scale.astype(F32) - 127)
+            parts: Tensors = {"weight_packed": packed, "weight_scale": scale}
+        else:
+            scale = finite8(rng, (rows, columns // block))
+            of_all = np.float32(rng.uniform(500, 2000))
+            if style == "nvfp4":
+                effective = scale.astype(F32) / of_all
+                parts = {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": of_all.reshape(1)}
+            else:
+                effective = scale.astype(F32) * (1 / of_all)
+                parts = {"weight": packed, "weight_scale": scale, "weight_scale_2": (1 / of_all).reshape(())}
+                parts["input_scale"] = np.float32(1).reshape(())
+        value = E2M1[codes] * np.repeat(effective, block, axis=1)
+        return parts, value.astype(BF16)
+
+    return make
+
+
+def groups(form: str, **weights: Any) -> dict[str, Any]:
+    """A configuration of compressed-tensors."""
+    return {
+        "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+    }  # fmt: skip
+
+
+_CHANNEL = {"num_bits": 8, "strategy": "channel", "symmetric": True}
+_GROUP = {"type": "int", "strategy": "group", "group_size": 32}
+FORMS: dict[str, Form] = {
+    "fp8-block": Form(
+        {"quant_method": "fp8", "weight_block_size": [24, 16], "modules_to_not_convert": ["lm_head"]},
+        float8((24, 16), "weight_scale_inv"),
+    ),
+    "fp8-block-bf16": Form(
+        {"quant_method": "fp8", "weight_block_size": [16, 16]}, float8((16, 16), "weight_scale_inv", BF16)
+    ),
+    "fp8-tensor": Form({"quant_method": "fp8", "activation_scheme": "static"}, float8(None, "weight_scale")),
+    "fbgemm": Form({"quant_method": "fbgemm_fp8"}, float8((1, 0), "weight_scale")),
+    "modelopt-fp8": Form({"quant_method": "modelopt", "quant_algo": "FP8"}, float8(None, "weight_scale")),
+    "float-quantized": Form(
+        groups("float-quantized", type="float", **_CHANNEL), float8((1, 0), "weight_scale", BF16)
+    ),
+    "int-quantized": Form(
+        groups("int-quantized", type="int", **_CHANNEL), integers(8, 0, zero=False, packed=False)
+    ),
+    "int-quantized-zero": Form(
+        groups("int-quantized", num_bits=8, symmetric=False, **_GROUP), integers(8, 32, zero=True, packed=False)
+    ),
+    "pack-4": Form(
+        groups("pack-quantized", num_bits=4, symmetric=True, **_GROUP), integers(4, 32, zero=False, packed=True)
+    ),
+    "pack-4-zero": Form(
+        groups("pack-quantized", num_bits=4, symmetric=False, **_GROUP), integers(4, 32, zero=True, packed=True)
+    ),
+    "pack-4-order": Form(
+        groups("pack-quantized", num_bits=4, symmetric=True, actorder="group", **_GROUP),
+        integers(4, 32, zero=False, packed=True, order=True, kind=F16),
+    ),
+    "pack-8": Form(
+        groups("pack-quantized", type="int", **_CHANNEL), integers(8, 0, zero=False, packed=True)
+    ),
+    "gptq": Form({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}, gptq(4, 32), F16),
+    "gptq-bf16": Form(
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}, gptq(4, 32, dtype=BF16)
+    ),
+    "gptq-order": Form(
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": True}, gptq(8, 32, order=True), F16
+    ),
+    "gptq-v2": Form(
+        {"quant_method": "gptq", "bits": 4, "group_size": -1, "checkpoint_format": "gptq_v2"},
+        gptq(4, -1, version=2), F16,
+    ),
+    "awq": Form({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq(32), F16),
+    "nf4": Form({"quant_method": "bitsandbytes", "load_in_4bit": True}, four_bits("nf4", nested=False)),
+    "nf4-nested": Form({"quant_method": "bitsandbytes", "load_in_4bit": True}, four_bits("nf4", nested=True)),
+    "fp4": Form({"quant_method": "bitsandbytes", "load_in_4bit": True}, four_bits("fp4", nested=True)),
+    "int8": Form({"quant_method": "bitsandbytes", "load_in_8bit": True}, eight_bits),
+    "mxfp4": Form(
+        groups("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+        float4(32, style="mxfp4"),
+    ),
+    "nvfp4": Form(
+        groups("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+        float4(16, style="nvfp4"),
+    ),
+    "modelopt-nvfp4": Form({"quant_method": "modelopt", "quant_algo": "NVFP4"}, float4(16, style="modelopt")),
+}  # fmt: skip
+
+
+def quantized(form: Form, tensors: Tensors, modules: Callable[[str], bool], seed: int = 0) -> tuple[Tensors, Tensors]:
+    """A checkpoint with the weights of some modules quantized, and the plain one with what they stand for then."""
+    rng = np.random.default_rng(seed)
+    stored, plain = {}, {}
+    for name, array in tensors.items():
+        module = name.removesuffix(".weight")
+        if module != name and array.ndim == 2 and modules(module):
+            parts, plain[name] = form.make(rng, *array.shape)
+            stored |= {f"{module}.{ending}": part for ending, part in parts.items()}
+        else:
+            stored[name] = plain[name] = array.astype(form.dtype)
+    return stored, plain
+
+
+def write_folder(folder: Path, config: dict[str, Any], tensors: Tensors, *, shards: int = 1) -> Path:
+    """A Hugging Face folder; with several shards the parts of a weight are in different ones."""
+    folder.mkdir(parents=True)
+    tensors = {name: np.asarray(array, order="C") for name, array in tensors.items()}
+    (folder / "config.json").write_text(json.dumps(config))
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return folder
+    weights: dict[str, str] = {}
+    for shard in range(shards):
+        name = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        own = dict(list(tensors.items())[shard::shards])
+        save_file(own, folder / name, {"format": "pt"})
+        weights |= dict.fromkeys(own, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    return folder
+
+
+def settings(form: Form, **config: Any) -> dict[str, Any]:
+    """A configuration of a model in this form."""
+    return {"model_type": "llama", "torch_dtype": form.dtype.name, "quantization_config": form.config, **config}
