@@ -26,9 +26,9 @@ _flags = os.environ.get("XLA_FLAGS", "").split()
 if not any(flag.startswith(_DEVICES.partition("=")[0]) for flag in _flags):
     _flags.append(_DEVICES)
 if not any(flag.startswith(_LEVEL) for flag in _flags):
-    _flags.append(f"{_LEVEL}=0")
-    if importlib.metadata.version("jaxlib").startswith("0.10."):
-        _flags += _OF_JAXLIB
+    # Of other versions it is not known which flags they take; the second level multiplies and adds alike everywhere.
+    known = importlib.metadata.version("jaxlib").startswith("0.10.")
+    _flags += [f"{_LEVEL}=0", *_OF_JAXLIB] if known else [f"{_LEVEL}=2"]
 os.environ["XLA_FLAGS"] = " ".join(_flags)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
