@@ -4,26 +4,33 @@ import gc
 import importlib.metadata
 import importlib.util
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
 # Read when jax, keras and tensorflow are first imported, so before any test module is.
 _DEVICES = "--xla_force_host_platform_device_count=8"
-# Compiling is most of the suite's time. LLVM's third level takes almost half of it; the second fuses, vectorizes and
-# contracts all the same, on both sides of every comparison. XLA's newer generator of fused loops, which JAX 0.10 may do
-# without and later ones may not, takes a third of the rest. A quarter of what is left is splitting programs for many
+# Compiling is most of the suite's time, and LLVM most of that: unoptimized it takes a third. What it then compiles to
+# would multiply and add in one instruction in some programs and not in others, so tests that compare bits have it do so
+# nowhere, on a CPU without that instruction. XLA's newer generator of fused loops, which JAX 0.10 may do without and
+# later ones may not, takes three times as long as the older. A quarter of what is left is splitting programs for many
 # compiling threads, and workers have one core each. `.ci/run` sets the level, and what it runs like that is compiled as
 # users' programs are.
 _LEVEL = "--xla_backend_optimization_level"
-_OF_JAXLIB = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
+_OF_JAXLIB = (
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_max_isa=AVX",
+)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _flags = os.environ.get("XLA_FLAGS", "").split()
 if not any(flag.startswith(_DEVICES.partition("=")[0]) for flag in _flags):
     _flags.append(_DEVICES)
 if os.environ["JAX_PLATFORMS"] == "cpu" and not any(flag.startswith(_LEVEL) for flag in _flags):
-    _flags.append(f"{_LEVEL}=2")
-    if importlib.metadata.version("jaxlib").startswith("0.10."):
-        _flags += _OF_JAXLIB
+    # Of others it is not known which flags they take; the second level multiplies and adds alike everywhere.
+    known = importlib.metadata.version("jaxlib").startswith("0.10.") and platform.machine() == "x86_64"
+    _flags += [f"{_LEVEL}=0", *_OF_JAXLIB] if known else [f"{_LEVEL}=2"]
 os.environ["XLA_FLAGS"] = " ".join(_flags)
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ["KERAS_BACKEND"] = "jax"

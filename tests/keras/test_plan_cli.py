@@ -123,7 +123,9 @@ def test_planning_leaves_the_model_usable(config: str, mesh8: Mesh) -> None:
     assert first.compiled is not None
     model = abstract.materialize(progress=False)
     tokens = {"token_ids": jax.numpy.ones((2, 8), "int32"), "padding_mask": jax.numpy.ones((2, 8), "bool")}
-    assert model(tokens).shape == (2, 8, 512)
+    values = [[v.value for v in some] for some in (model.trainable_variables, model.non_trainable_variables)]
+    forward = jax.jit(lambda values, tokens: model.stateless_call(*values, tokens)[0])
+    assert forward(values, tokens).shape == (2, 8, 512)
     assert all(isinstance(v.value, jax.Array) for v in model.variables)
 
 

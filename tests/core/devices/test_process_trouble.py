@@ -7,10 +7,6 @@ left as they are: it aborts whoever is left 100 seconds after a process was kill
 from __future__ import annotations
 
 import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.conftest import child_environment
+from tests.processes import free_address, run_workers
 
 WORKER = Path(__file__).with_name("_process_trouble_worker.py")
 WAIT = 10  # seconds that a process waits for another
@@ -53,30 +49,10 @@ def run(
         save_file({"w": np.ones((96, 256), "float32")}, folder / f"model-{process}.safetensors")
     if corrupt is not None:
         (folder / f"model-{corrupt}.safetensors").write_bytes(b"\xff" * 1000)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = child_environment() | {"JAX_PLATFORMS": "cpu", "LAZYMODEL_WAIT_SECONDS": str(wait)}
-    logs = [folder / f"log-{process}.txt" for process in range(processes)]
-    workers: list[subprocess.Popen[bytes]] = []
-    codes: list[int | None] = []
-    try:
-        for process, log in enumerate(logs):
-            arguments = [str(process), str(processes), address, str(folder), troubles.get(process, "none")]
-            command = [sys.executable, str(WORKER), *arguments]
-            with log.open("wb") as file:
-                workers.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment))
-        deadline = time.monotonic() + PATIENCE
-        for worker in workers:
-            try:
-                codes.append(worker.wait(max(deadline - time.monotonic(), 0)))
-            except subprocess.TimeoutExpired:
-                codes.append(None)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    return Ended(codes, [log.read_text(errors="replace") for log in logs])
+    address = free_address()
+    arguments = [(process, processes, address, folder, troubles.get(process, "none")) for process in range(processes)]
+    codes = run_workers(WORKER, arguments, folder, patience=PATIENCE, LAZYMODEL_WAIT_SECONDS=str(wait))
+    return Ended(codes, [(folder / f"log-{process}.txt").read_text(errors="replace") for process in range(processes)])
 
 
 def test_a_file_that_one_of_three_cannot_open(tmp_path: Path) -> None:

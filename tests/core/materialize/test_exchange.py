@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.conftest import child_environment
 from tests.core.materialize._exchange_worker import tensors
+from tests.processes import free_address, printed, run_workers
 from tests.servers.object_server import ObjectServer
 
 pytestmark = pytest.mark.timeout(120)
@@ -30,35 +26,12 @@ PATIENCE = 100  # seconds, all processes together
 GOOD = "exchanged,in_groups,across,explicit,read"
 
 
-def run_workers(folder: Path, processes: int, scenarios: str, **more: str) -> list[int | None]:
-    """Runs all processes to their end, and returns their exit codes; none outlives this call."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = child_environment() | {"JAX_PLATFORMS": "cpu", "LAZYMODEL_WAIT_SECONDS": "20"} | more
-    workers: list[subprocess.Popen[bytes]] = []
-    try:
-        for process in range(processes):
-            with (folder / f"log-{process}.txt").open("wb") as file:
-                command = [sys.executable, str(WORKER), str(process), str(processes), address, str(folder), scenarios]
-                workers.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment))
-        deadline = time.monotonic() + PATIENCE
-        for worker in workers:
-            try:
-                worker.wait(max(deadline - time.monotonic(), 0))
-            except subprocess.TimeoutExpired:
-                break
-    finally:
-        codes = [worker.poll() for worker in workers]  # None is one that hangs
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    return codes
-
-
-def outcomes_of(folder: Path, processes: int, codes: list[int | None], expected: list[int]) -> list[Mapping[str, Any]]:
-    printed = "\n".join(f"--- process {n}\n{(folder / f'log-{n}.txt').read_text()}" for n in range(processes))
-    assert codes == expected, f"exit codes {codes}\n{printed}"
+def outcomes_of(folder: Path, processes: int, scenarios: str, expected: list[int], **more: str) -> list[Any]:
+    """Runs all processes to their end, with these exit codes; what came of each scenario, by process."""
+    address = free_address()
+    arguments = [(process, processes, address, folder, scenarios) for process in range(processes)]
+    codes = run_workers(WORKER, arguments, folder, patience=PATIENCE, LAZYMODEL_WAIT_SECONDS="20", **more)
+    assert codes == expected, f"exit codes {codes}\n{printed(folder, processes)}"
     return [json.loads((folder / f"outcomes-{process}.json").read_text()) for process in range(processes)]
 
 
@@ -75,8 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two(folder: Path, served: tuple[ObjectServer, str]) -> list[Mapping[str, Any]]:
     """What came of each scenario, by process, of two processes."""
     server, name = served
-    codes = run_workers(folder, 2, f"{GOOD},remote,truncated,choices", MODEL_URL=server.url(name))
-    return outcomes_of(folder, 2, codes, [0, 0])
+    return outcomes_of(folder, 2, f"{GOOD},remote,truncated,choices", [0, 0], MODEL_URL=server.url(name))
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +62,7 @@ def served(_object_server: ObjectServer, folder: Path) -> tuple[ObjectServer, st
 @pytest.fixture(scope="module")
 def four(folder: Path, two: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """And of four, of which the last is killed in the end."""
-    return outcomes_of(folder, 4, run_workers(folder, 4, f"{GOOD},killed"), [0, 0, 0, -9])
+    return outcomes_of(folder, 4, f"{GOOD},killed", [0, 0, 0, -9])
 
 
 @pytest.fixture(scope="module", params=["two", "four"])

@@ -9,10 +9,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.conftest import child_environment
+from tests.processes import free_address, printed, run_workers
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -79,39 +75,13 @@ def write_copies(folder: Path) -> None:
         (folder / f"{name}.safetensors").write_bytes(b"\xff" * 1000)
 
 
-def run_workers(folder: Path) -> None:
-    """Runs all processes to their end; none outlives this call."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = child_environment() | {"JAX_PLATFORMS": "cpu"}
-    logs = [folder / f"log-{process}.txt" for process in range(PROCESSES)]
-    workers: list[subprocess.Popen[bytes]] = []
-    try:
-        for process, log in enumerate(logs):
-            with log.open("wb") as file:  # not pipes: one that nobody empties would stop its process
-                command = [sys.executable, str(WORKER), str(process), address, str(folder)]
-                workers.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment))
-        deadline = time.monotonic() + PATIENCE
-        for worker in workers:
-            try:
-                worker.wait(max(deadline - time.monotonic(), 0))
-            except subprocess.TimeoutExpired:
-                break
-    finally:
-        codes = [worker.poll() for worker in workers]  # None is one that hangs
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    printed = "\n".join(f"--- process {n}\n{log.read_text()}" for n, log in enumerate(logs))
-    assert codes == [0] * PROCESSES, f"exit codes {codes}\n{printed}"
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("processes")
     write_copies(folder)
-    run_workers(folder)
+    address = free_address()
+    codes = run_workers(WORKER, [(process, address, folder) for process in range(PROCESSES)], folder, patience=PATIENCE)
+    assert codes == [0] * PROCESSES, f"exit codes {codes}\n{printed(folder, PROCESSES)}"
     return folder
 
 

@@ -1,6 +1,6 @@
 """One of two processes that load from objects of which one is replaced meanwhile; prints its error and when that was.
 
-Run as `python -m tests.core.remote._changed_worker PROCESS ADDRESS URL`.
+Run as `python _changed_worker.py PROCESS ADDRESS URL`.
 """
 
 from __future__ import annotations
@@ -35,4 +35,5 @@ def main() -> None:
     print(json.dumps((error, time.time())), flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

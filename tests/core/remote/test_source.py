@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -31,12 +30,14 @@ from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.leaves import FileLeaf
 from lazymodel._tensors.wanted import wanted
 from tests.conftest import ROOT, child_environment
+from tests.processes import free_address, printed, run_workers
 from tests.servers.object_server import ObjectServer
 
 pytest.importorskip("obstore", reason="needs obstore: pip install 'lazymodel[remote]'")
 
 SOON = {"max_retries": 5, "backoff": {"init_backoff": 0.001, "max_backoff": 0.01}}
 QUICK: dict[str, Any] = {"client_options": {"read_timeout": "250ms"}, "retry_config": SOON}
+CHANGED_WORKER = Path(__file__).with_name("_changed_worker.py")
 NBYTES = 48 << 20
 
 
@@ -275,7 +276,7 @@ def test_tied_tensors_and_little_memory(
 
 
 def test_an_object_that_is_replaced_is_an_error_in_every_process(
-    stored: tuple[ObjectServer, dict[str, np.ndarray]],
+    stored: tuple[ObjectServer, dict[str, np.ndarray]], tmp_path: Path
 ) -> None:
     """The first process' object is replaced; the second reads another one, which is not."""
     server, weights = stored
@@ -283,22 +284,13 @@ def test_an_object_that_is_replaced_is_an_error_in_every_process(
     for process in range(2):
         save_file(weights, server.root / "source" / f"process-{process}.safetensors")
     server.replace("source/process-0.safetensors", after=3)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    children: list[subprocess.Popen[str]] = []
-    try:
-        for process in range(2):
-            url = server.url(f"source/process-{process}.safetensors")
-            command = [sys.executable, "-m", "tests.core.remote._changed_worker", str(process), address, url]
-            children.append(
-                subprocess.Popen(command, cwd=ROOT, env=child_environment(), stdout=subprocess.PIPE, text=True)
-            )
-        found = [json.loads(child.communicate(timeout=40)[0].splitlines()[-1]) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.communicate()
+    address = free_address()
+    urls = [server.url(f"source/process-{process}.safetensors") for process in range(2)]
+    codes = run_workers(
+        CHANGED_WORKER, [(process, address, url) for process, url in enumerate(urls)], tmp_path, patience=40
+    )
+    assert None not in codes, printed(tmp_path, 2)
+    found = [json.loads((tmp_path / f"log-{process}.txt").read_text().splitlines()[-1]) for process in range(2)]
     for error, _ in found:
         assert "process-0.safetensors changed while it was being read" in error
     print(f"{abs(found[0][1] - found[1][1]):.2f} s between the errors of the two processes")

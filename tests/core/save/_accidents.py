@@ -12,6 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import errno
+import importlib
 import io
 import itertools
 import json
@@ -336,6 +337,8 @@ def forked(work: Callable[[], Any]) -> tuple[int, str]:
 def kills(folder: Path, step: str, *names: str) -> dict[str, Any]:
     """Kills a save into each world at every `step`-th operation; how often which checkpoint was there."""
     outcomes: dict[str, Any] = {}
+    if any(name.startswith("orbax") for name in names):
+        importlib.import_module("orbax.checkpoint")  # once, and not in every child
     for name in names:
         world, template = WORLDS[name], folder / name
         status, said = forked(lambda world=world, template=template: create(world, template))

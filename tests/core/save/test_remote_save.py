@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import re
 import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -30,7 +25,7 @@ import lazymodel as lm
 from lazymodel._remote import upload
 from lazymodel._save import remote
 from lazymodel.checkpoints import _open
-from tests.conftest import child_environment
+from tests.processes import free_address, printed, run_workers
 from tests.servers.object_server import ObjectServer
 from tests.servers.s3 import S3Server
 
@@ -428,12 +423,11 @@ def test_a_failed_upload_is_aborted_at_s3(s3: S3Server) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_what_a_killed_saver_left_goes_with_the_next_save(bucket: Bucket) -> None:
+def test_what_a_killed_saver_left_goes_with_the_next_save(bucket: Bucket, tmp_path: Path) -> None:
     bucket.save(1, **SHARDED)
     before = bucket.objects()
-    command = [sys.executable, str(WORKER), "killed", bucket.server.origin()]
-    killed = subprocess.run(command, env=child_environment(), timeout=PATIENCE, capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    codes = run_workers(WORKER, [("killed", bucket.server.origin())], tmp_path, patience=PATIENCE)
+    assert codes == [-signal.SIGKILL], printed(tmp_path, 1)
     left = {name: content for name, content in bucket.objects().items() if name not in before}
     assert len(left) == 2, "shards that were complete"
     assert bucket.found() == 1
@@ -517,27 +511,10 @@ def test_of_two_savers_one_succeeds(bucket: Bucket, azure: Bucket, scheme: str, 
 
 @pytest.mark.timeout(60)
 def test_two_processes_upload_files_of_their_own(bucket: Bucket, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = child_environment() | {"JAX_PLATFORMS": "cpu"}
-    logs = [tmp_path / f"log-{process}.txt" for process in range(2)]
-    workers: list[subprocess.Popen[bytes]] = []
-    try:
-        for process, log in enumerate(logs):
-            with log.open("wb") as file:
-                command = [sys.executable, str(WORKER), str(process), address, bucket.server.origin(), str(tmp_path)]
-                workers.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment))
-        deadline = time.monotonic() + PATIENCE
-        for worker in workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.wait(max(deadline - time.monotonic(), 0))
-    finally:
-        codes = [worker.poll() for worker in workers]
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
+    address = free_address()
+    arguments = [(process, address, bucket.server.origin(), tmp_path) for process in range(2)]
+    codes = run_workers(WORKER, arguments, tmp_path, patience=PATIENCE)
+    assert codes == [0, 0], printed(tmp_path, 2)
     expected = np.load(tmp_path / "expected.npz")
     for name, path in {"plain": "plain", "mapped": "mapped", "one.safetensors": "plain"}.items():
         with lm.open_checkpoint(bucket.url(name), bucket.options) as ckpt:

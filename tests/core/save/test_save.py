@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +24,7 @@ from lazymodel import From, WeightMap
 from lazymodel._save import write as write_module
 from lazymodel._tensors.buffers import Workspace
 from lazymodel.checkpoints._safetensors_header import DTYPES
-from tests.conftest import child_environment
+from tests.processes import free_address, printed, run_workers
 
 WORKER = Path(__file__).with_name("_save_worker.py")
 PATIENCE = 50  # seconds, both processes together
@@ -319,29 +315,9 @@ def test_orbax_comes_back(tmp_path: Path, mesh8: jax.sharding.Mesh) -> None:
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which two processes of four devices each saved what `_save_worker` makes."""
     folder = tmp_path_factory.mktemp("processes")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = child_environment() | {"JAX_PLATFORMS": "cpu"}
-    logs = [folder / f"log-{process}.txt" for process in range(2)]
-    workers: list[subprocess.Popen[bytes]] = []
-    try:
-        for process, log in enumerate(logs):
-            with log.open("wb") as file:
-                command = [sys.executable, str(WORKER), str(process), address, str(folder)]
-                workers.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment))
-        deadline = time.monotonic() + PATIENCE
-        for worker in workers:
-            try:
-                worker.wait(max(deadline - time.monotonic(), 0))
-            except subprocess.TimeoutExpired:
-                break
-    finally:
-        codes = [worker.poll() for worker in workers]
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
+    address = free_address()
+    codes = run_workers(WORKER, [(process, address, folder) for process in range(2)], folder, patience=PATIENCE)
+    assert codes == [0, 0], printed(folder, 2)
     return folder
 
 

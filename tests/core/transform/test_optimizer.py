@@ -237,7 +237,7 @@ def test_what_cannot_be_is_said() -> None:
 
 def test_parameters_and_both_moments_take_three_times_the_parameters() -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "benchmarks" / "adam_memory.py", "--mib", "192", "--json"],
+        [sys.executable, ROOT / "tests" / "benchmarks" / "adam_memory.py", "--mib", "96", "--json"],
         check=True,
         capture_output=True,
         text=True,

@@ -118,7 +118,7 @@ WAYS = {
         beside=("p/notes.txt",),
     ),
 }
-ways = pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS), scope="module")
 
 
 class Killed(BaseException):
@@ -167,10 +167,11 @@ def listing(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-@pytest.fixture
-def prepared(way: Way, tmp_path: Path) -> Any:
-    """A folder with the old state and others' files; and what it, a clean save and their listing are."""
+@pytest.fixture(scope="module")
+def prepared(way: Way, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A folder with the old state and others' files, to be copied; what it, a clean save and their listing are."""
     old, new = way.make(1), way.make(2)
+    tmp_path = tmp_path_factory.mktemp("way")
     folder = tmp_path / "work"
     folder.mkdir()
     way.save(old, folder, old=True)
@@ -276,8 +277,9 @@ def in_a_child_that_writes_little(limit: int, work: Callable[[], Any]) -> bool:
 
 
 @ways
-def test_a_full_disk_leaves_the_old(way: Way, prepared: Any) -> None:
-    folder, new, before, after, clean, _ = prepared
+def test_a_full_disk_leaves_the_old(way: Way, prepared: Any, tmp_path: Path) -> None:
+    template, new, before, after, clean, _ = prepared
+    folder = shutil.copytree(template, tmp_path / "full")
     for limit in (100, 1500):
         assert not in_a_child_that_writes_little(limit, lambda: way.save(new, folder))
         assert same(way.load(folder / way.name), before)
