@@ -368,7 +368,7 @@ class _Stream:
     def _start(self, job: _Job) -> None:
         plan, group = job.plans[0], job.group
         if group is not None:
-            buffers = [self._buffer((group.placed_nbytes,), np.dtype(np.uint8), job.on_host)]
+            buffers = self._buffers([(group.placed_nbytes,)], np.dtype(np.uint8), job.on_host)
 
             def fill_group(workspace: Workspace) -> None:
                 job.arrays = group.arrays(buffers.pop(), workspace)  # the arrays' own from now on
@@ -379,7 +379,7 @@ class _Stream:
             job.parts = band_parts(plan.tensor, places, job.band, job.shards.update)
         else:
             boxes = [box_of(key) for key in job.boxes]
-            job.outs = [self._buffer(box_shape(box), plan.item.dtype, job.on_host) for box in boxes]
+            job.outs = self._buffers([box_shape(box) for box in boxes], plan.item.dtype, job.on_host)
             job.parts = fill_parts(plan.tensor, boxes, job.outs)
         if job.one_by_one and len(job.parts) > 1:
             parts = job.parts
@@ -395,9 +395,12 @@ class _Stream:
         job.parts = job.parts or [Part(0, lambda workspace: None)]
         job.unfinished = len(job.parts)
 
-    def _buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any], on_host: bool) -> np.ndarray:
+    def _buffers(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any], on_host: bool) -> list[np.ndarray]:
         if on_host:
-            return self._arena.empty(shape, dtype)  # arrays of one load live equally long
+            return self._arena.several(shapes, dtype)  # arrays of one load live equally long
+        return [self._buffer(shape, dtype) for shape in shapes]
+
+    def _buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         nbytes = math.prod(shape) * dtype.itemsize
         with self._changed:
             for index, spare in enumerate(self._spare):
@@ -455,7 +458,8 @@ class _Stream:
     def _finish(self, job: _Job) -> None:
         """Waits until what was made of a job's buffers is there, and gives back its bytes."""
         plan, group = job.plans[0], job.group
-        jax.block_until_ready((job.arrays, list(job.shards.values())))
+        if not job.on_host:  # else the buffers are the arrays, complete as they are, and asking takes its time
+            jax.block_until_ready((job.arrays, list(job.shards.values())))
         kept = [job.nbytes] if group is None else [member.placed_nbytes for member in group.members]
         with self._changed:
             self._in_flight -= job.nbytes

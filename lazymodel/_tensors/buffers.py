@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -90,6 +91,21 @@ class Arena:
         buffer = np.frombuffer(memoryview(self._map)[start : start + nbytes], np.uint8)
         weakref.finalize(buffer, _give_back, self._map, start, start + nbytes).atexit = False
         return buffer.view(dtype).reshape(shape)
+
+    def several(self, shapes: Sequence[tuple[int, ...]], dtype: DType) -> list[np.ndarray]:
+        """As `empty`, for the shards of one array: small ones are parts of one buffer, which takes a tenth of the time
+        and is given back when the last of them dies.
+        """
+        sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+        ends = list(itertools.accumulate(nbytes + -nbytes % ALIGNMENT for nbytes in sizes))
+        if not ends or ends[-1] >= ARENA // 4:
+            return [self.empty(shape, dtype) for shape in shapes]
+        buffer = self.empty((ends[-1],), np.dtype(np.uint8))
+        starts = [0, *ends]
+        return [
+            buffer[start : start + nbytes].view(dtype).reshape(shape)
+            for start, nbytes, shape in zip(starts, sizes, shapes, strict=False)
+        ]
 
 
 def _give_back(memory: mmap.mmap, start: int, stop: int) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from lazymodel._tensors.boxes import (
     Box,
+    Geometry,
     bounding,
     box_shape,
     clip,
@@ -48,12 +49,14 @@ def prefers_one_pass(view: View, boxes: Sequence[Box]) -> bool:
     """
     if len(boxes) < 2 or not view.size:
         return False
-    if sum(math.prod(box_shape(box)) for box in boxes) != math.prod(box_shape(bounding(boxes))):
+    shapes = [box_shape(box) for box in boxes]
+    if sum(map(math.prod, shapes)) != math.prod(box_shape(bounding(boxes))):
         return False
     # What comes over a network is fetched once, and not kept until the last of the boxes was read.
     longest = math.inf if isinstance(view.leaf, FileLeaf) and view.leaf.source.remote else ONE_PASS_RUN
-    for box in boxes:
-        geometry = view.geometry(box).normalized()
+    strides = view.geometry().strides
+    for shape in set(shapes):  # where a box is makes no difference
+        geometry = Geometry(0, shape, strides).normalized()
         run = geometry.run(view.itemsize_stored)
         if run < longest and run < math.prod(geometry.shape) * view.itemsize_stored:
             return True
@@ -94,13 +97,18 @@ def _run_parts(view: View, leaf: FileLeaf, targets: Targets) -> list[Part]:
     """Parts for boxes of a file: those that are one run in it are read together where they are neighbours."""
     parts: list[Part] = []
     runs: list[tuple[int, np.ndarray]] = []
+    whole, step = view.geometry(), max(PART // view.itemsize, 1)
+    one_run: dict[Any, bool] = {}  # asked once of the boxes that differ only in where they are
     for box, out in targets:
-        geometry, ordered, repeated = normalize(view.geometry(box), out)
-        contiguous = geometry.run(view.itemsize) == ordered.nbytes
-        if not contiguous or repeated or not ordered.flags.c_contiguous:
+        geometry, kind = whole.box(box), (out.shape, out.strides)
+        if kind not in one_run:
+            lies, ordered, repeated = normalize(geometry, out)
+            alike = ordered.flags.c_contiguous and out.flags.c_contiguous and not repeated
+            one_run[kind] = alike and lies.run(view.itemsize) == ordered.nbytes
+        if not one_run[kind]:
             parts += _box_parts(view, box, out)
             continue
-        flat, step = ordered.reshape(-1), max(PART // view.itemsize, 1)
+        flat = out.reshape(-1)
         for first in range(0, flat.size, step):
             runs.append((geometry.start + first * view.itemsize, flat[first : first + step]))
     runs.sort(key=lambda run: run[0])
@@ -158,11 +166,11 @@ def _fill_part(view: View, part: Box, targets: Targets, workspace: Workspace) ->
         # Elements of the shortest run that is one both in the part and in an array that wants something of it.
         shortest = min(math.prod(out.shape[run_axis(part, common, out) :]) for common, out in wanted)
         if shortest * stored.itemsize >= RUN:
-            with leaf.source.mapped() as memory:
-                mapped = memory is not None
-            if mapped:  # long runs are copied out of it, to one target after the other
-                for common, out in wanted:
-                    _fill_box(view, common, out, workspace)
+            # Long runs are copied out of a map, to one target after the other.
+            normalized = [normalize(view.geometry(common), out) for common, out in wanted]
+            if leaf.copy_mapped([(geometry, ordered) for geometry, ordered, _ in normalized], view.steps):
+                for (_, out), (*_, repeated) in zip(wanted, normalized, strict=True):
+                    repeat(out, repeated)
                 return
             if not view.steps and _scatter_runs(stored, leaf, part, wanted, shortest, workspace):
                 return

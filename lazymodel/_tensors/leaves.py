@@ -98,6 +98,12 @@ class FileLeaf(Leaf):
         with self._reading():
             self.source.read_runs(self.offset + start, runs)
 
+    def copy_mapped(self, boxes: Sequence[tuple[Geometry, np.ndarray]], steps: Steps) -> bool:
+        """Fills arrays, each from a normalized box of its shape, out of a map; False where there is none."""
+        placed = [(dataclasses.replace(box, start=self.offset + box.start), out) for box, out in boxes]
+        with self._reading():
+            return self.source.copy_mapped(placed, self.dtype, steps)
+
     @contextlib.contextmanager
     def lent(self, start: int, most: int, unit: int) -> Generator[np.ndarray]:
         """What the source lends, as `Source.lent`, from a byte of the leaf on."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import BinaryIO
 
@@ -132,7 +133,7 @@ class Source:
         contiguous = out.size * itemsize == run
         if contiguous and out.flags.c_contiguous and not steps and out.dtype == stored:
             self.read_into(place.start, out)
-        elif (contiguous or run < self.row_call) and self._copy_mapped(place, stored, out, steps):
+        elif (contiguous or run < self.row_call) and self.copy_mapped([(place, out)], stored, steps):
             pass
         elif contiguous:
             self._read_staged(place, stored, out, steps, workspace)
@@ -145,16 +146,21 @@ class Source:
         else:
             self._read_spans(place, stored, out, steps, workspace)
 
-    def _copy_mapped(self, place: Geometry, stored: DType, out: np.ndarray, steps: Steps) -> bool:
-        """Fills `out` out of a map; False where there is none."""
-        for box in slabs(out.shape, max(MAP_BLOCK // stored.itemsize, 1)):
-            part = out[(*box, ...)]  # the Ellipsis keeps what has no dimensions an array
-            own = place.box(box)
+    def copy_mapped(self, boxes: Sequence[tuple[Geometry, np.ndarray]], stored: DType, steps: Steps) -> bool:
+        """Fills arrays, each from a box as `read_strided` takes them, out of a map; False where there is none."""
+        limit = max(MAP_BLOCK // stored.itemsize, 1)
+        # The Ellipsis keeps what has no dimensions an array.
+        pieces = [(place.box(box), out[(*box, ...)]) for place, out in boxes for box in slabs(out.shape, limit)]
+        while pieces:
+            copied = 0
             with self.mapped() as memory:
-                if memory is None or own.start + own.span(stored.itemsize) > memory.nbytes:
-                    return False  # whatever is missing is reported by those that read
-                assign(part, strided(memory, own, stored), steps)
-            self.count(part.size * stored.itemsize)
+                while pieces and (not copied or copied + pieces[0][1].size <= limit):
+                    own, part = pieces.pop(0)
+                    if memory is None or own.start + own.span(stored.itemsize) > memory.nbytes:
+                        return False  # whatever is missing is reported by those that read
+                    assign(part, strided(memory, own, stored), steps)
+                    copied += part.size
+            self.count(copied * stored.itemsize)
         return True
 
     def _read_staged(self, place: Geometry, stored: DType, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
