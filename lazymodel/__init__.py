@@ -21,6 +21,9 @@ packages, `lazymodel_flax` and `lazymodel_keras`, which `build_abstract` finds b
 imported.
 """
 
+from lazymodel._show import clock as _clock  # first: it knows when this began
+
+# isort: split
 from lazymodel import grow, initializers
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._devices.hardware import device_memory
@@ -92,3 +95,5 @@ __all__ = [
     "statistics",
     "topology",
 ]
+
+_clock.imported("lazymodel")

@@ -6,6 +6,7 @@ A verb is written and documented once, in the room of its stage, and is a method
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any, Self, cast
 
@@ -20,6 +21,7 @@ from lazymodel._sharding.explain import explain
 from lazymodel._sharding.shard import shard
 from lazymodel._show.table import Row, Table, Tabled, folded_table, shape_text, spec_text
 from lazymodel._show.text import format_bytes, plural
+from lazymodel._show.timeline import Span
 from lazymodel._trace.escaped import watched
 from lazymodel._trace.function import trace_function
 from lazymodel._transform.layers import lora, quantize
@@ -114,12 +116,18 @@ def build_abstract(build: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
             f"build_abstract takes something that builds a model, then its arguments; got the string {build!r}. "
             "Pass the class or function itself, not its name"
         )
+    start = time.perf_counter()
+    spec = _build(build, args, kwargs)
+    return AbstractModel.of(spec if spec.spent else dataclasses.replace(spec, spent=(Span.since(start, "build"),)))
+
+
+def _build(build: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelSpec:
     for adapter in adapters():
         if adapter.matches(build, args, kwargs):
-            return AbstractModel.of(adapter.build_abstract(build, args, kwargs))
+            return adapter.build_abstract(build, args, kwargs)
     function, name = _init_function(build)
     with watched(function, args, kwargs):
-        return AbstractModel.of(trace_function(function, args, kwargs, name=name))
+        return trace_function(function, args, kwargs, name=name)
 
 
 def _init_function(build: Any) -> tuple[Callable[..., Any], str | None]:

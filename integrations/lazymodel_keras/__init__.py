@@ -19,9 +19,13 @@ Examples of docstrings go on from here.
 `lazymodel.build_abstract` takes Keras classes, factories and bound `from_preset` methods.
 """
 
+from lazymodel_keras._began import BEGAN as _BEGAN  # before what takes its time
+
+# isort: split
 from lazymodel_keras import _versions as _versions  # first: what follows fails obscurely with versions that are too old
 
 # isort: split
+from lazymodel._show import clock as _clock
 from lazymodel_keras._adapter import adapter
 from lazymodel_keras._deferred import deferred, load_model
 from lazymodel_keras._model.training import distribution
@@ -46,3 +50,5 @@ __all__ = [
     "streamed_saving",
     "training_state",
 ]
+
+_clock.imported("lazymodel_keras", _BEGAN)

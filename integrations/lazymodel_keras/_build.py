@@ -6,6 +6,7 @@ changing the layers of a model that was built.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypedDict
 
@@ -81,11 +82,12 @@ class KerasModel(Skeleton):
             return built
 
         recording, result = self.give_away()
+        recording.began = time.perf_counter()
         with session(recording):
             change(result)
         changed = KerasModel(rebuild, recording, result)
         changed.distribution = self.distribution
-        return from_skeleton(changed, quiet=True)
+        return from_skeleton(changed, quiet=True, spent=model.spent)
 
 
 def abstract_build(

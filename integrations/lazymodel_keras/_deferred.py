@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Unpack
 
@@ -181,6 +182,7 @@ def _block(
             abstract = abstract.with_variables({**abstract.variables, **placed})
             current = block_rules or rules  # of what is left, one model or not, there may be anything
         abstract.materialize(**materializing)
+        recording.began = time.perf_counter()  # of the next model of the block
 
     def materialize_loaded(result: Any, what: str, partly: bool) -> None:
         if what.endswith("load_weights") and not recording.files:

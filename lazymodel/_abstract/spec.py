@@ -19,6 +19,7 @@ from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError
 from lazymodel._programs.programs import InitRecipe, ProgramCache
 from lazymodel._show.text import closest
+from lazymodel._show.timeline import Span
 from lazymodel._tensors.stored import MismatchedTensor, StoredTensor
 
 
@@ -47,6 +48,7 @@ class ModelSpec(Mapping[str, AbstractVariable]):
         sharding_notes: What `shard` had to say of the rules besides what it says of each variable.
         derived: How to compute the variables that depend on the values of others, once these are there.
         optimized: What the optimizer that the model has trains; None without one.
+        spent: What making it took: building, sharding.
     """
 
     variables: Mapping[str, AbstractVariable]
@@ -60,6 +62,7 @@ class ModelSpec(Mapping[str, AbstractVariable]):
     sharding_notes: tuple[str, ...] = ()
     derived: Derived | None = None
     optimized: Optimized | None = None
+    spent: tuple[Span, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "variables", MappingProxyType(dict(self.variables)))

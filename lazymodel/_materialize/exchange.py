@@ -24,6 +24,7 @@ from lazymodel._errors import CheckpointError
 from lazymodel._materialize.bits import from_moved, moved_dtype
 from lazymodel._materialize.stream import StreamItem, in_file_order
 from lazymodel._show.text import listed
+from lazymodel._show.timeline import Timeline
 from lazymodel._tensors import division as dividing
 from lazymodel._tensors.division import (
     Division,
@@ -104,7 +105,7 @@ def exchanges(items: Iterable[StreamItem], replicas: str | None) -> dict[str, Ex
 
 
 def exchanged(
-    arriving: Iterator[tuple[str, jax.Array]], exchanges: Mapping[str, Exchange], stage: Stage
+    arriving: Iterator[tuple[str, jax.Array]], exchanges: Mapping[str, Exchange], stage: Stage, timeline: Timeline
 ) -> Iterator[tuple[str, jax.Array]]:
     """What a stream yields, (path, array), with the parts of variables exchanged for the variables, group by group.
 
@@ -124,12 +125,12 @@ def exchanged(
         del array
         if path in ends:
             stage.meet()
-            yield from _exchange(group, exchanges, stage)
+            yield from _exchange(group, exchanges, stage, timeline)
     assert not group
 
 
 def _exchange(
-    group: dict[str, jax.Array], exchanges: Mapping[str, Exchange], stage: Stage
+    group: dict[str, jax.Array], exchanges: Mapping[str, Exchange], stage: Stage, timeline: Timeline
 ) -> Iterator[tuple[str, jax.Array]]:
     """Exchanges a group, and empties it."""
     alike: dict[Any, list[str]] = {}
@@ -142,7 +143,8 @@ def _exchange(
             parts = [group.pop(path) for path in now]
             try:
                 # Waited for, because each program has its temporaries.
-                arrays = stage.together(functools.partial(_run, division, dtype, parts))
+                with timeline.span("exchange"):
+                    arrays = stage.together(functools.partial(_run, division, dtype, parts))
             except jax.errors.JaxRuntimeError as error:
                 raise CheckpointError(
                     f"what processes had read could not be exchanged between them ({listed(map(repr, now))}): {error}"

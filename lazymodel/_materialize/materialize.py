@@ -37,6 +37,7 @@ from lazymodel._remote.requests import REQUESTS
 from lazymodel._remote.url import is_url
 from lazymodel._show.progress import Progress, ProgressTo, ReportTo, delivery, progress_for
 from lazymodel._show.text import listed, parse_budget
+from lazymodel._show.timeline import Timeline
 from lazymodel._tensors.casting import SAFE, UNSAFE, converted
 from lazymodel._tensors.lazy import lazy
 from lazymodel._tensors.shards import boxes_for
@@ -97,7 +98,7 @@ def materialize(
         >>> model["up"]["kernel"].sharding.spec
         P(None, 'model')
     """
-    start = time.perf_counter()
+    start, timeline = time.perf_counter(), Timeline.after_imports(model.spent)
     require_live(model.variables)
     shardings = device_shardings(model.variables)
     assigned = [variable.sharding for variable in model.values()]
@@ -114,11 +115,13 @@ def materialize(
         stage.outcome = _outcome(choice)
         if jax.process_count() > 1:
             stage.details = _details(choice, reading)
+    timeline.add("match", start, time.perf_counter())
     with agreement(assigned) as stage:
-        arrays, costs = make_arrays(model, choice, shardings, reading, progress_for(progress), stage)
-    result = model.framework.rebuild(arrays)
+        arrays, costs = make_arrays(model, choice, shardings, reading, progress_for(progress), stage, timeline)
+    with timeline.span("rebuild"):
+        result = model.framework.rebuild(arrays)
     if deliver is not None:
-        deliver(make_report(model, choice, checkpoint, shardings, costs, time.perf_counter() - start))
+        deliver(make_report(model, choice, checkpoint, shardings, costs, timeline, time.perf_counter() - start))
     return result
 
 
@@ -130,11 +133,13 @@ class Reading:
     max_host_memory: int | None
     exchanges: Mapping[str, Exchange]  # of those items that are read in parts, by path
 
-    def arrays(self, on_bytes: Callable[[int], None], stage: Stage) -> Iterator[tuple[str, jax.Array]]:
+    def arrays(
+        self, on_bytes: Callable[[int], None], stage: Stage, timeline: Timeline
+    ) -> Iterator[tuple[str, jax.Array]]:
         """The arrays as they are complete; what cannot be read at all is refused at once."""
         parts = [self.exchanges[item.path].part if item.path in self.exchanges else item for item in self.items]
         arriving = stream(parts, max_host_memory=self.max_host_memory, on_bytes=on_bytes)
-        return exchanged(arriving, self.exchanges, stage) if self.exchanges else arriving
+        return exchanged(arriving, self.exchanges, stage, timeline) if self.exchanges else arriving
 
 
 def make_arrays(
@@ -144,6 +149,7 @@ def make_arrays(
     reading: Reading,
     progress: Progress,
     stage: Stage,
+    timeline: Timeline,
 ) -> tuple[dict[str, Any], Costs]:
     """Runs the init programs, the stream, and what is computed from other variables, as `choice` says of each.
 
@@ -159,11 +165,13 @@ def make_arrays(
     watcher = _Watcher(progress, stage.check)
     progress.start(sum(nbytes.values()), f"{model.name}: materializing {len(model)} variables{_from_where(choice)}")
     try:
-        start = time.perf_counter()
-        arriving = reading.arrays(watcher.advance, stage)
-        for path, array in run_recipes(choice.recipes, shardings, model.programs):
-            arrays[path] = _in_layout(array, model[path])
-            watcher.advance(nbytes[path], path)
+        arriving = reading.arrays(watcher.advance, stage, timeline)
+        with timeline.span("initialize", "compiling"):
+            computed = run_recipes(choice.recipes, shardings, model.programs)
+        with timeline.span("initialize", "running"):
+            for path, array in computed:
+                arrays[path] = _in_layout(array, model[path])
+                watcher.advance(nbytes[path], path)
         started, read, asked = time.perf_counter(), BYTES_READ.count, REQUESTS.so_far()
         for path, array in arriving:
             arrays[path] = _in_layout(as_keys(array, model[path].dtype), model[path])
@@ -174,12 +182,12 @@ def make_arrays(
         # In the model's order, since every process has to run a program for all at the same turn.
         arrays.update({path: _as_weak(arrays[path], model[path]) for path in model if model[path].weak_type})
         jax.block_until_ready([arrays[item.path] for item in reading.items])
-        ended = time.perf_counter()
-        jax.block_until_ready(list(arrays.values()))  # the init programs, which ran on while files were read
-        initializing = started - start + time.perf_counter() - ended
+        timeline.add("stream", started, time.perf_counter())
+        with timeline.span("initialize", "running"):
+            jax.block_until_ready(list(arrays.values()))  # the init programs, which ran on while files were read
         arrived = sum(max(each.held_nbytes() - own[path], 0) for path, each in reading.exchanges.items())
         fetched, requests, retries = (now - before for now, before in zip(REQUESTS.so_far(), asked, strict=True))
-        costs = Costs(BYTES_READ.count - read, arrived, fetched, requests, retries, initializing, ended - started)
+        costs = Costs(BYTES_READ.count - read, arrived, fetched, requests, retries)
         return arrays, costs
     except CheckpointError:
         if watcher.error is not None:

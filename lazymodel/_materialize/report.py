@@ -20,6 +20,7 @@ from lazymodel._abstract.spec import ModelSpec
 from lazymodel._mapping.match import Choice
 from lazymodel._show.table import ACTIONS, Row, Table, Tabled, folded_table, shape_text
 from lazymodel._show.text import folded_names, format_bytes, listed, plural
+from lazymodel._show.timeline import Timeline
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.stored import (
     MismatchedTensor,
@@ -86,12 +87,19 @@ class LoadReport(Tabled):
             takes no time of its own.
         stream_seconds: Seconds in between, until every array that is loaded was complete on its devices.
         exchanged_nbytes: Bytes that came to this process's devices from other devices instead of files.
+        timeline: What took how long since the process started, as a sequence of spans (`name`, `start`, `stop`,
+            `detail`): imports, what the model was built with, and each part of the call. `timeline.span(name)` adds
+            what you do with the model, such as its first step, which `plot` and the text then show.
 
     Example:
         >>> reports = []
         >>> model = sharded.materialize(lm.open_checkpoint("model.safetensors"), report=reports.append)
         >>> len(reports[0].loaded), reports[0].needed_nbytes
         (2, 131072)
+        >>> with reports[0].timeline.span("first step"):
+        ...     total = jax.block_until_ready(jax.jit(lambda tree: tree["up"]["kernel"].sum())(model))
+        >>> reports[0].timeline[-1].name
+        'first step'
     """
 
     name: str
@@ -110,6 +118,7 @@ class LoadReport(Tabled):
     initialize_seconds: float
     stream_seconds: float
     exchanged_nbytes: int = 0
+    timeline: Timeline = dataclasses.field(default_factory=Timeline)
 
     @property
     def loaded(self) -> tuple[LoadRow, ...]:
@@ -135,7 +144,25 @@ class LoadReport(Tabled):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as lists, dicts, strings and numbers that `json.dumps` takes and gives back equal."""
-        return json.loads(json.dumps(dataclasses.asdict(self) | {"gb_per_second": self.gb_per_second}))
+        more = {"timeline": self.timeline.to_dict(), "gb_per_second": self.gb_per_second}
+        return json.loads(json.dumps(dataclasses.asdict(self) | more))
+
+    def plot(self, path: Any = None) -> Any:
+        """Draws the timeline; returns a `matplotlib.figure.Figure`.
+
+        Args:
+            path: A file to write (`.png`, `.svg`, …); None only returns the figure.
+
+        Raises:
+            LazyModelError: matplotlib is not installed, or the file cannot be written.
+        """
+        return self.timeline.plot(self.table().title, path)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\n{self.timeline}" if self.timeline else super().__repr__()
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() + self.timeline.html()
 
     def table(self) -> Table:
         """What is shown."""
@@ -200,8 +227,6 @@ class Costs:
     fetched_nbytes: int
     requests: int
     retries: int
-    initialize_seconds: float
-    stream_seconds: float
 
 
 def make_report(
@@ -210,6 +235,7 @@ def make_report(
     checkpoint: Mapping[str, Any] | None,
     shardings: Mapping[str, Sharding],
     costs: Costs,
+    timeline: Timeline,
     seconds: float,
 ) -> LoadReport:
     """The report on a model that was materialized from these choices; `seconds` are those of everything."""
@@ -241,6 +267,9 @@ def make_report(
         files={file: remote[file] if file in remote else _size(file) for file in files},
         needed_nbytes=sum(row.needed_nbytes for row in rows),
         seconds=seconds,
+        initialize_seconds=timeline.seconds("initialize"),
+        stream_seconds=timeline.seconds("stream"),
+        timeline=timeline,
         **dataclasses.asdict(costs),
     )
 

@@ -5,34 +5,24 @@ Responsible for drawing plain numbers of bytes; what they mean is said in `_plan
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lazymodel._errors import LazyModelError
-from lazymodel._show.text import format_bytes, printable
+from lazymodel._show import figures
+from lazymodel._show.text import format_bytes
 
 _GIB = 2**30
-_COLOURS = {  # Okabe and Ito's palette, which people with any kind of colour vision tell apart
-    "parameters": "#0072B2",
-    "LoRA": "#56B4E9",
-    "optimizer state": "#E69F00",
-    "gradients": "#009E73",
-    "activations": "#CC79A7",
-}
-_HELD, _OVER, _LIMIT = _COLOURS["parameters"], "#999999", "#D55E00"
+_COLOURS: dict[str, str] = dict(
+    zip(("parameters", "LoRA", "optimizer state", "gradients", "activations"), figures.PALETTE, strict=False)
+)
+_HELD, _OVER, _LIMIT = _COLOURS["parameters"], "#999999", figures.PALETTE[5]
 
 
 def bar(parts: Mapping[str, int], full: int) -> str:
     """Parts of what a device holds as a bar, in HTML; its width is `full` bytes."""
-
-    def piece(kind: str, nbytes: int) -> str:
-        label = html.escape(f"{kind}: {format_bytes(nbytes)}", quote=True)
-        look = f"width:{100 * nbytes / full:.2f}%;background:{_COLOURS.get(kind, _OVER)}"
-        return f'<span title="{label}" style="display:inline-block;height:1em;{look}"></span>'
-
-    pieces = "".join(piece(kind, nbytes) for kind, nbytes in parts.items())
-    return f'<div style="border:1px solid #999;font-size:12px;line-height:1;white-space:nowrap">{pieces}</div>'
+    return figures.bar(
+        (f"{kind}: {format_bytes(nbytes)}", _COLOURS.get(kind, _OVER), nbytes / full) for kind, nbytes in parts.items()
+    )
 
 
 def figure(
@@ -45,11 +35,7 @@ def figure(
     path: Any = None,
 ) -> Any:
     """Draws a device in use and once materialized (`held`, `peak`) beside what it holds after and during each step."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise LazyModelError("plot needs matplotlib: pip install matplotlib") from None
-    drawn: Any = Figure(figsize=(9.6, 3.6), layout="constrained")
+    drawn = figures.empty_figure((9.6, 3.6))
     left, right = drawn.subplots(1, 2, width_ratios=(1, 2))
     bottom = 0.0
     for kind, nbytes in parts.items():
@@ -76,12 +62,4 @@ def figure(
         if limit is not None:
             axes.axhline(limit / _GIB, color=_LIMIT, linestyle="--", linewidth=1)
         axes.set_ylim(0, None)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    drawn.suptitle(printable(name).replace("$", r"\$"), fontsize=10)
-    if path is not None:
-        try:
-            drawn.savefig(path)
-        except (OSError, ValueError) as error:  # no such folder; a suffix of no format
-            raise LazyModelError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
-    return drawn
+    return figures.finished_figure(drawn, name, path)

@@ -176,9 +176,9 @@ def run_recipes(
 ) -> Iterator[tuple[str, jax.Array]]:
     """Computes every variable of some recipes, each shard directly on its device; yields path and array as computed.
 
-    Programs run in order of descending temporaries, while the devices are emptiest, and the next one is dispatched
-    only when the temporaries in flight allow it, so the peak is that of one large variable. The arrays may still be
-    computing; `jax.block_until_ready` waits.
+    Programs are compiled before this returns. They run as arrays are asked for, in order of descending temporaries,
+    while the devices are emptiest, and the next one is dispatched only when the temporaries in flight allow it, so the
+    peak is that of one large variable. The arrays may still be computing; `jax.block_until_ready` waits.
 
     Warns:
         LazyModelWarning: Once: values depend on the sharding, for keys of a generator other than threefry, or because
@@ -188,11 +188,15 @@ def run_recipes(
     wanted = [(recipe, [shardings[path] for path in recipe.paths]) for recipe in split]
     programs = cache.get_all(wanted)
     _warn_of_dependence(split, programs)
-    order = sorted(range(len(split)), key=lambda index: -programs[index].temp_nbytes)
+    return _running(split, programs)
+
+
+def _running(recipes: Sequence[InitRecipe], programs: Sequence[AnyProgram]) -> Iterator[tuple[str, jax.Array]]:
+    order = sorted(range(len(recipes)), key=lambda index: -programs[index].temp_nbytes)
     in_flight: collections.deque[tuple[int, tuple[jax.Array, ...]]] = collections.deque()
     held, allowed = 0, max([_IN_FLIGHT_NBYTES, *(program.temp_nbytes for program in programs)])
     for index in order:
-        recipe, program = split[index], programs[index]
+        recipe, program = recipes[index], programs[index]
         while in_flight and held + program.temp_nbytes > allowed:
             nbytes, earlier = in_flight.popleft()
             jax.block_until_ready(earlier)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -31,6 +32,7 @@ from lazymodel._sharding.rules import (
     spec_entries,
 )
 from lazymodel._show.text import first_lines, format_bytes, listed, parse_bytes
+from lazymodel._show.timeline import Span
 
 
 def shard(
@@ -87,6 +89,7 @@ def shard(
         >>> sharded["down/kernel"].spec
         P('model',)
     """
+    start = time.perf_counter()
     own = {path: variable for path, variable in model.items() if variable.follows is None}
     state = {path: variable for path, variable in model.items() if variable.follows is not None}
     own_rules, state_rules, ruled = _split_rules(rules, own, state)
@@ -96,7 +99,9 @@ def shard(
         placed, more = assign(ruled, mesh, state_rules, on_unmatched=on_unmatched, large=large, repair=repair)
         following |= placed
         notes += more
-    return dataclasses.replace(model, variables=kept_on_host({**assigned, **following}), sharding_notes=notes)
+    variables = kept_on_host({**assigned, **following})
+    spent = (*model.spent, Span.since(start, "shard"))
+    return dataclasses.replace(model, variables=variables, sharding_notes=notes, spent=spent)
 
 
 def _split_rules(

@@ -128,6 +128,11 @@ def test_each_load_answers_for_its_own_files(tmp_path: Path) -> None:
         np.testing.assert_array_equal(bits(source.weights[0]), bits(model.weights[0]))
     assert rest.weights[0]._value is not None
     assert [len(report.loaded) for report in reports[:2]] == [len(source.weights)] * 2
+    took = [[span for span in report.timeline if span.name in ("build", "rebuild")] for report in reports]
+    assert [[span.name for span in spans] for spans in took] == [["build", "rebuild"]] * 3
+    edges = [edge for spans in took for span in spans for edge in (span.start, span.stop)]
+    assert edges == sorted(edges), "what comes after a load is of the next model"
+    assert {"lazymodel", "lazymodel_keras"} <= {span.detail for span in reports[0].timeline}
     assert reports[-1].initialized
     assert all(report.unused == () for report in reports)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from lazymodel._programs.programs import InitRecipe
 from lazymodel._sharding.follow import follow, follow_weights
 from lazymodel._sharding.shard import check_spec
 from lazymodel._show.text import first_of, format_bytes, listed
+from lazymodel._show.timeline import Span
 from lazymodel_keras import _upstream
 from lazymodel_keras._model.initializers import initial_value
 from lazymodel_keras._model.skeleton import Skeleton
@@ -25,7 +26,7 @@ from lazymodel_keras._model.training import optimizer_variables, slot_references
 _REPLICATED_NBYTES = 1 << 20
 
 
-def from_skeleton(skeleton: Skeleton, *, quiet: bool = False) -> AbstractModel:
+def from_skeleton(skeleton: Skeleton, *, quiet: bool = False, spent: Sequence[Span] = ()) -> AbstractModel:
     """The model of a skeleton, which keeps it as its `spec`; shardings are those of the `keras.distribution` then.
 
     Raises CheckpointError where a tensor can lose what it means in its variable's dtype. With `quiet`, nothing is said
@@ -68,6 +69,7 @@ def from_skeleton(skeleton: Skeleton, *, quiet: bool = False) -> AbstractModel:
         unused=skeleton.recording.unused_tensors(),
         mismatched=skeleton.recording.mismatched_tensors(variable for variable, _ in skeleton.variables.values()),
         optimized=None if trained is None else Optimized(trained),
+        spent=(*spent, Span.since(skeleton.recording.began, "build")),
     )
     skeleton.spec = model
     return model

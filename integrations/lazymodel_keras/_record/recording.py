@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import time
 import weakref
 from collections import ChainMap
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -113,6 +114,7 @@ class Recording:
         loading: Whether a call that loads weights is running; only the outermost one counts.
         optimizers: The optimizers that were built, and for which variables, both weakly.
         names: How far Keras had counted automatic names before.
+        began: The moment of `time.perf_counter()` when what is built began to be, for timelines.
     """
 
     def __init__(self, verify: Verify = False, cast: str = SAFE, remote: RemoteFiles | None = None) -> None:
@@ -128,6 +130,7 @@ class Recording:
         self.optimizers: list[tuple[weakref.ref[Any], list[weakref.ref[Any]]]] = []
         self.scope = _RecordingScope(self)
         self.names = _upstream.automatic_names()
+        self.began = time.perf_counter()
         self._hashed: dict[str, FileSource] = {}  # by absolute path, as they were when their hash was taken
         self._unverified: CheckpointError | None = None
         self._refused: CheckpointError | None = None

@@ -267,7 +267,7 @@ def _restore_abstract(
     paths = unique_paths([*skeleton.variables, *(variable.path for variable, _ in more)])
     filled = Skeleton(None, recording, skeleton.result)
     filled.variables = dict(zip(paths, [*skeleton.variables.values(), *more], strict=True))
-    new = from_skeleton(filled)
+    new = from_skeleton(filled, spent=abstract.spent)
     own = {path: dataclasses.replace(abstract[path], origin=new[path].origin) for path in abstract}
     state = {path: variable for path, variable in new.items() if path not in own}
     restored = dataclasses.replace(
