@@ -15,6 +15,7 @@ import lazymodel
 
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = ("flax", "h5py", "keras", "keras_hub", "orbax", "safetensors", "tensorflow", "torch", "transformers")
+FRAMEWORKS += ("IPython", "matplotlib", "obstore", "optax", "rich", "tensorstore")  # what takes long to import
 PACKAGES = {
     "lazymodel": ROOT / "lazymodel",
     "lazymodel_flax": ROOT / "integrations" / "lazymodel_flax",
@@ -74,11 +75,11 @@ def test_import_loads_no_framework(imported: dict[str, list[str]]):
 
 
 def test_every_core_module_loads_no_framework(imported: dict[str, list[str]]):
-    assert imported["modules"] == []
+    assert set(imported["modules"]) <= {"rich"}  # the command draws with it
 
 
 def test_that_check_notices_a_framework(imported: dict[str, list[str]]):
-    assert imported["stand-in"] == ["keras"]
+    assert set(imported["stand-in"]) - {"rich"} == {"keras"}
     pytest.importorskip("h5py")
     assert "h5py" in imported["h5py"]
 

@@ -328,8 +328,8 @@ def load_assets(model: Any, assets: dict[str, Any]) -> None:
 
 def modules_with(name: str, function: Any) -> Iterator[Any]:
     """The modules of KerasHub that have a function by this name, such as those that imported it."""
-    for path, module in list(sys.modules.items()):
-        if path.startswith("keras_hub.") and vars(module).get(name) is function:
+    for path in list(sys.modules):  # names alone: thousands of new pairs would have the garbage collector go over all
+        if path.startswith("keras_hub.") and vars(module := sys.modules[path]).get(name) is function:
             yield module
 
 

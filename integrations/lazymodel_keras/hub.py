@@ -20,6 +20,7 @@ from lazymodel._show.text import closest
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras._build import abstract_build, require_rules
 from lazymodel_keras._keywords import check_class, check_from_preset, ours
+from lazymodel_keras._record.patches import collecting_patches
 from lazymodel_keras._record.remote import check_storage_options
 
 
@@ -83,11 +84,12 @@ def from_preset(
         *("strict", "verify", "storage_options"),
     )
     options = {"strict": strict, "verify": verify, "storage_options": storage_options}
-    abstract = _abstract(cls, preset, load_weights, kwargs, given, **options)
-    if mesh is not None:
-        abstract = abstract.shard(mesh, rules, on_unmatched=on_unmatched)
-    options: Any = {"max_host_memory": max_host_memory, "replicas": replicas, "progress": progress, "report": report}
-    return abstract.materialize(compile=compile, **options)
+    streaming: Any = {"max_host_memory": max_host_memory, "replicas": replicas, "progress": progress, "report": report}
+    with collecting_patches.needed():
+        abstract = _abstract(cls, preset, load_weights, kwargs, given, **options)
+        if mesh is not None:
+            abstract = abstract.shard(mesh, rules, on_unmatched=on_unmatched)
+        return abstract.materialize(compile=compile, **streaming)
 
 
 def abstract_from_preset(

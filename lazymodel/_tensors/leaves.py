@@ -101,8 +101,12 @@ class FileLeaf(Leaf):
     def copy_mapped(self, boxes: Sequence[tuple[Geometry, np.ndarray]], steps: Steps) -> bool:
         """Fills arrays, each from a normalized box of its shape, out of a map; False where there is none."""
         placed = [(dataclasses.replace(box, start=self.offset + box.start), out) for box, out in boxes]
-        with self._reading():
-            return self.source.copy_mapped(placed, self.dtype, steps)
+        try:
+            if copied := self.source.copy_mapped(placed, self.dtype, steps):
+                self.source.check_unchanged()
+        except CheckpointError as error:
+            raise CheckpointError(f"tensor {self.name!r}: {error}") from error
+        return copied
 
     @contextlib.contextmanager
     def lent(self, start: int, most: int, unit: int) -> Generator[np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,22 @@ def test_the_result_is_an_ordinary_model(tmp_path: Path, mesh8: Mesh) -> None:
     np.testing.assert_array_equal(bits(again.get_layer("pooled_dense").kernel), bits(kernel))
     model.backbone.load_weights(str(tmp_path / "bert" / "model.weights.h5"))
     assert kernel.value.sharding.is_equivalent_to(sharding, 2)
+
+
+def test_no_full_garbage_collection_holds_up_a_load(tmp_path: Path) -> None:
+    before, during = gc.get_threshold(), set[tuple[int, int, int]]()
+    cls, _ = BACKBONES["gemma"]
+    folder = str(save_preset(tmp_path / "gemma", "gemma"))
+
+    def stop(*_: Any) -> None:
+        during.add(gc.get_threshold())
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        lk.from_preset(cls, folder, progress=stop)
+    assert {old for *_, old in during} == {1 << 20}
+    assert {tuple(young) for *young, _ in during} == {before[:2]}
+    assert gc.get_threshold() == before
 
 
 def test_one_descriptor_serves_a_whole_file(tmp_path: Path) -> None:

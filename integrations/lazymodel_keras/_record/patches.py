@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import threading
 from collections.abc import Callable, Generator
@@ -101,6 +102,16 @@ def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> No
 
 
 recording_patches = SharedPatches()
+collecting_patches = SharedPatches()
+
+
+@collecting_patches.register
+def _no_full_collections(undo: contextlib.ExitStack) -> None:
+    # Importing Keras and KerasHub makes a full garbage collection due: a quarter of a second in which no other thread
+    # reads or compiles, as long as a model takes to load. What is young is still collected.
+    young, middle, old = gc.get_threshold()
+    undo.callback(gc.set_threshold, young, middle, old)
+    gc.set_threshold(young, middle, max(old, 1 << 20))
 
 
 def while_recording(owner: Any, name: str) -> Callable[[Any], Any]:
