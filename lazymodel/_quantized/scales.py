@@ -23,6 +23,8 @@ def blocks_of(
     found = tuple(contents.header(name).shape)
     count = len(shape)
     if declared is not None:
+        if len(declared) > count:
+            contents.refuse(name, f"a weight that has blocks of {list(declared)}", f"one of shape {tuple(shape)}")
         expected = (1,) * (count - len(declared)) + tuple(declared)
         wanted = tuple(-(-extent // block) for extent, block in zip(shape, expected, strict=True))
         squeezed = tuple(extent for extent in found if extent != 1)
