@@ -22,10 +22,11 @@ def blocks_of(
     """
     found = tuple(contents.header(name).shape)
     count = len(shape)
+    if count < len(declared or (1,)):
+        contents.refuse(name, f"a weight of at least {len(declared or (1,))} axes", f"one of shape {tuple(shape)}")
     if declared is not None:
-        if len(declared) > count:
-            contents.refuse(name, f"a weight that has blocks of {list(declared)}", f"one of shape {tuple(shape)}")
-        expected = (1,) * (count - len(declared)) + tuple(declared)
+        ends = shape[count - len(declared) :]
+        expected = (1,) * (count - len(declared)) + tuple(map(min, declared, ends))
         wanted = tuple(-(-extent // block) for extent, block in zip(shape, expected, strict=True))
         squeezed = tuple(extent for extent in found if extent != 1)
         if squeezed != tuple(extent for extent in wanted if extent != 1):
