@@ -22,8 +22,9 @@ def blocks_of(
     """
     found = tuple(contents.header(name).shape)
     count = len(shape)
-    if count < len(declared or (1,)):
-        contents.refuse(name, f"a weight of at least {len(declared or (1,))} axes", f"one of shape {tuple(shape)}")
+    least = len(declared or (1,))
+    if count < least or not all(shape):
+        contents.refuse(name, f"a weight of at least {least} axes that is not empty", f"one of shape {tuple(shape)}")
     if declared is not None:
         ends = shape[count - len(declared) :]
         expected = (1,) * (count - len(declared)) + tuple(map(min, declared, ends))
