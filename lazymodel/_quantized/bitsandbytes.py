@@ -85,7 +85,7 @@ def _four_bits(contents: Contents, name: str, state: str, nested: bool) -> LazyT
     if absmax.size != -(-size // block):
         contents.refuse(f"{name}.absmax", f"{-(-size // block)} blocks of {block}", str(absmax.size))
     # Blocks follow each other through rows; where they are parts of rows, a box needs those of its own alone.
-    width = shape[-1] if len(shape) > 1 and shape[-1] % block == 0 else size
+    width = shape[-1] if len(shape) > 1 and shape[-1] % math.lcm(block, 2) == 0 else size
     arrangement = size // width, width
     of_blocks = absmax.reshape(arrangement[0], -1)
     if nested:
@@ -128,7 +128,7 @@ def _read_state(contents: Contents, name: str) -> _State:
 
     shape = cast("list[Any]", said.get("shape") if isinstance(said.get("shape"), list) else [None])
     dtype, offset = said.get("dtype"), said.get("nested_offset", 0.0)
-    if dtype not in DTYPES or not isinstance(offset, (int, float)):
+    if not isinstance(dtype, str) or dtype not in DTYPES or not isinstance(offset, (int, float)):
         contents.refuse(
             name, f"one of {', '.join(DTYPES)} as dtype and a number as nested_offset", f"{dtype!r}, {offset!r}"
         )

@@ -39,8 +39,9 @@ def decode(contents: Contents) -> None:
     if config.get("transform_config"):
         config.refuse("no transform_config", "one, by which weights are rotated")
     sparsity = config.get("sparsity_config") or {}
-    if sparsity and sparsity.get("format") not in (None, "dense"):
-        config.refuse("dense weights", f"sparsity_config with {sparsity.get('format')!r}")
+    form = cast("dict[str, Any]", sparsity).get("format", "dense") if isinstance(sparsity, dict) else sparsity
+    if form not in (None, "dense"):
+        config.refuse("dense weights", f"sparsity_config with {form!r}")
     groups = _groups(contents)
     for packed in [f"{name}_packed" for name in contents.names("_packed")]:
         name = packed.removesuffix("_packed")

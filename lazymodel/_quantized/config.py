@@ -73,7 +73,9 @@ def matches(entry: str, module: str) -> bool:
         try:
             return re.match(entry.removeprefix("re:"), module) is not None
         except re.error as error:
-            raise CheckpointError(f"expected a regular expression, found {entry!r} ({error})") from error
+            raise CheckpointError(
+                f"module {module!r}: expected a regular expression to match it with, found {entry!r} ({error})"
+            ) from error
     entry = entry.removesuffix("*").removesuffix(".").removeprefix("*").removeprefix(".")
     return bool(entry) and f".{entry}." in f".{module}."
 

@@ -65,7 +65,7 @@ def _add(
     names = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")]
     contents.require(names[0], *names[1:])
     size = contents.config.get("group_size", contents.config.get("q_group_size", -1))
-    group = rows if size in (-1, None) else contents.config.count("group_size", size)
+    group = rows if size in (-1, None) else min(contents.config.count("group_size", size), rows)
     groups = -(-rows // group)
     contents.expect(names[1], (groups, -(-columns * bits // WORD)), *_WORDS)
     contents.expect(names[2], (groups, columns), *_SCALES)

@@ -22,8 +22,12 @@ def blocks_of(
     """
     found = tuple(contents.header(name).shape)
     count = len(shape)
+    least = len(declared or (1,))
+    if count < least or not all(shape):
+        contents.refuse(name, f"a weight of at least {least} axes that is not empty", f"one of shape {tuple(shape)}")
     if declared is not None:
-        expected = (1,) * (count - len(declared)) + tuple(declared)
+        ends = shape[count - len(declared) :]
+        expected = (1,) * (count - len(declared)) + tuple(map(min, declared, ends))
         wanted = tuple(-(-extent // block) for extent, block in zip(shape, expected, strict=True))
         squeezed = tuple(extent for extent in found if extent != 1)
         if squeezed != tuple(extent for extent in wanted if extent != 1):

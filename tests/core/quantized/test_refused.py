@@ -24,12 +24,17 @@ def parts(form: str, shape: tuple[int, int] = (64, 64)) -> tuple[Tensors, dict[s
     return stored, quantized.settings(FORMS[form])
 
 
-def refused(folder: Path, stored: Tensors, config: dict[str, Any]) -> str:
-    write_folder(folder / "folder", json.loads(json.dumps(config)), stored)
-    with pytest.raises(lm.CheckpointError) as caught:
-        checkpoint = lm.open_checkpoint(folder / "folder")
+def read_all(folder: Path) -> None:
+    with lm.open_checkpoint(folder) as checkpoint:
         for name in checkpoint:
+            checkpoint.describe(name)
             checkpoint[name].read()
+
+
+def refused(folder: Path, stored: Tensors, config: dict[str, Any]) -> str:
+    write_folder(folder / "folder", config, stored)
+    with pytest.raises(lm.CheckpointError) as caught:
+        read_all(folder / "folder")
     return str(caught.value)
 
 
@@ -120,27 +125,46 @@ def test_names_twice(tmp_path: Path) -> None:
     assert f"parts of '{M}.weight', or the tensor itself" in refused(tmp_path, stored, config)
 
 
+def survives(folder: Path) -> None:
+    """One error that names it, or tensors."""
+    try:
+        read_all(folder)
+    except lm.CheckpointError as error:
+        assert str(folder) in str(error) or M in str(error)  # noqa: PT017
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_hostile_parts(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A part of another shape or dtype, or what a state says: one error, or a tensor."""
+    """A part of another shape or dtype, or what a state says."""
     stored, config = parts(data.draw(st.sampled_from(sorted(FORMS))), (32, 64))
     name = data.draw(st.sampled_from(sorted(stored)))
     shape = data.draw(st.lists(st.integers(0, 5), max_size=4).map(tuple) | st.just(stored[name].shape))
     dtype = data.draw(st.sampled_from(["uint8", "int8", "int32", "int64", "float16", "float32", F8]))
     stored[name] = np.ones(shape, dtype)
     if "quant_state" in name and data.draw(st.booleans()):
-        values = st.sampled_from([0, -1, 2**60, 1.5, None, "x", [], [0, 4], [2**40, 2**40], [32, 64], 64])
-        state = {key: data.draw(values) for key in ("shape", "blocksize", "nested_blocksize", "nested_offset")}
-        stored[name] = np.frombuffer(json.dumps({"dtype": "float16", **state}).encode(), np.uint8).copy()
-    folder = write_folder(tmp_path_factory.mktemp("hostile") / "folder", config, stored)
-    try:
-        with lm.open_checkpoint(folder) as checkpoint:
-            for key in checkpoint:
-                checkpoint.describe(key)
-                checkpoint[key].read()
-    except lm.CheckpointError as error:
-        assert str(folder) in str(error) or M in str(error)
+        values = st.sampled_from([0, -1, 1, 2**60, 1.5, None, "x", [], [0, 4], [2**40, 2**40], [32, 64], 64, "float16"])
+        keys = ("shape", "blocksize", "nested_blocksize", "nested_offset", "dtype")
+        said = json.dumps({key: data.draw(values) for key in keys})
+        stored[name] = np.frombuffer(said.encode(), np.uint8).copy()
+    survives(write_folder(tmp_path_factory.mktemp("hostile") / "folder", config, stored))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_hostile_configurations(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """An entry of it that is anything."""
+    stored, config = parts(data.draw(st.sampled_from(sorted(FORMS))), (32, 64))
+    holder = config = json.loads(json.dumps(config))
+    while True:
+        key = data.draw(st.sampled_from(sorted(holder)))
+        if not isinstance(holder[key], dict) or not holder[key] or data.draw(st.integers(0, 3)) == 0:
+            break
+        holder = holder[key]
+    holder[key] = data.draw(
+        st.sampled_from([None, 0, -1, 7, 2**70, 1.5, "x", "re:(", [], [1], ["re:("], {}, {"x": 1}, True])
+    )
+    survives(write_folder(tmp_path_factory.mktemp("hostile") / "folder", config, stored))
 
 
 @pytest.mark.parametrize(
