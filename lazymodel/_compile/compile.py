@@ -19,7 +19,7 @@ _NAMED = (INIT, FORWARD, PREDICT, TRAIN, GENERATE)
 _SIZES = ("batch", "sequence")
 
 
-@dataclasses.dataclass(frozen=True, init=False, eq=False)
+@dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class Compile:
     """What will be called: `materialize` compiles it while weights are read, a plan asks the compiler what it takes.
 
@@ -147,6 +147,12 @@ class Compile:
             return self.what
         return getattr(self.function, "__name__", None) or type(self.function).__name__
 
+    def __repr__(self) -> str:
+        sizes = {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
+        given = [self.name if self.is_step else repr(self.what), *map(_text, self.inputs)]
+        given += [f"{name}={_text(value)}" for name, value in (*self.keywords.items(), *sizes.items())]
+        return f"Compile({', '.join(given)})"
+
     def _check(self, options: Mapping[str, Any]) -> None:
         if options:
             raise LazyModelError(f"a keyword of {self.what!r} is batch or sequence; got {', '.join(options)}")
@@ -170,6 +176,11 @@ class Compile:
             raise LazyModelError(f"{self.what!r} is the model's own; a jitted function of yours goes without a name")
         if self.function is not None and sizes:
             raise LazyModelError("batch and sequence are for a model's own functions; give inputs of that shape")
+
+
+def _text(given: Any) -> str:
+    """An input, without its values."""
+    return repr(jax.tree.map(lambda leaf: jax.typeof(leaf) if hasattr(leaf, "dtype") else leaf, given))
 
 
 def _is_input(given: Any) -> bool:
