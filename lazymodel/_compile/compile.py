@@ -180,7 +180,11 @@ class Compile:
 
 def _text(given: Any) -> str:
     """An input, without its values."""
-    return repr(jax.tree.map(lambda leaf: jax.typeof(leaf) if hasattr(leaf, "dtype") else leaf, given))
+
+    def short(leaf: Any) -> Any:
+        return jax.typeof(leaf) if hasattr(leaf, "dtype") else leaf
+
+    return repr(jax.tree.map(short, given))
 
 
 def _is_input(given: Any) -> bool:
