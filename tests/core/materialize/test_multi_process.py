@@ -218,7 +218,15 @@ def test_each_process_reports_what_it_did_itself(outcomes: list[Mapping[str, Any
         }
         assert report["needed_nbytes"] == sum(tensor.nbytes for tensor in tensors.values()) // PROCESSES
     # Of everything but the process itself they say the same.
-    own = {"process_index", "read_nbytes", "gb_per_second", "seconds", "initialize_seconds", "stream_seconds"}
+    own = {
+        "process_index",
+        "read_nbytes",
+        "gb_per_second",
+        "seconds",
+        "initialize_seconds",
+        "stream_seconds",
+        "timeline",
+    }
     first, second = ({key: value for key, value in report.items() if key not in own} for report in reports)
     assert first == second
     file = str(folder / "columns.safetensors")
