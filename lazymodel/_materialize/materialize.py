@@ -24,7 +24,7 @@ from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._compile.beside import Compiling
 from lazymodel._compile.compile import Compile
-from lazymodel._compile.lower import checked, prepared
+from lazymodel._compile.lower import prepared
 from lazymodel._devices.agreement import Stage, agreement
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError
@@ -106,8 +106,7 @@ def materialize(
         P(None, 'model')
     """
     start, timeline = time.perf_counter(), Timeline.after_imports(model.spent)
-    compiles = checked(compile)
-    model = prepared(model, compiles)
+    model, compiles = prepared(model, compile)
     require_live(model.variables)
     shardings = device_shardings(model.variables)
     assigned = [variable.sharding for variable in model.values()]
