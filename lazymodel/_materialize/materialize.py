@@ -203,6 +203,8 @@ def make_arrays(
         timeline.add("stream", started, time.perf_counter())
         with timeline.span("initialize", "running"):
             jax.block_until_ready(list(arrays.values()))  # the init programs, which ran on while files were read
+        if compiling.unfinished:
+            watcher.advance(0, f"compiling {listed(compiling.unfinished)}")
         compiled = compiling.finished(stage.check)
         arrived = sum(max(each.held_nbytes() - own[path], 0) for path, each in reading.exchanges.items())
         fetched, requests, retries = (now - before for now, before in zip(REQUESTS.so_far(), asked, strict=True))
