@@ -111,8 +111,13 @@ class Compiling:
             with self._changed:
                 self._stopped = True
                 self._changed.notify_all()
-            with contextlib.suppress(AssertionError):  # somebody has cleared all listeners
+            with contextlib.suppress(AssertionError, ValueError):  # somebody has cleared all listeners
                 jax.monitoring.unregister_event_listener(self._listen)
+
+    @property
+    def unfinished(self) -> list[str]:
+        """What is not compiled yet."""
+        return [name for index, name in enumerate(self.names) if index not in self._done]
 
     def check(self) -> None:
         """Raises what has failed so far."""

@@ -20,7 +20,7 @@ _OWN = (PREDICT, TRAIN, GENERATE)  # what a model's own functions may be called 
 _SIZES = ("batch", "sequence")
 
 
-@dataclasses.dataclass(frozen=True, init=False, eq=False)
+@dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class Compile:
     """What will be called: `materialize` compiles it while weights are read, a plan asks the compiler what it takes.
 
@@ -150,6 +150,12 @@ class Compile:
             return self.what
         return getattr(self.function, "__name__", None) or type(self.function).__name__
 
+    def __repr__(self) -> str:
+        sizes = {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
+        given = [self.name if self.is_step else repr(self.what), *map(_text, self.inputs)]
+        given += [f"{name}={_text(value)}" for name, value in (*self.keywords.items(), *sizes.items())]
+        return f"Compile({', '.join(given)})"
+
     def _check(self, options: Mapping[str, Any]) -> None:
         if options:
             raise LazyModelError(f"a keyword of {self.what!r} is batch or sequence; got {', '.join(options)}")
@@ -176,6 +182,15 @@ class Compile:
             raise LazyModelError("batch and sequence are for a model's own functions; give inputs of that shape")
         if self.inputs and self.batch is not None:
             raise LazyModelError(f"the batch size of {self.what!r} is that of the inputs; leave batch out")
+
+
+def _text(given: Any) -> str:
+    """An input, without its values."""
+
+    def short(leaf: Any) -> Any:
+        return jax.typeof(leaf) if hasattr(leaf, "dtype") else leaf
+
+    return repr(jax.tree.map(short, given))
 
 
 def _is_input(given: Any) -> bool:

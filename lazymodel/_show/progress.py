@@ -57,7 +57,7 @@ class Progress(Protocol):
         """So many bytes more are done, in pieces of variables where those are large.
 
         The description names what was finished, such as a variable's path; its last bytes may have been told of
-        before, and 0 now.
+        before, and 0 now. Or what is waited for when all bytes are there.
         """
         ...
 

@@ -21,6 +21,7 @@ def test_a_step_takes_all_keywords() -> None:
     assert (compile.what, compile.function, compile.inputs) == ("step", STEP, (X,))
     assert dict(compile.keywords) == {"batch": 3, "sequence": "static"}
     assert (compile.batch, compile.sequence, compile.split) == (None, None, None)
+    assert repr(compile) == "Compile(<lambda>, ShapedArray(float32[4,8]), batch=3, sequence='static')"
     named = lm.Compile("predict", batch=3, sequence=8)
     assert (named.what, named.function, named.batch, named.sequence) == ("predict", None, 3, 8)
 
