@@ -46,13 +46,18 @@ def checked(compile: Compile | Sequence[Compile] | None) -> tuple[Compile, ...]:
     return found
 
 
-def prepared(model: AnyModel, compiles: Sequence[Compile], timeline: Timeline) -> AnyModel:
-    """The model with what its own functions would make on their first call, such as an optimizer's state."""
-    for compile in compiles:
-        if not compile.is_step:
+def prepared(
+    model: AnyModel, compile: Compile | Sequence[Compile] | None, timeline: Timeline
+) -> tuple[AnyModel, tuple[Compile, ...]]:
+    """What is to be compiled beside the stream, `checked`, and the model with what its own functions would make on
+    their first call, such as an optimizer's state.
+    """
+    compiles = checked(compile)
+    for each in compiles:
+        if not each.is_step:
             with timeline.span("lower", "preparing"):
-                model = model.framework.prepared(model, compile.what, **_told(compile))
-    return model
+                model = model.framework.prepared(model, each.what, **_told(each))
+    return model, compiles
 
 
 def arriving(model: ModelSpec, shardings: Mapping[str, Sharding]) -> dict[str, jax.ShapeDtypeStruct]:

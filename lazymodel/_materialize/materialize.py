@@ -24,7 +24,7 @@ from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._compile.beside import Compiling
 from lazymodel._compile.compile import Compile
-from lazymodel._compile.lower import checked, prepared
+from lazymodel._compile.lower import prepared
 from lazymodel._devices.agreement import Stage, agreement
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError
@@ -105,8 +105,8 @@ def materialize(
         >>> model["up"]["kernel"].sharding.spec
         P(None, 'model')
     """
-    start, timeline, compiles = time.perf_counter(), Timeline.after_imports(model.spent), checked(compile)
-    model, matching = prepared(model, compiles, timeline), time.perf_counter()
+    start, timeline = time.perf_counter(), Timeline.after_imports(model.spent)
+    (model, compiles), matching = prepared(model, compile, timeline), time.perf_counter()
     require_live(model.variables)
     shardings = device_shardings(model.variables)
     assigned = [variable.sharding for variable in model.values()]
