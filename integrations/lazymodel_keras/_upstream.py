@@ -348,14 +348,25 @@ def preset_classes() -> list[Any]:
     return [cls for cls in bases if cls is not None and "from_preset" in vars(cls)]
 
 
+_LOADER = "keras_hub.src.utils.transformers.safetensor_utils"
+
+
 def safetensors_loader() -> Any:
-    """The class of KerasHub that finds a tensor's shard in the index of a Hugging Face folder; None without it."""
-    return getattr(sys.modules.get("keras_hub.src.utils.transformers.safetensor_utils"), "SafetensorLoader", None)
+    """The class of KerasHub that finds a tensor's shard in the index of a Hugging Face folder; None without it.
+
+    KerasHub imports it when it first needs it.
+    """
+    if "keras_hub" not in sys.modules:
+        return None
+    try:
+        return importlib.import_module(_LOADER).SafetensorLoader
+    except (ImportError, AttributeError):
+        return None
 
 
 def index_of(loader: Any) -> str:
     """The path of the index that such a loader has read."""
-    module: Any = sys.modules["keras_hub.src.utils.transformers.safetensor_utils"]
+    module: Any = sys.modules[_LOADER]
     return module.get_file(loader.preset, module.SAFETENSOR_CONFIG_FILE)
 
 

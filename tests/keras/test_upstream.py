@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -190,3 +191,13 @@ def test_what_gpt_oss_is_decoded_with_is_what_is_replaced() -> None:
 
 def test_no_other_converter_is_taken_for_that_of_gpt_oss() -> None:
     assert _upstream.with_gpt_oss_decoder(test_undone_draws, lambda decode: decode) is None
+
+
+def test_shards_are_found_through_the_index_that_is_replaced(tmp_path) -> None:
+    """Of a folder whose tensors are stored under other names than converters ask for."""
+    loader = _upstream.safetensors_loader()
+    assert loader is not None
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
+    with loader(str(tmp_path)) as opened:
+        assert opened.safetensor_config == {"weight_map": {"a": "b.safetensors"}}
+        assert Path(_upstream.index_of(opened)) == tmp_path / "model.safetensors.index.json"

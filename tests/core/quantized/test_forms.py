@@ -78,12 +78,10 @@ def test_any_box(form: str, checkpoints: Any, data: st.DataObject) -> None:
         same(out, array[box])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "fp8-block"])  # its blocks do not divide a shard
 @pytest.mark.parametrize("axis", [0, 1])
 def test_reads_what_a_shard_needs(form: str, axis: int, tmp_path: Path) -> None:
     """A quarter along either axis takes a quarter of the bytes, besides what is one for all."""
-    if form == "fp8-block":
-        pytest.skip("its blocks do not divide the shard")
     folder, plain = folder_of(tmp_path / "folder", FORMS[form], (256, 512))
     sizes = {name: tensor.nbytes for name, tensor in raw(folder).items() if "norm" not in name}
     once = (
