@@ -63,7 +63,9 @@ class Compiling:
 
     def __init__(self, programs: Sequence[LoweredFunction], room: Room | None, timeline: Timeline):
         self._programs, self._room, self._timeline = programs, room, timeline
-        self._changed = threading.Condition()
+        # Entered itself: a Ctrl-C within `Condition.__enter__`, which is Python's, would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._next = 0
         self._done: dict[int, CompiledProgram] = {}
         self._cached: set[int] = set()  # the threads whose program was in the persistent cache
@@ -108,7 +110,7 @@ class Compiling:
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._stopped = True
                 self._changed.notify_all()
             with contextlib.suppress(AssertionError, ValueError):  # somebody has cleared all listeners
@@ -152,7 +154,7 @@ class Compiling:
 
     def _wait(self, unless: Callable[[], bool]) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 self.check()
                 if self._stopped or len(self._done) == len(self._programs):
                     return
@@ -162,18 +164,18 @@ class Compiling:
 
     def _work(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 if self._stopped or self._error is not None or self._next == len(self._programs):
                     return
                 index, self._next = self._next, self._next + 1
             try:
                 found = self._compiled(self._programs[index])
             except Exception as error:
-                with self._changed:
+                with self._lock:
                     self._error = self._error or error
                     self._changed.notify_all()
                 return
-            with self._changed:
+            with self._lock:
                 self._done[index] = found
                 self._changed.notify_all()
 

@@ -231,7 +231,9 @@ class _Stream:
         self._job: _Job | None = None
         self._jobs = iter(self._make_jobs())
         self._report = threading.Lock()
-        self._changed = threading.Condition()
+        # Entered itself: a Ctrl-C within `Condition.__enter__`, which is Python's, would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._in_flight = 0
         self._on_its_way = 0  # bytes of buffers that transfers read
         self._held: dict[_Plan, int] = {}  # reservations that last until their array is yielded
@@ -253,7 +255,7 @@ class _Stream:
             for thread in self._threads:
                 thread.start()
             for plan in self._plans:
-                with self._changed:
+                with self._lock:
                     self._changed.wait_for(lambda plan=plan: self._error is not None or plan.complete)
                     if self._error is not None:
                         raise self._error
@@ -263,7 +265,7 @@ class _Stream:
                 yield plan.item.path, array
                 del array  # the consumer's alone: it may donate or drop it while the next one is awaited
         finally:
-            with self._changed:
+            with self._lock:
                 self._stopped = True
                 self._changed.notify_all()
             stop_fetching()
@@ -352,7 +354,7 @@ class _Stream:
                 self._job = job
 
     def _reserve(self, job: _Job) -> bool:
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._stopped or self._in_flight + job.nbytes <= self._budget)
             if self._stopped:
                 return False
@@ -402,7 +404,7 @@ class _Stream:
 
     def _buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         nbytes = math.prod(shape) * dtype.itemsize
-        with self._changed:
+        with self._lock:
             for index, spare in enumerate(self._spare):
                 if spare.nbytes == nbytes:
                     return self._spare.pop(index).view(dtype).reshape(shape)
@@ -416,7 +418,7 @@ class _Stream:
                 self._on_bytes(part.nbytes)
         if self._hold is not None:
             self._hold(lambda: self._stopped)
-        with self._changed:
+        with self._lock:
             job.unfinished -= 1
             return not job.unfinished
 
@@ -441,7 +443,7 @@ class _Stream:
         Half of the budget stays for what is being read, so that devices and files are busy at the same time.
         """
         most = self._budget // 2
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._stopped or not self._on_its_way or self._on_its_way + nbytes <= most)
             self._on_its_way += nbytes
             return not self._stopped
@@ -461,7 +463,7 @@ class _Stream:
         if not job.on_host:  # else the buffers are the arrays, complete as they are, and asking takes its time
             jax.block_until_ready((job.arrays, list(job.shards.values())))
         kept = [job.nbytes] if group is None else [member.placed_nbytes for member in group.members]
-        with self._changed:
+        with self._lock:
             self._in_flight -= job.nbytes
             for number, array in enumerate(job.arrays):
                 job.plans[number].array = array
@@ -482,7 +484,7 @@ class _Stream:
         plan = job.plans[0 if job.group is None else job.group.current]
         wrapped = CheckpointError(f"{plan.item.path!r} from {where(plan.tensor)}: {error or type(error).__name__}")
         wrapped.__cause__ = error
-        with self._changed:
+        with self._lock:
             self._error = self._error or wrapped
             self._stopped = True
             self._changed.notify_all()

@@ -139,7 +139,9 @@ class ReadAhead:
     """
 
     def __init__(self, wants: Sequence[tuple[Origin, np.ndarray]], limit: int = AHEAD, gap: int = GAP) -> None:
-        self._changed = threading.Condition()
+        # Entered itself: a Ctrl-C within `Condition.__enter__`, which is Python's, would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._limit = limit
         self._longest = max(min(REQUEST, limit // 4), 1)
         self._blocks: list[_Block] = []
@@ -171,7 +173,7 @@ class ReadAhead:
             self._blocks += blocks  # origins follow each other in the order in which they were first named
 
     def __enter__(self) -> ReadAhead:
-        with self._changed:
+        with self._lock:
             self._fly()
         return self
 
@@ -180,7 +182,7 @@ class ReadAhead:
 
     def close(self) -> None:
         """Stops fetching. Requests that are in flight end by themselves; nobody waits for them."""
-        with self._changed:
+        with self._lock:
             self._stopped.set()
             for block in self._blocks:
                 block.data = block.memory = None
@@ -198,14 +200,14 @@ class ReadAhead:
     def unforeseen(self, origin: Origin, ranges: np.ndarray) -> Generator[ReadAhead]:
         """Another one for what was not planned for, with a share of the memory; it ends with this one at the latest."""
         with ReadAhead([(origin, ranges)], self._limit // _SHARE) as ahead:
-            with self._changed:
+            with self._lock:
                 if self._stopped.is_set():
                     raise Stopped
                 self._within.append(ahead)
             try:
                 yield ahead
             finally:
-                with self._changed:
+                with self._lock:
                     if ahead in self._within:
                         self._within.remove(ahead)
 
@@ -237,13 +239,13 @@ class ReadAhead:
         try:
             yield data[position - block.start :][:count]
         finally:
-            with self._changed:
+            with self._lock:
                 block.readers -= 1
                 self._was_read(block, count)
 
     def passed(self, origin: Origin, start: int, stop: int) -> None:
         """Some of what was said to be wanted has been passed over: it counts as read."""
-        with self._changed:
+        with self._lock:
             while start < stop and (block := self._block_at(origin, start)) is not None:
                 self._was_read(block, min(block.stop, stop) - start)
                 start = block.stop
@@ -265,7 +267,7 @@ class ReadAhead:
             block.state = "gone"
 
     def _wait_for(self, block: _Block) -> np.ndarray:
-        with self._changed:
+        with self._lock:
             while block.data is None:
                 if block.error is not None:
                     raise block.error
@@ -323,7 +325,7 @@ class ReadAhead:
 
     def _work(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 self._idle += 1
                 while not self._urgent and not self._stopped.is_set():
                     if self._next >= len(self._blocks):
@@ -343,7 +345,7 @@ class ReadAhead:
                 block.origin.fetch(block.start, memory[: block.nbytes], self._stopped)
             except Exception as failure:
                 error = failure
-            with self._changed:
+            with self._lock:
                 block.error, block.state = error, "here"
                 self._pace.arrived(block.nbytes)
                 if error is None and not self._stopped.is_set():
