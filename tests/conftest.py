@@ -24,14 +24,15 @@ _OF_JAXLIB = (
     "--xla_cpu_max_isa=AVX",
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-_flags = os.environ.get("XLA_FLAGS", "").split()
+_ALL = "LAZYMODEL_TESTS_XLA_FLAGS"  # by which xdist's workers learn of those that are taken back below
+_flags = os.environ.get(_ALL, os.environ.get("XLA_FLAGS", "")).split()
 if not any(flag.startswith(_DEVICES.partition("=")[0]) for flag in _flags):
     _flags.append(_DEVICES)
 if os.environ["JAX_PLATFORMS"] == "cpu" and not any(flag.startswith(_LEVEL) for flag in _flags):
     # Of others it is not known which flags they take; the second level multiplies and adds alike everywhere.
     known = importlib.metadata.version("jaxlib").startswith("0.10.") and platform.machine() == "x86_64"
     _flags += [f"{_LEVEL}=0", *_OF_JAXLIB] if known else [f"{_LEVEL}=2"]
-os.environ["XLA_FLAGS"] = " ".join(_flags)
+os.environ[_ALL] = os.environ["XLA_FLAGS"] = " ".join(_flags)
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["COLUMNS"] = "120"  # tables are as wide as where there is no terminal
