@@ -132,6 +132,22 @@ def too_long(house: House) -> list[str]:
     return found
 
 
+def entered_conditions(house: House) -> list[str]:
+    """Conditions in `with`: a Ctrl-C within `Condition.__enter__`, which is Python's, leaves their lock locked."""
+    found: list[str] = []
+    for module, tree in house.trees.items():
+        assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+        made = {ast.unparse(node.targets[0]) for node in assigned if "Condition(" in ast.unparse(node.value)}
+        entered = [node for node in ast.walk(tree) if isinstance(node, ast.With)]
+        found += [
+            f"{module}:{node.lineno} enters {name}"
+            for node in entered
+            for item in node.items
+            if (name := ast.unparse(item.context_expr)) in made or "Condition(" in name
+        ]
+    return found
+
+
 def floors(edges: Iterable[tuple[str, str]]) -> dict[str, int]:
     """How high each room stands: one above the highest that it imports."""
     below: dict[str, set[str]] = {}
@@ -187,6 +203,10 @@ def test_sizes() -> None:
     assert max(floors(between_rooms(CORE, ROOMS)).values()) <= MOST_FLOORS
 
 
+def test_locks_are_entered_themselves() -> None:
+    assert entered_conditions(ALL) == []
+
+
 def test_files_that_prose_names_are_there() -> None:
     """`_room/file`, as docstrings and comments have it, is a file of their own package or of the core."""
     gone = [
@@ -213,6 +233,7 @@ def crooked(tmp_path: Path) -> House:
         "_errors.py": "",
         "_low/__init__.py": "",
         "_low/one.py": "from lazymodel._high.two import name\nfrom lazymodel._errors import error",
+        "_low/four.py": "class A:\n    def f(self):\n        self.c = threading.Condition()\n        with self.c: pass",
         "_low/_three.py": "def long():\n" + "    pass\n" * MOST_LINES,
         "_high/__init__.py": "",
         "_high/two.py": "from lazymodel._low.one import _name\ndef late():\n    import lazymodel._low._three",
@@ -234,4 +255,5 @@ def test_the_rules_can_fail(crooked: House) -> None:
     assert borrowed(crooked) == ["lazymodel._high.two:1 lazymodel._low.one._name"]
     assert twice_private(crooked) == ["lazymodel._low._three"]
     assert too_long(crooked) == ["lazymodel._low._three: 501 lines", "lazymodel._low._three.long: 501 lines"]
+    assert entered_conditions(crooked) == ["lazymodel._low.four:4 enters self.c"]
     assert floors([("a", "b"), ("b", "c"), ("a", "c")]) == {"c": 1, "b": 2, "a": 3}
