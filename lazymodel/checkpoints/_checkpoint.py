@@ -32,7 +32,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
     Attributes:
         path: The path that was opened.
         format: What its files are, for reports.
-        metadata: What they say about themselves, where the format has a place for that (safetensors' `__metadata__`).
+        metadata: What they say about themselves, where the format has a place for that: strings (safetensors'
+            `__metadata__`), or also numbers, bools and lists (GGUF).
 
     Example:
         >>> with lm.open_checkpoint("model.safetensors") as checkpoint:
@@ -41,7 +42,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     """
 
     format: str = "unknown"
-    metadata: dict[str, str] | None = None
+    metadata: Mapping[str, Any] | None = None
 
     def __init__(self, path: str | Location, names: list[str] | dict[str, Any], sources: Sequence[Source]) -> None:
         self.path = str(path)
