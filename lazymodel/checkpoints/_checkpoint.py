@@ -15,12 +15,16 @@ from lazymodel._tensors.source import Source
 
 
 class TensorHeader(NamedTuple):
-    """What a checkpoint's headers say of one tensor: its dtype in memory, shape, bytes in memory, and its file."""
+    """What a checkpoint's headers say of one tensor: its dtype in memory, shape, bytes in memory, and its file.
+
+    `stored` is the name of its type in the file and its bytes there, where NumPy has no dtype for it.
+    """
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     nbytes: int
     file: str
+    stored: tuple[str, int] | None = None
 
 
 class Checkpoint(Mapping[str, LazyTensor]):

@@ -50,7 +50,8 @@ class GgufFile(Checkpoint):
     def describe(self, name: str) -> TensorHeader:
         info = self._tensors_there[name]
         dtype = info.type.dtype or _FLOAT32
-        return TensorHeader(dtype, info.shape, math.prod(info.shape) * dtype.itemsize, self.path)
+        stored = None if info.type.dtype else (info.type.name, info.nbytes)
+        return TensorHeader(dtype, info.shape, math.prod(info.shape) * dtype.itemsize, self.path, stored)
 
 
 def split_names(name: str) -> list[str]:
