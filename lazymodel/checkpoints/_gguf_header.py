@@ -153,7 +153,10 @@ class _Reader:
         """A count of what takes at least so many bytes each."""
         count = self.integer(8)
         if count > (self.size - self.at) // least:
-            self.fail(f"expected no more {what} than the file has bytes for, found a count of {count}")
+            raise CheckpointError(
+                f"{self.path} is truncated or corrupt: a count of {count} {what} is more than the file's {self.size} bytes "
+                "can hold"
+            )
         return count
 
     def value(self, key: str, kind: int, depth: int = 0) -> Any:
