@@ -88,13 +88,18 @@ def gguf_file(metadata: Mapping[str, Any], tensors: Mapping[str, Stored], **opti
     return b"".join(fields(metadata, tensors, **options))
 
 
-def split_files(metadata: Mapping[str, Any], tensors: Mapping[str, Stored], count: int) -> dict[str, bytes]:
-    """Name → file of a model in several, of which the first has the metadata and, as llama.cpp can, no tensors."""
+def split_pieces(metadata: Mapping[str, Any], tensors: Mapping[str, Stored], count: int) -> dict[str, list[bytes]]:
+    """Name → fields of the files of a model, of which the first has the metadata and, as llama.cpp can, no tensors."""
     names = list(tensors)
-    files: dict[str, bytes] = {}
+    files: dict[str, list[bytes]] = {}
     for number in range(count):
         own = {name: tensors[name] for name in (names[number - 1 :: count - 1] if number else [])}
         says = {"split.no": number, "split.count": count, "split.tensors.count": len(tensors)}
-        content = gguf_file({**(metadata if number == 0 else {}), **says}, own)
-        files[f"m-{number + 1:05}-of-{count:05}.gguf"] = content
+        pieces = fields({**(metadata if number == 0 else {}), **says}, own)
+        files[f"m-{number + 1:05}-of-{count:05}.gguf"] = pieces
     return files
+
+
+def split_files(metadata: Mapping[str, Any], tensors: Mapping[str, Stored], count: int) -> dict[str, bytes]:
+    """Name → file of them."""
+    return {name: b"".join(pieces) for name, pieces in split_pieces(metadata, tensors, count).items()}
