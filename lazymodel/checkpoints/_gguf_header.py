@@ -247,7 +247,7 @@ def _read_tensors(reader: _Reader, count: int, alignment: Any) -> dict[str, Tens
             reader.fail(f"tensors {reprlib.repr(previous)} and {reprlib.repr(name)} overlap at byte {info.begin}")
         if (end := info.begin + info.nbytes) > position:
             position, previous = end, name
-    if previous and position > reader.size:
+    if position > max(start, reader.size):
         raise CheckpointError(
             f"{reader.path} is truncated: expected tensor {reprlib.repr(previous)} up to byte {position}, found "
             f"{reader.size} bytes. Download or copy it again."
