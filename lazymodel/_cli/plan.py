@@ -251,7 +251,7 @@ def _is_factory(source: str) -> bool:
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source) is not None and not os.path.exists(source)
 
 
-def _model(source: str, arguments: argparse.Namespace, dtype: str | None, built: WhatIf) -> AbstractModel:
+def _model(source: str, arguments: argparse.Namespace, dtype: str | None, built: WhatIf) -> AbstractModel[Any]:
     options = storage_options(arguments)
     if _is_factory(source):
         if options:
@@ -271,7 +271,7 @@ def _model(source: str, arguments: argparse.Namespace, dtype: str | None, built:
     return model if built.lora_rank is None else model.lora(built.lora_rank)
 
 
-def _from_factory(module_name: str, name: str) -> AbstractModel:
+def _from_factory(module_name: str, name: str) -> AbstractModel[Any]:
     sys.path.insert(0, os.getcwd())  # as `python -m` has it
     try:
         module = importlib.import_module(module_name)
@@ -285,7 +285,7 @@ def _from_factory(module_name: str, name: str) -> AbstractModel:
     return build_abstract(factory)
 
 
-def _sharded(model: AbstractModel, mesh: Any) -> AbstractModel:
+def _sharded(model: AbstractModel[Any], mesh: Any) -> AbstractModel[Any]:
     """The model on the mesh, by the automatic rules; what they could not split is in the plan's table."""
     if mesh is None:
         return model
