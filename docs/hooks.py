@@ -1,7 +1,8 @@
-"""Builds the site from pages that read as well in a clone: what they link to outside of `docs/` becomes a page or a file.
+"""Builds the site from pages that read as well in a clone: what they link to outside of `docs/` is a page or file of it.
 
-The reference is made of what packages export and the steps of `AbstractModel`. A link to a program, `../examples/grow_model.py`, leads to a page that shows it; one to a Markdown file to that file as a
-page; one to a picture to the picture.
+The reference is made of what packages export and of the steps of `AbstractModel`. A link to a program,
+`../examples/grow_model.py`, leads to a page that shows it; one to a Markdown file to that file as a page; one to a
+picture to the picture.
 """
 
 import importlib

@@ -138,3 +138,13 @@ def test_what_is_linked_exists(name: str) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text) + re.findall(r'src="([^":]+)"', text):
         if not target.startswith("reference/"):  # made when the site is built
             assert (folder / target).exists(), target
+
+
+def test_troubleshooting_quotes_what_is_said() -> None:
+    """Each heading of a message is words of one, as the sources have them."""
+    page = DOCUMENTS["docs/troubleshooting.md"]
+    sources = [path.read_text() for folder in ("lazymodel", "integrations") for path in (ROOT / folder).rglob("*.py")]
+    said = re.sub(r'"\s+f?"', "", "\n".join(sources))
+    headings = re.findall(r"^### (.*)$", page, flags=re.M)
+    assert len(headings) > 20
+    assert not [heading for heading in headings if heading not in said]
