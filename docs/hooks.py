@@ -1,4 +1,4 @@
-"""Builds the site from pages that read as well in a clone: what they link to outside of `docs/` is a page or file of it.
+"""Builds the site from pages that read as well in a clone: what they link to outside of `docs/` is part of it.
 
 The reference is made of what packages export and of the steps of `AbstractModel`. A link to a program,
 `../examples/grow_model.py`, leads to a page that shows it; one to a Markdown file to that file as a page; one to a
