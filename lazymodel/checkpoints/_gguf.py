@@ -17,6 +17,7 @@ from lazymodel._errors import CheckpointError
 from lazymodel._quantized.ggml import tensor_leaf
 from lazymodel._remote.path import Location, fetch_heads
 from lazymodel._remote.source import source_of
+from lazymodel._show.text import plural
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._checkpoint import Checkpoint, JoinedCheckpoint, TensorHeader
 from lazymodel.checkpoints._gguf_header import read_header
@@ -74,14 +75,15 @@ def open_gguf(path: Location) -> Checkpoint:
     """Opens a GGUF file and, where it is one of several, the others."""
     opened = GgufFile(path)
     count = _integer(opened, "split.count") if "split.count" in (opened.metadata or {}) else 1
+    names = split_names(path.name)
+    if len(names) != max(count, 1):
+        expected = f"a name that ends in -00001-of-{count:05}.gguf or the like" if count > 1 else "a name without numbers"
+        raise CheckpointError(
+            f"{path} is one of {plural(count, 'file')} as its metadata says: expected {expected}, found {path.name}; "
+            "give each of them its name back"
+        )
     if count < 2:
         return opened
-    names = split_names(path.name)
-    if len(names) != count:
-        raise CheckpointError(
-            f"{path} is one of {count} files as its metadata says: expected a name that ends in "
-            f"-00001-of-{count:05}.gguf or the like, found {path.name}; give all of them their names back"
-        )
     paths = [shard_path(path, name) for name in names]
     fetch_heads(paths)
     require_shards(path, paths)
