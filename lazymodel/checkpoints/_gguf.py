@@ -77,7 +77,7 @@ def open_gguf(path: Location) -> Checkpoint:
     count = _integer(opened, "split.count") if "split.count" in (opened.metadata or {}) else 1
     names = split_names(path.name)
     if len(names) != max(count, 1):
-        expected = f"a name that ends in -00001-of-{count:05}.gguf or the like" if count > 1 else "a name without numbers"
+        expected = f"a name that ends like -00001-of-{count:05}.gguf" if count > 1 else "a name without numbers"
         raise CheckpointError(
             f"{path} is one of {plural(count, 'file')} as its metadata says: expected {expected}, found {path.name}; "
             "give each of them its name back"

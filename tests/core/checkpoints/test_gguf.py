@@ -223,7 +223,7 @@ def test_incomplete_split_files(change: Any, message: str, split: Any) -> None:
             with pytest.raises(lm.CheckpointError, match="one of 1 file .*expected a name without numbers"):
                 lm.open_checkpoint(path)
     if (renamed := split[0] / "model.gguf").exists():
-        with pytest.raises(lm.CheckpointError, match="expected a name that ends in -00001-of-00003.gguf"):
+        with pytest.raises(lm.CheckpointError, match="expected a name that ends like -00001-of-00003.gguf"):
             lm.open_checkpoint(renamed)
 
 
