@@ -19,6 +19,7 @@ from lazymodel._show.progress import ReportTo
 from lazymodel._show.text import closest
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras._build import abstract_build, require_rules
+from lazymodel_keras._gguf.folder import is_gguf
 from lazymodel_keras._keywords import check_class, check_from_preset, ours
 from lazymodel_keras._record.patches import collecting_patches
 from lazymodel_keras._record.remote import check_storage_options
@@ -165,7 +166,7 @@ def _abstract(
 
 def check_preset(preset: str) -> None:
     """Raises CheckpointError for a preset folder that is not there or not a preset, before anything is built."""
-    if "://" in preset:
+    if "://" in preset or is_gguf(preset):
         return
     if os.path.isdir(preset):
         if not os.path.exists(os.path.join(preset, "config.json")):
