@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from lazymodel._tensors.boxes import Box, bounding, box_shape, clip, grid, intersect, shift, slabs, unshift, whole_box
+from lazymodel._tensors.blocks import SLAB, BlockedLeaf, tiles
+from lazymodel._tensors.boxes import bounding, box_shape, clip, shift, slabs, unshift
 from lazymodel._tensors.buffers import DType, Steps, Workspace, assign
-from lazymodel._tensors.fill import fill
-from lazymodel._tensors.leaves import DividedLeaf, Part, View
+from lazymodel._tensors.fill import Targets, fill
+from lazymodel._tensors.leaves import View
 
 BLOCK = 32  # numbers of MXFP4 that share a scale
 CODES = BLOCK // 2  # bytes of a block, each of two numbers
-BLOCKS = 1 << 16  # blocks that are read at once: 1 MiB, far beyond where calls cost anything
 # Blocks that are looked up at once: 512 KiB of indices and of float32 each, which stay in the caches. A quarter as many
 # took 9 to 49 % longer, and no more were faster.
 LOOKED_UP = 4096
@@ -77,7 +76,7 @@ def decoded_pairs(decode: Decode) -> DecodedPairs | None:
     return DecodedPairs(lambda: table) if np.ascontiguousarray(expected).tobytes() == found.tobytes() else None
 
 
-class Float4Leaf(DividedLeaf):
+class Float4Leaf(BlockedLeaf):
     """A float32 array `[experts, rows, blocks * n]` that is stored as blocks `uint8[experts, rows, blocks, n / 2]` and
     scales `uint8[experts, rows, blocks]`, which mean what a table says.
     """
@@ -85,8 +84,8 @@ class Float4Leaf(DividedLeaf):
     def __init__(self, blocks: View, scales: View, table: DecodedPairs, *, own_table: bool = False) -> None:
         self.pieces = (blocks, scales)
         self.name, self.file, self.offset = blocks.name, blocks.file, blocks.offset
-        self._codes = blocks.shape[-1]
-        self.shape, self.dtype = (*blocks.shape[:2], blocks.shape[2] * self._codes * 2), np.dtype(np.float32)
+        self._codes, self.size = blocks.shape[-1], 2 * blocks.shape[-1]
+        self.shape, self.dtype = (*blocks.shape[:2], blocks.shape[2] * self.size), np.dtype(np.float32)
         self.unit_nbytes = 2 * _UNIT + max(piece.leaf.unit_nbytes for piece in self.pieces)
         self._table, self._own_table = table, own_table
 
@@ -95,34 +94,11 @@ class Float4Leaf(DividedLeaf):
             self._table.converted.cache_clear()
         super().release()
 
-    def parts(self, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: Steps) -> list[Part]:
-        region = bounding(boxes)
-        blocks = self._blocks(region)
-        parts: list[Part] = []
-        for slab in slabs(box_shape(blocks), BLOCKS):
-            within = intersect(self._numbers(unshift(slab, blocks)), region)
-            assert within is not None  # a block of the region has at least one number of it
-            wanted = clip(zip(boxes, outs, strict=True), within)
-            # Where boxes fill it, each block is read and decoded once, although it may go to two of them.
-            together = sum(out.size for _, out in wanted) == math.prod(box_shape(within))
-            for targets in [wanted] if together else [[target] for target in wanted]:
-                nbytes = sum(out.nbytes for _, out in targets)
-                parts.append(Part(nbytes, functools.partial(self._decode, outs[0].dtype, steps, targets)))
-        return parts
-
-    def reads(self, boxes: Sequence[Box]) -> Iterator[tuple[View, list[Box]]]:
-        blocks = self._blocks(bounding(boxes))
-        for piece in self.pieces:
-            yield piece, [(*blocks, slice(0, self._codes))[: piece.ndim]]
-
-    def _decode(
-        self, dtype: DType, steps: Steps, targets: Sequence[tuple[Box, np.ndarray]], workspace: Workspace
-    ) -> None:
-        """Fills arrays with boxes that are one range of the file, or one box."""
-        pairs = self._table.converted(dtype, steps)
-        blocks = self._blocks(bounding([box for box, _ in targets]))
+    def decode(self, targets: Targets, steps: Steps, workspace: Workspace) -> None:
+        pairs = self._table.converted(targets[0][1].dtype, steps)
+        blocks = self.blocks(bounding([box for box, _ in targets]))
         room = max(workspace.room, self.unit_nbytes)
-        for slab in slabs(box_shape(blocks), max(min(BLOCKS, room // 2 // (self._codes + 1)), 1)):
+        for slab in slabs(box_shape(blocks), max(min(SLAB // self.size, room // 2 // (self._codes + 1)), 1)):
             slab = unshift(slab, blocks)
             shape = box_shape(slab)
             with (
@@ -132,21 +108,12 @@ class Float4Leaf(DividedLeaf):
                 for tensor, values in zip(self.pieces, (codes, scales), strict=True):
                     box = (*slab, slice(0, self._codes))[: tensor.ndim]
                     fill(tensor, [box], [values], workspace)
-                for tile in _tiles(shape, max(workspace.room // _UNIT, 1)):
-                    within = self._numbers(unshift(tile, slab))
+                for tile in tiles(shape, max(min(LOOKED_UP, workspace.room // _UNIT), 1), LOOKED_UP_ROWS):
+                    within = self.numbers(unshift(tile, slab))
                     with _looked_up(pairs, codes[tile], scales[tile], workspace) as found:
                         for common, out in clip(targets, within):
                             numbers = found.view(out.dtype).reshape(box_shape(within))
                             assign(out, numbers[shift(common, within)])
-
-    def _blocks(self, box: Box) -> Box:
-        """The blocks that have numbers of a box."""
-        size = 2 * self._codes
-        return (*box[:-1], slice(box[-1].start // size, -(-box[-1].stop // size)))
-
-    def _numbers(self, box: Box) -> Box:
-        size = 2 * self._codes
-        return (*box[:-1], slice(box[-1].start * size, box[-1].stop * size))
 
 
 @contextlib.contextmanager
@@ -157,12 +124,3 @@ def _looked_up(pairs: np.ndarray, codes: np.ndarray, scales: np.ndarray, workspa
         np.bitwise_or(index, codes, out=index)
         np.take(pairs, index, out=found, mode="clip")  # none can be out of range; by default NumPy copies the result
         yield found
-
-
-def _tiles(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
-    """Divides `[experts, rows, blocks]` into what is looked up at once."""
-    size = min(LOOKED_UP, limit)
-    rows = min(shape[1], LOOKED_UP_ROWS, size)
-    columns = min(shape[2], max(size // rows, 1))
-    experts = min(shape[0], max(size // (rows * columns), 1))
-    return grid(whole_box(shape), (experts, rows, columns))

@@ -15,12 +15,16 @@ from lazymodel._tensors.source import Source
 
 
 class TensorHeader(NamedTuple):
-    """What a checkpoint's headers say of one tensor: its dtype in memory, shape, bytes in memory, and its file."""
+    """What a checkpoint's headers say of one tensor: its dtype in memory, shape, bytes in memory, and its file.
+
+    `stored` is the name of its type in the file and its bytes there, where NumPy has no dtype for it.
+    """
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     nbytes: int
     file: str
+    stored: tuple[str, int] | None = None
 
 
 class Checkpoint(Mapping[str, LazyTensor]):
@@ -32,7 +36,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
     Attributes:
         path: The path that was opened.
         format: What its files are, for reports.
-        metadata: What they say about themselves, where the format has a place for that (safetensors' `__metadata__`).
+        metadata: What they say about themselves, where the format has a place for that: strings (safetensors'
+            `__metadata__`), or also numbers, bools and lists (GGUF).
 
     Example:
         >>> with lm.open_checkpoint("model.safetensors") as checkpoint:
@@ -41,7 +46,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     """
 
     format: str = "unknown"
-    metadata: dict[str, str] | None = None
+    metadata: Mapping[str, Any] | None = None
 
     def __init__(self, path: str | Location, names: list[str] | dict[str, Any], sources: Sequence[Source]) -> None:
         self.path = str(path)

@@ -15,7 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
 from lazymodel._remote.path import Location, RemotePath
@@ -40,10 +40,14 @@ from lazymodel.checkpoints._verify import known_hashes, mismatches, no_hash
 from lazymodel.checkpoints._verify_remote import known_object_hashes, object_mismatches
 
 _MAX_PROBLEMS = 40  # problems that the text shows; `to_dict` has all
+_MAX_VALUES = 100  # of a list in the metadata; the vocabulary of a tokenizer is told by its first ones
 
 
 class TensorSummary(NamedTuple):
-    """One tensor: its name, dtype, shape, bytes, and the file that has it (relative to the checkpoint's folder)."""
+    """One tensor: its name, dtype, shape, bytes, and the file that has it (relative to the checkpoint's folder).
+
+    Of quantized GGUF tensors the name of their type, such as `Q4_K`, and their bytes in the file.
+    """
 
     name: str
     dtype: str
@@ -269,13 +273,16 @@ class _Inspection:
 
     def add_part(self, checkpoint: Checkpoint, names: Iterable[str]) -> None:
         """Notes tensors, and that some were found before."""
-        self.add_metadata(checkpoint.metadata)
         path = checkpoint.path
+        try:
+            self.add_metadata(checkpoint.metadata)
+        except LazyModelError as error:
+            self.problem(str(error), path)
         again: dict[str, list[str]] = {}
         texts: dict[Any, str] = {}  # a million tensors may lie in one file, and have one dtype
         for name in names:
             try:
-                dtype, shape, nbytes, file = checkpoint.describe(name)
+                dtype, shape, nbytes, file, stored = checkpoint.describe(name)
             except LazyModelError as error:
                 self.problem(str(error), path)
                 continue
@@ -286,7 +293,8 @@ class _Inspection:
                 texts[file] = self.relative(file or path)
             if dtype not in texts:
                 texts[dtype] = dtype.name
-            self.tensors[name] = TensorSummary(name, texts[dtype], shape, nbytes, texts[file])
+            kind, nbytes = stored or (texts[dtype], nbytes)
+            self.tensors[name] = TensorSummary(name, kind, shape, nbytes, texts[file])
         for other, twice in again.items():
             self.problem(f"{path} and {other} both have {some(twice)}; keep one of them, or add an index", path)
 
@@ -339,7 +347,9 @@ class _Inspection:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON can say it; what it cannot (NaN, a nesting without end) as text."""
+    """A value as JSON can say it; what it cannot (NaN, a nesting without end) and long lists as text."""
+    if isinstance(value, list) and len(values := cast("list[Any]", value)) > _MAX_VALUES:
+        return f"{len(values)} values: {reprlib.repr(values)}"
     try:
         return json.loads(json.dumps(value, default=str, allow_nan=False))
     except (ValueError, TypeError, RecursionError):

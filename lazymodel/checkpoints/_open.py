@@ -16,6 +16,7 @@ from lazymodel._remote.requests import Unavailable
 from lazymodel._remote.url import is_url
 from lazymodel.checkpoints._checkpoint import Checkpoint, JoinedCheckpoint
 from lazymodel.checkpoints._decoded import DecodedCheckpoint, decoded
+from lazymodel.checkpoints._gguf import model_files, open_gguf, split_names
 from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5
 from lazymodel.checkpoints._numpy import open_npy, open_npz
 from lazymodel.checkpoints._orbax import open_orbax
@@ -61,11 +62,13 @@ _FORMATS = (
     Format("numpy", (".npz",), None, open_npz),
     Format("numpy", (".npy",), b"\x93NUMPY", open_npy),
     Format("hdf5", (".keras",), b"PK\x03\x04", open_archive),
+    Format("gguf", (".gguf",), b"GGUF", open_gguf),
 )
 _SUPPORTED = (
     "a .safetensors file, a folder of them (with or without *.safetensors.index.json), Keras weights (.weights.h5, "
     ".weights.json, .h5), a .keras archive, a Keras Hub preset folder, an Orbax checkpoint (an item, a step, or a "
-    "folder of steps), a folder of numbered folders with safetensors, or NumPy's .npz and .npy"
+    "folder of steps), a folder of numbered folders with safetensors, a .gguf file or a folder of one model's, or "
+    "NumPy's .npz and .npy"
 )
 
 
@@ -94,8 +97,8 @@ def open_checkpoint(
             safetensors files; a Keras `.weights.h5`, `.weights.json` (sharded) or `.keras` file; a Keras Hub preset
             folder (`model.weights.h5` or `model.weights.json`); an Orbax checkpoint: the folder of its arrays, of a
             step, or of steps, of which the newest committed one is opened; a folder of folders with numbers for names,
-            of which the newest with an index or a `model.safetensors` is opened; or a `.npz` or `.npy` file. Archives
-            are read in place.
+            of which the newest with an index or a `model.safetensors` is opened; a `.gguf` file, any file of a split
+            one, or their folder; or a `.npz` or `.npy` file. Archives are read in place.
         verify: Whether to hash the files first, index and all, and refuse content that is not what is stated: True for
             the hashes that a Hugging Face cache or download, or a manifest such as `SHA256SUMS` in the folder, states;
             the path of a manifest; or a mapping of file name, relative to the checkpoint's folder, to
@@ -252,7 +255,8 @@ def _in_snapshot(snapshot: Path | None, key: str) -> Path | None:
     if snapshot is None or not (where := snapshot / key).exists():
         return None
     try:
-        files = weight_files(where) if where.is_dir() else [where]
+        there = weight_files(where) if where.is_dir() else [where]
+        files = [file.parent / name for file in there for name in split_names(file.name)]
         for file in files:
             kind = format_of(file)
             if kind is not None and kind.shard is not None:
@@ -276,7 +280,7 @@ def weight_files(folder: Location) -> Sequence[Location]:
     for name in ("model.safetensors", "model.weights.json", "model.weights.h5"):
         if (folder / name).exists():
             return [folder / name]
-    return sorted(folder.glob("*.safetensors"))
+    return sorted(folder.glob("*.safetensors")) or model_files(folder)
 
 
 def no_checkpoint(folder: Location) -> CheckpointError:
