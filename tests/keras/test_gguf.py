@@ -62,7 +62,7 @@ TEXTS = [
 BYTE_LEVEL = {
     "llama": ("llama-bpe", {"bos": "<|begin_of_text|>", "eos": "<|end_of_text|>"}, ["<|eot_id|>"]),
     "qwen2": ("qwen2", {"eos": "<|endoftext|>"}, ["<|im_start|>", "<|im_end|>"]),
-    "qwen3": ("deepseek-r1-qwen", {"eos": "<|endoftext|>"}, ["<|im_start|>"]),
+    "qwen3": ("deepseek-r1-qwen", {"eos": "<|im_end|>"}, ["<|im_start|>", "<|endoftext|>"]),
 }
 GEMMA = ({"bos": "<bos>", "eos": "<eos>", "unk": "<unk>", "pad": "<pad>"}, False)
 MISTRAL = ({"bos": "<s>", "eos": "</s>", "unk": "<unk>"}, True)
@@ -84,6 +84,7 @@ def with_vocabulary(folder: Path, name: str) -> tuple[Path, str]:
     return made, file_of(folder, kind, **entries)
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # KerasHub's
 @pytest.mark.parametrize("name", [*BYTE_LEVEL, *SENTENCE_PIECE])
 def test_splits_text_as_the_folder_s_vocabulary_does(name: str, tmp_path: Path) -> None:
     cls = next(c for c in list_subclasses(keras_hub.models.Tokenizer) if c.backbone_cls is KINDS[name].cls)

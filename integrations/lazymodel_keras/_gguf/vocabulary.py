@@ -12,8 +12,9 @@ from typing import Any, cast
 from lazymodel_keras._gguf.architectures import Architecture
 from lazymodel_keras._gguf.metadata import Metadata
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # as SentencePiece numbers them
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # as SentencePiece numbers them
 _TYPES = range(1, 7)
+_BOUNDARIES = ("<bos>", "<eos>", "<pad>")  # Gemma's; their numbers may be missing
 _WORD = "▁"  # what SentencePiece writes for a space
 
 
@@ -75,7 +76,8 @@ def _sentence_piece(metadata: Metadata, row: Architecture) -> bytes:
     if len(normal) == 1 and types.count(_NORMAL) > 1:
         metadata.refuse("tokenizer.ggml.scores", "scores that say which pieces are joined first", "the same for all")
     boundaries = {name: metadata.of_tokenizer(f"{name}_token_id", int, -1) for name in ("bos", "eos", "padding")}
-    unknown = metadata.of_tokenizer("unknown_token_id", int, tokens.index("<unk>") if "<unk>" in tokens else -1)
+    # As SentencePiece has it, one: files may name another token, and say of what only pads that it is unknown.
+    unknown = tokens.index("<unk>") if "<unk>" in tokens else metadata.of_tokenizer("unknown_token_id", int, -1)
     if not 0 <= unknown < len(tokens):
         metadata.refuse("tokenizer.ggml.unknown_token_id", f"the number of one of {len(tokens)} tokens", unknown)
 
@@ -89,7 +91,9 @@ def _sentence_piece(metadata: Metadata, row: Architecture) -> bytes:
     for index, (token, score, of_type) in enumerate(zip(tokens, scores, types, strict=True)):
         if index == unknown:
             of_type = _UNKNOWN
-        elif row.offset_norms and of_type == _CONTROL and index not in boundaries.values():
+        elif of_type == _UNKNOWN:
+            of_type = _UNUSED
+        elif row.offset_norms and of_type == _CONTROL and token not in _BOUNDARIES and index not in boundaries.values():
             # Gemma's models of SentencePiece take these from text, which llama.cpp's converter does not write down.
             of_type = _USER_DEFINED
         token = token.replace(" ", _WORD) if of_type == _USER_DEFINED else token
