@@ -78,6 +78,13 @@ KINDS = {
         _MODELS.Qwen3MoeBackbone, "qwen3moe",
         {"model_type": "qwen3_moe", **_QWEN, **_EXPERTS, "norm_topk_prob": True, "head_dim": 16},
     ),
+    "phi3": Kind(
+        _MODELS.Phi3Backbone, "phi3",
+        {
+            "model_type": "phi3", "max_position_embeddings": 1024,
+            "rope_scaling": {"short_factor": [1.0, 1.5, 2.0, 4.0], "long_factor": [1.25, 2.0, 4.0, 8.0]},
+        },
+    ),
     "gemma": Kind(_MODELS.GemmaBackbone, "gemma", {"model_type": "gemma", **_GEMMA}),
     "gemma2": Kind(_MODELS.GemmaBackbone, "gemma2", {"model_type": "gemma2", **_CAPPED}),
     "gemma3": Kind(
@@ -131,6 +138,16 @@ def tensors_of(kind: Kind) -> Tensors:
     return made
 
 
+def fused(tensors: Tensors) -> Tensors:
+    """Phi-3's own names: of queries, keys and values in one matrix, and of both that go in."""
+    made = dict(tensors)
+    for layer in range(LAYERS):
+        for part, whole, names in (("self_attn", "qkv", "qkv"), ("mlp", "gate_up", ("gate", "up"))):
+            at = f"model.layers.{layer}.{part}."
+            made[f"{at}{whole}_proj.weight"] = np.concatenate([made.pop(f"{at}{name}_proj.weight") for name in names])
+    return made
+
+
 def permute(weights: np.ndarray, heads: int) -> np.ndarray:
     """As `LlamaModel.permute`."""
     halves = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
@@ -144,7 +161,7 @@ def stored_tensors(kind: Kind, tensors: Tensors) -> Tensors:
     names = gguf.get_tensor_name_map(arch, LAYERS)
     stacks: dict[str, list[np.ndarray]] = {}
     stored: Tensors = {}
-    for name, value in tensors.items():
+    for name, value in (fused(tensors) if kind.name == "phi3" else tensors).items():
         if kind.name == "llama" and "q_proj" in name:
             value = permute(value, HEADS)
         if kind.name == "llama" and "k_proj" in name:
@@ -163,6 +180,9 @@ def stored_tensors(kind: Kind, tensors: Tensors) -> Tensors:
         found = names.get_name(merged if "feed_forward" in merged else name, try_suffixes=(".weight",))
         assert found is not None, name
         stored[found] = np.stack(values)
+    if kind.name == "phi3":
+        for name in ("long", "short"):
+            stored[f"rope_factors_{name}.weight"] = np.float32(config["rope_scaling"][f"{name}_factor"])
     if config.get("rope_scaling") is ROPE:
         stored["rope_freqs.weight"] = _rope_factors(config)
     return stored
@@ -216,6 +236,8 @@ def metadata_of(kind: Kind) -> dict[str, Any]:
     ):
         if config.get(name) is not None:
             entries[key] = config[name]
+    if kind.name == "phi3":
+        entries["rope.scaling.original_context_length"] = 512
     if kind.name == "gemma3":
         entries |= {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
     return {f"{kind.name}.{key}": value for key, value in entries.items()}
@@ -252,16 +274,17 @@ def add_byte_level(folder: Path, pre: str, special: list[str], boundaries: dict[
     tokenizer.train_from_iterator(Path(__file__).read_text().splitlines(), trainer)
     tokenizer.add_special_tokens(special)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({f"{name}_token": boundaries[name] for name in boundaries}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({f"{name}_token": boundaries[name] for name in boundaries})
+    )
     content = json.loads((folder / "tokenizer.json").read_text())
     added = {token["id"]: token["content"] for token in content["added_tokens"]}
     tokens = {index: token for token, index in content["model"]["vocab"].items()} | added
     padded = [tokens.get(index, f"[PAD{index}]") for index in range(len(tokens) + 3)]
     merges = [" ".join(merge) for merge in content["model"]["merges"]]
-    return _entries(
-        "gpt2", padded, [5 if token not in tokens.values() else 3 if token in added.values() else 1 for token in padded],
-        {name: padded.index(token) for name, token in boundaries.items()}, pre=pre, merges=merges,
-    )  # fmt: skip
+    types = [3 if token in added.values() else 1 if token in tokens.values() else 5 for token in padded]
+    ids = {name: padded.index(token) for name, token in boundaries.items()}
+    return _entries("gpt2", padded, types, ids, pre=pre, merges=merges)
 
 
 def add_sentence_piece(folder: Path, boundaries: dict[str, str], user_defined: list[str], **options: Any) -> Any:
@@ -287,7 +310,9 @@ def add_sentence_piece(folder: Path, boundaries: dict[str, str], user_defined: l
             kind, score = (3 if looks_special else 4), -1000.0
             piece = piece if looks_special else piece.replace("▁", " ")
         tokens.append(piece), types.append(kind), scores.append(score)
-    ids = {{"unk": "unknown", "pad": "padding"}.get(name, name): model.PieceToId(boundaries[name]) for name in boundaries}
+    ids = {
+        {"unk": "unknown", "pad": "padding"}.get(name, name): model.PieceToId(boundaries[name]) for name in boundaries
+    }
     entries = _entries("llama", tokens, types, ids, pre="default", scores=scores)
     return entries | {"tokenizer.ggml.add_space_prefix": options.get("add_dummy_prefix", True)}
 

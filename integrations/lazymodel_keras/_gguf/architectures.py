@@ -205,12 +205,11 @@ def architecture(metadata: Metadata, cls: Any, models: Any) -> Architecture:
     if metadata.of_model("expert_count", int, 0):
         return _MIXTURE
     byte_level = metadata.of_tokenizer("model", str, "") == "gpt2"
-    family = cls if issubclass(cls, models.Backbone) else getattr(cls, "backbone_cls", None)
-    if family is not None and issubclass(models.MistralBackbone, family) and family is not models.Backbone:
+    family = cls if issubclass(cls, models.Backbone) else getattr(cls, "backbone_cls", None) or models.Backbone
+    tekken = byte_level and metadata.of_tokenizer("pre", str, "") in TEKKEN.vocabularies
+    if family is models.MistralBackbone or (family is models.Backbone and tekken):
         return TEKKEN if byte_level else MISTRAL
-    if byte_level and metadata.of_tokenizer("pre", str, "") in TEKKEN.vocabularies and family in (None, models.Backbone):
-        return TEKKEN
-    return LLAMA3 if byte_level or (family is not None and issubclass(family, models.Llama3Backbone)) else LLAMA2
+    return LLAMA3 if byte_level or issubclass(family, models.Llama3Backbone) else LLAMA2
 
 
 def settings(row: Architecture, metadata: Metadata, stored: Checkpoint) -> Settings:
@@ -265,11 +264,13 @@ def _check(row: Architecture, metadata: Metadata, found: Settings, stored: Check
     numbers = {int(match[1]) for match in map(_IN_LAYER.match, stored) if match}
     if numbers != set(range(len(numbers))) or found["num_hidden_layers"] != len(numbers):
         layers = listed(map(str, sorted(numbers))) or "none"
-        metadata.refuse(key("block_count"), f"the number of layers that there are ({layers})", found["num_hidden_layers"])
+        metadata.refuse(
+            key("block_count"), f"the number of layers that there are ({layers})", found["num_hidden_layers"]
+        )
 
 
 def _rope_scaling(row: Architecture, metadata: Metadata, found: Settings, stored: Checkpoint) -> Settings | None:
-    """How rotary embeddings are scaled: Llama 3's frequencies and Phi-3's factors are tensors, what Gemma 3 does a key."""
+    """How rotary embeddings are scaled: Llama 3's and Phi-3's factors are tensors, Gemma 3's an entry."""
     kind = metadata.of_model("rope.scaling.type", str, "none")
     factor = metadata.of_model("rope.scaling.factor", float, 1.0)
     half = found["head_dim"] // 2
@@ -287,7 +288,7 @@ def _rope_scaling(row: Architecture, metadata: Metadata, found: Settings, stored
     scaling = {"rope_type": "llama3", "factor": max(factors), **_LLAMA3}
     if row.backbone != "LlamaBackbone" or not np.allclose(factors, _llama3_factors(found, scaling), rtol=1e-4):
         raise CheckpointError(
-            f"tensor {_ROPE_FREQUENCIES!r} of {metadata.file}: expected ones, or for Llama the factors of Llama 3, found "
+            f"tensor {_ROPE_FREQUENCIES!r} of {metadata.file}: expected ones, or for Llama those of Llama 3, found "
             f"others, which KerasHub's {row.backbone} has no place for"
         )
     return scaling
@@ -318,12 +319,14 @@ def plain_tensors(row: Architecture, found: Settings, stored: Checkpoint) -> tup
     """Hugging Face's tensors by their names there, as lazy views of those of a file, and which of these are left."""
     plain: dict[str, Plain] = {}
     left = dict.fromkeys(stored)
-    left.pop(_ROPE_FREQUENCIES, None)  # which are settings
-    for name in (_LONG, _SHORT) if row is PHI3 else ():
-        left.pop(name, None)
+    for name in (_ROPE_FREQUENCIES, *((_LONG, _SHORT) if row is PHI3 else ())):
+        left.pop(name, None)  # they are settings
+    experts = found.get("num_local_experts", found.get("num_experts", 0))
     layer, of_norm = {**_LAYER, **row.layer}, _less_one if row.offset_norms else _same
 
     def add(name: str, source: str, change: Callable[[LazyTensor], Any]) -> None:
+        if name in plain:
+            raise CheckpointError(f"tensor {source!r} of {stored.path}: expected one that is {name}, found two")
         plain[name] = Plain(lambda: change(stored[source]), stored.describe(source).file)
         left.pop(source, None)
 
@@ -334,16 +337,20 @@ def plain_tensors(row: Architecture, found: Settings, stored: Checkpoint) -> tup
             if part[1] in _TOP:
                 add(f"{_TOP[part[1]]}.{part[2]}", source, of_norm if "norm" in source else _same)
             continue
-        name = match[2]
-        if (one := _ONE_EXPERT.fullmatch(name)) is not None:
-            name, expert = f"{one[1]}_exps", one[2]
+        name, one = match[2], _ONE_EXPERT.fullmatch(match[2])
+        name = name if one is None else f"{one[1]}_exps"
         if name not in layer:
             continue
         plain_name = f"model.layers.{match[1]}.{layer[name]}.{part[2]}"
         if one is not None:
-            add(plain_name.format(expert), source, _same)
+            add(plain_name.format(one[2]), source, _same)
         elif name.endswith("_exps"):
-            for index in range(stored.describe(source).shape[0]):
+            if (shape := stored.describe(source).shape)[:1] != (experts,):
+                raise CheckpointError(
+                    f"tensor {source!r} of {stored.path}: expected {experts} experts, as its metadata says, "
+                    f"found shape {shape}"
+                )
+            for index in range(experts):
                 add(plain_name.format(index), source, functools.partial(_row, index=index))
         elif name == "ffn_gate_inp_shexp":
             add(plain_name, source, lambda tensor: tensor.reshape(1, -1))  # of one row, which llama.cpp drops

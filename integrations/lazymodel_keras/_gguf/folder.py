@@ -55,16 +55,16 @@ class GgufFolder:
         row: The kind of model.
     """
 
-    def __init__(self, where: Location, own: Path, cls: Any) -> None:
+    def __init__(self, where: Location, own: Path) -> None:
         self.own, self._given = own, where
         self._stored = open_checkpoint(cast(Any, where))
         self.where = self._stored.files[0]
         self._metadata = Metadata(self.where, self._stored.metadata or {})
-        self.row: Architecture = architecture(self._metadata, cls, _upstream.hub_models())
+        self.choose(_upstream.hub_models().Backbone)
 
     def choose(self, cls: Any) -> None:
         """Takes the file for the model that a class of KerasHub is for, as far as it says that of several."""
-        self.row = architecture(self._metadata, cls, _upstream.hub_models())
+        self.row: Architecture = architecture(self._metadata, cls, _upstream.hub_models())
 
     def file(self, name: str) -> str:
         """The path of a file in the folder, which is written there; FileNotFoundError where there is none."""

@@ -107,7 +107,7 @@ def _sentence_piece(metadata: Metadata, row: Architecture) -> bytes:
 
 
 def _tokens(metadata: Metadata) -> tuple[list[str], list[int]]:
-    """All tokens and their types; CheckpointError where they are not a text and a number for each, or one comes twice."""
+    """All tokens and their types; CheckpointError where they are not texts and numbers, or a token comes twice."""
     tokens = metadata.of_tokenizer("tokens", list)
     if wrong := next((token for token in tokens if not isinstance(token, str)), None):
         metadata.refuse("tokenizer.ggml.tokens", "texts", repr(wrong))

@@ -129,7 +129,7 @@ class RemoteFiles:
         name = shown(url)
         if is_gguf(url):
             if not isinstance(folder := self._folders.get(url), GgufFolder):
-                folder = GgufFolder(located(url, self.options if is_url(url) else None), self._own_folder(), cls)
+                folder = GgufFolder(located(url, self.options if is_url(url) else None), self._own_folder())
                 self._folders[url] = self._folders[name] = folder
             if cls is not None:
                 folder.choose(cls)
