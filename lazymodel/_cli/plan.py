@@ -11,7 +11,6 @@ import contextlib
 import errno
 import importlib
 import itertools
-import json
 import math
 import os
 import re
@@ -28,6 +27,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lazymodel._abstract.adapters import named
+from lazymodel._cli.output import print_json
 from lazymodel._cli.storage import add_storage_options, storage_options
 from lazymodel._compile.compile import Compile
 from lazymodel._devices.topology import arithmetic_mesh, libtpu_environment
@@ -47,7 +47,7 @@ from lazymodel._show.text import closest, parse_bytes
 # Files that hold weights and nothing that a model could be built from.
 _WEIGHTS = (
     ".safetensors", ".safetensors.index.json", ".h5", ".weights.json", ".keras", ".npz", ".npy", ".bin", ".pt", ".pth",
-    ".ckpt", ".gguf", ".msgpack",
+    ".ckpt", ".msgpack",
 )  # fmt: skip
 
 _DESCRIPTION = """\
@@ -57,6 +57,7 @@ Several --topology, --mesh or --dtype are compared in one table.
 Exit status: 0 it fits (one of several does), or what the devices have is not known; 1 it does not; 2 wrong usage, or
 nothing is there to plan.
 """
+_EXAMPLE = "example: lazymodel plan config.json --topology v5e-8 --topology v2-8 --dtype bfloat16 --optimizer adamw"
 
 
 def add_plan_parser(commands: Any) -> None:
@@ -65,13 +66,14 @@ def add_plan_parser(commands: Any) -> None:
         "plan",
         help="whether a model fits, before anything is rented or loaded",
         description=_DESCRIPTION,
+        epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "model",
         metavar="PRESET_OR_CONFIG",
-        help="a KerasHub preset, a folder of KerasHub or Hugging Face, a config.json (no weights needed), the URL of "
-        "one of these, or module:factory, a function without arguments that builds a model",
+        help="a KerasHub preset, a folder of KerasHub or Hugging Face, a GGUF file, a config.json (no weights needed), "
+        "the URL of one of these, or module:factory, a function without arguments that builds a model",
     )
     add_storage_options(parser)
     parser.add_argument("--class", dest="cls", metavar="NAME", help="KerasHub class; default: the backbone")
@@ -122,7 +124,10 @@ def _plan(arguments: argparse.Namespace) -> int:
             Path(arguments.html).write_text(page, encoding="utf-8")
         except OSError as error:
             raise LazyModelError(f"cannot write {arguments.html}: {error.strerror or error}") from error
-    print_text(json.dumps(shown.to_dict(), indent=2) if arguments.json else str(shown))
+    if arguments.json:
+        print_json("plan" if len(plans) == 1 else "plans", shown.to_dict())
+    else:
+        print_text(str(shown))
     return 0 if any(plan.fits is not False for plan in plans.values()) else 1
 
 
@@ -189,7 +194,7 @@ def _described(source: str) -> str:
     if is_url(source):
         return _described_at_url(source)
     weights = source.lower().endswith(_WEIGHTS)
-    is_path = weights or source.endswith(".json") or os.path.isabs(source) or source.startswith(("./", "../"))
+    is_path = weights or source.endswith((".gguf", ".json")) or os.path.isabs(source) or source.startswith(("./", "../"))
     if is_path and not os.path.exists(source):
         raise LazyModelError(f"{source} does not exist")
     if not weights or os.path.isdir(source):
@@ -251,7 +256,7 @@ def _is_factory(source: str) -> bool:
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source) is not None and not os.path.exists(source)
 
 
-def _model(source: str, arguments: argparse.Namespace, dtype: str | None, built: WhatIf) -> AbstractModel:
+def _model(source: str, arguments: argparse.Namespace, dtype: str | None, built: WhatIf) -> AbstractModel[Any]:
     options = storage_options(arguments)
     if _is_factory(source):
         if options:
@@ -271,7 +276,7 @@ def _model(source: str, arguments: argparse.Namespace, dtype: str | None, built:
     return model if built.lora_rank is None else model.lora(built.lora_rank)
 
 
-def _from_factory(module_name: str, name: str) -> AbstractModel:
+def _from_factory(module_name: str, name: str) -> AbstractModel[Any]:
     sys.path.insert(0, os.getcwd())  # as `python -m` has it
     try:
         module = importlib.import_module(module_name)
@@ -285,7 +290,7 @@ def _from_factory(module_name: str, name: str) -> AbstractModel:
     return build_abstract(factory)
 
 
-def _sharded(model: AbstractModel, mesh: Any) -> AbstractModel:
+def _sharded(model: AbstractModel[Any], mesh: Any) -> AbstractModel[Any]:
     """The model on the mesh, by the automatic rules; what they could not split is in the plan's table."""
     if mesh is None:
         return model
