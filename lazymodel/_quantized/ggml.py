@@ -83,7 +83,7 @@ def tensor_leaf(
     if type.dtype is not None:
         return FileLeaf(name, source, offset, shape, type.dtype)
     try:
-        decode = _decoder(type.name)
+        decode = decoder(type.name)
     except CheckpointError as error:
         raise CheckpointError(f"tensor {name!r} of {source.path}: {error}") from error
     stored = (*shape[:-1], shape[-1] // type.size, type.nbytes)
@@ -91,8 +91,8 @@ def tensor_leaf(
 
 
 @functools.cache
-def _decoder(name: str) -> Decode:
-    """What decodes the blocks of a quantized type."""
+def decoder(name: str) -> Decode:
+    """What decodes the blocks of a quantized type; CheckpointError where nothing does."""
     try:
         import gguf
     except ImportError as error:

@@ -19,7 +19,9 @@ from lazymodel._tensors.fill import Targets, fill
 from lazymodel._tensors.leaves import DividedLeaf, Part, View
 
 SLAB = 2 << 20  # numbers that are read at once: 1 MiB of four bits each, far beyond where calls cost anything
-_TILE = 32 << 10  # numbers that are decoded at once: their temporaries stay in a core's cache
+# Numbers that are decoded at once: their temporaries stay in a core's cache, and are no larger than what malloc keeps:
+# with twice as many, half of the time went into faults of pages that it had given back.
+_TILE = 16 << 10
 _TILE_ROWS = 64  # of these: where the result is transposed, what is written together fills its cache lines
 # Bytes of temporaries of one number while it is decoded: at most 18 of the `gguf` package's, and converted values.
 _NUMBER = 32

@@ -153,7 +153,9 @@ class _Reader:
         """A count of what takes at least so many bytes each."""
         count = self.integer(8)
         if count > (self.size - self.at) // least:
-            self.fail(f"expected no more {what} than the file has bytes for, found a count of {count}")
+            raise CheckpointError(
+                f"{self.path} is truncated or corrupt: a count of {count} {what} is more than its bytes can hold"
+            )
         return count
 
     def value(self, key: str, kind: int, depth: int = 0) -> Any:
@@ -243,9 +245,9 @@ def _read_tensors(reader: _Reader, count: int, alignment: Any) -> dict[str, Tens
     for name, info in sorted(infos.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
         if info.begin < position and info.nbytes:
             reader.fail(f"tensors {reprlib.repr(previous)} and {reprlib.repr(name)} overlap at byte {info.begin}")
-        if info.nbytes:
-            position, previous = info.begin + info.nbytes, name
-    if position > reader.size and previous:
+        if (end := info.begin + info.nbytes) > position:
+            position, previous = end, name
+    if previous and position > reader.size:
         raise CheckpointError(
             f"{reader.path} is truncated: expected tensor {reprlib.repr(previous)} up to byte {position}, found "
             f"{reader.size} bytes. Download or copy it again."

@@ -2,11 +2,12 @@
 
     python tests/benchmarks/quantized.py [--runs 3] [--forms fp8 gptq ...] [--nbytes 1GiB] [--json]
 
-A Hugging Face folder of square matrices in each form is opened and materialized, every other matrix split by rows and
-by columns. Beside it, plain NumPy reads each tensor whole, decodes it as the form's reference does, in a few vectorized
-lines, and puts it onto the same devices. Both take turns, each in its own process, with the page cache warm; values are
-equal bit for bit. Seconds are from opening until every array is ready, GB/s are of the result; memory is the peak of
-private memory over what the process held before, as a multiple of the result's bytes.
+A Hugging Face folder, or a GGUF file, of square matrices in each form is opened and materialized, every other matrix
+split by rows and by columns. Beside it, plain NumPy reads each tensor whole, decodes it as the form's reference does,
+in a few vectorized lines (of GGUF the package `gguf` itself), and puts it onto the same devices. Both take turns, each
+in its own process, with the page cache warm; values are equal bit for bit. Seconds are from opening until every array
+is ready, GB/s are of the result; memory is the peak of private memory over what the process held before, as a multiple
+of the result's bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ DECODE = {
     "fp8": fp8, "float-quantized": per_channel, "int-quantized": per_channel, "pack-quantized": packed, "gptq": gptq,
     "awq": awq, "nf4": nf4, "int8": int8, "mxfp4": mxfp4, "nvfp4": nvfp4,
 }  # fmt: skip
+GGUF = ("Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ3_S")
 
 
 def forms() -> dict[str, Any]:
@@ -126,6 +128,38 @@ def write(folder: Path, form: Any, count: int) -> None:
     write_folder(folder, settings(form), tensors, shards=4)
 
 
+def write_gguf(folder: Path, type: str, nbytes: int) -> None:
+    import gguf
+
+    from tests.gguf_files import NUMBERS, random_tensor
+
+    writer = gguf.GGUFWriter(folder, "llama")
+    blocks = np.frombuffer(random_tensor(np.random.default_rng(0), type, WIDTH, WIDTH).data, np.uint8)
+    blocks = np.where(blocks & 0x7C == 0x7C, 0, blocks)  # no scale is an infinity or no number
+    for k in range(max(nbytes // (WIDTH * WIDTH * 4), 1)):
+        writer.add_tensor(f"{k}.weight", blocks.reshape(WIDTH, -1), raw_dtype=gguf.GGMLQuantizationType(NUMBERS[type]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def plain_values(name: str, folder: str, paths: list[str]) -> Iterator[tuple[str, np.ndarray]]:
+    """Each tensor's path and values, without lazymodel's decoding."""
+    if name in GGUF:
+        import gguf
+
+        for tensor in gguf.GGUFReader(folder).tensors:
+            yield tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type)
+        return
+    from lazymodel.checkpoints._open import open_located
+
+    stored = open_located(Path(folder), as_stored=True)
+    for path in paths:
+        module = path.removesuffix("weight")
+        yield path, DECODE[name](lambda ending, module=module: stored[f"{module}{ending}"].read())
+
+
 def child(how: str, name: str, folder: str) -> None:
     import jax
     import jax.numpy as jnp
@@ -133,7 +167,6 @@ def child(how: str, name: str, folder: str) -> None:
     from jax.sharding import PartitionSpec as P
 
     import lazymodel as lm
-    from lazymodel.checkpoints._open import open_located
 
     mesh = Mesh(np.array(jax.devices()), ("model",))
     with lm.open_checkpoint(folder) as checkpoint:
@@ -148,11 +181,8 @@ def child(how: str, name: str, folder: str) -> None:
             with lm.open_checkpoint(folder) as checkpoint:
                 arrays = abstract.materialize(checkpoint, progress=False)
         else:
-            stored = open_located(Path(folder), as_stored=True)
             arrays = {}
-            for path in paths:
-                module = path.removesuffix("weight")
-                value = DECODE[name](lambda ending, module=module: stored[f"{module}{ending}"].read())
+            for path, value in plain_values(name, folder, paths):
                 arrays[path] = jax.device_put(value, NamedSharding(mesh, specs[path]))
         jax.block_until_ready(arrays)
     digest = hashlib.sha256()
@@ -165,7 +195,7 @@ def child(how: str, name: str, folder: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--forms", nargs="+", choices=DECODE, default=list(DECODE))
+    parser.add_argument("--forms", nargs="+", choices=(*DECODE, *GGUF), default=[*DECODE, *GGUF])
     parser.add_argument("--nbytes", default="1GiB")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
@@ -178,13 +208,16 @@ def main() -> None:
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name in options.forms:
         with tempfile.TemporaryDirectory() as folder:
-            form = forms()[name]
-            count = max(parse_bytes(options.nbytes) // (WIDTH * WIDTH * form.dtype.itemsize), 1)
-            write(Path(folder, "folder"), form, count)
+            path, nbytes = Path(folder, "m.gguf" if name in GGUF else "folder"), parse_bytes(options.nbytes)
+            if name in GGUF:
+                write_gguf(path, name, nbytes)
+            else:
+                form = forms()[name]
+                write(path, form, max(nbytes // (WIDTH * WIDTH * form.dtype.itemsize), 1))
             results: dict[str, list[Any]] = {"ours": [], "numpy": []}
             for _ in range(options.runs):
                 for how, runs in results.items():
-                    command = [__file__, "--child", how, name, f"{folder}/folder"]
+                    command = [__file__, "--child", how, name, str(path)]
                     runs.append(run(command, env=virtual_devices()))
         if len({m.result["digest"] for runs in results.values() for m in runs}) != 1:
             raise SystemExit(f"{name}: lazymodel and NumPy differ")

@@ -3,8 +3,8 @@
 Inputs are made from small valid checkpoints of every kind by flips, splices, cuts and, for JSON, by headers that lie;
 each is determined by its kind and number. For each, in bounded memory and time, either opening or reading raises
 CheckpointError and nothing else, or all tensors equal those of an independent reader: the one below for safetensors,
-h5py for HDF5. HDF5 inputs run in child processes, where a crash or a hang of the HDF5 library can be told apart: this
-file, run as a script, is the child.
+the package's for GGUF, h5py for HDF5. HDF5 inputs run in child processes, where a crash or a hang of the HDF5 library
+can be told apart: this file, run as a script, is the child.
 """
 
 import io
@@ -184,6 +184,58 @@ def odd_index(weights: dict[str, object], rng: random.Random) -> bytes:
     return damaged(text, rng, [text]) if rng.random() < 0.3 else text
 
 
+def gguf_model(folder: Path, rng: random.Random, count: int) -> Path:
+    """A model in one file or several, of which one is odd."""
+    from tests import gguf_files  # not above: a child has no such package
+
+    numbers = np.random.default_rng(rng.getrandbits(32))
+    tensors = {}
+    for name in rng.sample(["a", "b", "blk.0.weight", "ß", "c"], rng.randrange(1, 5)):
+        type = rng.choice(gguf_files.QUANTIZED + gguf_files.PLAIN)
+        rows = [rng.randrange(1, 4) for _ in range(rng.randrange(3))]
+        size = gguf_files.TYPES[gguf_files.NUMBERS[type]].size
+        tensors[name] = gguf_files.random_tensor(numbers, type, *rows, size * rng.randrange(1, 3))
+    every = {
+        "general.architecture": "llama",
+        "n": 3,
+        "x": 0.5,
+        "flag": True,
+        "tokens": ["<s>", "é", ""],
+        "scores": [0.5, -1.0],
+        "flags": [True, False],
+        "none": [],
+        "general.alignment": rng.choice((8, 32)),
+    }
+    metadata = {key: every[key] for key in rng.sample(list(every), rng.randrange(len(every)))}
+    if count == 1:
+        (folder / "m.gguf").write_bytes(odd_gguf(gguf_files.fields(metadata, tensors), rng))
+        return folder / "m.gguf"
+    files = gguf_files.split_pieces(metadata, tensors, count)
+    odd = rng.choice(list(files))
+    for name, pieces in files.items():
+        (folder / name).write_bytes(odd_gguf(pieces, rng) if name == odd else b"".join(pieces))
+    return folder
+
+
+def odd_gguf(pieces: list[bytes], rng: random.Random) -> bytes:
+    """A file with one of its fields replaced, or there twice, or damaged anywhere before its values."""
+    match rng.randrange(8):
+        case 0 | 1 | 2:
+            at = rng.choice([index for index, piece in enumerate(pieces[:-1]) if len(piece) in (4, 8)])
+            width, number = len(pieces[at]), int.from_bytes(pieces[at], "little")
+            odd = (0, 1, 2, 31, 2**31, 2**60, 2**63, 2**64 - 1, number + 1, number - 1, number * 8, rng.randrange(64))
+            pieces[at] = (rng.choice(odd) % 2 ** (8 * width)).to_bytes(width, "little")
+        case 3:
+            at = rng.randrange(len(pieces))
+            pieces[at] *= rng.choice((0, 2))
+        case 4 | 5:
+            head = b"".join(pieces[:-1])
+            return damaged(head, rng, [head]) + pieces[-1]
+        case 6:
+            return damaged(b"".join(pieces), rng, [])
+    return b"".join(pieces)
+
+
 def h5_seeds() -> dict[str, bytes]:
     """A small valid file of every kind."""
     import h5py
@@ -317,6 +369,8 @@ def make(kind: str, number: int, folder: Path, seeds: dict[str, bytes]) -> Path:
             path, content = folder / "m.safetensors", safetensors_file(rng)
         case "safetensors index":
             return safetensors_folder(folder, rng)
+        case "gguf" | "gguf split":
+            return gguf_model(folder, rng, 1 if kind == "gguf" else 3)
         case "h5":
             path, content = folder / "m.weights.h5", h5_file(rng, seeds)
         case "h5 shards":
@@ -364,6 +418,31 @@ def compare_safetensors(path: Path, found: dict[str, np.ndarray]) -> None:
     actual = {name: (values.shape, values.tobytes()) for name, values in found.items()}
     if actual != {name: (shape, data) for name, (_, shape, data) in expected.items()}:
         raise Wrong(f"{path}: expected {expected}, found {actual}")
+
+
+def compare_gguf(path: Path, found: dict[str, np.ndarray]) -> None:
+    import gguf
+
+    expected = {}
+    for file in sorted(path.glob("*.gguf")) if path.is_dir() else [path]:
+        try:
+            tensors = gguf.GGUFReader(file).tensors
+        except Exception as error:
+            raise Wrong(f"{file}: the reference implementation refuses it: {error!r}") from error
+        for tensor in tensors:
+            data = tensor.data
+            if data.dtype == np.uint8 and data.size:
+                with np.errstate(all="ignore"):
+                    data = gguf.dequantize(data, tensor.tensor_type)
+            expected[tensor.name] = (tuple(tensor.shape.tolist()[::-1]), data)
+    for name, values in found.items():
+        shape, data = expected.pop(name)
+        if values.dtype == ml_dtypes.bfloat16:  # which the package gives as float32
+            values = values.astype(np.float32)
+        if (values.shape, values.tobytes()) != (shape, data.tobytes()):
+            raise Wrong(f"{path}: {name!r}: expected {data}, found {values}")
+    if expected:
+        raise Wrong(f"{path}: expected {list(expected)} as well")
 
 
 def compare_h5(path: Path, found: dict[str, np.ndarray]) -> None:
@@ -422,6 +501,7 @@ def read_all(path: Path) -> dict[str, np.ndarray] | None:
     """Every tensor of a checkpoint, or None where it is refused; Wrong for any other error."""
     try:
         with open_checkpoint(path) as checkpoint:
+            dict(checkpoint.metadata or {})
             for name, tensor in checkpoint.items():
                 str(name).encode()
                 if tensor.nbytes > LARGE:
@@ -447,7 +527,7 @@ def empty(folder: Path) -> None:
         file.unlink()
 
 
-def check_safetensors(kind: str, numbers: range, folder: Path) -> dict[str, int]:
+def check_here(kind: str, numbers: range, folder: Path) -> dict[str, int]:
     """Counts of inputs that were refused and that were read; raises Wrong with the input left in the folder."""
     counts = {"refused": 0, "read": 0}
     for number in numbers:
@@ -460,7 +540,7 @@ def check_safetensors(kind: str, numbers: range, folder: Path) -> dict[str, int]
         if peak > MEMORY[0] + MEMORY[1] * size_of(folder):
             raise Wrong(f"{kind} {number}: {peak} bytes of memory for {size_of(folder)} bytes of files")
         if found is not None:
-            compare_safetensors(path, found)
+            (compare_gguf if kind.startswith("gguf") else compare_safetensors)(path, found)
         counts["refused" if found is None else "read"] += 1
     return counts
 
@@ -531,6 +611,7 @@ def run_children(kind: str, numbers: range, folder: Path) -> tuple[dict[str, int
 
 
 SAFETENSORS = (("safetensors", 300, 20_000), ("safetensors index", 150, 5_000))
+GGUF = (("gguf", 300, 20_000), ("gguf split", 60, 5_000))
 HDF5 = (("h5", 150, 20_000), ("h5 shards", 40, 5_000), ("keras", 60, 5_000))
 
 
@@ -542,10 +623,21 @@ def sizes(kinds):
 
 @pytest.mark.parametrize(("kind", "count"), sizes(SAFETENSORS))
 def test_safetensors_are_refused_or_read_right(kind, count, tmp_path):
-    counts = check_safetensors(kind, range(count), tmp_path)
+    counts = check_here(kind, range(count), tmp_path)
     print(f"\n{kind}: {count} inputs, {counts}")
     assert counts["refused"] > count // 10
     assert counts["read"] > count // 20
+
+
+@pytest.mark.parametrize(("kind", "count"), sizes(GGUF))
+def test_gguf_is_refused_or_read_right(kind, count, tmp_path):
+    from tests import gguf_files
+
+    for type in gguf_files.QUANTIZED:  # the package makes tables, which are no input's memory
+        gguf_files.random_tensor(np.random.default_rng(0), type, 256).decoded()
+    counts = check_here(kind, range(count), tmp_path)
+    print(f"\n{kind}: {count} inputs, {counts}")
+    assert min(counts.values()) > count // 10
 
 
 @pytest.mark.parametrize(("kind", "count"), sizes(HDF5))

@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import lazymodel as lm
+from tests.gguf_files import gguf_file, random_tensor, split_files
 from tests.servers.object_server import ObjectServer
 from tests.servers.s3 import S3Server
 
@@ -50,6 +51,8 @@ def write(folder: Path) -> None:
         "npz",
         "packed",
         "npy",
+        "gguf",
+        "split",
         "odd names é",
     ):
         (folder / name).mkdir()
@@ -74,6 +77,10 @@ def write(folder: Path) -> None:
     np.savez(folder / "npz" / "w.npz", **flat)
     np.savez_compressed(folder / "packed" / "w.npz", **flat)
     np.save(folder / "npy" / "w.npy", WEIGHTS["a/vars/0"])
+    blocks = {name: random_tensor(RNG, "Q4_0", 64, 512) for name in "abc"}
+    (folder / "gguf" / "w.gguf").write_bytes(gguf_file({"tokens": ["a"] * 9999}, blocks))
+    for name, content in split_files({}, blocks, 3).items():
+        (folder / "split" / name).write_bytes(content)
 
 
 FORMATS = {
@@ -92,6 +99,9 @@ FORMATS = {
     "npz": "npz/w.npz",
     "packed": "packed/w.npz",
     "npy": "npy/w.npy",
+    "gguf": "gguf/w.gguf",
+    "split gguf": "split/m-00002-of-00003.gguf",
+    "split gguf folder": "split",
     "odd": "odd names é/w #1%20+ü.safetensors",
 }
 
@@ -129,7 +139,7 @@ def test_formats(
         "gcs": (f"gs://formats/all/{path}", object_server.gcs()),
         "azure": (f"az://formats/all/{path}", object_server.azure()),
     }[dialect]
-    if dialect == "http" and kind == "numbered":  # a web server does not say what it has
+    if dialect == "http" and kind in ("numbered", "split gguf folder"):  # a web server does not say what it has
         with pytest.raises(lm.CheckpointError, match="found no checkpoint"):
             lm.open_checkpoint(url)
         return
