@@ -194,7 +194,9 @@ def _described(source: str) -> str:
     if is_url(source):
         return _described_at_url(source)
     weights = source.lower().endswith(_WEIGHTS)
-    is_path = weights or source.endswith((".gguf", ".json")) or os.path.isabs(source) or source.startswith(("./", "../"))
+    is_path = (
+        weights or source.endswith((".gguf", ".json")) or os.path.isabs(source) or source.startswith(("./", "../"))
+    )
     if is_path and not os.path.exists(source):
         raise LazyModelError(f"{source} does not exist")
     if not weights or os.path.isdir(source):
