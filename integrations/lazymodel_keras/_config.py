@@ -19,6 +19,7 @@ from lazymodel._show.quiet import quiet_tensorflow
 from lazymodel._show.text import closest
 from lazymodel.checkpoints._open import located, weight_files
 from lazymodel.checkpoints._untrusted import MAX_JSON, read_at_most
+from lazymodel_keras._gguf.folder import is_gguf
 from lazymodel_keras._record.remote import RemoteFiles, check_storage_options
 from lazymodel_keras.hub import abstract_from_preset
 
@@ -35,10 +36,10 @@ def plan_model(
     """The abstract model that a preset or a configuration describes.
 
     Args:
-        source: A preset's name or URI, the folder of a KerasHub preset or of a Hugging Face model, a JSON file like
-            their `config.json`, or the URL of such a folder or file. Weights that are in the folder are what would be
-            loaded; none are needed. Of a preset that is not on this machine the configuration is fetched only, and, at
-            a URL, headers of its weights.
+        source: A preset's name or URI, the folder of a KerasHub preset or of a Hugging Face model, a GGUF file, a JSON
+            file like their `config.json`, or the URL of such a folder or file. Weights that are in the folder are what
+            would be loaded; none are needed. Of a preset that is not on this machine the configuration is fetched
+            only, and, at a URL, headers of its weights.
         cls: The name of a KerasHub class, such as `Gemma3CausalLM`; None is the backbone that the configuration names.
         dtype: The dtype policy, such as `bfloat16`; None is what `from_preset` would take.
         storage_options: For a URL: as in `lazymodel.open_checkpoint`.
@@ -71,6 +72,8 @@ def plan_model(
         except (TypeError, ValueError) as error:
             raise LazyModelError(f"{dtype!r} is not a dtype policy of Keras: {error}") from error
     check_storage_options(source, storage_options)
+    if is_gguf(source):
+        return _planned(target, source, shown(source), True, {**options, "storage_options": storage_options})
     if RemoteFiles().serves(source):
         return _from_url(target, source, storage_options, options)
     if os.path.isfile(source):

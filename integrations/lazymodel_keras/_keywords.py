@@ -16,6 +16,7 @@ import keras
 from lazymodel import LazyModelError
 from lazymodel._show.text import closest
 from lazymodel_keras import _upstream
+from lazymodel_keras._record.patches import active
 
 # What every Keras object is configured with, whether or not its constructor names it.
 _OF_KERAS = frozenset({"name", "trainable", "dtype"})
@@ -71,6 +72,8 @@ def check_from_preset(cls: Any, preset: Any, given: Iterable[str], ours: Mapping
     given = list(given)
     if not set(given) - _OF_KERAS:
         return
+    if (recording := active()) is not None and recording.remote.holds(preset):
+        preset = recording.remote.folder(preset, cls)
     made, backbone = _upstream.classes_of_preset(cls, preset)
     names, all_known = taken_names([made.from_preset.__func__, *constructors(made)])
     of_backbone = set[str]() if backbone is None else taken_names(constructors(backbone))[0]

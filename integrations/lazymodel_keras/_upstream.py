@@ -348,7 +348,30 @@ def preset_classes() -> list[Any]:
     return [cls for cls in bases if cls is not None and "from_preset" in vars(cls)]
 
 
-_LOADER = "keras_hub.src.utils.transformers.safetensor_utils"
+_CONVERTERS = "keras_hub.src.utils.transformers"
+
+
+def preset_file(preset: str, name: str) -> str:
+    """The path of a file of a preset, which KerasHub downloads."""
+    return get_preset_file()(preset, name)
+
+
+def converter(name: str) -> Any:
+    """KerasHub's module that converts a kind of model from Hugging Face."""
+    return importlib.import_module(f"{_CONVERTERS}.convert_{name}")
+
+
+def transformers_loader() -> Any:
+    """The class of KerasHub that reads Hugging Face folders, and finds their converter; None without it.
+
+    KerasHub imports it when it first needs it.
+    """
+    if "keras_hub" not in sys.modules:
+        return None
+    return importlib.import_module(f"{_CONVERTERS}.preset_loader").TransformersPresetLoader
+
+
+_LOADER = f"{_CONVERTERS}.safetensor_utils"
 
 
 def safetensors_loader() -> Any:
@@ -375,7 +398,7 @@ def gpt_oss_converter() -> Any:
     if "keras_hub" not in sys.modules:
         return None
     try:
-        return importlib.import_module("keras_hub.src.utils.transformers.convert_gpt_oss")
+        return converter("gpt_oss")
     except ImportError:
         return None
 

@@ -19,6 +19,7 @@ from lazymodel._show.progress import ReportTo
 from lazymodel._show.text import closest
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras._build import abstract_build, require_rules
+from lazymodel_keras._gguf.folder import is_gguf
 from lazymodel_keras._keywords import check_class, check_from_preset, ours
 from lazymodel_keras._record.patches import collecting_patches
 from lazymodel_keras._record.remote import check_storage_options
@@ -112,8 +113,9 @@ def abstract_from_preset(
 
     Args:
         cls: A KerasHub backbone or task class.
-        preset: Anything that KerasHub resolves: a preset's name or URI, a preset folder, a Hugging Face folder. Or the
-            URL of such a folder: `gs://`, `s3://`, `az://`, `https://` or `hf://owner/name[@revision][/folder]`. Of
+        preset: Anything that KerasHub resolves: a preset's name or URI, a preset folder, a Hugging Face folder. Or a
+            GGUF file of a model that llama.cpp and KerasHub both know, vocabulary included; see docs/keras.md. Or the
+            URL of such a file or folder: `gs://`, `s3://`, `az://`, `https://` or `hf://owner/name[@revision][/folder]`. Of
             one at a URL, the configuration, vocabularies and other small files that KerasHub asks for (256 MiB at
             most) are fetched into a temporary folder, and weights are streamed from where they are. Without obstore
             (`pip install 'lazymodel[remote]'`), KerasHub downloads `hf://` and `gs://` as it does by itself.
@@ -167,7 +169,7 @@ def _abstract(
 
 def check_preset(preset: str) -> None:
     """Raises CheckpointError for a preset folder that is not there or not a preset, before anything is built."""
-    if "://" in preset:
+    if "://" in preset or is_gguf(preset):
         return
     if os.path.isdir(preset):
         if not os.path.exists(os.path.join(preset, "config.json")):

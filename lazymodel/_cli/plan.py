@@ -47,7 +47,7 @@ from lazymodel._show.text import closest, parse_bytes
 # Files that hold weights and nothing that a model could be built from.
 _WEIGHTS = (
     ".safetensors", ".safetensors.index.json", ".h5", ".weights.json", ".keras", ".npz", ".npy", ".bin", ".pt", ".pth",
-    ".ckpt", ".gguf", ".msgpack",
+    ".ckpt", ".msgpack",
 )  # fmt: skip
 
 _DESCRIPTION = """\
@@ -72,8 +72,8 @@ def add_plan_parser(commands: Any) -> None:
     parser.add_argument(
         "model",
         metavar="PRESET_OR_CONFIG",
-        help="a KerasHub preset, a folder of KerasHub or Hugging Face, a config.json (no weights needed), the URL of "
-        "one of these, or module:factory, a function without arguments that builds a model",
+        help="a KerasHub preset, a folder of KerasHub or Hugging Face, a GGUF file, a config.json (no weights needed), "
+        "the URL of one of these, or module:factory, a function without arguments that builds a model",
     )
     add_storage_options(parser)
     parser.add_argument("--class", dest="cls", metavar="NAME", help="KerasHub class; default: the backbone")
@@ -194,7 +194,9 @@ def _described(source: str) -> str:
     if is_url(source):
         return _described_at_url(source)
     weights = source.lower().endswith(_WEIGHTS)
-    is_path = weights or source.endswith(".json") or os.path.isabs(source) or source.startswith(("./", "../"))
+    is_path = (
+        weights or source.endswith((".gguf", ".json")) or os.path.isabs(source) or source.startswith(("./", "../"))
+    )
     if is_path and not os.path.exists(source):
         raise LazyModelError(f"{source} does not exist")
     if not weights or os.path.isdir(source):

@@ -24,8 +24,9 @@ from lazymodel._tensors.quantized import is_marker, scales_beside
 from lazymodel._tensors.stored import StoredTensor, unused_tensors
 from lazymodel.checkpoints import SafetensorsFile
 from lazymodel.checkpoints._decoded import CONFIG, DecodedCheckpoint, DecodedFile, read_config
-from lazymodel.checkpoints._open import open_located
+from lazymodel.checkpoints._open import content_files, open_located
 from lazymodel.checkpoints._untrusted import read_json_file, require_shards, shard_path, weight_map
+from lazymodel_keras._gguf.folder import GgufModel
 
 # Model type and how it is quantized, where KerasHub's own converter asks for the parts.
 _BY_CONVERTER = frozenset({("gpt_oss", "mxfp4")})
@@ -106,6 +107,9 @@ def checkpoint_files(path: str) -> list[str]:
     Loaders open one shard after the other. Hashing all at the first takes as long as the slowest of several threads.
     Raises CheckpointError where an index beside it cannot be read, or a shard is missing.
     """
+    if path.endswith(".gguf"):
+        with open_located(Path(path)) as checkpoint:
+            return content_files(checkpoint)
     folder = Path(path).parent
     for index in sorted((*folder.glob("*.safetensors.index.json"), *folder.glob("*.weights.json"))):
         shards: dict[Location, None] = {}
@@ -122,15 +126,17 @@ class Leftovers:
     """What the folders of the opened safetensors files hold and nothing asked for, in shards too that nobody opened."""
 
     def __init__(self, files: Mapping[str, Any]) -> None:  # path to `OpenedFile`
-        self._files: dict[Location, Any] = {
-            file.where: file for file in files.values() if isinstance(file.tensors, SafetensorsFile | DecodedFile)
-        }
-        self._by_folder: dict[Location, dict[Location, list[str]]] = {}  # folder → file → names
+        kinds = SafetensorsFile | DecodedFile | GgufModel
+        self._files: dict[Location, Any] = {f.where: f for f in files.values() if isinstance(f.tensors, kinds)}
+        self._by_folder: dict[Location, dict[Location, list[str]]] = {}  # folder, or GGUF file → file → names
         for path, file in self._files.items():
-            self._by_folder.setdefault(path.parent, {})[path] = file.unused
+            folder = path if isinstance(file.tensors, GgufModel) else path.parent
+            self._by_folder.setdefault(folder, {})[path] = file.unused
         self._decoded: dict[Location, Checkpoint] = {}  # by folder
         for folder, unused in self._by_folder.items():
             tensors = next(self._files[path].tensors for path in unused)
+            if isinstance(tensors, GgufModel):
+                continue
             if isinstance(tensors, DecodedFile):
                 self._decoded[folder] = tensors.whole
             for shard, names in _by_shard(folder, list(unused), tensors).items():
@@ -176,7 +182,8 @@ class Leftovers:
         """What nobody asked for and no converter leaves out on purpose, as messages."""
         messages: list[str] = []
         for folder, unused in self._by_folder.items():
-            config = _config(folder)
+            gguf = self._files[folder].tensors if folder in self._files else None
+            config = _config(folder) if gguf is None else gguf.settings
             if not (config.get("model_type") or config.get("architecture")):
                 continue  # a file that someone's own code takes what it wants from
             on_purpose = _on_purpose(config)
@@ -189,8 +196,8 @@ class Leftovers:
             ]
             if names:
                 messages.append(
-                    f"{folder} holds {len(names)} tensors that KerasHub's converter did not ask for: {listed(names)}. "
-                    "Is its config.json that of another model?"
+                    f"{folder} holds {len(names)} tensors that KerasHub's converter did not ask for: {listed(names)}"
+                    + (". Is its config.json that of another model?" if gguf is None else "")
                 )
         return messages
 

@@ -17,6 +17,7 @@ from lazymodel import LazyTensor
 from lazymodel._errors import warn
 from lazymodel._tensors.float4 import CODES, Decode, Float4Leaf, decoded_pairs
 from lazymodel_keras import _upstream
+from lazymodel_keras._gguf.converters import converter
 from lazymodel_keras._record.patches import active, recording_patches, while_recording
 
 
@@ -27,11 +28,21 @@ def _install_from_preset(undo: contextlib.ExitStack) -> None:
 
 
 def _from_preset(original: Any, cls: Any, preset: Any, *args: Any, **kwargs: Any) -> Any:
-    """Has KerasHub's messages show a URL without what is secret in it."""
+    """Has KerasHub's messages show a URL without what is secret in it, and a GGUF file taken for this class."""
     recording = active()
-    if recording is not None and recording.remote.serves(preset):
-        preset = recording.remote.folder(preset)
+    if recording is not None and recording.remote.holds(preset):
+        preset = recording.remote.folder(preset, cls)
     return original(cls, preset, *args, **kwargs)
+
+
+@while_recording(_upstream.transformers_loader, "__init__")
+def _convert_otherwise(recording: Any, original: Any, self: Any, preset: Any, config: Any) -> None:
+    """Has a GGUF file of a model that KerasHub has no converter for converted by one of ours."""
+    folder = recording.remote.gguf_preset(preset)
+    ours = None if folder is None else converter(folder.row)
+    original(self, preset, config if ours is None else {**config, "model_type": "llama"})
+    if ours is not None:
+        self.config, self.converter = config, ours
 
 
 @while_recording(_upstream.preset_loader_class, "get_backbone_kwargs")

@@ -23,6 +23,7 @@ from lazymodel._remote.path import Location, RemotePath, remote_path
 from lazymodel._remote.url import is_supported, is_url, shown
 from lazymodel._show.text import format_bytes
 from lazymodel.checkpoints._open import CachedCopy, cached_copy, located
+from lazymodel_keras._gguf.folder import GgufFolder, is_gguf
 
 _MOST = 256 << 20  # bytes of a preset's small files together; the largest vocabularies have a tenth of it
 _WEIGHTS = (".h5", ".hdf5", ".safetensors", ".keras", ".npz", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack")
@@ -67,6 +68,10 @@ class _Folder:
                 self._fetch(where, path)
         return str(path)
 
+    def location(self, path: str) -> RemotePath:
+        """What a path in it stands for."""
+        return self.where / Path(path).relative_to(self.own).as_posix()
+
     def saved_model(self) -> str:
         """A folder as `model.save(path, zipped=False)` writes it; of the weights there is only a name."""
         names = [_CONFIG, *(name for name in self.where.files_below() if name.startswith("assets/"))]
@@ -97,7 +102,7 @@ class RemoteFiles:
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         self.options = options
-        self._folders: dict[str, _Folder] = {}  # by URL, as given and as shown
+        self._folders: dict[str, _Folder | GgufFolder] = {}  # by URL or path, as given and as shown
         self._located: dict[str, Location] = {}
         self._own: str | None = None
 
@@ -112,12 +117,25 @@ class RemoteFiles:
         stock = scheme.lower() in _STOCK and not has_obstore()
         return not stock and (scheme.lower() != "hf" or "/" in rest.strip("/"))
 
-    def folder(self, url: str) -> str:
-        """Makes a folder at a URL known, and returns the URL as messages may show it, which `file` takes as well."""
+    def holds(self, preset: Any) -> bool:
+        """Whether something is a preset that is handed out here, at a URL or in a GGUF file."""
+        return self.serves(preset) or (is_gguf(preset) and not is_url(preset))
+
+    def folder(self, url: str, cls: Any = None) -> str:
+        """Makes a folder at a URL known, and returns the URL as messages may show it, which `file` takes as well.
+
+        So it does with the URL or path of a GGUF file, of which `cls` is to be made.
+        """
         name = shown(url)
-        if url not in self._folders:
+        if is_gguf(url):
+            if not isinstance(folder := self._folders.get(url), GgufFolder):
+                folder = GgufFolder(located(url, self.options if is_url(url) else None), self._own_folder())
+                self._folders[url] = self._folders[name] = folder
+            if cls is not None:
+                folder.choose(cls)
+        elif url not in self._folders:
             where = remote_path(url, self.options)
-            self._folders[url] = self._folders[name] = self._made(where, cached_copy(where))
+            self._folders[url] = self._folders[name] = _Folder(where, self._own_folder(), cached_copy(where))
         return name
 
     def file(self, folder: str, name: str) -> str:
@@ -131,10 +149,18 @@ class RemoteFiles:
 
     def location(self, path: str) -> str | RemotePath:
         """The object that a path stands for; other paths as they are."""
-        for folder in self._folders.values():
-            if os.path.isabs(path) and Path(path).is_relative_to(folder.own):
-                return folder.where / Path(path).relative_to(folder.own).as_posix()
-        return path
+        folder = self._holding(path)
+        return path if folder is None else folder.location(path)
+
+    def gguf(self, path: str) -> GgufFolder | None:
+        """The GGUF file that a path stands for; None for other paths."""
+        folder = self._holding(path)
+        return folder if isinstance(folder, GgufFolder) else None
+
+    def gguf_preset(self, preset: Any) -> GgufFolder | None:
+        """The GGUF file that a preset is, once it is known; None for others."""
+        folder = self._folders.get(preset)
+        return folder if isinstance(folder, GgufFolder) else None
 
     def located(self, path: Any) -> Any:
         """Where a URL leads, to something that is there (CheckpointError if nothing is); paths as they are."""
@@ -153,9 +179,9 @@ class RemoteFiles:
             return where
         is_folder = (where / _CONFIG).is_file()
         folder = where if is_folder else where.parent
-        known = next((each for each in self._folders.values() if each.where == folder), None)
+        known = next((f for f in self._folders.values() if isinstance(f, _Folder) and f.where == folder), None)
         if known is None:
-            known = self._folders[f"{folder}#{id(where.store)}"] = self._made(folder, None)
+            known = self._folders[f"{folder}#{id(where.store)}"] = _Folder(folder, self._own_folder(), None)
         try:
             if is_folder:
                 return known.saved_model()
@@ -164,11 +190,16 @@ class RemoteFiles:
             raise CheckpointError(f"there is no checkpoint at {where}: the store has nothing there") from None
         return path if path.endswith((".weights.h5", ".weights.json")) else StandIn(where, path)
 
-    def _made(self, where: RemotePath, cached: CachedCopy | None) -> _Folder:
+    def _holding(self, path: str) -> _Folder | GgufFolder | None:
+        """The folder that a path is in."""
+        folders = self._folders.values() if os.path.isabs(path) else ()
+        return next((folder for folder in folders if Path(path).is_relative_to(folder.own)), None)
+
+    def _own_folder(self) -> Path:
         if self._own is None:
             self._own = tempfile.mkdtemp(prefix="lazymodel-")
             weakref.finalize(self, shutil.rmtree, self._own, ignore_errors=True)
-        return _Folder(where, Path(tempfile.mkdtemp(dir=self._own)), cached)
+        return Path(tempfile.mkdtemp(dir=self._own))
 
 
 def check_storage_options(path: Any, options: Mapping[str, Any] | None) -> None:

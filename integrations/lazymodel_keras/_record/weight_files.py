@@ -140,7 +140,10 @@ def _install_safe_open(undo: contextlib.ExitStack) -> None:
         recording = active()
         if recording is None:
             return original_safe_open(filename, *args, **kwargs)
-        path = recording.remote.location(os.fspath(filename))
+        name = os.fspath(filename)
+        if (gguf := recording.remote.gguf(name)) is not None:
+            return LazySafeOpen(recording.open(name, lambda _: gguf.tensors(fresh=recording.verify is not False)))
+        path = recording.remote.location(name)
         if (whole := recording.decoded(path)) is not None:
             return LazySafeOpen(recording.open(path, lambda where: DecodedFile(whole, str(where))))
         return LazySafeOpen(recording.open(path, SafetensorsFile))
@@ -171,7 +174,7 @@ def _install_get_file(undo: contextlib.ExitStack) -> None:
     @functools.wraps(original_get_file)
     def get_file(preset: Any, path: Any) -> Any:
         recording = active()
-        if recording is None or not recording.remote.serves(preset):
+        if recording is None or not recording.remote.holds(preset):
             return original_get_file(preset, path)
         return recording.remote.file(preset, path)
 

@@ -1,0 +1,382 @@
+"""The models that a GGUF file may have, a row each: what Hugging Face calls them, their settings and their tensors.
+
+Responsible for undoing what llama.cpp's `convert_hf_to_gguf.py` does to a model's configuration and tensors, lazily; a
+setting that it leaves out is what llama.cpp takes for it. Vocabularies are `tokenizer`'s matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from lazymodel import Checkpoint, CheckpointError, LazyTensor
+from lazymodel._quantized.contents import Plain
+from lazymodel._show.text import listed
+from lazymodel_keras._gguf.metadata import Metadata
+
+Settings = dict[str, Any]
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_qkv": "self_attn.qkv_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    # Of one expert, which llama.cpp stacks.
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+_FOUR_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+_ROPE_FREQUENCIES = "rope_freqs.weight"
+_LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A kind of model.
+
+    Attributes:
+        model_type: Hugging Face's name of it.
+        backbone: KerasHub's.
+        more: Settings besides those that all have, of the metadata.
+        layer: What tensors of a layer are called otherwise than elsewhere.
+        fixed: Settings that KerasHub's class, or its converter, leaves no choice of.
+        vocabularies: What the file may say splits text into words, where that is a byte-level BPE; none for
+            SentencePiece.
+        interleaved: Whether the rows of each head's queries and keys are stored in the order of llama.cpp's rotation.
+        offset_norms: Whether scales are stored with the 1 that this model adds to them.
+        wide_heads: Whether heads may be of another size than the width divided by their number.
+        scaled_rope: Whether linearly scaled rotary embeddings are known.
+    """
+
+    model_type: str
+    backbone: str
+    more: Callable[[Metadata], Settings] = lambda _: {}
+    layer: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    fixed: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    vocabularies: tuple[str, ...] = ()
+    interleaved: bool = False
+    offset_norms: bool = False
+    wide_heads: bool = False
+    scaled_rope: bool = False
+
+
+def _mistral(metadata: Metadata) -> Settings:
+    return {"sliding_window": metadata.of_model("attention.sliding_window", int, None)}
+
+
+def _mixtral(metadata: Metadata) -> Settings:
+    return {
+        **_mistral(metadata),
+        "num_local_experts": metadata.of_model("expert_count", int),
+        "num_experts_per_tok": metadata.of_model("expert_used_count", int),
+        "output_router_logits": False,
+    }
+
+
+def _qwen(_: Metadata) -> Settings:
+    return {"use_sliding_window": False, "sliding_window": None}
+
+
+def _qwen_experts(metadata: Metadata, *, normed: bool) -> Settings:
+    return {
+        **_qwen(metadata),
+        "num_experts": metadata.of_model("expert_count", int),
+        "num_experts_per_tok": metadata.of_model("expert_used_count", int),
+        "moe_intermediate_size": metadata.of_model("expert_feed_forward_length", int),
+        "shared_expert_intermediate_size": metadata.of_model("expert_shared_feed_forward_length", int, 0),
+        "norm_topk_prob": normed,  # not in the file: llama.cpp does so for these models
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,  # of training alone, and Hugging Face's default
+    }
+
+
+def _gemma(metadata: Metadata, *, largest: int) -> Settings:
+    """What Gemma 2 and 3 share; `largest` is the number of layers of the 27B model.
+
+    Its queries alone are scaled by the width divided by the number of heads: llama.cpp knows it by that, too.
+    """
+    heads, width = metadata.of_model("attention.head_count", int), metadata.of_model("embedding_length", int)
+    by_width = metadata.of_model("block_count", int) == largest
+    return {
+        "query_pre_attn_scalar": width // heads if by_width else metadata.of_model("attention.key_length", int),
+        "attn_logit_softcapping": metadata.of_model("attn_logit_softcapping", float, None),
+        "final_logit_softcapping": metadata.of_model("final_logit_softcapping", float, None),
+        "sliding_window": metadata.of_model("attention.sliding_window", int, None),
+    }
+
+
+def _gemma2(metadata: Metadata) -> Settings:
+    defaults = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096}
+    found = _gemma(metadata, largest=46)
+    return {**found, **{name: value for name, value in defaults.items() if found[name] is None}}
+
+
+def _phi3(metadata: Metadata) -> Settings:
+    context = metadata.of_model("context_length", int)
+    return {"original_max_position_embeddings": metadata.of_model("rope.scaling.original_context_length", int, context)}
+
+
+_LLAMA_BPE = ("llama-bpe", "llama3", "llama-v3", "smaug-bpe")
+_QWEN_BPE = ("qwen2", "deepseek-r1-qwen")
+_SPLITS: dict[str, Any] = {"interleaved": True}
+_GEMMA: dict[str, Any] = {"offset_norms": True, "wide_heads": True}
+_GEMMA_FIXED = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+
+LLAMA3 = Architecture("llama", "LlamaBackbone", vocabularies=_LLAMA_BPE, **_SPLITS)
+LLAMA2 = dataclasses.replace(LLAMA3, vocabularies=())
+MISTRAL = Architecture("mistral", "MistralBackbone", _mistral, wide_heads=True, **_SPLITS)
+TEKKEN = dataclasses.replace(MISTRAL, vocabularies=("tekken",))
+PHI3 = Architecture("phi3", "Phi3Backbone", _phi3, {"ffn_up": "mlp.gate_up_proj"})
+_MIXTURE = Architecture("mixtral", "MixtralBackbone", _mixtral, _MIXTRAL, **_SPLITS)
+
+# llama.cpp's name → what it may be.
+ARCHITECTURES: Mapping[str, tuple[Architecture, ...]] = {
+    "llama": (LLAMA3, LLAMA2, MISTRAL, TEKKEN, _MIXTURE),
+    "qwen2": (Architecture("qwen2", "QwenBackbone", _qwen, vocabularies=_QWEN_BPE),),
+    "qwen2moe": (
+        Architecture(
+            "qwen2_moe", "QwenMoeBackbone", functools.partial(_qwen_experts, normed=False), vocabularies=_QWEN_BPE
+        ),
+    ),
+    "qwen3": (Architecture("qwen3", "Qwen3Backbone", _qwen, vocabularies=_QWEN_BPE, wide_heads=True),),
+    "qwen3moe": (
+        Architecture(
+            "qwen3_moe", "Qwen3MoeBackbone", functools.partial(_qwen_experts, normed=True), vocabularies=_QWEN_BPE,
+            wide_heads=True,
+        ),
+    ),
+    "gemma": (Architecture("gemma", "GemmaBackbone", fixed=_GEMMA_FIXED, **_GEMMA),),
+    "gemma2": (Architecture("gemma2", "GemmaBackbone", _gemma2, _FOUR_NORMS, _GEMMA_FIXED, **_GEMMA),),
+    "gemma3": (
+        Architecture(
+            "gemma3_text", "Gemma3Backbone", functools.partial(_gemma, largest=62), _FOUR_NORMS, {"rope_theta": 1e6},
+            scaled_rope=True, **_GEMMA,
+        ),
+    ),
+    "phi3": (PHI3,),
+}  # fmt: skip
+
+
+def architecture(metadata: Metadata, cls: Any, models: Any) -> Architecture:
+    """The row that a file is of, for a class of KerasHub (`models`) that is to be made of it.
+
+    llama.cpp calls Llama 2 and 3, Mistral and Mixtral alike. Experts and vocabularies tell them apart, but for Llama 2
+    and Mistral, which compute the same: these are Mistral where the class is.
+    """
+    rows = ARCHITECTURES.get(metadata.architecture)
+    if rows is None:
+        metadata.refuse("general.architecture", f"one of {', '.join(ARCHITECTURES)}", repr(metadata.architecture))
+    if len(rows) == 1:
+        return rows[0]
+    if metadata.of_model("expert_count", int, 0):
+        return _MIXTURE
+    byte_level = metadata.of_tokenizer("model", str, "") == "gpt2"
+    family = cls if issubclass(cls, models.Backbone) else getattr(cls, "backbone_cls", None) or models.Backbone
+    tekken = byte_level and metadata.of_tokenizer("pre", str, "") in TEKKEN.vocabularies
+    if family is models.MistralBackbone or (family is models.Backbone and tekken):
+        return TEKKEN if byte_level else MISTRAL
+    return LLAMA3 if byte_level or issubclass(family, models.Llama3Backbone) else LLAMA2
+
+
+def settings(row: Architecture, metadata: Metadata, stored: Checkpoint) -> Settings:
+    """The `config.json` that the model has on Hugging Face, as far as KerasHub reads it.
+
+    Raises CheckpointError where an entry lacks, contradicts the tensors, or asks for what KerasHub's class has not.
+    """
+    of = metadata.of_model
+    heads, width = of("attention.head_count", int), of("embedding_length", int)
+    head_dim = of("attention.key_length", int, width // max(heads, 1))
+    embeddings = stored.describe("token_embd.weight").shape if "token_embd.weight" in stored else (0, 0)
+    found: Settings = {
+        "model_type": row.model_type,
+        "architectures": [f"{row.backbone.removesuffix('Backbone')}ForCausalLM"],
+        "vocab_size": embeddings[0],
+        "num_hidden_layers": of("block_count", int),
+        "hidden_size": width,
+        "intermediate_size": of("feed_forward_length", int),
+        "num_attention_heads": heads,
+        "num_key_value_heads": of("attention.head_count_kv", int, heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": of("attention.layer_norm_rms_epsilon", float),
+        "rope_theta": of("rope.freq_base", float, row.fixed.get("rope_theta", 10000.0)),
+        "max_position_embeddings": of("context_length", int),
+        "tie_word_embeddings": "output.weight" not in stored,
+        **row.more(metadata),
+    }
+    _check(row, metadata, found, stored)
+    if rope := _rope_scaling(row, metadata, found, stored):
+        found["rope_scaling"] = rope
+    return found
+
+
+def _check(row: Architecture, metadata: Metadata, found: Settings, stored: Checkpoint) -> None:
+    key = f"{metadata.architecture}.{{}}".format
+    for name, least in (("num_attention_heads", 1), ("num_key_value_heads", 1), ("head_dim", 2), ("hidden_size", 1)):
+        if found[name] < least:
+            raise CheckpointError(f"{metadata.file}: expected a {name} of at least {least}, found {found[name]}")
+    head_dim = found["head_dim"]
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if (size := metadata.of_model(name, int, head_dim)) != head_dim:
+            metadata.refuse(key(name), f"{head_dim}, the size of a head, as KerasHub's {row.backbone} has it", size)
+    plain = found["hidden_size"] // found["num_attention_heads"]
+    if not row.wide_heads and head_dim != plain:
+        metadata.refuse(key("attention.key_length"), f"{plain}, as KerasHub's {row.backbone} has it", head_dim)
+    for name, value in row.fixed.items():
+        if not math.isclose(found[name], value, rel_tol=1e-6):
+            raise CheckpointError(
+                f"{metadata.file}: expected a {name} of {value}, the only one that KerasHub's {row.backbone} knows, "
+                f"found {found[name]}"
+            )
+    numbers = {int(match[1]) for match in map(_IN_LAYER.match, stored) if match}
+    if numbers != set(range(len(numbers))) or found["num_hidden_layers"] != len(numbers):
+        layers = listed(map(str, sorted(numbers))) or "none"
+        metadata.refuse(
+            key("block_count"), f"the number of layers that there are ({layers})", found["num_hidden_layers"]
+        )
+
+
+def _rope_scaling(row: Architecture, metadata: Metadata, found: Settings, stored: Checkpoint) -> Settings | None:
+    """How rotary embeddings are scaled: Llama 3's and Phi-3's factors are tensors, Gemma 3's an entry."""
+    kind = metadata.of_model("rope.scaling.type", str, "none")
+    factor = metadata.of_model("rope.scaling.factor", float, 1.0)
+    half = found["head_dim"] // 2
+    if row is PHI3 and _LONG in stored:
+        return {"long_factor": _values(stored, _LONG, half), "short_factor": _values(stored, _SHORT, half)}
+    if kind not in ("none", "linear") or (kind == "linear" and factor != 1 and not row.scaled_rope):
+        known = "none or linear" if row.scaled_rope else "none"
+        metadata.refuse(
+            f"{metadata.architecture}.rope.scaling.type", f"{known}, all that KerasHub's {row.backbone} knows", kind
+        )
+    if kind == "linear" and factor != 1:
+        return {"rope_type": "linear", "factor": factor}
+    if _ROPE_FREQUENCIES not in stored or set(factors := _values(stored, _ROPE_FREQUENCIES, half)) == {1.0}:
+        return None
+    scaling = {"rope_type": "llama3", "factor": max(factors), **_LLAMA3}
+    if row.backbone != "LlamaBackbone" or not np.allclose(factors, _llama3_factors(found, scaling), rtol=1e-4):
+        raise CheckpointError(
+            f"tensor {_ROPE_FREQUENCIES!r} of {metadata.file}: expected ones, or for Llama those of Llama 3, found "
+            f"others, which KerasHub's {row.backbone} has no place for"
+        )
+    return scaling
+
+
+def _values(stored: Checkpoint, name: str, count: int) -> list[float]:
+    if name not in stored or stored[name].shape != (count,):
+        found = f"shape {stored[name].shape}" if name in stored else "no such tensor"
+        raise CheckpointError(f"tensor {name!r} of {stored.path}: expected shape ({count},), found {found}")
+    return [float(value) for value in stored[name].astype(np.float32).read()]
+
+
+def _llama3_factors(found: Settings, scaling: Settings) -> np.ndarray:
+    """What Llama 3.1 divides each frequency by, as `transformers` and llama.cpp compute it."""
+    head_dim, context = found["head_dim"], scaling["original_max_position_embeddings"]
+    lengths = 2 * math.pi * found["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    smooth = np.clip((context / lengths - low) / (high - low), 0, 1)
+    return 1 / ((1 - smooth) / scaling["factor"] + smooth)
+
+
+_IN_LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
+_PART = re.compile(r"(.+)\.(weight|bias)")
+_ONE_EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d{1,6})")  # as files of early Mixtrals have them
+
+
+def plain_tensors(row: Architecture, found: Settings, stored: Checkpoint) -> tuple[dict[str, Plain], dict[str, None]]:
+    """Hugging Face's tensors by their names there, as lazy views of those of a file, and which of these are left."""
+    plain: dict[str, Plain] = {}
+    left = dict.fromkeys(stored)
+    for name in (_ROPE_FREQUENCIES, *((_LONG, _SHORT) if row is PHI3 else ())):
+        left.pop(name, None)  # they are settings
+    experts = found.get("num_local_experts", found.get("num_experts", 0))
+    layer, of_norm = {**_LAYER, **row.layer}, _less_one if row.offset_norms else _same
+
+    def add(name: str, source: str, change: Callable[[LazyTensor], Any]) -> None:
+        if name in plain:
+            raise CheckpointError(f"tensor {source!r} of {stored.path}: expected one that is {name}, found two")
+        plain[name] = Plain(lambda: change(stored[source]), stored.describe(source).file)
+        left.pop(source, None)
+
+    for source in stored:
+        if (part := _PART.fullmatch(source)) is None:
+            continue
+        if (match := _IN_LAYER.fullmatch(part[1])) is None:
+            if part[1] in _TOP:
+                add(f"{_TOP[part[1]]}.{part[2]}", source, of_norm if "norm" in source else _same)
+            continue
+        name, one = match[2], _ONE_EXPERT.fullmatch(match[2])
+        name = name if one is None else f"{one[1]}_exps"
+        if name not in layer:
+            continue
+        plain_name = f"model.layers.{match[1]}.{layer[name]}.{part[2]}"
+        if one is not None:
+            add(plain_name.format(one[2]), source, _same)
+        elif name.endswith("_exps"):
+            if (shape := stored.describe(source).shape)[:1] != (experts,):
+                raise CheckpointError(
+                    f"tensor {source!r} of {stored.path}: expected {experts} experts, as its metadata says, "
+                    f"found shape {shape}"
+                )
+            for index in range(experts):
+                add(plain_name.format(index), source, functools.partial(_row, index=index))
+        elif name == "ffn_gate_inp_shexp":
+            add(plain_name, source, lambda tensor: tensor.reshape(1, -1))  # of one row, which llama.cpp drops
+        elif row.interleaved and name in ("attn_q", "attn_k"):
+            heads = found["num_attention_heads" if name == "attn_q" else "num_key_value_heads"]
+            add(plain_name, source, functools.partial(_in_halves, heads=heads))
+        else:
+            add(plain_name, source, of_norm if name.endswith("norm") else _same)
+    if found["tie_word_embeddings"] and "model.embed_tokens.weight" in plain:
+        plain["lm_head.weight"] = plain["model.embed_tokens.weight"]
+    return plain, left
+
+
+def _same(tensor: LazyTensor) -> LazyTensor:
+    return tensor
+
+
+def _row(tensor: LazyTensor, index: int) -> LazyTensor:
+    return tensor[index]
+
+
+def _less_one(tensor: LazyTensor) -> Any:
+    return tensor.astype(np.float32) - 1
+
+
+def _in_halves(tensor: LazyTensor, heads: int) -> Any:
+    """The rows of each head, of which llama.cpp rotates neighbours, in the order in which halves are rotated."""
+    apart = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
+    return apart.swapaxes(1, 2).reshape(tensor.shape)
