@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from lazymodel._cli.convert import add_convert_parser
 from lazymodel._cli.inspect import add_inspect_parser
 from lazymodel._cli.plan import add_plan_parser
 from lazymodel._errors import DoesNotFitError, LazyModelError
@@ -23,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_inspect_parser(commands)
     add_plan_parser(commands)
+    add_convert_parser(commands)
 
     arguments = parser.parse_args(argv)
     try:

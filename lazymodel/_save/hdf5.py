@@ -142,11 +142,7 @@ class _Sparse(io.RawIOBase):
 def _file(name: str, tensors: Mapping[str, LazyTensor]) -> SavedFile:
     h5py = import_h5py()
     made = _Sparse()
-    reserved = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    reserved.set_layout(h5py.h5d.CONTIGUOUS)
-    reserved.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    reserved.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    reserved.set_obj_track_times(False)  # the same bytes in every process
+    reserved = reserving_properties()
     placed: list[tuple[str, LazyTensor, int]] = []
     with h5py.File(made, "w") as file:
         for path, tensor in tensors.items():
@@ -168,6 +164,17 @@ def _file(name: str, tensors: Mapping[str, LazyTensor]) -> SavedFile:
                 placed.append((path, tensor, 0))
     placed.sort(key=lambda each: each[2])
     return SavedFile(name, b"", tuple(placed), made.nbytes, tuple(_joined(made.pieces)))
+
+
+def reserving_properties() -> Any:
+    """HDF5's property list of a dataset that has its bytes in the file from the start, and no values in them."""
+    h5py = import_h5py()
+    reserved = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    reserved.set_layout(h5py.h5d.CONTIGUOUS)
+    reserved.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    reserved.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    reserved.set_obj_track_times(False)  # the same bytes in every process
+    return reserved
 
 
 def _joined(pieces: Mapping[int, bytes]) -> Sequence[tuple[int, bytes]]:

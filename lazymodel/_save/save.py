@@ -41,7 +41,7 @@ from lazymodel._tensors.leaves import ArrayLeaf
 _SUFFIXES = {
     ".safetensors": "safetensors", ".weights.json": "hdf5", ".h5": "hdf5", ".hdf5": "hdf5", ".npz": "numpy",
 }  # fmt: skip
-_DEFAULT_BUDGET = 256 << 20  # bytes; all threads with all they take, beyond which nothing gets faster
+DEFAULT_BUDGET = 256 << 20  # bytes; all threads with all they take, beyond which nothing gets faster
 
 WriteFunction: TypeAlias = "Callable[[Mapping[str, LazyTensor]], Mapping[str, Any]]"
 
@@ -83,11 +83,10 @@ def save(
         mapping: The `WeightMap` that the model was loaded with, undone; or a function that takes path → `LazyTensor`
             and returns a flat dict of tensor name → lazy tensor or array, made with NumPy. None keeps the paths.
         format: `"safetensors"`, `"hdf5"`, `"numpy"` or `"orbax"`; None goes by the suffix, and a folder is safetensors.
-            Orbax' tree has the parts of the paths as keys. Arrays of devices or memory are saved by Orbax (package
-            `orbax-checkpoint`) as they are; tensors of files, and what a mapping changed, as plain zarr arrays.
+            Orbax' tree has the parts of paths as keys. Orbax (`orbax-checkpoint`) itself saves arrays as they are;
+            tensors of files, and what a mapping changed, become plain zarr arrays.
         max_shard_size: Bytes of tensors of one file in a folder, or `"5GB"`. A larger tensor has a file to itself.
-        max_host_memory: Ceiling for the host's staging memory in bytes, or `"1GiB"`; None is 256 MiB. Where Orbax
-            itself saves, it takes what it takes.
+        max_host_memory: Ceiling for staging in bytes, or `"1GiB"`; None is 256 MiB. Orbax takes what it takes.
         metadata: Strings to strings, for the header of every safetensors file. `{"format": "pt"}` is added unless
             `format` is given: Hugging Face's loaders ask for it, and it says that names and layouts are PyTorch's.
         progress: As for `materialize`, in bytes that this process writes.
@@ -109,17 +108,16 @@ def save(
     shardings = [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
     format = _format(path, format)
     where = _located(path, storage_options, format)
-    tensors = _map({name: lazy_array(name, array) for name, array in arrays.items()}, mapping)
+    tensors = mapped({name: lazy_array(name, array) for name, array in arrays.items()}, mapping)
     if format == "orbax":
         plain = {name: _plain(tensor) for name, tensor in tensors.items()}
         if all(array is not None for array in plain.values()):
             save_orbax(plain, Path(path), overwrite=overwrite)
             return
+    size = None if where.suffix == ".safetensors" else parse_bytes(max_shard_size, name="max_shard_size", at_least=1)
     options = SaveOptions(
-        shard_size=None
-        if where.suffix == ".safetensors"
-        else parse_bytes(max_shard_size, name="max_shard_size", at_least=1),
-        budget=_DEFAULT_BUDGET if max_host_memory is None else parse_budget(max_host_memory),
+        shard_size=size,
+        budget=DEFAULT_BUDGET if max_host_memory is None else parse_budget(max_host_memory),
         metadata={"format": "pt"} | dict(metadata or {}),
         progress=progress,
         overwrite=overwrite,
@@ -200,7 +198,7 @@ def _save_files(
                 target.commit()
 
 
-def _map(arrays: dict[str, LazyTensor], mapping: WeightMap | WriteFunction | None) -> dict[str, LazyTensor]:
+def mapped(arrays: dict[str, LazyTensor], mapping: WeightMap | WriteFunction | None) -> dict[str, LazyTensor]:
     """The tensors to write, by name."""
     if mapping is None:
         return arrays

@@ -66,9 +66,16 @@ def _saved_whole(save: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
 
     path = Path(os.path.realpath(os.fspath(target)))  # a link stays one, and what it leads to is replaced
     _require_room(path, next(iter(bound.arguments.values())), original.__name__)
+    with as_it_is():
+        return save(write, path, bound.arguments)
+
+
+@contextlib.contextmanager
+def as_it_is() -> Generator[None]:
+    """Within the block, what Keras saves goes to the path that it is given."""
     _thread.saving = True
     try:
-        return save(write, path, bound.arguments)
+        yield
     finally:
         _thread.saving = False
 
@@ -111,7 +118,7 @@ def _save_file(write: Callable[[Path], Any], path: Path, arguments: dict[str, An
 def _save_model(write: Callable[[Path], Any], path: Path, arguments: dict[str, Any]) -> Any:
     if arguments.get("zipped", True):
         return _save_file(write, path, arguments)
-    return _save_folder(write, path, lambda new: [])
+    return save_folder(write, path, lambda new: [])
 
 
 # Sharded weights ------------------------------------------------------------------------------------------------------
@@ -132,20 +139,21 @@ def _save_weights(write: Callable[[Path], Any], path: Path, arguments: dict[str,
 
 
 def _save_preset(write: Callable[[Path], Any], path: Path, arguments: dict[str, Any]) -> Any:
-    def outdated(new: Path) -> list[str]:
-        """What of the old preset does not count any more, and would be found."""
-        written = set(os.listdir(new))
-        names: list[str] = []
-        if written & {_WEIGHTS, _SHARDS}:
-            names += [_WEIGHTS, _SHARDS, *(shard.name for shard in path.glob("model_*.weights.h5"))]
-        if _TASK in written:
-            names += [_TASK_WEIGHTS]
-        return names
-
-    return _save_folder(write, path, outdated)
+    return save_folder(write, path, functools.partial(outdated_of_preset, path))
 
 
-def _save_folder(write: Callable[[Path], Any], path: Path, outdated: Callable[[Path], list[str]]) -> Any:
+def outdated_of_preset(path: Path, new: Path) -> list[str]:
+    """What of an old preset does not count any more once there is a new one, and would be found."""
+    written = set(os.listdir(new))
+    names: list[str] = []
+    if written & {_WEIGHTS, _SHARDS}:
+        names += [_WEIGHTS, _SHARDS, *(shard.name for shard in path.glob("model_*.weights.h5"))]
+    if _TASK in written:
+        names += [_TASK_WEIGHTS]
+    return names
+
+
+def save_folder(write: Callable[[Path], Any], path: Path, outdated: Callable[[Path], list[str]]) -> Any:
     """Replaces a folder by what `write` writes into a new one and all of the old one but what is outdated."""
     rivals = [staging_folder(path, inside=True), *path.glob(".*.lazymodel-saving")]
     with _same_current_folder(), staging(path, rivals=rivals) as stage:
