@@ -70,7 +70,8 @@ class Hdf5Shards(Destination):
         total = sum(tensor.nbytes for file in self.files for _, tensor, _ in file.tensors)
         weights = {group: shards[0] if len(shards) == 1 else shards for group, shards in weights.items()}
         content = {"metadata": {"total_size": total}, "weight_map": weights}
-        (self._stage.new / self._index.name).write_text(json.dumps(content, indent=4), encoding="utf-8")
+        with writing(self._index):
+            (self._stage.new / self._index.name).write_text(json.dumps(content, indent=4), encoding="utf-8")
         replace_shards(self._stage, self._index.name)
 
 
