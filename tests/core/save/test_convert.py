@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +47,10 @@ def check(path: Path, expected: dict[str, np.ndarray]) -> None:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Iterator[tuple[Path, dict[str, np.ndarray]]]:
+def source(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
     made = values(bfloat16=False)
     lm.save(made, tmp_path / "in.safetensors", metadata={"made": "here"})
-    yield tmp_path / "in.safetensors", made
+    return tmp_path / "in.safetensors", made
 
 
 def convert(*arguments: object) -> int:
@@ -194,7 +193,7 @@ def test_names_that_a_format_cannot_have(tmp_path: Path) -> None:
             lm.save(given, tmp_path / name)
     for names, message in [(["a.b", "a/b"], "would be one array"), (["a" * 300], "cannot be the name of a folder")]:
         with pytest.raises(lm.LazyModelError, match=message):
-            lm.save(dict.fromkeys(names, np.zeros(1)), tmp_path / "x", format="orbax", mapping=_as_they_are)
+            lm.save({name: np.zeros(1) for name in names}, tmp_path / "x", format="orbax", mapping=_as_they_are)
 
 
 def _as_they_are(tensors: Any) -> dict[str, Any]:
