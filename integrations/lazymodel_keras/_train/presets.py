@@ -33,7 +33,7 @@ from lazymodel_keras._train.whole_saving import as_it_is, outdated_of_preset, sa
 
 
 def save_preset(
-    abstract: AbstractModel,
+    abstract: AbstractModel[Any],
     path: str | os.PathLike[str],
     *,
     to: str = "preset",
@@ -98,7 +98,7 @@ def save_preset(
         save_folder(export, folder, lambda new: old_files(folder))
 
 
-def lazy_values(abstract: AbstractModel) -> dict[str, LazyTensor]:
+def lazy_values(abstract: AbstractModel[Any]) -> dict[str, LazyTensor]:
     """What each variable of an abstract model of Keras will hold, by path; as long as no step changed that."""
     return dict(zip(abstract, (tensor for _, tensor in _unfilled(abstract)[1]), strict=True))
 
