@@ -38,7 +38,7 @@ NAMES = {
     """,
     "lazymodel_keras": """
         TrainingCheckpoint TrainingState abstract_from_preset adapter deferred distribution enable_lora
-        from_preset load_model restore streamed_saving training_state
+        from_preset load_model restore save_preset streamed_saving training_state
     """,
 }
 

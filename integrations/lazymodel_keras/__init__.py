@@ -31,6 +31,7 @@ from lazymodel_keras._deferred import deferred, load_model
 from lazymodel_keras._model.training import distribution
 from lazymodel_keras._record import kerashub as kerashub
 from lazymodel_keras._train.callbacks import TrainingCheckpoint, TrainingState, training_state
+from lazymodel_keras._train.presets import save_preset
 from lazymodel_keras._train.restore import restore
 from lazymodel_keras._train.saving import streamed_saving
 from lazymodel_keras._transform.lora import enable_lora
@@ -47,6 +48,7 @@ __all__ = [
     "from_preset",
     "load_model",
     "restore",
+    "save_preset",
     "streamed_saving",
     "training_state",
 ]

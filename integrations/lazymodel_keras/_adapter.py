@@ -15,6 +15,7 @@ from lazymodel._abstract.paths import unique_paths
 from lazymodel_keras import _factories, _upstream
 from lazymodel_keras._build import abstract_build
 from lazymodel_keras._config import plan_model
+from lazymodel_keras._convert import convert_model
 from lazymodel_keras._keywords import check_constructor, check_from_preset, ours
 from lazymodel_keras._model.skeleton import model_variables, replace
 
@@ -46,6 +47,7 @@ class KerasAdapter:
         return abstract_build(functools.partial(build, *args, **kwargs), what=name, loads=False)
 
     from_config = staticmethod(plan_model)
+    convert = staticmethod(convert_model)
 
     def arrays(self, model: Any) -> dict[str, Any] | None:
         """The values of the variables of a model or layer, its optimizer's and metrics' included."""

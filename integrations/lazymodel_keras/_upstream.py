@@ -94,6 +94,18 @@ def give_value(variable: Any, array: Any, layout: Any) -> None:
     variable._initializer = None
 
 
+@contextlib.contextmanager
+def holding_lazily(values: Sequence[tuple[Any, Any]]) -> Generator[None]:
+    """Gives abstract variables lazy tensors for values, for a while: Keras takes what a variable has as it is."""
+    try:
+        for variable, value in values:
+            variable._value = value
+        yield
+    finally:
+        for variable, _ in values:
+            variable._value = None
+
+
 def uncommitted(array: Any) -> Any:
     """The array in the same buffer, committed to no device, as those are that Keras makes without a distribution.
 
@@ -391,6 +403,21 @@ def index_of(loader: Any) -> str:
     """The path of the index that such a loader has read."""
     module: Any = sys.modules[_LOADER]
     return module.get_file(loader.preset, module.SAFETENSOR_CONFIG_FILE)
+
+
+_EXPORTER, EXPORTED = "keras_hub.src.utils.transformers.export.hf_exporter", "_to_numpy_dict"
+
+
+def exporter() -> Any:
+    """KerasHub's module that writes Hugging Face folders, whose `EXPORTED` makes arrays of all weights; or None.
+
+    KerasHub imports it when it first needs it. What it writes the weights with takes arrays in memory only.
+    """
+    try:
+        module = importlib.import_module(_EXPORTER)
+    except ImportError:
+        return None
+    return module if EXPORTED in vars(module) else None
 
 
 def gpt_oss_converter() -> Any:

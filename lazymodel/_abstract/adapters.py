@@ -43,7 +43,7 @@ class Adapter(Protocol):
 def named(framework: str) -> Any:
     """The adapter of a framework, which is imported for it; LazyModelError where there is none, or not what it needs.
 
-    That of Keras has a `from_config` besides.
+    That of Keras has a `from_config` and a `convert` besides.
     """
     modules = _modules()
     if framework not in modules:

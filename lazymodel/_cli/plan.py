@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import importlib
 import itertools
 import math
 import os
@@ -27,6 +26,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lazymodel._abstract.adapters import named
+from lazymodel._cli.imported import imported, is_imported
 from lazymodel._cli.output import print_json
 from lazymodel._cli.storage import add_storage_options, storage_options
 from lazymodel._compile.compile import Compile
@@ -42,7 +42,7 @@ from lazymodel._remote.url import is_url, shown
 from lazymodel._sharding.auto import auto
 from lazymodel._show.quiet import quiet_tensorflow
 from lazymodel._show.table import print_text
-from lazymodel._show.text import closest, parse_bytes
+from lazymodel._show.text import parse_bytes
 
 # Files that hold weights and nothing that a model could be built from.
 _WEIGHTS = (
@@ -162,7 +162,7 @@ def _plans(
     plans: dict[str, MemoryPlan] = {}
     # What KerasHub builds is built quantized, with the pairs that it then has; of others it is arithmetic.
     built = WhatIf()
-    if what_if.quantize is not None and not _is_factory(source):
+    if what_if.quantize is not None and not is_imported(source):
         built, what_if = what_if, WhatIf(what_if.optimizer)
     with _status() as say:
         for dtype in arguments.dtype or [None]:
@@ -254,18 +254,14 @@ def _mesh(topology: str | None, axes: Mapping[str, int] | None, *, compiled: boo
     return jax.sharding.Mesh(np.asarray(here[:wanted]).reshape(sizes), names)
 
 
-def _is_factory(source: str) -> bool:
-    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source) is not None and not os.path.exists(source)
-
-
 def _model(source: str, arguments: argparse.Namespace, dtype: str | None, built: WhatIf) -> AbstractModel[Any]:
     options = storage_options(arguments)
-    if _is_factory(source):
+    if is_imported(source):
         if options:
             raise LazyModelError("--storage-option is for URLs; a factory decides for itself")
         if arguments.cls is not None or dtype is not None:
             raise LazyModelError("--class and --dtype are for presets and configurations; a factory decides for itself")
-        return _from_factory(*source.split(":"))
+        return _from_factory(source)
     os.environ.setdefault("KERAS_BACKEND", "jax")
     with quiet_tensorflow():
         adapter = named("keras")
@@ -278,17 +274,10 @@ def _model(source: str, arguments: argparse.Namespace, dtype: str | None, built:
     return model if built.lora_rank is None else model.lora(built.lora_rank)
 
 
-def _from_factory(module_name: str, name: str) -> AbstractModel[Any]:
-    sys.path.insert(0, os.getcwd())  # as `python -m` has it
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise LazyModelError(f"there is no module {error.name!r} (looking for {module_name}:{name})") from error
-    finally:
-        sys.path.remove(os.getcwd())
-    factory = getattr(module, name, None)
+def _from_factory(text: str) -> AbstractModel[Any]:
+    factory = imported(text)
     if not callable(factory):
-        raise LazyModelError(f"module {module_name} has no function {name!r}{closest(name, vars(module))}")
+        raise LazyModelError(f"{text} is no function")
     return build_abstract(factory)
 
 

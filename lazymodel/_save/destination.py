@@ -1,4 +1,4 @@
-"""Where safetensors files go: what is there already, and the steps after which the new files count instead.
+"""Where files go, safetensors above all: what is there already, and the steps after which the new files count instead.
 
 Responsible for names, for which files are the old checkpoint, and for the order in which files come and go. Not
 responsible for what is in them, nor for how one step is made to happen completely or not at all (`_save/atomic`).
@@ -18,7 +18,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,23 @@ class SavedFile:
     header: bytes  # everything before the tensors
     tensors: tuple[tuple[str, LazyTensor, int], ...]  # name, tensor, and byte in the file
     nbytes: int  # of all of it
+    rest: tuple[tuple[int, bytes], ...] = ()  # other bytes that are no tensor's, and where in the file they are
+
+
+def grouped(
+    tensors: Mapping[str, LazyTensor], shard_size: int | None, nbytes_of: Callable[[str, LazyTensor], int]
+) -> list[dict[str, LazyTensor]]:
+    """Divides tensors among files, in their order; one file where there is no limit."""
+    groups: list[dict[str, LazyTensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        nbytes = nbytes_of(name, tensor)
+        if shard_size is not None and groups[-1] and size + nbytes > shard_size:
+            groups.append({})
+            size = 0
+        groups[-1][name] = tensor
+        size += nbytes
+    return groups
 
 
 class Destination:
@@ -92,8 +109,11 @@ class Destination:
                         f"{self.path} needs {format_bytes(total)}, and there are {format_bytes(free)} free"
                     )
                 for file in self.files:
+                    self.place(file).parent.mkdir(exist_ok=True)
                     with open(self.place(file), "wb") as stream:
-                        stream.write(file.header)
+                        for start, text in ((0, file.header), *file.rest):
+                            stream.seek(start)
+                            stream.write(text)
                         stream.truncate(file.nbytes)
             yield
 
@@ -111,7 +131,7 @@ class Destination:
 
 
 class FileDestination(Destination):
-    """A single file, `x.safetensors`."""
+    """A single file, such as `x.safetensors`."""
 
     _inside = False
 
@@ -207,7 +227,7 @@ def check_file(path: Location) -> None:
     """Raises LazyModelError where a file of this name cannot be saved by itself."""
     folder = path.parent
     if path.is_dir():
-        raise LazyModelError(f"{path} is a folder; give the name of a file, or a folder without .safetensors")
+        raise LazyModelError(f"{path} is a folder; give the name of a file, or of a folder without a suffix of files")
     for index in sorted(folder.glob("*.safetensors.index.json")):
         if path.name in listed_shards(index) or (path.name, index.name) == (SINGLE, INDEX):
             raise LazyModelError(

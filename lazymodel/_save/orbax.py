@@ -35,7 +35,7 @@ def save_orbax(arrays: Mapping[str, Any], path: Path, *, overwrite: bool) -> Non
         orbax: Any = importlib.import_module("orbax.checkpoint")
     except ImportError as error:
         raise LazyModelError("format='orbax' needs orbax-checkpoint: pip install 'lazymodel[orbax]'") from error
-    tree = _tree(arrays)
+    tree = tree_of(arrays)
     path = Path(os.path.realpath(path))  # a link stays, and what it leads to is replaced
     leads = jax.process_index() == 0  # Orbax waits for all processes, whichever devices the arrays are on
     everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("devices",)), PartitionSpec())
@@ -46,7 +46,9 @@ def save_orbax(arrays: Mapping[str, Any], path: Path, *, overwrite: bool) -> Non
         with agreement(shardings, **terms):
             if leads:
                 stack.enter_context(staging(path, rivals=[staging_folder(path, inside=True)]))
-                _check_free(path, overwrite=overwrite)
+                if not overwrite and path.exists():
+                    raise LazyModelError(f"there is something already: {path}. Pass overwrite=True to replace it")
+                check_replaced(path)
                 with writing(path):
                     stage.new.rmdir()  # Orbax makes it
                 stack.enter_context(_outlasting(stage.folder))
@@ -84,7 +86,7 @@ def _outlasting(folder: Path) -> Generator[None]:
         raise
 
 
-def _tree(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def tree_of(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Arrays at their keys; None for those without elements, which Orbax does not save."""
     tree: dict[str, Any] = {}
     for name, array in arrays.items():
@@ -100,12 +102,10 @@ def _tree(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _check_free(path: Path, *, overwrite: bool) -> None:
-    """Raises LazyModelError where there is something that is not to be replaced."""
+def check_replaced(path: Path) -> Path | None:
+    """What is at a path and may be replaced, if anything; LazyModelError for what may not be."""
     if not path.exists():
-        return
-    if not overwrite:
-        raise LazyModelError(f"there is something already: {path}. Pass overwrite=True to replace it")
+        return None
     if not path.is_dir():
         raise LazyModelError(f"{path} is a file; give a folder")
     if foreign := foreign_entries(path):
@@ -113,3 +113,4 @@ def _check_free(path: Path, *, overwrite: bool) -> None:
             f"{path} holds what is no part of an Orbax checkpoint and would be gone with it: {listed(foreign)}"
             ". Save to another folder, or move these away"
         )
+    return path

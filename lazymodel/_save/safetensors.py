@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from lazymodel._errors import LazyModelError
-from lazymodel._save.destination import SINGLE, SavedFile
+from lazymodel._save.destination import SINGLE, SavedFile, grouped
 from lazymodel._show.text import format_bytes
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._safetensors_header import DTYPES, FLOAT4, MAX_HEADER
@@ -33,15 +33,7 @@ def layout(
     """
     if bad := [key for key, value in metadata.items() if not isinstance(cast(Any, value), str)]:
         raise LazyModelError(f"metadata maps strings to strings; found {bad[0]!r}: {metadata[bad[0]]!r}")
-    groups: list[dict[str, LazyTensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        nbytes = _stored_nbytes(name, tensor)
-        if shard_size is not None and groups[-1] and size + nbytes > shard_size:
-            groups.append({})
-            size = 0
-        groups[-1][name] = tensor
-        size += nbytes
+    groups = grouped(tensors, shard_size, _stored_nbytes)
     metadata = {key: value for key, value in metadata.items() if key != SAVE_KEY}  # copied from another checkpoint
     save_id = save_id or new_save_id()
     if len(groups) == 1:

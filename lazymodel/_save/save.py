@@ -1,4 +1,4 @@
-"""The verb `save`: a model's arrays to safetensors or Orbax, a piece of a tensor at a time.
+"""The verb `save`: a model's arrays, or another checkpoint's, to files of any format, a piece of a tensor at a time.
 
 Values go the way that loading takes, backwards: an array is the leaf of a lazy tensor (`DeviceLeaf`), a mapping is
 NumPy on such tensors, and what is written is read out of them box by box, so that nothing is gathered.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -21,18 +22,26 @@ from lazymodel._errors import LazyModelError
 from lazymodel._mapping.table import WeightMap
 from lazymodel._remote.path import Location, remote_path
 from lazymodel._remote.url import is_url
-from lazymodel._save.destination import TERMS, FileDestination, FolderDestination, SaveOptions
+from lazymodel._save import hdf5, numpy, zarr
+from lazymodel._save.destination import TERMS, Destination, FileDestination, FolderDestination, SaveOptions
+from lazymodel._save.hdf5 import Hdf5Shards
+from lazymodel._save.numpy import NpzDestination
 from lazymodel._save.orbax import save_orbax
 from lazymodel._save.remote import save_remote
 from lazymodel._save.safetensors import layout
 from lazymodel._save.write import check_budget, write_files
+from lazymodel._save.zarr import OrbaxDestination
 from lazymodel._show.progress import Progress
 from lazymodel._show.text import closest, parse_budget, parse_bytes
 from lazymodel._tensors.boxes import fresh_view, geometry_of
 from lazymodel._tensors.device import DeviceLeaf
 from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.leaves import ArrayLeaf
 
-_DEFAULT_BUDGET = 256 << 20  # bytes; all threads with all they take, beyond which nothing gets faster
+_SUFFIXES = {
+    ".safetensors": "safetensors", ".weights.json": "hdf5", ".h5": "hdf5", ".hdf5": "hdf5", ".npz": "numpy",
+}  # fmt: skip
+DEFAULT_BUDGET = 256 << 20  # bytes; all threads with all they take, beyond which nothing gets faster
 
 WriteFunction: TypeAlias = "Callable[[Mapping[str, LazyTensor]], Mapping[str, Any]]"
 
@@ -42,7 +51,7 @@ def save(
     path: str | os.PathLike[str],
     *,
     mapping: WeightMap | WriteFunction | None = None,
-    format: str = "safetensors",
+    format: str | None = None,
     max_shard_size: int | str = "5GB",
     max_host_memory: int | str | None = None,
     metadata: Mapping[str, str] | None = None,
@@ -69,14 +78,15 @@ def save(
             `build_abstract`. Lazy tensors of another checkpoint are taken as well, which converts it. PRNG keys are
             saved as their key data; what is no array is left out.
         path: A file that ends with `.safetensors`, of any size; or a folder, which may hold other files. Either may be
-            a URL that begins with `s3://`, `gs://` or `az://`. For Orbax a folder on a disk.
+            a URL that begins with `s3://`, `gs://` or `az://`. On disks also `.weights.h5` or `.h5`, as Keras writes
+            them, `.weights.json` for shards of it, and NumPy's `.npz`; for Orbax a folder.
         mapping: The `WeightMap` that the model was loaded with, undone; or a function that takes path → `LazyTensor`
             and returns a flat dict of tensor name → lazy tensor or array, made with NumPy. None keeps the paths.
-        format: `"safetensors"` or `"orbax"`. Orbax (package `orbax-checkpoint`) saves arrays as they are, so there a
-            mapping may rename them and no more; its tree has the parts of the paths as keys.
+        format: `"safetensors"`, `"hdf5"`, `"numpy"` or `"orbax"`; None goes by the suffix, and a folder is safetensors.
+            Orbax' tree has the parts of paths as keys. Orbax (`orbax-checkpoint`) itself saves arrays as they are;
+            tensors of files, and what a mapping changed, become plain zarr arrays.
         max_shard_size: Bytes of tensors of one file in a folder, or `"5GB"`. A larger tensor has a file to itself.
-        max_host_memory: Ceiling for the host's staging memory in bytes, or `"1GiB"`; None is 256 MiB. Orbax takes what
-            it takes.
+        max_host_memory: Ceiling for staging in bytes, or `"1GiB"`; None is 256 MiB. Orbax takes what it takes.
         metadata: Strings to strings, for the header of every safetensors file. `{"format": "pt"}` is added unless
             `format` is given: Hugging Face's loaders ask for it, and it says that names and layouts are PyTorch's.
         progress: As for `materialize`, in bytes that this process writes.
@@ -96,26 +106,40 @@ def save(
     """
     arrays = named_arrays(model)
     shardings = [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
-    if format not in ("safetensors", "orbax"):
-        raise LazyModelError(f"format is 'safetensors' or 'orbax'; got {format!r}")
+    format = _format(path, format)
     where = _located(path, storage_options, format)
-    tensors = _map({name: lazy_array(name, array) for name, array in arrays.items()}, mapping)
+    tensors = mapped({name: lazy_array(name, array) for name, array in arrays.items()}, mapping)
     if format == "orbax":
-        save_orbax({name: _plain(name, tensor) for name, tensor in tensors.items()}, Path(path), overwrite=overwrite)
-        return
+        plain = {name: _plain(tensor) for name, tensor in tensors.items()}
+        if all(array is not None for array in plain.values()):
+            save_orbax(plain, Path(path), overwrite=overwrite)
+            return
+    size = None if where.suffix == ".safetensors" else parse_bytes(max_shard_size, name="max_shard_size", at_least=1)
     options = SaveOptions(
-        shard_size=None
-        if where.suffix == ".safetensors"
-        else parse_bytes(max_shard_size, name="max_shard_size", at_least=1),
-        budget=_DEFAULT_BUDGET if max_host_memory is None else parse_budget(max_host_memory),
+        shard_size=size,
+        budget=DEFAULT_BUDGET if max_host_memory is None else parse_budget(max_host_memory),
         metadata={"format": "pt"} | dict(metadata or {}),
         progress=progress,
         overwrite=overwrite,
     )
     if isinstance(where, Path):
-        _save_files(tensors, where, shardings, options)
+        _save_files(tensors, where, shardings, options, format)
     else:
         save_remote(tensors, where, shardings, options)
+
+
+def _format(path: str | os.PathLike[str], format: str | None) -> str:
+    """The format to save in; a file's suffix says so, and for a folder it is safetensors unless told."""
+    if format is not None and format not in (known := sorted({*_SUFFIXES.values(), "orbax"})):
+        raise LazyModelError(f"format is one of {', '.join(known)}, or None; got {format!r}")
+    name = os.fspath(path).partition("?")[0]
+    said = next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), None)
+    if said is None and format in ("hdf5", "numpy"):
+        names = "x.weights.h5, or x.weights.json with shards beside it" if format == "hdf5" else "x.npz"
+        raise LazyModelError(f"{name}: format={format!r} writes files; expected a name such as {names}")
+    if None not in (said, format) and said != format:
+        raise LazyModelError(f"{name}: the name is one of {said}, and format={format!r}; leave one of them out")
+    return format or said or "safetensors"
 
 
 def _located(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, format: str) -> Location:
@@ -124,24 +148,46 @@ def _located(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | 
             raise LazyModelError(f"{os.fspath(path)}: storage_options are for URLs, found a path")
         return Path(path)
     where = remote_path(os.fspath(path), storage_options)
-    if format == "orbax":
+    if format != "safetensors":
         raise LazyModelError(
-            f"{where}: Orbax checkpoints are saved to disks only, expected a path, found a URL. Save as safetensors"
+            f"{where}: only safetensors are saved to buckets, expected a path for {format}, found a URL. Save as "
+            "safetensors, or to a disk first"
         )
     return where
 
 
-def _save_files(tensors: dict[str, LazyTensor], path: Path, shardings: Sequence[Any], options: SaveOptions) -> None:
+def _laid_out(tensors: dict[str, LazyTensor], path: Path, options: SaveOptions, format: str) -> tuple[Destination, int]:
+    """Which files there will be, and where; with a checksum of it, the same in every process."""
+    if format == "safetensors":
+        files, checksum = layout(tensors, options.shard_size, options.metadata)
+        return FileDestination(path, files) if options.shard_size is None else FolderDestination(path, files), checksum
+    if format == "numpy":
+        target = NpzDestination(path, [numpy.layout(tensors, path.name)])
+    elif format == "orbax":
+        target = OrbaxDestination(Path(os.path.realpath(path)), zarr.layout(tensors))
+    else:
+        assert options.shard_size is not None
+        files = hdf5.layout(tensors, path, options.shard_size)
+        target = Hdf5Shards(path, files) if path.suffix == ".json" else FileDestination(path, files)
+    said = [
+        (file.name, name, tensor.dtype.name, tensor.shape, at)
+        for file in target.files
+        for name, tensor, at in file.tensors
+    ]
+    return target, zlib.crc32(repr(said).encode())
+
+
+def _save_files(
+    tensors: dict[str, LazyTensor], path: Path, shardings: Sequence[Any], options: SaveOptions, format: str
+) -> None:
     """Saves to a file system that all processes share."""
     shared = not all(sharding.is_fully_addressable for sharding in shardings)
     processes = {device.process_index for sharding in shardings for device in sharding.device_set}
     leads = not shared or jax.process_index() == min(processes)
     with contextlib.ExitStack() as stack:
         with agreement(shardings, **TERMS) as stage:
-            files, checksum = layout(tensors, options.shard_size, options.metadata)
-            check_budget(files, options.budget)
-            single = options.shard_size is None
-            target = FileDestination(path, files) if single else FolderDestination(path, files)
+            target, checksum = _laid_out(tensors, path, options, format)
+            check_budget(target.files, options.budget)
             if leads:
                 stack.enter_context(target.begun(overwrite=options.overwrite))
             stage.outcome = f"write {len(tensors)} tensors (checksum {checksum})"
@@ -152,7 +198,7 @@ def _save_files(tensors: dict[str, LazyTensor], path: Path, shardings: Sequence[
                 target.commit()
 
 
-def _map(arrays: dict[str, LazyTensor], mapping: WeightMap | WriteFunction | None) -> dict[str, LazyTensor]:
+def mapped(arrays: dict[str, LazyTensor], mapping: WeightMap | WriteFunction | None) -> dict[str, LazyTensor]:
     """The tensors to write, by name."""
     if mapping is None:
         return arrays
@@ -176,12 +222,11 @@ class _Named(dict[str, LazyTensor]):
         raise LazyModelError(f"the model has no variable {path!r}{closest(path, self)}")
 
 
-def _plain(name: str, tensor: LazyTensor) -> Any:
-    """The array that a lazy tensor is all of, as it is."""
+def _plain(tensor: LazyTensor) -> Any:
+    """The array in memory that a lazy tensor is all of, as it is; None where it is none."""
     leaf = tensor.leaf
-    geometry = geometry_of(fresh_view(leaf.shape, leaf.dtype.itemsize))
-    if tensor.steps or tensor.geometry() != geometry:
-        raise LazyModelError(f"{name!r}: Orbax saves arrays as they are, so a mapping may only rename them")
+    if tensor.steps or tensor.geometry() != geometry_of(fresh_view(leaf.shape, leaf.dtype.itemsize)):
+        return None
     if isinstance(leaf, DeviceLeaf):
         return leaf.array
-    return tensor.read()
+    return tensor.read() if isinstance(leaf, ArrayLeaf) else None

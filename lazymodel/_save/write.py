@@ -14,20 +14,33 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
 from lazymodel._errors import LazyModelError
+from lazymodel._remote.source import reading_ahead
 from lazymodel._save.destination import Destination, SavedFile
 from lazymodel._show.progress import Progress, progress_for
 from lazymodel._show.text import format_bytes
-from lazymodel._tensors.boxes import Box, box_shape, clip, cover, fresh_view, geometry_of, normalize, shift, slabs
+from lazymodel._tensors.boxes import (
+    Box,
+    box_shape,
+    clip,
+    cover,
+    fresh_view,
+    geometry_of,
+    normalize,
+    shift,
+    slabs,
+    whole_box,
+)
 from lazymodel._tensors.buffers import Workspace, empty_aligned
 from lazymodel._tensors.device import DeviceLeaf
 from lazymodel._tensors.fill import fill_parts
 from lazymodel._tensors.lazy import LazyTensor, PiecesLeaf
 from lazymodel._tensors.leaves import Leaf
+from lazymodel._tensors.wanted import wanted
 from lazymodel.checkpoints._safetensors_header import FLOAT4
 
 _BAND = 16 << 20  # bytes that are staged at a time: a write of some milliseconds, a transfer likewise
@@ -43,6 +56,9 @@ class _Piece:
     start: int  # byte in the file of its first element
     strides: tuple[int, ...]  # bytes in the file, descending but for axes of extent 1
     packed: bool = False  # whether two elements are a byte; then it has one dimension
+
+
+_Job: TypeAlias = tuple[_Piece, Box, list[Box]]  # a box to write, and the list of those of its piece still to be done
 
 
 def _pieces(name: str, tensor: LazyTensor, offset: int, *, leads: bool) -> Iterator[_Piece]:
@@ -133,65 +149,108 @@ def write_files(
     pieces = [
         (file, [piece for name, tensor, at in file.tensors for piece in _pieces(name, tensor, at, leads=leads)])
         for file in target.files
+        if file.tensors
     ]
-    unit = max((piece.tensor.leaf.unit_nbytes for _, group in pieces for piece in group), default=0)
-    threads = max(min(_THREADS, os.cpu_count() or 1, budget // (unit + 2 * _BAND)), 1)
-    band = max(min(_BAND, (budget // threads - unit) // 2), 1)
+    tensors = [piece.tensor for _, group in pieces for piece in group]
+    remote = any(True for tensor in tensors for _ in wanted(tensor, [whole_box(tensor.shape)]))
+    ahead = budget // 4 if remote else 0
+    unit = max((tensor.leaf.unit_nbytes for tensor in tensors), default=0)
+    threads = max(min(_THREADS, os.cpu_count() or 1, (budget - ahead) // (unit + 2 * _BAND)), 1)
+    band = max(min(_BAND, ((budget - ahead) // threads - unit) // 2), 1)
+    writing = [_Writing(target.place(file), list(_jobs(group, band))) for file, group in pieces]
+    wants = [want for file in writing if remote for piece, box, _ in file.jobs for want in wanted(piece.tensor, [box])]
     bar = progress_for(progress)
-    bar.start(sum(piece.tensor.nbytes for _, group in pieces for piece in group), f"{target.path.name}: saving")
+    bar.start(sum(tensor.nbytes for tensor in tensors), f"{target.path.name}: saving")
     try:
-        for file, group in pieces:
-            where = target.place(file)
-            try:
-                with _descriptor(where) as fd:
-                    _write_file(fd, group, threads, band, unit, bar, check)
-            except OSError as error:
-                hint = "; with several processes the path must be on a file system that all of them share"
-                hint = hint if isinstance(error, FileNotFoundError) else ""
-                raise LazyModelError(f"cannot write {target.path} ({where.name}): {error.strerror}{hint}") from error
+        with reading_ahead(wants, ahead) if remote else contextlib.nullcontext():
+            _run(writing, threads, band + unit, bar, check)
+    except OSError as error:
+        hint = "; with several processes the path must be on a file system that all of them share"
+        hint = hint if isinstance(error, FileNotFoundError) else ""
+        where = os.path.basename(error.filename) if isinstance(error.filename, str | Path) else "a file"
+        raise LazyModelError(f"cannot write {target.path} ({where}): {error.strerror}{hint}") from error
     finally:
+        for file in writing:
+            file.close()
         bar.finish()
 
 
-@contextlib.contextmanager
-def _descriptor(path: Path) -> Generator[int]:
-    fd = os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
-    try:
-        yield fd
-        os.fsync(fd)  # renamed before its bytes are on disk, a power failure could leave it there without them
-    finally:
-        os.close(fd)
+class _Writing:
+    """A file that is written in several threads: open from its first job on, and on the disk after its last one."""
+
+    def __init__(self, path: Path, jobs: list[_Job]) -> None:
+        self.path, self.jobs, self._left, self._fd = path, jobs, len(jobs), -1
+
+    def open(self) -> int:
+        """Its descriptor; not for two threads at once."""
+        if self._fd < 0:
+            self._fd = os.open(self.path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+        return self._fd
+
+    def done(self) -> bool:
+        """Tells that a job is done; whether it was the last. Not for two threads at once."""
+        self._left -= 1
+        return not self._left
+
+    def finish(self) -> None:
+        """Waits for the disk: renamed before its bytes are there, a power failure could leave it without them."""
+        with self.telling():
+            os.fsync(self._fd)
+        self.close()
+
+    def close(self) -> None:
+        """Closes it, if it is open."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def telling(self) -> Generator[None]:
+        """What the system says of a descriptor says of which file."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = error.filename or str(self.path)
+            raise
 
 
-def _write_file(
-    fd: int, pieces: Sequence[_Piece], threads: int, band: int, unit: int, bar: Progress, check: Callable[[], None]
+def _run(
+    files: Sequence[_Writing], threads: int, workspace_nbytes: int, bar: Progress, check: Callable[[], None]
 ) -> None:
-    jobs = _jobs(pieces, band)
+    jobs = ((file, job) for file in files for job in file.jobs)
     lock, stopped = threading.Lock(), threading.Event()
+    for file in files:
+        if not file.jobs:  # all of it is another process's, or nothing: whether it can be written is told all the same
+            file.open()
+            file.close()
 
     def work() -> None:
-        workspace = Workspace(band + unit)
+        workspace = Workspace(workspace_nbytes)
         buffer = np.empty(0, np.uint8)
         while not stopped.is_set():
-            with lock:
-                job = next(jobs, None)
-            if job is None:
-                return
             try:
-                piece, box, others = job
+                with lock:
+                    if (drawn := next(jobs, None)) is None:
+                        return
+                    file, (piece, box, others) = drawn
+                    fd = file.open()
                 nbytes = math.prod(box_shape(box)) * piece.tensor.itemsize
                 if buffer.nbytes < nbytes:
                     buffer = empty_aligned((nbytes,), np.dtype(np.uint8))
                 values = buffer[:nbytes].view(piece.tensor.dtype).reshape(box_shape(box))
                 for part in fill_parts(piece.tensor, [box], [values]):
                     part.run(workspace)
-                _put(fd, piece, box, values)
+                with file.telling():
+                    _put(fd, piece, box, values)
                 with lock:
                     bar.advance(nbytes, piece.name)
                     check()
                     others.remove(box)
                     if not others:
                         piece.tensor.leaf.release()
+                    last = file.done()
+                if last:
+                    file.finish()
             except BaseException:
                 stopped.set()
                 raise
@@ -201,8 +260,8 @@ def _write_file(
             worker.result()
 
 
-def _jobs(pieces: Sequence[_Piece], band: int) -> Iterator[tuple[_Piece, Box, list[Box]]]:
-    """Each piece in bands, with the list of those that are still to be done."""
+def _jobs(pieces: Sequence[_Piece], band: int) -> Iterator[_Job]:
+    """Each piece in bands."""
     for piece in pieces:
         elements = max(band // piece.tensor.itemsize, 1)
         if piece.packed:  # two are a byte

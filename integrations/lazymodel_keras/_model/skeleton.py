@@ -69,10 +69,13 @@ class Skeleton(Framework):
 
     def upcoming(self) -> Skeleton:
         """What the next `rebuild` fills: itself, or one more like it, which is kept until then."""
-        if self._reserved is None:
-            skeleton = self.present()
-            self._reserved = skeleton._another() if skeleton.used else skeleton
+        self._reserved = self._reserved or self.unfilled()
         return self._reserved
+
+    def unfilled(self) -> Skeleton:
+        """Itself, or another one like it where its object has been filled."""
+        skeleton = self.present()
+        return skeleton._another() if skeleton.used else skeleton
 
     def leave(self) -> None:
         """Leaves what `upcoming` is to whoever fills it instead."""

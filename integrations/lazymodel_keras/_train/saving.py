@@ -8,14 +8,17 @@ shape and dtype, and where HDF5 would copy one's values, these are written from 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Generator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import h5py
 import jax
 import keras
 import numpy as np
 
+from lazymodel._save.hdf5 import reserving_properties
 from lazymodel._tensors.boxes import slabs
 from lazymodel._tensors.device import DeviceLeaf
 from lazymodel._tensors.lazy import LazyTensor
@@ -63,14 +66,34 @@ class _StandIn(np.ndarray):
     tensor: LazyTensor
 
     @classmethod
-    def of(cls, path: str, array: jax.Array) -> _StandIn:
-        tensor = LazyTensor(DeviceLeaf(path, array))
+    def of(cls, path: str, array: Any) -> _StandIn:
+        tensor = array if isinstance(array, LazyTensor) else LazyTensor(DeviceLeaf(path, array))
         made = np.broadcast_to(np.zeros((), tensor.dtype), tensor.shape).view(cls)
         made.tensor = tensor
         return made
 
 
+class Reserved(NamedTuple):
+    """Room in an HDF5 file for a tensor."""
+
+    file: Path
+    tensor: LazyTensor
+    offset: int  # byte in the file
+
+
+@contextlib.contextmanager
+def reserving() -> Generator[list[Reserved]]:
+    """Within the block, what `streamed_saving` would write from shards gets room in its file, and is in the list."""
+    _thread.reserved = reserved = list[Reserved]()
+    try:
+        with _patches.needed():
+            yield reserved
+    finally:
+        _thread.reserved = None
+
+
 _patches = SharedPatches()
+_thread = threading.local()
 
 
 @_patches.register
@@ -87,7 +110,7 @@ def _is_memory_sufficient(original: Any, model: Any) -> bool:
 @_patches.replacing(_upstream.SAVING_LIB.ShardedH5IOStore, "__setitem__")
 def _set(original: Any, self: Any, key: str, value: Any) -> None:
     array = value.value if isinstance(value, keras.Variable) else value
-    if isinstance(array, jax.Array):
+    if isinstance(array, jax.Array | LazyTensor):
         value = _StandIn.of(getattr(value, "path", "a value"), array)
     original(self, key, value)
 
@@ -103,6 +126,12 @@ def _create(
 ) -> Any:
     if not isinstance(data, _StandIn):
         return original(self, name, shape, dtype, data, **options)
+    reserved: list[Reserved] | None = getattr(_thread, "reserved", None)
+    if reserved is not None:
+        dataset = original(self, name, data.shape, data.dtype, dcpl=reserving_properties(), **options)
+        if data.size:
+            reserved.append(Reserved(Path(self.file.filename), data.tensor, dataset.id.get_offset()))
+        return dataset
     dataset = original(self, name, data.shape, data.dtype, **options)
     for slab in slabs(data.shape, max(_SLAB // data.dtype.itemsize, 1)):
         dataset[slab] = np.asarray(data.tensor[slab])

@@ -16,9 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import json
 import os
-import re
 import shutil
 import threading
 from collections.abc import Callable, Generator
@@ -26,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from lazymodel import LazyModelError
-from lazymodel._save.atomic import Staging, carry_over, staging, writing
+from lazymodel._save.atomic import carry_over, staging, writing
+from lazymodel._save.hdf5 import replace_shards
 from lazymodel._show.text import format_bytes
 from lazymodel.checkpoints._open import staging_folder
 from lazymodel_keras import _upstream
@@ -67,9 +66,16 @@ def _saved_whole(save: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
 
     path = Path(os.path.realpath(os.fspath(target)))  # a link stays one, and what it leads to is replaced
     _require_room(path, next(iter(bound.arguments.values())), original.__name__)
+    with as_it_is():
+        return save(write, path, bound.arguments)
+
+
+@contextlib.contextmanager
+def as_it_is() -> Generator[None]:
+    """Within the block, what Keras saves goes to the path that it is given."""
     _thread.saving = True
     try:
-        return save(write, path, bound.arguments)
+        yield
     finally:
         _thread.saving = False
 
@@ -112,7 +118,7 @@ def _save_file(write: Callable[[Path], Any], path: Path, arguments: dict[str, An
 def _save_model(write: Callable[[Path], Any], path: Path, arguments: dict[str, Any]) -> Any:
     if arguments.get("zipped", True):
         return _save_file(write, path, arguments)
-    return _save_folder(write, path, lambda new: [])
+    return save_folder(write, path, lambda new: [])
 
 
 # Sharded weights ------------------------------------------------------------------------------------------------------
@@ -125,65 +131,29 @@ def _save_weights(write: Callable[[Path], Any], path: Path, arguments: dict[str,
     folder = path.parent
     with staging(folder, inside=True, rivals=[staging_folder(folder)]) as stage:
         result = write(stage.new / path.name)
-        _replace_shards(stage, index)
+        replace_shards(stage, index)
     return result
-
-
-def _replace_shards(stage: Staging, index: str) -> None:
-    """Puts the index and shards that are in `stage.new` in place, under the names that they have there."""
-    with writing(stage.destination):
-        text = (stage.new / index).read_text(encoding="utf-8")
-        shards = sorted(set(os.listdir(stage.new)) - {index})
-        base = index.removesuffix(".json").replace(".weights", "")
-        pattern = re.compile(re.escape(base) + r"_(\d{5,})\.weights\.h5")
-        there = {name: int(match[1]) for name in os.listdir(stage.destination) if (match := pattern.fullmatch(name))}
-        counted = there if (stage.destination / index).exists() else {}
-        if counted.keys() & set(shards):
-            # Under names of their own first: what the index that is there refers to stays as it is until then.
-            first = max([*there.values(), len(shards)]) + 1
-            aside = {name: f"{base}_{first + number:05}.weights.h5" for number, name in enumerate(shards)}
-            for name, other in aside.items():
-                os.rename(stage.new / name, stage.new / other)
-            (stage.new / index).write_text(_renamed(text, aside), encoding="utf-8")
-            stage.replace_files(list(aside.values()), index, [])
-            for name, other in aside.items():
-                try:
-                    os.link(stage.destination / other, stage.new / name)
-                except OSError:  # a file system without links
-                    shutil.copyfile(stage.destination / other, stage.new / name)
-            (stage.new / index).write_text(text, encoding="utf-8")
-            there |= dict.fromkeys(aside.values(), 0)
-    stage.replace_files(shards, index, sorted(there.keys() - set(shards)))
-
-
-def _renamed(text: str, names: dict[str, str]) -> str:
-    """An index with other names of shards."""
-    config = json.loads(text)
-    config["weight_map"] = {
-        key: [names[name] for name in value] if isinstance(value, list) else names[value]
-        for key, value in config["weight_map"].items()
-    }
-    return json.dumps(config, indent=4)
 
 
 # Folders --------------------------------------------------------------------------------------------------------------
 
 
 def _save_preset(write: Callable[[Path], Any], path: Path, arguments: dict[str, Any]) -> Any:
-    def outdated(new: Path) -> list[str]:
-        """What of the old preset does not count any more, and would be found."""
-        written = set(os.listdir(new))
-        names: list[str] = []
-        if written & {_WEIGHTS, _SHARDS}:
-            names += [_WEIGHTS, _SHARDS, *(shard.name for shard in path.glob("model_*.weights.h5"))]
-        if _TASK in written:
-            names += [_TASK_WEIGHTS]
-        return names
-
-    return _save_folder(write, path, outdated)
+    return save_folder(write, path, functools.partial(outdated_of_preset, path))
 
 
-def _save_folder(write: Callable[[Path], Any], path: Path, outdated: Callable[[Path], list[str]]) -> Any:
+def outdated_of_preset(path: Path, new: Path) -> list[str]:
+    """What of an old preset does not count any more once there is a new one, and would be found."""
+    written = set(os.listdir(new))
+    names: list[str] = []
+    if written & {_WEIGHTS, _SHARDS}:
+        names += [_WEIGHTS, _SHARDS, *(shard.name for shard in path.glob("model_*.weights.h5"))]
+    if _TASK in written:
+        names += [_TASK_WEIGHTS]
+    return names
+
+
+def save_folder(write: Callable[[Path], Any], path: Path, outdated: Callable[[Path], list[str]]) -> Any:
     """Replaces a folder by what `write` writes into a new one and all of the old one but what is outdated."""
     rivals = [staging_folder(path, inside=True), *path.glob(".*.lazymodel-saving")]
     with _same_current_folder(), staging(path, rivals=rivals) as stage:

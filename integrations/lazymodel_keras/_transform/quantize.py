@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-import math
-import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeAlias
 
@@ -21,15 +19,11 @@ import keras
 import numpy as np
 
 from lazymodel import LazyModelError, LazyTensor
-from lazymodel._tensors.boxes import Box
-from lazymodel._tensors.buffers import Convert, Workspace, assign
 from lazymodel._tensors.computed import Computation, ComputedLeaf, Output
-from lazymodel._tensors.leaves import Leaf
 from lazymodel._trace.small import on_host
 from lazymodel_keras import _upstream
-from lazymodel_keras._model.initializers import host_value
+from lazymodel_keras._model.lazy_values import lazy_value
 from lazymodel_keras._record.patches import SharedPatches, active
-from lazymodel_keras._record.recording import RecordedVariable
 
 Filters: TypeAlias = "str | Sequence[str] | Callable[[Any], bool] | None"
 
@@ -108,9 +102,7 @@ def _weight(value: Any) -> LazyTensor | None:
     recorded = recording.of(value)
     if recorded is None or _upstream.value(value) is not None:
         return None
-    if recorded.value is None:
-        return LazyTensor(_InitialLeaf(value, recorded))
-    return recording.as_assigned(value.path, recorded.value, _dtype(_upstream.own_dtype(value)))
+    return lazy_value(recording, value, recorded)
 
 
 def _dtype(name: str) -> np.dtype[Any]:
@@ -222,30 +214,3 @@ def _install(undo: contextlib.ExitStack) -> None:
                 _patches.replace(undo, module, name, ours)
     for name, view in _VIEWS.items():
         _patches.replace(undo, _upstream.OPS, name, _viewing(view))
-
-
-# Random bits, their counters, and the values made of them: bytes for each of the result's.
-_INITIALIZING = 4
-
-
-class _InitialLeaf(Leaf):
-    """The initial value of a variable that nothing was loaded into, computed whole when the first of it is needed."""
-
-    def __init__(self, variable: Any, recorded: RecordedVariable) -> None:
-        self.name, self.file, self.offset = variable.path, "", 0
-        self.shape, self.dtype = tuple(variable.shape), _dtype(_upstream.own_dtype(variable))
-        self._make = host_value(variable, recorded)
-        self._lock = threading.Lock()
-        self._value: np.ndarray | None = None
-        self.unit_nbytes = _INITIALIZING * math.prod(self.shape) * self.dtype.itemsize
-
-    def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
-        with self._lock:
-            if self._value is None:
-                self._value = self._make()
-            values = self._value
-        assign(out, values[(*box, ...)], steps)
-
-    def release(self) -> None:
-        with self._lock:
-            self._value = None

@@ -27,8 +27,8 @@ from tests.conftest import ROOT, child_environment
 from tests.core.save import _accidents
 from tests.core.save._accidents import NEW, NEXT, OLD, ORBAX, WORLDS, Killed, arrays, create, everything, found
 
-FILES = [name for name in WORLDS if not name.startswith("orbax")]
-TREES = [name for name in WORLDS if name.startswith("orbax")]
+FILES = [name for name in WORLDS if "orbax" not in name]
+TREES = [name for name in WORLDS if "orbax" in name]
 MIB = 1 << 20
 
 
@@ -71,7 +71,9 @@ def accidents(
 # Accidents ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", [name for name in FILES if "shards over hdf5" not in name]
+)  # it is among the large ones
 def test_a_kill_at_any_operation(folder: Path, name: str) -> None:
     counts = accidents(folder, name, _accidents.kill)
     assert sum(counts.values()) >= 15

@@ -1,0 +1,189 @@
+"""From one checkpoint to another, on a machine without devices: which tensors, as what, and whether they arrived.
+
+How they are written is `save`'s matter, whose formats and guarantees are this one's.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from lazymodel._errors import CheckpointError, LazyModelError
+from lazymodel._mapping.table import WeightMap
+from lazymodel._remote.url import is_url
+from lazymodel._save.save import DEFAULT_BUDGET, WriteFunction, mapped, save
+from lazymodel._show.progress import ProgressTo, progress_for
+from lazymodel._show.text import closest, listed, parse_budget
+from lazymodel._tensors.boxes import Box, box_shape, slabs
+from lazymodel._tensors.buffers import Workspace, empty_aligned
+from lazymodel._tensors.casting import converted, refusal
+from lazymodel._tensors.fill import fill
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel.checkpoints._open import open_checkpoint
+
+_BAND = 8 << 20  # bytes of each side that are compared at a time
+_THREADS = 2  # that compare: reading and comparing overlap
+
+
+def convert(
+    source: str,
+    destination: str,
+    *,
+    format: str | None = None,
+    dtype: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    mapping: WeightMap | WriteFunction | None = None,
+    verify: bool = False,
+    max_host_memory: int | str | None = None,
+    progress: ProgressTo = None,
+    source_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[str]:
+    """Saves a checkpoint as another one; returns what `verify` found different, which is nothing where all is well.
+
+    Args:
+        source: As for `open_checkpoint`, with `source_options`; what is quantized is decoded.
+        destination: As for `save`, as are `format`, `mapping`, `max_host_memory` (bytes), `progress`,
+            `storage_options` and further options.
+        dtype: What floating-point tensors become, such as `"bfloat16"`; others stay as they are.
+        include: Patterns of names as shells have them (`*`, `?`, `[…]`, case and all); nothing else is converted.
+        exclude: Patterns of names that are not.
+        verify: Whether to read everything back and compare it with the source.
+
+    Raises:
+        LazyModelError: As `open_checkpoint` and `save`; a pattern matches nothing, or nothing is left; the dtype is
+            none of floating point; source and destination are the same.
+    """
+    wanted = None if dtype is None else _floating(dtype)
+    with open_checkpoint(source, source_options) as checkpoint:
+        if not is_url(destination):
+            _check_apart(destination, [source, *checkpoint.files])
+        names = _selected(list(checkpoint), include, exclude)
+        tensors = mapped({name: checkpoint[name] for name in names}, mapping)
+        if wanted is not None:
+            tensors = {name: _cast(name, tensor, wanted, checkpoint) for name, tensor in tensors.items()}
+        # What says of a safetensors file whose names and layouts it has stays true; other formats' metadata is theirs.
+        own = checkpoint.metadata if checkpoint.format == "safetensors" and mapping is None else None
+        save(
+            tensors,
+            destination,
+            format=format,
+            metadata=own,
+            max_host_memory=max_host_memory,
+            progress=progress,
+            storage_options=storage_options,
+            **options,
+        )
+        if not verify:
+            return []
+        budget = DEFAULT_BUDGET if max_host_memory is None else parse_budget(max_host_memory)
+        with open_checkpoint(destination, storage_options) as found:
+            forget([] if is_url(destination) else found.files)
+            return list(differences(tensors, found, budget, progress))
+
+
+def _floating(name: str) -> np.dtype[Any]:
+    try:
+        dtype = np.dtype(jnp.dtype(name))
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise LazyModelError(f"expected a floating-point dtype such as bfloat16, float16 or float32, found {name!r}")
+    return dtype
+
+
+def _cast(name: str, tensor: LazyTensor, dtype: np.dtype[Any], names: Mapping[str, Any]) -> LazyTensor:
+    if not jnp.issubdtype(tensor.dtype, jnp.floating):
+        return tensor
+    if why := refusal(name, tensor, dtype, tensor.file, names):
+        raise CheckpointError(why.partition("cast='unsafe'")[0].rstrip("; "))
+    return converted(tensor, dtype)
+
+
+def _selected(names: list[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
+    for pattern in (*include, *exclude):
+        if not fnmatch.filter(names, pattern):
+            raise LazyModelError(f"pattern {pattern!r} matches no tensor{closest(pattern, names)}")
+
+    def fits(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    left = [name for name in names if (not include or fits(name, include)) and not fits(name, exclude)]
+    if not left:
+        raise LazyModelError(f"no tensor is left of {listed(map(repr, names))}; give other patterns")
+    return left
+
+
+def _check_apart(destination: str, files: Sequence[str]) -> None:
+    where = os.path.realpath(destination)
+    for file in files:
+        if not is_url(file) and where in (os.path.realpath(file), os.path.dirname(os.path.realpath(file))):
+            raise LazyModelError(f"{destination} is what is converted, or its folder; convert to another path")
+
+
+def forget(files: Sequence[str]) -> None:
+    """Has the system read files from the disk again rather than from memory, where it can be told."""
+    for file in files if hasattr(os, "posix_fadvise") else ():
+        if os.path.isfile(file):
+            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+
+def differences(
+    expected: Mapping[str, LazyTensor], found: Mapping[str, LazyTensor], budget: int, progress: ProgressTo = None
+) -> Iterator[str]:
+    """What is not the same in two checkpoints, bit for bit, a text for each tensor; `budget` is in bytes."""
+    for name in [*expected, *(name for name in found if name not in expected)]:
+        if name not in found or name not in expected:
+            yield f"{name!r} is {'missing' if name in expected else 'too much'}"
+    common = {name: (tensor, found[name]) for name, tensor in expected.items() if name in found}
+    unit = max((one.leaf.unit_nbytes + two.leaf.unit_nbytes for one, two in common.values()), default=0)
+    threads = max(min(_THREADS, budget // (unit + 4 * _BAND)), 1)
+    band = max(min(_BAND, (budget // threads - unit) // 4), 1)
+    bar = progress_for(progress)
+    bar.start(sum(one.nbytes for one, _ in common.values()), "verifying")
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            for name, (one, two) in common.items():
+                if (one.dtype, one.shape) != (two.dtype, two.shape):
+                    yield f"{name!r}: expected {_described(one)}, found {_described(two)}"
+                    continue
+
+                def equal(box: Box, pair: tuple[LazyTensor, LazyTensor] = (one, two)) -> bool:
+                    return np.array_equal(_bits(pair[0], box, band + unit), _bits(pair[1], box, band + unit))
+
+                boxes = list(slabs(one.shape, max(band // one.itemsize, 1))) if one.size else []
+                for box, same in zip(boxes, pool.map(equal, boxes), strict=True):
+                    bar.advance(int(np.prod(box_shape(box), dtype=np.int64)) * one.itemsize, name)
+                    if not same:
+                        yield f"{name!r}: expected other bytes in {_shown(box)}"
+                        break
+                for tensor in (one, two):
+                    tensor.leaf.release()
+    finally:
+        bar.finish()
+
+
+def _bits(tensor: LazyTensor, box: Box, room: int) -> np.ndarray:
+    values = empty_aligned(box_shape(box), tensor.dtype)
+    fill(tensor, [box], [values], Workspace(room))
+    return values.reshape(-1).view(np.uint8)
+
+
+def _described(tensor: LazyTensor) -> str:
+    return f"{tensor.dtype.name}{list(tensor.shape)}"
+
+
+def _shown(box: Box) -> str:
+    return f"[{', '.join(f'{part.start}:{part.stop}' for part in box)}]"

@@ -1,0 +1,190 @@
+"""HDF5 files to write, laid out as Keras' own `.weights.h5` and sharded `.weights.json`.
+
+HDF5's library makes the file's structure, datasets whose bytes are reserved and not written, in memory that keeps what
+it writes and nothing in between. The bytes of tensors are then written to their places like those of any other format:
+band by band, in threads, by whichever process has them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from lazymodel._errors import LazyModelError
+from lazymodel._save.atomic import Staging, writing
+from lazymodel._save.destination import Destination, SavedFile, grouped
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel.checkpoints._hdf5_dataset import import_h5py
+from lazymodel.checkpoints._open import staging_folder
+
+_BFLOAT16 = np.dtype(jnp.bfloat16)
+
+
+def layout(tensors: Mapping[str, LazyTensor], path: Path, shard_size: int) -> list[SavedFile]:
+    """One file of the path's name; or, where that is an index (`.weights.json`), shards as Keras names them."""
+    for name, tensor in tensors.items():
+        if tensor.dtype.kind not in "biufc" and tensor.dtype != _BFLOAT16:
+            raise LazyModelError(
+                f"{name!r}: HDF5 weights have NumPy's numbers and bfloat16, and no {tensor.dtype.name}; cast it, or "
+                "save as safetensors"
+            )
+        if "\0" in name or not all(part not in ("", ".") for part in name.split("/")):
+            raise LazyModelError(f"{name!r} cannot be the path of a dataset in HDF5; rename it with a mapping")
+    if path.suffix != ".json":
+        return [_file(path.name, tensors)]
+    groups = grouped(tensors, shard_size, lambda _, tensor: tensor.nbytes)
+    base = path.stem.replace(".weights", "")
+    return [_file(f"{base}_{number:05}.weights.h5", group) for number, group in enumerate(groups)]
+
+
+class Hdf5Shards(Destination):
+    """An index, `x.weights.json`, with shards beside it. Other files in the folder stay."""
+
+    _inside = True
+
+    def __init__(self, path: Path, files: list[SavedFile]) -> None:
+        super().__init__(path.parent, files)
+        self._index = path
+
+    def _rivals(self) -> list[Path]:
+        return [staging_folder(self.path)]
+
+    def _there(self) -> Path | None:
+        return self._index if self._index.exists() else None
+
+    def commit(self) -> None:
+        weights: dict[str, Any] = {}
+        for file in self.files:
+            for name, _, _ in file.tensors:
+                shards = weights.setdefault(f"/{name}".rpartition("/")[0] or "/", [])
+                shards += [file.name] * (file.name not in shards)
+        total = sum(tensor.nbytes for file in self.files for _, tensor, _ in file.tensors)
+        weights = {group: shards[0] if len(shards) == 1 else shards for group, shards in weights.items()}
+        content = {"metadata": {"total_size": total}, "weight_map": weights}
+        with writing(self._index):
+            (self._stage.new / self._index.name).write_text(json.dumps(content, indent=4), encoding="utf-8")
+        replace_shards(self._stage, self._index.name)
+
+
+def replace_shards(stage: Staging, index: str) -> None:
+    """Puts the index and shards that are in `stage.new` in place, under the names that they have there."""
+    with writing(stage.destination):
+        text = (stage.new / index).read_text(encoding="utf-8")
+        shards = sorted(set(os.listdir(stage.new)) - {index})
+        base = index.removesuffix(".json").replace(".weights", "")
+        pattern = re.compile(re.escape(base) + r"_(\d{5,})\.weights\.h5")
+        there = {name: int(match[1]) for name in os.listdir(stage.destination) if (match := pattern.fullmatch(name))}
+        counted = there if (stage.destination / index).exists() else {}
+        if counted.keys() & set(shards):
+            # Under names of their own first: what the index that is there refers to stays as it is until then.
+            first = max([*there.values(), len(shards)]) + 1
+            aside = {name: f"{base}_{first + number:05}.weights.h5" for number, name in enumerate(shards)}
+            for name, other in aside.items():
+                os.rename(stage.new / name, stage.new / other)
+            (stage.new / index).write_text(_renamed(text, aside), encoding="utf-8")
+            stage.replace_files(list(aside.values()), index, [])
+            for name, other in aside.items():
+                try:
+                    os.link(stage.destination / other, stage.new / name)
+                except OSError:  # a file system without links
+                    shutil.copyfile(stage.destination / other, stage.new / name)
+            (stage.new / index).write_text(text, encoding="utf-8")
+            there |= dict.fromkeys(aside.values(), 0)
+    stage.replace_files(shards, index, sorted(there.keys() - set(shards)))
+
+
+def _renamed(text: str, names: dict[str, str]) -> str:
+    """An index with other names of shards."""
+    config = json.loads(text)
+    config["weight_map"] = {
+        key: [names[name] for name in value] if isinstance(value, list) else names[value]
+        for key, value in config["weight_map"].items()
+    }
+    return json.dumps(config, indent=4)
+
+
+class _Sparse(io.RawIOBase):
+    """A file in memory of which only what was written takes any."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[int, bytes] = {}
+        self._position = self.nbytes = 0
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = offset + (0, self._position, self.nbytes)[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def write(self, data: Any) -> int:
+        self.pieces[self._position] = bytes(data)
+        self._position += len(self.pieces[self._position])
+        self.nbytes = max(self.nbytes, self._position)
+        return len(data)
+
+    def truncate(self, size: int | None = None) -> int:
+        self.nbytes = self._position if size is None else size
+        return self.nbytes
+
+    def readinto(self, buffer: Any) -> int:
+        raise AssertionError("HDF5 reads what it is about to write")
+
+
+def _file(name: str, tensors: Mapping[str, LazyTensor]) -> SavedFile:
+    h5py = import_h5py()
+    made = _Sparse()
+    reserved = reserving_properties()
+    placed: list[tuple[str, LazyTensor, int]] = []
+    with h5py.File(made, "w") as file:
+        for path, tensor in tensors.items():
+            group, _, key = path.rpartition("/")
+            try:
+                parent = file.require_group(group or "/")
+                kind = h5py.h5t.py_create(tensor.dtype, logical=True)
+                space = h5py.h5s.create_simple(tensor.shape) if tensor.ndim else h5py.h5s.create(h5py.h5s.SCALAR)
+                dataset = h5py.h5d.create(parent.id, key.encode(), kind, space, reserved)
+            except (TypeError, ValueError) as error:  # a group by this name, or a dataset by one of its parts
+                raise LazyModelError(
+                    f"{path!r}: HDF5 has a tree of names, and this one is also a part of another; rename it"
+                ) from error
+            if tensor.dtype == _BFLOAT16:
+                h5py.Dataset(dataset).attrs["dtype"] = "bfloat16"
+            if tensor.size:
+                placed.append((path, tensor, dataset.get_offset()))
+            else:
+                placed.append((path, tensor, 0))
+    placed.sort(key=lambda each: each[2])
+    return SavedFile(name, b"", tuple(placed), made.nbytes, tuple(_joined(made.pieces)))
+
+
+def reserving_properties() -> Any:
+    """HDF5's property list of a dataset that has its bytes in the file from the start, and no values in them."""
+    h5py = import_h5py()
+    reserved = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    reserved.set_layout(h5py.h5d.CONTIGUOUS)
+    reserved.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    reserved.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    reserved.set_obj_track_times(False)  # the same bytes in every process
+    return reserved
+
+
+def _joined(pieces: Mapping[int, bytes]) -> Sequence[tuple[int, bytes]]:
+    """Pieces of a file in order, those that touch as one."""
+    joined: list[tuple[int, bytearray]] = []
+    for start, piece in sorted(pieces.items()):
+        if joined and joined[-1][0] + len(joined[-1][1]) >= start:
+            first, content = joined[-1]
+            content[start - first : start - first + len(piece)] = piece
+        else:
+            joined.append((start, bytearray(piece)))
+    return [(start, bytes(content)) for start, content in joined]
