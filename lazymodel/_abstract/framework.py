@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Protocol
 import jax
 from jax.sharding import Sharding
 
+from lazymodel._abstract.memory import on_device
 from lazymodel._abstract.outline import Outline
 from lazymodel._abstract.paths import path_text
 from lazymodel._abstract.variable import AbstractVariable
@@ -52,7 +53,7 @@ class Derived:
         """Some of it, each shard directly on its device, in buffers of its own."""
 
         def some(parameters: Mapping[str, Any]) -> dict[str, Any]:
-            found = self.function(parameters)
+            found = self.function({path: on_device(each, shardings[path]) for path, each in parameters.items()})
             # A parameter that is returned as it is would be the parameter's own buffer, which training gives away.
             return {path: jax.numpy.copy(found[path]) for path in wanted}
 

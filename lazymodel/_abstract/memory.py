@@ -48,6 +48,11 @@ def in_memory(sharding: Sharding | None, kind: str | None, path: str) -> Shardin
     return sharding.with_memory_kind(kind)
 
 
+def on_device(array: Any, sharding: Sharding | None) -> Any:
+    """While tracing: an array of this sharding, moved to its devices' own memory if it is offloaded."""
+    return jax.device_put(array, jax.memory.Space.Device) if is_offloaded(sharding) else array
+
+
 def _device(sharding: Any) -> Any:
     """One of the devices, of this process if there are any; None for a mesh without devices."""
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):

@@ -1,7 +1,7 @@
 """The verb `plan`: predicts what materializing a model will cost, and using it, before a byte moves.
 
-Responsible for putting a plan together: what stays from the shardings, what is needed for a moment and what passes
-through hosts from `_plan/steps`, what using the model adds from `_plan/what_if`, and, where it is asked for, what the
+Responsible for putting a plan together: what stays from the shardings, what is needed for a moment from
+`_plan/steps`, what hosts read and keep from `_plan/hosts`, what using the model adds from `_plan/what_if`, and, where it is asked for, what the
 compiler says from `_plan/compiled`. Devices need not be here.
 """
 
@@ -26,8 +26,9 @@ from lazymodel._mapping.mapped import flat_checkpoint
 from lazymodel._mapping.match import Choice, choose, describe_sources, refused_casts
 from lazymodel._plan.compiled import compile_use
 from lazymodel._plan.fleet import Fleet, Traffic
+from lazymodel._plan.hosts import known_host_memory, make_hosts, offloaded_to, read_anywhere
 from lazymodel._plan.plan import HostPlan, MemoryPlan, PlanRow
-from lazymodel._plan.steps import action, make_hosts, make_steps, make_timeline, read_anywhere
+from lazymodel._plan.steps import action, make_steps, make_timeline
 from lazymodel._plan.what_if import ACTIVATIONS, GRADIENTS, PARAMETERS, Use, WhatIf
 from lazymodel._show.text import parse_bytes
 
@@ -38,6 +39,7 @@ def plan(
     *,
     initialize: str | None = None,
     device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
     what_if: WhatIf | None = None,
     compile: Compile | None = None,
     replicas: str | None = None,
@@ -58,6 +60,8 @@ def plan(
         initialize: As for `materialize`.
         device_memory: Bytes of one device, or `"16GiB"`; None is what the devices say or are known to have, and CPUs
             have no limit.
+        host_memory: Bytes of one host, likewise; None is what is available here, or what hosts of the TPU slice have,
+            and counts where something is offloaded to hosts (`lazymodel.Host`).
         what_if: What the model does not have, by arithmetic: `lazymodel.WhatIf(optimizer="adamw", lora_rank=8)`.
         compile: What the compiler is asked, for devices that need not be here: `lazymodel.Compile("train", batch=8)`.
         replicas: As for `materialize`: whose bytes and peak count. `MemoryPlan.ways` has both ways.
@@ -74,6 +78,7 @@ def plan(
     what_if = _checked(model, what_if, compile, fleet)
     limit = None if device_memory is None else parse_bytes(device_memory, name="device_memory", at_least=1)
     # What is initialized needs no warning, and what is refused keeps it from being no plan: it says both itself.
+    host_limit = None if host_memory is None else parse_bytes(host_memory, name="host_memory", at_least=1)
     checkpoint = flat_checkpoint(checkpoint)
     choice = choose(model, checkpoint, initialize=initialize or "missing", strict=False, cast="unsafe")
     placement = Placement(device_shardings(model.variables))
@@ -85,6 +90,8 @@ def plan(
     signature, resident = placement.fullest(use.shard_nbytes)
     timeline = tuple(make_timeline(steps, signature))
     parts, compiled = _parts(use, placement), None
+    if use.offloaded:
+        use.notes.append("what is offloaded passes through devices in use, which counts where that is compiled")
     estimated = devices.platform if not programs and any(step.action == "initialize" for step in steps) else None
     notes = [*use.notes, *_notes(refused_casts(model, checkpoint, choice), estimated, imagined=traffic.imagined)]
     if compile is not None and compile.is_use:
@@ -92,7 +99,12 @@ def plan(
         notes, limit = [*notes, note], found if limit is None else limit
         parts.pop(GRADIENTS if compile.is_step or compile.what == "train" else "", None)  # among its temporaries
     rows = _rows(model, choice, use)
-    hosts = make_hosts(model, choice, placement, traffic, steps, on_cpu=devices.platform == "cpu")
+    hosts = make_hosts(model, choice, placement, traffic, steps, use.offloaded, on_cpu=devices.platform == "cpu")
+    offloaded, note = offloaded_to(placement, use.offloaded, fleet)
+    offloaded = max((host.offloaded_nbytes for host in hosts), default=offloaded)
+    if offloaded and host_limit is None:
+        host_limit = known_host_memory(placement, devices.kind, fleet, live=devices.live)
+    notes += [note] if note else []
     return MemoryPlan(
         name=model.name,
         rows=rows,
@@ -110,6 +122,8 @@ def plan(
         device_kind=devices.kind,
         mesh=dict(placement.meshes[0].shape) if placement.meshes else {},
         compiled=compiled,
+        offloaded_nbytes=offloaded,
+        host_memory=host_limit,
         notes=tuple(notes),
     )
 
@@ -199,6 +213,8 @@ def _compiled(model: ModelSpec, use: Use, compile: Compile) -> tuple[CompiledMem
     try:
         compiled, note = compile_use(model, use, compile)
         # Of a step that takes a part of the model alone, or leaves some of it unused, all else is held beside it.
+        # CPUs' memory is their host's, and what is offloaded counts with it.
+        held += 0 if compiled.host_nbytes else sum(use.offloaded.values())
         total, held = compiled.peak_nbytes, min(held, compiled.argument_nbytes)
     except DoesNotFitError as error:
         if error.needed_nbytes is None:
@@ -225,6 +241,8 @@ def _rows(model: ModelSpec, choice: Choice, use: Use) -> tuple[PlanRow, ...]:
             action=action(choice, path),
             source=origins.get(path) or variable.origin,
             used_nbytes=sum(amounts.get(path, 0) for amounts in use.parts.values()),
+            memory_kind=variable.memory_kind,
+            offloaded_nbytes=use.offloaded.get(path, 0),
         )
         for path, variable in model.items()
     )

@@ -48,6 +48,7 @@ def follow_weights(variables: Mapping[str, AbstractVariable], paths: Iterable[st
         if weight is None or weight.path in left or weight.sharding is None:
             continue
         sharding = along(weight.sharding, role.dims, variable.shape)
+        sharding = in_memory(sharding, None, path) if role.role == "lora" else sharding
         spec = f"{sharding.spec}, " if isinstance(sharding, NamedSharding) else ""
         text = f"{spec}with {weight.path!r}, which it belongs to"
         followed[path] = dataclasses.replace(variable, sharding=sharding, reason=Reason("follows", text))
@@ -55,8 +56,12 @@ def follow_weights(variables: Mapping[str, AbstractVariable], paths: Iterable[st
 
 
 def lora_shardings(sharding: Any, shape: tuple[int, ...], rank: int) -> tuple[Any, Any]:
-    """The shardings of the LoRA pair of a weight of shape (…, n), which Keras makes (…, rank) and (rank, n)."""
+    """The shardings of the LoRA pair of a weight of shape (…, n), which Keras makes (…, rank) and (rank, n).
+
+    A pair is what is trained, and on devices wherever its weight is.
+    """
     *rest, last = range(len(shape))
+    sharding = in_memory(sharding, None, "")
     return along(sharding, [*rest, None], (*shape[:-1], rank)), along(sharding, [None, last], (rank, shape[-1]))
 
 

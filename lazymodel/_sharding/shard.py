@@ -179,7 +179,7 @@ def assign(
         misfits |= {variable.path: "no rule matches it" for variable in unmatched}
         for path, why in misfits.items():
             spec, reason = proposals[path]
-            spec = dataclasses.replace(hosts[path], spec=spec) if path in hosts else spec
+            spec = Host(spec, hosts[path].memory_kind) if path in hosts and not isinstance(spec, Host) else spec
             reason = dataclasses.replace(reason, kind="repaired", text=f"{reason.text} (repaired: {why})")
             assigned[path] = _placed(variables[path], spec, reason, mesh)
         assigned = {path: assigned[path] for path in variables}  # in the model's own order

@@ -199,8 +199,14 @@ def cores() -> int:
 
 
 def default_budget() -> int:
-    """4 GiB, or an eighth of the memory that is available, to this process or at all, if that is less and known."""
-    available = [8 * DEFAULT_BUDGET]
+    """4 GiB, or an eighth of the memory that is available if that is less and known."""
+    available = available_memory()
+    return DEFAULT_BUDGET if available is None else max(min(available // 8, DEFAULT_BUDGET), 64 << 20)
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that are available, to this process or at all, whichever is less; None where it is not known."""
+    available: list[int] = []
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         available += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
@@ -209,4 +215,4 @@ def default_budget() -> int:
         with contextlib.suppress(OSError, ValueError):  # not there, or "max"
             read = [int((folder / f"memory.{name}").read_text()) for name in (limit, used)]
             available.append(read[0] - read[1])
-    return max(min(available) // 8, 64 << 20)
+    return min(available, default=None)
