@@ -93,6 +93,9 @@ class Framework:
         """Path → anything, in the user's own pytree structure."""
         return self._unflatten(leaves)
 
+    def check_placed(self, variables: Mapping[str, AbstractVariable]) -> None:
+        """Raises ShardingError, before anything is made, where the user's object could not work with its variables."""
+
     def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
         """The user's object, of path → finished array."""
         return self.structure(arrays)

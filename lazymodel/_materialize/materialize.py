@@ -108,6 +108,7 @@ def materialize(
     start, timeline = time.perf_counter(), Timeline.after_imports(model.spent)
     (model, compiles), matching = prepared(model, compile, timeline), time.perf_counter()
     require_live(model.variables)
+    model.framework.check_placed(model.variables)
     shardings = device_shardings(model.variables)
     assigned = [variable.sharding for variable in model.values()]
     # Before the first program runs: one that only some processes run can wait forever for the rest.

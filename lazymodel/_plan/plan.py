@@ -319,7 +319,7 @@ class MemoryPlan(Tabled):
         if len(self.parts) > 1 or self.used_nbytes != self.device_nbytes:
             yield f"in use: {format_bytes(self.used_nbytes)}: {self._listed_parts()}"
         if self.device_memory is not None:
-            yield f"device memory: {format_bytes(self.device_memory)}; {self.verdict()}"
+            yield f"device memory: {format_bytes(self.device_memory)}; {_verdict(self.needed_nbytes, self.device_memory)}"
             if self.needed_nbytes > self.device_memory:
                 yield f"largest on a device: {self._largest(_LARGEST)}"
                 yield self.mend(self.device_memory)
@@ -342,9 +342,8 @@ class MemoryPlan(Tabled):
         if self.offloaded_nbytes:
             yield f"offloaded: {format_bytes(self.offloaded_nbytes)} that a host keeps for its devices"
         if self.host_memory is not None:
-            short = self._host_short()
-            fits = f"does not fit, {format_bytes(short)} short" if short > 0 else f"fits, {format_bytes(-short)} to spare"
-            yield f"host memory: {format_bytes(self.host_memory)}; {fits}"
+            verdict = _verdict(self.needed_host_nbytes, self.host_memory)
+            yield f"host memory: {format_bytes(self.host_memory)}; {verdict}"
         for name, way in self.ways.items():
             yield f"replicas={name!r}: {way.text()}"
 
@@ -356,16 +355,18 @@ class MemoryPlan(Tabled):
         fits_device = self.device_memory is None or self.needed_nbytes <= self.device_memory
         if fits_device and (short := self._host_short()) > 0:
             return f"does not fit a host, {format_bytes(short)} short"
-        if self.device_memory is None:
-            return "unknown"
-        spare = self.device_memory - self.needed_nbytes
-        return f"fits, {format_bytes(spare)} to spare" if spare >= 0 else f"does not fit, {format_bytes(-spare)} short"
+        return "unknown" if self.device_memory is None else _verdict(self.needed_nbytes, self.device_memory)
 
     def _repr_html_(self) -> str:
         modules = self.by_module(depth=2)
         more = f"<details><summary>by module</summary>{modules._repr_html_()}</details>" if len(modules) > 1 else ""
         full = max(self.needed_nbytes, self.device_memory or 0, 1)
         return f"{bar(self.parts, full)}{super()._repr_html_()}{more}"
+
+
+def _verdict(needed: int, limit: int) -> str:
+    spare = limit - needed
+    return f"fits, {format_bytes(spare)} to spare" if spare >= 0 else f"does not fit, {format_bytes(-spare)} short"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -118,6 +118,9 @@ class _WithState(Framework):
     def structure(self, leaves: Mapping[str, Any]) -> Any:
         return self._model.framework.structure(leaves), self._found.flat.unflatten(leaves)
 
+    def check_placed(self, variables: Mapping[str, AbstractVariable]) -> None:
+        self._model.framework.check_placed({path: variables[path] for path in self._model})
+
     def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
         own = {path: arrays[path] for path in self._model}
         return self._found.training.finish(self._model.framework.rebuild(own), self._found.flat.unflatten(arrays))
