@@ -1,12 +1,12 @@
 """Kinds of memory: whether a variable lies in its devices' own memory, or in that of their hosts.
 
-Kinds are JAX': `device`, `pinned_host`, and `unpinned_host`. What is offloaded takes nothing of a device. A host keeps a
-copy of its shard for each device.
+Kinds are JAX': `device`, `pinned_host`, and `unpinned_host`. What is offloaded takes nothing of a device; a host keeps
+for each of its devices the shard that is the device's.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
@@ -19,7 +19,7 @@ PINNED_HOST = "pinned_host"
 _KNOWN = ("device", PINNED_HOST, "unpinned_host")  # what JAX takes where there are no devices to ask
 
 
-def is_offloaded(sharding: Any) -> bool:
+def is_offloaded(sharding: Any) -> TypeGuard[Sharding]:
     """Whether a sharding puts arrays in a host's memory, and its devices have one of their own."""
     kind = None if sharding is None else sharding.memory_kind
     if kind is None or "host" not in kind:
@@ -35,7 +35,7 @@ def in_memory(sharding: Sharding | None, kind: str | None, path: str) -> Shardin
         ShardingError: The devices have no such memory.
     """
     if kind is None:
-        return sharding.with_memory_kind(None) if sharding is not None and is_offloaded(sharding) else sharding
+        return sharding.with_memory_kind(cast(Any, None)) if is_offloaded(sharding) else sharding
     if sharding is None:
         sharding = SingleDeviceSharding(jax.local_devices()[0])
     device = _device(sharding)

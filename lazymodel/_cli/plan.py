@@ -85,7 +85,9 @@ def add_plan_parser(commands: Any) -> None:
     parser.add_argument("--lora-rank", type=int, metavar="RANK", help="train LoRA pairs instead of the parameters")
     parser.add_argument("--optimizer", metavar="NAME", help="plan training with it, such as adamw")
     parser.add_argument(
-        "--host", metavar="PATTERN", help="regex of variables that lie in the hosts' memory (pinned_host), such as '.*embed.*'"
+        "--host",
+        metavar="PATTERN",
+        help="regex of variables that lie in the hosts' memory, such as '.*embeddings'",
     )
     parser.add_argument("--optimizer-on-host", action="store_true", help="the optimizer's slots lie there")
     parser.add_argument("--batch", type=int, metavar="N", help="batch size of what is compiled")

@@ -105,7 +105,9 @@ GENERATIONS = {
         Generation("v2", "TPU v2", 7660, 2, 1, 334, _SQUARES),  # of 8 GiB
         Generation("v3", "TPU v3", 15852, 2, 1, 334, (*_SQUARES, (16, 32), (32, 32))),  # of 16 GiB
         Generation("v4", "TPU v4", 31482, 1, 2, 407, _PART_CUBES, 4096, chip_config="megacore"),  # of 32 GiB
-        Generation("v5e", "TPU v5 lite", 16124, 1, 1, 192, _SMALL_SQUARES, aliases=("v5lite", "v5litepod")),  # of 16 GiB
+        Generation(
+            "v5e", "TPU v5 lite", 16124, 1, 1, 192, _SMALL_SQUARES, aliases=("v5lite", "v5litepod")
+        ),  # of 16 GiB
         Generation("v5p", "TPU v5", 98022, 1, 2, 448, _PART_CUBES, 6144),  # of 96 GiB, sold as 95
         Generation("v6e", "TPU v6 lite", 31990, 1, 1, 704, _SMALL_SQUARES, aliases=("v6lite", "trillium")),  # of 32 GiB
         Generation(

@@ -1,7 +1,7 @@
 """What the compiler says that a forward pass or a training step takes, on the model's devices.
 
 Responsible for the program: parameters in their shardings, LoRA pairs merged as they are in use, gradients and an
-optimizer's update around the user's loss, inputs split over the mesh's data axes. What lies in the host's memory is moved
+optimizer's update around the user's loss, inputs split over the mesh's data axes. What lies in hosts' memory is moved
 to the devices first, and what is updated back. Nothing runs.
 """
 

@@ -1,7 +1,7 @@
 """What hosts take: what they read and stage while a model is materialized, and what they keep for their devices.
 
-Responsible for counting bytes by process, and for what memory a host has. Devices need not be here: those of a TPU slice
-are known to share hosts, and of others a `Fleet` says how.
+Responsible for counting bytes by process, and for what memory a host has. Devices need not be here: how those of a TPU
+slice share hosts is known, and of others a `Fleet` says it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import collections
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from jax.sharding import AbstractMesh, Sharding
+from jax.sharding import Sharding
 
 from lazymodel._abstract.placement import Placement, Signature, stays_on_host
 from lazymodel._abstract.spec import ModelSpec
@@ -69,26 +69,37 @@ def make_hosts(
     return tuple(hosts)
 
 
-def offloaded_to(placement: Placement, offloaded: Mapping[str, int], fleet: Fleet | None) -> tuple[int, str]:
-    """Bytes that the fullest host of a mesh without devices keeps for them, and a note where its hosts are not known."""
-    each = placement.fullest(offloaded)[1]
-    mesh: Any = next((mesh for mesh in placement.meshes if isinstance(mesh, AbstractMesh)), None)
-    if not each or mesh is None:
-        return each, ""
-    if fleet is not None and fleet.hosts is not None:
-        return each * -(-mesh.size // fleet.hosts), ""
-    kind = "" if mesh.abstract_device is None else mesh.abstract_device.device_kind
-    if (count := devices_per_host(kind, mesh.size)) is not None:
-        return each * count, ""
-    return each * mesh.size, "the hosts of these devices are not known: one counts for all; Fleet(hosts=…) says otherwise"
+class Offloaded(NamedTuple):
+    """What hosts keep for their devices."""
+
+    nbytes: int  # on the fullest host
+    memory: int | None  # bytes that a host has, where it keeps anything; None where that is not known
+    notes: tuple[str, ...]  # how the numbers came to be
 
 
-def known_host_memory(placement: Placement, kind: str, fleet: Fleet | None, *, live: bool) -> int | None:
-    """Bytes of memory that one host has: what is available on this one, or what those of a TPU slice come with."""
-    if live:
-        return available_memory()
+def offloaded_to(
+    hosts: Sequence[HostPlan],
+    placement: Placement,
+    offloaded: Mapping[str, int],
+    fleet: Fleet | None,
+    kind: str,
+    *,
+    live: bool,
+) -> Offloaded:
+    """What the fullest host keeps, of path → bytes for each device; `kind` is that of the devices."""
+    if not any(offloaded.values()):
+        return Offloaded(0, None, ())
+    notes = ["what is offloaded passes through devices in use, which counts where that is compiled"]
     size = len(placement.devices)
-    return host_memory(kind, size if fleet is None or fleet.hosts is None else size // fleet.hosts)
+    if fleet is not None and fleet.hosts is not None:
+        size = -(-size // fleet.hosts)
+    if (count := devices_per_host(kind, size)) is None:
+        count = size
+        if not hosts and (fleet is None or fleet.hosts is None):
+            notes.append("the hosts of these devices are not known: one counts for all; Fleet(hosts=…) says otherwise")
+    each = placement.fullest(offloaded)[1] * count
+    memory = available_memory() if live else host_memory(kind, size)
+    return Offloaded(max((host.offloaded_nbytes for host in hosts), default=each), memory, tuple(notes))
 
 
 def _read(

@@ -1,8 +1,8 @@
 """The verb `plan`: predicts what materializing a model will cost, and using it, before a byte moves.
 
-Responsible for putting a plan together: what stays from the shardings, what is needed for a moment from
-`_plan/steps`, what hosts read and keep from `_plan/hosts`, what using the model adds from `_plan/what_if`, and, where it is asked for, what the
-compiler says from `_plan/compiled`. Devices need not be here.
+Responsible for putting a plan together: what stays from the shardings, what is needed for a moment from `_plan/steps`,
+what hosts read and keep from `_plan/hosts`, what using the model adds from `_plan/what_if`, and, where it is asked for,
+what the compiler says from `_plan/compiled`. Devices need not be here.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, cast
 import jax
 from jax.sharding import AbstractMesh
 
-from lazymodel._abstract.placement import Placement, device_shardings
+from lazymodel._abstract.placement import Placement, device_shardings, offloaded_nbytes, resident_nbytes
 from lazymodel._abstract.spec import ModelSpec
+from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._compile.compile import Compile
 from lazymodel._devices.compiler import CompiledMemory
 from lazymodel._devices.hardware import device_memory as known_memory
@@ -26,7 +27,7 @@ from lazymodel._mapping.mapped import flat_checkpoint
 from lazymodel._mapping.match import Choice, choose, describe_sources, refused_casts
 from lazymodel._plan.compiled import compile_use
 from lazymodel._plan.fleet import Fleet, Traffic
-from lazymodel._plan.hosts import known_host_memory, make_hosts, offloaded_to, read_anywhere
+from lazymodel._plan.hosts import make_hosts, offloaded_to, read_anywhere
 from lazymodel._plan.plan import HostPlan, MemoryPlan, PlanRow
 from lazymodel._plan.steps import action, make_steps, make_timeline
 from lazymodel._plan.what_if import ACTIVATIONS, GRADIENTS, PARAMETERS, Use, WhatIf
@@ -76,9 +77,8 @@ def plan(
         131072
     """
     what_if = _checked(model, what_if, compile, fleet)
-    limit = None if device_memory is None else parse_bytes(device_memory, name="device_memory", at_least=1)
+    limit, host_limit = _limit(device_memory, "device_memory"), _limit(host_memory, "host_memory")
     # What is initialized needs no warning, and what is refused keeps it from being no plan: it says both itself.
-    host_limit = None if host_memory is None else parse_bytes(host_memory, name="host_memory", at_least=1)
     checkpoint = flat_checkpoint(checkpoint)
     choice = choose(model, checkpoint, initialize=initialize or "missing", strict=False, cast="unsafe")
     placement = Placement(device_shardings(model.variables))
@@ -89,29 +89,19 @@ def plan(
     steps, programs = make_steps(model, choice, placement, traffic, devices.platform, compile_programs=compiles)
     signature, resident = placement.fullest(use.shard_nbytes)
     timeline = tuple(make_timeline(steps, signature))
-    parts, compiled = _parts(use, placement), None
-    if use.offloaded:
-        use.notes.append("what is offloaded passes through devices in use, which counts where that is compiled")
+    parts, compiled, compiled_notes, found = _in_use(model, use, placement, compile)
+    limit = found if limit is None else limit
     estimated = devices.platform if not programs and any(step.action == "initialize" for step in steps) else None
     notes = [*use.notes, *_notes(refused_casts(model, checkpoint, choice), estimated, imagined=traffic.imagined)]
-    if compile is not None and compile.is_use:
-        compiled, parts[ACTIVATIONS], note, found = _compiled(model, use, compile)
-        notes, limit = [*notes, note], found if limit is None else limit
-        parts.pop(GRADIENTS if compile.is_step or compile.what == "train" else "", None)  # among its temporaries
-    rows = _rows(model, choice, use)
     hosts = make_hosts(model, choice, placement, traffic, steps, use.offloaded, on_cpu=devices.platform == "cpu")
-    offloaded, note = offloaded_to(placement, use.offloaded, fleet)
-    offloaded = max((host.offloaded_nbytes for host in hosts), default=offloaded)
-    if offloaded and host_limit is None:
-        host_limit = known_host_memory(placement, devices.kind, fleet, live=devices.live)
-    notes += [note] if note else []
+    offloaded = offloaded_to(hosts, placement, use.offloaded, fleet, devices.kind, live=devices.live)
     return MemoryPlan(
         name=model.name,
-        rows=rows,
+        rows=_rows(model, choice, use),
         device_nbytes=resident,
         peak_nbytes=max((step.peak_nbytes for step in timeline), default=0),
         read_nbytes=_read_here(hosts, devices.live) if hosts else read_anywhere(choice, placement),
-        host_nbytes=max((row.shard_nbytes for row in rows if row.path in choice.sources), default=0),
+        host_nbytes=max((_passing_nbytes(model[path]) for path in choice.sources), default=0),
         num_devices=len(placement.devices),
         device_memory=devices.memory if limit is None else limit,
         programs=programs,
@@ -122,9 +112,9 @@ def plan(
         device_kind=devices.kind,
         mesh=dict(placement.meshes[0].shape) if placement.meshes else {},
         compiled=compiled,
-        offloaded_nbytes=offloaded,
-        host_memory=host_limit,
-        notes=tuple(notes),
+        offloaded_nbytes=offloaded.nbytes,
+        host_memory=offloaded.memory if host_limit is None else host_limit,
+        notes=(*notes, *compiled_notes, *offloaded.notes),
     )
 
 
@@ -159,6 +149,10 @@ def _checked(model: ModelSpec, what_if: WhatIf | None, compile: Compile | None, 
     return what_if
 
 
+def _limit(given: int | str | None, name: str) -> int | None:
+    return None if given is None else parse_bytes(given, name=name, at_least=1)
+
+
 class _Devices(NamedTuple):
     live: bool  # whether they run
     platform: str
@@ -178,6 +172,25 @@ def _devices(placement: Placement) -> _Devices:
     limits = [limit for limit in map(known_memory, known) if limit is not None]
     kind = ", ".join(sorted(kind for _, kind in kinds))
     return _Devices(live, min(kinds, default=("", ""))[0], kind, min(limits, default=None))
+
+
+def _in_use(
+    model: ModelSpec, use: Use, placement: Placement, compile: Compile | None
+) -> tuple[dict[str, int], CompiledMemory | None, Sequence[str], int | None]:
+    """What the device holds that holds most while the model is used, by kind; and of what is compiled, if anything,
+    what the compiler said, a note, and the limit of a device that it does not fit.
+    """
+    parts = _parts(use, placement)
+    if compile is None or not compile.is_use:
+        return parts, None, (), None
+    compiled, parts[ACTIVATIONS], note, found = _compiled(model, use, compile)
+    parts.pop(GRADIENTS if compile.is_step or compile.what == "train" else "", None)  # among its temporaries
+    return parts, compiled, (note,), found
+
+
+def _passing_nbytes(variable: AbstractVariable) -> int:
+    """Bytes of a shard, which pass through the host's memory."""
+    return resident_nbytes(variable) + offloaded_nbytes(variable)
 
 
 def _parts(use: Use, placement: Placement) -> dict[str, int]:

@@ -156,7 +156,7 @@ class MemoryPlan(Tabled):
 
     @property
     def fits(self) -> bool | None:
-        """Whether what is needed fits the memory of devices, and of hosts where that counts; None where it is unknown."""
+        """Whether what is needed fits devices, and hosts where these count; None where that is not known."""
         if self._host_short() > 0:
             return False
         return None if self.device_memory is None else self.needed_nbytes <= self.device_memory
@@ -196,7 +196,7 @@ class MemoryPlan(Tabled):
             f"{self.name} needs {format_bytes(self.needed_host_nbytes)} of host memory on a host, "
             f"{format_bytes(self.offloaded_nbytes)} of them kept there for its devices, and a host has "
             f"{format_bytes(self.host_memory or 0)}, {format_bytes(short)} too little. Largest there, for each device: "
-            f"{', '.join(names) or 'nothing'}. Keep less on the host, split it over more hosts, or use a smaller dtype.",
+            f"{', '.join(names)}. Keep less there, split it over more hosts, or use a smaller dtype.",
             needed_nbytes=self.needed_host_nbytes,
             limit_nbytes=self.host_memory,
         )
@@ -215,8 +215,8 @@ class MemoryPlan(Tabled):
         """What would make it fit devices of this many bytes, by arithmetic, as a sentence or two."""
         if (state := self.parts.get(OPTIMIZER, 0)) and self.needed_nbytes - state <= device_memory:
             return (
-                "The optimizer state in the hosts' memory (memory_kind='pinned_host') would be enough; or shard further, "
-                "use more devices, or a smaller dtype."
+                "The optimizer state in hosts' memory (memory_kind='pinned_host') would be enough; or shard these "
+                "further, use more devices, or a smaller dtype."
             )
         replicated = sum(row.most_nbytes for row in self.rows if self._replicated(row))
         if replicated > device_memory // 2:
@@ -319,7 +319,8 @@ class MemoryPlan(Tabled):
         if len(self.parts) > 1 or self.used_nbytes != self.device_nbytes:
             yield f"in use: {format_bytes(self.used_nbytes)}: {self._listed_parts()}"
         if self.device_memory is not None:
-            yield f"device memory: {format_bytes(self.device_memory)}; {_verdict(self.needed_nbytes, self.device_memory)}"
+            verdict = _verdict(self.needed_nbytes, self.device_memory)
+            yield f"device memory: {format_bytes(self.device_memory)}; {verdict}"
             if self.needed_nbytes > self.device_memory:
                 yield f"largest on a device: {self._largest(_LARGEST)}"
                 yield self.mend(self.device_memory)

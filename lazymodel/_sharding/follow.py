@@ -73,7 +73,7 @@ def follow(
 ) -> dict[str, AbstractVariable]:
     """Optimizer state, each part placed like its parameter; what belongs to none on every device of the mesh.
 
-    Which kind of memory holds it does not depend on its parameter's. What belongs to none is small and stays on devices.
+    Which kind of memory holds it does not depend on its parameter's. What belongs to none is small, and on devices.
     """
     if mesh is None:
         shardings = (variable.sharding for variable in assigned.values())

@@ -224,7 +224,7 @@ def resolve_logical(names: Sequence[Any], rules: Sequence[tuple[str, Any]]) -> t
 
 
 def check_is_spec(spec: Any, where: str) -> None:
-    """Raises ShardingError for what is no spec: a PartitionSpec, sequence, None, Host, sharding, Keras' TensorLayout."""
+    """Raises ShardingError for what is no spec: PartitionSpec, sequence, None, Host, sharding, Keras' TensorLayout."""
     if isinstance(spec, Host):
         if isinstance(cast(Any, spec.spec), Host | Sharding | Format):
             raise ShardingError(

@@ -63,10 +63,10 @@ class Skeleton(Framework):
         offloaded = [path for path, variable in variables.items() if variable.memory_kind is not None]
         if offloaded:
             raise ShardingError(
-                f"{listed(offloaded)}: in {variables[offloaded[0]].memory_kind}, where Keras cannot compute with variables "
-                "(its layers and optimizers take them as they lie). Keep a Keras model's own variables on devices; "
-                "an Optax state can lie there, with_optimizer(optimizer, memory_kind='pinned_host'), and a finished model "
-                "between its uses (lazymodel.reshard)"
+                f"{listed(offloaded)}: in {variables[offloaded[0]].memory_kind}, and Keras' layers and optimizers "
+                "compute with variables where they lie, which JAX refuses there. Keep a Keras model's own variables on "
+                "devices; an Optax state can lie there, with_optimizer(optimizer, memory_kind='pinned_host'), and a "
+                "finished model between its uses (lazymodel.reshard)"
             )
 
     def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
