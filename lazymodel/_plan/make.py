@@ -61,8 +61,7 @@ def plan(
         initialize: As for `materialize`.
         device_memory: Bytes of one device, or `"16GiB"`; None is what the devices say or are known to have, and CPUs
             have no limit.
-        host_memory: Bytes of one host, likewise; None is what is available here, or what hosts of the TPU slice have,
-            and counts where something is offloaded to hosts (`lazymodel.Host`).
+        host_memory: Bytes of one host, likewise; they count where something is offloaded to it (`lazymodel.Host`).
         what_if: What the model does not have, by arithmetic: `lazymodel.WhatIf(optimizer="adamw", lora_rank=8)`.
         compile: What the compiler is asked, for devices that need not be here: `lazymodel.Compile("train", batch=8)`.
         replicas: As for `materialize`: whose bytes and peak count. `MemoryPlan.ways` has both ways.
@@ -90,7 +89,6 @@ def plan(
     signature, resident = placement.fullest(use.shard_nbytes)
     timeline = tuple(make_timeline(steps, signature))
     parts, compiled, compiled_notes, found = _in_use(model, use, placement, compile)
-    limit = found if limit is None else limit
     estimated = devices.platform if not programs and any(step.action == "initialize" for step in steps) else None
     notes = [*use.notes, *_notes(refused_casts(model, checkpoint, choice), estimated, imagined=traffic.imagined)]
     hosts = make_hosts(model, choice, placement, traffic, steps, use.offloaded, on_cpu=devices.platform == "cpu")
@@ -103,7 +101,7 @@ def plan(
         read_nbytes=_read_here(hosts, devices.live) if hosts else read_anywhere(choice, placement),
         host_nbytes=max((_passing_nbytes(model[path]) for path in choice.sources), default=0),
         num_devices=len(placement.devices),
-        device_memory=devices.memory if limit is None else limit,
+        device_memory=next((each for each in (limit, found, devices.memory) if each is not None), None),
         programs=programs,
         parts=parts,
         timeline=timeline,
