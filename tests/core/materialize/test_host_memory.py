@@ -145,7 +145,7 @@ def test_every_form_of_rules_says_where(mesh8: Mesh) -> None:
     mended = abstract_model(60).shard(mesh8, {"up": lm.Host(P(None, "model")), ".*": P()}, repair=True, large="1KiB")
     assert mended["up"].spec == P("model") and mended["up"].memory_kind == "pinned_host"
     for text in (proposed, proposed.explain(), proposed.explain("up"), repr(proposed["up"]), proposed.plan()):
-        assert "pinned_host" in str(text) or "in the host's memory: 1 variables, 2.00 KiB" in str(text)
+        assert "pinned_host" in str(text) or "in the host's memory: 1 variables, " in str(text)
 
 
 def test_state_lies_where_the_optimizer_was_told(mesh8: Mesh) -> None:
