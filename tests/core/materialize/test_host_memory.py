@@ -41,9 +41,9 @@ def device_nbytes(tree: Any) -> int:
     return max(sum(s.data.nbytes for s in shards if s.device == device) for device in jax.devices()[:8])
 
 
-def training_step(state: Any) -> Any:
+def training_step(optimizer: Any, state: Any) -> Any:
     """A jitted step that keeps the optimizer's state where it lies."""
-    optimizer, places = optax.adamw(1e-2), jax.tree.map(lambda leaf: leaf.sharding, state)
+    places = jax.tree.map(lambda leaf: leaf.sharding, state)
 
     def loss(params: Any, x: Any) -> Any:
         return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"] - x) ** 2)
@@ -61,9 +61,9 @@ def training_step(state: Any) -> Any:
 # The larger model has 1 GiB of parameters, and twice that of state.
 @pytest.mark.parametrize("width", [64, pytest.param(2 << 20, marks=pytest.mark.large)])
 def test_training_with_its_state_on_the_host(mesh8: Mesh, width: int) -> None:
-    x, losses, held = np.ones((8, 64), np.float32), [], []
+    x, losses, held, optimizer = np.ones((8, 64), np.float32), [], [], optax.adamw(0.5 / width)
     for kind in (None, "pinned_host"):
-        abstract = abstract_model(width).with_optimizer(optax.adamw(1e-2), memory_kind=kind).shard(mesh8, RULES)
+        abstract = abstract_model(width).with_optimizer(optimizer, memory_kind=kind).shard(mesh8, RULES)
         plan = abstract.plan()
         params, state = abstract.materialize()
         assert kinds(params) == {"device"} and kinds((state[0].mu, state[0].nu)) == {kind or "device"}
@@ -74,7 +74,7 @@ def test_training_with_its_state_on_the_host(mesh8: Mesh, width: int) -> None:
         )
         assert plan.offloaded_nbytes == (4 * 64 * width * 4 if kind else 0)
         held.append(plan.device_nbytes)
-        step, found = training_step(state), []
+        step, found = training_step(optimizer, state), []
         for _ in range(3):
             value, params, state = step(params, state, x)
             found.append(float(value))
@@ -87,8 +87,9 @@ def test_training_with_its_state_on_the_host(mesh8: Mesh, width: int) -> None:
 
 
 def test_a_step_that_is_compiled_beforehand_finds_the_state_where_it_will_lie(mesh8: Mesh) -> None:
-    abstract = abstract_model().with_optimizer(optax.adamw(1e-2), memory_kind="pinned_host").shard(mesh8, RULES)
-    step, x = training_step(abstract.tree[1]), np.ones((8, 64), np.float32)
+    optimizer = optax.adamw(1e-2)
+    abstract = abstract_model().with_optimizer(optimizer, memory_kind="pinned_host").shard(mesh8, RULES)
+    step, x = training_step(optimizer, abstract.tree[1]), np.ones((8, 64), np.float32)
     params, state = abstract.materialize(compile=lm.Compile(step, x).of(lambda both: both))
     with compile_events() as events:
         jax.block_until_ready(step(params, state, x))
