@@ -198,14 +198,8 @@ def cores() -> int:
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
-def default_budget() -> int:
-    """4 GiB, or an eighth of the memory that is available if that is less and known."""
-    available = available_memory()
-    return DEFAULT_BUDGET if available is None else max(min(available // 8, DEFAULT_BUDGET), 64 << 20)
-
-
 def available_memory() -> int | None:
-    """Bytes of memory that are available, to this process or at all, whichever is less; None where it is not known."""
+    """Bytes of host memory that are available, to this process or at all, whichever is less; None if unknown."""
     available: list[int] = []
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -216,3 +210,9 @@ def available_memory() -> int | None:
             read = [int((folder / f"memory.{name}").read_text()) for name in (limit, used)]
             available.append(read[0] - read[1])
     return min(available, default=None)
+
+
+def default_budget() -> int:
+    """4 GiB, or an eighth of the memory that is available if that is less and known."""
+    available = available_memory()
+    return DEFAULT_BUDGET if available is None else max(min(available // 8, DEFAULT_BUDGET), 64 << 20)
