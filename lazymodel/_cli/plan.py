@@ -27,11 +27,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from lazymodel._abstract.adapters import named
-<<<<<<< HEAD
 from lazymodel._abstract.memory import PINNED_HOST
-=======
 from lazymodel._cli.output import print_json
->>>>>>> main
 from lazymodel._cli.storage import add_storage_options, storage_options
 from lazymodel._compile.compile import Compile
 from lazymodel._devices.topology import arithmetic_mesh, libtpu_environment
@@ -309,11 +306,7 @@ def _from_factory(module_name: str, name: str) -> AbstractModel[Any]:
     return build_abstract(factory)
 
 
-<<<<<<< HEAD
-def _sharded(model: AbstractModel, mesh: Any, host: str | None) -> AbstractModel:
-=======
-def _sharded(model: AbstractModel[Any], mesh: Any) -> AbstractModel[Any]:
->>>>>>> main
+def _sharded(model: AbstractModel[Any], mesh: Any, host: str | None) -> AbstractModel[Any]:
     """The model on the mesh, by the automatic rules; what they could not split is in the plan's table."""
     if mesh is None and host is None:
         return model

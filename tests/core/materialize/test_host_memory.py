@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 import lazymodel as lm
 from lazymodel._tensors.source import BYTES_READ
 from tests.compile_events import compile_events
-from tests.conftest import ROOT
 
 optax = pytest.importorskip("optax")
 RULES = {"up": P(None, "model"), "down": P("model")}
@@ -197,9 +195,3 @@ def test_what_cannot_lie_there_is_one_error(mesh8: Mesh) -> None:
     ):
         with pytest.raises(lm.ShardingError, match=message):
             abstract.shard(mesh8, rules)
-
-
-def test_the_code_of_the_page_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "host_memory.md").read_text(), flags=re.DOTALL)
-    assert len(blocks) == 4
-    exec(compile("\n".join(blocks), "host_memory.md", "exec"), {})
