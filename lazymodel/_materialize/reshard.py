@@ -197,7 +197,7 @@ class _Move:
         """Bytes of a device that its new place takes, and moving it there."""
         if self.compiled:
             return self.program[1]
-        return _shard_nbytes(self.source, self.target)
+        return 0 if is_offloaded(self.target) else _shard_nbytes(self.source, self.target)
 
 
 class _Counts:
@@ -373,7 +373,6 @@ def _moved(move: _Move, array: jax.Array, donate: bool) -> Iterator[tuple[_Move,
 @functools.lru_cache(maxsize=1024)
 def _program(shape: tuple[int, ...], dtype: Any, source: Sharding, target: Sharding) -> tuple[Any, int]:
     """The program that moves arrays of a kind, and bytes of a device that it takes, its result included."""
-
     here, there = (cast(Sharding, in_memory(sharding, None, "")) for sharding in (source, target))
 
     def move(array: jax.Array) -> jax.Array:

@@ -191,12 +191,13 @@ class MemoryPlan(Tabled):
         if (short := self._host_short()) <= 0:
             return
         largest = heapq.nlargest(_OFFENDERS, self.rows, key=lambda row: row.offloaded_nbytes)
-        names = (f"{row.path} {format_bytes(row.offloaded_nbytes)}" for row in largest if row.offloaded_nbytes)
+        names = [f"{row.path} {format_bytes(row.offloaded_nbytes)}" for row in largest if row.offloaded_nbytes]
+        listed = f" Largest there, for each device: {', '.join(names)}." if names else ""
         raise DoesNotFitError(
             f"{self.name} needs {format_bytes(self.needed_host_nbytes)} of host memory on a host, "
             f"{format_bytes(self.offloaded_nbytes)} of them kept there for its devices, and a host has "
-            f"{format_bytes(self.host_memory or 0)}, {format_bytes(short)} too little. Largest there, for each device: "
-            f"{', '.join(names)}. Keep less there, split it over more hosts, or use a smaller dtype.",
+            f"{format_bytes(self.host_memory or 0)}, {format_bytes(short)} too little.{listed} "
+            "Keep less there, split it over more hosts, or use a smaller dtype.",
             needed_nbytes=self.needed_host_nbytes,
             limit_nbytes=self.host_memory,
         )
@@ -215,8 +216,8 @@ class MemoryPlan(Tabled):
         """What would make it fit devices of this many bytes, by arithmetic, as a sentence or two."""
         if (state := self.parts.get(OPTIMIZER, 0)) and self.needed_nbytes - state <= device_memory:
             return (
-                "The optimizer state in hosts' memory (memory_kind='pinned_host') would be enough; or shard these "
-                "further, use more devices, or a smaller dtype."
+                "With the optimizer state in hosts' memory (memory_kind='pinned_host') it would fit, by arithmetic; or "
+                "shard these further, use more devices, or a smaller dtype."
             )
         replicated = sum(row.most_nbytes for row in self.rows if self._replicated(row))
         if replicated > device_memory // 2:
