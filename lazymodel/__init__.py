@@ -49,6 +49,7 @@ from lazymodel._plan.search import smallest_topology
 from lazymodel._plan.what_if import WhatIf
 from lazymodel._save.save import save
 from lazymodel._sharding.auto import auto
+from lazymodel._sharding.host import Host
 from lazymodel._sharding.roles import role
 from lazymodel._show.progress import Progress
 from lazymodel._statistics import statistics
@@ -68,6 +69,7 @@ __all__ = [
     "DoesNotFitError",
     "Fleet",
     "From",
+    "Host",
     "LazyModelError",
     "LazyModelWarning",
     "LazyTensor",

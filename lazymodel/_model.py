@@ -19,7 +19,7 @@ from lazymodel._materialize.materialize import materialize
 from lazymodel._plan.make import plan
 from lazymodel._sharding.explain import explain
 from lazymodel._sharding.shard import shard
-from lazymodel._show.table import Row, Table, Tabled, folded_table, shape_text, spec_text
+from lazymodel._show.table import Row, Table, Tabled, folded_table, placed_text, shape_text, spec_text
 from lazymodel._show.text import format_bytes, plural
 from lazymodel._show.timeline import Span
 from lazymodel._trace.escaped import watched
@@ -102,7 +102,8 @@ class AbstractModel(Tabled, ModelSpec, Generic[BuiltT]):
             if not sharded:
                 return Row(variable.path, cells, variable.nbytes, variable.origin)
             other = None if variable.sharding is None else type(variable.sharding).__name__
-            spec = spec_text(variable.spec) if variable.spec is not None or other is None else other
+            known = variable.spec is not None or other is None
+            spec = placed_text(spec_text(variable.spec) if known else other, variable.memory_kind)
             spec = "on the host" if stays_on_host(variable) else spec
             return Row(variable.path, (*cells, spec), resident_nbytes(variable), variable.origin)
 

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lazymodel._abstract.arrays import named_arrays
+from lazymodel._abstract.memory import in_memory, is_offloaded
 from lazymodel._errors import LazyModelError
 from lazymodel._programs.jaxprs import uses_x64
 from lazymodel._programs.keys import is_key
@@ -223,6 +224,8 @@ def statistics(model: Any, *, stacked: str | None = None, spectral: bool = True)
 
 def _measured(array: Any, *, layered: bool, spectral: bool) -> Any:
     """Dispatches the program of an array; its results are not waited for."""
+    if isinstance(array, jax.Array) and is_offloaded(array.sharding):  # it is computed with on its devices
+        array = jax.device_put(array, in_memory(array.sharding, None, ""))
     values = _unplaced(array) if isinstance(array, jax.Array) else np.asarray(array)
     sharding = values.sharding if isinstance(values, jax.Array) else None
     everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None

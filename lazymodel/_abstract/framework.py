@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Protocol
 import jax
 from jax.sharding import Sharding
 
+from lazymodel._abstract.memory import on_device
 from lazymodel._abstract.outline import Outline
 from lazymodel._abstract.paths import path_text
 from lazymodel._abstract.variable import AbstractVariable
@@ -52,7 +53,7 @@ class Derived:
         """Some of it, each shard directly on its device, in buffers of its own."""
 
         def some(parameters: Mapping[str, Any]) -> dict[str, Any]:
-            found = self.function(parameters)
+            found = self.function({path: on_device(each, shardings[path]) for path, each in parameters.items()})
             # A parameter that is returned as it is would be the parameter's own buffer, which training gives away.
             return {path: jax.numpy.copy(found[path]) for path in wanted}
 
@@ -91,6 +92,9 @@ class Framework:
     def structure(self, leaves: Mapping[str, Any]) -> Any:
         """Path → anything, in the user's own pytree structure."""
         return self._unflatten(leaves)
+
+    def check_placed(self, variables: Mapping[str, AbstractVariable]) -> None:
+        """Raises ShardingError, before anything is made, where the user's object could not work with its variables."""
 
     def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
         """The user's object, of path → finished array."""

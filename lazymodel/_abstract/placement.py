@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
+from lazymodel._abstract.memory import is_offloaded
 from lazymodel._abstract.variable import AbstractVariable
 
 Signature: TypeAlias = "frozenset[Hashable]"
@@ -93,4 +94,9 @@ def device_nbytes(variables: Iterable[AbstractVariable]) -> dict[Any, int]:
 
 def resident_nbytes(variable: AbstractVariable) -> int:
     """Bytes of a variable on each device of its sharding."""
-    return 0 if stays_on_host(variable) else variable.shard_nbytes
+    return 0 if stays_on_host(variable) or is_offloaded(variable.sharding) else variable.shard_nbytes
+
+
+def offloaded_nbytes(variable: AbstractVariable) -> int:
+    """Bytes of a variable that a host keeps for each of its devices."""
+    return variable.shard_nbytes if is_offloaded(variable.sharding) and not stays_on_host(variable) else 0

@@ -29,6 +29,7 @@ class Optimized:
 
     paths: tuple[str, ...]  # of the parameters
     model: ModelSpec | None = None  # as it was without the optimizer; None where the user's own object holds both
+    memory_kind: str | None = None  # where the parameters' state lies; None is the devices' own memory
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

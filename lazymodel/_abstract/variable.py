@@ -10,7 +10,9 @@ import jax
 import numpy as np
 from jax.experimental.layout import Format, Layout
 
+from lazymodel._abstract.memory import is_offloaded
 from lazymodel._programs.keys import is_key, stored_as
+from lazymodel._show.table import placed_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +104,13 @@ class AbstractVariable:
         return self.sharding.spec if isinstance(self.sharding, jax.sharding.NamedSharding) else None
 
     @property
+    def memory_kind(self) -> str | None:
+        """The kind of memory that it lies in, such as `pinned_host`; None for the devices' own."""
+        return self.sharding.memory_kind if self.sharding is not None and is_offloaded(self.sharding) else None
+
+    @property
     def shard_nbytes(self) -> int:
-        """Bytes that one device holds (all shards of a JAX array have equal shapes)."""
+        """Bytes of one shard, which a device holds, or its host for it (shards of a JAX array have equal shapes)."""
         if self.sharding is None:
             return self.nbytes
         return math.prod(self.sharding.shard_shape(self.shape)) * self.dtype.itemsize
@@ -117,5 +124,6 @@ class AbstractVariable:
         return jax.ShapeDtypeStruct(self.shape, dtype, sharding=placed, weak_type=self.weak_type)
 
     def __repr__(self) -> str:
-        spec = "" if self.sharding is None else f", {self.spec if self.spec is not None else self.sharding}"
+        placed = placed_text(self.spec if self.spec is not None else self.sharding, self.memory_kind)
+        spec = "" if self.sharding is None else f", {placed}"
         return f"AbstractVariable({self.path!r}, {self.dtype.name}{list(self.shape)}{spec}, {self.origin})"

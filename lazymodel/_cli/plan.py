@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lazymodel._abstract.adapters import named
+from lazymodel._abstract.memory import PINNED_HOST
 from lazymodel._cli.imported import imported, is_imported
 from lazymodel._cli.output import print_json
 from lazymodel._cli.storage import add_storage_options, storage_options
@@ -85,12 +86,19 @@ def add_plan_parser(commands: Any) -> None:
     parser.add_argument("--quantize", choices=("int8", "int4"), help="quantize after loading")
     parser.add_argument("--lora-rank", type=int, metavar="RANK", help="train LoRA pairs instead of the parameters")
     parser.add_argument("--optimizer", metavar="NAME", help="plan training with it, such as adamw")
+    parser.add_argument(
+        "--host",
+        metavar="PATTERN",
+        help="regex of variables that lie in the hosts' memory, such as '.*embeddings'",
+    )
+    parser.add_argument("--optimizer-on-host", action="store_true", help="the optimizer's slots lie there")
     parser.add_argument("--batch", type=int, metavar="N", help="batch size of what is compiled")
     parser.add_argument("--sequence", type=int, metavar="N", help="sequence length of what is compiled")
     parser.add_argument(
         "--compile", choices=("init", "forward", "train"), help="compile it, and take the compiler's numbers"
     )
     parser.add_argument("--device-memory", metavar="BYTES", help="bytes of one device, such as 16GiB")
+    parser.add_argument("--host-memory", metavar="BYTES", help="bytes of one host, such as 192GiB")
     parser.add_argument("--hosts", type=int, metavar="N", help="hosts that the devices belong to, as many to each")
     parser.add_argument(
         "--storage-bandwidth", metavar="BYTES", help="what a host reads from storage a second, such as 200MB/s"
@@ -133,14 +141,18 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _stated(arguments: argparse.Namespace) -> tuple[WhatIf, Compile | None]:
     """What can be found wrong before anything is imported, built or compiled is an error here."""
-    if arguments.device_memory is not None:
-        parse_bytes(arguments.device_memory, name="--device-memory", at_least=1)
+    for name, amount in (("--device-memory", arguments.device_memory), ("--host-memory", arguments.host_memory)):
+        if amount is not None:
+            parse_bytes(amount, name=name, at_least=1)
+    if arguments.optimizer_on_host and arguments.optimizer is None:
+        raise LazyModelError("--optimizer-on-host is for --optimizer; name it")
     if arguments.html and not Path(arguments.html).parent.is_dir():
         raise LazyModelError(f"cannot write {arguments.html}: {os.strerror(errno.ENOENT)}")
     sized = arguments.batch is not None or arguments.sequence is not None
     if sized and arguments.compile not in ("forward", "train"):
         raise LazyModelError("--batch and --sequence are for --compile forward or train")
-    what_if = WhatIf(arguments.optimizer, arguments.lora_rank, quantize=arguments.quantize)
+    kind = PINNED_HOST if arguments.optimizer_on_host else None
+    what_if = WhatIf(arguments.optimizer, arguments.lora_rank, quantize=arguments.quantize, memory_kind=kind)
     compile = arguments.compile and Compile(arguments.compile, batch=arguments.batch, sequence=arguments.sequence)
     return what_if, compile
 
@@ -163,7 +175,7 @@ def _plans(
     # What KerasHub builds is built quantized, with the pairs that it then has; of others it is arithmetic.
     built = WhatIf()
     if what_if.quantize is not None and not is_imported(source):
-        built, what_if = what_if, WhatIf(what_if.optimizer)
+        built, what_if = what_if, WhatIf(what_if.optimizer, memory_kind=what_if.memory_kind)
     with _status() as say:
         for dtype in arguments.dtype or [None]:
             say(f"building {shown(source)}{f' in {dtype}' if dtype else ''}")
@@ -171,8 +183,12 @@ def _plans(
             for place, mesh in meshes.items():
                 name = ", ".join(filter(None, (place, dtype))) or "one device"
                 say(f"{'compiling' if compile else 'planning'} {name}")
-                plans[name] = _sharded(model, mesh).plan(
-                    device_memory=arguments.device_memory, what_if=what_if, compile=compile, fleet=fleet
+                plans[name] = _sharded(model, mesh, arguments.host).plan(
+                    device_memory=arguments.device_memory,
+                    host_memory=arguments.host_memory,
+                    what_if=what_if,
+                    compile=compile,
+                    fleet=fleet,
                 )
     return plans
 
@@ -281,13 +297,14 @@ def _from_factory(text: str) -> AbstractModel[Any]:
     return build_abstract(factory)
 
 
-def _sharded(model: AbstractModel[Any], mesh: Any) -> AbstractModel[Any]:
+def _sharded(model: AbstractModel[Any], mesh: Any, host: str | None) -> AbstractModel[Any]:
     """The model on the mesh, by the automatic rules; what they could not split is in the plan's table."""
-    if mesh is None:
+    if mesh is None and host is None:
         return model
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("model",)) if mesh is None else mesh
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LazyModelWarning)
-        return model.shard(mesh, auto())
+        return model.shard(mesh, auto(host=host))
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ class Room:
     """
 
     def __init__(self, model: ModelSpec, shardings: Mapping[str, Sharding]) -> None:
-        placement = Placement({path: sharding for path, sharding in shardings.items() if not _is_host(sharding)})
+        placement = Placement(shardings)
         devices = [device for device in placement.devices if device.process_index == jax.process_index()]
         self.limit = min((size for size in map(device_memory, devices) if size is not None), default=None)
         self._count = max(len(placement.devices), 1)
@@ -72,12 +72,6 @@ class Room:
                 needed_nbytes=memory.peak_nbytes,
                 limit_nbytes=self.limit,
             )
-
-
-def _is_host(sharding: Sharding) -> bool:
-    """Whether it is a memory of the host that the sharding puts arrays in, and devices have one of their own."""
-    kind = sharding.memory_kind
-    return kind is not None and "host" in kind and next(iter(sharding.device_set)).default_memory().kind != kind
 
 
 def _nbytes(info: Any) -> int:

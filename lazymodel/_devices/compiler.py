@@ -23,7 +23,7 @@ _LISTED = 5  # allocations that a refusal names
 
 @dataclasses.dataclass(frozen=True)
 class CompiledMemory:
-    """Memory of one compiled program, in bytes on each device.
+    """Memory of one compiled program, in bytes on each device; where that has none of its own, on its host too.
 
     Attributes:
         argument_nbytes: Its arguments' shards.
@@ -32,6 +32,7 @@ class CompiledMemory:
         alias_nbytes: Results that take a donated argument's place.
         code_nbytes: The program itself.
         seconds: Time that tracing, lowering and compiling took.
+        host_nbytes: Arguments, results and temporaries in the host's memory, for each device, where they count apart.
     """
 
     argument_nbytes: int
@@ -40,6 +41,7 @@ class CompiledMemory:
     alias_nbytes: int
     code_nbytes: int
     seconds: float
+    host_nbytes: int = 0
 
     @property
     def peak_nbytes(self) -> int:
@@ -96,6 +98,12 @@ def memory_of(compiled: jax.stages.Compiled, seconds: float) -> CompiledMemory:
         alias_nbytes=int(memory.alias_size_in_bytes),
         code_nbytes=int(memory.generated_code_size_in_bytes),
         seconds=seconds,
+        host_nbytes=int(
+            memory.host_argument_size_in_bytes
+            + memory.host_output_size_in_bytes
+            - memory.host_alias_size_in_bytes
+            + memory.host_temp_size_in_bytes
+        ),
     )
 
 

@@ -45,6 +45,9 @@ class Generation:
     mib: int
     devices_per_chip: int
     num_cores: int  # of one JAX device
+    # GiB of memory of a host of four chips; machines of one and of eight chips have as much for each chip, or more.
+    # https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus and the pages of each generation
+    host_gib: int
     shapes: tuple[Shape, ...]  # slices that exist, in chips, by size, where they are few; else those below a cube
     max_chips: int = 0  # of the largest slice where shapes are composed of cubes; 0 where all are listed
     aliases: tuple[str, ...] = ()  # other names, lower-cased and without "tpu" in front
@@ -91,18 +94,24 @@ class Generation:
             return (*shape, 1)
         return (1, 1, 1) if math.prod(shape) == 1 else (2, 2, 1)
 
+    def chips_per_host(self, chips: int) -> int:
+        """The same as a number, of a slice of so many chips."""
+        return chips if len(self.shapes[0]) == 2 and chips <= 8 else min(chips, 4)
+
 
 GENERATIONS = {
     generation.name: generation
     for generation in (
-        Generation("v2", "TPU v2", 7660, 2, 1, _SQUARES),  # of 8 GiB
-        Generation("v3", "TPU v3", 15852, 2, 1, (*_SQUARES, (16, 32), (32, 32))),  # of 16 GiB
-        Generation("v4", "TPU v4", 31482, 1, 2, _PART_CUBES, 4096, chip_config="megacore"),  # of 32 GiB
-        Generation("v5e", "TPU v5 lite", 16124, 1, 1, _SMALL_SQUARES, aliases=("v5lite", "v5litepod")),  # of 16 GiB
-        Generation("v5p", "TPU v5", 98022, 1, 2, _PART_CUBES, 6144),  # of 96 GiB, sold as 95
-        Generation("v6e", "TPU v6 lite", 31990, 1, 1, _SMALL_SQUARES, aliases=("v6lite", "trillium")),  # of 32 GiB
+        Generation("v2", "TPU v2", 7660, 2, 1, 334, _SQUARES),  # of 8 GiB
+        Generation("v3", "TPU v3", 15852, 2, 1, 334, (*_SQUARES, (16, 32), (32, 32))),  # of 16 GiB
+        Generation("v4", "TPU v4", 31482, 1, 2, 407, _PART_CUBES, 4096, chip_config="megacore"),  # of 32 GiB
         Generation(
-            "v7x", "TPU7x", 97010, 2, 1, ((1, 1, 1), *_PART_CUBES), 9216, ("v7", "ironwood"), libtpu="tpu7x"
+            "v5e", "TPU v5 lite", 16124, 1, 1, 192, _SMALL_SQUARES, aliases=("v5lite", "v5litepod")
+        ),  # of 16 GiB
+        Generation("v5p", "TPU v5", 98022, 1, 2, 448, _PART_CUBES, 6144),  # of 96 GiB, sold as 95
+        Generation("v6e", "TPU v6 lite", 31990, 1, 1, 704, _SMALL_SQUARES, aliases=("v6lite", "trillium")),  # of 32 GiB
+        Generation(
+            "v7x", "TPU7x", 97010, 2, 1, 960, ((1, 1, 1), *_PART_CUBES), 9216, ("v7", "ironwood"), libtpu="tpu7x"
         ),  # of 96 GiB: half of a chip's 192
     )
 }
@@ -188,6 +197,22 @@ def device_memory(device: Any) -> int | None:
     if tpu_generation(device.device_kind) is GENERATIONS["v4"] and getattr(device, "num_cores", 2) == 1:
         return _TPU_V4_CORE * _MIB
     return _known(device.device_kind)
+
+
+def devices_per_host(kind: str, num_devices: int) -> int | None:
+    """How many devices of a TPU slice of so many share a host; None for what is no TPU."""
+    if (generation := tpu_generation(kind)) is None:
+        return None
+    chips = max(num_devices // generation.devices_per_chip, 1)
+    return min(generation.chips_per_host(chips) * generation.devices_per_chip, num_devices)
+
+
+def host_memory(kind: str, num_devices: int) -> int | None:
+    """Bytes of memory of one host of a TPU slice of so many devices, as it is rented; None for what is no TPU."""
+    generation, count = tpu_generation(kind), devices_per_host(kind, num_devices)
+    if generation is None or count is None:
+        return None
+    return (generation.host_gib << 30) * count // (4 * generation.devices_per_chip)
 
 
 def tpu_generation(name: str) -> Generation | None:

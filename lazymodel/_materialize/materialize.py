@@ -107,7 +107,7 @@ def materialize(
     """
     start, timeline = time.perf_counter(), Timeline.after_imports(model.spent)
     (model, compiles), matching = prepared(model, compile, timeline), time.perf_counter()
-    require_live(model.variables)
+    _check_placed(model)
     shardings = device_shardings(model.variables)
     assigned = [variable.sharding for variable in model.values()]
     # Before the first program runs: one that only some processes run can wait forever for the rest.
@@ -216,6 +216,11 @@ def make_arrays(
         raise
     finally:
         progress.finish()
+
+
+def _check_placed(model: ModelSpec) -> None:
+    require_live(model.variables)
+    model.framework.check_placed(model.variables)
 
 
 def _chosen(

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lazymodel._abstract.adapters import adapters
+from lazymodel._abstract.memory import in_memory, is_offloaded, on_device
 from lazymodel._abstract.paths import flatten_paths
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
@@ -30,7 +31,7 @@ from lazymodel._materialize.bits import as_moved, from_moved
 from lazymodel._materialize.stream import StreamItem, stream
 from lazymodel._programs.keys import as_keys, is_key
 from lazymodel._show.progress import Progress, ProgressTo, delivery, progress_for
-from lazymodel._show.table import Row, Table, Tabled, folded_table, shape_text, spec_text
+from lazymodel._show.table import Row, Table, Tabled, folded_table, placed_text, shape_text, spec_text
 from lazymodel._show.text import closest, format_bytes, parse_bytes, plural
 from lazymodel._tensors.device import DeviceLeaf
 from lazymodel._tensors.division import grouped
@@ -51,7 +52,7 @@ class ReshardRow:
         shape: Its global shape.
         dtype: The name of its dtype.
         nbytes: Bytes of the whole variable, counted once.
-        before: Its partition spec, or sharding, as text.
+        before: Its partition spec, or sharding, as text, and its kind of memory unless that is devices' own.
         after: The same of what it has now.
         way: `"kept"`, `"devices"` where it went from device to device, or `"host"` where it passed through this host.
     """
@@ -125,9 +126,10 @@ def reshard(
 ) -> Any:
     """Moves a live model to other shardings, on the same devices or others, group by group; equal bit for bit.
 
-    From a trainer's layout to a sampler's, say, or from eight devices to four of them. Arrays whose devices stay the
-    same go from device to device, in one process or many, all of which must call this. Others pass through this host's
-    memory in pieces, and must be on devices of this process before and after.
+    From a trainer's layout to a sampler's, say, from eight devices to four of them, or to the hosts' memory and back
+    (shardings with a `memory_kind`). Arrays whose devices stay the same go from device to device, in one process or
+    many, all of which must call this. Others pass through this host's memory in pieces, and must be on devices of this
+    process before and after.
 
     Args:
         tree: Any pytree of arrays, or a model of a known framework. What is no `jax.Array` is left as it is.
@@ -195,7 +197,7 @@ class _Move:
         """Bytes of a device that its new place takes, and moving it there."""
         if self.compiled:
             return self.program[1]
-        return _shard_nbytes(self.source, self.target)
+        return 0 if is_offloaded(self.target) else _shard_nbytes(self.source, self.target)
 
 
 class _Counts:
@@ -217,13 +219,14 @@ class _Counts:
         self.groups += 1
         for move in moves:
             self._add(move.source, move.target, 1)
-        extra = sum(move.nbytes - _shard_nbytes(move.source, move.target) for move in moves)
+        known = (0 if is_offloaded(move.target) else _shard_nbytes(move.source, move.target) for move in moves)
+        extra = sum(move.nbytes for move in moves) - sum(known)
         self.peak = max(self.peak, self.now() + extra)
         for move in moves if donate else ():
             self._add(move.source, move.source.sharding, -1)
 
     def _add(self, array: jax.Array, sharding: Sharding, sign: int) -> None:
-        nbytes = sign * _shard_nbytes(array, sharding)
+        nbytes = 0 if is_offloaded(sharding) else sign * _shard_nbytes(array, sharding)
         self._devices.update(dict.fromkeys(cast(Any, sharding).device_set, nbytes))
 
 
@@ -370,10 +373,12 @@ def _moved(move: _Move, array: jax.Array, donate: bool) -> Iterator[tuple[_Move,
 @functools.lru_cache(maxsize=1024)
 def _program(shape: tuple[int, ...], dtype: Any, source: Sharding, target: Sharding) -> tuple[Any, int]:
     """The program that moves arrays of a kind, and bytes of a device that it takes, its result included."""
+    here, there = (cast(Sharding, in_memory(sharding, None, "")) for sharding in (source, target))
 
     def move(array: jax.Array) -> jax.Array:
+        array = on_device(array, source)  # where bits are computed with, and devices send
         bits = array if is_key(dtype) else as_moved(array)
-        for sharding in (source, _finest(target, shape), target):
+        for sharding in (here, _finest(there, shape), there):
             bits = jax.lax.with_sharding_constraint(bits, sharding)
         return bits if is_key(dtype) else from_moved(bits, np.dtype(dtype))
 
@@ -422,4 +427,5 @@ def _report(
 
 def _text(sharding: Sharding) -> str:
     spec = getattr(sharding, "spec", None)
-    return type(sharding).__name__ if spec is None else spec_text(spec)
+    text = type(sharding).__name__ if spec is None else spec_text(spec)
+    return placed_text(text, sharding.memory_kind if is_offloaded(sharding) else None)

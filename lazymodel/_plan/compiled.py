@@ -1,7 +1,8 @@
 """What the compiler says that a forward pass or a training step takes, on the model's devices.
 
 Responsible for the program: parameters in their shardings, LoRA pairs merged as they are in use, gradients and an
-optimizer's update around the user's loss, inputs split over the mesh's data axes. Nothing runs.
+optimizer's update around the user's loss, inputs split over the mesh's data axes. What lies in hosts' memory is moved
+to the devices first, and what is updated back. Nothing runs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lazymodel._abstract.framework import PlannedFunction
+from lazymodel._abstract.memory import is_offloaded, on_device
 from lazymodel._abstract.placement import device_shardings
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._compile.compile import Compile
@@ -48,6 +50,7 @@ def compile_use(model: ModelSpec, use: Use, compile: Compile) -> tuple[CompiledM
     if compile.what == "forward":
 
         def forward(values: Mapping[str, Any], pairs: Mapping[str, Any], *inputs: Any) -> Any:
+            values = _on_devices(values, model)
             merged = {**values, **{path: _merge(values[path], pair) for path, pair in pairs.items()}}
             return function(structure(merged), *inputs)
 
@@ -94,16 +97,23 @@ def _training_step(model: ModelSpec, use: Use, loss: Callable[..., Any]) -> Call
             moments[parameter.path].append(path)
 
     def step(trained: Any, slots: Any, state: Any, frozen: Any, *inputs: Any) -> Any:
+        trained = {
+            path: tuple(map(on_device, arrays, (struct.sharding for struct in use.trained[path])))
+            for path, arrays in trained.items()
+        }
+        state, frozen = _on_devices(state, model), _on_devices(frozen, model)
         value, gradients = jax.value_and_grad(loss)(trained, {**frozen, **state}, inputs)
         new_trained: dict[str, list[Any]] = {path: [] for path in trained}
         new_slots: dict[str, list[Any]] = {path: [] for path in trained}
-        new_state = dict(state)
+        new_state = {path: _placed(value, model[path].struct) for path, value in state.items()}
         for path, structs in use.trained.items():
             own = moments[path]
             for p, g, s, struct, places in zip(
                 trained[path], gradients[path], slots[path], structs, stated[path], strict=True
             ):
-                held, where = (*s, *(state[name] for name in own)), (*places, *(model[name].struct for name in own))
+                slots_here = (on_device(slot, place.sharding) for slot, place in zip(s, places, strict=True))
+                held = (*slots_here, *(state[name] for name in own))
+                where = (*places, *(model[name].struct for name in own))
                 parameter, updated = _update(p, g, held, (struct, *where))
                 new_trained[path].append(parameter)
                 new_slots[path].append(updated[: len(s)])
@@ -111,6 +121,10 @@ def _training_step(model: ModelSpec, use: Use, loss: Callable[..., Any]) -> Call
         return value, new_trained, new_slots, new_state
 
     return step
+
+
+def _on_devices(values: Mapping[str, Any], model: ModelSpec) -> dict[str, Any]:
+    return {path: on_device(value, model[path].sharding) for path, value in values.items()}
 
 
 def _without_optimizer(model: ModelSpec) -> ModelSpec:
@@ -167,9 +181,12 @@ def _update(parameter: Any, gradient: Any, slots: Sequence[Any], structs: Sequen
     new = tuple((0.9 * slot + 0.1 * gradient).astype(slot.dtype) for slot in slots)
     change = sum(new, gradient) if new else gradient
     updated = (parameter - 1e-3 * change).astype(parameter.dtype)
+    return _placed(updated, structs[0]), tuple(map(_placed, new, structs[1:]))
 
-    def placed(value: Any, struct: Any) -> Any:
-        named = isinstance(struct.sharding, NamedSharding)
-        return jax.lax.with_sharding_constraint(value, struct.sharding) if named else value
 
-    return placed(updated, structs[0]), tuple(map(placed, new, structs[1:]))
+def _placed(value: Any, struct: Any) -> Any:
+    """A value where what it replaces lies."""
+    if is_offloaded(struct.sharding):
+        return jax.device_put(value, struct.sharding)  # a constraint would leave it on the device
+    named = isinstance(struct.sharding, NamedSharding)
+    return jax.lax.with_sharding_constraint(value, struct.sharding) if named else value

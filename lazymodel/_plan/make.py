@@ -1,8 +1,8 @@
 """The verb `plan`: predicts what materializing a model will cost, and using it, before a byte moves.
 
-Responsible for putting a plan together: what stays from the shardings, what is needed for a moment and what passes
-through hosts from `_plan/steps`, what using the model adds from `_plan/what_if`, and, where it is asked for, what the
-compiler says from `_plan/compiled`. Devices need not be here.
+Responsible for putting a plan together: what stays from the shardings, what is needed for a moment from `_plan/steps`,
+what hosts read and keep from `_plan/hosts`, what using the model adds from `_plan/what_if`, and, where it is asked for,
+what the compiler says from `_plan/compiled`. Devices need not be here.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, cast
 import jax
 from jax.sharding import AbstractMesh
 
-from lazymodel._abstract.placement import Placement, device_shardings
+from lazymodel._abstract.placement import Placement, device_shardings, offloaded_nbytes, resident_nbytes
 from lazymodel._abstract.spec import ModelSpec
+from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._compile.compile import Compile
 from lazymodel._devices.compiler import CompiledMemory
 from lazymodel._devices.hardware import device_memory as known_memory
@@ -26,8 +27,9 @@ from lazymodel._mapping.mapped import flat_checkpoint
 from lazymodel._mapping.match import Choice, choose, describe_sources, refused_casts
 from lazymodel._plan.compiled import compile_use
 from lazymodel._plan.fleet import Fleet, Traffic
+from lazymodel._plan.hosts import make_hosts, offloaded_to, read_anywhere
 from lazymodel._plan.plan import HostPlan, MemoryPlan, PlanRow
-from lazymodel._plan.steps import action, make_hosts, make_steps, make_timeline, read_anywhere
+from lazymodel._plan.steps import action, make_steps, make_timeline
 from lazymodel._plan.what_if import ACTIVATIONS, GRADIENTS, PARAMETERS, Use, WhatIf
 from lazymodel._show.text import parse_bytes
 
@@ -38,6 +40,7 @@ def plan(
     *,
     initialize: str | None = None,
     device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
     what_if: WhatIf | None = None,
     compile: Compile | None = None,
     replicas: str | None = None,
@@ -58,6 +61,7 @@ def plan(
         initialize: As for `materialize`.
         device_memory: Bytes of one device, or `"16GiB"`; None is what the devices say or are known to have, and CPUs
             have no limit.
+        host_memory: Bytes of one host, likewise; they count where something is offloaded to it (`lazymodel.Host`).
         what_if: What the model does not have, by arithmetic: `lazymodel.WhatIf(optimizer="adamw", lora_rank=8)`.
         compile: What the compiler is asked, for devices that need not be here: `lazymodel.Compile("train", batch=8)`.
         replicas: As for `materialize`: whose bytes and peak count. `MemoryPlan.ways` has both ways.
@@ -72,7 +76,7 @@ def plan(
         131072
     """
     what_if = _checked(model, what_if, compile, fleet)
-    limit = None if device_memory is None else parse_bytes(device_memory, name="device_memory", at_least=1)
+    limit, host_limit = _limit(device_memory, "device_memory"), _limit(host_memory, "host_memory")
     # What is initialized needs no warning, and what is refused keeps it from being no plan: it says both itself.
     checkpoint = flat_checkpoint(checkpoint)
     choice = choose(model, checkpoint, initialize=initialize or "missing", strict=False, cast="unsafe")
@@ -84,24 +88,20 @@ def plan(
     steps, programs = make_steps(model, choice, placement, traffic, devices.platform, compile_programs=compiles)
     signature, resident = placement.fullest(use.shard_nbytes)
     timeline = tuple(make_timeline(steps, signature))
-    parts, compiled = _parts(use, placement), None
+    parts, compiled, compiled_notes, found = _in_use(model, use, placement, compile)
     estimated = devices.platform if not programs and any(step.action == "initialize" for step in steps) else None
     notes = [*use.notes, *_notes(refused_casts(model, checkpoint, choice), estimated, imagined=traffic.imagined)]
-    if compile is not None and compile.is_use:
-        compiled, parts[ACTIVATIONS], note, found = _compiled(model, use, compile)
-        notes, limit = [*notes, note], found if limit is None else limit
-        parts.pop(GRADIENTS if compile.is_step or compile.what == "train" else "", None)  # among its temporaries
-    rows = _rows(model, choice, use)
-    hosts = make_hosts(model, choice, placement, traffic, steps, on_cpu=devices.platform == "cpu")
+    hosts = make_hosts(model, choice, placement, traffic, steps, use.offloaded, on_cpu=devices.platform == "cpu")
+    offloaded = offloaded_to(hosts, placement, use.offloaded, fleet, devices.kind, live=devices.live)
     return MemoryPlan(
         name=model.name,
-        rows=rows,
+        rows=_rows(model, choice, use),
         device_nbytes=resident,
         peak_nbytes=max((step.peak_nbytes for step in timeline), default=0),
         read_nbytes=_read_here(hosts, devices.live) if hosts else read_anywhere(choice, placement),
-        host_nbytes=max((row.shard_nbytes for row in rows if row.path in choice.sources), default=0),
+        host_nbytes=max((_passing_nbytes(model[path]) for path in choice.sources), default=0),
         num_devices=len(placement.devices),
-        device_memory=devices.memory if limit is None else limit,
+        device_memory=next((each for each in (limit, found, devices.memory) if each is not None), None),
         programs=programs,
         parts=parts,
         timeline=timeline,
@@ -110,7 +110,9 @@ def plan(
         device_kind=devices.kind,
         mesh=dict(placement.meshes[0].shape) if placement.meshes else {},
         compiled=compiled,
-        notes=tuple(notes),
+        offloaded_nbytes=offloaded.nbytes,
+        host_memory=offloaded.memory if host_limit is None else host_limit,
+        notes=(*notes, *compiled_notes, *offloaded.notes),
     )
 
 
@@ -145,6 +147,10 @@ def _checked(model: ModelSpec, what_if: WhatIf | None, compile: Compile | None, 
     return what_if
 
 
+def _limit(given: int | str | None, name: str) -> int | None:
+    return None if given is None else parse_bytes(given, name=name, at_least=1)
+
+
 class _Devices(NamedTuple):
     live: bool  # whether they run
     platform: str
@@ -164,6 +170,25 @@ def _devices(placement: Placement) -> _Devices:
     limits = [limit for limit in map(known_memory, known) if limit is not None]
     kind = ", ".join(sorted(kind for _, kind in kinds))
     return _Devices(live, min(kinds, default=("", ""))[0], kind, min(limits, default=None))
+
+
+def _in_use(
+    model: ModelSpec, use: Use, placement: Placement, compile: Compile | None
+) -> tuple[dict[str, int], CompiledMemory | None, Sequence[str], int | None]:
+    """What the device holds that holds most while the model is used, by kind; and of what is compiled, if anything,
+    what the compiler said, a note, and the limit of a device that it does not fit.
+    """
+    parts = _parts(use, placement)
+    if compile is None or not compile.is_use:
+        return parts, None, (), None
+    compiled, parts[ACTIVATIONS], note, found = _compiled(model, use, compile)
+    parts.pop(GRADIENTS if compile.is_step or compile.what == "train" else "", None)  # among its temporaries
+    return parts, compiled, (note,), found
+
+
+def _passing_nbytes(variable: AbstractVariable) -> int:
+    """Bytes of a shard, which pass through the host's memory."""
+    return resident_nbytes(variable) + offloaded_nbytes(variable)
 
 
 def _parts(use: Use, placement: Placement) -> dict[str, int]:
@@ -199,6 +224,8 @@ def _compiled(model: ModelSpec, use: Use, compile: Compile) -> tuple[CompiledMem
     try:
         compiled, note = compile_use(model, use, compile)
         # Of a step that takes a part of the model alone, or leaves some of it unused, all else is held beside it.
+        # CPUs' memory is their host's, and what is offloaded counts with it.
+        held += 0 if compiled.host_nbytes else sum(use.offloaded.values())
         total, held = compiled.peak_nbytes, min(held, compiled.argument_nbytes)
     except DoesNotFitError as error:
         if error.needed_nbytes is None:
@@ -225,6 +252,8 @@ def _rows(model: ModelSpec, choice: Choice, use: Use) -> tuple[PlanRow, ...]:
             action=action(choice, path),
             source=origins.get(path) or variable.origin,
             used_nbytes=sum(amounts.get(path, 0) for amounts in use.parts.values()),
+            memory_kind=variable.memory_kind,
+            offloaded_nbytes=use.offloaded.get(path, 0),
         )
         for path, variable in model.items()
     )

@@ -18,8 +18,8 @@ from lazymodel._devices.compiler import CompiledMemory
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._plan.figures import bar, figure
 from lazymodel._plan.fleet import Way
-from lazymodel._plan.what_if import ACTIVATIONS, PARAMETERS
-from lazymodel._show.table import ACTIONS, Row, Table, Tabled, folded_table, shape_text, spec_text
+from lazymodel._plan.what_if import ACTIVATIONS, OPTIMIZER, PARAMETERS
+from lazymodel._show.table import ACTIONS, Row, Table, Tabled, folded_table, placed_text, shape_text, spec_text
 from lazymodel._show.text import format_bytes, parse_bytes, plural
 
 _OFFENDERS = 5  # how many `check` names
@@ -34,7 +34,7 @@ class PlanRow:
     shape: tuple[int, ...]  # its global shape
     dtype: Any  # its dtype
     spec: PartitionSpec | None  # its partition spec, or None where it lives on one device
-    shard_nbytes: int  # bytes that each of its devices holds
+    shard_nbytes: int  # bytes that each of its devices holds in its own memory
     nbytes: int  # bytes of the whole variable
     action: str  # `"load"` from a checkpoint, `"initialize"` by a program, or `"constant"`
     source: str  # file and tensor, or the initializer, for people
@@ -42,6 +42,8 @@ class PlanRow:
     # for, its LoRA pair, its gradient and the slots of an optimizer that is only stated. Optimizer state that the
     # model has is rows of its own.
     used_nbytes: int = 0
+    memory_kind: str | None = None  # the kind of memory that it lies in, such as `pinned_host`; None is devices' own
+    offloaded_nbytes: int = 0  # bytes that the host keeps for it, for each of its devices; slots only stated count too
 
     @property
     def most_nbytes(self) -> int:
@@ -64,6 +66,7 @@ class PlanStep:
     action: str  # as in `PlanRow`
     held_nbytes: int  # bytes held once it is made
     peak_nbytes: int  # most bytes held while it is made, temporaries included
+    offloaded_nbytes: int = 0  # bytes that the host keeps for the device once it is made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +78,10 @@ class HostPlan:
     device_nbytes: int  # bytes that these hold together once everything is there
     read_nbytes: int  # bytes that it reads from files, every distinct shard once
     staging_nbytes: int  # ceiling of the host memory through which those pass; `max_host_memory` lowers it
-    peak_nbytes: int  # most host memory meanwhile: the staging and, where the devices are CPUs, what they hold
+    # Most host memory meanwhile and in use: the staging, what is kept for devices and, where these are CPUs, what they
+    # hold.
+    peak_nbytes: int
+    offloaded_nbytes: int = 0  # bytes that it keeps for its devices in use, in kinds of memory such as `pinned_host`
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -103,6 +109,8 @@ class MemoryPlan(Tabled):
         device_kind: What the devices are called, or an empty string.
         mesh: Axis names and sizes; empty without a mesh.
         compiled: What the compiler said about the forward pass or training step, if one was compiled.
+        offloaded_nbytes: Bytes that the fullest host keeps for its devices, in kinds of memory such as `pinned_host`.
+        host_memory: Bytes that one host has, where that was stated, or is known and something is offloaded; else None.
         notes: What a reader has to know about how the numbers came to be.
 
     Example:
@@ -127,6 +135,8 @@ class MemoryPlan(Tabled):
     device_kind: str = ""
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
     compiled: CompiledMemory | None = None
+    offloaded_nbytes: int = 0
+    host_memory: int | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -140,16 +150,28 @@ class MemoryPlan(Tabled):
         return max(self.peak_nbytes, self.used_nbytes)
 
     @property
+    def needed_host_nbytes(self) -> int:
+        """Bytes that a host must have, to materialize the model and to keep what is offloaded."""
+        return max([self.offloaded_nbytes, *(host.peak_nbytes for host in self.hosts)])
+
+    @property
     def fits(self) -> bool | None:
-        """Whether what is needed fits the device memory; None where that is not known."""
+        """Whether what is needed fits devices, and hosts where these count; None where that is not known."""
+        if self._host_short() > 0:
+            return False
         return None if self.device_memory is None else self.needed_nbytes <= self.device_memory
+
+    def _host_short(self) -> int:
+        """Bytes that a host lacks, as far as is known; negative for what it can spare."""
+        return 0 if self.host_memory is None else self.needed_host_nbytes - self.host_memory
 
     def check(self, device_memory: int | str | None = None) -> MemoryPlan:
         """Returns the plan itself if it fits `device_memory`, in bytes or as `"16GiB"`; None takes the plan's own.
 
         Raises:
-            DoesNotFitError: It does not; names the variables that take most of a device, and what would fit.
+            DoesNotFitError: It does not, or hosts have too little; names what takes most there, and what would fit.
         """
+        self._check_hosts()
         given = device_memory is not None
         limit = parse_bytes(device_memory, name="device_memory", at_least=1) if given else self.device_memory
         if limit is None or self.needed_nbytes <= limit:
@@ -160,11 +182,28 @@ class MemoryPlan(Tabled):
             f"{self.name} needs {format_bytes(self.needed_nbytes)} on a device ({format_bytes(self.device_nbytes)} "
             f"once materialized{use}) and a device has {format_bytes(limit)}, "
             f"{format_bytes(self.needed_nbytes - limit)} too little. "
-            f"Largest on a device: {self._largest(_OFFENDERS)}. {self.mend(limit)}"
+            f"Largest on a device: {self._largest(_OFFENDERS)}. {self.mend(limit)}",
+            needed_nbytes=self.needed_nbytes,
+            limit_nbytes=limit,
+        )
+
+    def _check_hosts(self) -> None:
+        if (short := self._host_short()) <= 0:
+            return
+        largest = heapq.nlargest(_OFFENDERS, self.rows, key=lambda row: row.offloaded_nbytes)
+        names = [f"{row.path} {format_bytes(row.offloaded_nbytes)}" for row in largest if row.offloaded_nbytes]
+        listed = f" Largest there, for each device: {', '.join(names)}." if names else ""
+        raise DoesNotFitError(
+            f"{self.name} needs {format_bytes(self.needed_host_nbytes)} of host memory on a host, "
+            f"{format_bytes(self.offloaded_nbytes)} of them kept there for its devices, and a host has "
+            f"{format_bytes(self.host_memory or 0)}, {format_bytes(short)} too little.{listed} "
+            "Keep less there, split it over more hosts, or use a smaller dtype.",
+            needed_nbytes=self.needed_host_nbytes,
+            limit_nbytes=self.host_memory,
         )
 
     def _replicated(self, row: PlanRow) -> bool:
-        return row.shard_nbytes == row.nbytes and self.num_devices > 1
+        return row.shard_nbytes == row.nbytes and row.memory_kind is None and self.num_devices > 1
 
     def _largest(self, count: int) -> str:
         """The variables that take most of a device."""
@@ -175,6 +214,11 @@ class MemoryPlan(Tabled):
 
     def mend(self, device_memory: int) -> str:
         """What would make it fit devices of this many bytes, by arithmetic, as a sentence or two."""
+        if (state := self.parts.get(OPTIMIZER, 0)) and self.needed_nbytes - state <= device_memory:
+            return (
+                "With the optimizer state in hosts' memory (memory_kind='pinned_host') it would fit, by arithmetic; or "
+                "shard these further, use more devices, or a smaller dtype."
+            )
         replicated = sum(row.most_nbytes for row in self.rows if self._replicated(row))
         if replicated > device_memory // 2:
             whole = f"{format_bytes(replicated)} are replicated on every device, which no number of devices mends"
@@ -241,6 +285,7 @@ class MemoryPlan(Tabled):
         return {
             "fits": self.fits,
             "needed_nbytes": self.needed_nbytes,
+            "needed_host_nbytes": self.needed_host_nbytes,
             "used_nbytes": self.used_nbytes,
             **{name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()},
             "ways": {name: way.to_dict() for name, way in self.ways.items()},
@@ -253,7 +298,8 @@ class MemoryPlan(Tabled):
 
         def row(row: PlanRow) -> Row:
             note = ACTIONS.get(row.action, row.action) + (f": {row.source}" if row.action == "initialize" else "")
-            spec = spec_text(row.spec) if row.shard_nbytes or not row.nbytes else "on the host"
+            away = not (row.shard_nbytes or row.memory_kind) and row.nbytes
+            spec = "on the host" if away else placed_text(spec_text(row.spec), row.memory_kind)
             return Row(row.path, (shape_text(row.shape), row.dtype.name, spec), row.shard_nbytes, note)
 
         nbytes = format_bytes(sum(row.nbytes for row in self.rows))
@@ -274,8 +320,9 @@ class MemoryPlan(Tabled):
         if len(self.parts) > 1 or self.used_nbytes != self.device_nbytes:
             yield f"in use: {format_bytes(self.used_nbytes)}: {self._listed_parts()}"
         if self.device_memory is not None:
-            yield f"device memory: {format_bytes(self.device_memory)}; {self.verdict()}"
-            if not self.fits:
+            verdict = _verdict(self.needed_nbytes, self.device_memory)
+            yield f"device memory: {format_bytes(self.device_memory)}; {verdict}"
+            if self.needed_nbytes > self.device_memory:
                 yield f"largest on a device: {self._largest(_LARGEST)}"
                 yield self.mend(self.device_memory)
 
@@ -294,6 +341,11 @@ class MemoryPlan(Tabled):
             fullest = max(host.peak_nbytes for host in self.hosts)
             each = "host" if len(self.hosts) == 1 else f"each of {len(self.hosts):,} hosts, at most"
             yield f"{each}: {format_bytes(fullest)} of host memory while materializing"
+        if self.offloaded_nbytes:
+            yield f"offloaded: {format_bytes(self.offloaded_nbytes)} that a host keeps for its devices"
+        if self.host_memory is not None:
+            verdict = _verdict(self.needed_host_nbytes, self.host_memory)
+            yield f"host memory: {format_bytes(self.host_memory)}; {verdict}"
         for name, way in self.ways.items():
             yield f"replicas={name!r}: {way.text()}"
 
@@ -301,17 +353,22 @@ class MemoryPlan(Tabled):
         return ", ".join(f"{format_bytes(nbytes)} {kind}" for kind, nbytes in self.parts.items())
 
     def verdict(self) -> str:
-        """Whether it fits, and with what to spare."""
-        if self.device_memory is None:
-            return "unknown"
-        spare = self.device_memory - self.needed_nbytes
-        return f"fits, {format_bytes(spare)} to spare" if spare >= 0 else f"does not fit, {format_bytes(-spare)} short"
+        """Whether it fits devices, and with what to spare; or that it does not fit hosts."""
+        fits_device = self.device_memory is None or self.needed_nbytes <= self.device_memory
+        if fits_device and (short := self._host_short()) > 0:
+            return f"does not fit a host, {format_bytes(short)} short"
+        return "unknown" if self.device_memory is None else _verdict(self.needed_nbytes, self.device_memory)
 
     def _repr_html_(self) -> str:
         modules = self.by_module(depth=2)
         more = f"<details><summary>by module</summary>{modules._repr_html_()}</details>" if len(modules) > 1 else ""
         full = max(self.needed_nbytes, self.device_memory or 0, 1)
         return f"{bar(self.parts, full)}{super()._repr_html_()}{more}"
+
+
+def _verdict(needed: int, limit: int) -> str:
+    spare = limit - needed
+    return f"fits, {format_bytes(spare)} to spare" if spare >= 0 else f"does not fit, {format_bytes(-spare)} short"
 
 
 @dataclasses.dataclass(frozen=True)

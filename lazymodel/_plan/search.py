@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lazymodel._abstract.placement import resident_nbytes
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._compile.compile import Compile
 from lazymodel._devices.hardware import device_memory as known_memory
@@ -122,17 +124,19 @@ def smallest_topology(
     check_axes(axes)
     rules = named_rules(rules)
 
-    def planned(mesh: Any, compile: Compile | None) -> MemoryPlan:
+    def sharded(mesh: Any) -> ModelSpec:
         # What rules leave unmatched is the same on every mesh, and said when the chosen one is sharded.
-        sharded = shard(abstract, mesh, rules, on_unmatched="ignore")
-        return plan(sharded, checkpoint, device_memory=limit, what_if=what_if, compile=compile)
+        return shard(abstract, mesh, rules, on_unmatched="ignore")
+
+    def planned(mesh: Any, compile: Compile | None) -> MemoryPlan:
+        return plan(sharded(mesh), checkpoint, device_memory=limit, what_if=what_if, compile=compile)
 
     rows: list[TopologyRow] = []
     misfits: list[ShardingError] = []
     for name in names:
         if arithmetic_mesh(name).size > max_devices:
             break
-        row = _consider(abstract, name, axes, limit, planned, misfits)
+        row = _consider(abstract, name, axes, limit, sharded, planned, misfits)
         if row.fits and compile is not None:
             row = _confirm(row, limit, compile, planned)
         rows.append(row)
@@ -150,6 +154,7 @@ def _consider(
     name: str,
     axes: Mapping[str, int] | None,
     limit: int,
+    sharded: Callable[[Any], ModelSpec],
     planned: Callable[[Any, None], MemoryPlan],
     misfits: list[ShardingError],
 ) -> TopologyRow:
@@ -163,14 +168,17 @@ def _consider(
     row = dataclasses.replace(row, axes=dict(mesh.shape))
     nbytes = sum(variable.nbytes for variable in abstract.values() if not variable.on_host)
     if nbytes > limit * size:
+        with contextlib.suppress(ShardingError):  # what rules offload is no device's
+            nbytes = sum(variable.nbytes for variable in sharded(mesh).values() if resident_nbytes(variable))
+    if nbytes > limit * size:
         reason = f"{format_bytes(math.ceil(nbytes / size))} a device even if everything is split"
         return dataclasses.replace(row, reason=reason)
     try:
-        needed = planned(mesh, None).needed_nbytes
+        found = planned(mesh, None)
     except ShardingError as error:
         misfits.append(error)
         return dataclasses.replace(row, reason=_first_line(error))
-    return _judged(row, needed, limit, device_nbytes=needed)
+    return _judged(row, found, limit, device_nbytes=found.needed_nbytes)
 
 
 def _confirm(
@@ -178,16 +186,17 @@ def _confirm(
 ) -> TopologyRow:
     """One slice by the compiler."""
     try:
-        needed = planned(topology(row.name, row.axes), compile).needed_nbytes
+        found = planned(topology(row.name, row.axes), compile)
     except DoesNotFitError as error:
         needed = error.needed_nbytes or 0
         return dataclasses.replace(row, compiled_nbytes=needed, fits=False, reason=_first_line(error))
-    return _judged(row, needed, limit, compiled_nbytes=needed)
+    return _judged(row, found, limit, compiled_nbytes=found.needed_nbytes)
 
 
-def _judged(row: TopologyRow, needed: int, limit: int, **nbytes: int) -> TopologyRow:
-    reason = f"{format_bytes(needed - limit)} too little" if needed > limit else ""
-    return dataclasses.replace(row, fits=needed <= limit, reason=reason, **nbytes)
+def _judged(row: TopologyRow, found: MemoryPlan, limit: int, **nbytes: int) -> TopologyRow:
+    short, fits = found.needed_nbytes - limit, bool(found.fits)
+    reason = f"{format_bytes(short)} too little" if short > 0 else "" if fits else found.verdict()
+    return dataclasses.replace(row, fits=fits, reason=reason, **nbytes)
 
 
 def _nowhere(abstract: ModelSpec, device: str, limit: int, max_devices: int, rows: list[TopologyRow]) -> str:
@@ -195,6 +204,8 @@ def _nowhere(abstract: ModelSpec, device: str, limit: int, max_devices: int, row
     start = f"{abstract.name} ({size}) fits on no {device} slice of at most {max_devices} devices"
     if known := {needed: row for row in reversed(rows) if (needed := row.compiled_nbytes or row.device_nbytes)}:
         needed, nearest = min(known.items(), key=lambda item: item[0])
+        if needed <= limit:  # its devices have enough
+            return f"{start}; {nearest.name}: {nearest.reason}"
         return (
             f"{start} of {format_bytes(limit)}; nearest is {nearest.name} with {format_bytes(needed)} on a device. "
             "Rules that split more, more axes, a smaller dtype or a larger max_devices would help."

@@ -18,7 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from lazymodel._abstract.placement import resident_nbytes, stays_on_host
+from lazymodel._abstract.memory import in_memory, is_offloaded
+from lazymodel._abstract.placement import offloaded_nbytes, resident_nbytes, stays_on_host
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._errors import LazyModelError
 from lazymodel._sharding.describe import describe
@@ -58,6 +59,7 @@ class WhatIf:
         lora_rank: Rank of LoRA pairs, which are then all that is trained.
         lora_targets: Regex of the paths that get a pair; None is the query and value projections, as in KerasHub.
         quantize: `"int8"` or `"int4"`: what quantizing the materialized model leaves.
+        memory_kind: Where the optimizer's slots lie, as for `with_optimizer`: `"pinned_host"`, or None for devices.
 
     Raises:
         LazyModelError: One is none of these, or there are targets and no rank.
@@ -71,12 +73,15 @@ class WhatIf:
     lora_rank: int | None = None
     lora_targets: str | None = None
     quantize: str | None = None
+    memory_kind: str | None = None
 
     def __post_init__(self) -> None:
         if self.optimizer is not None:
             slot_dtypes(self.optimizer)
         if self.lora_rank is not None and (type(self.lora_rank) is not int or self.lora_rank < 1):
             raise LazyModelError(f"lora_rank is a positive number; got {self.lora_rank!r}")
+        if self.memory_kind is not None and self.optimizer is None:
+            raise LazyModelError("memory_kind was given without optimizer, whose slots it is for; say both")
         if self.lora_targets is not None and self.lora_rank is None:
             raise LazyModelError("lora_targets was given without lora_rank; say both")
         try:
@@ -98,6 +103,8 @@ class Use:
     def __init__(self, model: ModelSpec, shardings: Mapping[str, Sharding], what_if: WhatIf) -> None:
         self.notes: list[str] = []  # how the numbers came to be
         self.shard_nbytes = {path: resident_nbytes(variable) for path, variable in model.items()}
+        # Bytes that a host keeps for each device.
+        self.offloaded = {path: nbytes for path, each in model.items() if (nbytes := offloaded_nbytes(each))}
         self.state = tuple(path for path, variable in model.items() if variable.follows is not None)
         self._check_one_optimizer(model, what_if)
         self.pairs: dict[str, Pair] = {}
@@ -106,10 +113,15 @@ class Use:
             self.notes.append(f"LoRA of rank {what_if.lora_rank} on {len(self.pairs)} variables; all others are frozen")
         # The dtypes of a stated optimizer's slots, None for the parameter's own; None without one.
         self.slots = None if what_if.optimizer is None else slot_dtypes(what_if.optimizer)
+        self._slots_memory = what_if.memory_kind
         self.trained = self._trained(
             model, shardings
         )  # path to what the optimizer updates: its own struct, or its pair
         stated = {path: tuple(itertools.chain(*slots)) for path, slots in self.slot_structs().items() if self.slots}
+        away = {path: [slot for slot in slots if is_offloaded(slot.sharding)] for path, slots in stated.items()}
+        for path, nbytes in _nbytes({path: slots for path, slots in away.items() if slots}).items():
+            self.offloaded[path] = self.offloaded.get(path, 0) + nbytes
+            stated[path] = tuple(slot for slot in stated[path] if not is_offloaded(slot.sharding))
         self.parts = {
             PARAMETERS: {path: self.shard_nbytes[path] for path in model if model[path].follows is None},
             LORA: _nbytes(self.pairs),
@@ -124,7 +136,8 @@ class Use:
 
         def slots(s: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
             dtypes = [dtype or s.dtype for dtype in self.slots or ()]
-            return tuple(jax.ShapeDtypeStruct(s.shape, dtype, sharding=s.sharding) for dtype in dtypes)
+            sharding = in_memory(s.sharding, self._slots_memory, "optimizer state")
+            return tuple(jax.ShapeDtypeStruct(s.shape, dtype, sharding=sharding) for dtype in dtypes)
 
         return {path: tuple(map(slots, structs)) for path, structs in self.trained.items()}
 
@@ -187,7 +200,8 @@ class Use:
                 )
             shard = shardings[path].shard_shape(variable.shape)
             columns = math.prod(shard) // max(shard[-2], 1)
-            self.parts[PARAMETERS][path] = -(-math.prod(shard) * _QUANTIZED_BITS[mode] // 8) + columns * _SCALE_NBYTES
+            held = self.offloaded if path in self.offloaded else self.parts[PARAMETERS]
+            held[path] = -(-math.prod(shard) * _QUANTIZED_BITS[mode] // 8) + columns * _SCALE_NBYTES
             count += 1
         self.notes.append(
             f"{mode}: {count} matrices are quantized after they are materialized, one by one, with a scale a column"

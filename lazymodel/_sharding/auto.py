@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 from jax.sharding import Mesh, PartitionSpec
 
+from lazymodel._abstract.paths import rule_path
 from lazymodel._abstract.variable import AbstractVariable, Reason
 from lazymodel._errors import ShardingError
 from lazymodel._sharding.describe import Described, describe
+from lazymodel._sharding.host import Host
 from lazymodel._sharding.roles import ROLES, Role
-from lazymodel._show.text import format_bytes
+from lazymodel._show.text import closest, format_bytes
 
 Axes: TypeAlias = "str | Sequence[str] | None"
-Proposals: TypeAlias = "dict[str, tuple[PartitionSpec, Reason]]"
+Proposals: TypeAlias = "dict[str, tuple[PartitionSpec | Host, Reason]]"
 
 # What people call mesh axes → what parameters are split for over them. `batch` is what keras.distribution calls the
 # axis of its data; published Keras layouts split parameters over it too.
@@ -37,6 +40,7 @@ class Auto:
     tensor: tuple[str, ...] | None = None
     fsdp: tuple[str, ...] | None = None
     expert: tuple[str, ...] | None = None
+    host: str | None = None
 
     def propose(self, variables: Mapping[str, AbstractVariable], mesh: Mesh, *, large: int) -> Proposals:
         """A spec for every variable, which fits it on this mesh, and why it was chosen.
@@ -44,10 +48,24 @@ class Auto:
         What has `large` bytes or more is split wherever that is possible, whatever its role.
 
         Raises:
-            ShardingError: The mesh lacks an axis that was named, or the axes cannot be told from their names.
+            ShardingError: The mesh lacks an axis that was named, or the axes cannot be told from their names; or no
+                variable is one for the host.
         """
         proposer = _Proposer(variables, *self._axes(mesh), mesh, large)
-        return {path: proposer.proposal(path) for path in variables}
+        proposals: Proposals = {path: proposer.proposal(path) for path in variables}
+        return proposals if self.host is None else proposals | self._on_host(proposals, self.host)
+
+    @staticmethod
+    def _on_host(proposals: Proposals, pattern: str) -> Proposals:
+        """Those of variables that go to the host's memory."""
+        try:
+            found = [path for path in proposals if re.fullmatch(pattern, rule_path(path))]
+        except (re.error, TypeError) as error:
+            raise ShardingError(f"auto: host={pattern!r} is not a regular expression: {error}") from error
+        if not found:
+            paths = [rule_path(path) for path in proposals]
+            raise ShardingError(f"auto: host={pattern!r} matches no variable{closest(pattern, paths)}")
+        return {path: (Host(cast(Any, proposals[path][0])), proposals[path][1]) for path in found}
 
     def _axes(self, mesh: Mesh) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         names = tuple(map(str, mesh.axis_names))
@@ -75,7 +93,7 @@ class Auto:
         return tensor, fsdp, expert
 
 
-def auto(*, tensor: Axes = None, fsdp: Axes = None, expert: Axes = None) -> Auto:
+def auto(*, tensor: Axes = None, fsdp: Axes = None, expert: Axes = None, host: str | None = None) -> Auto:
     """Rules that propose a sharding for every variable of any model: `abstract.shard(mesh, lm.auto())`.
 
     A proposal follows from a variable's role, told from its path, shape and neighbours: vocabularies, attention heads
@@ -91,12 +109,14 @@ def auto(*, tensor: Axes = None, fsdp: Axes = None, expert: Axes = None) -> Auto
             parallelism). None takes those named `fsdp`, and without such those named `data`, `batch` or `dp`.
         expert: Mesh axes for experts. None takes those named `expert`, `experts` or `ep`. Without one, experts are
             split over the tensor axes. What is not an expert is stored in pieces over these axes too.
+        host: Regex of whole paths (`re.fullmatch`): variables that go to the hosts' memory, split as they would be on
+            devices, as by a rule with `lazymodel.Host`.
 
     Example:
         >>> abstract.shard(mesh, lm.auto())["up/kernel"].spec
         P(None, 'model')
     """
-    return Auto(_as_axes(tensor), _as_axes(fsdp), _as_axes(expert))
+    return Auto(_as_axes(tensor), _as_axes(fsdp), _as_axes(expert), host)
 
 
 def _as_axes(axes: Any) -> tuple[str, ...] | None:

@@ -8,10 +8,10 @@ from typing import Any, overload
 
 from jax.sharding import NamedSharding
 
-from lazymodel._abstract.placement import device_nbytes, stays_on_host
+from lazymodel._abstract.placement import device_nbytes, offloaded_nbytes, stays_on_host
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable, Reason
-from lazymodel._show.table import Row, grouped
+from lazymodel._show.table import Row, grouped, placed_text
 from lazymodel._show.text import format_bytes, printable
 
 _LISTED = 12  # lines of each kind that a report has before it only counts
@@ -62,6 +62,8 @@ class Explanation:
         reason = variable.reason or Reason("given", "an active distribution, or the model's builder, gave it")
         spec: Any = variable.spec if variable.spec is not None else sharding
         holds = f"each of {sharding.num_devices} devices holds" if sharding.num_devices > 1 else "one device holds"
+        if (kind := variable.memory_kind) is not None:
+            spec, holds = placed_text(spec, kind), f"for each of {sharding.num_devices} devices its host holds"
         shape = tuple(sharding.shard_shape(variable.shape))
         lines.append(f"spec: {spec}; {holds} {shape}, {format_bytes(variable.shard_nbytes)}")
         if variable.layout is not None:
@@ -94,6 +96,8 @@ class ShardingReport:
     replicated_nbytes: int  # bytes that these take on each device
     # Path and reason of NumPy arrays that stay on the host, of which no device holds anything.
     on_host: Mapping[str, str]
+    offloaded: Mapping[str, str]  # path and reason of what hosts hold for devices, in kinds of memory as `pinned_host`
+    offloaded_nbytes: int  # bytes of these that a host holds for each device, at most
     unmatched: tuple[str, ...]  # paths that no rule matched
     repaired: Mapping[str, str]  # path and reason of what `repair` mended
     notes: tuple[str, ...]  # what is to be said of the rules: those that matched nothing
@@ -113,6 +117,7 @@ class ShardingReport:
         for title, found, more in (
             ("replicated", self.replicated, each),
             ("on the host", self.on_host, ""),
+            ("in the host's memory", self.offloaded, f", {format_bytes(self.offloaded_nbytes)} for each device"),
             ("repaired", self.repaired, ""),
             ("matched by no rule", dict.fromkeys(self.unmatched, ""), ""),
         ):
@@ -125,7 +130,9 @@ class ShardingReport:
 
 def _explain_model(model: ModelSpec) -> ShardingReport:
     variables = sorted(model.values(), key=lambda variable: -variable.nbytes)
-    placed = [variable for variable in variables if not stays_on_host(variable)]
+    offloaded = [variable for variable in variables if offloaded_nbytes(variable)]
+    elsewhere = {variable.path for variable in offloaded}
+    placed = [variable for variable in variables if not stays_on_host(variable) and variable.path not in elsewhere]
     nbytes, per_device = sum(variable.nbytes for variable in placed), device_nbytes(placed)
     apart = (variable for variable in placed if variable.sharding is not None and variable.sharding.num_devices > 1)
     replicated = [variable for variable in apart if variable.shard_nbytes == variable.nbytes]
@@ -141,6 +148,8 @@ def _explain_model(model: ModelSpec) -> ShardingReport:
         replicated=_words(replicated),
         replicated_nbytes=sum(variable.nbytes for variable in replicated),
         on_host=_words(variable for variable in variables if stays_on_host(variable)),
+        offloaded=_words(offloaded),
+        offloaded_nbytes=sum(map(offloaded_nbytes, offloaded)),
         unmatched=tuple(variable.path for variable in by_kind.get("unmatched", ())),
         repaired=_words(by_kind.get("repaired", ())),
         notes=model.sharding_notes,

@@ -12,6 +12,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lazymodel._abstract.memory import in_memory
 from lazymodel._abstract.variable import AbstractVariable, Reason
 from lazymodel._sharding.auto import trimmed
 from lazymodel._sharding.describe import describe
@@ -22,7 +23,7 @@ def along(sharding: Any, dims: Sequence[int | None], shape: Sequence[int]) -> An
     """The sharding of an array of this shape that belongs to another, which is sharded so; as it is without a spec.
 
     `dims` says for each dimension which one of the other it runs along. What does not divide is not split, as fewer
-    groups of elements with a scale than parts.
+    groups of elements with a scale than parts. It lies in the same kind of memory.
     """
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -30,7 +31,7 @@ def along(sharding: Any, dims: Sequence[int | None], shape: Sequence[int]) -> An
     entries = [None if dim is None else of_other.get(dim) for dim in dims]
     parts = [math.prod(sharding.mesh.shape[axis] for axis in axes_of(entry)) for entry in entries]
     fitting = [None if size % count else entry for size, count, entry in zip(shape, parts, entries, strict=True)]
-    return NamedSharding(sharding.mesh, trimmed(fitting))
+    return NamedSharding(sharding.mesh, trimmed(fitting), memory_kind=sharding.memory_kind)
 
 
 def follow_weights(variables: Mapping[str, AbstractVariable], paths: Iterable[str]) -> dict[str, AbstractVariable]:
@@ -47,6 +48,7 @@ def follow_weights(variables: Mapping[str, AbstractVariable], paths: Iterable[st
         if weight is None or weight.path in left or weight.sharding is None:
             continue
         sharding = along(weight.sharding, role.dims, variable.shape)
+        sharding = in_memory(sharding, None, path) if role.role == "lora" else sharding
         spec = f"{sharding.spec}, " if isinstance(sharding, NamedSharding) else ""
         text = f"{spec}with {weight.path!r}, which it belongs to"
         followed[path] = dataclasses.replace(variable, sharding=sharding, reason=Reason("follows", text))
@@ -54,15 +56,25 @@ def follow_weights(variables: Mapping[str, AbstractVariable], paths: Iterable[st
 
 
 def lora_shardings(sharding: Any, shape: tuple[int, ...], rank: int) -> tuple[Any, Any]:
-    """The shardings of the LoRA pair of a weight of shape (…, n), which Keras makes (…, rank) and (rank, n)."""
+    """The shardings of the LoRA pair of a weight of shape (…, n), which Keras makes (…, rank) and (rank, n).
+
+    A pair is what is trained, and on devices wherever its weight is.
+    """
     *rest, last = range(len(shape))
+    sharding = in_memory(sharding, None, "")
     return along(sharding, [*rest, None], (*shape[:-1], rank)), along(sharding, [None, last], (rank, shape[-1]))
 
 
 def follow(
-    state: Mapping[str, AbstractVariable], assigned: Mapping[str, AbstractVariable], mesh: Any = None
+    state: Mapping[str, AbstractVariable],
+    assigned: Mapping[str, AbstractVariable],
+    mesh: Any = None,
+    memory_kind: str | None = None,
 ) -> dict[str, AbstractVariable]:
-    """Optimizer state, each part placed like its parameter; what belongs to none on every device of the mesh."""
+    """Optimizer state, each part placed like its parameter; what belongs to none on every device of the mesh.
+
+    Which kind of memory holds it does not depend on its parameter's. What belongs to none is small, and on devices.
+    """
     if mesh is None:
         shardings = (variable.sharding for variable in assigned.values())
         mesh = next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
@@ -81,6 +93,9 @@ def follow(
             text = f"{sharding.spec}, from the sharding of {parameter.path!r}, whose optimizer state it is"
         elif mesh is not None:
             sharding = NamedSharding(mesh, PartitionSpec())
+        if parameter is not None:
+            sharding = in_memory(sharding, memory_kind, path)
+            layout = None if memory_kind else layout
         reason = None if sharding is None else Reason("optimizer", text)
         placed[path] = dataclasses.replace(variable, sharding=sharding, layout=layout, reason=reason)
     return placed

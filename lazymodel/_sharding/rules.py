@@ -17,6 +17,7 @@ from lazymodel._abstract.variable import AbstractVariable, Reason
 from lazymodel._errors import ShardingError
 from lazymodel._sharding.auto import Auto, auto
 from lazymodel._sharding.describe import describe
+from lazymodel._sharding.host import Host
 from lazymodel._sharding.roles import Role
 from lazymodel._show.text import closest
 
@@ -35,7 +36,7 @@ class Proposer(Protocol):
         ...
 
 
-Spec: TypeAlias = PartitionSpec | Sharding | Format | Sequence[Any] | None
+Spec: TypeAlias = PartitionSpec | Host | Sharding | Format | Sequence[Any] | None
 # Keys are path regexes and roles; a Mapping is invariant in them, so `str | Role` would refuse a `dict[str, …]`.
 Rules: TypeAlias = (
     Mapping[Any, Spec]
@@ -82,7 +83,7 @@ def read_rules(
     raise ShardingError(
         "rules are a mapping of path regex to PartitionSpec, a Keras LayoutMap, a callable taking a variable, "
         f"a sequence of (logical axis, mesh axis) or lm.auto(); got {type(rules).__name__}"
-        + (f". For all variables: {{'.*': {rules!r}}}" if isinstance(rules, PartitionSpec) else "")
+        + (f". For all variables: {{'.*': {rules!r}}}" if isinstance(rules, PartitionSpec | Host) else "")
     )
 
 
@@ -223,7 +224,14 @@ def resolve_logical(names: Sequence[Any], rules: Sequence[tuple[str, Any]]) -> t
 
 
 def check_is_spec(spec: Any, where: str) -> None:
-    """Raises ShardingError for what is no spec: a PartitionSpec, sequence, None, sharding or Keras' TensorLayout."""
+    """Raises ShardingError for what is no spec: PartitionSpec, sequence, None, Host, sharding, Keras' TensorLayout."""
+    if isinstance(spec, Host):
+        if isinstance(cast(Any, spec.spec), Host | Sharding | Format):
+            raise ShardingError(
+                f"{where}: lm.Host takes a PartitionSpec; of a sharding, "
+                f"sharding.with_memory_kind({spec.memory_kind!r}) is the same"
+            )
+        spec = spec.spec
     if spec is None or isinstance(spec, PartitionSpec | Sharding | Format):
         return
     entries = getattr(spec, "axes", spec)

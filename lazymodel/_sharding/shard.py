@@ -16,12 +16,14 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lazymodel._abstract.host_arrays import kept_on_host
+from lazymodel._abstract.memory import in_memory
 from lazymodel._abstract.paths import rule_path
 from lazymodel._abstract.spec import AnyModel
 from lazymodel._abstract.variable import AbstractVariable, Reason
 from lazymodel._errors import ShardingError, warn
 from lazymodel._sharding.auto import Auto
 from lazymodel._sharding.follow import follow, follow_weights
+from lazymodel._sharding.host import Host
 from lazymodel._sharding.rules import (
     Rules,
     axes_of,
@@ -61,13 +63,14 @@ def shard(
       without a rule is not split.
     - None: variables carry names of mesh axes, as Flax' partitioning metadata does, and these are used.
 
-    A spec is a `PartitionSpec`, a tuple or list of axis names, None (replicate), or a whole `NamedSharding` or
-    `jax.experimental.layout.Format` (a layout on the device and a sharding).
+    A spec is a `PartitionSpec`, a tuple or list of axis names, None (replicate), a `lazymodel.Host` of one of these
+    (in the host's memory), or a whole `NamedSharding` or `jax.experimental.layout.Format` (a layout on the device and a
+    sharding).
 
     What nothing matches is replicated, but LoRA pairs and quantization scales are split like the weight that they
     belong to. Optimizer state (`with_optimizer`) is sharded like the parameters that it belongs to, whatever the rules
     say of its own paths; only the patterns of a mapping that match no parameter are rules for it (to spread it over
-    data-parallel devices, say).
+    data-parallel devices, say). Where it lies is decided by `with_optimizer`, and by those patterns.
 
     Args:
         mesh: The devices and their axis names; an object with a `backend_mesh`, as Keras' `DeviceMesh`, is unwrapped.
@@ -94,8 +97,12 @@ def shard(
     state = {path: variable for path, variable in model.items() if variable.follows is not None}
     own_rules, state_rules, ruled = _split_rules(rules, own, state)
     assigned, notes = assign(own, mesh, own_rules, on_unmatched=on_unmatched, large=large, repair=repair)
-    following = follow(state, assigned, mesh)
+    kind = None if model.optimized is None else model.optimized.memory_kind
+    following = follow(state, assigned, mesh, kind)
     if state_rules:
+        if kind is not None:  # a spec says how; a whole sharding, or `Host`, also where
+            whole = Host | Sharding | Format
+            state_rules = {k: v if isinstance(v, whole) else Host(v, kind) for k, v in state_rules.items()}
         placed, more = assign(ruled, mesh, state_rules, on_unmatched=on_unmatched, large=large, repair=repair)
         following |= placed
         notes += more
@@ -149,11 +156,15 @@ def assign(
 
     assigned: dict[str, AbstractVariable] = {}
     without_rule: list[str] = []
+    hosts: dict[str, Host] = {}
     misfits: dict[str, str] = {}
     for path, variable in variables.items():
         if (answer := answers(variable)) is None:
             without_rule.append(path)
             answer = None, Reason("unmatched", "replicated, since no rule matches it")
+        if isinstance(answer[0], Host):  # a kind of memory that is unknown is so for all, and nothing mends it
+            in_memory(NamedSharding(mesh, PartitionSpec()), answer[0].memory_kind, path)
+            hosts[path] = answer[0]
         try:
             assigned[path] = _placed(variable, *answer, mesh)
         except ShardingError as error:
@@ -168,6 +179,7 @@ def assign(
         misfits |= {variable.path: "no rule matches it" for variable in unmatched}
         for path, why in misfits.items():
             spec, reason = proposals[path]
+            spec = Host(spec, hosts[path].memory_kind) if path in hosts and not isinstance(spec, Host) else spec
             reason = dataclasses.replace(reason, kind="repaired", text=f"{reason.text} (repaired: {why})")
             assigned[path] = _placed(variables[path], spec, reason, mesh)
         assigned = {path: assigned[path] for path in variables}  # in the model's own order
@@ -184,6 +196,10 @@ def assign(
 def _placed(variable: AbstractVariable, answer: Any, reason: Reason, mesh: Mesh) -> AbstractVariable:
     """The variable with the sharding that an answer of the rules stands for; ShardingError if it does not fit."""
     layout: Any = None
+    kind: str | None = None
+    if isinstance(answer, Host):
+        check_is_spec(answer, repr(variable.path))
+        answer, kind = answer.spec, answer.memory_kind
     if isinstance(answer, Format):
         layout = cast("Any", answer.layout)
         if answer.sharding is None or not (layout is None or hasattr(layout, "major_to_minor")):
@@ -199,6 +215,7 @@ def _placed(variable: AbstractVariable, answer: Any, reason: Reason, mesh: Mesh)
     if isinstance(answer, NamedSharding) and isinstance(answer.mesh, Mesh):
         check_spec(variable, answer.spec, answer.mesh)
     sharding = answer if isinstance(answer, Sharding) else NamedSharding(mesh, check_spec(variable, answer, mesh))
+    sharding = sharding if kind is None else in_memory(sharding, kind, variable.path)
     return dataclasses.replace(variable, sharding=sharding, layout=layout, reason=reason)
 
 

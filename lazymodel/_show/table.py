@@ -178,6 +178,11 @@ def shape_text(shape: tuple[int, ...]) -> str:
     return f"({', '.join(map(str, shape))})"
 
 
+def placed_text(spec: Any, memory_kind: str | None) -> str:
+    """How something is split, in words, and in which kind of memory, unless it is devices' own."""
+    return f"{spec}" if memory_kind is None else f"{spec} in {memory_kind}"
+
+
 def spec_text(spec: jax.sharding.PartitionSpec | None) -> str:
     if spec is None:
         return "–"

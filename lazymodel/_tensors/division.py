@@ -168,7 +168,9 @@ def is_exchanged(tensor: View, replicas: str | None) -> bool:
 def _is_own_memory(sharding: NamedSharding) -> bool:
     """Whether devices hold it in the memory that they compute with."""
     kind, mesh = sharding.memory_kind, sharding.mesh
-    return kind is None or not isinstance(mesh, Mesh) or kind == mesh.devices.flat[0].default_memory().kind
+    if kind is None or not isinstance(mesh, Mesh):
+        return "host" not in (kind or "")
+    return kind == mesh.devices.flat[0].default_memory().kind
 
 
 def _short(tensor: View, order: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:

@@ -32,7 +32,11 @@ PREFIX = "optimizer/"  # of the paths of all optimizer state
 
 
 def with_optimizer(
-    model: AnyModel, optimizer: Optimizer, trained: Callable[[AbstractVariable], bool] | str | None = None
+    model: AnyModel,
+    optimizer: Optimizer,
+    trained: Callable[[AbstractVariable], bool] | str | None = None,
+    *,
+    memory_kind: str | None = None,
 ) -> AnyModel:
     """The model with the state that an optimizer starts with, as further variables.
 
@@ -54,9 +58,12 @@ def with_optimizer(
         optimizer: An Optax gradient transformation.
         trained: Which variables it gets: a path regex (`re.fullmatch`) or a function of a variable; None is every
             trainable one. Integers, masks and keys are never trained.
+        memory_kind: Where the state of parameters lies: `"pinned_host"` keeps it in the hosts' memory, from which a
+            training step moves it (`docs/host_memory.md`). None is the devices' own, wherever the parameters are.
 
     Raises:
         LazyModelError: There is an optimizer already, or nothing to train.
+        ShardingError: The devices have no memory of this kind.
         TraceError: The optimizer's `init` needs values that tracing does not have.
 
     Example:
@@ -93,12 +100,12 @@ def with_optimizer(
 
     return dataclasses.replace(
         model,
-        variables={**model.variables, **follow(state, model.variables)},
+        variables={**model.variables, **follow(state, model.variables, memory_kind=memory_kind)},
         recipes=(*model.recipes, *traced.recipes, *map(_recipe, constants.items())),
         sources={**model.sources, **on_host},
         framework=_WithState(model, found),
         derived=found.derive(paths),
-        optimized=Optimized(paths, model),
+        optimized=Optimized(paths, model, memory_kind),
     )
 
 
@@ -110,6 +117,9 @@ class _WithState(Framework):
 
     def structure(self, leaves: Mapping[str, Any]) -> Any:
         return self._model.framework.structure(leaves), self._found.flat.unflatten(leaves)
+
+    def check_placed(self, variables: Mapping[str, AbstractVariable]) -> None:
+        self._model.framework.check_placed({path: variables[path] for path in self._model})
 
     def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
         own = {path: arrays[path] for path in self._model}

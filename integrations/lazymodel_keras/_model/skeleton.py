@@ -16,6 +16,9 @@ import numpy as np
 from lazymodel._abstract.framework import Framework, LoweredFunction, PlannedFunction
 from lazymodel._abstract.paths import unique_paths
 from lazymodel._abstract.spec import ModelSpec
+from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._errors import ShardingError
+from lazymodel._show.text import listed
 from lazymodel_keras import _upstream
 from lazymodel_keras._model.compiled import forget, holding, lower
 from lazymodel_keras._model.forward import plan_function
@@ -55,6 +58,16 @@ class Skeleton(Framework):
         self.only_own = only_own
         self.variables: dict[str, tuple[Any, RecordedVariable]] = _collect(recording, result, only_own=only_own)
         self.distribution = keras.distribution.distribution()
+
+    def check_placed(self, variables: Mapping[str, AbstractVariable]) -> None:
+        offloaded = [path for path, variable in variables.items() if variable.memory_kind is not None]
+        if offloaded:
+            raise ShardingError(
+                f"{listed(offloaded)}: in {variables[offloaded[0]].memory_kind}, and Keras' layers and optimizers "
+                "compute with variables where they lie, which JAX refuses there. Keep a Keras model's own variables on "
+                "devices; an Optax state can lie there, with_optimizer(optimizer, memory_kind='pinned_host'), and a "
+                "finished model between its uses (lazymodel.reshard)"
+            )
 
     def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
         """Gives every variable its array and returns the object; each call returns an object of its own."""

@@ -170,6 +170,17 @@ def test_plan(factory, capsys):
     assert "device: 1.00 MiB resident" in capsys.readouterr().out
 
 
+def test_plan_knows_what_lies_on_hosts(factory, capsys):
+    at = ["plan", factory, "--topology", "v5e-8", "--optimizer", "adam", "--optimizer-on-host", "--json"]
+    assert main([*at, "--host", ".*kernel"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["device_nbytes"], plan["offloaded_nbytes"], plan["host_memory"]) == (0, 3 << 20, 384 << 30)
+    assert main([*at, "--host-memory", "1MiB"]) == 1
+    assert main([*at[:4], "--optimizer-on-host"]) == 2
+    assert main(["plan", factory, "--host", "x"]) == 2
+    assert "host='x' matches no variable" in capsys.readouterr().err
+
+
 def test_plan_knows_devices_that_are_not_here(factory, capsys):
     assert main(["plan", factory, "--topology", "v5e:2x4", "--optimizer", "adam", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

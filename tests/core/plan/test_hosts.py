@@ -1,0 +1,132 @@
+"""Plans of what hosts keep for their devices: counted apart from devices, and against the hosts' own memory."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import lazymodel as lm
+from lazymodel._devices.hardware import GENERATIONS, devices_per_host, host_memory
+from lazymodel._devices.topology import has_libtpu, topology_names
+
+optax = pytest.importorskip("optax")
+needs_libtpu = pytest.mark.skipif(not has_libtpu(), reason='needs libtpu: pip install "lazymodel[tpu]"')
+MIB = 2**20
+RULES = {"up": P(None, "model"), "down": P("model")}
+
+
+def init(key: Any) -> dict[str, Any]:
+    return {"up": jax.random.normal(key, (1024, 2048)), "down": jax.random.normal(key, (2048, 1024))}  # 8 MiB each
+
+
+def abstract_model() -> lm.AbstractModel:
+    return lm.build_abstract(init, jax.random.key(0))
+
+
+def test_devices_and_hosts_are_counted_apart(mesh8: Mesh) -> None:
+    trained = abstract_model().with_optimizer(optax.adam(1e-3), memory_kind="pinned_host")
+    plan = trained.shard(mesh8, {**RULES, "up": lm.Host(P(None, "model"))}).plan(host_memory="1GiB")
+    assert plan.parts == {"parameters": MIB, "optimizer state": 4, "gradients": 2 * MIB}
+    assert plan.device_nbytes == MIB + 4 and plan.offloaded_nbytes == 40 * MIB
+    rows = {row.path: row for row in plan.rows}
+    assert (rows["up"].shard_nbytes, rows["up"].offloaded_nbytes, rows["up"].memory_kind) == (0, MIB, "pinned_host")
+    assert (rows["down"].shard_nbytes, rows["down"].offloaded_nbytes, rows["down"].memory_kind) == (MIB, 0, None)
+    (host,) = plan.hosts
+    assert host.offloaded_nbytes == 40 * MIB and host.device_nbytes == 8 * (MIB + 4)
+    # CPUs' memory is the host's, too.
+    assert plan.needed_host_nbytes == host.peak_nbytes >= 48 * MIB
+    assert plan.timeline[-1].offloaded_nbytes == 5 * MIB and plan.timeline[-1].held_nbytes == plan.device_nbytes
+    assert plan.fits is None and plan.check() is plan  # what CPU devices have is not known
+    text = str(plan)
+    assert "offloaded: 40.00 MiB that a host keeps" in text and "host memory: 1.00 GiB; fits" in text
+    told = json.loads(json.dumps(plan.to_dict()))
+    assert told["offloaded_nbytes"] == 40 * MIB and told["hosts"][0]["offloaded_nbytes"] == 40 * MIB
+    assert told["variables"][1]["memory_kind"] == "pinned_host" and told["host_memory"] == 2**30
+    whole = abstract_model().shard(mesh8, RULES).plan()
+    assert whole.offloaded_nbytes == 0 and whole.host_memory is None and "host memory:" not in str(whole)
+
+
+def test_a_host_that_has_too_little_does_not_fit() -> None:
+    trained = abstract_model().with_optimizer(optax.adam(1e-3), memory_kind="pinned_host")
+    plan = trained.shard(lm.arithmetic_mesh("v5e-8"), RULES).plan(host_memory="20MiB")
+    assert plan.device_memory is not None and plan.needed_nbytes <= plan.device_memory and plan.fits is False
+    assert plan.verdict() == "does not fit a host, 12.00 MiB short"
+    with pytest.raises(lm.DoesNotFitError, match=r"32\.00 MiB of host memory.*has 20\.00 MiB, 12\.00 MiB too") as error:
+        plan.check()
+    assert (error.value.needed_nbytes, error.value.limit_nbytes) == (32 * MIB, 20 * MIB)
+    assert "optimizer/0/mu/down 1.00 MiB" in str(error.value)
+
+
+def test_hosts_of_devices_that_are_not_here() -> None:
+    trained = abstract_model().with_optimizer(optax.adam(1e-3), memory_kind="pinned_host")
+
+    def plan(mesh: Any, fleet: lm.Fleet | None = None) -> lm.MemoryPlan:
+        return trained.shard(mesh, RULES).plan(fleet=fleet)
+
+    eight, sixteen = plan(lm.arithmetic_mesh("v5e-8")), plan(lm.arithmetic_mesh("v5e-16"))
+    assert (eight.offloaded_nbytes, eight.host_memory) == (32 * MIB, 384 << 30)  # a host of eight chips
+    assert (sixteen.offloaded_nbytes, sixteen.host_memory) == (8 * MIB, 192 << 30)  # four hosts
+    cards = plan(lm.arithmetic_mesh("H100:16"))
+    assert cards.offloaded_nbytes == 32 * MIB and cards.host_memory is None
+    assert any("hosts of these devices are not known" in note for note in cards.notes)
+    stated = plan(lm.arithmetic_mesh("H100:16"), lm.Fleet(hosts=2))
+    assert stated.offloaded_nbytes == 16 * MIB and not any("not known" in note for note in stated.notes)
+    for generation in GENERATIONS.values():  # as `topology` asks libtpu for them
+        for name in topology_names(generation.name)[:3]:
+            shape = tuple(map(int, name.partition(":")[2].split("x")))
+            devices, bounds = generation.num_devices(shape), generation.host_bounds(shape)
+            chips = min(bounds[0] * bounds[1] * bounds[2], devices // generation.devices_per_chip)
+            assert devices_per_host(generation.kind, devices) == chips * generation.devices_per_chip, name
+            assert host_memory(generation.kind, devices) == (generation.host_gib << 30) * chips // 4
+    assert host_memory("H100", 8) is None
+
+
+def test_slots_that_are_only_stated_lie_there_too() -> None:
+    sharded = abstract_model().shard(lm.arithmetic_mesh("v5e-8"), RULES)
+    own, host = (sharded.plan(what_if=lm.WhatIf(optimizer="adamw", memory_kind=k)) for k in (None, "pinned_host"))
+    assert own.used_nbytes - host.used_nbytes == 4 * MIB and host.offloaded_nbytes == 32 * MIB
+    assert host.parts["optimizer state"] == 0 and own.offloaded_nbytes == 0
+    with pytest.raises(lm.DoesNotFitError, match=r"optimizer state in hosts' memory \(memory_kind='pinned_host'\) it"):
+        own.check("5MiB")
+    assert host.check("5MiB")
+    with pytest.raises(lm.LazyModelError, match="memory_kind was given without optimizer"):
+        lm.WhatIf(memory_kind="pinned_host")
+    quantized = abstract_model().shard(lm.arithmetic_mesh("v5e-8"), {**RULES, "up": lm.Host(P(None, "model"))})
+    plan = quantized.plan(what_if=lm.WhatIf(quantize="int8"))
+    assert MIB // 4 < plan.offloaded_nbytes / 8 < MIB // 3 and MIB // 4 < plan.parts["parameters"] < MIB // 3
+
+
+def test_the_smallest_slice_leaves_out_what_hosts_keep() -> None:
+    trained = {
+        kind: abstract_model().with_optimizer(optax.adam(1e-3), memory_kind=kind) for kind in (None, "pinned_host")
+    }
+    found = {
+        kind: lm.smallest_topology(model, "v5e", "auto", device_memory="9MiB", compile=None).smallest.name
+        for kind, model in trained.items()
+    }
+    assert found == {None: "v5e:2x4", "pinned_host": "v5e:2x2"}
+
+
+@needs_libtpu
+def test_the_compiler_counts_them_apart_as_well() -> None:
+    mesh = lm.topology("v5e:2x4")
+    sharded = abstract_model().shard(mesh, {**RULES, "up": lm.Host(P(None, "model"))})
+    plan = sharded.plan(compile=lm.Compile("init"))
+    assert plan.timeline[0].held_nbytes == 0 and MIB <= plan.timeline[0].peak_nbytes < 1.1 * MIB
+    assert plan.hosts[0].offloaded_nbytes == 8 * MIB and plan.host_memory == 384 << 30
+
+    def loss(tree: Any, x: Any) -> Any:
+        return jnp.mean((jnp.tanh(x @ tree["up"]) @ tree["down"]) ** 2)
+
+    x = jax.ShapeDtypeStruct((8, 1024), jnp.float32)
+    trained = lm.WhatIf(optimizer="adamw", memory_kind="pinned_host")
+    plan = sharded.plan(compile=lm.Compile("train", loss, x), what_if=trained)
+    # The state of both and one parameter are the program's arguments in the host's memory, and its results.
+    assert plan.compiled is not None and plan.compiled.host_nbytes == 5 * MIB
+    assert plan.parts["parameters"] == MIB and 1 * MIB <= plan.compiled.argument_nbytes < 1.1 * MIB
