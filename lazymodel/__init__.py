@@ -51,7 +51,7 @@ from lazymodel._save.save import save
 from lazymodel._sharding.auto import auto
 from lazymodel._sharding.roles import role
 from lazymodel._show.progress import Progress
-from lazymodel._statistics import statistics
+from lazymodel._statistics.statistics import statistics
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._transform.reinitialize import path_key
 from lazymodel._version import VERSION as _VERSION

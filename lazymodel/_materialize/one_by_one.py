@@ -1,7 +1,7 @@
 """The verb `stream`: a model's variables one after the other, none of them kept, for models larger than the machine.
 
-What becomes of each variable is decided as for `materialize`. Those whose init programs can be cut into bands take the
-way of tensors in files (`_mapping/values`), and the host budget holds for them as well; other programs run one at a time.
+What becomes of each variable is decided as for `materialize`. Where init programs can be cut into bands, variables take
+the way of tensors in files (`_mapping/values`), under the same host budget; other programs run one at a time.
 """
 
 from __future__ import annotations
