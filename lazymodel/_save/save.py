@@ -16,9 +16,11 @@ import jax
 import numpy as np
 
 from lazymodel._abstract.arrays import lazy_array, named_arrays
+from lazymodel._abstract.spec import ModelSpec
 from lazymodel._devices.agreement import agreement
 from lazymodel._errors import LazyModelError
 from lazymodel._mapping.table import WeightMap
+from lazymodel._mapping.values import lazy_values
 from lazymodel._remote.path import Location, remote_path
 from lazymodel._remote.url import is_url
 from lazymodel._save.destination import TERMS, FileDestination, FolderDestination, SaveOptions
@@ -66,8 +68,9 @@ def save(
 
     Args:
         model: A mapping of path to array, any pytree of arrays, or a model of a known framework. Paths are those of
-            `build_abstract`. Lazy tensors of another checkpoint are taken as well, which converts it. PRNG keys are
-            saved as their key data; what is no array is left out.
+            `build_abstract`. Lazy tensors of another checkpoint are taken as well, which converts it. An abstract model
+            is initialized, or loaded from what it was built with, straight into the files, and may be larger than the
+            machine. PRNG keys are saved as their key data; what is no array is left out.
         path: A file that ends with `.safetensors`, of any size; or a folder, which may hold other files. Either may be
             a URL that begins with `s3://`, `gs://` or `az://`. For Orbax a folder on a disk.
         mapping: The `WeightMap` that the model was loaded with, undone; or a function that takes path → `LazyTensor`
@@ -75,8 +78,8 @@ def save(
         format: `"safetensors"` or `"orbax"`. Orbax (package `orbax-checkpoint`) saves arrays as they are, so there a
             mapping may rename them and no more; its tree has the parts of the paths as keys.
         max_shard_size: Bytes of tensors of one file in a folder, or `"5GB"`. A larger tensor has a file to itself.
-        max_host_memory: Ceiling for the host's staging memory in bytes, or `"1GiB"`; None is 256 MiB. Orbax takes what
-            it takes.
+        max_host_memory: Ceiling for the host's staging memory in bytes, or `"1GiB"`; None is 256 MiB, and more where
+            something has to be initialized whole. Orbax takes what it takes.
         metadata: Strings to strings, for the header of every safetensors file. `{"format": "pt"}` is added unless
             `format` is given: Hugging Face's loaders ask for it, and it says that names and layouts are PyTorch's.
         progress: As for `materialize`, in bytes that this process writes.
@@ -94,8 +97,13 @@ def save(
         >>> lm.open_checkpoint("folder").files
         ['folder/model-00001-of-00002.safetensors', 'folder/model-00002-of-00002.safetensors']
     """
-    arrays = named_arrays(model)
-    shardings = [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
+    if isinstance(model, ModelSpec):
+        # Several processes that share its devices save it together, and one that has a model of its own by itself.
+        shardings = [v.sharding for v in model.values() if v.sharding is not None] if jax.process_count() > 1 else []
+        arrays: dict[str, Any] = {**lazy_values(model)}
+    else:
+        arrays = named_arrays(model)
+        shardings = [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
     if format not in ("safetensors", "orbax"):
         raise LazyModelError(f"format is 'safetensors' or 'orbax'; got {format!r}")
     where = _located(path, storage_options, format)
@@ -107,7 +115,7 @@ def save(
         shard_size=None
         if where.suffix == ".safetensors"
         else parse_bytes(max_shard_size, name="max_shard_size", at_least=1),
-        budget=_DEFAULT_BUDGET if max_host_memory is None else parse_budget(max_host_memory),
+        budget=_default_budget(tensors) if max_host_memory is None else parse_budget(max_host_memory),
         metadata={"format": "pt"} | dict(metadata or {}),
         progress=progress,
         overwrite=overwrite,
@@ -116,6 +124,11 @@ def save(
         _save_files(tensors, where, shardings, options)
     else:
         save_remote(tensors, where, shardings, options)
+
+
+def _default_budget(tensors: Mapping[str, LazyTensor]) -> int:
+    """Enough for what has to be computed whole, which else would be refused."""
+    return _DEFAULT_BUDGET + 2 * max((tensor.leaf.unit_nbytes for tensor in tensors.values()), default=0)
 
 
 def _located(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, format: str) -> Location:
