@@ -29,6 +29,7 @@ from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._compile.compile import Compile
 from lazymodel._devices.hardware import device_memory
 from lazymodel._devices.topology import arithmetic_mesh, topology
+from lazymodel._diff import diff
 from lazymodel._errors import (
     CheckpointError,
     DoesNotFitError,
@@ -84,6 +85,7 @@ __all__ = [
     "build_abstract",
     "compare_plans",
     "device_memory",
+    "diff",
     "grow",
     "initializers",
     "map_checkpoint",

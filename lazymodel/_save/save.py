@@ -97,13 +97,7 @@ def save(
         >>> lm.open_checkpoint("folder").files
         ['folder/model-00001-of-00002.safetensors', 'folder/model-00002-of-00002.safetensors']
     """
-    if isinstance(model, ModelSpec):
-        # Several processes that share its devices save it together, and one that has a model of its own by itself.
-        shardings = [v.sharding for v in model.values() if v.sharding is not None] if jax.process_count() > 1 else []
-        arrays: dict[str, Any] = {**lazy_values(model)}
-    else:
-        arrays = named_arrays(model)
-        shardings = [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
+    arrays, shardings = _values(model)
     if format not in ("safetensors", "orbax"):
         raise LazyModelError(f"format is 'safetensors' or 'orbax'; got {format!r}")
     where = _located(path, storage_options, format)
@@ -124,6 +118,15 @@ def save(
         _save_files(tensors, where, shardings, options)
     else:
         save_remote(tensors, where, shardings, options)
+
+
+def _values(model: Any) -> tuple[Mapping[str, Any], list[Any]]:
+    """What is saved, by path, and the shardings whose processes save it together."""
+    if isinstance(model, ModelSpec):
+        several = jax.process_count() > 1  # a single one may save what is planned for other devices
+        return lazy_values(model), [v.sharding for v in model.values() if several and v.sharding is not None]
+    arrays = named_arrays(model)
+    return arrays, [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
 
 
 def _default_budget(tensors: Mapping[str, LazyTensor]) -> int:
