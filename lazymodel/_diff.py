@@ -307,7 +307,7 @@ def _of_block(a: np.ndarray, b: np.ndarray, common: np.dtype[Any]) -> tuple[int,
         a, b = a[unequal], b[unequal]
     nonfinite = 0
     with np.errstate(all="ignore"):
-        x, y = a.astype(common), b.astype(common)
+        x, y = a.astype(common, copy=False), b.astype(common, copy=False)
         gap = np.abs(x - y)
         if not np.isfinite(gap.max()):
             x, y = (each.astype(np.promote_types(common, np.float64)) for each in (x, y))  # what overflows float32
@@ -318,6 +318,7 @@ def _of_block(a: np.ndarray, b: np.ndarray, common: np.dtype[Any]) -> tuple[int,
             x, y, gap = x[apart], y[apart], gap[apart]
         if not gap.size:
             return different, 0.0, 0.0, nonfinite
-        larger = np.maximum(np.abs(x), np.abs(y))
-        ratio = np.divide(gap, larger, out=np.zeros_like(gap), where=larger > 0)
-    return different, float(gap.max()), float(ratio.max()), nonfinite
+        largest, larger = float(gap.max()), np.maximum(np.abs(x), np.abs(y))
+        ratio = np.divide(gap, larger, out=larger)
+        relative = float(np.fmax.reduce(ratio))  # of zeros of two signs there is none
+    return different, largest, 0.0 if np.isnan(relative) else relative, nonfinite
