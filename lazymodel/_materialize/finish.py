@@ -14,6 +14,12 @@ from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._programs.jaxprs import is_weak, with_weak_type
 
 
+def finished(array: Any, variable: AbstractVariable) -> Any:
+    """Both."""
+    array = in_layout(array, variable)
+    return as_weak(array, variable) if variable.weak_type else array
+
+
 def as_weak(array: Any, variable: AbstractVariable) -> Any:
     """The array weakly typed, in the same buffers."""
     if isinstance(array, np.ndarray) or is_weak(jax.typeof(array)):

@@ -20,7 +20,7 @@ from lazymodel._devices.hardware import require_live
 from lazymodel._mapping.mapped import flat_checkpoint
 from lazymodel._mapping.match import Choice, choose, warn_of_rest
 from lazymodel._mapping.values import initial_values, is_banded, read_as, refuse_derived
-from lazymodel._materialize.finish import as_weak, in_layout
+from lazymodel._materialize.finish import finished
 from lazymodel._materialize.stream import StreamItem
 from lazymodel._materialize.stream import stream as read
 from lazymodel._programs.keys import as_keys
@@ -97,7 +97,7 @@ def _arrays(
             tensors = initial_values(model, recipe) | tensors
             continue
         for path, array in run_recipes([recipe], shardings, model.programs):
-            done = jax.block_until_ready(as_weak(in_layout(array, model[path]), model[path]))
+            done = jax.block_until_ready(finished(array, model[path]))
             del array
             yield path, done
             del done
@@ -109,7 +109,7 @@ def _arrays(
     ]
     with contextlib.closing(read(items, max_host_memory=budget)) as arriving:
         for path, array in arriving:
-            done = as_weak(in_layout(as_keys(array, model[path].dtype), model[path]), model[path])
+            done = finished(as_keys(array, model[path].dtype), model[path])
             del array  # the caller's alone, so that it is gone when the next one has come
             yield path, done
             del done

@@ -145,6 +145,38 @@ def test_a_checkpoint_is_measured_tensor_by_tensor(tmp_path: Path) -> None:
     check(lm.statistics(lm.open_checkpoint(tmp_path / "weights.npz"))["w"], values, values)
 
 
+def test_an_abstract_model_is_measured_as_it_would_be(tmp_path: Path, mesh8: Any) -> None:
+    def init(key: jax.Array) -> Any:
+        wide = jax.random.normal(key, (4, 40, 80)) * 3 + 1
+        square = jax.nn.initializers.orthogonal(2.0)(key, (32, 32))
+        return {"wide": wide, "square": square, "half": wide[0].astype(jnp.bfloat16), "key": key, "one": jnp.ones(())}
+
+    abstract = lm.build_abstract(init, jax.random.key(0)).shard(mesh8, lm.auto())
+    model = abstract.materialize()
+    found = lm.statistics(abstract, stacked="wide")
+    assert list(found) == ["half", "one", "square", *(f"wide[{index}]" for index in range(4))]
+    for index in range(4):
+        check(found[f"wide[{index}]"], *[np.asarray(model["wide"][index])] * 2)
+    check(found["half"], *[np.asarray(model["half"]).astype(np.float32)] * 2)
+    assert found["square"].spectral_norm == pytest.approx(2, rel=1e-4)
+    given = {"square": random((32, 32))}
+    lm.save(given, tmp_path / "given.safetensors")
+    with pytest.warns(lm.LazyModelWarning, match="has no tensor for 4 of 5"):
+        loaded = lm.statistics(abstract, lm.open_checkpoint(tmp_path / "given.safetensors"))
+    check(loaded["square"], given["square"], given["square"])
+    check(loaded["one"], np.ones(()))
+    with pytest.raises(lm.LazyModelError, match="measured by itself"):
+        lm.statistics(model, given)
+
+
+def test_blocks_and_both_sides_of_a_matrix() -> None:
+    tall = random((3000, 70)) + 100  # several blocks; a mean that float32 would lose digits to
+    found = lm.statistics({"tall": tall, "wide": tall.T.copy(), "low": np.outer(tall[:, 0], tall[0])})
+    check(found["tall"], tall, tall)
+    check(found["wide"], tall.T, tall)
+    check(found["low"], *[np.outer(tall[:, 0], tall[0])] * 2)
+
+
 def layers() -> result.Statistics:
     arrays = {f"layers/{layer}/w": np.full((4, 4), layer + 1, np.float32) for layer in range(12)}
     return lm.statistics({**arrays, "embed": np.ones((4, 2), np.float32)})
