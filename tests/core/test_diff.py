@@ -35,7 +35,7 @@ def saved(folder: Path, name: str, tensors: Any) -> str:
 def test_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = (saved(tmp_path, name, weights()) for name in "ab")
     assert main(["diff", a, b]) == 0
-    assert capsys.readouterr().out == f"{a} and {b}: the same, 5 tensors, bytes equal\n"
+    assert " ".join(capsys.readouterr().out.split()) == f"{a} and {b}: the same, 5 tensors, bytes equal"
 
 
 def test_what_differs_and_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +54,7 @@ def test_what_differs_and_how_much(tmp_path: Path, capsys: pytest.CaptureFixture
     assert last.relative == pytest.approx(0.5 / max(abs(value), abs(value - 0.5)), rel=1e-5)
     assert rows["layers/0/w"].different == 1100 * 1030
     assert rows["layers/0/w"].relative == pytest.approx(0.001, rel=1e-2)
-    assert rows["counts"].largest == 2**60 - 5 or rows["counts"].largest == 2**60  # float64 has 53 bits
+    assert rows["counts"].largest == float(2**60 - 5)
     odd = rows["odd"]
     assert (odd.different, odd.nonfinite, odd.largest, odd.relative) == (2, 1, 0, 0)
     assert main(["diff", a, b, "--tolerance", "0.01"]) == 1
