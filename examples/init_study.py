@@ -1,13 +1,15 @@
 """How should a deep model be initialized? Three schemes, measured over depth.
 
-    python examples/init_study.py [figure.png]
+    python examples/init_study.py [figure.png] [--full [SIZE]]
 
 One abstract decoder of 24 layers without norms, three initializations of it by rules. For each: statistics of the
-weights, computed where their shards are, and how the residual stream and its gradient grow from layer to layer.
+weights, computed where their shards are, and how the residual stream and its gradient grow from layer to layer. With
+`--full` the decoder is 5376 wide, 21 GiB, or of the size that is given, and it is never there: each variable is
+initialized, measured and dropped.
 """
 
+import argparse
 import os
-import sys
 from pathlib import Path
 
 if not any(Path("/dev").glob("accel*")) and not any(Path("/dev").glob("nvidia[0-9]*")):
@@ -34,10 +36,10 @@ SCHEMES = {
 }
 
 
-def init(key: jax.Array) -> dict:
+def init(key: jax.Array, size: int = SIZE) -> dict:
     """Residual blocks; every kernel is initialized alike, which the schemes then change."""
     keys = jax.random.split(key, (LAYERS, 2))
-    shapes = {"up": (SIZE, 4 * SIZE), "down": (4 * SIZE, SIZE)}
+    shapes = {"up": (size, 4 * size), "down": (4 * size, size)}
     return {
         "layers": [
             {name: lecun(key, shape) for key, (name, shape) in zip(row, shapes.items(), strict=True)} for row in keys
@@ -53,6 +55,15 @@ def apply(model: dict, x: jax.Array, nudges: jax.Array) -> tuple[jax.Array, jax.
         x = x + jnp.sqrt(2.0) * jax.nn.relu(x @ layer["up"]) @ layer["down"]
         deviations.append(x.std())
     return jnp.mean(x * jnp.cos(jnp.arange(x.size).reshape(x.shape))), jnp.stack(deviations)
+
+
+def full(size: int) -> None:
+    """The same question of a model that may be larger than the machine, of its weights alone."""
+    abstract = lm.build_abstract(init, jax.random.key(0), size)
+    for name, scheme in SCHEMES.items():
+        found = lm.statistics(abstract.reinitialize(scheme, key=jax.random.key(0)))
+        norms = found.over_depth("spectral_norm")["layers/{layer}/down"]
+        print(f"\n{name}: the norm of down kernels is {norms[0]:.3g} to {norms[LAYERS - 1]:.3g}\n{found}")
 
 
 def main(figure_path: str) -> None:
@@ -86,4 +97,8 @@ def main(figure_path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else str(Path(__file__).with_suffix(".png")))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("figure", nargs="?", default=str(Path(__file__).with_suffix(".png")))
+    parser.add_argument("--full", nargs="?", type=int, const=5376, metavar="SIZE")
+    arguments = parser.parse_args()
+    main(arguments.figure) if arguments.full is None else full(arguments.full)

@@ -29,6 +29,7 @@ from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._compile.compile import Compile
 from lazymodel._devices.hardware import device_memory
 from lazymodel._devices.topology import arithmetic_mesh, topology
+from lazymodel._diff import diff
 from lazymodel._errors import (
     CheckpointError,
     DoesNotFitError,
@@ -52,7 +53,7 @@ from lazymodel._sharding.auto import auto
 from lazymodel._sharding.host import Host
 from lazymodel._sharding.roles import role
 from lazymodel._show.progress import Progress
-from lazymodel._statistics import statistics
+from lazymodel._statistics.statistics import statistics
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._transform.reinitialize import path_key
 from lazymodel._version import VERSION as _VERSION
@@ -86,6 +87,7 @@ __all__ = [
     "build_abstract",
     "compare_plans",
     "device_memory",
+    "diff",
     "grow",
     "initializers",
     "map_checkpoint",

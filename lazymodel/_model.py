@@ -16,6 +16,7 @@ from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError
 from lazymodel._materialize.materialize import materialize
+from lazymodel._materialize.one_by_one import stream
 from lazymodel._plan.make import plan
 from lazymodel._sharding.explain import explain
 from lazymodel._sharding.shard import shard
@@ -79,6 +80,7 @@ class AbstractModel(Tabled, ModelSpec, Generic[BuiltT]):
     shard = shard
     explain = explain
     plan = plan
+    stream = stream
     materialize = _built(materialize)
 
     @classmethod

@@ -20,8 +20,10 @@ import numpy as np
 
 from lazymodel._abstract.arrays import lazy_array, named_arrays
 from lazymodel._abstract.paths import Template
+from lazymodel._abstract.spec import ModelSpec
 from lazymodel._errors import LazyModelError
 from lazymodel._mapping.mapped import MappedCheckpoint, flat_checkpoint
+from lazymodel._mapping.values import lazy_values
 from lazymodel._show.text import closest
 from lazymodel._tensors.lazy import LazyTensor, lazy
 
@@ -49,8 +51,8 @@ def depth(
     fast.
 
     Args:
-        checkpoint: Tensor name → lazy tensor or array, such as `open_checkpoint` returns; or a model, or a pytree of
-            arrays.
+        checkpoint: Tensor name → lazy tensor or array, such as `open_checkpoint` returns; or a model, abstract or
+            not, or a pytree of arrays.
         pattern: Names of the layers' tensors, with `{layer}` where their number is, such as
             `"blocks/{layer}/{rest...}"`; for a scanned model, which stacks its layers, names without it, and `axis`.
         layers: Layers of the deeper model.
@@ -239,6 +241,8 @@ def experts(checkpoint: Any, names: Mapping[str, str], experts: int, *, axis: in
 
 def _tensors(checkpoint: Any) -> dict[str, LazyTensor]:
     """Everything by name; arrays on devices stay there."""
+    if isinstance(checkpoint, ModelSpec):
+        return lazy_values(checkpoint)
     flat = (flat_checkpoint(checkpoint) or {}) if isinstance(checkpoint, Mapping) else named_arrays(checkpoint)
     return {name: lazy_array(name, array) for name, array in flat.items()}
 

@@ -115,6 +115,14 @@ def test_init_study(tmp_path: Path) -> None:
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_init_study_of_what_is_never_there() -> None:
+    printed = run("init_study.py", "--full", "64")
+    norms = re.findall(r"norm of down kernels is (\S+) to (\S+)", printed)
+    same, scaled, zero = (tuple(map(float, pair)) for pair in norms)
+    assert 1 < same[1] < 2 and scaled[1] == pytest.approx(same[1] / 24**0.5, rel=0.1) and zero == (0, 0)
+    assert "layers/{0..23}/down" in printed
+
+
 def test_train_sharded() -> None:
     pytest.importorskip("flax")
     pytest.importorskip("optax")

@@ -27,7 +27,7 @@ NAMES = {
     "lazymodel": """
         AbstractModel AbstractVariable Checkpoint CheckpointError Compile DoesNotFitError Fleet From Host LazyModelError
         LazyModelWarning LazyTensor LoadReport MemoryPlan Progress ReshardReport ShardingError TraceError WeightMap
-        WhatIf arithmetic_mesh auto build_abstract compare_plans device_memory grow initializers map_checkpoint
+        WhatIf arithmetic_mesh auto build_abstract compare_plans device_memory diff grow initializers map_checkpoint
         open_checkpoint path_key reshard role save smallest_topology statistics topology
     """,
     "lazymodel.checkpoints": """

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from lazymodel._cli.completion import add_completion_parser
 from lazymodel._cli.convert import add_convert_parser
+from lazymodel._cli.diff import add_diff_parser
 from lazymodel._cli.doctor import add_doctor_parser
 from lazymodel._cli.inspect import add_inspect_parser
 from lazymodel._cli.plan import add_plan_parser
@@ -25,6 +26,7 @@ examples:
   lazymodel inspect model.safetensors                what is in a checkpoint, and what is wrong with it
   lazymodel plan config.json --topology v5e-8        whether a model fits, before anything is rented
   lazymodel convert folder model.weights.h5          a checkpoint as another one, of any format
+  lazymodel diff before.safetensors after/           what is different between two checkpoints
   lazymodel doctor                                   what is installed here, and what is missing for what
 
 `lazymodel COMMAND --help` says more of each.
@@ -63,6 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_inspect_parser(commands)
     add_plan_parser(commands)
     add_convert_parser(commands)
+    add_diff_parser(commands)
     add_doctor_parser(commands)
     add_completion_parser(commands, parser)
     return parser

@@ -15,13 +15,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.layout import Format
 from jax.sharding import Sharding
 
 from lazymodel._abstract.host_arrays import host_array
-from lazymodel._abstract.placement import device_shardings, is_narrowed, stays_on_host
+from lazymodel._abstract.placement import device_shardings, stays_on_host
 from lazymodel._abstract.spec import ModelSpec
-from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._compile.beside import Compiling
 from lazymodel._compile.compile import Compile
 from lazymodel._compile.lower import prepared
@@ -30,10 +28,11 @@ from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError
 from lazymodel._mapping.mapped import flat_checkpoint
 from lazymodel._mapping.match import Choice, choose, warn_of_rest
+from lazymodel._mapping.values import read_as
 from lazymodel._materialize.exchange import Exchange, exchanged, exchanges
+from lazymodel._materialize.finish import as_weak, in_layout
 from lazymodel._materialize.report import Costs, make_report
 from lazymodel._materialize.stream import StreamItem, stream
-from lazymodel._programs.jaxprs import is_weak, with_weak_type
 from lazymodel._programs.keys import as_keys
 from lazymodel._programs.programs import run_recipes
 from lazymodel._remote.requests import REQUESTS
@@ -41,7 +40,7 @@ from lazymodel._remote.url import is_url
 from lazymodel._show.progress import Progress, ProgressTo, ReportTo, delivery, progress_for
 from lazymodel._show.text import listed, parse_budget
 from lazymodel._show.timeline import Timeline
-from lazymodel._tensors.casting import SAFE, UNSAFE, converted
+from lazymodel._tensors.casting import SAFE
 from lazymodel._tensors.lazy import lazy
 from lazymodel._tensors.shards import boxes_for
 from lazymodel._tensors.source import BYTES_READ
@@ -187,18 +186,18 @@ def make_arrays(
             computed = run_recipes(choice.recipes, shardings, model.programs)
         with timeline.span("initialize", "running"):
             for path, array in computed:
-                arrays[path] = _in_layout(array, model[path])
+                arrays[path] = in_layout(array, model[path])
                 watcher.advance(nbytes[path], path)
         started, read, asked = time.perf_counter(), BYTES_READ.count, REQUESTS.so_far()
         with contextlib.closing(arriving):  # what fails here ends its threads at once
             for path, array in arriving:
-                arrays[path] = _in_layout(as_keys(array, model[path].dtype), model[path])
+                arrays[path] = in_layout(as_keys(array, model[path].dtype), model[path])
                 watcher.advance(nbytes[path] - own[path] if path in own else 0, path)
         for path, array in _rest(model, choice, arrays, shardings):
             arrays[path] = array
             watcher.advance(nbytes[path], path)
         # In the model's order, since every process has to run a program for all at the same turn.
-        arrays.update({path: _as_weak(arrays[path], model[path]) for path in model if model[path].weak_type})
+        arrays.update({path: as_weak(arrays[path], model[path]) for path in model if model[path].weak_type})
         jax.block_until_ready([arrays[item.path] for item in reading.items])
         timeline.add("stream", started, time.perf_counter())
         with timeline.span("initialize", "running"):
@@ -237,7 +236,7 @@ def _items(model: ModelSpec, choice: Choice, shardings: Mapping[str, Sharding]) 
     """What is to be read, or copied from memory, onto devices."""
     return [
         # Keys are read as their key data, whose trailing dimension no spec names.
-        StreamItem(path, lazy(_read_as(model[path], source, choice), path), *model[path].stored, shardings[path])
+        StreamItem(path, lazy(read_as(model[path], source, choice), path), *model[path].stored, shardings[path])
         for path, source in choice.sources.items()
         if not stays_on_host(model[path])
     ]
@@ -249,12 +248,12 @@ def _rest(
     """What stays on the host, and what depends on the values of others."""
     for path, source in choice.sources.items():
         if stays_on_host(model[path]):
-            yield path, host_array(model[path], _read_as(model[path], source, choice))
+            yield path, host_array(model[path], read_as(model[path], source, choice))
     computed = {path for recipe in choice.recipes for path in recipe.paths}
     derived = [path for path in model if path not in computed and path not in choice.sources]
     if derived and model.derived is not None:
         for path, array in model.derived.compute(derived, arrays, shardings).items():
-            yield path, _in_layout(array, model[path])
+            yield path, in_layout(array, model[path])
 
 
 class _Watcher:
@@ -315,31 +314,3 @@ def _tell(stage: Stage, choice: Choice, reading: Reading, compiling: Compiling) 
     lines += [f"exchange {path} {exchange.division}" for path, exchange in reading.exchanges.items()]
     stage.outcome += "".join(f", compile {program}" for program in compiling.names)
     stage.details = "\n".join([*lines, *compiling.details])
-
-
-def _read_as(variable: AbstractVariable, source: Any, choice: Choice) -> Any:
-    """A source's values in the variable's dtype; what the user's own code made is cast as that would cast it."""
-    _, dtype = variable.stored
-    if choice.from_file(variable.path):
-        return converted(lazy(source, variable.path), dtype, choice.cast)
-    return source if source.dtype == dtype else converted(lazy(source, variable.path), dtype, UNSAFE)
-
-
-def _as_weak(array: Any, variable: AbstractVariable) -> Any:
-    """The array weakly typed, in the same buffers."""
-    if isinstance(array, np.ndarray) or is_weak(jax.typeof(array)):
-        return array
-    placed = array.sharding if variable.layout is None else array.format
-    with jax.enable_x64(True) if is_narrowed(array.dtype) else contextlib.nullcontext():
-        return jax.jit(_weakened, donate_argnums=0, out_shardings=placed)(array)
-
-
-def _weakened(array: jax.Array) -> jax.Array:
-    return with_weak_type(array, True)
-
-
-def _in_layout(array: jax.Array, variable: AbstractVariable) -> jax.Array:
-    """The array with its bytes in the order that the variable asks for, as far as its devices have such orders."""
-    if variable.layout is None:
-        return array
-    return jax.device_put(array, Format(variable.layout, array.sharding), donate=True)

@@ -34,7 +34,7 @@ _SHARED_PROGRAMS = 512
 # Temporaries that may be in flight beside the largest program's own: small programs should not wait for each other.
 _IN_FLIGHT_NBYTES = 64 * 2**20
 # Shards with rows of a multiple of this are computed alike however an array is split: sixteen 32-bit lanes of AVX-512.
-_VECTOR_LANES = 16
+VECTOR_LANES = 16
 # Variables with other rows run whole on CPUs up to this size, beyond which memory matters more than a last bit.
 _WHOLE_NBYTES = 64 * 2**20
 # XLA compiles one program mostly on one thread.
@@ -233,16 +233,21 @@ def by_devices(recipe: InitRecipe, shardings: Mapping[str, Sharding]) -> Iterato
 
 def _key(recipe: InitRecipe, shardings: Sequence[Sharding]) -> Hashable:
     inputs = tuple((value.shape, value.dtype) for value in recipe.inputs)
-    return (recipe.signature, inputs, _settings(recipe), tuple(shardings))
+    return (recipe.signature, inputs, settings(recipe), tuple(shardings))
 
 
-def _settings(recipe: InitRecipe) -> Hashable:
+def settings(recipe: InitRecipe) -> Hashable:
     """What changes the meaning of a trace but is not in it."""
     return (_wants_x64(recipe), CONFIG.jax_threefry_partitionable, CONFIG.jax_default_matmul_precision)
 
 
 def _wants_x64(recipe: InitRecipe) -> bool:
     return uses_x64() if recipe.x64 is None else recipe.x64
+
+
+def x64_context(recipe: InitRecipe) -> contextlib.AbstractContextManager[Any]:
+    """With 64-bit types as the recipe wants them."""
+    return _x64(_wants_x64(recipe))
 
 
 def _x64(enabled: bool) -> contextlib.AbstractContextManager[Any]:
@@ -254,7 +259,7 @@ def _compile(recipe: InitRecipe, shardings: tuple[Sharding, ...]) -> AnyProgram:
     x64, dependent = _wants_x64(recipe), False
     with _x64(x64):
         if recipe.kernels is not None:
-            return compile_kernels(recipe.kernels, structs, shardings, _settings(recipe), x64=x64)
+            return compile_kernels(recipe.kernels, structs, shardings, settings(recipe), x64=x64)
         traced = jax.jit(recipe.function, out_shardings=shardings).trace(*structs)
         if any(len(sharding.device_set) > 1 for sharding in shardings):
             partitionable = is_partitionable(traced.jaxpr)
@@ -278,7 +283,7 @@ def _has_ragged_rows(traced: Any, shardings: tuple[Sharding, ...]) -> bool:
         local = sharding.shard_shape(aval.shape)
         small = aval.size * aval.dtype.itemsize <= _WHOLE_NBYTES
         on_cpu = next(iter(sharding.device_set)).platform == "cpu"
-        return on_cpu and small and local != tuple(aval.shape) and local[-1] % _VECTOR_LANES != 0
+        return on_cpu and small and local != tuple(aval.shape) and local[-1] % VECTOR_LANES != 0
 
     return any(map(ragged, traced.jaxpr.out_avals, shardings))
 

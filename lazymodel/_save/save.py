@@ -17,9 +17,11 @@ import jax
 import numpy as np
 
 from lazymodel._abstract.arrays import lazy_array, named_arrays
+from lazymodel._abstract.spec import ModelSpec
 from lazymodel._devices.agreement import agreement
 from lazymodel._errors import LazyModelError
 from lazymodel._mapping.table import WeightMap
+from lazymodel._mapping.values import lazy_values
 from lazymodel._remote.path import Location, remote_path
 from lazymodel._remote.url import is_url
 from lazymodel._save import hdf5, numpy, zarr
@@ -75,8 +77,9 @@ def save(
 
     Args:
         model: A mapping of path to array, any pytree of arrays, or a model of a known framework. Paths are those of
-            `build_abstract`. Lazy tensors of another checkpoint are taken as well, which converts it. PRNG keys are
-            saved as their key data; what is no array is left out.
+            `build_abstract`. Lazy tensors of another checkpoint are taken as well, which converts it. An abstract model
+            is initialized, or loaded from what it was built with, straight into the files, and may be larger than the
+            machine. PRNG keys are saved as their key data; what is no array is left out.
         path: A file that ends with `.safetensors`, of any size; or a folder, which may hold other files. Either may be
             a URL that begins with `s3://`, `gs://` or `az://`. On disks also `.weights.h5` or `.h5`, as Keras writes
             them, `.weights.json` for shards of it, and NumPy's `.npz`; for Orbax a folder.
@@ -86,7 +89,8 @@ def save(
             Orbax' tree has the parts of paths as keys. Orbax (`orbax-checkpoint`) itself saves arrays as they are;
             tensors of files, and what a mapping changed, become plain zarr arrays.
         max_shard_size: Bytes of tensors of one file in a folder, or `"5GB"`. A larger tensor has a file to itself.
-        max_host_memory: Ceiling for staging in bytes, or `"1GiB"`; None is 256 MiB. Orbax takes what it takes.
+        max_host_memory: Ceiling for staging in bytes, or `"1GiB"`; None is 256 MiB, and more where something has to be
+            initialized whole. Orbax takes what it takes.
         metadata: Strings to strings, for the header of every safetensors file. `{"format": "pt"}` is added unless
             `format` is given: Hugging Face's loaders ask for it, and it says that names and layouts are PyTorch's.
         progress: As for `materialize`, in bytes that this process writes.
@@ -104,8 +108,7 @@ def save(
         >>> lm.open_checkpoint("folder").files
         ['folder/model-00001-of-00002.safetensors', 'folder/model-00002-of-00002.safetensors']
     """
-    arrays = named_arrays(model)
-    shardings = [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
+    arrays, shardings = _values(model)
     format = _format(path, format)
     where = _located(path, storage_options, format)
     tensors = mapped({name: lazy_array(name, array) for name, array in arrays.items()}, mapping)
@@ -117,7 +120,7 @@ def save(
     size = None if where.suffix == ".safetensors" else parse_bytes(max_shard_size, name="max_shard_size", at_least=1)
     options = SaveOptions(
         shard_size=size,
-        budget=DEFAULT_BUDGET if max_host_memory is None else parse_budget(max_host_memory),
+        budget=_default_budget(tensors) if max_host_memory is None else parse_budget(max_host_memory),
         metadata={"format": "pt"} | dict(metadata or {}),
         progress=progress,
         overwrite=overwrite,
@@ -140,6 +143,20 @@ def _format(path: str | os.PathLike[str], format: str | None) -> str:
     if None not in (said, format) and said != format:
         raise LazyModelError(f"{name}: the name is one of {said}, and format={format!r}; leave one of them out")
     return format or said or "safetensors"
+
+
+def _values(model: Any) -> tuple[Mapping[str, Any], list[Any]]:
+    """What is saved, by path, and the shardings whose processes save it together."""
+    if isinstance(model, ModelSpec):
+        several = jax.process_count() > 1  # a single one may save what is planned for other devices
+        return lazy_values(model), [v.sharding for v in model.values() if several and v.sharding is not None]
+    arrays = named_arrays(model)
+    return arrays, [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
+
+
+def _default_budget(tensors: Mapping[str, LazyTensor]) -> int:
+    """Enough for what has to be computed whole, which else would be refused."""
+    return DEFAULT_BUDGET + 2 * max((tensor.leaf.unit_nbytes for tensor in tensors.values()), default=0)
 
 
 def _located(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, format: str) -> Location:

@@ -81,7 +81,20 @@ class Scenarios:
             "planned": self.shared.plan(ckpt).read_nbytes,
             "shards": self.check(model, path, shards=DEVICES),
             "sum": float(jax.jit(lambda tree: tree["up"]["kernel"].sum())(model)),
+            "streamed": self.streamed(ckpt, model),
         }
+
+    def streamed(self, ckpt: lm.Checkpoint, model: Any) -> list[str]:
+        """The paths in the order in which `stream` yields them, with the shards of the materialized model."""
+        order: list[str] = []
+        for path, array in self.shared.stream(ckpt, initialize="missing"):
+            group, _, name = path.partition("/")
+            whole = model[group][name] if name else model[group]
+            assert array.sharding == whole.sharding
+            for shard, other in zip(array.addressable_shards, whole.addressable_shards, strict=True):
+                np.testing.assert_array_equal(np.asarray(shard.data), np.asarray(other.data))
+            order.append(path)
+        return order
 
     def columns(self) -> dict[str, Any]:
         """Matrices of which every device needs a few bytes of every row."""

@@ -103,6 +103,8 @@ def test_every_shard_has_its_values_and_the_model_computes(outcomes: list[Mappin
     expected = tensors()["up/kernel"].sum(dtype="float64")
     for outcome in outcomes:
         assert outcome["load"]["shards"] == 6 * 4, "of six variables, on four devices; the worker compared them"
+        assert outcome["load"]["streamed"] == outcomes[0]["load"]["streamed"]
+        assert len(outcome["load"]["streamed"]) == 6
         assert outcome["load"]["sum"] == pytest.approx(expected, abs=0.1)
         assert outcome["under_a_mesh"] == 6 * 4
 

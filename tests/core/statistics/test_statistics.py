@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import lazymodel as lm
-from lazymodel import _statistics
+from lazymodel._statistics import devices, host, result
 
 P = jax.P
 
@@ -25,7 +25,7 @@ def random(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(0.5, 2.0, shape).astype(np.float32)
 
 
-def check(found: _statistics.VariableStatistics, values: np.ndarray, matrix: np.ndarray | None = None) -> None:
+def check(found: result.VariableStatistics, values: np.ndarray, matrix: np.ndarray | None = None) -> None:
     values = values.astype(np.float64)
     expected = [values.mean(), values.std(), values.min(), values.max()]
     np.testing.assert_allclose([found.mean, found.std, found.min, found.max], expected, rtol=1e-5, atol=1e-6)
@@ -65,7 +65,7 @@ def test_more_dimensions_become_the_squarest_matrix(mesh8: Any) -> None:
 @pytest.mark.parametrize("shape", [(64, 128), (64, 8, 16), (8, 16, 64)])
 def test_nothing_is_gathered(shape: tuple[int, ...], spec: Any, mesh42: Any) -> None:
     array = jax.device_put(random(shape), jax.NamedSharding(mesh42, spec))
-    program = _statistics._program(False, True, jax.NamedSharding(mesh42, P()))
+    program = devices._program(False, True, jax.NamedSharding(mesh42, P()))
     text = program.lower(array).compile().as_text()
     moved = re.findall(r"= \w+\[([\d,]*)\]\S* (?:all-gather|all-to-all|collective-permute)", text)
     assert all(np.prod([int(n) for n in dims.split(",") if n]) < 1024 for dims in moved), "vectors only"
@@ -131,7 +131,7 @@ def test_stacked_layers_are_measured_one_by_one(mesh8: Any) -> None:
 def test_one_program_a_signature(mesh8: Any) -> None:
     sharding = jax.NamedSharding(mesh8, P("model"))
     arrays = {f"layers/{layer}/w": jax.device_put(random((72, 40), layer), sharding) for layer in range(6)}
-    program = _statistics._program(False, True, jax.NamedSharding(mesh8, P()))
+    program = devices._program(False, True, jax.NamedSharding(mesh8, P()))
     before = program._cache_size()
     found = lm.statistics(arrays)
     assert program._cache_size() == before + 1
@@ -145,7 +145,41 @@ def test_a_checkpoint_is_measured_tensor_by_tensor(tmp_path: Path) -> None:
     check(lm.statistics(lm.open_checkpoint(tmp_path / "weights.npz"))["w"], values, values)
 
 
-def layers() -> _statistics.Statistics:
+def test_an_abstract_model_is_measured_as_it_would_be(tmp_path: Path, mesh8: Any) -> None:
+    def init(key: jax.Array) -> Any:
+        wide = jax.random.normal(key, (4, 40, 80)) * 3 + 1
+        square = jax.nn.initializers.orthogonal(2.0)(key, (32, 32))
+        return {"wide": wide, "square": square, "half": wide[0].astype(jnp.bfloat16), "key": key, "one": jnp.ones(())}
+
+    abstract = lm.build_abstract(init, jax.random.key(0)).shard(mesh8, lm.auto())
+    model = abstract.materialize()
+    found = lm.statistics(abstract, stacked="wide")
+    assert list(found) == ["half", "one", "square", *(f"wide[{index}]" for index in range(4))]
+    for index in range(4):
+        check(found[f"wide[{index}]"], *[np.asarray(model["wide"][index])] * 2)
+    check(found["half"], *[np.asarray(model["half"]).astype(np.float32)] * 2)
+    assert found["square"].spectral_norm == pytest.approx(2, rel=1e-4)
+    given = {"square": random((32, 32))}
+    lm.save(given, tmp_path / "given.safetensors")
+    with pytest.warns(lm.LazyModelWarning, match="has no tensor for 3 of 5"):
+        loaded = lm.statistics(abstract, lm.open_checkpoint(tmp_path / "given.safetensors"))
+    check(loaded["square"], given["square"], given["square"])
+    check(loaded["one"], np.ones(()))
+    with pytest.raises(lm.LazyModelError, match="measured by itself"):
+        lm.statistics(model, given)
+
+
+def test_blocks_and_both_sides_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_BLOCK", 1 << 10)
+    monkeypatch.setattr(host, "_PRODUCT", 1 << 10)
+    tall = random((300, 70)) + 100  # several blocks; a mean that float32 would lose digits to
+    found = lm.statistics({"tall": tall, "wide": tall.T.copy(), "low": np.outer(tall[:, 0], tall[0])})
+    check(found["tall"], tall, tall)
+    check(found["wide"], tall.T, tall)
+    check(found["low"], *[np.outer(tall[:, 0], tall[0])] * 2)
+
+
+def layers() -> result.Statistics:
     arrays = {f"layers/{layer}/w": np.full((4, 4), layer + 1, np.float32) for layer in range(12)}
     return lm.statistics({**arrays, "embed": np.ones((4, 2), np.float32)})
 
