@@ -15,19 +15,20 @@ from jax.sharding import Mesh, PartitionSpec
 
 from lazymodel._abstract.variable import AbstractVariable, Reason
 from lazymodel._errors import ShardingError
+from lazymodel._sharding.axis_names import (
+    DATA_NAMES,
+    EXPERT_NAMES,
+    FSDP_NAMES,
+    TENSOR_NAMES,
+    are_mesh_axes,
+    flat_axes,
+)
 from lazymodel._sharding.describe import Described, describe
 from lazymodel._sharding.roles import ROLES, Role
 from lazymodel._show.text import format_bytes
 
 Axes: TypeAlias = "str | Sequence[str] | None"
 Proposals: TypeAlias = "dict[str, tuple[PartitionSpec, Reason]]"
-
-# What people call mesh axes → what parameters are split for over them. `batch` is what keras.distribution calls the
-# axis of its data; published Keras layouts split parameters over it too.
-_TENSOR_NAMES = ("model", "tensor", "tp", "mp", "tensor_parallel", "model_parallel", "mdl")
-_FSDP_NAMES = ("fsdp", "zero", "fully_sharded")
-_DATA_NAMES = ("data", "batch", "dp", "data_parallel")
-_EXPERT_NAMES = ("expert", "experts", "ep", "expert_parallel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +64,8 @@ class Auto:
             named = (tuple(name for name in free if name.lower() in names) for names in known)
             return next(filter(None, named), ()) if given is None else given
 
-        tensor, expert = axes(self.tensor, _TENSOR_NAMES), axes(self.expert, _EXPERT_NAMES)
-        fsdp = axes(self.fsdp, _FSDP_NAMES, _DATA_NAMES)
+        tensor, expert = axes(self.tensor, TENSOR_NAMES), axes(self.expert, EXPERT_NAMES)
+        fsdp = axes(self.fsdp, FSDP_NAMES, DATA_NAMES)
         if not (tensor or fsdp or expert) and self.tensor is None:
             if len(free) != 1:
                 raise ShardingError(
@@ -78,7 +79,9 @@ class Auto:
 def auto(*, tensor: Axes = None, fsdp: Axes = None, expert: Axes = None) -> Auto:
     """Rules that propose a sharding for every variable of any model: `abstract.shard(mesh, lm.auto())`.
 
-    A proposal follows from a variable's role, told from its path, shape and neighbours: vocabularies, attention heads
+    What the model says itself comes first: mesh axes or logical names for the dimensions of a variable (Flax'
+    partitioning metadata; Tunix, MaxText). Without, a proposal follows from a variable's role, told from its path,
+    shape and neighbours: vocabularies, attention heads
     (never split inside a head), MLPs by columns and then by rows, experts, output channels; biases, LoRA factors,
     quantization scales and optimizer slots follow the variable that they belong to. Where the first choice of
     dimension does not divide, the next one is taken; nothing of 1 MiB (`large` of `shard`) or more is replicated
@@ -155,7 +158,8 @@ class _Placement:
         )
         text = "; ".join(filter(None, (split, self.why)))
         spec = trimmed([axes[0] if len(axes) == 1 else axes or None for axes in self.axes])
-        return spec, Reason("proposed", text, self.described.role, self.described.labels, tuple(self.tried))
+        told = self.described.told_from
+        return spec, Reason("proposed", text, self.described.role, self.described.labels, tuple(self.tried), told)
 
 
 @dataclasses.dataclass
@@ -184,7 +188,9 @@ class _Proposer:
         if self.mesh.size == 1:
             placement.why = "the mesh has one device"
             return placement
-        if described.follows is not None:
+        if (said := self._as_model_says(placement, variable)) is not None:
+            placement.why = said
+        elif described.follows is not None:
             placement.why = self._follow(placement, described.follows, large=large)
         elif row.tensor:
             placement.why = self._order(placement, row)
@@ -200,6 +206,39 @@ class _Proposer:
             if not any(placement.axes):
                 placement.why = "replicated: no dimension divides by any axis of the mesh"
         return placement
+
+    def _as_model_says(self, placement: _Placement, variable: AbstractVariable) -> str | None:
+        """Splits a variable over the mesh axes, or those that serve as what they are called, that its metadata names.
+
+        Axes that the metadata does not use are placed as for any variable of its role, if it is large. Returns None
+        where there is no such metadata.
+        """
+        names = variable.logical_axes or ()
+        if len(names) > len(variable.shape) or not are_mesh_axes(names, self.mesh.axis_names):
+            return None
+        for dim, name in enumerate(names):
+            for axis in flat_axes(name):
+                placement.place(self._serving(axis), (dim,), whole_units=False)
+        why = f"as the variable's own metadata {tuple(names)} says"
+        row = ROLES[placement.described.role]
+        if variable.nbytes >= self.large and row.tensor:
+            before = list(placement.axes)
+            self._order(placement, row)
+            why += "" if before == placement.axes else "; over what else the mesh has, as its role wants"
+        return why if any(placement.axes) else f"{why}: no dimension that it names divides"
+
+    def _serving(self, axis: str) -> tuple[str, ...]:
+        """The mesh axes that serve as one of this name."""
+        kinds = (
+            (TENSOR_NAMES, self.tensor),
+            (FSDP_NAMES, self.fsdp),
+            (DATA_NAMES, self.fsdp),
+            (EXPERT_NAMES, self.expert),
+        )
+        used = (*self.tensor, *self.fsdp, *self.expert)
+        if axis in used:
+            return (axis,)
+        return next((axes for names, axes in kinds if axis.lower() in names), ())
 
     def _order(self, placement: _Placement, order: Role) -> str:
         labels, expert = placement.described.labels, order.tensor[0] == "experts"
