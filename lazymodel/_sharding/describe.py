@@ -34,6 +34,7 @@ _QUERY_AND_KEY = [
     for query, key in (("q", "k"), ("query", "key"), ("q", "kv"))
     for form in ("{}", "w{}", "{}_proj", "proj_{}", "to_{}", "{}_einsum", "linear_{}")
 ]
+_LOW_RANK = re.compile(r"(^|[/_])[qkv]_?[ab](_|/|$)")
 _HEAD_NORM = re.compile(r"(^|[/_])(q|k|query|key)_?(layer_?)?norm\w*/[a-z]+$")
 
 
@@ -311,8 +312,8 @@ class _Describer:
         """The router beside a variable that has so many outputs."""
         for place in itertools.islice(_places(path), 2):
             for other in self._layer(place) if place else ():
-                name = "/".join(self._names[other].split("/")[-2:])
-                if len(shape := self._inner(other)) == 2 and experts in shape and _ROUTER.search(name) and other != path:
+                name, sizes = "/".join(self._names[other].split("/")[-2:]), self._inner(other)
+                if other != path and len(sizes) == 2 and experts in sizes and _ROUTER.search(name):
                     return other
         return None
 
@@ -391,7 +392,8 @@ class _Describer:
         found = size
         for other in self._layer(_parent(_parent(path))):
             shape = self._inner(other)
-            if len(shape) == 2 and re.search(ROLES["query_key_value"].pattern, self._tail(other)):
+            tail = self._tail(other)
+            if len(shape) == 2 and re.search(ROLES["query_key_value"].pattern, tail) and not _LOW_RANK.search(tail):
                 found = math.gcd(found, shape[0 if self._out_first(other, shape) else 1])
         return found
 
