@@ -193,7 +193,7 @@ class _Proposer:
         elif described.follows is not None:
             placement.why = self._follow(placement, described.follows, large=large)
         elif row.tensor:
-            placement.why = self._order(placement, row)
+            placement.why = self._order(placement, row, large=True)
         elif not large:
             # Gathering a small one costs a message, keeping it almost nothing.
             less = f"{row.name} of {format_bytes(variable.nbytes)}, less than {format_bytes(self.large)}"
@@ -240,7 +240,7 @@ class _Proposer:
             return (axis,)
         return next((axes for names, axes in kinds if axis.lower() in names), ())
 
-    def _order(self, placement: _Placement, order: Role) -> str:
+    def _order(self, placement: _Placement, order: Role, *, large: bool) -> str:
         labels, expert = placement.described.labels, order.tensor[0] == "experts"
 
         def dims(wanted: Sequence[str]) -> list[int]:
@@ -260,8 +260,10 @@ class _Proposer:
         # much smaller weight (half the bytes for the queries of a compiled Gemma block).
         alone = order.fsdp[0] == "in" and not any(self.mesh.shape[axis] > 1 for axis in self.tensor)
         stored = dims(order.tensor if alone else order.fsdp)
+        if not large and any(placement.axes):  # a small one is not cut again along what is cut already
+            stored = [dim for dim in stored if not placement.axes[dim]]
         # A head stays whole in storage too, as long as there is another way.
-        if not placement.place(fsdp, stored):
+        if stored and not placement.place(fsdp, stored):
             placed &= placement.place(fsdp, stored, whole_units=False)
         if not placed:
             why = f"{why}; not split over every axis" if why else "not split over every axis: no dimension divides"

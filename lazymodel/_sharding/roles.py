@@ -127,6 +127,7 @@ _ROWS = (
         "block_diagonal",  # told by shapes alone
         labels=("blocks", "in", "out"),
         tensor=("blocks", "out", "in"),
+        fsdp=("out", "in", "blocks"),
         why="each device computes its own blocks",
     ),
     # Its gates lie side by side, so columns would be exchanged at every step in time.
@@ -139,7 +140,7 @@ _ROWS = (
         tensor=("channels",),
         why="each device computes its own channels",
     ),
-    Role("bias", r"(^|/)([a-z\d_]*bias|b)$", (1, 2, 3)),
+    Role("bias", r"(^|/)([a-z\d_]*bias|b)$", (1, 2, 3, 4)),
     # By the last parts of the path. Which dimension counts the heads is told from neighbours.
     Role(
         "fused_query_key_value",

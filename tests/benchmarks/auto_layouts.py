@@ -24,7 +24,8 @@ from typing import Any
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("JAXTYPING_DISABLE", "1")  # RecurrentGemma's annotations are not of abstract arrays
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "integrations")]
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "integrations"))
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ class Case:
     """One model: how it is built, what it computes of (values, inputs), and the published rules."""
 
     abstract: lm.AbstractModel
-    forward: Callable[[Any, Any], Any]  # of a pytree as `abstract` materializes, with a first input split over the batch
+    forward: Callable[[Any, Any], Any]  # of a pytree like `abstract.tree`, and the input
     inputs: Callable[[], Any]
     rules: Callable[[lm.AbstractModel, Mesh], lm.AbstractModel]
     axes: tuple[str, str] = ("fsdp", "tp")
@@ -116,8 +117,8 @@ def recurrentgemma() -> Case:
             embeddings_scale_by_sqrt_dim=True,
             attention_window_size=LENGTH,
             logits_soft_cap=30.0,
+            scan_type=common.ScanType.ASSOCIATIVE_NATIVE,  # no loop, whose turns the text of a program does not count
         ),
-        scan_type=common.ScanType.ASSOCIATIVE_NATIVE,
     )
     tokens, positions = _tokens(), jnp.arange(LENGTH)[None].repeat(BATCH, 0)
     abstract = lm.build_abstract(module, jax.random.key(0), tokens, jax.ShapeDtypeStruct(positions.shape, "int32"))
@@ -149,7 +150,8 @@ def haiku_attention() -> Case:
         for _ in range(2):
             scale = haiku.initializers.VarianceScaling(1.0)
             x += haiku.MultiHeadAttention(8, WIDTH // 8, model_size=WIDTH, w_init=scale)(x, x, x)
-            x += haiku.Linear(WIDTH)(jax.nn.gelu(haiku.Linear(4 * WIDTH)(x)))
+            widened = jax.nn.gelu(haiku.Linear(4 * WIDTH)(x))  # linear, and linear_2 in the second layer
+            x += haiku.Linear(WIDTH)(widened)
         return x
 
     transformed = haiku.without_apply_rng(haiku.transform(apply))
@@ -225,7 +227,7 @@ def _tokens() -> Any:
 
 
 def sent(case: Case, model: lm.AbstractModel, mesh: Mesh) -> tuple[int, int]:
-    """Bytes that each device sends in the forward pass, and in value and gradient, which is split as the weights are."""
+    """Bytes that each device sends in the forward pass, and for the gradient, which is split as the weights are."""
     x = case.inputs()
     x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(case.axes[0])))
     structs = [variable.struct for variable in model.values()] if case.axes[0] == "batch" else model.tree
@@ -275,7 +277,9 @@ def main() -> None:
     parser.add_argument("--mesh", action="append")
     parser.add_argument("--tpu", action="store_true")
     options = parser.parse_args()
-    print("| model | mesh | rules | forward, MB | gradient, MB | × published | fullest device, MB |\n" + "|---" * 7 + "|")
+    if not options.json:
+        print("| model | mesh | rules | forward, MB | gradient, MB | × published | fullest device, MB |")
+        print("|---" * 7 + "|")
     for name in (name for name in CASES if options.only in name):
         for text in options.mesh or ["2x4", "1x8", "8x1"]:
             try:
@@ -291,7 +295,8 @@ def main() -> None:
                     found, base = row[kind], row["published"]
                     ratio = [f"{found[part] / max(base[part], 1):.2f}" for part in ("forward", "gradient")]
                     mb = [f"{found[part] / 1e6:.2f}" for part in ("forward", "gradient", "device_nbytes")]
-                    print(f"| {name} | {text} | {kind} | {mb[0]} | {mb[1]} | {' / '.join(ratio)} | {mb[2]} |", flush=True)
+                    cells = (name, text, kind, *mb[:2], " / ".join(ratio), mb[2])
+                    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
