@@ -193,7 +193,7 @@ class _Proposer:
         elif described.follows is not None:
             placement.why = self._follow(placement, described.follows, large=large)
         elif row.tensor:
-            placement.why = self._order(placement, row, large=True)
+            placement.why = self._order(placement, row, large=large)
         elif not large:
             # Gathering a small one costs a message, keeping it almost nothing.
             less = f"{row.name} of {format_bytes(variable.nbytes)}, less than {format_bytes(self.large)}"
@@ -223,7 +223,7 @@ class _Proposer:
         row = ROLES[placement.described.role]
         if variable.nbytes >= self.large and row.tensor:
             before = list(placement.axes)
-            self._order(placement, row)
+            self._order(placement, row, large=True)
             why += "" if before == placement.axes else "; over what else the mesh has, as its role wants"
         return why if any(placement.axes) else f"{why}: no dimension that it names divides"
 
