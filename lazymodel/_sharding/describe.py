@@ -129,6 +129,8 @@ class _Describer:
                 continue
             if row.name in ("lora", "scale", "bias") and (found := self._follower(path, row.name, shape)) is not None:
                 return found
+            if row.name.startswith("expert") and (found := self._stacked(path, shape, row.name)) is not None:
+                return found
             if row.name != "bias" or n == 1 or _ATTENTION.search(name) is not None:
                 return self._labelled(row.name, path, shape)
         if n < 2 or not np.prod(shape):
@@ -157,36 +159,31 @@ class _Describer:
             return self._labelled("router", path, shape)
         return self._dense(path, shape)
 
-    def _stacked(self, path: str, shape: tuple[int, ...]) -> Described | None:
-        """Matrices stacked on a leading dimension: experts, the parts of a gated layer, blocks of a diagonal."""
-        n, name, tail = len(shape), self._names[path], self._tail(path)
+    def _stacked(self, path: str, shape: tuple[int, ...], role: str = "") -> Described | None:
+        """Matrices stacked on a leading dimension: experts, the parts of a gated layer, blocks of a diagonal.
+
+        `role` is what the name says, where it says anything.
+        """
+        n, tail, widths = len(shape), self._tail(path), self._widths_at(path)
         if n < 3 or re.search(r"bias|norm|scale", tail.split("/")[-1]):
             return None
-        widths = self._widths_at(path)
-        up, down = (bool(re.search(ROLES[role].pattern, tail)) for role in ("mlp_up", "mlp_down"))
-        down = down or bool(re.search(ROLES["expert_down"].pattern, f"expert/{tail.rpartition('/')[2]}"))
-        if "expert" not in name and n == 3 and shape[1] == shape[2] and self._blocks(path, shape):
+        if not role and n == 3 and shape[1] == shape[2] and self._blocks(path, shape):
             source = f"its shape: {shape[0]} blocks of {shape[1]} are the {shape[0] * shape[1]} of a vector beside it"
             return Described("block_diagonal", ROLES["block_diagonal"].labels, shape, told_from=source)
-        if "expert" in name or (router := self._router_of(path, shape[0])) is not None:
-            role, stack = ("expert_down" if down and not up else "expert_up"), "experts"
-            source = "its name" if "expert" in name else f"{router}, which has as many outputs"
-            if "expert" not in name and not up and not down and n == 3 and shape[1] != shape[2] == (*widths, 0)[0]:
-                role = "expert_down"
-        elif n == 3 and shape[0] in (2, 3) and (_MLP.search(tail) or up) and not _ATTENTION.search(name):
-            role, stack, source = ("mlp_down" if down and not up else "mlp_up"), "parts", "its name"
-        else:
+        up = bool(re.search(ROLES["mlp_up"].pattern, tail))
+        down = not up and bool(re.search(rf"{ROLES['mlp_down'].pattern}|(^|/)linear$", tail))
+        stack, source = "experts", "its name"
+        if not role and (router := self._router_of(path, shape[0])) is not None:
+            source = f"{router}, which has as many outputs"
+            narrows = not up and n == 3 and widths[:1] == [shape[2]] != [shape[1]]
+            role = "expert_down" if down or narrows else "expert_up"
+        elif not role and n == 3 and shape[0] in (2, 3) and (up or _MLP.search(tail)) and not _ATTENTION.search(tail):
+            role, stack = ("mlp_down" if down else "mlp_up"), "parts"
+        if not role:
             return None
-        labels, told = stacked_labels(
-            shape, widths, stack, up=role.endswith("up"), out_first=name.endswith(("weight", "weights"))
-        )
-        labels = ROLES[role].label(n) if told is None and stack == "experts" else labels
-        return Described(role, labels, shape, told_from=f"{source}; {self._told(told)}")
-
-    def _told(self, width: int | None) -> str:
-        if width is None:
-            return "the order of its dimensions is a guess"
-        return f"dimensions from the model's width, {width}"
+        out_first = tail.endswith(("weight", "weights")) and stack == "parts"
+        labels, told = stacked_labels(shape, widths, stack, up=role.endswith("up"), out_first=out_first)
+        return Described(role, labels, shape, told_from=f"{source}; {_told(told)}")
 
     def _labelled(self, role: str, path: str, shape: tuple[int, ...], source: str = "its name") -> Described:
         """Roles whose dimensions follow from their number."""
@@ -216,7 +213,7 @@ class _Describer:
                 return Described(role, (HEADS, "out")[::turn], (heads, size_out)[::turn], told_from=source)
             labels, units = ("in", FUSED_HEADS if fused else HEADS), (size_in, 1 if fused else heads)
             return Described(role, labels[::turn], units[::turn], told_from=source)
-        widths = self._widths_at(path)
+        widths = self._widths_at(path, attention=True)
         labels, told = attention_labels(shape, widths, output=output, fused=fused)
         if guess and told is not None and shape[-1] == told != shape[0]:
             role, (labels, told) = "attention_output", attention_labels(shape, widths, output=True, fused=False)
@@ -224,7 +221,7 @@ class _Describer:
         if "head_dim" not in labels:
             sizes = zip(labels, shape, strict=True)
             units = tuple(self._heads_in(path, size) if label == HEADS else size for label, size in sizes)
-        return Described(role, labels, units, told_from=f"{source}; {self._told(told)}")
+        return Described(role, labels, units, told_from=f"{source}; {_told(told)}")
 
     # --- neighbours ---
 
@@ -298,10 +295,10 @@ class _Describer:
                 return bias[0] == shape[0]
         return leaf in ("weight", "weights")
 
-    def _widths_at(self, path: str) -> list[int]:
+    def _widths_at(self, path: str, *, attention: bool = False) -> list[int]:
         """What the model's width may be where the variable is, surest first: of norms, output projections, words."""
         widths = [width for place in _places(path) if (width := self._norms.get(place)) is not None][:1]
-        for prefix in itertools.islice(_places(path), 3):
+        for prefix in itertools.islice(_places(path), 3) if attention else ():
             for child in self._layer(prefix):
                 shape, tail = self._inner(child), self._tail(child)
                 if len(shape) == 3 and re.search(ROLES["attention_output"].pattern, tail) and child != path:
@@ -366,7 +363,9 @@ class _Describer:
                 _note(head_dims, path, shape[0])
             elif len(shape) == 3 and re.search(_WEIGHT, name) and _ATTENTION.search(name):
                 if re.search(r"(^|_)q(_|$)|que", name.split("/")[-2]):
-                    labels, _ = attention_labels(shape, self._widths_at(path), output=False, fused=False)
+                    labels, _ = attention_labels(
+                        shape, self._widths_at(path, attention=True), output=False, fused=False
+                    )
                     _note(counts, path, shape[labels.index(HEADS)])
             elif re.search(r"attention\w*/embeddings$|relative_(attention|position)_bias", name) and len(shape) == 2:
                 _note(counts, path, shape[1])
@@ -403,6 +402,10 @@ class _Describer:
     def _inner(self, path: str) -> tuple[int, ...]:
         """The variable's shape in one layer, where it holds one slice for each."""
         return self._variables[path].shape[int(path in self._stacks) :]
+
+
+def _told(width: int | None) -> str:
+    return f"the order of its dimensions is {'a guess' if width is None else f'told by the model width, {width}'}"
 
 
 def _parent(path: str) -> str:

@@ -40,7 +40,7 @@ def stacked_labels(
     """
     rest = list(range(1, len(shape)))
     if len(rest) > 2:
-        rest.remove(next((dim for dim in rest if shape[dim] in (2, 3)), rest[1]))
+        rest.remove(next((dim for dim in rest if shape[dim] in (2, 3)), rest[1]))  # in the middle, if none is so small
     first, last = rest
     told = next((width for width in widths if (shape[first] == width) != (shape[last] == width)), None)
     turned = out_first if told is None else (shape[last] if up else shape[first]) == told

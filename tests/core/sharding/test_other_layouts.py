@@ -195,6 +195,7 @@ def test_explain_tells_what_it_was_told_from() -> None:
 
     model = lm.build_abstract(init, jax.random.key(0)).shard(mesh(model=8), lm.auto())
     known, guessed, nothing = (str(model.explain(path)) for path in ("attn/q_einsum/w", "attn/mystery/kernel", "what"))
-    assert "dimensions: heads, in, head_dim; told from: its name; dimensions from the model's width, 64" in known
+    assert "dimensions: heads, in, head_dim; told from: its name" in known
+    assert "the order of its dimensions is told by the model width, 64" in known
     assert "told from: a guess: it is in attention, and its name says nothing known" in guessed
     assert "told from" not in nothing
