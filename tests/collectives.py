@@ -1,11 +1,12 @@
-"""Bytes that a program compiled for CPU devices sends from each, as ring algorithms send them: to compare shardings."""
+"""Bytes that a compiled program sends from each device, as ring algorithms send them: to compare shardings."""
 
 import math
 import re
 from typing import Any
 
-_BITS = {"f32": 32, "bf16": 16, "s32": 32, "pred": 8}
-_LINE = re.compile(r" = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\((.*)")
+_BITS = {"f32": 32, "bf16": 16, "s32": 32, "u32": 32, "pred": 8}
+_KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+_LINE = re.compile(rf" = (.*?) ({_KINDS})(-start)?\((.*)")
 
 
 def sent_nbytes(compiled: Any) -> int:
@@ -15,8 +16,10 @@ def sent_nbytes(compiled: Any) -> int:
     return sum(_sent(*match) for match in _LINE.findall(text))
 
 
-def _sent(result: str, kind: str, rest: str) -> int:
+def _sent(result: str, kind: str, start: str, rest: str) -> int:
     arrays = re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", result)
+    if start and kind in ("all-gather", "collective-permute"):
+        arrays = arrays[len(arrays) // 2 :] if kind == "all-gather" else arrays[1:2]  # operands come first
     nbytes = sum(_BITS[dtype] * math.prod(map(int, shape.split(","))) // 8 for dtype, shape in arrays if shape)
     if kind == "collective-permute":
         return nbytes
@@ -32,7 +35,7 @@ def _group_size(rest: str) -> int:
         return listed[1].count(",") + 1
     if tiled := re.search(r"replica_groups=\[(?:\d+,)*(\d+)\]", rest):
         return int(tiled[1])
-    over_mesh = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]+)\}", rest)
+    over_mesh = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]+)\}", rest)
     assert over_mesh, rest
     sizes = dict(re.findall(r"'([^']+)'=(\d+)", over_mesh[1]))
     parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", over_mesh[2])

@@ -27,6 +27,7 @@ class Reason:
         role: What `auto` or a rule by role took the variable for.
         labels: What each of its dimensions is, where that is known.
         tried: What was considered before and does not fit.
+        told_from: What role and labels were told from, and where that is a guess; empty where nothing was inferred.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Reason:
     role: str = ""
     labels: tuple[str, ...] = ()
     tried: tuple[str, ...] = ()
+    told_from: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,14 @@ from jax.sharding import Mesh, PartitionSpec
 from lazymodel._abstract.paths import rule_path
 from lazymodel._abstract.variable import AbstractVariable, Reason
 from lazymodel._errors import ShardingError
+from lazymodel._sharding.axis_names import (
+    DATA_NAMES,
+    EXPERT_NAMES,
+    FSDP_NAMES,
+    TENSOR_NAMES,
+    are_mesh_axes,
+    flat_axes,
+)
 from lazymodel._sharding.describe import Described, describe
 from lazymodel._sharding.host import Host
 from lazymodel._sharding.roles import ROLES, Role
@@ -24,13 +32,6 @@ from lazymodel._show.text import closest, format_bytes
 
 Axes: TypeAlias = "str | Sequence[str] | None"
 Proposals: TypeAlias = "dict[str, tuple[PartitionSpec | Host, Reason]]"
-
-# What people call mesh axes → what parameters are split for over them. `batch` is what keras.distribution calls the
-# axis of its data; published Keras layouts split parameters over it too.
-_TENSOR_NAMES = ("model", "tensor", "tp", "mp", "tensor_parallel", "model_parallel", "mdl")
-_FSDP_NAMES = ("fsdp", "zero", "fully_sharded")
-_DATA_NAMES = ("data", "batch", "dp", "data_parallel")
-_EXPERT_NAMES = ("expert", "experts", "ep", "expert_parallel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +82,8 @@ class Auto:
             named = (tuple(name for name in free if name.lower() in names) for names in known)
             return next(filter(None, named), ()) if given is None else given
 
-        tensor, expert = axes(self.tensor, _TENSOR_NAMES), axes(self.expert, _EXPERT_NAMES)
-        fsdp = axes(self.fsdp, _FSDP_NAMES, _DATA_NAMES)
+        tensor, expert = axes(self.tensor, TENSOR_NAMES), axes(self.expert, EXPERT_NAMES)
+        fsdp = axes(self.fsdp, FSDP_NAMES, DATA_NAMES)
         if not (tensor or fsdp or expert) and self.tensor is None:
             if len(free) != 1:
                 raise ShardingError(
@@ -96,7 +97,9 @@ class Auto:
 def auto(*, tensor: Axes = None, fsdp: Axes = None, expert: Axes = None, host: str | None = None) -> Auto:
     """Rules that propose a sharding for every variable of any model: `abstract.shard(mesh, lm.auto())`.
 
-    A proposal follows from a variable's role, told from its path, shape and neighbours: vocabularies, attention heads
+    What the model says itself comes first: mesh axes or logical names for the dimensions of a variable (Flax'
+    partitioning metadata; Tunix, MaxText). Without, a proposal follows from a variable's role, told from its path,
+    shape and neighbours: vocabularies, attention heads
     (never split inside a head), MLPs by columns and then by rows, experts, output channels; biases, LoRA factors,
     quantization scales and optimizer slots follow the variable that they belong to. Where the first choice of
     dimension does not divide, the next one is taken; nothing of 1 MiB (`large` of `shard`) or more is replicated
@@ -175,7 +178,8 @@ class _Placement:
         )
         text = "; ".join(filter(None, (split, self.why)))
         spec = trimmed([axes[0] if len(axes) == 1 else axes or None for axes in self.axes])
-        return spec, Reason("proposed", text, self.described.role, self.described.labels, tuple(self.tried))
+        told = self.described.told_from
+        return spec, Reason("proposed", text, self.described.role, self.described.labels, tuple(self.tried), told)
 
 
 @dataclasses.dataclass
@@ -204,10 +208,12 @@ class _Proposer:
         if self.mesh.size == 1:
             placement.why = "the mesh has one device"
             return placement
-        if described.follows is not None:
+        if (said := self._as_model_says(placement, variable)) is not None:
+            placement.why = said
+        elif described.follows is not None:
             placement.why = self._follow(placement, described.follows, large=large)
         elif row.tensor:
-            placement.why = self._order(placement, row)
+            placement.why = self._order(placement, row, large=large)
         elif not large:
             # Gathering a small one costs a message, keeping it almost nothing.
             less = f"{row.name} of {format_bytes(variable.nbytes)}, less than {format_bytes(self.large)}"
@@ -221,7 +227,40 @@ class _Proposer:
                 placement.why = "replicated: no dimension divides by any axis of the mesh"
         return placement
 
-    def _order(self, placement: _Placement, order: Role) -> str:
+    def _as_model_says(self, placement: _Placement, variable: AbstractVariable) -> str | None:
+        """Splits a variable over the mesh axes, or those that serve as what they are called, that its metadata names.
+
+        Axes that the metadata does not use are placed as for any variable of its role, if it is large. Returns None
+        where there is no such metadata.
+        """
+        names = variable.logical_axes or ()
+        if len(names) > len(variable.shape) or not are_mesh_axes(names, self.mesh.axis_names):
+            return None
+        for dim, name in enumerate(names):
+            for axis in flat_axes(name):
+                placement.place(self._serving(axis), (dim,), whole_units=False)
+        why = f"as the variable's own metadata {tuple(names)} says"
+        row = ROLES[placement.described.role]
+        if variable.nbytes >= self.large and row.tensor:
+            before = list(placement.axes)
+            self._order(placement, row, large=True)
+            why += "" if before == placement.axes else "; over what else the mesh has, as its role wants"
+        return why if any(placement.axes) else f"{why}: no dimension that it names divides"
+
+    def _serving(self, axis: str) -> tuple[str, ...]:
+        """The mesh axes that serve as one of this name."""
+        kinds = (
+            (TENSOR_NAMES, self.tensor),
+            (FSDP_NAMES, self.fsdp),
+            (DATA_NAMES, self.fsdp),
+            (EXPERT_NAMES, self.expert),
+        )
+        used = (*self.tensor, *self.fsdp, *self.expert)
+        if axis in used:
+            return (axis,)
+        return next((axes for names, axes in kinds if axis.lower() in names), ())
+
+    def _order(self, placement: _Placement, order: Role, *, large: bool) -> str:
         labels, expert = placement.described.labels, order.tensor[0] == "experts"
 
         def dims(wanted: Sequence[str]) -> list[int]:
@@ -241,8 +280,10 @@ class _Proposer:
         # much smaller weight (half the bytes for the queries of a compiled Gemma block).
         alone = order.fsdp[0] == "in" and not any(self.mesh.shape[axis] > 1 for axis in self.tensor)
         stored = dims(order.tensor if alone else order.fsdp)
+        if not large and any(placement.axes):  # a small one is not cut again along what is cut already
+            stored = [dim for dim in stored if not placement.axes[dim]]
         # A head stays whole in storage too, as long as there is another way.
-        if not placement.place(fsdp, stored):
+        if stored and not placement.place(fsdp, stored):
             placed &= placement.place(fsdp, stored, whole_units=False)
         if not placed:
             why = f"{why}; not split over every axis" if why else "not split over every axis: no dimension divides"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping
 
@@ -15,13 +16,25 @@ import numpy as np
 
 from lazymodel._abstract.paths import rule_path
 from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._sharding.axis_names import role_of_names
+from lazymodel._sharding.geometry import attention_labels, stacked_labels
 from lazymodel._sharding.roles import FUSED_HEADS, HEADS, ROLES
 
 _WEIGHT = r"(_?kernel|weight|weights|w|embeddings?)$"
 _ATTENTION = re.compile(r"(^|[/_])(\w*attention\w*|\w*attn\w*|mha|sdpa)(_\d+)?/")
 _MLP = re.compile(r"feed_?forward|mlp|ffw|ffn|intermediate")
 _SLOT = re.compile(r"(^|/)(opt\w*|adam\w*|sgd|mu|nu|trace|ema\w*|momentum|velocity|acc\w*|v_row|v_col|avg\w*)/")
-_NORM_VECTOR = re.compile(r"(norm|(^|[/_])ln)[^/]*(/(scale|weight|gamma|bias))?$")
+_NORM_VECTOR = re.compile(r"(norm|(^|[/_])ln)[^/]*(/(scale|weight|w|gamma|bias|offset))?$")
+# Parameters that are called as layers are, without a `kernel` of their own.
+_LEAF = re.compile(r"(^|/)[a-z_\d]*(proj|einsum|linear|w[qkvio123]|wi_\d)(_\d)?$")
+_ROUTER = re.compile(r"^(?!.*(bias|/b)$).*(router|(^|[/_])gate(/|$)|gate_logits)")
+_NUMBERED = re.compile(r"(^|[/_])(linear|dense)_?[12]/")  # from nought or one, so a shape says more
+_QUERY_AND_KEY = [
+    (form.format(query), form.format(key))
+    for query, key in (("q", "k"), ("query", "key"), ("q", "kv"))
+    for form in ("{}", "w{}", "{}_proj", "proj_{}", "to_{}", "{}_einsum", "linear_{}")
+]
+_LOW_RANK = re.compile(r"(^|[/_])[qkv]_?[ab](_|/|$)")
 _HEAD_NORM = re.compile(r"(^|[/_])(q|k|query|key)_?(layer_?)?norm\w*/[a-z]+$")
 
 
@@ -34,6 +47,7 @@ class Described:
     units: tuple[int, ...]  # for each, how many parts at most keep its units whole: heads, where it holds heads
     follows: str | None = None  # the path of the variable that it belongs to and is split like, and
     dims: tuple[int | None, ...] = ()  # for each of its dimensions, which one of that variable, or None
+    told_from: str = ""  # what it was told from, for people, and whether that is a guess
 
 
 def describe(variables: Mapping[str, AbstractVariable]) -> dict[str, Described]:
@@ -59,10 +73,13 @@ class _Describer:
         for path in variables:
             # (model, optimizer): the optimizer's paths do not know that the model is the first of two.
             self._by_name.setdefault(self._names[path].partition("/")[2], path)
+        self._norms, self._word_widths = self._widths()
         self._head_dims, self._head_counts = self._evidence()  # prefix → number, where all evidence below it agrees
 
     def described(self, path: str) -> Described:
         variable, shape = self._variables[path], self._inner(path)
+        if (named := self._by_axis_names(path, variable)) is not None:
+            return named
         found = self._one(path, variable, shape)
         if len(shape) == len(variable.shape):
             return found
@@ -71,7 +88,34 @@ class _Describer:
             dims = (0, *(None if dim is None else dim + 1 for dim in dims))
         elif found.follows is not None:
             dims = (None, *dims)
-        return Described(found.role, ("layers", *found.labels), (variable.shape[0], *found.units), found.follows, dims)
+        labels, units = ("layers", *found.labels), (variable.shape[0], *found.units)
+        return Described(found.role, labels, units, found.follows, dims, found.told_from)
+
+    def _by_axis_names(self, path: str, variable: AbstractVariable) -> Described | None:
+        """What the model itself says of a variable's dimensions, where that tells its role."""
+        axes, n = variable.logical_axes or (), len(variable.shape)
+        if not any(axes) or len(axes) > n:
+            return None
+        names = (*axes, *(None,) * (n - len(axes)))
+        is_output = next(
+            (
+                role == "attention_output"
+                for role in ("fused_query_key_value", "query_key_value", "attention_output")
+                if re.search(ROLES[role].pattern, self._tail(path))
+            ),
+            None,
+        )
+        if (found := role_of_names(names, is_output)) is None:
+            return None
+        role, labels = found
+        if path in self._stacks and names[0] is None:
+            labels = ("layers", *labels[1:])
+        joined = HEADS in labels and "head_dim" not in labels
+        units = tuple(
+            self._heads_in(path, size) if joined and label == HEADS else size
+            for label, size in zip(labels, variable.shape, strict=True)
+        )
+        return Described(role, labels, units, told_from=f"axis names {names}, which the model gives")
 
     def _one(self, path: str, variable: AbstractVariable, shape: tuple[int, ...]) -> Described:
         """A variable's role, of its shape in one layer."""
@@ -85,72 +129,99 @@ class _Describer:
                 continue
             if row.name in ("lora", "scale", "bias") and (found := self._follower(path, row.name, shape)) is not None:
                 return found
+            if row.name.startswith("expert") and (found := self._stacked(path, shape, row.name)) is not None:
+                return found
             if row.name != "bias" or n == 1 or _ATTENTION.search(name) is not None:
                 return self._labelled(row.name, path, shape)
-        if n < 2 or not np.prod(shape) or not re.search(_WEIGHT, name):
+        if n < 2 or not np.prod(shape):
             return self._labelled("other", path, shape)
+        if n < 5 and (found := self._stacked(path, shape)) is not None:
+            return found
         tail = self._tail(path)
-        attention = _ATTENTION.search(name) is not None and not _MLP.search(tail)
+        if not re.search(_WEIGHT, name) and not re.search(_LEAF, name):
+            return self._labelled("other", path, shape)
+        attention = (_ATTENTION.search(name) is not None or self._beside_keys(path)) and not _MLP.search(tail)
         if n < 5 and (attention or n == 3):
             for row in ROLES.values():
                 if row.within == "attention" and n in row.ndims and re.search(row.pattern, tail):
-                    if row.name == "attention_output":
-                        return self._attention_output(path, shape)
-                    if n < 4 or {2, 3} & set(shape):
-                        return self._projection(row.name, path, shape)
+                    return self._projection(row.name, path, shape)
             if n < 4 and attention:
                 fused = n == 2 and shape[1] == 3 * shape[0]
-                return self._projection("fused_query_key_value" if fused else "query_key_value", path, shape)
+                role = "fused_query_key_value" if fused else "query_key_value"
+                return self._projection(role, path, shape, guess=True)
         if n >= 3:
             return self._labelled("other" if n == 3 else "convolution", path, shape)
+        if "conv" in name and min(shape) <= 8 < max(shape):
+            labels = ("space", "out") if shape[0] < shape[1] else ("out", "space")
+            return Described("depthwise_convolution", labels, shape, told_from="its name, and its smaller dimension")
         beside = self._layer(_parent(_parent(path))) if name.split("/")[-2:-1] == ["gate"] else ()
         if any("expert" in self._names[other] for other in beside):
             return self._labelled("router", path, shape)
         return self._dense(path, shape)
 
-    def _labelled(self, role: str, path: str, shape: tuple[int, ...]) -> Described:
+    def _stacked(self, path: str, shape: tuple[int, ...], role: str = "") -> Described | None:
+        """Matrices stacked on a leading dimension: experts, the parts of a gated layer, blocks of a diagonal.
+
+        `role` is what the name says, where it says anything.
+        """
+        n, tail, widths = len(shape), self._tail(path), self._widths_at(path)
+        if n < 3 or re.search(r"bias|norm|scale", tail.split("/")[-1]):
+            return None
+        if not role and n == 3 and shape[1] == shape[2] and self._blocks(path, shape):
+            source = f"its shape: {shape[0]} blocks of {shape[1]} are the {shape[0] * shape[1]} of a vector beside it"
+            return Described("block_diagonal", ROLES["block_diagonal"].labels, shape, told_from=source)
+        up = bool(re.search(ROLES["mlp_up"].pattern, tail))
+        down = not up and bool(re.search(rf"{ROLES['mlp_down'].pattern}|(^|/)linear$", tail))
+        stack, source = "experts", "its name"
+        if not role and (router := self._router_of(path, shape[0])) is not None:
+            source = f"{router}, which has as many outputs"
+            narrows = not up and n == 3 and widths[:1] == [shape[2]] != [shape[1]]
+            role = "expert_down" if down or narrows else "expert_up"
+        elif not role and n == 3 and shape[0] in (2, 3) and (up or _MLP.search(tail)) and not _ATTENTION.search(tail):
+            role, stack = ("mlp_down" if down else "mlp_up"), "parts"
+        if not role:
+            return None
+        out_first = tail.endswith(("weight", "weights")) and stack == "parts"
+        labels, told = stacked_labels(shape, widths, stack, up=role.endswith("up"), out_first=out_first)
+        return Described(role, labels, shape, told_from=f"{source}; {_told(told)}")
+
+    def _labelled(self, role: str, path: str, shape: tuple[int, ...], source: str = "its name") -> Described:
         """Roles whose dimensions follow from their number."""
         row = ROLES[role]
-        return Described(role, row.label(len(shape), out_first=row.turns and self._out_first(path, shape)), shape)
+        labels = row.label(len(shape), out_first=row.turns and self._out_first(path, shape))
+        source = "" if role in ("other", "state") else source
+        return Described(role, labels, shape, told_from=source)
 
     def _dense(self, path: str, shape: tuple[int, ...]) -> Described:
         """A matrix outside attention: by name, or else one that widens is `up` and one that narrows `down`."""
         size_in, size_out = shape[::-1] if self._out_first(path, shape) else shape
         up, down = (bool(re.search(ROLES[name].pattern, self._tail(path))) for name in ("mlp_up", "mlp_down"))
-        narrows = down if up != down else size_out < size_in
-        return self._labelled("mlp_down" if narrows else "mlp_up", path, shape)
+        by_name = up != down and (size_in == size_out or not _NUMBERED.search(self._tail(path)))
+        narrows = down if by_name else size_out < size_in
+        source = "its name" if by_name else f"its shape, which {'narrows' if narrows else 'does not narrow'}"
+        return self._labelled("mlp_down" if narrows else "mlp_up", path, shape, source)
 
-    def _projection(self, role: str, path: str, shape: tuple[int, ...]) -> Described:
-        """Query, key and value: which dimension counts the heads."""
+    def _projection(self, role: str, path: str, shape: tuple[int, ...], *, guess: bool = False) -> Described:
+        """A weight of attention: which dimension counts the heads."""
+        output, fused = role == "attention_output", role.startswith("fused")
+        source = "a guess: it is in attention, and its name says nothing known" if guess else "its name"
         if len(shape) == 2:
             turn = -1 if self._out_first(path, shape) else 1
-            size_in, size = shape[::turn]
-            fused = role.startswith("fused")
-            labels = ("in", FUSED_HEADS if fused else HEADS)
-            return Described(role, labels[::turn], (size_in, 1 if fused else self._heads_in(path, size))[::turn])
-        heads, width = self._output_of(path)
-        last = len(shape) - 1
-        candidates = [dim for dim in range(last) if shape[dim] == heads]
-        if len(candidates) != 1:
-            # The width is the one that an output projection gives back; what is left counts heads.
-            candidates = [dim for dim in range(last) if width is not None and shape[dim] != width and shape[dim] != 3]
-        dim = candidates[-1] if candidates else last - 1
-        inner = [d for d in range(last) if d != dim]
-        wide = max(inner, key=lambda d: (shape[d] == width, shape[d]))
-        names = {dim: HEADS, wide: "in", last: "head_dim"}
-        return Described(role, tuple(names.get(d, "parts") for d in range(len(shape))), shape)
-
-    def _attention_output(self, path: str, shape: tuple[int, ...]) -> Described:
-        if len(shape) == 3:
-            like_query = shape[0] != shape[-1] and any(
-                other != path and self._variables[other].shape == self._variables[path].shape
-                for other in self._layer(_parent(_parent(path)))
-            )
-            labels = ("out", HEADS, "head_dim") if like_query else (HEADS, "head_dim", "out")
-            return Described("attention_output", labels, shape)
-        turn = -1 if self._out_first(path, shape) else 1
-        size_in, size_out = shape[::turn]
-        return Described("attention_output", (HEADS, "out")[::turn], (self._heads_in(path, size_in), size_out)[::turn])
+            size_in, size_out = shape[::turn]
+            heads = self._heads_in(path, size_in if output else size_out)
+            if output:
+                return Described(role, (HEADS, "out")[::turn], (heads, size_out)[::turn], told_from=source)
+            labels, units = ("in", FUSED_HEADS if fused else HEADS), (size_in, 1 if fused else heads)
+            return Described(role, labels[::turn], units[::turn], told_from=source)
+        widths = self._widths_at(path, attention=True)
+        labels, told = attention_labels(shape, widths, output=output, fused=fused)
+        if guess and told is not None and shape[-1] == told != shape[0]:
+            role, (labels, told) = "attention_output", attention_labels(shape, widths, output=True, fused=False)
+        units = shape
+        if "head_dim" not in labels:
+            sizes = zip(labels, shape, strict=True)
+            units = tuple(self._heads_in(path, size) if label == HEADS else size for label, size in sizes)
+        return Described(role, labels, units, told_from=f"{source}; {_told(told)}")
 
     # --- neighbours ---
 
@@ -170,7 +241,8 @@ class _Describer:
             named = [other for other in weights if leaves[other] in (stem, f"_{stem}") and stem]
             for other in named or weights:
                 if (dims := self._factor_dims(leaf, role, shape, other)) is not None:
-                    labels = tuple("rank" if d is None else "of its weight" for d in dims)
+                    own = "rank" if role == "lora" else "dimension"
+                    labels = tuple(own if d is None else "of its weight" for d in dims)
                     return Described(role, labels, shape, other, dims)
         return None
 
@@ -223,17 +295,44 @@ class _Describer:
                 return bias[0] == shape[0]
         return leaf in ("weight", "weights")
 
-    def _output_of(self, path: str) -> tuple[int | None, int | None]:
-        """(heads, width) of the attention layer, from its output projection (heads, head_dim, width)."""
-        own = self._variables[path].shape
-        for prefix in itertools.islice(_places(path), 3):
+    def _widths_at(self, path: str, *, attention: bool = False) -> list[int]:
+        """What the model's width may be where the variable is, surest first: of norms, output projections, words."""
+        widths = [width for place in _places(path) if (width := self._norms.get(place)) is not None][:1]
+        for prefix in itertools.islice(_places(path), 3) if attention else ():
             for child in self._layer(prefix):
-                shape = self._inner(child)
-                tail = self._tail(child)
-                if len(shape) == 3 and re.search(ROLES["attention_output"].pattern, tail) and re.search(_WEIGHT, tail):
-                    # Of equal shapes, both are stored as (width, heads, head_dim).
-                    return (None, None) if self._variables[child].shape == own else (shape[0], shape[-1])
-        return None, None
+                shape, tail = self._inner(child), self._tail(child)
+                if len(shape) == 3 and re.search(ROLES["attention_output"].pattern, tail) and child != path:
+                    widths += [shape[-1]] * (self._variables[child].shape != self._variables[path].shape)
+        return [*widths, *self._word_widths]
+
+    def _router_of(self, path: str, experts: int) -> str | None:
+        """The router beside a variable that has so many outputs."""
+        for place in itertools.islice(_places(path), 2):
+            for other in self._layer(place) if place else ():
+                name, sizes = "/".join(self._names[other].split("/")[-2:]), self._inner(other)
+                if other != path and len(sizes) == 2 and experts in sizes and _ROUTER.search(name):
+                    return other
+        return None
+
+    def _blocks(self, path: str, shape: tuple[int, ...]) -> bool:
+        """Whether the blocks of a diagonal make up a vector in the same layer, and none is a model's whole width."""
+        size = shape[0] * shape[1]
+        return any(
+            self._inner(other) in ((size,), shape[:2])
+            for place in itertools.islice(_places(path), 2)
+            for other in self._children.get(place, ())
+        )
+
+    def _beside_keys(self, path: str) -> bool:
+        """Whether a layer's parts are called as queries and keys are, whatever it is called itself."""
+        parts = path.split("/")
+        for depth in (1, 2):
+            place = "/".join(parts[:-depth])
+            names = {self._names[other].split("/")[-1] for other in self._children.get(place, ())}
+            names |= {level.rpartition("/")[2].lower() for level in self._layers.get(place, ())}
+            if any(q in names and k in names for q, k in _QUERY_AND_KEY):
+                return True
+        return False
 
     def _layer(self, prefix: str) -> Iterator[str]:
         """The variables of a layer and of the layers below it, two levels deep."""
@@ -241,6 +340,18 @@ class _Describer:
         for level in self._layers.get(prefix, ()):
             for below in (level, *self._layers.get(level, ())):
                 yield from self._children.get(below, ())
+
+    def _widths(self) -> tuple[dict[str, int], list[int]]:
+        """The model's width by place, where all norms below agree, and the columns of its tables of words."""
+        norms: dict[str, set[int]] = {}
+        words: dict[int, None] = {}
+        for path, name in self._names.items():
+            shape = self._inner(path)
+            if len(shape) == 1 and _NORM_VECTOR.search(name) and not _HEAD_NORM.search(name):
+                _note(norms, path, shape[0])
+            elif len(shape) == 2 and re.search(ROLES["embedding"].pattern, name):
+                words[shape[-1]] = None
+        return {place: sizes.pop() for place, sizes in norms.items() if len(sizes) == 1}, list(words)
 
     def _evidence(self) -> tuple[dict[str, int], dict[str, int]]:
         """Heads as other variables show them: norms of a head's width, and tables with a column for each head."""
@@ -251,9 +362,11 @@ class _Describer:
             if _HEAD_NORM.search(name) and len(shape) == 1:
                 _note(head_dims, path, shape[0])
             elif len(shape) == 3 and re.search(_WEIGHT, name) and _ATTENTION.search(name):
-                if "que" in name.split("/")[-2]:
-                    described = self._projection("query_key_value", path, shape)
-                    _note(counts, path, shape[described.labels.index(HEADS)])
+                if re.search(r"(^|_)q(_|$)|que", name.split("/")[-2]):
+                    labels, _ = attention_labels(
+                        shape, self._widths_at(path, attention=True), output=False, fused=False
+                    )
+                    _note(counts, path, shape[labels.index(HEADS)])
             elif re.search(r"attention\w*/embeddings$|relative_(attention|position)_bias", name) and len(shape) == 2:
                 _note(counts, path, shape[1])
         dims, heads = ({place: n.pop() for place, n in all.items() if len(n) == 1} for all in (head_dims, counts))
@@ -270,7 +383,18 @@ class _Describer:
                 return size // head_dim
             if count is not None and size % count == 0:
                 return count
-        return size // 128 if size % 128 == 0 else 1
+        # Queries and keys that differ in width have no head wider than their common divisor.
+        return max(size // 128 if size % 128 == 0 else 1, size // self._head_multiple(path, size))
+
+    def _head_multiple(self, path: str, size: int) -> int:
+        """So many columns hold whole heads, as the matrices for queries, keys and values in the layer show."""
+        found = size
+        for other in self._layer(_parent(_parent(path))):
+            shape = self._inner(other)
+            tail = self._tail(other)
+            if len(shape) == 2 and re.search(ROLES["query_key_value"].pattern, tail) and not _LOW_RANK.search(tail):
+                found = math.gcd(found, shape[0 if self._out_first(other, shape) else 1])
+        return found
 
     def _tail(self, path: str) -> str:
         return "/".join(self._names[path].split("/")[-3:])
@@ -278,6 +402,10 @@ class _Describer:
     def _inner(self, path: str) -> tuple[int, ...]:
         """The variable's shape in one layer, where it holds one slice for each."""
         return self._variables[path].shape[int(path in self._stacks) :]
+
+
+def _told(width: int | None) -> str:
+    return f"the order of its dimensions is {'a guess' if width is None else f'told by the model width, {width}'}"
 
 
 def _parent(path: str) -> str:

@@ -39,7 +39,7 @@ def explain(model: ModelSpec, path: str | None = None) -> Explanation | Sharding
         >>> abstract.shard(mesh, lm.auto()).explain("up/kernel")
         up/kernel: float32 (64, 256), 64.00 KiB
           spec: P(None, 'model'); each of 8 devices holds (64, 32), 8.00 KiB
-          role: mlp_up; dimensions: in, out
+          role: mlp_up; dimensions: in, out; told from: its name
           why (proposed): out (256) in 8 parts over 'model'; split by columns: no communication before the next layer
           axis 'model' (8) divides dimensions 0, 1
     """
@@ -68,7 +68,7 @@ class Explanation:
         lines.append(f"spec: {spec}; {holds} {shape}, {format_bytes(variable.shard_nbytes)}")
         if variable.layout is not None:
             lines.append(f"layout: dimensions from major to minor {variable.layout.major_to_minor}")
-        known = {"role": reason.role, "dimensions": ", ".join(reason.labels)}
+        known = {"role": reason.role, "dimensions": ", ".join(reason.labels), "told from": reason.told_from}
         if any(known.values()):
             lines.append("; ".join(f"{what}: {text}" for what, text in known.items() if text))
         lines += [f"why ({reason.kind}): {reason.text}", *(f"considered: {text}" for text in reason.tried)]

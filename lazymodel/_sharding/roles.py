@@ -50,7 +50,7 @@ _ROWS = (
     Role(
         "norm",
         r"(^|/)(gamma|beta|moving_mean|moving_variance|mean|var|running_mean|running_var)$|"
-        r"(norm|(^|[/_])ln(_?[a-z\d]*)?|(^|[/_])bn\d*)[^/]*/(scale|weight|bias)$",
+        r"(norm|(^|[/_])ln(_?[a-z\d]*)?|(^|[/_])bn\d*)[^/]*/(scale|weight|w|bias|offset)$",
         (1, 2),
     ),
     Role("attention_bias_table", r"attention\w*/embeddings$|relative.*(bias|table)|rel_pos|attention_bias", (2, 3)),
@@ -116,14 +116,31 @@ _ROWS = (
     ),
     Role(
         "convolution",
-        r"(conv|patch|patching|stem).*(kernel|weight)$",
+        r"(conv|patch|patching|stem).*(kernel|weight|/w)$",
         (3, 4, 5),
         labels=("space*", "in", "out"),
         turns=True,
         tensor=("out", "in"),
         why="each device computes its own channels",
     ),
-    Role("bias", r"(^|/)([a-z\d_]*bias|b)$", (1, 2, 3)),
+    Role(
+        "block_diagonal",  # told by shapes alone
+        labels=("blocks", "in", "out"),
+        tensor=("blocks", "out", "in"),
+        fsdp=("out", "in", "blocks"),
+        why="each device computes its own blocks",
+    ),
+    # Its gates lie side by side, so columns would be exchanged at every step in time.
+    Role("recurrent", r"(^|[/_])(recurrent_kernel$|(lstm|gru|rnn)[^/]*/(.*/)?(kernel|weight\w*|w|w_[ih])$)", (2,)),
+    Role(
+        "state_space",
+        r"(^|/)(a_log|log_a|ssm_a)$",
+        (2,),
+        labels=("channels", "state"),
+        tensor=("channels",),
+        why="each device computes its own channels",
+    ),
+    Role("bias", r"(^|/)([a-z\d_]*bias|b)$", (1, 2, 3, 4)),
     # By the last parts of the path. Which dimension counts the heads is told from neighbours.
     Role(
         "fused_query_key_value",
@@ -137,7 +154,7 @@ _ROWS = (
     Role(
         "query_key_value",
         r"(^|[/_])(q|k|v|query|queries|keys?|values?|wq|wk|wv|to_[qkv])"
-        r"(_?(proj|projection|projector|dense|linear|layer|a|b)\w*)?(/|$)",
+        r"(_?(proj|projection|projector|dense|linear|layer|einsum|a|b)\w*)?(/|$)",
         (2, 3),
         "attention",
         tensor=(HEADS, "in"),
@@ -145,8 +162,8 @@ _ROWS = (
     ),
     Role(
         "attention_output",
-        r"(^|[/_])(o|wo|out|output|attention_output|c_proj|to_out|proj|post)"
-        r"(_?(proj|projection|projector|dense|linear|layer)\w*)?(/|$)",
+        r"(^|[/_])(o|wo|out|output|attention_output|c_proj|to_out|proj|post|linear|dense|attn_vec)"
+        r"(_?(proj|projection|projector|dense|linear|layer|einsum|final)\w*)?(/|$)",
         (2, 3),
         "attention",
         tensor=(HEADS, "out"),
@@ -155,9 +172,9 @@ _ROWS = (
     Role(
         "mlp_up",
         r"(^|[/_])(up|gate|gating|intermediate|inner|fc_?1|c_fc|wi(_\d)?|w1|w3|expand|h_to_4h|linear_?1|dense_?1)([/_]|$)",
-        (2,),
+        (2, 3),
         "mlp",
-        labels=("in", "out"),
+        labels=("parts*", "in", "out"),
         turns=True,
         tensor=("out", "in"),
         why="split by columns: no communication before the next layer",
