@@ -24,6 +24,7 @@ from lazymodel._abstract.paths import Captures, Template
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError
 from lazymodel._mapping.entry import From, Missing, Parts, Tensors, check_captures, read_entry, write_entry
+from lazymodel._mapping.suggest import suggest
 from lazymodel._show.text import LISTED, closest, first_lines, fold, grouped_names, unnumbered
 from lazymodel._tensors.lazy import LazyTensor
 
@@ -102,6 +103,7 @@ class WeightMap:
     """
 
     def __init__(self, entries: Mapping[str, From | str | None], *, ignore: Iterable[str] = ()) -> None:
+        self.unsure: dict[str, str] = {}  # entries that `suggest` had a choice for: path → why
         self._ignore = tuple(Template(name) for name in ([ignore] if isinstance(ignore, str) else ignore))
         self._entries: dict[str, tuple[Template, From | None]] = {}
         for path, entry in entries.items():
@@ -113,6 +115,40 @@ class WeightMap:
                 check_captures(source, template)
             self._entries[path] = (template, source)
         self._patterns = {path: entry for path, entry in self._entries.items() if entry[0].captures}
+        self._notes: tuple[tuple[str, list[str]], ...] = ()
+
+    @staticmethod
+    def suggest(checkpoint: Mapping[str, Any], abstract: Mapping[str, AbstractVariable]) -> WeightMap:
+        """A table proposed from names and shapes, for you to correct; nothing is read.
+
+        Names are matched by the words they share (`q_proj` and `wq` are a query), where the variable's shape can be
+        made of the tensor's: transposed, split into heads, stacked over layers or experts, cut from a fused tensor or
+        joined. `str` of it is Python source to paste, with a comment above each entry that had a choice, and after it
+        what nothing was found for; `unsure` has the former by path.
+
+        Returns:
+            A table that may not fit: `check` says whether it does, and only you whether it is right.
+
+        Example:
+            >>> weights = {"fc_up.weight": np.zeros((256, 64)), "fc_down.weight": np.zeros((64, 256))}
+            >>> print(lm.WeightMap.suggest(weights, abstract))
+            lm.WeightMap(
+                {
+                    "down/kernel": lm.From("fc_down.weight").T,
+                    "up/kernel": lm.From("fc_up.weight").T,
+                }
+            )
+        """
+        variables = {path: variable.stored[0] for path, variable in abstract.items()}
+        computed = [path for path, variable in abstract.items() if variable.is_key]
+        found = suggest({name: tuple(tensor.shape) for name, tensor in checkpoint.items()}, variables, computed)
+        mapping = WeightMap(found.entries, ignore=found.ignore)
+        wrong = mapping.check(checkpoint, abstract)
+        for path, text in (wrong.misshapen | wrong.missing | wrong.ambiguous).items():
+            found.unsure.setdefault(mapping._find(path)[0][0], f"does not fit:{text}")
+        mapping.unsure = found.unsure
+        mapping._notes = (("No tensor was found for", found.lacking), ("No variable was found for", found.unused))
+        return mapping
 
     def check(self, checkpoint: Mapping[str, Any], abstract: Mapping[str, AbstractVariable]) -> MappingReport:
         """Compares the table with a checkpoint and an abstract model; reads headers only."""
@@ -193,6 +229,32 @@ class WeightMap:
 
     def __repr__(self) -> str:
         return f"WeightMap({len(self)} entries)"
+
+    def __str__(self) -> str:
+        """Python source of the table, `lm` being this package."""
+        lines = ["lm.WeightMap(", "    {"]
+        for path, (_, source) in self._entries.items():
+            if path in self.unsure:
+                lines.append(f"        # unsure: {self.unsure[path]}")
+            lines.append(f"        {_quoted(repr(path))}: {'None' if source is None else _source(source)},")
+        lines.append("    }," if self._ignore else "    }")
+        if self._ignore:
+            lines.append(f"    ignore=[{', '.join(_quoted(repr(name.text)) for name in self._ignore)}],")
+        lines.append(")")
+        for what, names in self._notes:
+            lines += [f"# {what}:", *(f"#   {name}" for name in names)] if names else []
+        return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    """A name or a source as Python, in double quotes where that is all there is to it."""
+    plain = '"' not in text and "\\" not in text
+    return text.replace("'", '"') if plain else text
+
+
+def _source(source: From) -> str:
+    text = f"lm.{source!r}"
+    return _quoted(text.removeprefix("lm.From(")[:-1] if text == f"lm.From({source.names[0]!r})" else text)
 
 
 def _value(variable: AbstractVariable, source: From, captures: Captures, tensors: Tensors) -> LazyTensor:

@@ -441,7 +441,7 @@ def test_what_is_alike_is_one_line_of_a_report() -> None:
     assert (
         "20 variables whose tensors the checkpoint lacks:\n  'layers/{0..19}/w' (20), the first takes 'h.0.v'" in text
     )
-    assert "240 tensors that no entry takes:\n  'h.{0..19}.w' (20); closest: 'h.{n}.v'\n" in text
+    assert "240 tensors that no entry takes:\n  'h.{0..19}.w' (20)\n" in text
     assert "… and 4 more" in text
     assert text.endswith(
         "2 variables that the table leaves out, which are initialized:\n  'rngs/{0..1}' (2)\n"
