@@ -59,6 +59,7 @@ _KINDS: dict[str, str] = {
     **dict.fromkeys(("var", "variance", "running_var", "moving_variance", "moving_var"), "variance"),
 }
 _LEAVES = {"weight", "weights", "kernel", "w", "scale", "gamma", "table"}
+_ENDINGS = {"bias", "kernel", "weight", "scale"}
 _NOISE = {
     *("proj", "projection", "model", "module", "transformer", "layer", "layers", "block", "blocks", "h", "self", "c"),
     *("dense", "linear", "einsum", "params", "net", "conv1d"),
@@ -153,6 +154,8 @@ def _family(
     whole = re.sub(r"([a-z\d])([A-Z])", r"\1_\2", ".".join(text)).lower()
     leaf = re.split(r"[/.]", whole)[-1]
     spelled = frozenset(re.findall(r"[a-z]+\d*|\d+", whole))
+    if leaf not in _KINDS and leaf.rpartition("_")[2] in _ENDINGS:  # `k_bias`
+        leaf = leaf.rpartition("_")[2]
     phrased = whole.removesuffix(leaf) if leaf in _LEAVES or leaf in _KINDS else whole
     phrased = _EXPERT_GATE.sub(" router ", phrased) if experts else phrased
     for pattern, words in _PHRASE:
