@@ -359,7 +359,8 @@ def read_entry(
     if not steps:
         return _joined(source, [tensors.take(template.fill(captures)) for template in source._templates])
     *before, step = steps
-    earlier = None if shape is None else _shape_before(step, shape)
+    asked = any(isinstance(other, _Rearrange) for other in before)  # no other step looks at its shape
+    earlier = _shape_before(step, shape) if asked and shape is not None else None
     if not isinstance(step, _Stack):
         value = read_entry(source, captures, tensors, earlier, before)
         return step.apply(value, shape) if isinstance(step, _Rearrange) else step.apply(value)

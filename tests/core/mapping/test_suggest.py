@@ -172,7 +172,7 @@ NAMES = st.text(st.sampled_from("qkv_/.013{}'\"h\\ gate"), min_size=1, max_size=
 SHAPES = st.dictionaries(NAMES, st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(SHAPES, SHAPES)
 def test_any_names_make_a_table_or_none(theirs: dict[str, tuple[int, ...]], ours: dict[str, tuple[int, ...]]) -> None:
     checkpoint, abstract = tensors(theirs), model_of(ours)
