@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any, Self, cast
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
 from lazymodel._abstract.adapters import adapters
 from lazymodel._abstract.placement import device_nbytes, resident_nbytes, stays_on_host
@@ -28,13 +28,39 @@ from lazymodel._transform.layers import lora, quantize
 from lazymodel._transform.optimizer import with_optimizer
 from lazymodel._transform.reinitialize import reinitialize, rekey
 
+T = TypeVar("T")
+BuiltT = TypeVar("BuiltT", covariant=True)
+Arguments = ParamSpec("Arguments")
+
+
+def _built(verb: Callable[Concatenate[Any, Arguments], Any]) -> Callable[Concatenate[AbstractModel[T], Arguments], T]:
+    """The verb, for type checkers one that returns what is built."""
+    return verb
+
+
+def _with_state(
+    verb: Callable[Concatenate[Any, Arguments], Any],
+) -> Callable[Concatenate[AbstractModel[T], Arguments], AbstractModel[tuple[T, Any]]]:
+    """The verb, for type checkers one after which a pair is built."""
+    return verb
+
+
+class _Initializes(Protocol):
+    """What has an init function that is run: a Linen module, a Haiku pair."""
+
+    @property
+    def init(self) -> Callable[..., Any]: ...
+
+    @property
+    def apply(self) -> Callable[..., Any]: ...
+
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class AbstractModel(Tabled, ModelSpec):
+class AbstractModel(Tabled, ModelSpec, Generic[BuiltT]):
     """A model of shapes and dtypes, an immutable mapping of paths to `AbstractVariable`.
 
     Made by `lazymodel.build_abstract`, or by an integration's own functions; its attributes are those of `ModelSpec`.
-    Every step returns another model, and changes nothing.
+    Every step returns another model, and changes nothing. `AbstractModel[T]` is of what materializes to a `T`.
 
     Example:
         >>> abstract
@@ -47,13 +73,13 @@ class AbstractModel(Tabled, ModelSpec):
 
     quantize = quantize
     lora = lora
-    with_optimizer = with_optimizer
+    with_optimizer = _with_state(with_optimizer)
     reinitialize = reinitialize
     rekey = rekey
     shard = shard
     explain = explain
     plan = plan
-    materialize = materialize
+    materialize = _built(materialize)
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Self:
@@ -84,7 +110,11 @@ class AbstractModel(Tabled, ModelSpec):
         return folded_table(title, headings, map(row, self.values()))
 
 
-def build_abstract(build: Callable[..., Any], /, *args: Any, **kwargs: Any) -> AbstractModel:
+@overload
+def build_abstract(build: _Initializes, /, *args: Any, **kwargs: Any) -> AbstractModel[Any]: ...
+@overload
+def build_abstract(build: Callable[..., T], /, *args: Any, **kwargs: Any) -> AbstractModel[T]: ...
+def build_abstract(build: Any, /, *args: Any, **kwargs: Any) -> AbstractModel[Any]:
     """Builds a model abstractly: shapes and dtypes, nothing allocated, within seconds for any size.
 
     Args:

@@ -37,7 +37,7 @@ class KerasAdapter:
         known = _is_keras(build)
         return _factories.may_be_keras(build, args, kwargs) if known is None else known
 
-    def build_abstract(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractModel:
+    def build_abstract(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractModel[Any]:
         """Runs `build(*args, **kwargs)` with every variable left abstract."""
         name = getattr(build, "__qualname__", type(build).__name__)
         if _is_keras(build) is None:

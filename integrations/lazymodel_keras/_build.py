@@ -55,11 +55,11 @@ def check_options(function: str, options: Mapping[str, Any], taken: type = Mater
 class KerasModel(Skeleton):
     """What a function builds, whose layers can be changed before it is sharded."""
 
-    def quantize(self, model: Any, how: Any, filters: Filters) -> AbstractModel:
+    def quantize(self, model: Any, how: Any, filters: Filters) -> AbstractModel[Any]:
         check_quantization(how)
         return self._changed(model, "quantize", lambda built: quantize(built, how, filters))
 
-    def lora(self, model: Any, rank: int, targets: str | None) -> AbstractModel:
+    def lora(self, model: Any, rank: int, targets: str | None) -> AbstractModel[Any]:
         check_lora(rank, targets)
         return self._changed(model, "lora", lambda built: add_lora(built, rank, targets))
 
@@ -89,7 +89,7 @@ class KerasModel(Skeleton):
         self.leave()
         return extended(model, filled)
 
-    def _changed(self, model: ModelSpec, step: str, change: Callable[[Any], None]) -> AbstractModel:
+    def _changed(self, model: ModelSpec, step: str, change: Callable[[Any], None]) -> AbstractModel[Any]:
         """The abstract model of the object after a change; this one builds another object when it needs it."""
         changes = {
             "an optimizer": model.optimized is not None,
@@ -129,7 +129,7 @@ def abstract_build(
     cast: str = "safe",
     verify: Verify = False,
     storage_options: Mapping[str, Any] | None = None,
-) -> AbstractModel:
+) -> AbstractModel[Any]:
     """Runs something that builds a model; failures to load it become one `CheckpointError`, which begins with `what`.
 
     Where loading is not all that it is for (`loads`), only what fails once a weight file was opened is a failure to

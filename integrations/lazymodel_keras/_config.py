@@ -31,7 +31,7 @@ def plan_model(
     cls: str | None = None,
     dtype: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
-) -> AbstractModel:
+) -> AbstractModel[Any]:
     """The abstract model that a preset or a configuration describes.
 
     Args:
@@ -93,7 +93,7 @@ def plan_model(
 
 def _from_url(
     target: Any, url: str, storage_options: Mapping[str, Any] | None, options: dict[str, Any]
-) -> AbstractModel:
+) -> AbstractModel[Any]:
     where = located(url, storage_options)
     if where.is_file():
         with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +104,7 @@ def _from_url(
     return _planned(target, url, shown(url), loads, {**options, "storage_options": storage_options})
 
 
-def _from_folder(target: Any, folder: str, source: str, load: bool, options: Mapping[str, Any]) -> AbstractModel:
+def _from_folder(target: Any, folder: str, source: str, load: bool, options: Mapping[str, Any]) -> AbstractModel[Any]:
     _check_config(Path(folder, "config.json"), source)
     try:
         return _planned(target, folder, source, load, options)
@@ -126,7 +126,7 @@ def _check_config(path: Location, source: str) -> None:
             )
 
 
-def _planned(target: Any, preset: str, source: str, load: bool, options: Mapping[str, Any]) -> AbstractModel:
+def _planned(target: Any, preset: str, source: str, load: bool, options: Mapping[str, Any]) -> AbstractModel[Any]:
     try:
         return abstract_from_preset(target, preset, load_weights=load, **options)
     except (TypeError, AttributeError, IndexError) as error:  # a configuration with values of other types

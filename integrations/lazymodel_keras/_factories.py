@@ -32,7 +32,7 @@ _TRACED = "_traced_by_lazymodel"
 class _Left(BaseException):  # no Exception: nothing on the way out of the trace may take it for a failure
     """Ends a trace; `finish` says what was to come of it."""
 
-    def __init__(self, finish: Callable[[], AbstractModel]) -> None:
+    def __init__(self, finish: Callable[[], AbstractModel[Any]]) -> None:
         self.finish = finish
 
 
@@ -55,13 +55,13 @@ def may_be_keras(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     return keras.backend.backend() == "jax" and not keras.config.is_nnx_enabled() and active() is None
 
 
-def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> AbstractModel:
+def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> AbstractModel[Any]:
     """What `build(*args, **kwargs)`, called `what` in messages, builds, whosever it is."""
 
-    def as_keras() -> AbstractModel:
+    def as_keras() -> AbstractModel[Any]:
         return abstract_build(functools.partial(build, *args, **kwargs), what=what, loads=False)
 
-    def as_other() -> AbstractModel:
+    def as_other() -> AbstractModel[Any]:
         return lazymodel.build_abstract(_named(lambda *args, **kwargs: build(*args, **kwargs), build), *args, **kwargs)
 
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -83,12 +83,15 @@ def _named(function: Any, build: Any) -> Any:
 
 
 def _run(
-    build: Callable[[], Any], what: str, as_keras: Callable[[], AbstractModel], as_other: Callable[[], AbstractModel]
+    build: Callable[[], Any],
+    what: str,
+    as_keras: Callable[[], AbstractModel[Any]],
+    as_other: Callable[[], AbstractModel[Any]],
 ) -> Any:
     """Runs a factory under a trace, and returns what is no Keras model; for Keras models raises `_Left`."""
     undo = _upstream.remembered_draws()
 
-    def again(finish: Callable[[], AbstractModel]) -> _Left:
+    def again(finish: Callable[[], AbstractModel[Any]]) -> _Left:
         undo()
         return _Left(finish)
 
@@ -123,7 +126,7 @@ def _run(
     raise _Left(lambda: model)
 
 
-def _raise(error: Exception) -> AbstractModel:
+def _raise(error: Exception) -> AbstractModel[Any]:
     raise error
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -23,9 +23,11 @@ from lazymodel_keras._keywords import check_class, check_from_preset, ours
 from lazymodel_keras._record.patches import collecting_patches
 from lazymodel_keras._record.remote import check_storage_options
 
+T = TypeVar("T")
+
 
 def from_preset(
-    cls: Any,
+    cls: type[T],
     preset: str | os.PathLike[str],
     load_weights: bool = True,
     *,
@@ -41,7 +43,7 @@ def from_preset(
     progress: bool | Progress | Callable[[int, int], object] | None = None,
     report: ReportTo = None,
     **kwargs: Any,
-) -> Any:
+) -> T:
     """Does what `cls.from_preset(preset, load_weights, **kwargs)` does, with nothing ever whole on one device.
 
     The result is an ordinary Keras model, equal bit for bit to what the stock call returns. It is short for
@@ -93,7 +95,7 @@ def from_preset(
 
 
 def abstract_from_preset(
-    cls: Any,
+    cls: type[T],
     preset: str | os.PathLike[str],
     load_weights: bool = True,
     *,
@@ -102,7 +104,7 @@ def abstract_from_preset(
     verify: Verify = False,
     storage_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
-) -> AbstractModel:
+) -> AbstractModel[T]:
     """The abstract model of what `cls.from_preset(preset, load_weights, **kwargs)` returns; it carries its checkpoint.
 
     `print(abstract.plan())` shows what would be loaded and initialized. Shardings are those of the active
@@ -149,7 +151,7 @@ def abstract_from_preset(
 
 def _abstract(
     cls: Any, preset: Any, load_weights: bool, kwargs: dict[str, Any], given: dict[str, str], **options: Any
-) -> AbstractModel:
+) -> AbstractModel[Any]:
     check_class(cls)
     preset = os.fspath(preset)  # KerasHub takes strings only
     check_storage_options(preset, options["storage_options"])

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import importlib
 import itertools
-import json
 import math
 import os
 import re
@@ -28,6 +27,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lazymodel._abstract.adapters import named
+from lazymodel._cli.output import print_json
 from lazymodel._cli.storage import add_storage_options, storage_options
 from lazymodel._compile.compile import Compile
 from lazymodel._devices.topology import arithmetic_mesh, libtpu_environment
@@ -57,6 +57,7 @@ Several --topology, --mesh or --dtype are compared in one table.
 Exit status: 0 it fits (one of several does), or what the devices have is not known; 1 it does not; 2 wrong usage, or
 nothing is there to plan.
 """
+_EXAMPLE = "example: lazymodel plan config.json --topology v5e-8 --topology v2-8 --dtype bfloat16 --optimizer adamw"
 
 
 def add_plan_parser(commands: Any) -> None:
@@ -65,6 +66,7 @@ def add_plan_parser(commands: Any) -> None:
         "plan",
         help="whether a model fits, before anything is rented or loaded",
         description=_DESCRIPTION,
+        epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -122,7 +124,10 @@ def _plan(arguments: argparse.Namespace) -> int:
             Path(arguments.html).write_text(page, encoding="utf-8")
         except OSError as error:
             raise LazyModelError(f"cannot write {arguments.html}: {error.strerror or error}") from error
-    print_text(json.dumps(shown.to_dict(), indent=2) if arguments.json else str(shown))
+    if arguments.json:
+        print_json("plan" if len(plans) == 1 else "plans", shown.to_dict())
+    else:
+        print_text(str(shown))
     return 0 if any(plan.fits is not False for plan in plans.values()) else 1
 
 
@@ -251,7 +256,7 @@ def _is_factory(source: str) -> bool:
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source) is not None and not os.path.exists(source)
 
 
-def _model(source: str, arguments: argparse.Namespace, dtype: str | None, built: WhatIf) -> AbstractModel:
+def _model(source: str, arguments: argparse.Namespace, dtype: str | None, built: WhatIf) -> AbstractModel[Any]:
     options = storage_options(arguments)
     if _is_factory(source):
         if options:
@@ -271,7 +276,7 @@ def _model(source: str, arguments: argparse.Namespace, dtype: str | None, built:
     return model if built.lora_rank is None else model.lora(built.lora_rank)
 
 
-def _from_factory(module_name: str, name: str) -> AbstractModel:
+def _from_factory(module_name: str, name: str) -> AbstractModel[Any]:
     sys.path.insert(0, os.getcwd())  # as `python -m` has it
     try:
         module = importlib.import_module(module_name)
@@ -285,7 +290,7 @@ def _from_factory(module_name: str, name: str) -> AbstractModel:
     return build_abstract(factory)
 
 
-def _sharded(model: AbstractModel, mesh: Any) -> AbstractModel:
+def _sharded(model: AbstractModel[Any], mesh: Any) -> AbstractModel[Any]:
     """The model on the mesh, by the automatic rules; what they could not split is in the plan's table."""
     if mesh is None:
         return model

@@ -26,7 +26,7 @@ from lazymodel_keras._model.training import optimizer_variables, slot_references
 _REPLICATED_NBYTES = 1 << 20
 
 
-def from_skeleton(skeleton: Skeleton, *, quiet: bool = False, spent: Sequence[Span] = ()) -> AbstractModel:
+def from_skeleton(skeleton: Skeleton, *, quiet: bool = False, spent: Sequence[Span] = ()) -> AbstractModel[Any]:
     """The model of a skeleton, which keeps it as its `spec`; shardings are those of the `keras.distribution` then.
 
     Raises CheckpointError where a tensor can lose what it means in its variable's dtype. With `quiet`, nothing is said
@@ -75,7 +75,7 @@ def from_skeleton(skeleton: Skeleton, *, quiet: bool = False, spent: Sequence[Sp
     return model
 
 
-def extended(abstract: ModelSpec, skeleton: Skeleton) -> AbstractModel:
+def extended(abstract: ModelSpec, skeleton: Skeleton) -> AbstractModel[Any]:
     """The model of a skeleton to which variables were added since `abstract` was made of it and maybe placed.
 
     They come from checkpoints as the skeleton says, and lie as what they belong to, or on every device of the mesh.

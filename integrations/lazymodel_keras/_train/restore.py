@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, TypeVar, Unpack, cast, overload
 
 import keras
 from jax.sharding import NamedSharding, PartitionSpec
@@ -37,6 +37,8 @@ from lazymodel_keras._record.remote import RemoteFiles, check_storage_options
 from lazymodel_keras._record.session import session
 from lazymodel_keras._train.names import match_paths, match_slots
 
+T = TypeVar("T")
+
 _WEIGHTS = ("trainable_variables", "non_trainable_variables")
 _OPTIMIZER = "optimizer_variables"
 _METRICS = "metrics_variables"
@@ -45,6 +47,30 @@ _SAVING = _upstream.SAVING_API
 _SEED_STATE = "seed_generator_state"  # the random state of dropout and the like: training state, no weight
 
 
+@overload
+def restore(
+    model: AbstractModel[T],
+    path: str | os.PathLike[str],
+    *,
+    weights_only: bool = ...,
+    strict: bool = ...,
+    cast: str = ...,
+    storage_options: Mapping[str, Any] | None = ...,
+    compile: Compile | Sequence[Compile] | None = ...,
+    **options: Unpack[Materializing],
+) -> T: ...
+@overload
+def restore(
+    model: T,
+    path: str | os.PathLike[str],
+    *,
+    weights_only: bool = ...,
+    strict: bool = ...,
+    cast: str = ...,
+    storage_options: Mapping[str, Any] | None = ...,
+    compile: Compile | Sequence[Compile] | None = ...,
+    **options: Unpack[Materializing],
+) -> T: ...
 def restore(
     model: Any,
     path: str | os.PathLike[str],
@@ -252,8 +278,8 @@ def _materialize(recording: Recording, model: Any, options: Mapping[str, Any]) -
 
 
 def _restore_abstract(
-    abstract: AbstractModel, path: str | Location, weights_only: bool, strict: bool, cast: str, remote: RemoteFiles
-) -> tuple[AbstractModel, Recording]:
+    abstract: AbstractModel[Any], path: str | Location, weights_only: bool, strict: bool, cast: str, remote: RemoteFiles
+) -> tuple[AbstractModel[Any], Recording]:
     """The abstract model with the checkpoint's tensors as sources and an optimizer that is built, and its recording."""
     skeleton = abstract.framework
     if not isinstance(skeleton, Skeleton) or skeleton.used:
