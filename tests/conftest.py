@@ -51,7 +51,8 @@ if _OF_JAXLIB[0] in _flags:
 ROOT = Path(__file__).parent.parent
 
 # Folder under tests/ → the modules that its tests import at the top.
-_NEEDS = {"keras": ("keras", "keras_hub"), "flax": ("flax",)}
+_OTHERS = ("tunix", "recurrentgemma", "haiku", "equimo", "penzai", "haliax", "flaxmodels")
+_NEEDS = {"keras": ("keras", "keras_hub"), "flax": ("flax",), "others": _OTHERS}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -76,9 +77,8 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
         if module_path.is_relative_to(Path(__file__).parent / folder):
             for module in modules:
                 if importlib.util.find_spec(module) is None:
-                    pytest.skip(
-                        f"{module} is not installed: pip install 'lazymodel[{folder}]'", allow_module_level=True
-                    )
+                    what = "-r tests/others/requirements.txt" if folder == "others" else f"'lazymodel[{folder}]'"
+                    pytest.skip(f"{module} is not installed: pip install {what}", allow_module_level=True)
 
 
 def pytest_collection_finish() -> None:

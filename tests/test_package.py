@@ -34,7 +34,7 @@ NAMES = {
         Checkpoint SafetensorsFile open_checkpoint
     """,
     "lazymodel_flax": """
-        adapter
+        adapter tunix
     """,
     "lazymodel_keras": """
         TrainingCheckpoint TrainingState abstract_from_preset adapter deferred distribution enable_lora

@@ -1,13 +1,16 @@
 """lazymodel for Flax: NNX modules and Linen modules, built abstractly.
 
-`lazymodel.build_abstract` finds this package by itself once Flax is imported; everything else is the core's.
+`lazymodel.build_abstract` finds this package by itself once Flax is imported; everything else is the core's. `tunix`
+has tables that load Hugging Face checkpoints into Tunix' models.
 
     >>> import jax, lazymodel as lm
     >>> from flax import linen, nnx
+    >>> from lazymodel_flax import tunix
     >>> module = lm.build_abstract(nnx.Linear, 8, 16, rngs=nnx.Rngs(0)).materialize()
     >>> variables = lm.build_abstract(linen.Dense(16), jax.random.key(0), jax.numpy.ones((1, 8))).materialize()
 """
 
+from lazymodel_flax import tunix
 from lazymodel_flax._adapter import adapter
 
-__all__ = ["adapter"]
+__all__ = ["adapter", "tunix"]

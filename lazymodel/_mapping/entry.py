@@ -24,6 +24,8 @@ from lazymodel._errors import LazyModelError
 from lazymodel._tensors.lazy import LazyTensor, lazy
 
 _Groups: TypeAlias = "tuple[tuple[str, ...], ...]"
+_Shape: TypeAlias = "tuple[int, ...]"
+_Extents: TypeAlias = "list[tuple[int, tuple[str, ...]]]"  # the extent of each group
 
 # Steps ----------------------------------------------------------------------------------------------------------------
 
@@ -54,30 +56,58 @@ def _over(factor: float, values: Any) -> Any:
     return values / factor
 
 
-def _rearranged(pattern: str, values: Any, before: _Groups, after: _Groups, sizes: Mapping[str, int]) -> Any:
-    sizes = _solved(pattern, values.shape, before, sizes)
-    source, target = sum(before, ()), sum(after, ())
-    values = np.reshape(values, tuple(sizes[name] for name in source))
-    values = np.transpose(values, [source.index(name) for name in target])
-    return np.reshape(values, tuple(math.prod(sizes[name] for name in group) for group in after))
+@dataclasses.dataclass(frozen=True)
+class _Rearrange:
+    """Axes split, reordered and merged by name."""
+
+    pattern: str
+    before: _Groups
+    after: _Groups
+    sizes: tuple[tuple[str, int], ...]  # those that were given
+
+    def apply(self, values: Any, shape: _Shape | None = None) -> Any:
+        """The result; `shape` is the one that it should have, which may say how an axis is split."""
+        wanted = [] if shape is None or len(shape) != len(self.after) else list(zip(shape, self.after, strict=True))
+        return self._turned(values, self.before, self.after, wanted)
+
+    def undo(self, values: Any) -> Any:
+        return self._turned(values, self.after, self.before, [])
+
+    def _turned(self, values: Any, before: _Groups, after: _Groups, wanted: _Extents) -> Any:
+        sizes = self._solved(values.shape, before, wanted)
+        source, target = sum(before, ()), sum(after, ())
+        values = np.reshape(values, tuple(sizes[name] for name in source))
+        values = np.transpose(values, [source.index(name) for name in target])
+        return np.reshape(values, tuple(math.prod(sizes[name] for name in group) for group in after))
+
+    def _solved(self, shape: _Shape, groups: _Groups, wanted: _Extents) -> dict[str, int]:
+        """The extent of every named axis: given, or what the shape leaves for it, or the one that is wanted."""
+        if len(shape) != len(groups):
+            raise ValueError(f"rearrange {self.pattern!r} needs {len(groups)} dimensions, found {list(shape)}")
+        sizes, own = dict(self.sizes), list(zip(shape, groups, strict=True))
+        while (found := _one_unknown(own, sizes) or _one_unknown(wanted, sizes)) is not None:
+            sizes.update([found])
+        for extent, group in own:
+            unknown = [name for name in group if name not in sizes]
+            if len(unknown) > 1:
+                raise ValueError(f"rearrange {self.pattern!r} needs the sizes of all but one of {', '.join(unknown)}")
+            if unknown or math.prod(sizes[name] for name in group) != extent:
+                text = " x ".join(f"{name}={sizes[name]}" if name in sizes else name for name in group) or "1"
+                raise ValueError(f"rearrange {self.pattern!r}: {text} does not make the {extent} of {list(shape)}")
+        return sizes
+
+    def __str__(self) -> str:
+        return f".rearrange({self.pattern!r}{''.join(f', {name}={size}' for name, size in self.sizes)})"
 
 
-def _solved(pattern: str, shape: tuple[int, ...], groups: _Groups, given: Mapping[str, int]) -> dict[str, int]:
-    """The extent of every named axis."""
-    if len(shape) != len(groups):
-        raise ValueError(f"rearrange {pattern!r} needs {len(groups)} dimensions, found {list(shape)}")
-    sizes = dict(given)
-    for extent, group in zip(shape, groups, strict=True):
+def _one_unknown(groups: _Extents, sizes: Mapping[str, int]) -> tuple[str, int] | None:
+    """An axis whose extent the others of its group leave no choice for."""
+    for extent, group in groups:
         unknown = [name for name in group if name not in sizes]
         known = math.prod(sizes[name] for name in group if name in sizes)
-        if len(unknown) > 1:
-            raise ValueError(f"rearrange {pattern!r} needs the sizes of all but one of {', '.join(unknown)}")
-        if unknown and known and extent % known == 0:
-            sizes[unknown[0]] = extent // known
-        elif unknown or known != extent:
-            text = " x ".join(f"{name}={sizes[name]}" if name in sizes else name for name in group) or "1"
-            raise ValueError(f"rearrange {pattern!r}: {text} does not make the {extent} of {list(shape)}")
-    return sizes
+        if len(unknown) == 1 and known and extent % known == 0:
+            return unknown[0], extent // known
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +151,7 @@ class _Stack:
         return f".stack({self.capture!r}" + (f", axis={self.axis})" if self.axis else ")")
 
 
-_AnyStep: TypeAlias = "_Step | _Part | _Stack"
+_AnyStep: TypeAlias = "_Step | _Rearrange | _Part | _Stack"
 
 
 def _axis(axis: int, ndim: int) -> int:
@@ -197,7 +227,8 @@ class From:
         Args:
             pattern: The axes before and after, `1` for one of extent 1; those in parentheses are one axis together.
                 A plain reshape is not offered: it does not say what shape it came from, so nothing could undo it.
-            **sizes: Extents that the shapes do not give.
+            **sizes: Extents that neither the tensor's shape nor the variable's gives: where `heads` and `dim` are axes
+                of the variable, both are known. The way back knows the variable's alone.
         """
         sides = [_groups(pattern, side) for side in pattern.split("->")]
         if len(sides) != 2:
@@ -208,12 +239,7 @@ class From:
             raise LazyModelError(f"rearrange {pattern!r}: every axis is named once on either side of the arrow")
         if unknown := set(sizes) - set(names):
             raise LazyModelError(f"rearrange {pattern!r} has no axis {sorted(unknown)[0]!r}")
-        step = _Step(
-            f".rearrange({pattern!r}{''.join(f', {name}={size}' for name, size in sizes.items())})",
-            partial(_rearranged, pattern, before=before, after=after, sizes=sizes),
-            partial(_rearranged, pattern, before=after, after=before, sizes=sizes),
-        )
-        return self._then(step)
+        return self._then(_Rearrange(pattern, before, after, tuple(sizes.items())))
 
     def scale(self, factor: float) -> From:
         """Multiplies by a number; written divided by it, which restores every bit where it is a power of two."""
@@ -318,19 +344,43 @@ class Tensors:
         return count
 
 
-def read_entry(source: From, captures: Captures, tensors: Tensors, steps: Sequence[_AnyStep] | None = None) -> Any:
-    """The value of an entry's variable, after all steps or only the first ones; ValueError where shapes do not fit."""
+def read_entry(
+    source: From,
+    captures: Captures,
+    tensors: Tensors,
+    shape: _Shape | None = None,
+    steps: Sequence[_AnyStep] | None = None,
+) -> Any:
+    """The value of an entry's variable, after all steps or only the first ones; ValueError where shapes do not fit.
+
+    `shape` is the one that it should then have, as far as that is known; whether it has is the caller's to see.
+    """
     steps = source._steps if steps is None else steps
     if not steps:
         return _joined(source, [tensors.take(template.fill(captures)) for template in source._templates])
     *before, step = steps
+    asked = any(isinstance(other, _Rearrange) for other in before)  # no other step looks at its shape
+    earlier = _shape_before(step, shape) if asked and shape is not None else None
     if not isinstance(step, _Stack):
-        return step.apply(read_entry(source, captures, tensors, before))
+        value = read_entry(source, captures, tensors, earlier, before)
+        return step.apply(value, shape) if isinstance(step, _Rearrange) else step.apply(value)
     count = max(tensors.count(template, step.capture, captures) for template in source._templates)
     numbered = (captures | {step.capture: str(index)} for index in range(count))
-    layers = [read_entry(source, known, tensors, before) for known in numbered]
+    layers = [read_entry(source, known, tensors, earlier, before) for known in numbered]
     _check_alike(layers, [layer.shape for layer in layers], f"of {{{step.capture}}}")
     return np.stack(layers, _axis(step.axis, layers[0].ndim + 1))
+
+
+def _shape_before(step: _AnyStep, shape: _Shape) -> _Shape | None:
+    """The shape that a step makes this one of, if it can be told."""
+    try:
+        if isinstance(step, _Step | _Rearrange):
+            return step.undo(lazy(np.broadcast_to(np.zeros((), np.float32), shape), "a shape")).shape
+        axis = _axis(step.axis, len(shape))
+    except ValueError:
+        return None
+    whole = () if isinstance(step, _Stack) else (shape[axis] * step.of if isinstance(step.of, int) else sum(step.of),)
+    return (*shape[:axis], *whole, *shape[axis + 1 :])
 
 
 def _joined(source: From, pieces: Sequence[Any]) -> Any:

@@ -24,7 +24,8 @@ from lazymodel._abstract.paths import Captures, Template
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError
 from lazymodel._mapping.entry import From, Missing, Parts, Tensors, check_captures, read_entry, write_entry
-from lazymodel._show.text import LISTED, closest, first_lines
+from lazymodel._mapping.suggest import suggest
+from lazymodel._show.text import LISTED, closest, first_lines, fold, grouped_names, unnumbered
 from lazymodel._tensors.lazy import LazyTensor
 
 _PERMUTED = 5  # dimensions up to which permutations are tried for a suggestion: 120 of them
@@ -43,10 +44,12 @@ class MappingReport:
     misshapen: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # paths that get another shape
     unmatched: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # entries that match no path
     unmapped: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # paths without an entry: initialized
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # paths whose entry is None: likewise
+    ignored: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # tensors that the table ignores
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong; variables that no entry matches are not counted."""
+        """Whether nothing is wrong; what has no entry, or is left out on purpose, is not counted."""
         return not self.problems()
 
     def problems(self) -> list[str]:
@@ -61,15 +64,24 @@ class MappingReport:
         return [_findings(kind, found) for kind, found in kinds if found]
 
     def __str__(self) -> str:
-        texts = self.problems() or ["every entry fits, and every tensor is taken"]
-        if self.unmapped:
-            texts.append(_findings("variables without an entry, which are initialized", self.unmapped))
-        return "\n".join(texts)
+        kinds = (
+            ("variables without an entry, which are initialized", self.unmapped),
+            ("variables that the table leaves out, which are initialized", self.left_out),
+            ("tensors that the table ignores", self.ignored),
+        )
+        texts = self.problems() or ["every entry fits, and every tensor is taken or ignored"]
+        return "\n".join(texts + [_findings(kind, found) for kind, found in kinds if found])
 
 
 def _findings(kind: str, found: Mapping[str, str]) -> str:
-    lines = [f"  {name!r}{text}" for name, text in found.items()]
-    return "\n".join([f"{len(found)} {kind}:", *first_lines(lines, indent="  ")])
+    """A line for all that differ in numbers only, with what is to be said of the first."""
+    lines: list[str] = []
+    for names in grouped_names(found):
+        text = found[names[0]]
+        if len(names) > 1:
+            text = f" ({len(names):,})" + (", the first" if text and text[0] != ";" else "") + text
+        lines.append(f"  {fold(names)!r}{text}")
+    return "\n".join([f"{len(found):,} {kind}:", *first_lines(lines, indent="  ")])
 
 
 class WeightMap:
@@ -91,6 +103,7 @@ class WeightMap:
     """
 
     def __init__(self, entries: Mapping[str, From | str | None], *, ignore: Iterable[str] = ()) -> None:
+        self.unsure: dict[str, str] = {}  # entries that `suggest` had a choice for: path → why
         self._ignore = tuple(Template(name) for name in ([ignore] if isinstance(ignore, str) else ignore))
         self._entries: dict[str, tuple[Template, From | None]] = {}
         for path, entry in entries.items():
@@ -102,6 +115,40 @@ class WeightMap:
                 check_captures(source, template)
             self._entries[path] = (template, source)
         self._patterns = {path: entry for path, entry in self._entries.items() if entry[0].captures}
+        self._notes: tuple[tuple[str, list[str]], ...] = ()
+
+    @staticmethod
+    def suggest(checkpoint: Mapping[str, Any], abstract: Mapping[str, AbstractVariable]) -> WeightMap:
+        """A table proposed from names and shapes, for you to correct; nothing is read.
+
+        Names are matched by the words they share (`q_proj` and `wq` are a query), where the variable's shape can be
+        made of the tensor's: transposed, split into heads, stacked over layers or experts, cut from a fused tensor or
+        joined. `str` of it is Python source to paste, with a comment above each entry that had a choice, and after it
+        what nothing was found for; `unsure` has the former by path.
+
+        Returns:
+            A table that may not fit: `check` says whether it does, and only you whether it is right.
+
+        Example:
+            >>> weights = {"fc_up.weight": np.zeros((256, 64)), "fc_down.weight": np.zeros((64, 256))}
+            >>> print(lm.WeightMap.suggest(weights, abstract))
+            lm.WeightMap(
+                {
+                    "down/kernel": lm.From("fc_down.weight").T,
+                    "up/kernel": lm.From("fc_up.weight").T,
+                }
+            )
+        """
+        variables = {path: variable.stored[0] for path, variable in abstract.items()}
+        computed = [path for path, variable in abstract.items() if variable.is_key]
+        found = suggest({name: tuple(tensor.shape) for name, tensor in checkpoint.items()}, variables, computed)
+        mapping = WeightMap(found.entries, ignore=found.ignore)
+        wrong = mapping.check(checkpoint, abstract)
+        for path, text in (wrong.misshapen | wrong.missing | wrong.ambiguous).items():
+            found.unsure.setdefault(mapping._find(path)[0][0], f"does not fit:{text}")
+        mapping.unsure = found.unsure
+        mapping._notes = (("No tensor was found for", found.lacking), ("No variable was found for", found.unused))
+        return mapping
 
     def check(self, checkpoint: Mapping[str, Any], abstract: Mapping[str, AbstractVariable]) -> MappingReport:
         """Compares the table with a checkpoint and an abstract model; reads headers only."""
@@ -146,28 +193,35 @@ class WeightMap:
         """The variables' values, lazy, as far as nothing is wrong with them, and what is wrong."""
         tensors, mapped, report = Tensors(checkpoint), dict[str, LazyTensor](), MappingReport()
         matched: set[str] = set()
+        hint = _Hints()
         for path, variable in abstract.items():
             found = self._find(path)
             matched.update(pattern for pattern, _, _ in found)
             if not found:
-                report.unmapped[path] = _suggestion(report.unmapped, path, self._entries)
+                report.unmapped[path] = hint("unmapped", path, self._entries)
             elif len(found) > 1:
                 report.ambiguous[path] = f" matches {' and '.join(repr(pattern) for pattern, _, _ in found)}"
-            elif (source := found[0][1]) is not None:
+            elif (source := found[0][1]) is None:
+                report.left_out[path] = ""
+            else:
                 try:
                     mapped[path] = _value(variable, source, found[0][2], tensors)
                 except Missing as error:
                     (name,) = error.args
-                    report.missing[path] = f" takes {name!r}{_suggestion(report.missing, name, checkpoint)}"
+                    report.missing[path] = f" takes {name!r}{hint('missing', name, checkpoint)}"
                 except ValueError as error:
                     report.misshapen[path] = str(error)
         names = [name for _, source in self._entries.values() if source is not None for name in source.names]
         for name in checkpoint:
-            if name not in tensors.taken and all(ignored.match(name) is None for ignored in self._ignore):
-                report.unused[name] = _suggestion(report.unused, name, names)
+            if name in tensors.taken:
+                continue
+            if any(ignored.match(name) is not None for ignored in self._ignore):
+                report.ignored[name] = ""
+            else:
+                report.unused[name] = hint("unused", name, names)
         for pattern, (_, source) in self._entries.items():
             if pattern not in matched and source is not None:
-                report.unmatched[pattern] = _suggestion(report.unmatched, pattern, abstract)
+                report.unmatched[pattern] = hint("unmatched", pattern, abstract)
         return mapped, report
 
     def __len__(self) -> int:
@@ -176,23 +230,59 @@ class WeightMap:
     def __repr__(self) -> str:
         return f"WeightMap({len(self)} entries)"
 
+    def __str__(self) -> str:
+        """Python source of the table, `lm` being this package."""
+        lines = ["lm.WeightMap(", "    {"]
+        for path, (_, source) in self._entries.items():
+            if path in self.unsure:
+                lines.append(f"        # unsure: {self.unsure[path]}")
+            lines.append(f"        {_quoted(repr(path))}: {'None' if source is None else _source(source)},")
+        lines.append("    }," if self._ignore else "    }")
+        if self._ignore:
+            lines.append(f"    ignore=[{', '.join(_quoted(repr(name.text)) for name in self._ignore)}],")
+        lines.append(")")
+        for what, names in self._notes:
+            lines += [f"# {what}:", *(f"#   {name}" for name in names)] if names else []
+        return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    """A name or a source as Python, in double quotes where that is all there is to it."""
+    plain = '"' not in text and "\\" not in text
+    return text.replace("'", '"') if plain else text
+
+
+def _source(source: From) -> str:
+    text = f"lm.{source!r}"
+    return _quoted(text.removeprefix("lm.From(")[:-1] if text == f"lm.From({source.names[0]!r})" else text)
+
 
 def _value(variable: AbstractVariable, source: From, captures: Captures, tensors: Tensors) -> LazyTensor:
     """One variable's value; ValueError says what is wrong with its shape."""
+    expected, _ = variable.stored
     try:
-        value = read_entry(source, captures, tensors)
+        value = read_entry(source, captures, tensors, expected)
     except ValueError as error:
         raise ValueError(f" from {source}: {error}") from error
-    found, (expected, _) = tuple(value.shape), variable.stored
+    found = tuple(value.shape)
     if found != expected:
         hint = _shape_hint(found, expected)
         raise ValueError(f" expects {list(expected)}, found {list(found)} from {source}{hint}")
     return value
 
 
-def _suggestion(found: Mapping[str, str], name: str, names: Iterable[str]) -> str:
+class _Hints:
     """The closest names, for those findings that are listed: comparing all of many thousand takes long."""
-    return closest(name, names) if len(found) < LISTED else ""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, set[tuple[str, ...]]] = {}
+
+    def __call__(self, kind: str, name: str, names: Iterable[str]) -> str:
+        seen, group = self._seen.setdefault(kind, set()), unnumbered(name)
+        if group in seen or len(seen) >= LISTED:
+            return ""
+        seen.add(group)
+        return closest(name, names)
 
 
 def _shape_hint(found: tuple[int, ...], expected: tuple[int, ...]) -> str:

@@ -135,12 +135,17 @@ def _fold_numbers(column: Sequence[str]) -> str:
     return f"{{{numbers[0]},{numbers[1]},…,{numbers[-1]}}}"
 
 
-def folded_names(names: Iterable[str]) -> list[str]:
-    """Names that differ only in numbers as one, in the order in which each first appears."""
+def grouped_names(names: Iterable[str]) -> list[list[str]]:
+    """Names that differ only in numbers together, in the order in which the first of each appears."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         groups.setdefault(unnumbered(name), []).append(name)
-    return [fold(group) for group in groups.values()]
+    return list(groups.values())
+
+
+def folded_names(names: Iterable[str]) -> list[str]:
+    """Names that differ only in numbers as one."""
+    return [fold(group) for group in grouped_names(names)]
 
 
 # Lists ----------------------------------------------------------------------------------------------------------------

@@ -407,3 +407,43 @@ def _apply(source: From, array: np.ndarray) -> np.ndarray:
     for step in source._steps:
         value = step.apply(value) if hasattr(step, "apply") else value
     return value
+
+
+def test_sizes_come_from_the_variables_shape() -> None:
+    rng = np.random.default_rng(0)
+    ckpt = {f"h.{n}.{name}": rng.random((12, 6 if name == "q" else 12)) for n in range(3) for name in ("q", "o")}
+    mapping = WeightMap(
+        {
+            "{n}/q": From("h.{n}.q").rearrange("(heads dim) model -> heads model dim"),
+            "o": From("h.{n}.o").T.rearrange("(heads dim) model -> heads dim model").scale(0.5).stack("n", axis=1),
+            "part": From("h.0.o").rearrange("(two heads dim) model -> two heads (dim model)", dim=3).part(1, of=2),
+            "merged": From("h.0.q").rearrange("(heads dim) model -> model (dim heads)"),
+        }
+    )
+    shapes = {f"{n}__q": (4, 6, 3) for n in range(3)} | {"o": (4, 3, 3, 12), "part": (1, 2, 36), "merged": (6, 12)}
+    report = mapping.check(ckpt, model_of(**shapes))
+    assert report.misshapen.keys() == {"merged"} and "needs the sizes of all but one of heads, dim" in str(report)
+    mapped = mapping.apply(ckpt, model_of(**shapes))[0]
+    np.testing.assert_array_equal(mapped["1/q"], ckpt["h.1.q"].reshape(4, 3, 6).transpose(0, 2, 1))
+    expected = np.stack([ckpt[f"h.{n}.o"].T.reshape(4, 3, 12) / 2 for n in range(3)], 1)
+    np.testing.assert_array_equal(mapped["o"], expected)
+    np.testing.assert_array_equal(mapped["part"], ckpt["h.0.o"].reshape(2, 2, 36)[1:])
+    # What the variable asks for and the tensor has not is told in the tensor's terms.
+    wrong = mapping.check(ckpt, model_of(o=(4, 4, 3, 12))).misshapen["o"]
+    assert "expects [4, 4, 3, 12], found [4, 3, 3, 12] from" in wrong
+
+
+def test_what_is_alike_is_one_line_of_a_report() -> None:
+    ckpt = {f"h.{n}.{name}": np.zeros(2) for n in range(20) for name in ("w", "rope", *"abcdefghijk")}
+    mapping = WeightMap({"layers/{n}/w": "h.{n}.v", "rngs/{x}": None}, ignore="h.{n}.rope")
+    abstract = model_of(**{f"layers__{n}__w": (2,) for n in range(20)}, rngs__0=(1,), rngs__1=(1,))
+    text = str(mapping.check(ckpt, abstract))
+    assert (
+        "20 variables whose tensors the checkpoint lacks:\n  'layers/{0..19}/w' (20), the first takes 'h.0.v'" in text
+    )
+    assert "240 tensors that no entry takes:\n  'h.{0..19}.w' (20)\n" in text
+    assert "… and 4 more" in text
+    assert text.endswith(
+        "2 variables that the table leaves out, which are initialized:\n  'rngs/{0..1}' (2)\n"
+        "20 tensors that the table ignores:\n  'h.{0..19}.rope' (20)"
+    )

@@ -1,0 +1,182 @@
+"""Suggested tables: what a person would have written, and honest about what was a guess."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+import lazymodel as lm
+from lazymodel import From, WeightMap
+from lazymodel._tensors.source import BYTES_READ
+
+LAYERS, WORDS, SIZE, HIDDEN, HEADS, GROUPS, DIM, EXPERTS = 12, 64, 24, 40, 4, 2, 8, 3
+
+
+def model_of(shapes: dict[str, tuple[int, ...]]) -> lm.AbstractModel:
+    return lm.build_abstract(lambda: {path: jnp.zeros(shape) for path, shape in shapes.items()})
+
+
+def in_layers(parts: dict[str, tuple[int, ...]], prefix: str) -> dict[str, tuple[int, ...]]:
+    return {f"{prefix}{layer}{name}": shape for layer in range(LAYERS) for name, shape in parts.items()}
+
+
+def tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    return {name: np.zeros(shape, "float32") for name, shape in shapes.items()}
+
+
+def huggingface(mlp: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    parts = {
+        ".self_attn.q_proj.weight": (HEADS * DIM, SIZE),
+        ".self_attn.k_proj.weight": (GROUPS * DIM, SIZE),
+        ".self_attn.v_proj.weight": (GROUPS * DIM, SIZE),
+        ".self_attn.o_proj.weight": (SIZE, HEADS * DIM),
+        ".input_layernorm.weight": (SIZE,),
+        ".post_attention_layernorm.weight": (SIZE,),
+        ".self_attn.rotary_emb.inv_freq": (DIM // 2,),
+    }
+    top = {"model.embed_tokens.weight": (WORDS, SIZE), "model.norm.weight": (SIZE,)}
+    return tensors(top | in_layers(parts | mlp, "model.layers."))
+
+
+def entries(mapping: WeightMap) -> dict[str, str]:
+    return {path: repr(source) for path, (_, source) in mapping._entries.items()}
+
+
+def test_a_mixture_of_experts_with_heads_and_other_names(tmp_path: Path) -> None:
+    mlp = {".mlp.gate.weight": (EXPERTS, SIZE)}
+    for expert in range(EXPERTS):
+        mlp |= {f".mlp.experts.{expert}.{name}_proj.weight": (HIDDEN, SIZE) for name in ("gate", "up")}
+        mlp |= {f".mlp.experts.{expert}.down_proj.weight": (SIZE, HIDDEN)}
+    parts = {
+        "/attention/wq": (HEADS, SIZE, DIM),
+        "/attention/kv_einsum": (2, GROUPS, SIZE, DIM),
+        "/attention/wo": (HEADS, DIM, SIZE),
+        "/attention_norm/scale": (SIZE,),
+        "/ffn_norm/scale": (SIZE,),
+        "/moe/router/kernel": (SIZE, EXPERTS),
+        "/moe/experts/gate": (EXPERTS, SIZE, HIDDEN),
+        "/moe/experts/up": (EXPERTS, SIZE, HIDDEN),
+        "/moe/experts/down": (EXPERTS, HIDDEN, SIZE),
+    }
+    top = {"embedder/embedding": (WORDS, SIZE), "final_norm/scale": (SIZE,), "lm_head/kernel": (SIZE, WORDS)}
+    save_file(huggingface(mlp), tmp_path / "model.safetensors")
+    abstract = model_of(in_layers(parts, "blocks/") | top)
+    before = BYTES_READ.count
+    with lm.open_checkpoint(tmp_path) as checkpoint:
+        found = WeightMap.suggest(checkpoint, abstract)
+        assert found.check(checkpoint, abstract).ok
+    assert BYTES_READ.count == before
+    layer = "model.layers.{block}"
+    kv = From(f"{layer}.self_attn.k_proj.weight", f"{layer}.self_attn.v_proj.weight", sizes=(GROUPS * DIM,) * 2)
+    experts = {
+        f"blocks/{{block}}/moe/experts/{ours}": From(f"{layer}.mlp.experts.{{expert}}.{theirs}_proj.weight").T.stack(
+            "expert"
+        )
+        for ours, theirs in (("gate", "gate"), ("up", "up"), ("down", "down"))
+    }
+    query = From(f"{layer}.self_attn.q_proj.weight").rearrange("(heads dim) model -> heads model dim")
+    out = From(f"{layer}.self_attn.o_proj.weight").rearrange("model (heads dim) -> heads dim model")
+    expected = WeightMap(
+        {
+            "embedder/embedding": "model.embed_tokens.weight",
+            "final_norm/scale": "model.norm.weight",
+            "lm_head/kernel": From("model.embed_tokens.weight").T.unsaved(),
+            "blocks/{block}/attention/wq": query,
+            "blocks/{block}/attention/wo": out,
+            "blocks/{block}/attention/kv_einsum": kv.rearrange("(parts heads dim) model -> parts heads model dim"),
+            "blocks/{block}/attention_norm/scale": f"{layer}.input_layernorm.weight",
+            "blocks/{block}/ffn_norm/scale": f"{layer}.post_attention_layernorm.weight",
+            "blocks/{block}/moe/router/kernel": From(f"{layer}.mlp.gate.weight").T,
+            **experts,
+        }
+    )
+    assert entries(found) == entries(expected)
+    assert "tied" in found.unsure.pop("lm_head/kernel")
+    assert "joined in the order key, value" in found.unsure.pop("blocks/{block}/attention/kv_einsum")
+    assert not found.unsure
+    # What it prints is its source.
+    assert entries(eval(str(found), {"lm": lm})) == entries(found)
+    assert 'ignore=["model.layers.{layer}.self_attn.rotary_emb.inv_freq"]' in str(found)
+
+
+def test_fused_tensors_are_cut_for_a_model_with_stacked_layers() -> None:
+    parts = {".attn.c_attn.weight": (SIZE, 3 * SIZE), ".attn.c_attn.bias": (3 * SIZE,), ".ln_1.weight": (SIZE,)}
+    parts |= {".mlp.gate_up_proj.weight": (SIZE, 2 * HIDDEN), ".mlp.c_proj.weight": (HIDDEN, SIZE)}
+    checkpoint = tensors(in_layers(parts, "h.") | {"wte.weight": (WORDS, SIZE), "pooler.weight": (7, 5)})
+    shapes: dict[str, tuple[int, ...]] = {f"blocks/{name}/kernel": (LAYERS, SIZE, 3, 8) for name in ("q", "k", "v")}
+    shapes |= {f"blocks/{name}/bias": (LAYERS, 3, 8) for name in ("q", "k", "v")}
+    shapes |= {"blocks/gate/kernel": (LAYERS, SIZE, HIDDEN), "blocks/up/kernel": (LAYERS, SIZE, HIDDEN)}
+    shapes |= {
+        "blocks/down/kernel": (LAYERS, HIDDEN, SIZE),
+        "blocks/ln_1/scale": (LAYERS, SIZE),
+        "embed": (WORDS, SIZE),
+    }
+    shapes |= {"adapter/kernel": (3, 11)}
+    abstract = model_of(shapes)
+    found = WeightMap.suggest(checkpoint, abstract)
+    report = found.check(checkpoint, abstract)
+    assert not report.missing and not report.misshapen and list(report.unused) == ["pooler.weight"]
+    kernel = From("h.{layer}.attn.c_attn.weight").part(1, of=3, axis=1)
+    assert entries(found)["blocks/k/kernel"] == repr(
+        kernel.rearrange("model (heads dim) -> model heads dim").stack("layer")
+    )
+    bias = From("h.{layer}.attn.c_attn.bias").part(2, of=3).rearrange("(heads dim) -> heads dim").stack("layer")
+    assert entries(found)["blocks/v/bias"] == repr(bias)
+    up = From("h.{layer}.mlp.gate_up_proj.weight").part(1, of=2, axis=1).stack("layer")
+    assert entries(found)["blocks/up/kernel"] == repr(up)
+    assert "query, key, value one after the other" in found.unsure["blocks/q/kernel"]
+    left = "# No tensor was found for:\n#   'adapter/kernel' [3, 11]\n"
+    assert str(found).endswith(f"{left}# No variable was found for:\n#   'pooler.weight' [7, 5]")
+
+
+def test_what_shapes_leave_open_is_told() -> None:
+    square = {f"layers.{n}.{name}.weight": (8, 8) for n in range(2) for name in ("fc1", "fc2")}
+    shapes = {f"layers/{n}/{name}/kernel": (8, 8) for n in range(2) for name in ("up", "down")}
+    found = WeightMap.suggest(tensors(square), model_of(shapes))
+    # Nothing tells how these are stored, so it is as PyTorch would.
+    assert entries(found)["layers/{layer}/up/kernel"] == "From('layers.{layer}.fc1.weight').T"
+    assert found.unsure["layers/{layer}/up/kernel"] == ("[8, 8] can become [8, 8] in 2 ways; taken to be (out, in)")
+    # One kernel that is not square does.
+    wide = square | {"head.weight": (8, 5)}
+    found = WeightMap.suggest(tensors(wide), model_of(shapes | {"head/kernel": (8, 5)}))
+    assert entries(found)["layers/{layer}/up/kernel"] == "From('layers.{layer}.fc1.weight')"
+    assert found.unsure["layers/{layer}/up/kernel"].endswith("taken to be (in, out), as others here are")
+    strange = WeightMap.suggest(tensors({"x.weight": (3, 5)}), model_of({"y/kernel": (5, 3)}))
+    assert strange.unsure == {"y/kernel": "the names have little in common"}
+
+
+def test_convolutions_keys_and_layers_that_differ() -> None:
+    def init(key: jax.Array) -> dict[str, Any]:
+        stages = [{"conv": {"kernel": jnp.zeros((3, 3, n + 3, 8))}, "bn": {"mean": jnp.zeros(8)}} for n in range(2)]
+        return {"stages": stages, "rng": key, "out{1}": jnp.zeros(3)}
+
+    shapes = {f"stages.{n}.conv.weight": (8, n + 3, 3, 3) for n in range(2)}
+    checkpoint = tensors(shapes | {f"stages.{n}.bn.running_mean": (8,) for n in range(2)} | {"out{1}": (3,)})
+    found = WeightMap.suggest(checkpoint, lm.build_abstract(init, jax.random.key(0)))
+    assert entries(found) == {
+        "stages/0/conv/kernel": "From('stages.0.conv.weight').transpose(2, 3, 1, 0)",
+        "stages/1/conv/kernel": "From('stages.1.conv.weight').transpose(2, 3, 1, 0)",
+        "stages/{stage}/bn/mean": "From('stages.{stage}.bn.running_mean')",
+        "rng": "None",
+    }
+
+
+NAMES = st.text(st.sampled_from("qkv_/.013{}'\"h\\ gate"), min_size=1, max_size=9)
+SHAPES = st.dictionaries(NAMES, st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=8)
+
+
+@settings(max_examples=25, deadline=None)
+@given(SHAPES, SHAPES)
+def test_any_names_make_a_table_or_none(theirs: dict[str, tuple[int, ...]], ours: dict[str, tuple[int, ...]]) -> None:
+    checkpoint, abstract = tensors(theirs), model_of(ours)
+    found = WeightMap.suggest(checkpoint, abstract)
+    assert entries(eval(str(found), {"lm": lm})) == entries(found)
+    report = found.check(checkpoint, abstract)
+    assert not report.missing and not report.misshapen and not report.unmatched

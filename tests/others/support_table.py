@@ -1,0 +1,129 @@
+"""The table of what works with models of other packages, written into `integrations/JAX_MODELS.md`.
+
+python -m tests.others.support_table            # a quarter of an hour; writes the page
+python -m tests.others.support_table NAME ...   # prints the rows of these models
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import numpy as np
+from flax import nnx
+
+import lazymodel as lm
+
+from .models import MODELS, Call, OtherModel
+
+PAGE = Path(__file__).parent.parent.parent / "integrations" / "JAX_MODELS.md"
+LARGE = 1 << 20  # bytes of a variable that is not to be replicated where it can be split
+
+_INTRODUCTION = """# Models of other packages
+
+What lazymodel does with models that others wrote in JAX: {versions}.
+
+- **build**: `lm.build_abstract` takes the package's own class, module or init function, with the number of variables of
+  a tiny model of the same layers.
+- **values**: what is materialized on eight devices by `lm.auto()` is bit for bit what the package's own code makes.
+- **shard**: of the model as published, or as named, `lm.auto()` replicates no variable of 1 MiB or more that eight
+  devices could split.
+- **plan**: that model's parameters, and the bytes of them that each of eight devices holds.
+- **load**: what loads a Hugging Face checkpoint to the values that the package's own loader gives: a table of
+  `lazymodel_flax.tunix`, or what `WeightMap.suggest` proposes; – where the package has no such loader or needs PyTorch
+  for it.
+
+Where a package itself fails, the row says how; a test fails once it does not any more. Penzai's parameters are bound to
+their model, and are no pytrees: `pz.unbind_params(model, freeze=True)` inside of the init function gives one.
+"""
+_COLUMNS = ("build", "values", "shard", "plan", "load")
+_FOOTER = """In an environment of their own, with Python 3.11:
+
+```bash
+python -m pip install -r tests/others/requirements.txt && python -m pip install --no-deps recurrentgemma==1.0.1 -e .
+python -m tests.others.support_table              # writes this page
+python -m pytest -W default -m large tests/others # asserts it
+```
+"""
+
+
+def row(model: OtherModel) -> str:
+    """The line of one model; ✗ where something does not hold."""
+    cells = [model.name, model.package, *(_failing(model) if model.error else _cells(model))]
+    return f"| {' | '.join(cells)} |"
+
+
+def _failing(model: OtherModel) -> list[str]:
+    try:
+        model.make(False).eager()
+    except Exception as error:  # whatever it raises belongs into the table
+        return [f"{model.package}: {type(error).__name__}: {error}", "", "", "", ""]
+    return ["✗ it can be built now", "", "", "", ""]
+
+
+def _cells(model: OtherModel) -> list[str]:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]), ("model",))
+    tiny = _abstract(model.make(False))
+    made, expected = leaves(tiny.shard(mesh, lm.auto()).materialize()), leaves(model.make(False).eager())
+    equal = len(made) == len(expected) and all(map(_equal, made, expected))
+    abstract = _abstract(model.make(True)).shard(mesh, lm.auto())
+    whole = [v.path for v in abstract.values() if v.nbytes >= LARGE and _splittable(v) and v.shard_nbytes == v.nbytes]
+    abstract.plan()
+    count = sum(variable.size for variable in abstract.values())
+    each = sum(variable.shard_nbytes for variable in abstract.values())
+    return [
+        f"✓ {len(tiny):,}",
+        "✓" if equal else "✗",
+        f"✗ {whole[0]}" if whole else "✓",
+        f"{count / 1e9:.2f} billion, {each / 2**30:.2f} GiB",
+        model.load,
+    ]
+
+
+def _abstract(call: Call) -> lm.AbstractModel:
+    return lm.build_abstract(call.build, *call.args, **call.kwargs)
+
+
+def leaves(built: Any) -> list[jax.Array]:
+    """All arrays of a model, keys as their data."""
+    found = jax.tree.leaves(nnx.state(built) if isinstance(built, nnx.Module) else built)
+    arrays = [leaf for leaf in found if hasattr(leaf, "dtype")]
+    return [jax.random.key_data(a) if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key) else a for a in arrays]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return one.dtype == other.dtype and np.array_equal(np.asarray(one), np.asarray(other))
+
+
+def _splittable(variable: lm.AbstractVariable) -> bool:
+    return any(extent and extent % 8 == 0 for extent in variable.shape)
+
+
+def page(rows: list[str]) -> str:
+    """The whole page around the rows."""
+    packages = dict.fromkeys(model.package for model in MODELS.values())
+    versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
+    header = f"| model | package | {' | '.join(_COLUMNS)} |\n|---|---|{'---|' * len(_COLUMNS)}"
+    return "\n".join([_INTRODUCTION.format(versions=versions), header, *rows, "", _FOOTER])
+
+
+def main(names: list[str]) -> None:
+    rows: list[str] = []
+    for name in names or MODELS:
+        rows.append(row(MODELS[name]))
+        print(rows[-1], file=sys.stdout if names else sys.stderr, flush=True)
+        jax.clear_caches()
+    if not names:
+        PAGE.write_text(page(rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
