@@ -43,6 +43,8 @@ from lazymodel._mapping.table import WeightMap
 from lazymodel._materialize.report import LoadReport
 from lazymodel._materialize.reshard import ReshardReport, reshard
 from lazymodel._model import AbstractModel, build_abstract
+from lazymodel._mup.compare import Mup, mup
+from lazymodel._mup.coordinate_check import CoordinateCheck, coordinate_check
 from lazymodel._plan.fleet import Fleet
 from lazymodel._plan.plan import MemoryPlan, compare_plans
 from lazymodel._plan.search import smallest_topology
@@ -64,6 +66,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Compile",
+    "CoordinateCheck",
     "DoesNotFitError",
     "Fleet",
     "From",
@@ -72,6 +75,7 @@ __all__ = [
     "LazyTensor",
     "LoadReport",
     "MemoryPlan",
+    "Mup",
     "Progress",
     "ReshardReport",
     "ShardingError",
@@ -82,10 +86,12 @@ __all__ = [
     "auto",
     "build_abstract",
     "compare_plans",
+    "coordinate_check",
     "device_memory",
     "grow",
     "initializers",
     "map_checkpoint",
+    "mup",
     "open_checkpoint",
     "path_key",
     "reshard",
