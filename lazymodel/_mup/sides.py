@@ -18,7 +18,7 @@ from lazymodel._sharding.roles import FUSED_HEADS, HEADS
 
 Side: TypeAlias = Literal["in", "out"] | None  # None is of a dimension that counts layers or experts
 
-_OTHER: dict[Side, Side] = {"in": "out", "out": "in"}
+_OTHER: Mapping[Side, Side] = {"in": "out", "out": "in"}
 _COUNTED = ("layers", "experts", "blocks")
 _OF_ROLE: dict[str, dict[str, Side]] = {
     "embedding": {"vocabulary": "in", "features": "out"},
@@ -103,7 +103,7 @@ def find_sides(variable: Grown, given: Sequence[Side] | None) -> Sides | None:
 
 
 def _by_name(variable: Grown) -> dict[int, Side] | None:
-    sides = {dim: _side(variable, dim) for dim in variable.growing}
+    sides: dict[int, Side] = {dim: _side(variable, dim) for dim in variable.growing}
     return None if None in sides.values() else sides
 
 
@@ -111,10 +111,10 @@ def _side(variable: Grown, dim: int) -> Side:
     labels, role, label = variable.labels, variable.described.role, variable.labels[dim]
     if role == "lora" and variable.weight is not None:
         # A factor is as its weight where it runs along it, and its rank is the other side.
-        along = [(own, other) for own, other in enumerate(variable.described.dims) if other is not None]
-        found = {_label_side(variable.weight.labels, other) for _, other in along}
-        side = found.pop() if len(found) == 1 else None
-        return side if side is None or label != "rank" else _OTHER[side]
+        dims = (dim for dim in variable.described.dims if dim is not None)
+        along: set[Side] = {_label_side(variable.weight.labels, dim) for dim in dims}
+        side = along.pop() if len(along) == 1 else None
+        return _OTHER.get(side) if label == "rank" else side
     if role in _OF_ROLE:
         return _OF_ROLE[role].get(label)
     return _label_side(labels, dim)

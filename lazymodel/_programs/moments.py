@@ -20,7 +20,7 @@ from lazymodel._programs.keys import is_key
 from lazymodel._programs.programs import InitRecipe
 
 _MOVES = STRUCTURAL | frozenset(
-    "convert_element_type optimization_barrier copy copy_p device_put stop_gradient nextafter".split()
+    ["convert_element_type", "optimization_barrier", "copy", "copy_p", "device_put", "stop_gradient", "nextafter"]
 )
 _QR = ("qr", "householder_product")
 _NORMAL = NormalDist()
