@@ -86,8 +86,7 @@ def find_sides(variable: Grown, given: Sequence[Side] | None) -> Sides | None:
         return Sides({dim: given[dim] for dim in growing if given[dim] is not None}, "axes")
     if not growing:
         return Sides({}, "no dimension grows")
-    own = [dim for dim in range(len(variable.shape)) if dim not in variable.counted]
-    if sum(variable.shape[dim] > 1 for dim in own) == 1:
+    if sum(size > 1 and label != "layers" for size, label in zip(variable.shape, variable.labels, strict=True)) == 1:
         return Sides(dict.fromkeys(growing, "out"), "one dimension", vector=True)
     role, leaf = variable.described.role, rule_path(variable.path).rpartition("/")[2]
     named, drawn = _by_name(variable), _by_initializer(variable)
@@ -115,6 +114,8 @@ def _side(variable: Grown, dim: int) -> Side:
         along: set[Side] = {_label_side(variable.weight.labels, dim) for dim in dims}
         side = along.pop() if len(along) == 1 else None
         return _OTHER.get(side) if label == "rank" else side
+    if role == "bias" and len(variable.growing) > 1:
+        return None  # a bias has one dimension for each unit; others may have its name
     if role in _OF_ROLE:
         return _OF_ROLE[role].get(label)
     return _label_side(labels, dim)
