@@ -25,7 +25,7 @@ def drawn(initializer: Any, *shape: int) -> Any:
 def test_moments_of_variance_scaling(make: Any, variance: float, uniform: bool) -> None:
     values = drawn(make(uniform=uniform), 200, 600)
     assert values.std() == pytest.approx(variance**0.5, rel=0.01)
-    assert values.mean() == pytest.approx(0, abs=values.std() / 50)
+    assert values.mean() == pytest.approx(0, abs=float(values.std()) / 50)
     edge = 3**0.5 if uniform else 2 / 0.87962566  # of uniform numbers, of normal ones cut at two deviations
     assert np.abs(values).max() == pytest.approx(edge * variance**0.5, rel=0.01)
 

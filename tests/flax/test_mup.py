@@ -29,7 +29,7 @@ def test_nnx() -> None:
         "layers/1/kernel": "output",
     }
     model, optimizer = wide.reinitialize(scheme).with_optimizer(scheme.optimizer(optax.sgd(1.0))).materialize()
-    before = nnx.state(model, nnx.Param)
+    before = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
     gradients = nnx.grad(lambda model: model(jnp.ones((1, 8))).sum())(model)
     optimizer.update(model, gradients)
     after = nnx.state(model, nnx.Param)
@@ -43,7 +43,8 @@ def test_linen() -> None:
 
         @linen.compact
         def __call__(self, x: Any) -> Any:
-            return linen.Dense(3)(linen.Dense(self.width)(x))
+            hidden = linen.Dense(self.width)(x)
+            return linen.Dense(3)(hidden)
 
     x = jnp.ones((1, 8))
     base, wide = (lm.build_abstract(Model(width), jax.random.key(0), x) for width in WIDTHS)
