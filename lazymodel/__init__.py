@@ -44,6 +44,8 @@ from lazymodel._mapping.table import WeightMap
 from lazymodel._materialize.report import LoadReport
 from lazymodel._materialize.reshard import ReshardReport, reshard
 from lazymodel._model import AbstractModel, build_abstract
+from lazymodel._mup.compare import Mup, mup
+from lazymodel._mup.coordinate_check import CoordinateCheck, coordinate_check
 from lazymodel._plan.fleet import Fleet
 from lazymodel._plan.plan import MemoryPlan, compare_plans
 from lazymodel._plan.search import smallest_topology
@@ -67,6 +69,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Compile",
+    "CoordinateCheck",
     "DoesNotFitError",
     "Fleet",
     "From",
@@ -76,6 +79,7 @@ __all__ = [
     "LazyTensor",
     "LoadReport",
     "MemoryPlan",
+    "Mup",
     "Progress",
     "ReshardReport",
     "ShardingError",
@@ -86,11 +90,13 @@ __all__ = [
     "auto",
     "build_abstract",
     "compare_plans",
+    "coordinate_check",
     "device_memory",
     "diff",
     "grow",
     "initializers",
     "map_checkpoint",
+    "mup",
     "open_checkpoint",
     "path_key",
     "reshard",

@@ -1,9 +1,10 @@
-"""Depth- and width-scaled initialization, for `AbstractModel.reinitialize`.
+"""The initializations that research compares, for `AbstractModel.reinitialize`, each with its source.
 
-Three building blocks take or make an initializer: `depth_scaled`, `width_scaled`, `stacked`. Three schemes are rules,
-path patterns to initializers, made of them: `gpt2`, `mup`, `fixup`. Which variables are residual outputs or readouts
-is the user's to say, as patterns: no name of a variable is known here. An initializer is any callable of
-(key, shape, dtype), `jax.nn.initializers`' own first of all, whose names are not repeated here.
+Initializers: `glorot`, `he`, `lecun` and `orthogonal`, which are `jax.nn.initializers`' own, and `identity`. Building
+blocks take or make one: `depth_scaled`, `width_scaled`, `stacked`. Schemes are rules, path patterns to initializers:
+`gpt2`, `small_init`, `deepnet`, `t_fixup`, `fixup`, `zero_residual`, `mup`. Which variables are residual outputs or
+readouts is the user's to say, as patterns: no name of a variable is known here. An initializer is any callable of
+(key, shape, dtype).
 """
 
 from __future__ import annotations
@@ -18,8 +19,109 @@ import jax.numpy as jnp
 from lazymodel._errors import LazyModelError
 
 Initializer: TypeAlias = "Callable[..., Any]"
+Axes: TypeAlias = "int | Sequence[int]"
 
-__all__ = ["depth_scaled", "fixup", "gpt2", "mup", "stacked", "width_scaled"]
+__all__ = [
+    "deepnet",
+    "depth_scaled",
+    "fixup",
+    "glorot",
+    "gpt2",
+    "he",
+    "identity",
+    "lecun",
+    "mup",
+    "orthogonal",
+    "small_init",
+    "stacked",
+    "t_fixup",
+    "width_scaled",
+    "zero_residual",
+]
+
+
+def glorot(gain: float = 1.0, *, uniform: bool = False, in_axis: Axes = -2, out_axis: Axes = -1) -> Initializer:
+    """Variance `gain² · 2 / (fan_in + fan_out)`: sizes are kept on the way forth and back, on average.
+
+    Source: Glorot and Bengio, Understanding the difficulty of training deep feedforward neural networks, 2010, eq. 16.
+
+    Args:
+        gain: What values are multiplied by.
+        uniform: Uniform rather than truncated normal numbers.
+        in_axis: The axes summed over.
+        out_axis: Those given back; what is left, such as a convolution's window, counts on both sides.
+
+    Example:
+        >>> round(float(lm.initializers.glorot()(jax.random.key(0), (100, 300), "float32").std()), 2)
+        0.07
+    """
+    return _variance(gain**2, "fan_avg", uniform, in_axis, out_axis)
+
+
+def he(*, uniform: bool = False, in_axis: Axes = -2, out_axis: Axes = -1) -> Initializer:
+    """Variance `2 / fan_in`, which keeps sizes through ReLU. Arguments are as for `glorot`.
+
+    Source: He et al., Delving Deep into Rectifiers, 2015, eq. 10.
+
+    Example:
+        >>> kernel = lm.initializers.he(in_axis=(0, 1), out_axis=2)(jax.random.key(0), (8, 16, 256), "float32")
+        >>> round(float(kernel.std()), 2)
+        0.12
+    """
+    return _variance(2.0, "fan_in", uniform, in_axis, out_axis)
+
+
+def lecun(*, uniform: bool = False, in_axis: Axes = -2, out_axis: Axes = -1) -> Initializer:
+    """Variance `1 / fan_in`. Arguments are as for `glorot`.
+
+    Source: LeCun, Bottou, Orr and Müller, Efficient BackProp, 1998, section 4.6.
+
+    Example:
+        >>> round(float(lm.initializers.lecun()(jax.random.key(0), (100, 300), "float32").std()), 2)
+        0.1
+    """
+    return _variance(1.0, "fan_in", uniform, in_axis, out_axis)
+
+
+def _variance(scale: float, mode: Any, uniform: bool, in_axis: Axes, out_axis: Axes) -> Initializer:
+    distribution = "uniform" if uniform else "truncated_normal"
+    return jax.nn.initializers.variance_scaling(scale, mode, distribution, in_axis, out_axis)
+
+
+def orthogonal(gain: float = 1.0, *, out_axis: int = -1) -> Initializer:
+    """A random matrix of which all singular values are `gain`.
+
+    Source: Saxe, McClelland and Ganguli, Exact solutions to the nonlinear dynamics of learning in deep linear neural
+    networks, 2014.
+
+    Args:
+        gain: The singular values.
+        out_axis: The axis of outputs; all others together are inputs.
+
+    Example:
+        >>> kernel = lm.initializers.orthogonal()(jax.random.key(0), (4, 4), "float32")
+        >>> bool(jax.numpy.allclose(kernel @ kernel.T, jax.numpy.eye(4), atol=1e-5))
+        True
+    """
+    return jax.nn.initializers.orthogonal(gain, out_axis)
+
+
+def identity(gain: float = 1.0) -> Initializer:
+    """`gain` times the identity, of a matrix's last two axes; what a rectangle has more of is 0.
+
+    Source: Le, Jaitly and Hinton, A Simple Way to Initialize Recurrent Networks of Rectified Linear Units, 2015.
+
+    Example:
+        >>> lm.initializers.identity(2)(None, (2, 3), "float32").tolist()
+        [[2.0, 0.0, 0.0], [0.0, 2.0, 0.0]]
+    """
+
+    def initialize(key: jax.Array | None, shape: Sequence[int], dtype: Any) -> jax.Array:
+        if len(shape) < 2:
+            raise LazyModelError(f"identity needs a matrix; got shape {tuple(shape)}")
+        return jnp.broadcast_to(jnp.eye(*shape[-2:], dtype=dtype) * _scalar(gain, dtype), tuple(shape))
+
+    return initialize
 
 
 def depth_scaled(initializer: Initializer, layers: int | None = None, *, branches: int = 2) -> Initializer:
@@ -49,9 +151,7 @@ def depth_scaled(initializer: Initializer, layers: int | None = None, *, branche
     return by_depth if layers is None else _scaled(initializer, 1 / math.sqrt(branches * layers))
 
 
-def width_scaled(
-    std: float = 0.02, base: int | None = None, *, power: float = 0.5, in_axis: int | Sequence[int] = -2
-) -> Initializer:
+def width_scaled(std: float = 0.02, base: int | None = None, *, power: float = 0.5, in_axis: Axes = -2) -> Initializer:
     """A normal distribution whose standard deviation shrinks with the fan-in: `std * (base / fan_in) ** power`.
 
     Args:
@@ -129,15 +229,111 @@ def gpt2(layers: int, *, weights: str, residual: str, std: float = 0.02, branche
     return {residual: depth_scaled(normal, layers, branches=branches), weights: normal}
 
 
-def mup(
-    *, hidden: str, readout: str, base: int, std: float = 0.02, in_axis: int | Sequence[int] = -2
+def small_init(
+    width: int, *, weights: str, residual: str | None = None, layers: int | None = None
 ) -> dict[str, Initializer]:
+    """Rules of small init: normal weights of deviation `sqrt(2 / (5 width))`.
+
+    Source: Nguyen and Salazar, Transformers without Tears, 2019, section 2.2. Residual outputs of deviation
+    `2 / (layers sqrt(width))` are those of Black et al., GPT-NeoX-20B, 2022, section 2.1.
+
+    Args:
+        width: Of the residual stream.
+        weights: Pattern of all kernels.
+        residual: Pattern of the kernels that write into the residual stream; None treats all alike.
+        layers: Layers of the model; needed with `residual`.
+
+    Example:
+        >>> rules = lm.initializers.small_init(1000, weights=".*/kernel")
+        >>> round(float(abstract.reinitialize(rules, key=0).materialize()["up"]["kernel"].std()), 2)
+        0.02
+    """
+    small = {weights: jax.nn.initializers.normal(math.sqrt(2 / (5 * width)))}
+    if residual is None:
+        return small
+    if layers is None or layers < 1:
+        raise LazyModelError(f"small_init with residual needs the number of layers; got {layers}")
+    return {residual: jax.nn.initializers.normal(2 / (layers * math.sqrt(width))), **small}
+
+
+def deepnet(
+    layers: int, *, weights: str, residual: str, in_axis: Axes = -2, out_axis: Axes = -1
+) -> tuple[dict[str, Initializer], float]:
+    """Rules of DeepNet for a decoder or an encoder, and the alpha that its code multiplies the skip connection by.
+
+    Glorot's, of `residual` with a gain of `(8 layers) ** (-1/4)`; alpha is `(2 layers) ** (1/4)`, in
+    `norm(alpha * x + branch(x))`. Source: Wang et al., DeepNet: Scaling Transformers to 1,000 Layers, 2022, figure 2.
+
+    Args:
+        layers: Layers of the model.
+        weights: Pattern of the other kernels, queries and keys.
+        residual: Pattern of the kernels of values, of attention's output and of feed-forward layers.
+        in_axis: As for `glorot`.
+        out_axis: As for `glorot`.
+
+    Example:
+        >>> rules, alpha = lm.initializers.deepnet(8, weights="up/kernel", residual="down/kernel")
+        >>> alpha, round(float(abstract.reinitialize(rules, key=0).materialize()["down"]["kernel"].std()), 3)
+        (2.0, 0.028)
+    """
+    if layers < 1:
+        raise LazyModelError(f"deepnet needs at least one layer; got {layers}")
+    scaled = glorot((8 * layers) ** -0.25, in_axis=in_axis, out_axis=out_axis)
+    return {residual: scaled, weights: glorot(in_axis=in_axis, out_axis=out_axis)}, (2 * layers) ** 0.25
+
+
+def t_fixup(
+    layers: int, *, weights: str, residual: str, embeddings: str, width: int, decoder: bool = True
+) -> dict[str, Initializer]:
+    """Rules of T-Fixup: what lets a transformer train without norms and without warm-up.
+
+    Glorot's, of `residual` times `(9 layers) ** (-1/4)` in a decoder and `0.67 layers ** (-1/4)` in an encoder, and
+    embeddings of deviation `width ** (-1/2)` times the same. Source: Huang et al., Improving Transformer Optimization
+    Through Better Initialization, 2020, section 3.
+
+    Args:
+        layers: Layers of the decoder or encoder.
+        weights: Pattern of the other kernels, queries and keys.
+        residual: Pattern of the kernels of values, of attention's output and of feed-forward layers.
+        embeddings: Pattern of the embeddings.
+        width: Of the residual stream.
+        decoder: Whether it is one.
+
+    Example:
+        >>> rules = lm.initializers.t_fixup(9, weights="b", residual="down/kernel", embeddings="a", width=64)
+        >>> round(float(rules["a"](jax.random.key(0), (1000, 64), "float32").std()), 3)
+        0.042
+    """
+    if layers < 1:
+        raise LazyModelError(f"t_fixup needs at least one layer; got {layers}")
+    factor = (9 * layers) ** -0.25 if decoder else 0.67 * layers**-0.25
+    normal = jax.nn.initializers.normal(factor * width**-0.5)
+    return {residual: glorot(factor), weights: glorot(), embeddings: normal}
+
+
+def zero_residual(residual: str) -> dict[str, Initializer]:
+    """Rules by which every residual branch begins as zero, and the network as its skip connections.
+
+    Source: Goyal et al., Accurate, Large Minibatch SGD, 2017, section 5.1, of the last norm's scale of each branch; of
+    branches without norms, De and Smith, Batch Normalization Biases Residual Blocks, 2020.
+
+    Args:
+        residual: Pattern of the last kernel, norm's scale or scalar of every branch.
+
+    Example:
+        >>> rules = lm.initializers.zero_residual("down/kernel")
+        >>> abstract.reinitialize(rules).materialize()["down"]["kernel"].std().item()
+        0.0
+    """
+    return {residual: jax.nn.initializers.zeros}
+
+
+def mup(*, hidden: str, readout: str, base: int, std: float = 0.02, in_axis: Axes = -2) -> dict[str, Initializer]:
     """Rules of the maximal update parametrization's initialization: variance `1 / fan_in`, for readouts `1 / fan_in²`.
 
     Source: Yang et al., Tensor Programs V, 2022, table 3. At width `base` all standard deviations are `std`, so
     hyperparameters found there carry over; embeddings and biases do not change with the width and need no rule.
-    This is the initialization only: muP also wants learning rates that fall as `1 / fan_in` (Adam) and attention
-    divided by the head size rather than its root.
+    This is the initialization only; `lazymodel.mup` is all of it, and finds out what is hidden and what a readout.
 
     Args:
         hidden: Pattern of kernels from width to width.

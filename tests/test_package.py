@@ -25,10 +25,11 @@ PACKAGES = {
 # What a user calls or annotates with; a name more or less is a decision.
 NAMES = {
     "lazymodel": """
-        AbstractModel AbstractVariable Checkpoint CheckpointError Compile DoesNotFitError Fleet From Host LazyModelError
-        LazyModelWarning LazyTensor LoadReport MemoryPlan Progress ReshardReport ShardingError TraceError WeightMap
-        WhatIf arithmetic_mesh auto build_abstract compare_plans device_memory diff grow initializers map_checkpoint
-        open_checkpoint path_key reshard role save smallest_topology statistics topology
+        AbstractModel AbstractVariable Checkpoint CheckpointError Compile CoordinateCheck DoesNotFitError Fleet From
+        Host LazyModelError LazyModelWarning LazyTensor LoadReport MemoryPlan Mup Progress ReshardReport ShardingError
+        TraceError WeightMap WhatIf arithmetic_mesh auto build_abstract compare_plans coordinate_check device_memory
+        diff grow initializers map_checkpoint mup open_checkpoint path_key reshard role save smallest_topology
+        statistics topology
     """,
     "lazymodel.checkpoints": """
         Checkpoint SafetensorsFile open_checkpoint

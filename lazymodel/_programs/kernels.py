@@ -51,6 +51,12 @@ class Kernels:
         """Those of some outputs; kernels that are not needed are not run."""
         return dataclasses.replace(self, outputs=tuple(self.outputs[index] for index in keep))
 
+    def followed_by(self, function: Callable[..., list[Any]], form: Hashable, *inputs: int) -> Kernels:
+        """These, and a last one that takes their outputs and some of the recipe's inputs, and gives as many outputs."""
+        kernel = Kernel(form, function, (*self.outputs, *(("input", number) for number in inputs)))
+        outputs = tuple(("kernel", len(self.kernels), index) for index in range(len(self.outputs)))
+        return Kernels((*self.kernels, kernel), outputs)
+
     def needed(self) -> list[int]:
         """The numbers of the kernels that the outputs depend on."""
         needed = {reference[1] for reference in self.outputs if reference[0] == "kernel"}

@@ -85,6 +85,32 @@ class InitRecipe:
         )
 
 
+def scaled_recipe(recipe: InitRecipe, factors: Mapping[str, float]) -> InitRecipe:
+    """The recipe with some of its variables multiplied, as `value * factor` would be eagerly; `factors` is by path.
+
+    The factors are run-time inputs, so that variables which differ in nothing else share a program.
+    """
+    scaled = tuple(path in factors for path in recipe.paths)
+    count = len(recipe.inputs)
+
+    def multiply(*values: Any) -> list[Any]:
+        *outputs, by = values
+        pairs = zip(outputs, scaled, range(len(outputs)), strict=True)
+        return [output * by[index].astype(output.dtype) if wanted else output for output, wanted, index in pairs]
+
+    def function(*inputs: Any) -> tuple[jax.Array, ...]:
+        return tuple(multiply(*recipe.function(*inputs[:count]), inputs[count]))
+
+    return dataclasses.replace(
+        recipe,
+        signature=(recipe.signature, "scaled", scaled),
+        function=function,
+        inputs=(*recipe.inputs, np.asarray([factors.get(path, 1.0) for path in recipe.paths], np.float32)),
+        keys=(*recipe.keys, None) if recipe.keys else (),
+        kernels=None if recipe.kernels is None else recipe.kernels.followed_by(multiply, ("scaled", scaled), count),
+    )
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class InitProgram:
     """A compiled recipe."""

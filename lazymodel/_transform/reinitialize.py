@@ -19,8 +19,9 @@ from lazymodel._abstract.paths import Template, rule_path
 from lazymodel._abstract.spec import AnyModel, ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError, TraceError
+from lazymodel._mup.compare import Mup
 from lazymodel._programs.keys import is_key, key_data
-from lazymodel._programs.programs import InitRecipe
+from lazymodel._programs.programs import InitRecipe, scaled_recipe
 from lazymodel._show.text import closest
 from lazymodel._trace.function import trace_function
 from lazymodel._trace.small import on_host
@@ -54,7 +55,7 @@ def path_key(key: jax.Array, path: str) -> jax.Array:
 
 def reinitialize(
     model: AnyModel,
-    rules: str | InitRules,
+    rules: str | InitRules | Mup,
     initializer: Initializer | None = None,
     *,
     key: jax.Array | int | None = None,
@@ -70,7 +71,8 @@ def reinitialize(
     Args:
         rules: A path regex (`re.fullmatch`) and an initializer; or a mapping of them, of which the first that
             matches is taken; or a callable of a variable that returns an initializer or None. In a pattern,
-            `{layer}` captures text without `/` and `.`.
+            `{layer}` captures text without `/` and `.`. Or what `lazymodel.mup` returns: the model's own initial values
+            are then multiplied by its factors, keys and kinds of distributions staying as they are.
         initializer: Any of `jax.nn.initializers`, of `lazymodel.initializers`, or a callable of key, shape and
             dtype that JAX can trace. If it has further parameters named `path`, or as the pattern's captures, it is
             given these, captured numbers as ints.
@@ -84,6 +86,8 @@ def reinitialize(
         >>> abstract.reinitialize(".*/kernel", jax.nn.initializers.lecun_normal(), key=0)["up/kernel"].origin
         'truncated_normal'
     """
+    if isinstance(rules, Mup):
+        return _rescaled(model, rules, initializer, key)
     key = _checked_key(key)
     chosen = _choose(model, rules, initializer)
     absent = jax.ShapeDtypeStruct((), jax.eval_shape(jax.random.key, 0).dtype)
@@ -159,6 +163,29 @@ def rekey(model: AnyModel, key: jax.Array | int, pattern: str = ".*") -> AnyMode
                 )
             recipes.append(dataclasses.replace(recipe, inputs=_rekeyed(recipe, checked)))
     return dataclasses.replace(model, recipes=tuple(recipes))
+
+
+def _rescaled(model: AnyModel, scheme: Mup, initializer: Any, key: Any) -> AnyModel:
+    """The model's own initial values, multiplied."""
+    if initializer is not None or key is not None:
+        raise LazyModelError(
+            "muP multiplies the model's own values and takes no initializer or key; rekey draws others"
+        )
+    if lacking := [path for path, row in scheme.items() if path not in model or model[path].shape != row.shape]:
+        found = f"of shape {model[lacking[0]].shape}" if lacking[0] in model else "absent"
+        raise LazyModelError(
+            f"this muP is of {scheme.name}, whose {lacking[0]!r} has shape {scheme[lacking[0]].shape}; in {model.name} "
+            f"it is {found}. Compare the base with this model: lazymodel.mup(base, model)"
+        )
+    factors = scheme.factors
+    variables = dict(model.variables)
+    for path, factor in factors.items():
+        variables[path] = dataclasses.replace(variables[path], origin=f"{variables[path].origin} × {factor:.3g}")
+    recipes = tuple(
+        scaled_recipe(recipe, factors) if any(path in factors for path in recipe.paths) else recipe
+        for recipe in model.recipes
+    )
+    return dataclasses.replace(model, variables=variables, recipes=recipes)
 
 
 def _rekeyed(recipe: InitRecipe, key: jax.Array) -> tuple[np.ndarray[Any, Any], ...]:

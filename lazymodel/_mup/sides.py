@@ -1,0 +1,148 @@
+"""Which dimensions of a variable are summed over (fan-in) and which are given back (fan-out), and how that is known.
+
+Responsible for the question alone. It is asked of the dimensions that grow only; what is guessed from names is
+`_sharding/describe`'s, and a guess that the initializer contradicts is none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
+
+from lazymodel._abstract.paths import rule_path
+from lazymodel._sharding.describe import Described
+from lazymodel._sharding.roles import FUSED_HEADS, HEADS
+
+Side: TypeAlias = Literal["in", "out"] | None  # None is of a dimension that counts layers or experts
+
+_OTHER: Mapping[Side, Side] = {"in": "out", "out": "in"}
+_COUNTED = ("layers", "experts", "blocks")
+_OF_ROLE: dict[str, dict[str, Side]] = {
+    "embedding": {"vocabulary": "in", "features": "out"},
+    "position_embedding": {"positions": "in", "features": "out"},
+    "norm": {"dimension": "out"},
+    "bias": {"dimension": "out", "of its weight": "out", "rank": "out"},
+    "scale": {"dimension": "out"},
+}
+_OF_LABEL: dict[str, Side] = {"in": "in", "out": "out", "space": "in", "multiplier": "out", "vocabulary": "out"}
+_IN_HEADS = (HEADS, FUSED_HEADS, "head_dim", "parts")
+_DENSE = ("mlp_up", "mlp_down")
+# variance · fan-in of LeCun's, He's and PyTorch's initializers, by which these tell what they took for the fan-in.
+_FAN_IN_GAINS = (1.0, 2.0, 1 / 3)
+_TOLERANCE = 1e-3
+_TOLERANCE_16_BITS = 1e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class Grown:
+    """A variable of both builds."""
+
+    path: str
+    base: tuple[int, ...]
+    shape: tuple[int, ...]
+    described: Described
+    weight: Described | None  # of the weight that it belongs to
+    stds: tuple[float | None, float | None]  # of the initial values in the base and in the model
+    narrow: bool  # whether its numbers have 16 bits or fewer
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return self.described.labels
+
+    @property
+    def counted(self) -> frozenset[int]:
+        """The dimensions that count layers or experts."""
+        return frozenset(dim for dim, label in enumerate(self.labels) if label in _COUNTED)
+
+    @property
+    def growing(self) -> list[int]:
+        pairs = enumerate(zip(self.base, self.shape, strict=True))
+        return [dim for dim, (before, after) in pairs if before != after and dim not in self.counted]
+
+    def ratio(self, dim: int) -> float:
+        return self.shape[dim] / self.base[dim]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sides:
+    """What each dimension that grows is, and from what that was inferred."""
+
+    sides: Mapping[int, Side]
+    source: str
+    vector: bool = False
+
+    def ratio(self, variable: Grown, side: Side) -> float:
+        """How many times as large as the base's the fan-in or fan-out is."""
+        return math.prod(variable.ratio(dim) for dim, found in self.sides.items() if found == side)
+
+
+def find_sides(variable: Grown, given: Sequence[Side] | None) -> Sides | None:
+    """The sides of the dimensions that grow; None where that is ambiguous. `given` is the user's own answer."""
+    growing = variable.growing
+    if given is not None:
+        return Sides({dim: given[dim] for dim in growing if given[dim] is not None}, "axes")
+    if not growing:
+        return Sides({}, "no dimension grows")
+    if sum(size > 1 and label != "layers" for size, label in zip(variable.shape, variable.labels, strict=True)) == 1:
+        return Sides(dict.fromkeys(growing, "out"), "one dimension", vector=True)
+    role, leaf = variable.described.role, rule_path(variable.path).rpartition("/")[2]
+    named, drawn = _by_name(variable), _by_initializer(variable)
+    guessed = role in _DENSE and leaf != "kernel"  # kernels are (in, out); of other names the initializer knows better
+    if named is not None and not (guessed and drawn is not None and drawn != named):
+        source = "its name" if role in _DENSE else f"its name: {role.replace('_', ' ')}"
+        return Sides(named, source, vector=role in ("norm", "bias", "scale"))
+    if drawn is not None:
+        return Sides(drawn, "its initializer's fan-in")
+    if len(growing) == 2 and math.isclose(*map(variable.ratio, growing)):
+        return Sides({growing[0]: "in", growing[1]: "out"}, "two dimensions that grow alike")
+    return None
+
+
+def _by_name(variable: Grown) -> dict[int, Side] | None:
+    sides: dict[int, Side] = {dim: _side(variable, dim) for dim in variable.growing}
+    return None if None in sides.values() else sides
+
+
+def _side(variable: Grown, dim: int) -> Side:
+    labels, role, label = variable.labels, variable.described.role, variable.labels[dim]
+    if role == "lora" and variable.weight is not None:
+        # A factor is as its weight where it runs along it, and its rank is the other side.
+        dims = (dim for dim in variable.described.dims if dim is not None)
+        along: set[Side] = {_label_side(variable.weight.labels, dim) for dim in dims}
+        side = along.pop() if len(along) == 1 else None
+        return _OTHER.get(side) if label == "rank" else side
+    if role == "bias" and len(variable.growing) > 1:
+        return None  # a bias has one dimension for each unit; others may have its name
+    if role in _OF_ROLE:
+        return _OF_ROLE[role].get(label)
+    return _label_side(labels, dim)
+
+
+def _label_side(labels: Sequence[str], dim: int) -> Side:
+    if labels[dim] in _IN_HEADS:
+        return "out" if "in" in labels else "in" if "out" in labels else None
+    return _OF_LABEL.get(labels[dim])
+
+
+def _by_initializer(variable: Grown) -> dict[int, Side] | None:
+    """What the initializer took for the fan-in: dimensions of whose extent its variance is a known multiple, twice."""
+    before, after = variable.stds
+    if not before or not after:
+        return None
+    own = [dim for dim in range(len(variable.shape)) if dim not in variable.counted]
+    tolerance = _TOLERANCE_16_BITS if variable.narrow else _TOLERANCE
+    found: list[dict[int, Side]] = []
+    for count in range(1, len(own)):
+        for dims in itertools.combinations(own, count):
+            gains = [
+                std**2 * math.prod(shape[dim] for dim in dims)
+                for std, shape in ((before, variable.base), (after, variable.shape))
+            ]
+            if any(all(math.isclose(gain, known, rel_tol=tolerance) for gain in gains) for known in _FAN_IN_GAINS):
+                sides: dict[int, Side] = {dim: "in" if dim in dims else "out" for dim in variable.growing}
+                if sides not in found:
+                    found.append(sides)
+    return found[0] if len(found) == 1 else None
