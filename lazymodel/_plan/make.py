@@ -225,6 +225,7 @@ def _rows(model: ModelSpec, choice: Choice, use: Use) -> tuple[PlanRow, ...]:
             action=action(choice, path),
             source=origins.get(path) or variable.origin,
             used_nbytes=sum(amounts.get(path, 0) for amounts in use.parts.values()),
+            why="" if variable.reason is None else variable.reason.text,
         )
         for path, variable in model.items()
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,9 @@ from lazymodel._devices.compiler import CompiledMemory
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._plan.figures import bar, figure
 from lazymodel._plan.fleet import Way
+from lazymodel._plan.page import PageRow, comparison_sections, plan_sections
 from lazymodel._plan.what_if import ACTIVATIONS, PARAMETERS
+from lazymodel._show.page import Section, save_page
 from lazymodel._show.table import ACTIONS, Row, Table, Tabled, folded_table, shape_text, spec_text
 from lazymodel._show.text import format_bytes, parse_bytes, plural
 
@@ -42,6 +45,7 @@ class PlanRow:
     # for, its LoRA pair, its gradient and the slots of an optimizer that is only stated. Optimizer state that the
     # model has is rows of its own.
     used_nbytes: int = 0
+    why: str = ""  # it has its sharding
 
     @property
     def most_nbytes(self) -> int:
@@ -232,6 +236,33 @@ class MemoryPlan(Tabled):
         bars = self.device_nbytes, self.peak_nbytes, self.device_memory
         return figure(self.name, self.parts, amounts, *bars, path)
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as a page: one HTML file that needs no network; needs plotly.
+
+        It shows what a device holds in use and while materializing, modules by size, and every variable with its
+        sharding drawn on the mesh and the reason for it, to be filtered by path.
+
+        Raises:
+            LazyModelError: plotly is not installed, or the file cannot be written.
+
+        Example:
+            >>> sharded.plan().save("plan.html")
+        """
+        save_page(path, f"{self.name}: memory plan", self.sections())
+
+    def sections(self) -> list[Section]:
+        """What its page shows."""
+
+        def row(row: PlanRow) -> PageRow:
+            entries = [*(row.spec or ()), *[None] * len(row.shape)][: len(row.shape)]
+            axes = tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
+            shown = row.path, row.shape, row.dtype.name, axes, row.used_nbytes, row.action, row.source, row.why
+            return PageRow(*shown)
+
+        timeline = [(step.path, step.held_nbytes, step.peak_nbytes) for step in self.timeline]
+        lines = [*self._device_lines(), *self._host_lines(), *self.notes]
+        return plan_sections(lines, self.parts, timeline, self.device_memory, list(map(row, self.rows)), self.mesh)
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as lists, dicts, strings and numbers that `json.dumps` takes and gives back equal."""
         plain = dataclasses.asdict(
@@ -361,6 +392,15 @@ class PlanComparison(Tabled):
     def fitting(self) -> tuple[str, ...]:
         """Names of the plans that are known to fit."""
         return tuple(name for name, plan in self.plans.items() if plan.fits)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the comparison and every plan as one page; see `MemoryPlan.save`."""
+        table = self.table()
+        sections = comparison_sections(table.lines, table.columns, table.rows)
+        for name, plan in self.plans.items():
+            first, *others = plan.sections()
+            sections += [dataclasses.replace(first, title=name), *others]
+        save_page(path, table.title, sections)
 
     def to_dict(self) -> dict[str, Any]:
         """Each plan's `to_dict`, by name."""
