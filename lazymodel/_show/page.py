@@ -131,7 +131,8 @@ def page(title: str, sections: Sequence[Section]) -> str:
         "style-src 'unsafe-inline'; img-src data: blob:\">\n"
         f"<title>{html.escape(title)}</title>\n<style>\n{_STYLE.read_text()}</style>\n</head>\n<body>\n<main></main>\n"
         f'<script id="data" type="application/json">{data}</script>\n'
-        f"<script>\n{_SCRIPT.read_text()}</script>\n<script>{get_plotlyjs() if charts else ''}</script>\n</body>\n</html>\n"
+        f"<script>\n{_SCRIPT.read_text()}</script>\n<script>{get_plotlyjs() if charts else ''}</script>\n"
+        "</body>\n</html>\n"
     )
 
 
