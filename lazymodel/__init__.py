@@ -46,8 +46,9 @@ from lazymodel._materialize.reshard import ReshardReport, reshard
 from lazymodel._model import AbstractModel, build_abstract
 from lazymodel._mup.compare import Mup, mup
 from lazymodel._mup.coordinate_check import CoordinateCheck, coordinate_check
+from lazymodel._plan.compare import compare_plans
 from lazymodel._plan.fleet import Fleet
-from lazymodel._plan.plan import MemoryPlan, compare_plans
+from lazymodel._plan.plan import MemoryPlan
 from lazymodel._plan.search import smallest_topology
 from lazymodel._plan.what_if import WhatIf
 from lazymodel._save.save import save

@@ -35,8 +35,9 @@ from lazymodel._devices.topology import arithmetic_mesh, libtpu_environment
 from lazymodel._devices.topology import topology as compiled_mesh
 from lazymodel._errors import LazyModelError, LazyModelWarning
 from lazymodel._model import AbstractModel, build_abstract
+from lazymodel._plan.compare import compare_plans
 from lazymodel._plan.fleet import Fleet
-from lazymodel._plan.plan import MemoryPlan, compare_plans
+from lazymodel._plan.plan import MemoryPlan
 from lazymodel._plan.what_if import WhatIf
 from lazymodel._programs.jaxprs import CONFIG
 from lazymodel._remote.url import is_url, shown
@@ -124,14 +125,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         plans = _plans(arguments, source, meshes, what_if, compile, fleet)
     shown: Any = next(iter(plans.values())) if len(plans) == 1 else compare_plans(plans)
     if arguments.html:
-        page = (
-            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Memory plan</title></head>'
-            f'<body style="font-family:sans-serif">{shown._repr_html_()}</body></html>\n'
-        )
-        try:
-            Path(arguments.html).write_text(page, encoding="utf-8")
-        except OSError as error:
-            raise LazyModelError(f"cannot write {arguments.html}: {error.strerror or error}") from error
+        shown.save(arguments.html)
     if arguments.json:
         print_json("plan" if len(plans) == 1 else "plans", shown.to_dict())
     else:

@@ -254,6 +254,7 @@ def _rows(model: ModelSpec, choice: Choice, use: Use) -> tuple[PlanRow, ...]:
             used_nbytes=sum(amounts.get(path, 0) for amounts in use.parts.values()),
             memory_kind=variable.memory_kind,
             offloaded_nbytes=use.offloaded.get(path, 0),
+            why="" if variable.reason is None else variable.reason.text,
         )
         for path, variable in model.items()
     )

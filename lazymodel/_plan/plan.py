@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,9 @@ from lazymodel._devices.compiler import CompiledMemory
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._plan.figures import bar, figure
 from lazymodel._plan.fleet import Way
+from lazymodel._plan.page import PageRow, plan_sections
 from lazymodel._plan.what_if import ACTIVATIONS, OPTIMIZER, PARAMETERS
+from lazymodel._show.page import Section, save_page
 from lazymodel._show.table import ACTIONS, Row, Table, Tabled, folded_table, placed_text, shape_text, spec_text
 from lazymodel._show.text import format_bytes, parse_bytes, plural
 
@@ -44,6 +47,7 @@ class PlanRow:
     used_nbytes: int = 0
     memory_kind: str | None = None  # the kind of memory that it lies in, such as `pinned_host`; None is devices' own
     offloaded_nbytes: int = 0  # bytes that the host keeps for it, for each of its devices; slots only stated count too
+    why: str = ""  # it has its sharding
 
     @property
     def most_nbytes(self) -> int:
@@ -276,6 +280,33 @@ class MemoryPlan(Tabled):
         bars = self.device_nbytes, self.peak_nbytes, self.device_memory
         return figure(self.name, self.parts, amounts, *bars, path)
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as a page: one HTML file that needs no network; needs plotly.
+
+        It shows what a device holds in use and while materializing, modules by size, and every variable with its
+        sharding drawn on the mesh and the reason for it, to be filtered by path.
+
+        Raises:
+            LazyModelError: plotly is not installed, or the file cannot be written.
+
+        Example:
+            >>> sharded.plan().save("plan.html")
+        """
+        save_page(path, f"{self.name}: memory plan", self.sections())
+
+    def sections(self) -> list[Section]:
+        """What its page shows."""
+
+        def row(row: PlanRow) -> PageRow:
+            entries = [*(row.spec or ()), *[None] * len(row.shape)][: len(row.shape)]
+            axes = tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
+            shown = row.path, row.shape, row.dtype.name, axes, row.used_nbytes, row.action, row.source, row.why
+            return PageRow(*shown)
+
+        timeline = [(step.path, step.held_nbytes, step.peak_nbytes) for step in self.timeline]
+        lines = [*self._device_lines(), *self._host_lines(), *self.notes]
+        return plan_sections(lines, self.parts, timeline, self.device_memory, list(map(row, self.rows)), self.mesh)
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as lists, dicts, strings and numbers that `json.dumps` takes and gives back equal."""
         plain = dataclasses.asdict(
@@ -406,55 +437,3 @@ class Modules(Tabled, Sequence[ModuleRow]):
 
         headings = ("variables each", "bytes each", "in use each", "bytes/device", "")
         return folded_table(f"{self.name} by module", headings, map(row, self.rows), noun="module")
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class PlanComparison(Tabled):
-    """Several plans side by side, by name and in the order given; prints as a table."""
-
-    plans: Mapping[str, MemoryPlan]
-
-    @property
-    def fitting(self) -> tuple[str, ...]:
-        """Names of the plans that are known to fit."""
-        return tuple(name for name, plan in self.plans.items() if plan.fits)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Each plan's `to_dict`, by name."""
-        return {name: plan.to_dict() for name, plan in self.plans.items()}
-
-    def table(self) -> Table:
-        """What is shown: a row a plan."""
-
-        def cells(name: str, plan: MemoryPlan) -> tuple[str, ...]:
-            memory = "–" if plan.device_memory is None else format_bytes(plan.device_memory)
-            amounts = (plan.device_nbytes, plan.peak_nbytes, plan.used_nbytes)
-            return (name, f"{plan.num_devices:,}", *map(format_bytes, amounts), memory, plan.verdict())
-
-        columns = ("plan", "devices", "resident/device", "peak materializing", "in use", "device memory", "verdict")
-        names = sorted({plan.name for plan in self.plans.values()})
-        title = f"{', '.join(names)}: {plural(len(self.plans), 'plan')}"
-        return Table(title, columns, [cells(*item) for item in self.plans.items()], frozenset(columns[1:6]))
-
-
-def compare_plans(plans: Mapping[str, MemoryPlan]) -> PlanComparison:
-    """Puts the plans of several meshes, dtypes or anything else into one table.
-
-    Example:
-        >>> meshes = {name: lm.arithmetic_mesh(name) for name in ("v5e-1", "v5e-8")}
-        >>> lm.compare_plans({name: abstract.shard(mesh, "auto").plan() for name, mesh in meshes.items()})
-        init: 2 plans
-        plan          devices  resident/device  peak materializing      in use  device memory  verdict
-        ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-        v5e-1               1       128.00 KiB          128.00 KiB  128.00 KiB      15.75 GiB  fits, 15.75 GiB to spare
-        v5e-8               8        16.00 KiB           16.00 KiB   16.00 KiB      15.75 GiB  fits, 15.75 GiB to spare
-    """
-    given: Any = plans
-    values: Any = given.values() if isinstance(given, Mapping) else [None]
-    if not all(isinstance(plan, MemoryPlan) for plan in values):
-        raise LazyModelError(
-            f"plans are a mapping of name to MemoryPlan, such as {{'v5e-8': model.plan()}}; got {type(given).__name__}"
-        )
-    if not plans:
-        raise LazyModelError("there is no plan to compare; pass a mapping of name to MemoryPlan")
-    return PlanComparison(dict(plans))

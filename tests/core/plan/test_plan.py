@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import lazymodel as lm
-from lazymodel._plan.plan import HostPlan, MemoryPlan, PlanRow, PlanStep, compare_plans
+from lazymodel._plan.compare import compare_plans
+from lazymodel._plan.plan import HostPlan, MemoryPlan, PlanRow, PlanStep
 
 BF16 = np.dtype("bfloat16")
 HOSTILE = "a[red]\x1b[31m<script>alert('x')</script>\n&amp;/kernel"

@@ -1,0 +1,159 @@
+"""Pages: what is known of a model in one HTML file that a browser opens without a network.
+
+Responsible for the file, its charts and its tables; what they show is somebody else's matter. Plotly draws, and lies in
+the file. Names may be hostile, so none is ever markup: data is JSON that no parser of HTML sees, the page's own script
+writes it as text, and what Plotly would read as markup is escaped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lazymodel._errors import LazyModelError
+
+# Files of a page rather than strings: editors and linters know them.
+_SCRIPT = Path(__file__).with_name("page.js")
+_STYLE = Path(__file__).with_name("page.css")
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Lines."""
+
+    lines: Sequence[str]
+    title: str = ""
+    kind: str = "text"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bars:
+    """Bytes as one stacked bar for each name, by kind, against a limit."""
+
+    title: str
+    bars: Mapping[str, Mapping[str, int]]
+    limit: int | None = None
+    kind: str = "bars"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """Bytes over steps; of each step what it is called, and one amount for each line."""
+
+    title: str
+    steps: Sequence[str]
+    lines: Mapping[str, Sequence[int]]
+    limit: int | None = None
+    kind: str = "lines"
+
+
+@dataclasses.dataclass(frozen=True)
+class Spans:
+    """Seconds as bars from a start to an end, in the order given."""
+
+    title: str
+    spans: Sequence[tuple[str, float, float]]
+    kind: str = "spans"
+
+
+@dataclasses.dataclass(frozen=True)
+class Treemap:
+    """Bytes of paths, whose parts between `/` are what a reader zooms into."""
+
+    title: str
+    sizes: Mapping[str, int]
+    kind: str = "treemap"
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A shape that is split over the axes of a mesh, drawn in colour: for each dimension the axes that split it."""
+
+    shape: Sequence[int]
+    axes: Sequence[Sequence[str]]
+    mesh: Mapping[str, int]
+    kind: str = "placed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """A table that is filtered by what a reader types; cells are text, `Nbytes` or `Placed`."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    kind: str = "grid"
+
+
+@dataclasses.dataclass(frozen=True)
+class Nbytes:
+    """A number of bytes in a cell."""
+
+    nbytes: int
+    kind: str = "nbytes"
+
+
+Section = Text | Bars | Lines | Spans | Treemap | Grid
+
+
+def save_page(path: str | os.PathLike[str], title: str, sections: Sequence[Section]) -> None:
+    """Writes a page.
+
+    Raises:
+        LazyModelError: plotly is not installed, or the file cannot be written.
+    """
+    text = page(title, sections)
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LazyModelError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
+
+
+def page(title: str, sections: Sequence[Section]) -> str:
+    """The HTML of a page."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise LazyModelError("a page needs plotly: pip install 'lazymodel[page]'") from error
+    charts = any(not isinstance(section, Text | Grid) for section in sections)
+    # `<` never occurs, so nothing in it ends the element or begins another.
+    data = json.dumps({"title": title, "sections": [_plain(each) for each in sections]}, ensure_ascii=True)
+    data = data.replace("<", "\\u003c")
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'unsafe-inline'; "
+        "style-src 'unsafe-inline'; img-src data: blob:\">\n"
+        f"<title>{html.escape(title)}</title>\n<style>\n{_STYLE.read_text()}</style>\n</head>\n<body>\n<main></main>\n"
+        f'<script id="data" type="application/json">{data}</script>\n'
+        f"<script>\n{_SCRIPT.read_text()}</script>\n<script>{get_plotlyjs() if charts else ''}</script>\n"
+        "</body>\n</html>\n"
+    )
+
+
+def _plain(section: Section) -> Any:
+    """A section as JSON has it: shapes and drawings that many rows share are written once."""
+    if not isinstance(section, Grid):
+        return dataclasses.asdict(section)
+    placed: dict[str, int] = {}
+    rows = [[_cell(cell, placed) for cell in row] for row in section.rows]
+    return {
+        "kind": section.kind,
+        "title": section.title,
+        "columns": list(section.columns),
+        "rows": rows,
+        "placed": [json.loads(each) for each in placed],
+    }
+
+
+def _cell(cell: Any, placed: dict[str, int]) -> Any:
+    if isinstance(cell, Nbytes):
+        return {"nbytes": cell.nbytes}
+    if isinstance(cell, Placed):
+        return {"placed": placed.setdefault(json.dumps(dataclasses.asdict(cell)), len(placed))}
+    return str(cell)

@@ -1,0 +1,205 @@
+"""A plan as a page: what it shows, that names are never markup, and how it behaves in a browser."""
+
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import lazymodel as lm
+from lazymodel._show.page import Bars, Grid, Lines, Nbytes, Placed, Spans, Text, Treemap, page
+
+pytest.importorskip("plotly")
+
+ATTACKS = (
+    "</script><script>window.attacked=1</script>",
+    "<img src=x onerror='window.attacked=1'>",
+    "<b>bold</b>",
+    "<a href='javascript:window.attacked=1'>link</a>",
+    "__proto__",
+    "${window.attacked=1}",
+    "&lt;i&gt;",
+)
+
+
+def plan_of(count):
+    def init():
+        shapes = {"up": (64, 128), "down": (128, 64), "scale": (64,)}
+        layers = {f"layers_{i}": {name: jnp.zeros(shape) for name, shape in shapes.items()} for i in range(count)}
+        return {"embed": jnp.zeros((512, 64)), **layers}
+
+    mesh = lm.arithmetic_mesh("v5e:2x4", {"data": 2, "model": 4})
+    return lm.build_abstract(init).shard(mesh, lm.auto(), large=1).plan(what_if=lm.WhatIf(optimizer="adamw"))
+
+
+def data_of(text):
+    (found,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, flags=re.DOTALL)
+    return json.loads(found)
+
+
+def sections_of(text):
+    return {section["title"]: section for section in data_of(text)["sections"]}
+
+
+def test_it_shows_the_plan(tmp_path):
+    plan = plan_of(3)
+    plan.save(tmp_path / "plan.html")
+    sections = sections_of((tmp_path / "plan.html").read_text())
+    assert sections["In use, on the fullest device"]["bars"] == {"in use": plan.parts}
+    assert sections["In use, on the fullest device"]["limit"] == plan.device_memory
+    held = sections["While materializing, on the fullest device"]["lines"]
+    assert held == {
+        "held": [step.held_nbytes for step in plan.timeline],
+        "with temporaries": [step.peak_nbytes for step in plan.timeline],
+    }
+    assert sections["Modules by bytes on a device"]["sizes"] == {row.path: row.used_nbytes for row in plan.rows}
+    grid = sections["Variables"]
+    by_path = {row[0]: row for row in grid["rows"]}
+    assert list(by_path) == [row.path for row in plan.rows]
+    _, shape, dtype, placed, nbytes, _, why = by_path["layers_1/up"]
+    assert (shape, dtype) == ("[64, 128]", "float32")
+    drawn = grid["placed"][placed["placed"]]
+    assert (drawn["shape"], drawn["mesh"]) == ([64, 128], {"data": 2, "model": 4})
+    row = next(row for row in plan.rows if row.path == "layers_1/up")
+    assert drawn["axes"] == [[entry] if entry else [] for entry in row.spec]
+    assert nbytes == {"nbytes": row.used_nbytes}
+    assert why == row.why != ""
+
+
+def test_a_comparison_has_all_of_them(tmp_path):
+    plans = {"here": plan_of(1), "there": plan_of(2)}
+    lm.compare_plans(plans).save(tmp_path / "plans.html")
+    text = (tmp_path / "plans.html").read_text()
+    assert [row[0] for row in sections_of(text)["What would fit"]["rows"]] == ["here", "there"]
+    assert sum(section["kind"] == "treemap" for section in data_of(text)["sections"]) == 2
+
+
+def test_modules_stand_for_what_is_too_many(tmp_path):
+    plan = plan_of(1000)
+    plan.save(tmp_path / "plan.html")
+    sections = sections_of((tmp_path / "plan.html").read_text())
+    sizes = sections["Modules by bytes on a device"]["sizes"]
+    assert len(sizes) == 1001
+    assert sum(sizes.values()) == sum(row.used_nbytes for row in plan.rows)
+
+
+def test_nothing_is_markup_and_nothing_is_fetched():
+    text = page(ATTACKS[0], [Text(ATTACKS), Grid(ATTACKS[0], ["name"], [[name] for name in ATTACKS])])
+    assert data_of(text)["title"] == ATTACKS[0]
+    for name in ATTACKS[:4]:
+        assert name not in text
+    assert not re.search(r'(src|href)="(?!data:)', text)
+
+
+def test_it_cannot_be_written(tmp_path):
+    with pytest.raises(lm.LazyModelError, match=r"cannot write .*absent/plan.html: No such file"):
+        plan_of(1).save(tmp_path / "absent" / "plan.html")
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install 'lazymodel[browser]'")
+    executable = shutil.which("chromium") or shutil.which("google-chrome")
+    if executable is None:
+        pytest.skip("no browser: apt-get install chromium")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(
+            executable_path=executable,
+            args=["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"],
+        )
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def open_page(browser, tmp_path):
+    """Opens a page's text offline; fails with what the console said."""
+    said = []
+    context = browser.new_context(offline=True, viewport={"width": 1200, "height": 900})
+
+    def open_page(text, **options):
+        path = Path(tmp_path / "page.html")
+        path.write_text(text)
+        if options:
+            context.close()
+        opened = (browser.new_context(offline=True, **options) if options else context).new_page()
+        opened.on("console", lambda message: said.append(message.text))
+        opened.on("pageerror", lambda error: said.append(str(error)))
+        opened.goto(path.as_uri())
+        opened.locator("html[data-ready]").wait_for(state="attached")
+        return opened
+
+    yield open_page
+    assert said == []
+
+
+def test_it_is_drawn_filtered_sorted_and_zoomed(open_page, tmp_path):
+    plan_of(5).save(tmp_path / "plan.html")
+    opened = open_page((tmp_path / "plan.html").read_text())
+    assert opened.title() == "init: memory plan"
+    assert opened.locator(".chart .main-svg").count() >= 3
+    assert opened.locator(".chart").nth(0).bounding_box()["height"] > 100
+    rows = opened.locator("tbody tr:visible")
+    filter = opened.get_by_placeholder("part of a path")
+    filter.fill("layers_2/")
+    assert rows.count() == 3
+    filter.fill("layers_[01]/up$")
+    assert rows.count() == 2
+    filter.fill("")
+    opened.get_by_role("button", name="bytes on a device").focus()
+    opened.keyboard.press("Enter")
+    opened.keyboard.press("Enter")
+    assert opened.locator("th[aria-sort=descending]").inner_text() == "bytes on a device"
+    assert rows.first.locator("td").first.inner_text() == "embed"
+    opened.locator(".slice", has_text="layers_3").first.click(position={"x": 8, "y": 8})
+    opened.locator(".slice", has_text="layers_2").first.wait_for(state="detached")
+    opened.locator(".slice", has_text="down").first.hover()
+    opened.locator(".hovertext", has_text="layers_3/down").wait_for(state="attached")
+    assert opened.locator("svg.placed").first.get_attribute("aria-label").startswith("split (")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_goes_with_the_system(open_page, tmp_path, scheme):
+    plan_of(1).save(tmp_path / "plan.html")
+    opened = open_page((tmp_path / "plan.html").read_text(), color_scheme=scheme)
+    colours = opened.evaluate(
+        "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+    )
+    background, foreground = (sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in colours)
+    assert (background > foreground) is (scheme == "light")
+
+
+def test_names_do_nothing(open_page):
+    sections = [
+        Text(ATTACKS),
+        Bars(ATTACKS[1], {name: {ATTACKS[2]: 1} for name in ATTACKS}, 2),
+        Lines(ATTACKS[1], ATTACKS, {name: list(range(len(ATTACKS))) for name in ATTACKS}),
+        Spans(ATTACKS[1], [(name, 0.0, 1.0) for name in ATTACKS]),
+        Treemap(ATTACKS[1], {f"{name}/{name}": 1 for name in ATTACKS}),
+        Grid(ATTACKS[1], ATTACKS, [[*ATTACKS[:5], Nbytes(1), Placed((8,), ((ATTACKS[0],),), {ATTACKS[0]: 2})]]),
+    ]
+    opened = open_page(page(ATTACKS[0], sections))
+    assert opened.title() == ATTACKS[0]
+    assert opened.evaluate("window.attacked") is None
+    assert opened.locator("main img, main script, main b, main a[href^='javascript']").count() == 0
+    assert opened.locator("td", has_text="<img src=x").count() > 0
+
+
+@pytest.mark.large
+def test_it_is_there_soon(open_page, tmp_path):
+    """Prints how long; a figure of a quiet machine."""
+    for count in (333, 33_333):
+        plan_of(count).save(tmp_path / "plan.html")
+        text = (tmp_path / "plan.html").read_text()
+        start = time.perf_counter()
+        opened = open_page(text)
+        painted = opened.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime / 1000")
+        ready = float(opened.evaluate("document.documentElement.dataset.ready")) / 1000
+        print(f"{3 * count + 1:,} variables, {len(text):,} bytes: painted {painted:.2f} s, ready {ready:.2f} s")
+        assert time.perf_counter() - start < 60
