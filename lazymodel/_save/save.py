@@ -95,7 +95,7 @@ def save(
             `format` is given: Hugging Face's loaders ask for it, and it says that names and layouts are PyTorch's.
         progress: As for `materialize`, in bytes that this process writes.
         overwrite: Whether a checkpoint that is there already is replaced. One of another format never is, nor an Orbax
-            folder with other files in it: both are errors before anything is written.
+            folder with other files in it.
         storage_options: For URLs, as of `open_checkpoint`.
 
     Raises:

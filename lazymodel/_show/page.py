@@ -117,7 +117,7 @@ def save_page(path: str | os.PathLike[str], title: str, sections: Sequence[Secti
 def page(title: str, sections: Sequence[Section]) -> str:
     """The HTML of a page."""
     try:
-        from plotly.offline import get_plotlyjs
+        from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
         raise LazyModelError("a page needs plotly: pip install 'lazymodel[page]'") from error
     charts = any(not isinstance(section, Text | Grid) for section in sections)
