@@ -99,8 +99,8 @@ def save(
         storage_options: For URLs, as of `open_checkpoint`.
 
     Raises:
-        LazyModelError: There is a checkpoint already, or a saver at work on it; a dtype does not exist in the format,
-            the mapping does not fit, the disk is full, or a file cannot be written. What was there is as it was.
+        LazyModelError: There is a checkpoint already, or a saver at work on it; the format lacks a dtype, the mapping
+            does not fit, the disk is full, or a file cannot be written. What was there is as it was.
         CheckpointError: Another process failed, or a lazy tensor cannot be read.
 
     Example:
@@ -108,8 +108,7 @@ def save(
         >>> lm.open_checkpoint("folder").files
         ['folder/model-00001-of-00002.safetensors', 'folder/model-00002-of-00002.safetensors']
     """
-    arrays, shardings = _values(model)
-    format = _format(path, format)
+    (arrays, shardings), format = _values(model), _format(path, format)
     where = _located(path, storage_options, format)
     tensors = mapped({name: lazy_array(name, array) for name, array in arrays.items()}, mapping)
     if format == "orbax":
