@@ -33,7 +33,8 @@ class GgufFile(Checkpoint):
     Shapes are in NumPy's order, rows first, the reverse of how the file lists dimensions.
 
     Raises:
-        CheckpointError: The file is missing, truncated, a Git LFS pointer, or its header is malformed.
+        CheckpointError: The file is missing, truncated, a Git LFS pointer, or its header is malformed. Of a tensor that
+            is looked up: its type cannot be decoded, or a scale of its own is beside it.
     """
 
     format = "gguf"
@@ -41,11 +42,18 @@ class GgufFile(Checkpoint):
     def __init__(self, path: Location) -> None:
         check_pointer(path)
         self.source = source_of(path)
+        self.whole: Checkpoint = self  # all files of the model
         self.metadata, self._tensors_there = read_header(self.source)
         super().__init__(path, list(self._tensors_there), [self.source])
 
     def _tensor(self, name: str) -> LazyTensor:
         shape, kind, begin = self._tensors_there[name]
+        # llama.cpp multiplies results by it: the second scale of NVFP4. Beside other types it belongs to the model.
+        if kind.name == "NVFP4" and (scale := f"{name.removesuffix('weight')}scale") in self.whole:
+            raise CheckpointError(
+                f"tensor {name!r} of {self.path} is NVFP4 with another scale, tensor {scale!r}, which is not decoded; "
+                "take a file of another type"
+            )
         return LazyTensor(tensor_leaf(name, self.source, begin, shape, kind))
 
     def describe(self, name: str) -> TensorHeader:
@@ -102,6 +110,8 @@ def open_gguf(path: Location) -> Checkpoint:
             "again"
         )
     joined = JoinedCheckpoint(path, [(part, part.keys()) for part in parts])
+    for part in parts:
+        part.whole = joined
     joined.metadata = parts[0].metadata  # the others have only what says which ones they are
     return joined
 

@@ -160,6 +160,19 @@ def test_what_the_package_does_not_decode(type: str, tmp_path: Path) -> None:
             checkpoint["w"]
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_weight_is_not_given_without_its_scale(count: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    tensors = {"w.weight": random_tensor(rng, "NVFP4", 2, 64), "w.scale": Stored("F32", (1,), bytes(4))}
+    files = split_files({}, tensors, 3) if count > 1 else {"m.gguf": gguf_file({}, tensors)}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with lm.open_checkpoint(tmp_path) as checkpoint:
+        checkpoint["w.scale"].read()
+        with pytest.raises(lm.CheckpointError, match=r"'w.weight' of .* another scale, tensor 'w.scale'"):
+            checkpoint["w.weight"]
+
+
 # Split files ----------------------------------------------------------------------------------------------------------
 
 
