@@ -33,6 +33,10 @@ With --cls, a model of KerasHub, its configuration and tokenizer become a preset
 Face's transformers load.
 Exit status: 0 done; 1 --verify found a difference; 2 wrong usage, or it cannot be done.
 """
+_EXAMPLE = """\
+example:
+  lazymodel convert hf://google/gemma-2-2b gemma.weights.json --dtype bfloat16 --shard-size 2GB --verify
+"""
 
 
 def add_convert_parser(commands: Any) -> None:
@@ -41,6 +45,7 @@ def add_convert_parser(commands: Any) -> None:
         "convert",
         help="a checkpoint as another one, of any format",
         description=_DESCRIPTION,
+        epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", metavar="SRC", help="a file, a folder or a URL, as for lazymodel.open_checkpoint")

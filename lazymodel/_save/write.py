@@ -256,8 +256,11 @@ def _run(
                 raise
 
     with ThreadPoolExecutor(threads) as pool:
-        for worker in [pool.submit(work) for _ in range(threads)]:
-            worker.result()
+        try:
+            for worker in [pool.submit(work) for _ in range(threads)]:
+                worker.result()
+        finally:
+            stopped.set()  # a Ctrl-C comes here, and not to the threads
 
 
 def _jobs(pieces: Sequence[_Piece], band: int) -> Iterator[_Job]:
