@@ -173,7 +173,7 @@ def _range(values: Sequence[float | None]) -> str:
 
 
 def statistics(model: Any, *, stacked: str | None = None, spectral: bool = True) -> Statistics:
-    """Measures every variable where it is; nothing is gathered or moved.
+    """Measures every variable where it is; nothing is gathered, and nothing moved but from hosts' memory to devices.
 
     The spectral norm is that of the variable as a matrix. One of more than two dimensions is cut between those two
     neighbouring axes that make the matrix closest to square: (embed, heads, size) is embed × (heads size), and a
