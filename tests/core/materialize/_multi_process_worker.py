@@ -29,7 +29,8 @@ from lazymodel._tensors.source import BYTES_READ
 
 PROCESSES = 2
 DEVICES = 4  # of each process
-RULES = {"embedding|head/kernel": P("model"), "(up|new)/kernel": P(None, "model"), ".*bias": P()}
+COLUMNS = P(None, "model")
+RULES = {"embedding|head/kernel": P("model"), "up/kernel": COLUMNS, "new/kernel": lm.Host(COLUMNS), ".*bias": P()}
 
 
 def init(key: jax.Array) -> dict[str, Any]:

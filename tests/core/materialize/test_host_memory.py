@@ -115,6 +115,7 @@ def test_what_is_made_loaded_saved_and_moved_is_the_same_in_either_memory(mesh8:
     before = BYTES_READ.count
     loaded = sharded.materialize(lm.open_checkpoint(tmp_path / "model.safetensors"))
     assert BYTES_READ.count - before == sum(variable.nbytes for variable in sharded.values())
+    assert lm.statistics(made, spectral=False)["small"] == lm.statistics(expected, spectral=False)["small"]
     moved = lm.reshard(loaded, device)
     reports: list[lm.ReshardReport] = []
     parked = lm.reshard(moved, device.with_memory_kind("pinned_host"), report=reports.append)
