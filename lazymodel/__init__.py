@@ -56,9 +56,10 @@ from lazymodel._show.progress import Progress
 from lazymodel._statistics import statistics
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._transform.reinitialize import path_key
+from lazymodel._version import VERSION as _VERSION
 from lazymodel.checkpoints import Checkpoint, open_checkpoint
 
-__version__ = "0.1.0"
+__version__ = _VERSION
 
 __all__ = [
     "AbstractModel",

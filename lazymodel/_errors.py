@@ -95,11 +95,14 @@ for _public in (LazyModelError, TraceError, ShardingError, CheckpointError, Does
     _public.__module__ = "lazymodel"  # as users write it, and read it in tracebacks
 
 
-def warn(message: str) -> None:
-    """A `LazyModelWarning` of the user's own line: the first one outside of this repository and the frameworks."""
+def warn(message: str, category: type[Warning] = LazyModelWarning) -> None:
+    """A warning of the user's own line: the first one outside of this repository and the frameworks.
+
+    What is going to be removed warns with `DeprecationWarning`, and names what takes its place.
+    """
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]  # documented, and 100 times as fast as inspect
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
         frame = frame.f_back
     module = str(frame.f_globals.get("__name__"))
     seen = frame.f_globals.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(message, LazyModelWarning, frame.f_code.co_filename, frame.f_lineno, module, seen)
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, seen)

@@ -6,9 +6,9 @@ Responsible for what the command takes and prints; what is found is `checkpoints
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
+from lazymodel._cli.output import print_json
 from lazymodel._cli.storage import add_storage_options, storage_options
 from lazymodel._show.table import print_text
 from lazymodel.checkpoints._inspect import inspect_checkpoint
@@ -21,6 +21,7 @@ def add_inspect_parser(commands: Any) -> None:
         help="what is in a checkpoint, and what is wrong with it",
         description="Lists a checkpoint's files, tensors and metadata and everything that is wrong with it. Reads "
         "headers only. Exit status: 0 all is well, 1 problems were found, 2 there is no checkpoint.",
+        epilog="example: lazymodel inspect model.safetensors --verify",
     )
     parser.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="a file, a folder or a URL, as for lazymodel.open_checkpoint"
@@ -38,5 +39,8 @@ def add_inspect_parser(commands: Any) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     summary = inspect_checkpoint(arguments.checkpoint, storage_options(arguments), verify=arguments.verify)
-    print_text(json.dumps(summary.to_dict(), indent=2) if arguments.json else str(summary))
+    if arguments.json:
+        print_json("inspect", summary.to_dict())
+    else:
+        print_text(str(summary))
     return 1 if summary.problems else 0

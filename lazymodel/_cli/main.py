@@ -12,19 +12,30 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from lazymodel._cli.completion import add_completion_parser
+from lazymodel._cli.doctor import add_doctor_parser
 from lazymodel._cli.inspect import add_inspect_parser
 from lazymodel._cli.plan import add_plan_parser
 from lazymodel._errors import DoesNotFitError, LazyModelError
+from lazymodel._version import VERSION
+
+_EXAMPLES = """\
+examples:
+  lazymodel inspect model.safetensors                what is in a checkpoint, and what is wrong with it
+  lazymodel plan config.json --topology v5e-8        whether a model fits, before anything is rented
+  lazymodel doctor                                   what is installed here, and what is missing for what
+
+`lazymodel COMMAND --help` says more of each.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command, of the process's arguments if none are given, and returns its exit status."""
-    parser = argparse.ArgumentParser(prog="lazymodel", description="Look at checkpoints and models before loading.")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    add_inspect_parser(commands)
-    add_plan_parser(commands)
-
+    parser = make_parser()
     arguments = parser.parse_args(argv)
+    if "run" not in arguments:
+        parser.print_help()
+        return 0
     try:
         return arguments.run(arguments)
     except DoesNotFitError as error:  # found by a compiler that gave no numbers for a plan
@@ -35,3 +46,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130  # as shells report a process that was ended by SIGINT
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="lazymodel",
+        description="Look at checkpoints and models before loading.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"lazymodel {VERSION}")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    add_inspect_parser(commands)
+    add_plan_parser(commands)
+    add_doctor_parser(commands)
+    add_completion_parser(commands, parser)
+    return parser

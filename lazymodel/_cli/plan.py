@@ -11,7 +11,6 @@ import contextlib
 import errno
 import importlib
 import itertools
-import json
 import math
 import os
 import re
@@ -28,6 +27,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lazymodel._abstract.adapters import named
+from lazymodel._cli.output import print_json
 from lazymodel._cli.storage import add_storage_options, storage_options
 from lazymodel._compile.compile import Compile
 from lazymodel._devices.topology import arithmetic_mesh, libtpu_environment
@@ -57,6 +57,7 @@ Several --topology, --mesh or --dtype are compared in one table.
 Exit status: 0 it fits (one of several does), or what the devices have is not known; 1 it does not; 2 wrong usage, or
 nothing is there to plan.
 """
+_EXAMPLE = "example: lazymodel plan config.json --topology v5e-8 --topology v2-8 --dtype bfloat16 --optimizer adamw"
 
 
 def add_plan_parser(commands: Any) -> None:
@@ -65,6 +66,7 @@ def add_plan_parser(commands: Any) -> None:
         "plan",
         help="whether a model fits, before anything is rented or loaded",
         description=_DESCRIPTION,
+        epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -122,7 +124,10 @@ def _plan(arguments: argparse.Namespace) -> int:
             Path(arguments.html).write_text(page, encoding="utf-8")
         except OSError as error:
             raise LazyModelError(f"cannot write {arguments.html}: {error.strerror or error}") from error
-    print_text(json.dumps(shown.to_dict(), indent=2) if arguments.json else str(shown))
+    if arguments.json:
+        print_json("plan" if len(plans) == 1 else "plans", shown.to_dict())
+    else:
+        print_text(str(shown))
     return 0 if any(plan.fits is not False for plan in plans.values()) else 1
 
 

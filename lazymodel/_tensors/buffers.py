@@ -198,9 +198,9 @@ def cores() -> int:
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
-def default_budget() -> int:
-    """4 GiB, or an eighth of the memory that is available, to this process or at all, if that is less and known."""
-    available = [8 * DEFAULT_BUDGET]
+def available_memory() -> int | None:
+    """Bytes of host memory that are available, to this process or at all, whichever is less; None if unknown."""
+    available: list[int] = []
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         available += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
@@ -209,4 +209,10 @@ def default_budget() -> int:
         with contextlib.suppress(OSError, ValueError):  # not there, or "max"
             read = [int((folder / f"memory.{name}").read_text()) for name in (limit, used)]
             available.append(read[0] - read[1])
-    return max(min(available) // 8, 64 << 20)
+    return min(available, default=None)
+
+
+def default_budget() -> int:
+    """4 GiB, or an eighth of the memory that is available if that is less and known."""
+    available = available_memory()
+    return DEFAULT_BUDGET if available is None else max(min(available // 8, DEFAULT_BUDGET), 64 << 20)

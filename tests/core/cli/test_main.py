@@ -1,6 +1,8 @@
 """The command line: what goes to which stream, exit statuses, and that it starts without any framework."""
 
+import argparse
 import importlib
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -8,11 +10,13 @@ import sys
 import tomllib
 from pathlib import Path
 
+import jax
 import pytest
 
+import lazymodel
 from lazymodel._cli import main as main_module
 from lazymodel._cli import plan as planning
-from lazymodel._cli.main import main
+from lazymodel._cli.main import main, make_parser
 from lazymodel._devices.topology import has_libtpu
 from lazymodel._errors import LazyModelError
 
@@ -47,6 +51,7 @@ def test_inspect_json(checkpoint, capsys):
     out, err = capsys.readouterr()
     assert err == ""
     assert json.loads(out) == {
+        "schema": "lazymodel.inspect/1",
         "path": str(checkpoint),
         "format": "safetensors",
         "num_tensors": 1,
@@ -86,7 +91,7 @@ def test_nothing_there_is_exit_status_2(tmp_path, capsys, json_option):
     assert err.startswith(f"lazymodel: error: found no checkpoint in folder {tmp_path}; supported: ")
 
 
-@pytest.mark.parametrize("arguments", [[], ["inspect"], ["inspect", "x", "--nonsense"], ["nonsense"]])
+@pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "x", "--nonsense"], ["nonsense"]])
 def test_wrong_usage_is_exit_status_2(capsys, arguments):
     with pytest.raises(SystemExit) as info:
         main(arguments)
@@ -296,6 +301,51 @@ def test_no_framework_is_imported(checkpoint):
     )
     done = run("inspect", checkpoint, code=code)
     assert done.stdout.endswith("\nno problems found\n\n"), done.stdout + done.stderr
+
+
+def test_no_command_shows_what_there_is(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    (commands,) = [action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    for name, parser in commands.choices.items():
+        assert f"\n    {name}" in out
+        assert parser.epilog.startswith("example")
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"lazymodel {lazymodel.__version__}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion(capsys, shell):
+    pytest.importorskip("shtab")
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "lazymodel" in script and "inspect" in script and "verify" in script
+
+
+def test_doctor(capsys, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "https://example.org")
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == "lazymodel.doctor/1"
+    (device,) = found["devices"]
+    assert (device["platform"], device["count"]) == ("cpu", len(jax.devices()))
+    assert found["packages"]["jax"] == jax.__version__
+    assert found["settings"]["HF_ENDPOINT"] == "https://example.org"
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: missing(name) if name == "flax" else "1")
+    assert main(["doctor"]) == 0
+    assert "pip install 'lazymodel[flax]'" in capsys.readouterr().out
+
+    def no_device():
+        raise RuntimeError("Unable to initialize backend 'tpu': taken\nby another process")
+
+    monkeypatch.setattr(jax, "devices", no_device)
+    assert main(["doctor"]) == 1
+    assert "none: Unable to initialize backend 'tpu': taken" in capsys.readouterr().out
+
+
+def missing(name):
+    raise importlib.metadata.PackageNotFoundError(name)
 
 
 def test_the_script_of_the_distribution():

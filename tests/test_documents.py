@@ -1,0 +1,150 @@
+"""The code of README and docs runs, its commands are where `.ci/run` looks for them, and the README is short."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.conftest import ROOT, child_environment
+from tests.test_package import NAMES
+
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = {"README.md": README} | {f"docs/{path.name}": path.read_text() for path in (ROOT / "docs").glob("*.md")}
+# A block, and the comment before it: `runs`, with what it goes on from, or `not run: why`. In a tab it is indented.
+BLOCK = re.compile(r"(?:^ *<!-- (runs|not run: [^>]+?)\s*?(\n.*?)?-->\n)?^( *)```python\n(.*?)^\3```", re.M | re.S)
+
+
+class Block(NamedTuple):
+    document: str
+    kind: str  # "runs", or why not; empty where nobody said
+    code: str
+    first_line: str
+
+
+def blocks() -> list[Block]:
+    found: list[Block] = []
+    for name, text in sorted(DOCUMENTS.items()):
+        for kind, setup, _, shown in BLOCK.findall(text):
+            code, shown = textwrap.dedent(setup.strip("\n")), textwrap.dedent(shown)
+            found.append(Block(name, kind.strip(), f"{code}\n{shown}" if code else shown, shown.split("\n")[0]))
+    return found
+
+
+BLOCKS = blocks()
+RUN = [block for block in BLOCKS if block.kind == "runs"]
+
+
+def test_every_block_runs_or_says_why_not() -> None:
+    assert sum(text.count("```python") for text in DOCUMENTS.values()) == len(BLOCKS)
+    assert not [block for block in BLOCKS if not block.kind]
+    assert len(RUN) > len(BLOCKS) / 2
+
+
+# What all blocks import is imported once; each then runs in a process of its own, forked before JAX has any device.
+RUN_BLOCKS = """
+import json, os, sys, tempfile, traceback, warnings
+import jax, numpy, lazymodel
+blocks = json.load(sys.stdin)
+if any("keras_hub" in block for block in blocks):
+    import keras_hub, lazymodel_keras
+warnings.filterwarnings("ignore", message=".*fork")
+sys.path.append(sys.argv[1])  # for servers of tests; at the end, so that packages are those that are installed
+results = []
+for number, block in enumerate(blocks):
+    sys.stdout.flush()
+    if not (child := os.fork()):
+        status = 1
+        try:
+            os.mkdir(str(number))
+            os.chdir(str(number))
+            exec(compile(block, "document.md", "exec"), {"__name__": "__main__"})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    results.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def blocks_ran(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> tuple[dict[str, int], str]:
+    """The status with which each block ended, and what they said; found by one worker for all."""
+    base = tmp_path_factory.getbasetemp()
+    shared = Path(base if worker_id == "master" else base.parent) / "documents.json"
+    with shared.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not shared.exists():
+            shared.write_text(json.dumps(run_blocks(tmp_path_factory.mktemp("documents"))))
+    statuses, said = json.loads(shared.read_text())
+    return statuses, said
+
+
+def run_blocks(folder: Path) -> tuple[dict[str, int], str]:
+    has_keras = importlib.util.find_spec("keras_hub") is not None
+    codes = [block.code for block in RUN if has_keras or "keras" not in block.code]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_BLOCKS, str(ROOT)],
+        input=json.dumps(codes),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=child_environment(),
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(codes, json.loads(done.stdout.splitlines()[-1]), strict=True)), done.stderr
+
+
+@pytest.mark.parametrize("block", RUN, ids=[f"{block.document}: {block.first_line}" for block in RUN])
+def test_code_block_runs(block: Block, blocks_ran: tuple[dict[str, int], str]) -> None:
+    if "keras" in block.code:
+        pytest.importorskip("keras_hub")
+    if "TrainingCheckpoint" in block.code and not hasattr(pytest.importorskip("keras").callbacks, "OrbaxCheckpoint"):
+        pytest.skip("this Keras has no OrbaxCheckpoint")
+    statuses, said = blocks_ran
+    assert statuses[block.code] == 0, said
+
+
+def test_every_exported_name_is_in_their_list() -> None:
+    exported = {*NAMES["lazymodel"].split(), *NAMES["lazymodel_keras"].split()} - {"adapter"}
+    assert exported - set(re.findall(r"`(\w+)`", DOCUMENTS["docs/names.md"])) == set()
+
+
+@pytest.mark.parametrize("name", ["run", "test"])
+def test_commands_are_single_lines(name: str) -> None:
+    (block,) = re.findall(rf"<!-- command: {name} -->\n```bash\n(.*?)```", README, flags=re.DOTALL)
+    assert len(block.strip().splitlines()) == 1
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+
+
+@pytest.mark.parametrize("name", sorted(DOCUMENTS))
+def test_what_is_linked_exists(name: str) -> None:
+    text, folder = DOCUMENTS[name], (ROOT / name).parent
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text) + re.findall(r'src="([^":]+)"', text):
+        if not target.startswith("reference/"):  # made when the site is built
+            assert (folder / target).exists(), target
+
+
+def test_troubleshooting_quotes_what_is_said() -> None:
+    """Each heading of a message is words of one, as the sources have them."""
+    page = DOCUMENTS["docs/troubleshooting.md"]
+    sources = [path.read_text() for folder in ("lazymodel", "integrations") for path in (ROOT / folder).rglob("*.py")]
+    said = re.sub(r'"\s+f?"', "", "\n".join(sources))
+    headings = re.findall(r"^### (.*)$", page, flags=re.M)
+    assert len(headings) > 20
+    assert not [heading for heading in headings if heading not in said]
