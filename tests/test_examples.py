@@ -22,7 +22,7 @@ def run(name: str, *arguments: str, **environment: str) -> str:
     return execute(str(ROOT / "examples" / name), *arguments, **environment)
 
 
-def execute(*arguments: str, **environment: str) -> str:
+def execute(*arguments: str, timeout: int = 280, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, *arguments],
         check=False,
@@ -30,7 +30,7 @@ def execute(*arguments: str, **environment: str) -> str:
         text=True,
         env=child_environment() | environment,
         cwd=ROOT,
-        timeout=280,
+        timeout=timeout,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -41,6 +41,7 @@ def test_every_example_is_tested() -> None:
         "flax_from_huggingface.py",
         "grow_model.py",
         "init_study.py",
+        "mup.py",
         "multi_process.py",
         "quickstart.py",
         "train_sharded.py",
@@ -153,3 +154,18 @@ def test_multi_process_with_a_bucket(s3: S3Server) -> None:
         assert f"[process {process}] two meshes agree on 16 × 8192 logits" in printed
         refused = re.search(rf"\[process {process}\] refused, as everywhere: (.*)", printed)
         assert refused is not None and f"s3://{s3.bucket}/example/checkpoint/model-" in refused[1]
+
+
+@pytest.mark.large
+def test_mup_keeps_the_best_learning_rate(tmp_path: Path) -> None:
+    for module in ("flax", "keras", "matplotlib", "optax"):
+        pytest.importorskip(module)
+    printed = execute(str(ROOT / "examples" / "mup.py"), str(tmp_path / "mup.svg"), timeout=3600)
+    found = re.findall(r"(\w+), (standard|muP): .* the largest is (\d+) times the smallest(.*?)\n\n", printed, re.S)
+    assert [(name, kind) for name, kind, *_ in found] == [
+        (name, kind) for name in ("NNX", "Keras") for kind in ("standard", "muP")
+    ]
+    for _, kind, times, table in found:
+        assert int(times) <= 2 if kind == "muP" else int(times) > 2
+        assert ("all keep their size" in table) == (kind == "muP")
+    assert (tmp_path / "mup.svg").stat().st_size > 10_000
