@@ -19,7 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from lazymodel._errors import LazyModelError
+from lazymodel._errors import LazyModelError, warn
 from lazymodel._save.atomic import Staging, writing
 from lazymodel._save.destination import Destination, SavedFile, grouped
 from lazymodel._tensors.lazy import LazyTensor
@@ -72,7 +72,17 @@ class Hdf5Shards(Destination):
         content = {"metadata": {"total_size": total}, "weight_map": weights}
         with writing(self._index):
             (self._stage.new / self._index.name).write_text(json.dumps(content, indent=4), encoding="utf-8")
-        replace_shards(self._stage, self._index.name)
+        before = self._text()
+        try:
+            replace_shards(self._stage, self._index.name)
+        except LazyModelError as error:
+            if self._text() == before:
+                raise
+            warn(f"{self._index} is saved, under names of shards that Keras does not look for. Save once more: {error}")
+
+    def _text(self) -> str | None:
+        """The index that counts."""
+        return self._index.read_text(encoding="utf-8") if self._index.exists() else None
 
 
 def replace_shards(stage: Staging, index: str) -> None:
