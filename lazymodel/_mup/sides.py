@@ -76,7 +76,7 @@ class Sides:
 
     def ratio(self, variable: Grown, side: Side) -> float:
         """How many times as large as the base's the fan-in or fan-out is."""
-        return math.prod(variable.ratio(dim) for dim, found in self.sides.items() if found == side)
+        return math.prod((variable.ratio(dim) for dim, found in self.sides.items() if found == side), start=1.0)
 
 
 def find_sides(variable: Grown, given: Sequence[Side] | None) -> Sides | None:
