@@ -128,8 +128,8 @@ class Unbuilt(keras.Model):
 
 
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")  # Keras', of what it leaves as it is
-def test_streamed_one_by_one_as_quantized_and_with_pairs() -> None:
-    abstract = lm.build_abstract(sequential).quantize("int8").lora(2)
+def test_streamed_one_by_one_as_quantized() -> None:
+    abstract = lm.build_abstract(sequential).quantize("int8")
     assert not lm.diff(abstract, abstract.materialize())
     assert {path for path, _ in abstract.stream()} == set(abstract)
 
