@@ -116,8 +116,11 @@ def test_init_study(tmp_path: Path) -> None:
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_init_study_of_what_is_never_there() -> None:
-    printed = run("init_study.py", "--full", "64")
+def test_init_study_of_what_is_never_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # which the example adds to
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    importlib.import_module("init_study").full(64)
+    printed = capsys.readouterr().out
     norms = re.findall(r"norm of down kernels is (\S+) to (\S+)", printed)
     same, scaled, zero = (tuple(map(float, pair)) for pair in norms)
     assert 1 < same[1] < 2 and scaled[1] == pytest.approx(same[1] / 24**0.5, rel=0.1) and zero == (0, 0)

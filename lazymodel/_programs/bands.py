@@ -90,7 +90,21 @@ def _banded(recipe: InitRecipe, structs: Sequence[Any]) -> tuple[int, int, Calla
         jax.eval_shape(run, word, word, *structs)
     except _NoBands:
         return size, length, None
-    return size, length, jax.jit(run)
+    return size, length, _CompiledOnce(run, (word, word, *structs))
+
+
+class _CompiledOnce:
+    """A function that is compiled when it is first called, by one of the threads that call it."""
+
+    def __init__(self, function: Callable[..., Any], structs: Sequence[Any]) -> None:
+        self._function, self._structs = function, structs
+        self._lock, self._compiled = threading.Lock(), None
+
+    def __call__(self, *values: Any) -> Any:
+        with self._lock:
+            if self._compiled is None:
+                self._compiled = jax.jit(self._function).lower(*self._structs).compile()
+        return self._compiled(*values)
 
 
 def _longest(shape: tuple[int, ...]) -> int:

@@ -127,6 +127,13 @@ class Unbuilt(keras.Model):
         return self.down(self.up(inputs))
 
 
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")  # Keras', of what it leaves as it is
+def test_streamed_one_by_one_as_quantized() -> None:
+    abstract = lm.build_abstract(sequential).quantize("int8")
+    assert not lm.diff(abstract, abstract.materialize())
+    assert {path for path, _ in abstract.stream()} == set(abstract)
+
+
 def test_states_between_batches() -> None:
     """Variables that the layer holds and the model does not count among its own."""
     for state in lm.build_abstract(recurrent).materialize().layers[1].states:
