@@ -231,16 +231,18 @@ class _Proposer:
         """Splits a variable over the mesh axes, or those that serve as what they are called, that its metadata names.
 
         Axes that the metadata does not use are placed as for any variable of its role, if it is large. Returns None
-        where there is no such metadata.
+        where there is no such metadata, and for small vectors.
         """
         names = variable.logical_axes or ()
         if len(names) > len(variable.shape) or not are_mesh_axes(names, self.mesh.axis_names):
             return None
+        row = ROLES[placement.described.role]
+        if variable.nbytes < self.large and len(variable.shape) == 1 and not row.tensor:
+            return None  # splitting norms, as Tunix does, has half as much again sent
         for dim, name in enumerate(names):
             for axis in flat_axes(name):
                 placement.place(self._serving(axis), (dim,), whole_units=False)
         why = f"as the variable's own metadata {tuple(names)} says"
-        row = ROLES[placement.described.role]
         if variable.nbytes >= self.large and row.tensor:
             before = list(placement.axes)
             self._order(placement, row, large=True)

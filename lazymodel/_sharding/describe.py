@@ -73,6 +73,9 @@ class _Describer:
         for path in variables:
             # (model, optimizer): the optimizer's paths do not know that the model is the first of two.
             self._by_name.setdefault(self._names[path].partition("/")[2], path)
+        self._with_keys = self._have_keys()
+        self._head_multiples: dict[str, int] = {}
+        self._outputs: dict[str, list[tuple[int, ...]]] = {}
         self._norms, self._word_widths = self._widths()
         self._head_dims, self._head_counts = self._evidence()  # prefix → number, where all evidence below it agrees
 
@@ -140,7 +143,9 @@ class _Describer:
         tail = self._tail(path)
         if not re.search(_WEIGHT, name) and not re.search(_LEAF, name):
             return self._labelled("other", path, shape)
-        attention = (_ATTENTION.search(name) is not None or self._beside_keys(path)) and not _MLP.search(tail)
+        attention = (
+            _ATTENTION.search(name) is not None or not self._with_keys.isdisjoint(itertools.islice(_places(path), 2))
+        ) and not _MLP.search(tail)
         if n < 5 and (attention or n == 3):
             for row in ROLES.values():
                 if row.within == "attention" and n in row.ndims and re.search(row.pattern, tail):
@@ -298,12 +303,21 @@ class _Describer:
     def _widths_at(self, path: str, *, attention: bool = False) -> list[int]:
         """What the model's width may be where the variable is, surest first: of norms, output projections, words."""
         widths = [width for place in _places(path) if (width := self._norms.get(place)) is not None][:1]
-        for prefix in itertools.islice(_places(path), 3) if attention else ():
-            for child in self._layer(prefix):
-                shape, tail = self._inner(child), self._tail(child)
-                if len(shape) == 3 and re.search(ROLES["attention_output"].pattern, tail) and child != path:
-                    widths += [shape[-1]] * (self._variables[child].shape != self._variables[path].shape)
+        for place in itertools.islice(_places(path), 3) if attention and not widths else ():
+            widths += [shape[-1] for shape in self._outputs_in(place) if shape != self._inner(path)][:1]
         return [*widths, *self._word_widths]
+
+    def _outputs_in(self, place: str) -> list[tuple[int, ...]]:
+        """Shapes of the output projections in a layer that have a dimension of heads."""
+        if place not in self._outputs:
+            shapes = {
+                self._inner(o): None for o in self._layer(place) if len(self._inner(o)) == 3 and self._is_output(o)
+            }
+            self._outputs[place] = list(shapes)
+        return self._outputs[place]
+
+    def _is_output(self, path: str) -> bool:
+        return re.search(ROLES["attention_output"].pattern, self._tail(path)) is not None
 
     def _router_of(self, path: str, experts: int) -> str | None:
         """The router beside a variable that has so many outputs."""
@@ -323,16 +337,12 @@ class _Describer:
             for other in self._children.get(place, ())
         )
 
-    def _beside_keys(self, path: str) -> bool:
-        """Whether a layer's parts are called as queries and keys are, whatever it is called itself."""
-        parts = path.split("/")
-        for depth in (1, 2):
-            place = "/".join(parts[:-depth])
-            names = {self._names[other].split("/")[-1] for other in self._children.get(place, ())}
-            names |= {level.rpartition("/")[2].lower() for level in self._layers.get(place, ())}
-            if any(q in names and k in names for q, k in _QUERY_AND_KEY):
-                return True
-        return False
+    def _have_keys(self) -> frozenset[str]:
+        """The layers whose parts are called as queries and keys are, whatever they are called themselves."""
+        names: dict[str, set[str]] = {}
+        for place, inside in (*self._children.items(), *self._layers.items()):
+            names.setdefault(place, set()).update(path.rpartition("/")[2].lower() for path in inside)
+        return frozenset(place for place, has in names.items() if any(q in has and k in has for q, k in _QUERY_AND_KEY))
 
     def _layer(self, prefix: str) -> Iterator[str]:
         """The variables of a layer and of the layers below it, two levels deep."""
@@ -388,13 +398,15 @@ class _Describer:
 
     def _head_multiple(self, path: str, size: int) -> int:
         """So many columns hold whole heads, as the matrices for queries, keys and values in the layer show."""
-        found = size
-        for other in self._layer(_parent(_parent(path))):
-            shape = self._inner(other)
-            tail = self._tail(other)
-            if len(shape) == 2 and re.search(ROLES["query_key_value"].pattern, tail) and not _LOW_RANK.search(tail):
-                found = math.gcd(found, shape[0 if self._out_first(other, shape) else 1])
-        return found
+        place = _parent(_parent(path))
+        if place not in self._head_multiples:
+            found = 0
+            for other in self._layer(place):
+                shape, tail = self._inner(other), self._tail(other)
+                if len(shape) == 2 and re.search(ROLES["query_key_value"].pattern, tail) and not _LOW_RANK.search(tail):
+                    found = math.gcd(found, shape[0 if self._out_first(other, shape) else 1])
+            self._head_multiples[place] = found
+        return math.gcd(size, self._head_multiples[place])
 
     def _tail(self, path: str) -> str:
         return "/".join(self._names[path].split("/")[-3:])
