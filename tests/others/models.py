@@ -230,13 +230,8 @@ MODELS = {
         OtherModel("Llama 8B, parameters unbound", "penzai", _penzai_llama),
         OtherModel("GPT-NeoX 20B, parameters unbound", "penzai", _penzai_neox),
         OtherModel("Decoder of `hnn.Stacked` blocks", "haliax", _haliax),
-        OtherModel("GPT-2, 7B", "flaxmodels", _flaxmodels_gpt2),
-        OtherModel(
-            "GPT-2 with a head",
-            "flaxmodels",
-            _flaxmodels_head,
-            error=True,
-        ),
+        OtherModel("GPT-2, 7B", "flaxmodels", _flaxmodels_gpt2, error=True),
+        OtherModel("GPT-2 with a head", "flaxmodels", _flaxmodels_head, error=True),
         OtherModel("ResNet-50", "flaxmodels", _flaxmodels_resnet),
     )
 }

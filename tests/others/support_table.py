@@ -42,7 +42,8 @@ What lazymodel does with models that others wrote in JAX: {versions}.
   for it.
 
 Where a package itself fails, the row says how; a test fails once it does not any more. Penzai's parameters are bound to
-their model, and are no pytrees: `pz.unbind_params(model, freeze=True)` inside of the init function gives one.
+their model, and are no pytrees: `pz.unbind_params(model, freeze=True)` inside of the init function gives one. MaxText
+and EasyDeL, which need Python 3.12, are not among those tried.
 """
 _COLUMNS = ("build", "values", "shard", "plan", "load")
 _FOOTER = """In an environment of their own, with Python 3.11:
