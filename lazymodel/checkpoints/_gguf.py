@@ -17,6 +17,7 @@ from lazymodel._errors import CheckpointError
 from lazymodel._quantized.ggml import tensor_leaf
 from lazymodel._remote.path import Location, fetch_heads
 from lazymodel._remote.source import source_of
+from lazymodel._show.text import plural
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._checkpoint import Checkpoint, JoinedCheckpoint, TensorHeader
 from lazymodel.checkpoints._gguf_header import read_header
@@ -32,7 +33,8 @@ class GgufFile(Checkpoint):
     Shapes are in NumPy's order, rows first, the reverse of how the file lists dimensions.
 
     Raises:
-        CheckpointError: The file is missing, truncated, a Git LFS pointer, or its header is malformed.
+        CheckpointError: The file is missing, truncated, a Git LFS pointer, or its header is malformed. Of a tensor that
+            is looked up: its type cannot be decoded, or a scale of its own is beside it.
     """
 
     format = "gguf"
@@ -40,11 +42,18 @@ class GgufFile(Checkpoint):
     def __init__(self, path: Location) -> None:
         check_pointer(path)
         self.source = source_of(path)
+        self.whole: Checkpoint = self  # all files of the model
         self.metadata, self._tensors_there = read_header(self.source)
         super().__init__(path, list(self._tensors_there), [self.source])
 
     def _tensor(self, name: str) -> LazyTensor:
         shape, kind, begin = self._tensors_there[name]
+        # llama.cpp multiplies results by it: the second scale of NVFP4. Beside other types it belongs to the model.
+        if kind.name == "NVFP4" and (scale := f"{name.removesuffix('weight')}scale") in self.whole:
+            raise CheckpointError(
+                f"tensor {name!r} of {self.path} is NVFP4 with another scale, tensor {scale!r}, which is not decoded; "
+                "take a file of another type"
+            )
         return LazyTensor(tensor_leaf(name, self.source, begin, shape, kind))
 
     def describe(self, name: str) -> TensorHeader:
@@ -74,14 +83,15 @@ def open_gguf(path: Location) -> Checkpoint:
     """Opens a GGUF file and, where it is one of several, the others."""
     opened = GgufFile(path)
     count = _integer(opened, "split.count") if "split.count" in (opened.metadata or {}) else 1
+    names = split_names(path.name)
+    if len(names) != max(count, 1):
+        expected = f"a name that ends like -00001-of-{count:05}.gguf" if count > 1 else "a name without numbers"
+        raise CheckpointError(
+            f"{path} is one of {plural(count, 'file')} as its metadata says: expected {expected}, found {path.name}; "
+            "give each of them its name back"
+        )
     if count < 2:
         return opened
-    names = split_names(path.name)
-    if len(names) != count:
-        raise CheckpointError(
-            f"{path} is one of {count} files as its metadata says: expected a name that ends in "
-            f"-00001-of-{count:05}.gguf or the like, found {path.name}; give all of them their names back"
-        )
     paths = [shard_path(path, name) for name in names]
     fetch_heads(paths)
     require_shards(path, paths)
@@ -100,6 +110,8 @@ def open_gguf(path: Location) -> Checkpoint:
             "again"
         )
     joined = JoinedCheckpoint(path, [(part, part.keys()) for part in parts])
+    for part in parts:
+        part.whole = joined
     joined.metadata = parts[0].metadata  # the others have only what says which ones they are
     return joined
 

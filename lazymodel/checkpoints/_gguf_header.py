@@ -25,9 +25,9 @@ _MAX_HEADER = 128 << 20  # bytes; the tokens of the largest vocabularies take 20
 _MAX_NBYTES = 2**63  # what NumPy can address
 _MAX_DEPTH = 8  # of arrays in arrays, which llama.cpp itself does not read at all
 _PIECE = 1 << 20  # bytes that are read at least
-_ALIGNMENT = 32  # bytes, where the metadata says nothing else
+_ALIGNED, _ALIGNMENT = "general.alignment", 32  # bytes, where the metadata says nothing else
 
-_STRING, _ARRAY, _BOOL = 8, 9, 7
+_UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
 _NUMBERS = {
     0: "<u1",
     1: "<i1",
@@ -211,14 +211,17 @@ def read_header(source: Source) -> Header:
             key = reader.string("a key")
             if key in values:
                 reader.fail(f"expected each key once, found {reprlib.repr(key)} twice")
-            values[key] = reader.value(key, reader.integer(4))
-        found = _read_tensors(reader, tensors, values.get("general.alignment", _ALIGNMENT))
+            kind = reader.integer(4)
+            if key == _ALIGNED and kind != _UINT32:
+                reader.fail(f"expected {key!r} to be of type {_UINT32}, found type {kind}")
+            values[key] = reader.value(key, kind)
+        found = _read_tensors(reader, tensors, values.get(_ALIGNED, _ALIGNMENT))
     return Header(Metadata(values, source.path), found)
 
 
-def _read_tensors(reader: _Reader, count: int, alignment: Any) -> dict[str, TensorInfo]:
-    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        reader.fail(f"expected 'general.alignment' to be a power of two, found {reprlib.repr(alignment)}")
+def _read_tensors(reader: _Reader, count: int, alignment: int) -> dict[str, TensorInfo]:
+    if alignment < 1 or alignment & (alignment - 1):
+        reader.fail(f"expected {_ALIGNED!r} to be a power of two, found {alignment}")
     infos: dict[str, TensorInfo] = {}
     for _ in range(count):
         name = reader.string("a tensor's name")
@@ -247,7 +250,7 @@ def _read_tensors(reader: _Reader, count: int, alignment: Any) -> dict[str, Tens
             reader.fail(f"tensors {reprlib.repr(previous)} and {reprlib.repr(name)} overlap at byte {info.begin}")
         if (end := info.begin + info.nbytes) > position:
             position, previous = end, name
-    if previous and position > reader.size:
+    if position > max(start, reader.size):
         raise CheckpointError(
             f"{reader.path} is truncated: expected tensor {reprlib.repr(previous)} up to byte {position}, found "
             f"{reader.size} bytes. Download or copy it again."

@@ -160,6 +160,19 @@ def test_what_the_package_does_not_decode(type: str, tmp_path: Path) -> None:
             checkpoint["w"]
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_weight_is_not_given_without_its_scale(count: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    tensors = {"w.weight": random_tensor(rng, "NVFP4", 2, 64), "w.scale": Stored("F32", (1,), bytes(4))}
+    files = split_files({}, tensors, 3) if count > 1 else {"m.gguf": gguf_file({}, tensors)}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with lm.open_checkpoint(tmp_path) as checkpoint:
+        checkpoint["w.scale"].read()
+        with pytest.raises(lm.CheckpointError, match=r"'w.weight' of .* another scale, tensor 'w.scale'"):
+            checkpoint["w.weight"]
+
+
 # Split files ----------------------------------------------------------------------------------------------------------
 
 
@@ -217,8 +230,13 @@ def test_incomplete_split_files(change: Any, message: str, split: Any) -> None:
     change(split[0])
     with pytest.raises(lm.CheckpointError, match=message):
         lm.open_checkpoint(split[0])
+    for path in split[0].glob("m-*"):  # says that it is one of three, and is not
+        if path.name.endswith("00001-of-00003.gguf"):
+            path.write_bytes(gguf_file({}, {}))
+            with pytest.raises(lm.CheckpointError, match="one of 1 file .*expected a name without numbers"):
+                lm.open_checkpoint(path)
     if (renamed := split[0] / "model.gguf").exists():
-        with pytest.raises(lm.CheckpointError, match="expected a name that ends in -00001-of-00003.gguf"):
+        with pytest.raises(lm.CheckpointError, match="expected a name that ends like -00001-of-00003.gguf"):
             lm.open_checkpoint(renamed)
 
 
@@ -260,7 +278,7 @@ HOSTILE = {
     "arrays": (gguf_file({"k": struct.pack("<IIQ", 9, 9, HUGE)}, {}), "a count of .* arrays of 'k'"),
     "nesting": (gguf_file({"k": nested(1000)}, {}), "at most 8 arrays in each other"),
     "alignment": (gguf_file({"general.alignment": 33}, {}), "to be a power of two, found 33"),
-    "no alignment": (changed_alignment(), "of two, found 'x'"),
+    "no alignment": (changed_alignment(), "to be of type 4, found type 8"),
     "twice": (gguf_file({}, TENSORS).replace(b"b", b"a"), "each tensor once, found tensor 'a' twice"),
     "a key twice": (gguf_file({"k": 1, "l": 1}, {}).replace(b"l", b"k"), "each key once, found 'k' twice"),
     "dimensions": (changed(11, 33), "less than 32 dimensions"),
