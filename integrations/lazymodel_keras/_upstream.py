@@ -380,7 +380,10 @@ def transformers_loader() -> Any:
     """
     if "keras_hub" not in sys.modules:
         return None
-    return importlib.import_module(f"{_CONVERTERS}.preset_loader").TransformersPresetLoader
+    try:
+        return importlib.import_module(f"{_CONVERTERS}.preset_loader").TransformersPresetLoader
+    except ImportError:  # of what some converters need
+        return None
 
 
 _LOADER = f"{_CONVERTERS}.safetensor_utils"

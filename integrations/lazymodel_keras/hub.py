@@ -115,8 +115,8 @@ def abstract_from_preset(
         cls: A KerasHub backbone or task class.
         preset: Anything that KerasHub resolves: a preset's name or URI, a preset folder, a Hugging Face folder. Or a
             GGUF file of a model that llama.cpp and KerasHub both know, vocabulary included; see docs/keras.md. Or the
-            URL of such a file or folder: `gs://`, `s3://`, `az://`, `https://` or
-            `hf://owner/name[@revision][/folder]`. Of one at a URL, the configuration, vocabularies and other small
+            URL of such a folder or file: `gs://`, `s3://`, `az://`, `https://` or
+            `hf://owner/name[@revision][/folder]`. Of a folder at a URL, the configuration, vocabularies and other small
             files that KerasHub asks for (256 MiB at most) are fetched into a temporary folder, and weights are streamed
             from where they are. Without obstore (`pip install 'lazymodel[remote]'`), KerasHub downloads `hf://` and
             `gs://` as it does by itself.

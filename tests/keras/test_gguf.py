@@ -233,7 +233,9 @@ def refused(cls: Any, file: Any, **given: Any) -> str:
             "expected 8 experts, as its metadata says, found shape (4, 32, 64)",
         ),
         ("qwen2", {"qwen2.attention.key_length": 16}, "to be 8, as KerasHub's QwenBackbone has it, found 16"),
-        ("gemma", {"gemma.rope.freq_base": 1e6}, "expected a rope_theta of 10000.0, the only one"),
+        ("phi3", {"phi3.attention.head_count_kv": 2}, "model.gguf: expected 96 rows, found 128"),
+        ("gemma", {"gemma.feed_forward_length": 2**31}, "intermediate_size from 0 to 2,147,483,647, found"),
+        ("gemma", {"gemma.rope.freq_base": 1e6}, "expected rope_theta of 10000.0, the only one"),
     ],
 )
 def test_what_metadata_must_say(name: str, change: dict[str, Any], words: str, tmp_path: Path) -> None:

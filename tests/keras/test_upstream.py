@@ -201,3 +201,19 @@ def test_shards_are_found_through_the_index_that_is_replaced(tmp_path) -> None:
     with loader(str(tmp_path)) as opened:
         assert opened.safetensor_config == {"weight_map": {"a": "b.safetensors"}}
         assert Path(_upstream.index_of(opened)) == tmp_path / "model.safetensors.index.json"
+
+
+def test_a_converter_is_what_the_loader_of_hugging_face_folders_asks_for() -> None:
+    """One of ours takes its place for GGUF files of what KerasHub has none for; once it has, ours is not needed."""
+    loader = _upstream.transformers_loader()
+    made = loader("preset", {"model_type": "llama"})
+    assert made.converter is _upstream.converter("llama3")
+    made.converter = mock.MagicMock(backbone_cls=keras_hub.models.Phi3Backbone)
+    assert made.check_backbone_class() is keras_hub.models.Phi3Backbone
+    with pytest.raises(ValueError, match="no converter"):
+        loader("preset", {"model_type": "phi3"})
+    config = {"rms_norm_eps": 1e-5} | dict.fromkeys(
+        ("vocab_size", "num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size"), 8
+    )
+    config |= {"num_key_value_heads": 8, "tie_word_embeddings": False, "rope_theta": 1e4}
+    assert "layer_norm_epsilon" not in _upstream.converter("llama3").convert_backbone_config(config)

@@ -57,6 +57,10 @@ _MIXTRAL = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
+_EMBEDDINGS, _LAST_NORM = "token_embd.weight", "output_norm.weight"
+_MOST = 2**31  # of what Keras takes for a size
+_POSITIVE = ("num_attention_heads", "num_key_value_heads", "hidden_size", "original_max_position_embeddings")
+_LEAST = {**dict.fromkeys(_POSITIVE, 1), "head_dim": 2}
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -220,7 +224,11 @@ def settings(row: Architecture, metadata: Metadata, stored: Checkpoint) -> Setti
     of = metadata.of_model
     heads, width = of("attention.head_count", int), of("embedding_length", int)
     head_dim = of("attention.key_length", int, width // max(heads, 1))
-    embeddings = stored.describe("token_embd.weight").shape if "token_embd.weight" in stored else (0, 0)
+    embeddings = stored.describe(_EMBEDDINGS).shape if _EMBEDDINGS in stored else ()
+    if len(embeddings) != 2:
+        raise CheckpointError(f"{metadata.file}: expected a matrix {_EMBEDDINGS!r}, found shape {embeddings}")
+    if _LAST_NORM not in stored:  # KerasHub would take any other that is called like it
+        raise CheckpointError(f"{metadata.file}: expected a tensor {_LAST_NORM!r}, found none")
     found: Settings = {
         "model_type": row.model_type,
         "architectures": [f"{row.backbone.removesuffix('Backbone')}ForCausalLM"],
@@ -245,9 +253,13 @@ def settings(row: Architecture, metadata: Metadata, stored: Checkpoint) -> Setti
 
 def _check(row: Architecture, metadata: Metadata, found: Settings, stored: Checkpoint) -> None:
     key = f"{metadata.architecture}.{{}}".format
-    for name, least in (("num_attention_heads", 1), ("num_key_value_heads", 1), ("head_dim", 2), ("hidden_size", 1)):
-        if found[name] < least:
-            raise CheckpointError(f"{metadata.file}: expected a {name} of at least {least}, found {found[name]}")
+    for name, value in found.items():
+        if isinstance(value, int) and not _LEAST.get(name, 0) <= value < _MOST:
+            least = _LEAST.get(name, 0)
+            raise CheckpointError(f"{metadata.file}: expected {name} from {least} to {_MOST - 1:,}, found {value:,}")
+    for name in ("rms_norm_eps", "rope_theta"):
+        if not 0 < found[name] < math.inf:
+            raise CheckpointError(f"{metadata.file}: expected {name} above 0, found {found[name]}")
     head_dim = found["head_dim"]
     for name in ("attention.value_length", "rope.dimension_count"):
         if (size := metadata.of_model(name, int, head_dim)) != head_dim:
@@ -258,7 +270,7 @@ def _check(row: Architecture, metadata: Metadata, found: Settings, stored: Check
     for name, value in row.fixed.items():
         if not math.isclose(found[name], value, rel_tol=1e-6):
             raise CheckpointError(
-                f"{metadata.file}: expected a {name} of {value}, the only one that KerasHub's {row.backbone} knows, "
+                f"{metadata.file}: expected {name} of {value}, the only one that KerasHub's {row.backbone} knows, "
                 f"found {found[name]}"
             )
     numbers = {int(match[1]) for match in map(_IN_LAYER.match, stored) if match}

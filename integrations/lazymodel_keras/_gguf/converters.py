@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from lazymodel import CheckpointError
 from lazymodel_keras import _upstream
 from lazymodel_keras._gguf.architectures import LLAMA2, LLAMA3, PHI3, TEKKEN, Architecture, Settings
 
@@ -90,11 +91,17 @@ def _phi3_weights(backbone: Any, loader: Any, config: Settings) -> None:
     def port(variable: Any, name: str, change: Callable[[Any], Any] = lambda tensor: tensor) -> None:
         loader.port_weight(variable, f"model.{name}", lambda tensor, shape: np.reshape(change(tensor), shape))
 
-    def rows(start: int, stop: int) -> Callable[[Any], Any]:
-        return lambda tensor: np.transpose(tensor[start:stop])
+    def part(index: int, sizes: Sequence[int]) -> Callable[[Any], Any]:
+        def rows(tensor: Any) -> Any:
+            if tensor.shape[0] != sum(sizes):
+                where = f"tensor {tensor.name!r} of {tensor.file}"
+                raise CheckpointError(f"{where}: expected {sum(sizes)} rows, found {tensor.shape[0]}")
+            return np.transpose(tensor[sum(sizes[:index]) : sum(sizes[: index + 1])])
+
+        return rows
 
     heads, pairs = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
-    inner = config["intermediate_size"]
+    attention_rows, inner_rows = (heads, pairs, pairs), [config["intermediate_size"]] * 2
     port(backbone.token_embedding.embeddings, "embed_tokens.weight")
     loader.port_weight(
         backbone.token_embedding.reverse_embeddings, "lm_head.weight", lambda tensor, _: np.transpose(tensor)
@@ -104,12 +111,12 @@ def _phi3_weights(backbone: Any, loader: Any, config: Settings) -> None:
         port(layer.pre_attention_layernorm.scale, f"{at}.input_layernorm.weight")
         port(layer.post_attention_layernorm.scale, f"{at}.post_attention_layernorm.weight")
         attention, fused = layer.attention, f"{at}.self_attn.qkv_proj.weight"
-        port(attention.query_dense.kernel, fused, rows(0, heads))
-        port(attention.key_dense.kernel, fused, rows(heads, heads + pairs))
-        port(attention.value_dense.kernel, fused, rows(heads + pairs, heads + 2 * pairs))
+        port(attention.query_dense.kernel, fused, part(0, attention_rows))
+        port(attention.key_dense.kernel, fused, part(1, attention_rows))
+        port(attention.value_dense.kernel, fused, part(2, attention_rows))
         port(attention.output_dense.kernel, f"{at}.self_attn.o_proj.weight", np.transpose)
         fused = f"{at}.mlp.gate_up_proj.weight"
-        port(layer.feedforward_gate_dense.kernel, fused, rows(0, inner))
-        port(layer.feedforward_intermediate_dense.kernel, fused, rows(inner, 2 * inner))
+        port(layer.feedforward_gate_dense.kernel, fused, part(0, inner_rows))
+        port(layer.feedforward_intermediate_dense.kernel, fused, part(1, inner_rows))
         port(layer.feedforward_output_dense.kernel, f"{at}.mlp.down_proj.weight", np.transpose)
     port(backbone.layer_norm.scale, "norm.weight")
