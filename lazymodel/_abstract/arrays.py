@@ -25,10 +25,7 @@ def named_arrays(model: Any) -> dict[str, Any]:
     seen: set[int] = set()
     distinct = {path: leaf for path, leaf in found.items() if not (id(leaf) in seen or seen.add(id(leaf)))}
     if not distinct:
-        raise LazyModelError(
-            f"there are no arrays in what was given to save, {type(model)}; an abstract model has none before it is "
-            "materialized"
-        )
+        raise LazyModelError(f"there are no arrays in what was given, {type(model)}")
     for name, array in distinct.items():
         if isinstance(array, jax.Array) and array.is_deleted():
             raise LazyModelError(f"{name!r} was deleted or donated; save what the last step returned instead")
