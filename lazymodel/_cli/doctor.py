@@ -43,8 +43,10 @@ _FEATURES = (
     _Feature("buckets and hubs", "obstore", "lazymodel[remote]"),
     _Feature("plans by the TPU compiler", "libtpu", "lazymodel[tpu]"),
     _Feature("optimizer state", "optax", "optax"),
+    _Feature("GGUF files", "gguf", "lazymodel[gguf]"),
     _Feature("plots", "matplotlib", "matplotlib"),
-    _Feature("completion in shells", "shtab", "shtab"),
+    _Feature("plans as pages", "plotly", "lazymodel[page]"),
+    _Feature("completion in shells", "shtab", "lazymodel[completion]"),
 )
 _ALWAYS = ("jax", "jaxlib", "numpy", "ml_dtypes", "rich")
 _SETTINGS = ("JAX_PLATFORMS", "XLA_FLAGS", "KERAS_BACKEND", "HF_HUB_OFFLINE", "HF_ENDPOINT", "LAZYMODEL_WAIT_SECONDS")
