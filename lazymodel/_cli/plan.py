@@ -42,6 +42,7 @@ from lazymodel._plan.what_if import WhatIf
 from lazymodel._programs.jaxprs import CONFIG
 from lazymodel._remote.url import is_url, shown
 from lazymodel._sharding.auto import auto
+from lazymodel._show.page import plotly_source
 from lazymodel._show.quiet import quiet_tensorflow
 from lazymodel._show.table import print_text
 from lazymodel._show.text import parse_bytes
@@ -140,6 +141,8 @@ def _stated(arguments: argparse.Namespace) -> tuple[WhatIf, Compile | None]:
             parse_bytes(amount, name=name, at_least=1)
     if arguments.optimizer_on_host and arguments.optimizer is None:
         raise LazyModelError("--optimizer-on-host is for --optimizer; name it")
+    if arguments.html:
+        plotly_source()  # that it is not installed is said now
     if arguments.html and not Path(arguments.html).parent.is_dir():
         raise LazyModelError(f"cannot write {arguments.html}: {os.strerror(errno.ENOENT)}")
     sized = arguments.batch is not None or arguments.sequence is not None

@@ -7,6 +7,7 @@ writes it as text, and what Plotly would read as markup is escaped.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
 import json
@@ -107,19 +108,29 @@ def save_page(path: str | os.PathLike[str], title: str, sections: Sequence[Secti
     Raises:
         LazyModelError: plotly is not installed, or the file cannot be written.
     """
-    text = page(title, sections)
+    text, path = page(title, sections), Path(path)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")  # what was there stays until all of it is written
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
         raise LazyModelError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
 
 
-def page(title: str, sections: Sequence[Section]) -> str:
-    """The HTML of a page."""
+def plotly_source() -> str:
+    """Plotly's own program, as it stands in a page; LazyModelError where plotly is not installed."""
     try:
         from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
         raise LazyModelError("a page needs plotly: pip install 'lazymodel[page]'") from error
+    return get_plotlyjs()
+
+
+def page(title: str, sections: Sequence[Section]) -> str:
+    """The HTML of a page."""
+    plotly, style, script = plotly_source(), _STYLE.read_text("utf-8"), _SCRIPT.read_text("utf-8")
     charts = any(not isinstance(section, Text | Grid) for section in sections)
     # `<` never occurs, so nothing in it ends the element or begins another.
     data = json.dumps({"title": title, "sections": [_plain(each) for each in sections]}, ensure_ascii=True)
@@ -129,9 +140,9 @@ def page(title: str, sections: Sequence[Section]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'unsafe-inline'; "
         "style-src 'unsafe-inline'; img-src data: blob:\">\n"
-        f"<title>{html.escape(title)}</title>\n<style>\n{_STYLE.read_text()}</style>\n</head>\n<body>\n<main></main>\n"
+        f"<title>{html.escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main></main>\n"
         f'<script id="data" type="application/json">{data}</script>\n'
-        f"<script>\n{_SCRIPT.read_text()}</script>\n<script>{get_plotlyjs() if charts else ''}</script>\n"
+        f"<script>\n{script}</script>\n<script>{plotly if charts else ''}</script>\n"
         "</body>\n</html>\n"
     )
 

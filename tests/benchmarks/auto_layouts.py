@@ -283,7 +283,7 @@ def main() -> None:
     for name in (name for name in CASES if options.only in name):
         for text in options.mesh or ["2x4", "1x8", "8x1"]:
             try:
-                row = measure(name, tuple(map(int, text.split("x"))), options.tpu)  # type: ignore[arg-type]
+                row = measure(name, tuple(map(int, text.split("x"))), options.tpu)
             except ImportError as error:
                 print(f"{name}: left out, {error}", file=sys.stderr)
                 break

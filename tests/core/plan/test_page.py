@@ -97,6 +97,10 @@ def test_nothing_is_markup_and_nothing_is_fetched():
 def test_it_cannot_be_written(tmp_path):
     with pytest.raises(lm.LazyModelError, match=r"cannot write .*absent/plan.html: No such file"):
         plan_of(1).save(tmp_path / "absent" / "plan.html")
+    (tmp_path / "plan.html").mkdir()
+    with pytest.raises(lm.LazyModelError, match=r"cannot write .*plan.html: Is a directory"):
+        plan_of(1).save(tmp_path / "plan.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.html"]
 
 
 # In a browser
