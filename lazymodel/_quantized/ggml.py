@@ -1,18 +1,18 @@
-"""The types of GGML's tensors, as GGUF files number them, and how their blocks are decoded.
+"""The types of GGML's tensors, as GGUF files number them, and tensors of them.
 
-Sizes are those of `ggml/src/ggml-common.h`. The blocks of quantized types are decoded by the `gguf` package, which the
-authors of the format publish; types that it does not decode are known by their size alone.
+Sizes are those of `ggml/src/ggml-common.h`. How blocks are decoded is the matter of `ggml_blocks`; types that
+it does not decode are known by their size alone.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError
+from lazymodel._quantized.ggml_blocks import DECODE, GRIDS, grid
 from lazymodel._tensors.blocks import BlocksLeaf, Decode
 from lazymodel._tensors.leaves import FileLeaf, View
 from lazymodel._tensors.source import Source
@@ -78,7 +78,7 @@ def tensor_leaf(
 ) -> FileLeaf | BlocksLeaf:
     """A tensor of a type, in C order from a byte of a file on; of quantized types, what its blocks are decoded to.
 
-    Raises CheckpointError where the `gguf` package is needed and not there, or does not decode the type.
+    Raises CheckpointError where the type cannot be decoded, or the `gguf` package is needed for that and not there.
     """
     if type.dtype is not None:
         return FileLeaf(name, source, offset, shape, type.dtype)
@@ -90,29 +90,19 @@ def tensor_leaf(
     return BlocksLeaf(View(FileLeaf(name, source, offset, stored, np.dtype(np.uint8))), type.size, decode)
 
 
-@functools.cache
 def decoder(name: str) -> Decode:
     """What decodes the blocks of a quantized type; CheckpointError where nothing does."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise CheckpointError(
-            f"decoding {name} needs the package gguf, which is not installed: pip install 'lazymodel[gguf]'"
-        ) from error
-    unknown = CheckpointError(
-        f"{name} cannot be decoded by the installed package gguf; update it (pip install -U gguf), or quantize the "
-        "model to another type"
-    )
-    type = getattr(gguf.GGMLQuantizationType, name, None)
-    if type is None:
-        raise unknown
-
-    def decode(blocks: np.ndarray) -> np.ndarray:
-        # As one row: the package would handle 16 rows at a time.
-        return gguf.quants.dequantize(np.ascontiguousarray(blocks).reshape(1, -1), type)
-
-    try:
-        decode(np.zeros((1, gguf.GGML_QUANT_SIZES[type][1]), np.uint8))
-    except NotImplementedError as error:
-        raise unknown from error
-    return decode
+    if name not in DECODE:
+        raise CheckpointError(f"{name} cannot be decoded; quantize the model to another type")
+    if name in GRIDS:
+        try:
+            grid(name)
+        except ImportError as error:
+            raise CheckpointError(
+                f"decoding {name} needs the package gguf, which is not installed: pip install 'lazymodel[gguf]'"
+            ) from error
+        except AttributeError as error:
+            raise CheckpointError(
+                f"{name} is not among what the installed package gguf decodes; update it: pip install -U gguf"
+            ) from error
+    return DECODE[name]

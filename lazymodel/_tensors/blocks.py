@@ -6,9 +6,10 @@ stay in the caches. What a block stands for is somebody else's function.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -19,15 +20,15 @@ from lazymodel._tensors.fill import Targets, fill
 from lazymodel._tensors.leaves import DividedLeaf, Part, View
 
 SLAB = 2 << 20  # numbers that are read at once: 1 MiB of four bits each, far beyond where calls cost anything
-# Numbers that are decoded at once: their temporaries stay in a core's cache, and are no larger than what malloc keeps:
-# with twice as many, half of the time went into faults of pages that it had given back.
-_TILE = 16 << 10
+# Numbers that are decoded at once: their temporaries stay in a core's cache, and each call is worth its cost.
+_TILE = 64 << 10
 _TILE_ROWS = 64  # of these: where the result is transposed, what is written together fills its cache lines
-# Bytes of temporaries of one number while it is decoded: at most 18 of the `gguf` package's, and converted values.
-_NUMBER = 32
+# Bytes of temporaries of one number while it is decoded: itself, its code, an index, and what it is converted to.
+_NUMBER = 24
 _UNIT = 256 << 10  # bytes of temporaries with which the smallest tile gets by
 
-Decode: TypeAlias = "Callable[[np.ndarray], np.ndarray]"  # blocks `uint8[n, bytes]` to numbers `float32[n, size]`
+# Fills numbers `float32[n, size]` with what blocks `uint8[n, bytes]` stand for; it is given `uint8[n * size]` besides.
+Decode: TypeAlias = "Callable[[np.ndarray, np.ndarray, np.ndarray], None]"
 
 
 class BlockedLeaf(DividedLeaf):
@@ -88,12 +89,22 @@ class BlocksLeaf(BlockedLeaf):
                 fill(stored, [(*slab, slice(0, nbytes))], [blocks], workspace)
                 for tile in tiles(box_shape(slab), max(min(_TILE, room // _NUMBER) // self.size, 1), _TILE_ROWS):
                     within = self.numbers(unshift(tile, slab))
-                    with np.errstate(all="ignore"):  # infinities and what is no number are the file's
-                        values = self._function(blocks[tile].reshape(-1, nbytes)).reshape(box_shape(within))
-                        for step in steps:
-                            values = step(values)
-                    for common, out in clip(targets, within):
-                        assign(out, values[shift(common, within)])
+                    with self._decoded(blocks[tile].reshape(-1, nbytes), workspace) as numbers:
+                        values = numbers.reshape(box_shape(within))
+                        for common, out in clip(targets, within):
+                            assign(out, values[shift(common, within)], steps)
+
+    @contextlib.contextmanager
+    def _decoded(self, blocks: np.ndarray, workspace: Workspace) -> Generator[np.ndarray]:
+        """The numbers of some blocks, until the end of the `with` block."""
+        shape = (len(blocks), self.size)
+        with (
+            workspace.array(shape, self.dtype) as numbers,
+            workspace.array((math.prod(shape),), np.dtype(np.uint8)) as room,
+        ):
+            with np.errstate(all="ignore"):  # infinities and what is no number are the file's
+                self._function(blocks, numbers, room)
+            yield numbers
 
 
 def tiles(shape: tuple[int, ...], limit: int, most_rows: int) -> Iterator[Box]:

@@ -238,8 +238,13 @@ def grid(box: Box, extents: Sequence[int]) -> Iterator[Box]:
 
 def intersect(one: Box, other: Box) -> Box | None:
     """The common part of two boxes, or None."""
-    common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
-    return None if any(s.start >= s.stop for s in common) else common
+    common: list[slice] = []
+    for a, b in zip(one, other, strict=True):  # asked of every shard with every tile
+        start, stop = a.start if a.start > b.start else b.start, a.stop if a.stop < b.stop else b.stop
+        if start >= stop:
+            return None
+        common.append(slice(start, stop))
+    return tuple(common)
 
 
 def shift(box: Box, origin: Box) -> Box:

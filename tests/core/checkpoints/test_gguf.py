@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from lazymodel._quantized import ggml
+from lazymodel._quantized import ggml, ggml_blocks
 from lazymodel._tensors.buffers import Workspace
 from lazymodel._tensors.fill import fill
 from lazymodel.checkpoints._inspect import inspect_checkpoint
@@ -142,16 +142,26 @@ def test_versions_and_alignments(version: int, alignment: int, tmp_path: Path) -
 
 
 def test_without_the_package(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = lm.open_checkpoint(model[0].path)
-    ggml.decoder.cache_clear()
+    """Only types with a grid ask for it."""
+    checkpoint, tensors = lm.open_checkpoint(model[0].path), model[1]
+    ggml_blocks.grid.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
-    checkpoint["BF16"].read()
-    with pytest.raises(lm.CheckpointError, match=r"tensor 'Q4_0' of .*m.gguf.* pip install 'lazymodel\[gguf\]'"):
-        checkpoint["Q4_0"]
+    for name in set(QUANTIZED) - set(ggml_blocks.GRIDS):
+        same(checkpoint[name][:1].read(), tensors[name].decoded()[:1])
+    for name in ggml_blocks.GRIDS:
+        with pytest.raises(lm.CheckpointError, match=rf"tensor '{name}' of .*m.gguf.*install 'lazymodel\[gguf\]'"):
+            checkpoint[name]
+
+
+def test_with_an_old_package(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ggml_blocks.grid.cache_clear()
+    monkeypatch.delattr("gguf.quants.IQ1_M")
+    with pytest.raises(lm.CheckpointError, match="IQ1_M is not among .* pip install -U gguf"):
+        lm.open_checkpoint(model[0].path)["IQ1_M"]
 
 
 @pytest.mark.parametrize("type", ["Q8_1", "Q1_0"])
-def test_what_the_package_does_not_decode(type: str, tmp_path: Path) -> None:
+def test_what_is_not_decoded(type: str, tmp_path: Path) -> None:
     tensors = {"w": random_tensor(np.random.default_rng(0), type, 2, 256), "b": Stored("F32", (1,), bytes(4))}
     (tmp_path / "m.gguf").write_bytes(gguf_file({}, tensors))
     with lm.open_checkpoint(tmp_path / "m.gguf") as checkpoint:
