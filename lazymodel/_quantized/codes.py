@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,13 +33,11 @@ def floats(dtype: np.dtype[Any]) -> Unpack:
     return lookup(np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)[:, None])
 
 
-def integers(bits: int, offset: int = 0, plus: int = 0) -> Unpack:
-    """Unsigned integers along the last axis, the first in the lowest bits; `plus` is added modulo 2 ** bits, and then
-    `offset`.
-    """
+def integers(bits: int, offset: int = 0) -> Unpack:
+    """Unsigned integers along the last axis, the first in the lowest bits; `offset` is added."""
     shifts = np.arange(0, 8, bits)
     codes = np.arange(256)[:, None] >> shifts
-    return lookup((((codes + plus) % (1 << bits)) + offset).astype(np.float32))
+    return lookup((codes % (1 << bits) + offset).astype(np.float32))
 
 
 def pairs(values: np.ndarray, *, high_first: bool = False) -> Unpack:
@@ -48,46 +47,22 @@ def pairs(values: np.ndarray, *, high_first: bool = False) -> Unpack:
     return lookup(np.stack([values[half] for half in halves], axis=1).astype(np.float32))
 
 
-def integers_down(bits: int, offset: int = 0) -> Unpack:
-    """Unsigned integers along the axis before the last, the first in the lowest bits of words of 32."""
+def integers_down(bits: int, offset: int = 0, plus: int = 0, order: Sequence[int] = ()) -> Unpack:
+    """Unsigned integers along the axis before the last, in words of 32: the first in the lowest bits, or in an order;
+    `plus` is added modulo 2 ** bits, and then `offset`.
+    """
     count, mask = WORD // bits, np.uint32((1 << bits) - 1)
 
     def unpack(stored: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
         words = stored.view(np.uint32)
         with workspace.array(words.shape, words.dtype) as codes:
-            for position in range(count):
-                np.right_shift(words, np.uint32(bits * position), out=codes)
+            for place, position in enumerate(order or range(count)):
+                np.right_shift(words, np.uint32(bits * place), out=codes)
+                if plus:
+                    np.add(codes, np.uint32(plus), out=codes)
                 np.bitwise_and(codes, mask, out=codes)
                 np.copyto(out[..., position::count, :], codes.view(np.int32), casting="unsafe")
         if offset:
             np.add(out, np.float32(offset), out=out)
 
     return unpack
-
-
-def awq_integers() -> Unpack:
-    """Integers of four bits along the last axis as AWQ interleaves them: a word has those of columns 0, 2, 4, 6, 1, 3,
-    5, 7, from its lowest bits on.
-    """
-    in_order = integers(4)
-
-    def unpack(stored: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
-        words = stored.view(np.uint32)
-        with workspace.array(words.shape, words.dtype) as bits, workspace.array(words.shape, words.dtype) as moved:
-            np.copyto(bits, words)
-            # The two halves of a word are to take turns: first their bytes do, then the halves of bytes.
-            for low, shift in ((0x0000FF00, 8), (0x00F000F0, 4)):
-                _exchange(bits, moved, np.uint32(low), np.uint32(shift))
-            in_order(bits, out, workspace)
-
-    return unpack
-
-
-def _exchange(bits: np.ndarray, moved: np.ndarray, low: np.uint32, shift: np.uint32) -> None:
-    """Exchanges the bits of a mask with those `shift` above, in place (Warren, Hacker's Delight, 7-2)."""
-    np.right_shift(bits, shift, out=moved)
-    np.bitwise_xor(moved, bits, out=moved)
-    np.bitwise_and(moved, low, out=moved)
-    np.bitwise_xor(bits, moved, out=bits)
-    np.left_shift(moved, shift, out=moved)
-    np.bitwise_xor(bits, moved, out=bits)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lazymodel._quantized.codes import WORD, awq_integers, integers, integers_down
+from lazymodel._quantized.codes import WORD, integers, integers_down
 from lazymodel._quantized.contents import Contents
 from lazymodel._quantized.scales import scaled_integers
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.scaled import Unpack, stored
 
 _GPTQ_BITS = (2, 4, 8)
-_AWQ_BITS = 4
+_AWQ_BITS, _AWQ_ORDER = 4, (0, 2, 4, 6, 1, 3, 5, 7)
 _WORDS = ("int32", "uint32")
 _SCALES = ("float16", "bfloat16", "float32")
 
@@ -32,7 +32,7 @@ def decode_gptq(contents: Contents) -> None:
         config.refuse(f"one of {_GPTQ_BITS} as bits", str(bits))
     if form not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
         config.refuse("gptq or gptq_v2 as checkpoint_format", repr(form))
-    zeros = integers(bits, plus=1 if form == "gptq" else 0)
+    zeros = integers_down(bits, plus=1 if form == "gptq" else 0)
     for module in list(contents.names(".qweight")):
         words, columns = contents.matrix(f"{module}.qweight", *_WORDS)
         rows, order = words * (WORD // bits), f"{module}.g_idx"
@@ -40,7 +40,7 @@ def decode_gptq(contents: Contents) -> None:
             contents.expect(order, (rows,), *_WORDS)
         elif config.get("desc_act"):
             contents.require(f"{module}.qweight", order)
-        _add(contents, module, (rows, columns), integers_down(bits), (WORD // bits, 1), zeros, bits)
+        _add(contents, module, (columns, rows), integers(bits), (1, WORD // bits), zeros, bits)
 
 
 def decode_awq(contents: Contents) -> None:
@@ -52,16 +52,19 @@ def decode_awq(contents: Contents) -> None:
         config.refuse("4 bits in version gemm", f"{bits} bits in version {version}")
     for module in list(contents.names(".qweight")):
         rows, words = contents.matrix(f"{module}.qweight", *_WORDS)
-        shape = rows, words * (WORD // bits)
-        _add(contents, module, shape, awq_integers(), (1, WORD // bits), awq_integers(), bits)
+        shape, codes = (words * (WORD // bits), rows), integers_down(bits, order=_AWQ_ORDER)
+        _add(contents, module, shape, codes, (WORD // bits, 1), codes, bits)
 
 
 def _add(
     contents: Contents, module: str, shape: tuple[int, int], codes: Unpack, packing: Sequence[int], zeros: Unpack,
     bits: int,
 ) -> None:  # fmt: skip
-    """Takes a module whose transposed weight has this shape."""
-    rows, columns = shape
+    """Takes a module whose weight has this shape.
+
+    What is stored is transposed while it is packed, where it takes the least.
+    """
+    columns, rows = shape
     names = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")]
     contents.require(names[0], *names[1:])
     size = contents.config.get("group_size", contents.config.get("q_group_size", -1))
@@ -72,14 +75,14 @@ def _add(
     order = [f"{module}.g_idx"] if contents.has(f"{module}.g_idx") else []
 
     def make() -> LazyTensor:
-        weight, zero, scale = (contents.tensor(name) for name in names)
+        weight, zero, scale = (contents.tensor(name).T for name in names)
         return scaled_integers(
             shape,
             stored(weight, (1, 1), codes, packing),
-            stored(scale, (group, 1)),
-            stored(zero, (group, 1), zeros, (1, WORD // bits)),
-            order=(0, contents.tensor(order[0])) if order else None,
+            stored(scale, (1, group)),
+            stored(zero, (1, group), zeros, (WORD // bits, 1)),
+            order=(1, contents.tensor(order[0])) if order else None,
             scattered=bool(contents.config.get("desc_act")),
-        ).T
+        )
 
-    contents.add(f"{module}.weight", names + order, (columns, rows), make)
+    contents.add(f"{module}.weight", names + order, shape, make)

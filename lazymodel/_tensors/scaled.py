@@ -109,6 +109,10 @@ class ScaledLeaf(DividedLeaf):
         self._factor, self._half = factor, half
         self._groups: np.ndarray | None = None  # of the order, once it was read; empty where it is none
         self._guard = threading.Lock()
+        # Slabs are long along what lies together in the file, which may be an axis that is not the last.
+        self._along = codes.view.file_order()
+        # At most so many bytes are read for a number; where blocks are larger than boxes, that many are.
+        self._nbytes = sum(-(-each.view.dtype.itemsize // math.prod(each.packing)) for each in self._stored)
         kept = 0 if order is None else 2 * order[1].size * np.dtype(np.intp).itemsize
         self.unit_nbytes = _UNIT + kept + max(piece.leaf.unit_nbytes for piece in self.pieces)
         # Slabs begin where nothing has to be read for two of them.
@@ -124,7 +128,7 @@ class ScaledLeaf(DividedLeaf):
     def parts(self, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: Steps) -> list[Part]:
         region = bounding(boxes)
         parts: list[Part] = []
-        for slab in _cut(region, SLAB, self._cuts):
+        for slab in _cut(region, SLAB, self._cuts, self._along):
             if not (wanted := clip(zip(boxes, outs, strict=True), slab)):
                 continue
             # Where boxes fill it, everything is read and decoded once, although it may go to two of them.
@@ -161,15 +165,17 @@ class ScaledLeaf(DividedLeaf):
         """Fills arrays with boxes that are one region of a slab, or one box."""
         region = bounding([box for box, _ in targets])
         grouped = self._read_groups(workspace) is not None
-        limit = max(max(workspace.room, _UNIT) // 2 // _NUMBER, 1024)
-        for slab in _cut(region, limit, self._cuts):
+        limit = max(max(workspace.room, _UNIT) // 2 // self._nbytes, 1024)
+        for slab in _cut(region, limit, self._cuts, self._along):
             boxes = [self._needed(stored, slab, grouped) for stored in self._stored]
             with contextlib.ExitStack() as stack:
                 arrays: list[np.ndarray] = []
                 for stored, box in zip(self._stored, boxes, strict=True):
                     arrays.append(stack.enter_context(workspace.array(box_shape(box), stored.view.dtype)))
                     fill(stored.view, [box], [arrays[-1]], workspace)
-                for tile in _cut(slab, min(TILE, max(workspace.room // _NUMBER, 1024)), (1,) * len(slab)):
+                for tile in _cut(
+                    slab, min(TILE, max(workspace.room // _NUMBER, 1024)), (1,) * len(slab), range(len(slab))
+                ):
                     own = [self._needed(stored, tile, grouped) for stored in self._stored]
                     parts = [array[shift(part, box)] for part, box, array in zip(own, boxes, arrays, strict=True)]
                     covered = self._codes.unpacked(own[0])
@@ -244,16 +250,17 @@ def _coarse(box: Box, ratios: Sequence[int]) -> Box:
     return tuple(slice(part.start // ratio, -(-part.stop // ratio)) for part, ratio in zip(box, ratios, strict=True))
 
 
-def _cut(box: Box, limit: int, cuts: Sequence[int]) -> Iterator[Box]:
-    """Divides a box into boxes of about so many numbers at multiples of `cuts`, rows as long as may be.
+def _cut(box: Box, limit: int, cuts: Sequence[int], order: Sequence[int]) -> Iterator[Box]:
+    """Divides a box into boxes of about so many numbers at multiples of `cuts`, as long as may be along the last axis
+    of an order.
 
     Where that is too many, they are cut anywhere.
     """
-    rows = min(box_shape(box)[-2], TILE_ROWS) if len(box) > 1 and limit <= TILE else 1
+    rows = min(box_shape(box)[order[-2]], TILE_ROWS) if len(box) > 1 and limit <= TILE else 1
     extents = [1] * len(box)
-    for axis in range(len(box) - 1, -1, -1):
+    for axis in reversed(order):
         extent, cut = box[axis].stop - box[axis].start, cuts[axis]
-        reserved = rows if axis == len(box) - 1 else 1
+        reserved = rows if axis == order[-1] else 1
         fits = max(limit // (math.prod(extents) * reserved), 1)
         extents[axis] = max(min(extent, fits // cut * cut or fits), 1)
     edges: list[list[slice]] = []
