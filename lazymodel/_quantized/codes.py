@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +16,15 @@ WORD = 32  # bits of the integers that codes are packed in
 
 
 def lookup(table: np.ndarray) -> Unpack:
-    """Looks up bytes in `float32[256, n]`: each stands for n numbers that follow each other along the last axis."""
+    """Looks up bytes, or two at a time, in `float32[256 or 65536, n]`: each stands for n numbers that follow each other
+    along the last axis.
+    """
     row = table.shape[1] * table.itemsize
     flat = np.ascontiguousarray(table).reshape(-1).view(f"V{row}")
+    kind = np.uint8 if len(table) == 256 else np.uint16
 
     def unpack(stored: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
-        codes = stored.view(np.uint8)
+        codes = stored.view(kind)
         with workspace.array(codes.shape, _INDEX) as index:
             np.copyto(index, codes)
             np.take(flat, index, out=out.view(flat.dtype), mode="clip")  # by default NumPy copies the result
@@ -28,15 +32,22 @@ def lookup(table: np.ndarray) -> Unpack:
     return unpack
 
 
+@functools.cache
 def floats(dtype: np.dtype[Any]) -> Unpack:
     """Floats of eight bits."""
-    return lookup(np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)[:, None])
+    values = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+    pairs = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
+    one, two = lookup(values[:, None]), lookup(values[pairs].reshape(-1, 2))
+
+    def unpack(stored: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
+        (one if stored.shape[-1] % 2 else two)(stored, out, workspace)
+
+    return unpack
 
 
 def integers(bits: int, offset: int = 0) -> Unpack:
     """Unsigned integers along the last axis, the first in the lowest bits; `offset` is added."""
-    shifts = np.arange(0, 8, bits)
-    codes = np.arange(256)[:, None] >> shifts
+    codes = np.arange(256)[:, None] >> np.arange(0, 8, bits)
     return lookup((codes % (1 << bits) + offset).astype(np.float32))
 
 

@@ -133,6 +133,12 @@ class Workspace:
         """Bytes that may still be taken."""
         return max(self.limit - self._used, 0)
 
+    def reserve(self, nbytes: int) -> None:
+        """Makes so many bytes ready, up to `limit`, if none is in use: arrays within arrays will find their place."""
+        if not self._used and self._memory.nbytes < (size := min(nbytes, self.limit)):
+            self._memory = np.empty(0, np.uint8)
+            self._memory = empty_aligned((size,), np.dtype(np.uint8))
+
     @contextlib.contextmanager
     def array(self, shape: tuple[int, ...], dtype: DType) -> Generator[np.ndarray]:
         """An uninitialized C-contiguous array until the end of the `with` block.
@@ -147,9 +153,7 @@ class Workspace:
             return
         if grows:
             # Twice as much each time: most threads never need more than one staging buffer.
-            size = min(max(2 * self._memory.nbytes, padded, min(2 * STAGING, self.limit)), self.limit)
-            self._memory = np.empty(0, np.uint8)
-            self._memory = empty_aligned((size,), np.dtype(np.uint8))
+            self.reserve(max(2 * self._memory.nbytes, padded, 2 * STAGING))
         start = self._used
         self._used += padded
         try:

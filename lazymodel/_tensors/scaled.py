@@ -20,19 +20,22 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError
 from lazymodel._tensors.boxes import Box, bounding, box_shape, clip, shift, whole_box
-from lazymodel._tensors.buffers import Convert, Steps, Workspace, assign
+from lazymodel._tensors.buffers import STAGING, Convert, Steps, Workspace, assign
 from lazymodel._tensors.fill import Targets, fill
 from lazymodel._tensors.leaves import DividedLeaf, Part, View
 
 SLAB = 4 << 20  # numbers that are read at once: 2 to 4 MiB, far beyond where calls cost anything
-# Numbers that are decoded at once: 256 KiB of float32 and up to 512 KiB of indices, which stay in a core's cache.
-TILE = 64 << 10
+# Numbers that are decoded at once: half a MiB of float32. Half as many stay in more caches, but then what a tile takes
+# besides its numbers, which threads cannot do at the same time, took a third longer.
+TILE = 128 << 10
+READ = 8 << 20  # bytes of temporaries for a slab, at most: what a tile is decoded from is still in a shared cache
 TILE_ROWS = 128  # of these: where the result is transposed, what is written together fills its cache lines
 # Bytes of temporaries of one number while it is decoded: codes, its share of a scale, an index, and float32.
 _NUMBER = 4 + 4 + 8 + 4 * 4
 _UNIT = 256 << 10  # bytes of temporaries with which the smallest tile gets by
 _HALF = np.dtype(np.float16)
 _HALF_NORMAL, _HALF_MOST = 2.0**-14, 65504.0
+_REBIAS = np.float32(2.0**-112)  # the difference of the exponents' biases of float32 and float16
 
 # Fills float32 numbers from stored elements.
 Unpack: TypeAlias = "Callable[[np.ndarray, np.ndarray, Workspace], None]"
@@ -111,8 +114,8 @@ class ScaledLeaf(DividedLeaf):
         self._guard = threading.Lock()
         # Slabs are long along what lies together in the file, which may be an axis that is not the last.
         self._along = codes.view.file_order()
-        # At most so many bytes are read for a number; where blocks are larger than boxes, that many are.
-        self._nbytes = sum(-(-each.view.dtype.itemsize // math.prod(each.packing)) for each in self._stored)
+        # Of a number that is read, with scales and zero points as float32; that many where blocks exceed boxes.
+        self._nbytes = sum(-(-each.view.dtype.itemsize // math.prod(each.packing)) + 4 for each in self._stored)
         kept = 0 if order is None else 2 * order[1].size * np.dtype(np.intp).itemsize
         self.unit_nbytes = _UNIT + kept + max(piece.leaf.unit_nbytes for piece in self.pieces)
         # Slabs begin where nothing has to be read for two of them.
@@ -165,7 +168,8 @@ class ScaledLeaf(DividedLeaf):
         """Fills arrays with boxes that are one region of a slab, or one box."""
         region = bounding([box for box, _ in targets])
         grouped = self._read_groups(workspace) is not None
-        limit = max(max(workspace.room, _UNIT) // 2 // self._nbytes, 1024)
+        limit = max(min(max(workspace.room, _UNIT) // 2, READ) // self._nbytes, 1024)
+        workspace.reserve(limit * self._nbytes + STAGING + TILE * _NUMBER)
         for slab in _cut(region, limit, self._cuts, self._along):
             boxes = [self._needed(stored, slab, grouped) for stored in self._stored]
             with contextlib.ExitStack() as stack:
@@ -173,53 +177,69 @@ class ScaledLeaf(DividedLeaf):
                 for stored, box in zip(self._stored, boxes, strict=True):
                     arrays.append(stack.enter_context(workspace.array(box_shape(box), stored.view.dtype)))
                     fill(stored.view, [box], [arrays[-1]], workspace)
-                for tile in _cut(
-                    slab, min(TILE, max(workspace.room // _NUMBER, 1024)), (1,) * len(slab), range(len(slab))
-                ):
-                    own = [self._needed(stored, tile, grouped) for stored in self._stored]
-                    parts = [array[shift(part, box)] for part, box, array in zip(own, boxes, arrays, strict=True)]
-                    covered = self._codes.unpacked(own[0])
+                operands: list[tuple[Stored, Box, np.ndarray]] = []
+                for stored, box, array in list(zip(self._stored, boxes, arrays, strict=True))[1:]:
+                    covered = stored.unpacked(box)
+                    numbers = stack.enter_context(workspace.array(box_shape(covered), self.dtype))
+                    stored.numbers(array, numbers, workspace)
+                    operands.append((stored, covered, numbers))
+                halves = self._half and _are_halves(operands[0][2])
+                size = min(TILE, max(workspace.room // _NUMBER, 1024))
+                for tile in _cut(slab, size, (1,) * len(slab), range(len(slab))):
+                    own = self._codes.box(tile)
+                    covered = self._codes.unpacked(own)
                     with workspace.array(box_shape(covered), self.dtype) as numbers:
-                        self._codes.numbers(parts[0], numbers, workspace)
+                        self._codes.numbers(arrays[0][shift(own, boxes[0])], numbers, workspace)
                         values = numbers[shift(tile, covered)]
-                        halves = self._scale_tile(tile, values, own[1:], parts[1:], workspace)
-                        with _converted(values, steps, clip(targets, tile), halves, workspace) as (wanted, rest, found):
+                        self._scale_tile(tile, values, operands)
+                        wanted = clip(targets, tile)
+                        with self._converted(values, steps, wanted, halves, workspace) as (rest, found):
                             for common, out in wanted:
                                 assign(out, found[shift(common, tile)], rest)
 
-    def _scale_tile(
-        self, tile: Box, values: np.ndarray, boxes: Sequence[Box], parts: Sequence[np.ndarray], workspace: Workspace
-    ) -> bool:
-        """Turns the codes of a tile into what they stand for, given the boxes of scales and zero points.
-
-        Returns whether all of these are 0 or normal numbers of float16.
-        """
-        operands: list[np.ndarray] = []
-        for stored, box, part in zip(self._stored[1:], boxes, parts, strict=True):
-            covered = stored.unpacked(box)
-            operands.append(np.empty(box_shape(covered), np.float32))
-            stored.numbers(part, operands[-1], workspace)
+    def _scale_tile(self, tile: Box, values: np.ndarray, operands: Sequence[tuple[Stored, Box, np.ndarray]]) -> None:
+        """Turns the codes of a tile into what they stand for, given the numbers of scales and zero points of boxes."""
         with np.errstate(all="ignore"):  # infinities and what is no number are the file's
-            # Zero points first; scales are the first of the two.
-            for operation, index in ((np.subtract, 1), (np.multiply, 0))[2 - len(operands) :]:
-                stored, covered = self._stored[1 + index], self._stored[1 + index].unpacked(boxes[index])
-                self._apply(operation, values, tile, operands[index], stored.blocks, covered)
+            for operand in operands[1:]:
+                self._apply(np.subtract, values, tile, *operand)
+            self._apply(np.multiply, values, tile, *operands[0])
             if self._factor is not None:
                 np.multiply(values, np.float32(self._factor), out=values)
-            return self._half and round_to_half(values, operands[0], workspace)
 
     def _apply(
-        self, operation: Any, values: np.ndarray, tile: Box, numbers: np.ndarray, blocks: Sequence[int], covered: Box
+        self, operation: Any, values: np.ndarray, tile: Box, stored: Stored, covered: Box, numbers: np.ndarray
     ) -> None:
         """`values = operation(values, numbers)`; the numbers, each for a block, are those of a box."""
-        if self._groups is not None and self._groups.size and self._order is not None:
-            axis = self._order[0]
-            numbers = np.take(numbers, self._groups[tile[axis]], axis=axis)
-            blocks = [1 if index == axis else block for index, block in enumerate(blocks)]
-            covered = (*covered[:axis], tile[axis], *covered[axis + 1 :])
-        own = _coarse(tile, blocks)
+        own, blocks = list(_coarse(tile, stored.blocks)), list(stored.blocks)
         starts = [part.start - first.start * block for part, first, block in zip(tile, own, blocks, strict=True)]
-        blockwise(operation, values, numbers[shift(own, covered)], blocks, starts)
+        axis = self._order[0] if self._order is not None else 0
+        if grouped := self._groups is not None and self._groups.size > 0:
+            own[axis], blocks[axis], starts[axis] = covered[axis], 1, 0
+        numbers = numbers[shift(tuple(own), covered)]
+        if grouped and self._groups is not None:
+            numbers = np.take(numbers, self._groups[tile[axis]], axis=axis)
+        blockwise(operation, values, numbers, blocks, starts)
+
+    @contextlib.contextmanager
+    def _converted(
+        self, values: np.ndarray, steps: Steps, targets: Targets, halves: bool, workspace: Workspace
+    ) -> Generator[tuple[Steps, np.ndarray]]:
+        """What of rounding and conversions is better done before values are copied to where they go: the rest, and the
+        values. `halves` says that all of them are 0 or, rounded, normal numbers of float16.
+        """
+        if not halves:
+            if self._half:
+                values[...] = values.astype(_HALF)
+            yield steps, values
+            return
+        whole = steps[:1] == (Convert(_HALF),)
+        if whole and (len(steps) == 1 or steps[1] != Convert(steps[1].dtype)):
+            with workspace.array(values.shape, _HALF) as converted:
+                _to_half(values, converted, workspace)
+                yield steps[1:], converted
+            return
+        _round_to_half(values, workspace)
+        yield steps[whole:], values  # a cast of what float16 has does not need that one
 
     def _read_groups(self, workspace: Workspace) -> np.ndarray | None:
         """The group of each index, where groups are no ranges."""
@@ -317,52 +337,16 @@ def _segments(extent: int, block: int, start: int) -> Iterator[_Segment]:
         yield _Segment(position, extent, first, 1)
 
 
-@contextlib.contextmanager
-def _converted(
-    values: np.ndarray, steps: Steps, targets: Targets, halves: bool, workspace: Workspace
-) -> Generator[tuple[Targets, Steps, np.ndarray]]:
-    """What of the conversions is better done before values are copied to where they go: the rest, and the values."""
-    if halves and steps and steps[0] == Convert(_HALF):
-        if len(steps) > 1 and steps[1] == Convert(steps[1].dtype):
-            steps = steps[1:]  # a cast of what float16 has does not need it
-        else:
-            with workspace.array(values.shape, _HALF) as converted:
-                to_half(values, converted, workspace)
-                yield targets, steps[1:], converted
-            return
-    if steps and any(out.strides[-1] != out.itemsize for _, out in targets):  # casts into columns take much longer
-        with workspace.array(values.shape, targets[0][1].dtype) as converted:
-            assign(converted, values, steps)
-            yield targets, (), converted
-        return
-    yield targets, steps, values
-
-
-def to_half(values: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
-    """Float32 that are 0 or normal numbers of float16 as such, by moving their bits."""
-    with (
-        workspace.array(values.shape, np.dtype(np.uint32)) as bits,
-        workspace.array(values.shape, bits.dtype) as signs,
-    ):
-        np.multiply(values, np.float32(2.0**-112), out=bits.view(np.float32))  # the difference of the exponents' biases
-        np.right_shift(bits, 13, out=bits)
-        np.bitwise_and(bits, 0x7FFF, out=bits)
-        np.right_shift(values.view(np.uint32), 16, out=signs)
-        np.bitwise_and(signs, 0x8000, out=signs)
-        np.bitwise_or(bits, signs, out=bits)
-        np.copyto(out.view(np.uint16), bits, casting="unsafe")
-
-
-def round_to_half(values: np.ndarray, scale: np.ndarray, workspace: Workspace) -> bool:
-    """Rounds float32 products of scales and integers below 2 ** 8 to the nearest float16, in place.
-
-    Returns whether all are 0 or normal numbers there. If so, half of the last place is added and what follows it cut
-    off, which takes a fraction of the time of a cast; the scales tell.
-    """
+def _are_halves(scale: np.ndarray) -> bool:
+    """Whether products of these scales and integers below 2 ** 8 are 0 or, rounded, normal numbers of float16."""
     size = np.abs(scale)
-    if not (((size >= _HALF_NORMAL) | (size == 0)).all() and (size <= _HALF_MOST / 512).all()):
-        values[...] = values.astype(_HALF)
-        return False
+    return bool(((size >= _HALF_NORMAL) | (size == 0)).all() and (size <= _HALF_MOST / 512).all())
+
+
+def _round_to_half(values: np.ndarray, workspace: Workspace) -> None:
+    """Rounds such products to the nearest float16, in place: half of the last place is added, and what follows it cut
+    off, which takes a fraction of the time of a cast.
+    """
     bits = values.view(np.uint32)
     with workspace.array(bits.shape, bits.dtype) as odd:
         np.right_shift(bits, 13, out=odd)
@@ -370,4 +354,16 @@ def round_to_half(values: np.ndarray, scale: np.ndarray, workspace: Workspace) -
         np.add(bits, odd, out=bits)
         np.add(bits, 0xFFF, out=bits)
         np.bitwise_and(bits, 0xFFFFE000, out=bits)
-    return True
+
+
+def _to_half(values: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
+    """Such products as float16, by moving their bits; overwrites them."""
+    bits, found = values.view(np.uint32), out.view(np.uint16)
+    _round_to_half(values, workspace)
+    with workspace.array(found.shape, found.dtype) as signs:
+        np.right_shift(bits, 16, out=signs, casting="unsafe")
+        np.bitwise_and(signs, 0x8000, out=signs)
+        np.multiply(values, _REBIAS, out=values)
+        np.right_shift(bits, 13, out=found, casting="unsafe")
+        np.bitwise_and(found, 0x7FFF, out=found)
+        np.bitwise_or(found, signs, out=found)
