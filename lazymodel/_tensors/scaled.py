@@ -184,6 +184,9 @@ class ScaledLeaf(DividedLeaf):
                     stored.numbers(array, numbers, workspace)
                     operands.append((stored, covered, numbers))
                 halves = self._half and _are_halves(operands[0][2])
+                # A cast that another follows needs not be made of what float16 has.
+                if to_half := halves and steps[:1] == (Convert(_HALF),) and not _casts(steps[1:]):
+                    np.multiply(operands[0][2], _REBIAS, out=operands[0][2])
                 size = min(TILE, max(workspace.room // _NUMBER, 1024))
                 for tile in _cut(slab, size, (1,) * len(slab), range(len(slab))):
                     own = self._codes.box(tile)
@@ -191,55 +194,62 @@ class ScaledLeaf(DividedLeaf):
                     with workspace.array(box_shape(covered), self.dtype) as numbers:
                         self._codes.numbers(arrays[0][shift(own, boxes[0])], numbers, workspace)
                         values = numbers[shift(tile, covered)]
-                        self._scale_tile(tile, values, operands)
+                        self._scale_tile(tile, values, operands, workspace)
                         wanted = clip(targets, tile)
-                        with self._converted(values, steps, wanted, halves, workspace) as (rest, found):
+                        with self._converted(values, steps, halves, to_half, workspace) as (rest, found):
                             for common, out in wanted:
                                 assign(out, found[shift(common, tile)], rest)
 
-    def _scale_tile(self, tile: Box, values: np.ndarray, operands: Sequence[tuple[Stored, Box, np.ndarray]]) -> None:
+    def _scale_tile(
+        self, tile: Box, values: np.ndarray, operands: Sequence[tuple[Stored, Box, np.ndarray]], workspace: Workspace
+    ) -> None:
         """Turns the codes of a tile into what they stand for, given the numbers of scales and zero points of boxes."""
         with np.errstate(all="ignore"):  # infinities and what is no number are the file's
             for operand in operands[1:]:
-                self._apply(np.subtract, values, tile, *operand)
-            self._apply(np.multiply, values, tile, *operands[0])
+                self._apply(np.subtract, values, tile, *operand, workspace)
+            self._apply(np.multiply, values, tile, *operands[0], workspace)
             if self._factor is not None:
                 np.multiply(values, np.float32(self._factor), out=values)
 
     def _apply(
-        self, operation: Any, values: np.ndarray, tile: Box, stored: Stored, covered: Box, numbers: np.ndarray
-    ) -> None:
+        self, operation: Any, values: np.ndarray, tile: Box, stored: Stored, covered: Box, numbers: np.ndarray,
+        workspace: Workspace,
+    ) -> None:  # fmt: skip
         """`values = operation(values, numbers)`; the numbers, each for a block, are those of a box."""
         own, blocks = list(_coarse(tile, stored.blocks)), list(stored.blocks)
         starts = [part.start - first.start * block for part, first, block in zip(tile, own, blocks, strict=True)]
-        axis = self._order[0] if self._order is not None else 0
-        if grouped := self._groups is not None and self._groups.size > 0:
-            own[axis], blocks[axis], starts[axis] = covered[axis], 1, 0
+        if self._order is None or self._groups is None or not self._groups.size:
+            blockwise(operation, values, numbers[shift(tuple(own), covered)], blocks, starts)
+            return
+        axis = self._order[0]
+        groups = self._groups[tile[axis]]
+        own[axis], blocks[axis], starts[axis] = covered[axis], 1, 0
         numbers = numbers[shift(tuple(own), covered)]
-        if grouped and self._groups is not None:
-            numbers = np.take(numbers, self._groups[tile[axis]], axis=axis)
-        blockwise(operation, values, numbers, blocks, starts)
+        with workspace.array((*numbers.shape[:axis], groups.size, *numbers.shape[axis + 1 :]), self.dtype) as taken:
+            np.take(numbers, groups, axis=axis, out=taken, mode="clip")
+            blockwise(operation, values, taken, blocks, starts)
 
     @contextlib.contextmanager
     def _converted(
-        self, values: np.ndarray, steps: Steps, targets: Targets, halves: bool, workspace: Workspace
+        self, values: np.ndarray, steps: Steps, halves: bool, to_half: bool, workspace: Workspace
     ) -> Generator[tuple[Steps, np.ndarray]]:
         """What of rounding and conversions is better done before values are copied to where they go: the rest, and the
-        values. `halves` says that all of them are 0 or, rounded, normal numbers of float16.
+        values. `halves` says that all of them are 0 or, rounded, normal numbers of float16, `to_half` that they are to
+        be, and are multiplied with `_REBIAS`.
         """
-        if not halves:
-            if self._half:
-                values[...] = values.astype(_HALF)
-            yield steps, values
-            return
-        whole = steps[:1] == (Convert(_HALF),)
-        if whole and (len(steps) == 1 or steps[1] != Convert(steps[1].dtype)):
+        if to_half:
             with workspace.array(values.shape, _HALF) as converted:
                 _to_half(values, converted, workspace)
                 yield steps[1:], converted
             return
-        _round_to_half(values, workspace)
-        yield steps[whole:], values  # a cast of what float16 has does not need that one
+        if halves:
+            bits = values.view(np.uint32)
+            _round_bits(bits, workspace)
+            np.bitwise_and(bits, 0xFFFFE000, out=bits)
+            steps = steps[steps[:1] == (Convert(_HALF),) :]  # which casts no more
+        elif self._half:
+            values[...] = values.astype(_HALF)
+        yield steps, values
 
     def _read_groups(self, workspace: Workspace) -> np.ndarray | None:
         """The group of each index, where groups are no ranges."""
@@ -337,33 +347,36 @@ def _segments(extent: int, block: int, start: int) -> Iterator[_Segment]:
         yield _Segment(position, extent, first, 1)
 
 
+def _casts(steps: Steps) -> bool:
+    """Whether the first of some conversions is a cast."""
+    return bool(steps) and steps[0] == Convert(steps[0].dtype)
+
+
 def _are_halves(scale: np.ndarray) -> bool:
     """Whether products of these scales and integers below 2 ** 8 are 0 or, rounded, normal numbers of float16."""
     size = np.abs(scale)
     return bool(((size >= _HALF_NORMAL) | (size == 0)).all() and (size <= _HALF_MOST / 512).all())
 
 
-def _round_to_half(values: np.ndarray, workspace: Workspace) -> None:
-    """Rounds such products to the nearest float16, in place: half of the last place is added, and what follows it cut
-    off, which takes a fraction of the time of a cast.
+def _round_bits(bits: np.ndarray, workspace: Workspace) -> None:
+    """Rounds such products as bits to the nearest float16 but for what is to be cut off, in place: half of the last
+    place is added, which takes a fraction of the time of a cast.
     """
-    bits = values.view(np.uint32)
     with workspace.array(bits.shape, bits.dtype) as odd:
         np.right_shift(bits, 13, out=odd)
         np.bitwise_and(odd, 1, out=odd)
         np.add(bits, odd, out=bits)
         np.add(bits, 0xFFF, out=bits)
-        np.bitwise_and(bits, 0xFFFFE000, out=bits)
 
 
 def _to_half(values: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
-    """Such products as float16, by moving their bits; overwrites them."""
+    """Such products, of scales times `_REBIAS`, as the nearest float16; overwrites them."""
     bits, found = values.view(np.uint32), out.view(np.uint16)
-    _round_to_half(values, workspace)
-    with workspace.array(found.shape, found.dtype) as signs:
-        np.right_shift(bits, 16, out=signs, casting="unsafe")
+    _round_bits(bits, workspace)
+    with workspace.array(bits.shape, bits.dtype) as wide, workspace.array(found.shape, found.dtype) as signs:
+        np.right_shift(bits, 16, out=wide)
+        np.copyto(signs, wide, casting="unsafe")  # cuts off what is above, here and below
         np.bitwise_and(signs, 0x8000, out=signs)
-        np.multiply(values, _REBIAS, out=values)
-        np.right_shift(bits, 13, out=found, casting="unsafe")
-        np.bitwise_and(found, 0x7FFF, out=found)
+        np.right_shift(bits, 13, out=bits)
+        np.copyto(found, bits, casting="unsafe")
         np.bitwise_or(found, signs, out=found)
