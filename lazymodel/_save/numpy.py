@@ -92,6 +92,8 @@ def _about(checksum: int) -> tuple[int, ...]:
 class NpzDestination(FileDestination):
     """A `.npz` file."""
 
+    direct = False
+
     def commit(self) -> None:
         for archive in self.files:
             assert isinstance(archive, _Archive)
