@@ -52,7 +52,7 @@ def add_convert_parser(commands: Any) -> None:
     parser.add_argument(
         "destination",
         metavar="DST",
-        help="x.safetensors, a folder (of safetensors, unless --to is orbax or npy), x.weights.h5, x.weights.json (with "
+        help="x.safetensors, a folder (of safetensors, unless --to is orbax or npy), x.weights.h5, x.weights.json (and "
         "shards beside it) or x.npz; safetensors also as the URL of a bucket",
     )
     add_storage_options(parser)

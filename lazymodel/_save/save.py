@@ -85,9 +85,9 @@ def save(
             them, `.weights.json` for shards of it, and NumPy's `.npz`; for Orbax and `.npy` files a folder.
         mapping: The `WeightMap` that the model was loaded with, undone; or a function that takes path → `LazyTensor`
             and returns a flat dict of tensor name → lazy tensor or array, made with NumPy. None keeps the paths.
-        format: `"safetensors"`, `"hdf5"`, `"numpy"`, or of a folder `"npy"`, a file an array, or `"orbax"`; None goes by the
-            suffix, and a folder is safetensors. Orbax' tree has the parts of paths as keys. Orbax (`orbax-checkpoint`)
-            itself saves arrays as they are; tensors of files, and what a mapping changed, become plain zarr arrays.
+        format: `"safetensors"`, `"hdf5"`, `"numpy"`, or of folders `"npy"`, a file an array, and `"orbax"`; None goes
+            by the suffix, and a folder is safetensors. Orbax' tree has the parts of paths as keys. Orbax itself saves
+            arrays as they are; tensors of files, and what a mapping changed, become plain zarr arrays.
         max_shard_size: Bytes of tensors of one file in a folder, or `"5GB"`. A larger tensor has a file to itself.
         max_host_memory: Ceiling for staging in bytes, or `"1GiB"`; None is 256 MiB, and more where something has to be
             initialized whole. Orbax takes what it takes.

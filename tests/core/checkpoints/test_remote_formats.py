@@ -142,7 +142,7 @@ def test_formats(
         "gcs": (f"gs://formats/all/{path}", object_server.gcs()),
         "azure": (f"az://formats/all/{path}", object_server.azure()),
     }[dialect]
-    if dialect == "http" and kind in ("numbered", "split gguf folder", "npy folder"):  # a web server does not say what it has
+    if dialect == "http" and kind in ("numbered", "split gguf folder", "npy folder"):  # it does not list
         with pytest.raises(lm.CheckpointError, match="found no checkpoint"):
             lm.open_checkpoint(url)
         return
