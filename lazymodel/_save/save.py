@@ -119,7 +119,7 @@ def save(
     size = None if where.suffix == ".safetensors" else parse_bytes(max_shard_size, name="max_shard_size", at_least=1)
     options = SaveOptions(
         shard_size=size,
-        budget=_default_budget(tensors) if max_host_memory is None else parse_budget(max_host_memory),
+        budget=default_budget(tensors) if max_host_memory is None else parse_budget(max_host_memory),
         metadata={"format": "pt"} | dict(metadata or {}),
         progress=progress,
         overwrite=overwrite,
@@ -155,7 +155,7 @@ def _values(model: Any) -> tuple[Mapping[str, Any], list[Any]]:
     return arrays, [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
 
 
-def _default_budget(tensors: Mapping[str, LazyTensor]) -> int:
+def default_budget(tensors: Mapping[str, LazyTensor]) -> int:
     """Enough for what has to be computed whole, which else would be refused."""
     return DEFAULT_BUDGET + 2 * max((tensor.leaf.unit_nbytes for tensor in tensors.values()), default=0)
 
