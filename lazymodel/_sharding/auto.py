@@ -137,8 +137,10 @@ class _Placement:
         self.tried: dict[str, None] = {}
         self.why = ""
 
-    def place(self, axes: tuple[str, ...], dims: Sequence[int], *, whole_units: bool = True) -> bool:
-        """Puts axes that have no dimension on the first of these that divides, free ones first, apart if need be.
+    def place(
+        self, axes: tuple[str, ...], dims: Sequence[int], *, whole_units: bool = True, apart: bool = True
+    ) -> bool:
+        """Puts axes that have no dimension on the first of these that divides, free ones first, `apart` if need be.
 
         Returns whether all have one.
         """
@@ -149,8 +151,8 @@ class _Placement:
             if self._fits(dim, axes, whole_units=whole_units):
                 self.axes[dim] += axes
                 return True
-        apart = sorted(axes, key=lambda axis: -self.mesh.shape[axis]) if len(axes) > 1 else ()
-        placed = [self.place((axis,), dims, whole_units=whole_units) for axis in apart]  # all of them that can be
+        each = sorted(axes, key=lambda axis: -self.mesh.shape[axis]) if apart and len(axes) > 1 else ()
+        placed = [self.place((axis,), dims, whole_units=whole_units) for axis in each]  # all of them that can be
         return bool(placed) and all(placed)
 
     def _fits(self, dim: int, axes: tuple[str, ...], *, whole_units: bool) -> bool:
@@ -268,24 +270,27 @@ class _Proposer:
         def dims(wanted: Sequence[str]) -> list[int]:
             return [dim for label in wanted for dim, found in enumerate(labels) if found == label]
 
-        placed = True
-        fsdp = self.fsdp if expert else (*self.fsdp, *self.expert)
+        fsdp, tensor, why = self.fsdp if expert else (*self.fsdp, *self.expert), order.tensor, order.why
         if expert and self.expert:
             # If there are too few experts for the axis, it splits what is inside them.
-            placed = placement.place(self.expert, dims(order.tensor))
-            placed &= placement.place(self.tensor, dims((*order.tensor[1:], "experts")))
+            placed = placement.place(self.expert, dims(tensor))
+            placed &= placement.place(self.tensor, dims((*tensor[1:], "experts")))
         else:
-            placed = placement.place(self.tensor, dims(order.tensor))
-        first = dims(order.tensor[:1])
-        why = order.why if first and any(set(self.tensor) & set(placement.axes[dim]) for dim in first) else ""
+            if expert and placement.described.bank:  # what each device's experts add to a token is summed once
+                placement.place((*self.tensor, *fsdp), dims(tensor[:1]), apart=False)
+            elif expert and placement.parts(fsdp) > 1:  # used one by one: pieces of a stack would all be sent around
+                tensor, why = (tensor[1], tensor[0], tensor[2]), "each expert is split as any MLP is"
+            placed = placement.place(self.tensor, dims(tensor))
+        first = dims(tensor[:1])
+        why = why if first and any(set(self.tensor) & set(placement.axes[dim]) for dim in first) else ""
         # Alone, it takes columns: over rows, XLA may add up activations of the whole batch instead of gathering the
         # much smaller weight (half the bytes for the queries of a compiled Gemma block).
         alone = order.fsdp[0] == "in" and not any(self.mesh.shape[axis] > 1 for axis in self.tensor)
         stored = dims(order.tensor if alone else order.fsdp)
         if not large and any(placement.axes):  # a small one is not cut again along what is cut already
             stored = [dim for dim in stored if not placement.axes[dim]]
-        # A head stays whole in storage too, as long as there is another way.
-        if stored and not placement.place(fsdp, stored):
+        # A head stays whole in storage too, where there is another way, and a small one that is cut already.
+        if stored and not placement.place(fsdp, stored) and (large or not any(placement.axes)):
             placed &= placement.place(fsdp, stored, whole_units=False)
         if not placed:
             why = f"{why}; not split over every axis" if why else "not split over every axis: no dimension divides"

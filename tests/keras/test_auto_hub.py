@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import jax
@@ -17,6 +16,8 @@ import lazymodel as lm
 from tests.collectives import sent_nbytes
 
 from .hub_configs import BACKBONES, HubModel
+
+pytestmark = pytest.mark.filterwarnings("ignore:(?s).*:UserWarning")  # of the backbones themselves
 
 SHAPES = [(1, 8), (2, 4), (8, 1), (1, 3), (1, 6)]
 # A few of different kinds, on one mesh each, in every test run; `large` runs all on all.
@@ -104,9 +105,7 @@ def test_every_variable_of_all_gets_a_spec(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in WORKING if name not in WITHOUT_INPUTS])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_forward_of_all_equals_one_device(name: str, shape: tuple[int, int]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the backbones themselves
-        check_forward(WORKING[name], shape)
+    check_forward(WORKING[name], shape)
 
 
 # --- published layouts ---
