@@ -314,11 +314,12 @@ class _Proposer:
         return f"split as {follows}" if any(placement.axes) else f"replicated, as {follows} is along these dimensions"
 
     def _anywhere(self, placement: _Placement) -> None:
-        """Stores a large variable in pieces, along whatever divides: the largest dimension first, layers last."""
+        """Stores a large variable in pieces, along the largest dimension that divides; layers if no other does."""
         labels = placement.described.labels
-        dims = sorted(range(len(labels)), key=lambda dim: (labels[dim] == "layers", -placement.shape[dim], dim))
-        for axes in (self.tensor, (*self.fsdp, *self.expert)):
-            placement.place(axes, dims, whole_units=False)
+        dims = sorted(range(len(labels)), key=lambda dim: (-placement.shape[dim], dim))
+        for layers in (False, True):
+            for axes in (self.tensor, (*self.fsdp, *self.expert)) if not any(placement.axes) else ():
+                placement.place(axes, [dim for dim in dims if (labels[dim] == "layers") == layers], whole_units=False)
 
 
 def trimmed(entries: Sequence[Any]) -> PartitionSpec:

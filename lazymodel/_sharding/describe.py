@@ -16,7 +16,7 @@ import numpy as np
 
 from lazymodel._abstract.paths import rule_path
 from lazymodel._abstract.variable import AbstractVariable
-from lazymodel._sharding.axis_names import role_of_names
+from lazymodel._sharding.axis_names import AXIS_NAMES, LAYERS, role_of_names
 from lazymodel._sharding.geometry import attention_labels, stacked_labels
 from lazymodel._sharding.roles import FUSED_HEADS, HEADS, ROLES
 
@@ -475,4 +475,9 @@ def _stacks(variables: Mapping[str, AbstractVariable], names: Mapping[str, str])
             leading.setdefault(place, set()).add(variable.shape[0] if variable.shape else -1)
             (vectors if vector else others).add(place)
     stacks = {place for place in vectors & others if len(leading[place]) == 1 and "expert" not in place.lower()}
-    return frozenset(path for path in variables if any(place in stacks for place in _places(path)))
+    said = {
+        path
+        for path, variable in variables.items()
+        if AXIS_NAMES.get(str((variable.logical_axes or "-")[0]).lower()) == LAYERS
+    }
+    return frozenset(said | {path for path in variables if any(place in stacks for place in _places(path))})
