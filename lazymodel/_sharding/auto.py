@@ -98,20 +98,22 @@ def auto(*, tensor: Axes = None, fsdp: Axes = None, expert: Axes = None, host: s
     """Rules that propose a sharding for every variable of any model: `abstract.shard(mesh, lm.auto())`.
 
     What the model says itself comes first: mesh axes or logical names for the dimensions of a variable (Flax'
-    partitioning metadata; Tunix, MaxText). Without, a proposal follows from a variable's role, told from its path,
-    shape and neighbours: vocabularies, attention heads
-    (never split inside a head), MLPs by columns and then by rows, experts, output channels; biases, LoRA factors,
-    quantization scales and optimizer slots follow the variable that they belong to. Where the first choice of
-    dimension does not divide, the next one is taken; nothing of 1 MiB (`large` of `shard`) or more is replicated
-    unless no dimension divides. The same model and mesh give the same proposal. `AbstractModel.explain` tells why.
+    partitioning metadata; Tunix, MaxText, Haliax, Penzai). Without, a proposal follows from a variable's role, told
+    from its path, shape and neighbours: vocabularies, attention heads (never split inside a head), MLPs by columns and
+    then by rows, experts, output channels; biases, LoRA factors, quantization scales and optimizer slots follow the
+    variable that they belong to. Where the first choice of dimension does not divide, the next one is taken; nothing of
+    1 MiB (`large` of `shard`) or more is replicated unless no dimension divides. The same model and mesh give the same
+    proposal. `AbstractModel.explain` tells why.
 
     Args:
         tensor: Mesh axes for tensor parallelism. None takes those named `model`, `tensor`, `tp` or `mp`, or the only
             axis of a mesh, if its name says nothing else. `()` for none, here and below.
         fsdp: Mesh axes over which parameters are stored in pieces and gathered for use (fully-sharded data
             parallelism). None takes those named `fsdp`, and without such those named `data`, `batch` or `dp`.
-        expert: Mesh axes for experts. None takes those named `expert`, `experts` or `ep`. Without one, experts are
-            split over the tensor axes. What is not an expert is stored in pieces over these axes too.
+        expert: Mesh axes for experts. None takes those named `expert`, `experts` or `ep`. Without one, experts that all
+            compute are split over the tensor and fsdp axes together; those used one by one, beside their router,
+            over the tensor axes, or as any MLP is where there are fsdp axes. What is not an expert is stored in pieces
+            over these axes too.
         host: Regex of whole paths (`re.fullmatch`): variables that go to the hosts' memory, split as they would be on
             devices, as by a rule with `lazymodel.Host`.
 

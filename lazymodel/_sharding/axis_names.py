@@ -1,7 +1,7 @@
 """The names that people give to axes of variables and of meshes, and what they mean.
 
-Responsible for names that a model carries itself, in Flax' partitioning metadata or MaxText's `kernel_axes`: what a
-model says is surer than what `_sharding/describe` reads from paths and shapes.
+Responsible for names that a model carries itself, in Flax' partitioning metadata, MaxText's `kernel_axes` or the arrays
+of Haliax and Penzai: what a model says is surer than what `_sharding/describe` reads from paths and shapes.
 """
 
 from __future__ import annotations

@@ -254,7 +254,7 @@ def list_collectives(title: str, program: Any) -> None:
     """Prints those that send most, summed over layers, with what each sends in all."""
     total: dict[str, int] = {}
     for nbytes, text in collectives(program):
-        text = re.sub(r"(?<=[a-z])_?\d+(?=/)", "", text)  # of a layer
+        text = re.sub(r"(?<=[a-z])_?\d+(?=[/)])", "", text)  # of a layer
         total[text] = total.get(text, 0) + nbytes
     print(title, file=sys.stderr)
     for text, nbytes in sorted(total.items(), key=lambda item: -item[1])[:8]:

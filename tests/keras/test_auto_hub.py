@@ -120,6 +120,7 @@ _GEMMA = {
     "head_dim": 16,
 }
 _LLAMA = {name: value for name, value in _GEMMA.items() if name != "head_dim"}
+_QWEN3_MOE = {**_GEMMA, "moe_intermediate_dim": 32, "num_experts": 8, "top_k": 2}
 
 
 def sent(abstract: lm.AbstractModel, model: Any, mesh: Mesh) -> int:
@@ -141,8 +142,11 @@ def sent(abstract: lm.AbstractModel, model: Any, mesh: Mesh) -> int:
 )
 @pytest.mark.parametrize(
     ("cls", "config"),
-    [(keras_hub.models.GemmaBackbone, _GEMMA), (keras_hub.models.LlamaBackbone, _LLAMA)],
-    ids=["gemma", "llama"],
+    [
+        pytest.param(keras_hub.models.GemmaBackbone, _GEMMA, id="gemma"),
+        pytest.param(keras_hub.models.LlamaBackbone, _LLAMA, id="llama"),
+        pytest.param(keras_hub.models.Qwen3MoeBackbone, _QWEN3_MOE, id="qwen3-moe", marks=pytest.mark.large),
+    ],
 )
 def test_published_layouts_are_equalled_or_bettered(cls: Any, config: dict[str, int], shape: tuple[int, int]) -> None:
     abstract = lm.build_abstract(cls, **config)
