@@ -11,9 +11,24 @@ _LINE = re.compile(rf" = (.*?) ({_KINDS})(-start)?\((.*)")
 
 def sent_nbytes(compiled: Any) -> int:
     """The formulas are those of nccl-tests' bus bandwidth; a program with loops is none of ours."""
+    return sum(nbytes for nbytes, _ in collectives(compiled))
+
+
+def collectives(compiled: Any) -> list[tuple[int, str]]:
+    """Bytes and, for people, kind, number of devices, arrays and operation of each collective."""
     text = compiled.as_text()
     assert " while(" not in text and " conditional(" not in text
-    return sum(_sent(*match) for match in _LINE.findall(text))
+    found: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        if match := _LINE.search(line):
+            result, kind, start, rest = match.groups()
+            operation = re.search(r'op_name="([^"]*)"', rest)
+            devices = "" if kind == "collective-permute" else f" over {_group_size(rest)}"
+            arrays = re.sub(r"\{[\d,]*\}|/\*.*?\*/", "", result)
+            found.append(
+                (_sent(result, kind, start, rest), f"{kind}{devices} {arrays} {operation[1] if operation else ''}")
+            )
+    return found
 
 
 def _sent(result: str, kind: str, start: str, rest: str) -> int:

@@ -49,7 +49,7 @@ class AbstractVariable:
         sharding: Where its shards go, or None while none was assigned (one device is used then).
         origin: How its value comes to be, for people: an initializer's name, `constant`, or a file and tensor.
         trainable: Whether an optimizer would update it.
-        logical_axes: Names for its dimensions that the framework keeps with it, as Flax' partitioning metadata does:
+        logical_axes: Names for its dimensions that the framework keeps with it, in Flax' metadata or a `NamedArray`:
             logical axes or mesh axes, None for a dimension without one. None if it keeps none.
         layout: The order of its bytes on a device, or None for what the compiler prefers.
         reason: Why it has its sharding; `AbstractModel.explain` tells it.

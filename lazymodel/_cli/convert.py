@@ -52,13 +52,13 @@ def add_convert_parser(commands: Any) -> None:
     parser.add_argument(
         "destination",
         metavar="DST",
-        help="x.safetensors, a folder (of safetensors, unless --to says otherwise), x.weights.h5, x.weights.json (with "
+        help="x.safetensors, a folder (of safetensors, unless --to is orbax or npy), x.weights.h5, x.weights.json (and "
         "shards beside it) or x.npz; safetensors also as the URL of a bucket",
     )
     add_storage_options(parser)
     parser.add_argument(
         "--to",
-        choices=("safetensors", "orbax", "hdf5", "numpy", "preset", "huggingface"),
+        choices=("safetensors", "orbax", "hdf5", "numpy", "npy", "preset", "huggingface"),
         help="format of DST where its name does not say it; the last two with --cls",
     )
     parser.add_argument("--dtype", metavar="NAME", help="what floating-point tensors become, such as bfloat16")

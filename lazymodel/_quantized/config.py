@@ -7,7 +7,10 @@ entries mean beyond that, each family knows.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import re
+import reprlib
 from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
@@ -27,6 +30,11 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
 }
+_MOST_WAYS = 10**7  # tried in a tenth of a second; of names of 80 characters four wildcards have two millions
+_LONGEST = 1000  # characters of a regular expression
+_TOKEN = re.compile(
+    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:=!]|<[=!]|P<\w+>)|\(\??|(?:[*+]|\{\d*,?\d*\})[?+]?|\)[?*+{]?|[?|]", re.S
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +79,41 @@ def matches(entry: str, module: str) -> bool:
     """
     if entry.startswith("re:"):
         try:
-            return re.match(entry.removeprefix("re:"), module) is not None
-        except re.error as error:
+            quantifiers, ways = _ways(entry[3:])
+            if math.comb(len(module) + quantifiers, quantifiers) * ways > _MOST_WAYS:
+                raise OverflowError("matching it could take forever")
+            return re.match(entry[3:], module) is not None
+        except (re.error, OverflowError, RecursionError) as error:
             raise CheckpointError(
-                f"module {module!r}: expected a regular expression to match it with, found {entry!r} ({error})"
+                f"module {reprlib.repr(module)}: expected a regular expression to match it with, found "
+                f"{reprlib.repr(entry)} ({error}). Write it without repeated groups or so many wildcards, or list names"
             ) from error
     entry = entry.removesuffix("*").removesuffix(".").removeprefix("*").removeprefix(".")
     return bool(entry) and f".{entry}." in f".{module}."
+
+
+@functools.lru_cache
+def _ways(pattern: str) -> tuple[int, float]:
+    """Quantifiers that a pattern has, each of which may take any part of a name, and in how many ways, at most, it is
+    tried besides: with which alternatives. They are infinitely many where groups repeat, or it is long or has flags.
+    """
+    if len(pattern) > _LONGEST:
+        return 0, math.inf
+    quantifiers, ways, alternatives = 0, 1, [1]
+    for token in _TOKEN.findall(pattern):
+        if token in (")", ")?"):
+            ways *= alternatives.pop() if len(alternatives) > 1 else 1  # else it is no expression
+        if token in ("?", ")?"):
+            ways *= 2
+        elif token[0] in "*+{":
+            quantifiers += 1
+        elif token in ("(?", ")*", ")+", "){"):
+            return 0, math.inf
+        elif token[0] == "(":
+            alternatives.append(1)
+        elif token == "|":
+            alternatives[-1] += 1
+    return quantifiers, ways * math.prod(alternatives)
 
 
 def find_config(config: Mapping[str, Any], file: str) -> Config | None:

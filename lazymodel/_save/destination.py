@@ -85,6 +85,7 @@ def grouped(
 class Destination:
     """Where files go, into a file or a folder, and the steps there."""
 
+    direct = True  # whether files need not be in the page cache once they are written
     _inside: bool  # whether the path is a folder that files are put into
 
     def __init__(self, path: Path, files: list[SavedFile]) -> None:
@@ -109,8 +110,8 @@ class Destination:
                         f"{self.path} needs {format_bytes(total)}, and there are {format_bytes(free)} free"
                     )
                 for file in self.files:
-                    self.place(file).parent.mkdir(exist_ok=True)
-                    with open(self.place(file), "wb") as stream:
+                    self.place(file).parent.mkdir(parents=True, exist_ok=True)
+                    with open(self.place(file), "xb") as stream:
                         for start, text in ((0, file.header), *file.rest):
                             stream.seek(start)
                             stream.write(text)

@@ -1,29 +1,38 @@
-"""`.npz` files to write: zip archives of `.npy` members, stored as they are, as `np.savez` writes them.
+"""NumPy's files to write: `.npz`, zip archives of `.npy` members, stored as they are, as `np.savez` writes them; and
+folders of `.npy` files.
 
-The checksum of a member comes before its bytes, which are written in any order. So it is computed once they are there,
-from the page cache, and put in its places before the file counts. Formats: APPNOTE.TXT 6.3.10 (zip) sections 4.3.7,
-4.3.12, 4.3.14 to 4.3.16 and 4.5.3 (zip64); `numpy.lib.format`.
+In an archive the checksum of a member comes before its bytes, which are written in any order. So it is computed once
+they are there, from the page cache, and put in its places before the file counts. Formats: APPNOTE.TXT 6.3.10 (zip)
+sections 4.3.7, 4.3.12, 4.3.14 to 4.3.16 and 4.5.3 (zip64); `numpy.lib.format`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import io
+import re
 import struct
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
 from lazymodel._errors import LazyModelError
 from lazymodel._save.atomic import writing
-from lazymodel._save.destination import FileDestination, SavedFile
+from lazymodel._save.destination import Destination, FileDestination, SavedFile
+from lazymodel._show.text import listed
 from lazymodel._tensors.lazy import LazyTensor
+from lazymodel.checkpoints._numpy import npy_names
+from lazymodel.checkpoints._open import staging_folder
+from lazymodel.checkpoints._untrusted import files_inside
 
 _LOCAL, _CENTRAL = b"PK\x03\x04", b"PK\x01\x02"
 _VERSION, _UTF8, _STORED, _LARGE = 45, 1 << 11, 0, 0xFFFFFFFF  # zip64; names in UTF-8; sizes are in the extra field
 _DATE = 33  # 1980-01-01, the first day that zip has
 _READ = 1 << 20  # bytes read at a time
+_UNFIT = re.compile(r"(^|/)([./]|$)|[\0\\\ud800-\udfff]")  # what leads out of a folder, is hidden in it, or no name
+_LONGEST = 255 - len(".npy")  # bytes of a file's name on all usual file systems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,22 +57,15 @@ def layout(tensors: Mapping[str, LazyTensor], name: str) -> SavedFile:
     position = 0
     for key, tensor in tensors.items():
         member = f"{key}.npy".encode()
-        if tensor.dtype.kind not in "biufc":
-            raise LazyModelError(
-                f"{key!r}: NumPy writes {tensor.dtype.name}, which is not its own, without its name; cast it, or save "
-                "as safetensors"
-            )
+        npy = _described(key, tensor)
         if len(member) > 0xFFFF or "\0" in key:
             raise LazyModelError(f"{key[:80]!r} cannot be the name of an array in an archive; rename it with a mapping")
-        npy = io.BytesIO()
-        described = {"descr": np.lib.format.dtype_to_descr(tensor.dtype), "fortran_order": False, "shape": tensor.shape}
-        np.lib.format.write_array_header_1_0(npy, described)
-        size = len(npy.getvalue()) + tensor.nbytes
+        size = len(npy) + tensor.nbytes
         extra = struct.pack("<HHQQ", 1, 16, size, size)
         header = _LOCAL + struct.pack("<5H3L2H", *_about(0), _LARGE, _LARGE, len(member), len(extra)) + member + extra
         start = position + len(header)
-        rest.append((position, header + npy.getvalue()))
-        placed.append((key, tensor, start + len(npy.getvalue())))
+        rest.append((position, header + npy))
+        placed.append((key, tensor, start + len(npy)))
         spans.append((position, start, start + size))
         position = start + size
     directory = bytearray()
@@ -84,6 +86,19 @@ def layout(tensors: Mapping[str, LazyTensor], name: str) -> SavedFile:
     return _Archive(name, b"", tuple(placed), position + len(directory), tuple(rest), tuple(members))
 
 
+def _described(key: str, tensor: LazyTensor) -> bytes:
+    """What a `.npy` file begins with."""
+    if tensor.dtype.kind not in "biufc":
+        raise LazyModelError(
+            f"{key!r}: NumPy writes {tensor.dtype.name}, which is not its own, without its name; cast it, or save "
+            "as safetensors"
+        )
+    npy = io.BytesIO()
+    described = {"descr": np.lib.format.dtype_to_descr(tensor.dtype), "fortran_order": False, "shape": tensor.shape}
+    np.lib.format.write_array_header_1_0(npy, described)
+    return npy.getvalue()
+
+
 def _about(checksum: int) -> tuple[int, ...]:
     """Version, flags, method, time, date and checksum of a member, in both of its headers."""
     return _VERSION, _UTF8, _STORED, 0, _DATE, checksum
@@ -91,6 +106,8 @@ def _about(checksum: int) -> tuple[int, ...]:
 
 class NpzDestination(FileDestination):
     """A `.npz` file."""
+
+    direct = False
 
     def commit(self) -> None:
         for archive in self.files:
@@ -106,3 +123,40 @@ class NpzDestination(FileDestination):
                         file.seek(place)
                         file.write(struct.pack("<L", checksum))
         super().commit()
+
+
+def folder_layout(tensors: Mapping[str, LazyTensor]) -> list[SavedFile]:
+    """A `.npy` file for each tensor; the slashes of its name are folders."""
+    files: list[SavedFile] = []
+    for key, tensor in tensors.items():
+        if _UNFIT.search(key) or any(len(part.encode()) > _LONGEST for part in key.split("/")):
+            raise LazyModelError(
+                f"{key[:80]!r} cannot be the path of a file: expected parts of 1 to {_LONGEST} bytes between slashes, "
+                "none of which begins with a dot, of UTF-8 without NUL or backslash; rename it with a mapping"
+            )
+        header = _described(key, tensor)
+        files.append(SavedFile(f"{key}.npy", header, ((key, tensor, len(header)),), len(header) + tensor.nbytes))
+    return files
+
+
+class NpyDestination(Destination):
+    """A folder of `.npy` files, that is replaced as a whole."""
+
+    _inside = False
+
+    def _rivals(self) -> list[Path]:
+        return [staging_folder(self.path, inside=True)]
+
+    def _there(self) -> Path | None:
+        if self.path.exists() and not self.path.is_dir():
+            raise LazyModelError(f"{self.path} is a file; give a folder")
+        files = set(files_inside(self.path)) if self.path.exists() else set()
+        if foreign := files.difference(f"{name}.npy" for name in npy_names(self.path)):
+            raise LazyModelError(
+                f"{self.path} holds what is no .npy file and would be gone with the folder: {listed(sorted(foreign))}. "
+                "Save to another folder, or move these away"
+            )
+        return self.path if files else None
+
+    def commit(self) -> None:
+        self._stage.replace_folder()

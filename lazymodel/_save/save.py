@@ -27,7 +27,7 @@ from lazymodel._remote.url import is_url
 from lazymodel._save import hdf5, numpy, zarr
 from lazymodel._save.destination import TERMS, Destination, FileDestination, FolderDestination, SaveOptions
 from lazymodel._save.hdf5 import Hdf5Shards
-from lazymodel._save.numpy import NpzDestination
+from lazymodel._save.numpy import NpyDestination, NpzDestination
 from lazymodel._save.orbax import save_orbax
 from lazymodel._save.remote import save_remote
 from lazymodel._save.safetensors import layout
@@ -82,12 +82,12 @@ def save(
             machine. PRNG keys are saved as their key data; what is no array is left out.
         path: A file that ends with `.safetensors`, of any size; or a folder, which may hold other files. Either may be
             a URL that begins with `s3://`, `gs://` or `az://`. On disks also `.weights.h5` or `.h5`, as Keras writes
-            them, `.weights.json` for shards of it, and NumPy's `.npz`; for Orbax a folder.
+            them, `.weights.json` for shards of it, and NumPy's `.npz`; for Orbax and `.npy` files a folder.
         mapping: The `WeightMap` that the model was loaded with, undone; or a function that takes path → `LazyTensor`
             and returns a flat dict of tensor name → lazy tensor or array, made with NumPy. None keeps the paths.
-        format: `"safetensors"`, `"hdf5"`, `"numpy"` or `"orbax"`; None goes by the suffix, and a folder is safetensors.
-            Orbax' tree has the parts of paths as keys. Orbax (`orbax-checkpoint`) itself saves arrays as they are;
-            tensors of files, and what a mapping changed, become plain zarr arrays.
+        format: `"safetensors"`, `"hdf5"`, `"numpy"`, or of folders `"npy"`, a file an array, and `"orbax"`; None goes
+            by the suffix, and a folder is safetensors. Orbax' tree has the parts of paths as keys. Orbax itself saves
+            arrays as they are; tensors of files, and what a mapping changed, become plain zarr arrays.
         max_shard_size: Bytes of tensors of one file in a folder, or `"5GB"`. A larger tensor has a file to itself.
         max_host_memory: Ceiling for staging in bytes, or `"1GiB"`; None is 256 MiB, and more where something has to be
             initialized whole. Orbax takes what it takes.
@@ -119,7 +119,7 @@ def save(
     size = None if where.suffix == ".safetensors" else parse_bytes(max_shard_size, name="max_shard_size", at_least=1)
     options = SaveOptions(
         shard_size=size,
-        budget=_default_budget(tensors) if max_host_memory is None else parse_budget(max_host_memory),
+        budget=default_budget(tensors) if max_host_memory is None else parse_budget(max_host_memory),
         metadata={"format": "pt"} | dict(metadata or {}),
         progress=progress,
         overwrite=overwrite,
@@ -132,12 +132,14 @@ def save(
 
 def _format(path: str | os.PathLike[str], format: str | None) -> str:
     """The format to save in; a file's suffix says so, and for a folder it is safetensors unless told."""
-    if format is not None and format not in (known := sorted({*_SUFFIXES.values(), "orbax"})):
+    if format is not None and format not in (known := sorted({*_SUFFIXES.values(), "npy", "orbax"})):
         raise LazyModelError(f"format is one of {', '.join(known)}, or None; got {format!r}")
     name = os.fspath(path).partition("?")[0]
     said = next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), None)
     if said is None and format in ("hdf5", "numpy"):
-        names = "x.weights.h5, or x.weights.json with shards beside it" if format == "hdf5" else "x.npz"
+        names = (
+            "x.weights.h5, or x.weights.json with shards beside it" if format == "hdf5" else 'x.npz, or format="npy"'
+        )
         raise LazyModelError(f"{name}: format={format!r} writes files; expected a name such as {names}")
     if None not in (said, format) and said != format:
         raise LazyModelError(f"{name}: the name is one of {said}, and format={format!r}; leave one of them out")
@@ -153,7 +155,7 @@ def _values(model: Any) -> tuple[Mapping[str, Any], list[Any]]:
     return arrays, [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
 
 
-def _default_budget(tensors: Mapping[str, LazyTensor]) -> int:
+def default_budget(tensors: Mapping[str, LazyTensor]) -> int:
     """Enough for what has to be computed whole, which else would be refused."""
     return DEFAULT_BUDGET + 2 * max((tensor.leaf.unit_nbytes for tensor in tensors.values()), default=0)
 
@@ -179,6 +181,8 @@ def _laid_out(tensors: dict[str, LazyTensor], path: Path, options: SaveOptions, 
         return FileDestination(path, files) if options.shard_size is None else FolderDestination(path, files), checksum
     if format == "numpy":
         target = NpzDestination(path, [numpy.layout(tensors, path.name)])
+    elif format == "npy":
+        target = NpyDestination(Path(os.path.realpath(path)), numpy.folder_layout(tensors))
     elif format == "orbax":
         target = OrbaxDestination(Path(os.path.realpath(path)), zarr.layout(tensors))
     else:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import math
+import mmap
 import os
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -44,7 +46,13 @@ from lazymodel._tensors.wanted import wanted
 from lazymodel.checkpoints._safetensors_header import FLOAT4
 
 _BAND = 16 << 20  # bytes that are staged at a time: a write of some milliseconds, a transfer likewise
-_THREADS = 4  # one disk is saturated by fewer; they overlap transfers, transposing and writing
+_THREADS = 4  # more than cores: the ones that wait for the disk use none, as others transfer, transpose or cast
+# Runs of a file from this many bytes on go straight to the disk, past the page cache: it would only be waited for, and
+# fresh pages of the cache cost more than writing (in virtual machines whose host has to find them, ten times as much).
+_DIRECT = 1 << 20
+# Bytes that such a write, its place in memory and its place in the file are multiples of; so no page of the cache has
+# both a part that was written directly and one that was not. Disks ask for 4096 at most.
+_ALIGNMENT = max(mmap.PAGESIZE, 4096)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +64,11 @@ class _Piece:
     start: int  # byte in the file of its first element
     strides: tuple[int, ...]  # bytes in the file, descending but for axes of extent 1
     packed: bool = False  # whether two elements are a byte; then it has one dimension
+
+    def position(self, box: Box) -> int:
+        """Byte in the file of a box's first element."""
+        first = sum(part.start * stride for part, stride in zip(box, self.strides, strict=True))
+        return self.start + first // (2 if self.packed else 1)
 
 
 _Job: TypeAlias = tuple[_Piece, Box, list[Box]]  # a box to write, and the list of those of its piece still to be done
@@ -155,9 +168,9 @@ def write_files(
     remote = any(True for tensor in tensors for _ in wanted(tensor, [whole_box(tensor.shape)]))
     ahead = budget // 4 if remote else 0
     unit = max((tensor.leaf.unit_nbytes for tensor in tensors), default=0)
-    threads = max(min(_THREADS, os.cpu_count() or 1, (budget - ahead) // (unit + 2 * _BAND)), 1)
+    threads = max(min(_THREADS, (budget - ahead) // (unit + 2 * _BAND)), 1)
     band = max(min(_BAND, ((budget - ahead) // threads - unit) // 2), 1)
-    writing = [_Writing(target.place(file), list(_jobs(group, band))) for file, group in pieces]
+    writing = [_Writing(target.place(file), list(_jobs(group, band)), direct=target.direct) for file, group in pieces]
     wants = [want for file in writing if remote for piece, box, _ in file.jobs for want in wanted(piece.tensor, [box])]
     bar = progress_for(progress)
     bar.start(sum(tensor.nbytes for tensor in tensors), f"{target.path.name}: saving")
@@ -178,14 +191,35 @@ def write_files(
 class _Writing:
     """A file that is written in several threads: open from its first job on, and on the disk after its last one."""
 
-    def __init__(self, path: Path, jobs: list[_Job]) -> None:
+    def __init__(self, path: Path, jobs: list[_Job], *, direct: bool) -> None:
         self.path, self.jobs, self._left, self._fd = path, jobs, len(jobs), -1
+        self._direct, self._flag = -1, getattr(os, "O_DIRECT", 0) if direct else 0
 
-    def open(self) -> int:
-        """Its descriptor; not for two threads at once."""
+    def open(self) -> None:
+        """Opens it, if it is not; not for two threads at once."""
         if self._fd < 0:
-            self._fd = os.open(self.path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
-        return self._fd
+            flags = os.O_WRONLY | getattr(os, "O_CLOEXEC", 0)
+            self._fd = os.open(self.path, flags)
+            if self._flag:
+                with contextlib.suppress(OSError):  # file systems in memory, some of networks
+                    self._direct = os.open(self.path, flags | self._flag)
+
+    def write(self, data: np.ndarray, offset: int) -> None:
+        """Writes bytes, directly as far as they may be: where they lie in memory as they will in the file's blocks."""
+        start = stop = 0
+        view = memoryview(cast(Any, data))
+        if self._direct >= 0 and len(view) >= _DIRECT and not (data.ctypes.data - offset) % _ALIGNMENT:
+            start = stop = -offset % _ALIGNMENT
+            end = len(view) - (offset + len(view)) % _ALIGNMENT
+            try:
+                while stop < end:
+                    stop += os.pwrite(self._direct, view[stop:end], offset + stop)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # it wants larger blocks, or is no such file system after all
+                    raise
+        for first, last in ((0, start), (stop, len(view))):
+            while first < last:
+                first += os.pwrite(self._fd, view[first:last], offset + first)
 
     def done(self) -> bool:
         """Tells that a job is done; whether it was the last. Not for two threads at once."""
@@ -200,9 +234,10 @@ class _Writing:
 
     def close(self) -> None:
         """Closes it, if it is open."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        fds, self._fd, self._direct = (self._fd, self._direct), -1, -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
 
     @contextlib.contextmanager
     def telling(self) -> Generator[None]:
@@ -233,15 +268,18 @@ def _run(
                     if (drawn := next(jobs, None)) is None:
                         return
                     file, (piece, box, others) = drawn
-                    fd = file.open()
+                    file.open()
                 nbytes = math.prod(box_shape(box)) * piece.tensor.itemsize
-                if buffer.nbytes < nbytes:
-                    buffer = empty_aligned((nbytes,), np.dtype(np.uint8))
-                values = buffer[:nbytes].view(piece.tensor.dtype).reshape(box_shape(box))
+                spare = _ALIGNMENT if nbytes >= _DIRECT else 0
+                if buffer.nbytes < nbytes + spare:
+                    buffer = empty_aligned((nbytes + spare,), np.dtype(np.uint8))
+                first = piece.position(box) % _ALIGNMENT if spare else 0
+                first -= first % piece.tensor.itemsize  # values that are not aligned are slow to make
+                values = buffer[first : first + nbytes].view(piece.tensor.dtype).reshape(box_shape(box))
                 for part in fill_parts(piece.tensor, [box], [values]):
                     part.run(workspace)
                 with file.telling():
-                    _put(fd, piece, box, values)
+                    _put(file, piece, box, values)
                 with lock:
                     bar.advance(nbytes, piece.name)
                     check()
@@ -275,25 +313,18 @@ def _jobs(pieces: Sequence[_Piece], band: int) -> Iterator[_Job]:
             yield piece, box, others
 
 
-def _put(fd: int, piece: _Piece, box: Box, values: np.ndarray) -> None:
+def _put(file: _Writing, piece: _Piece, box: Box, values: np.ndarray) -> None:
     """Writes a box of a piece, run by run."""
+    start = piece.position(box)
     if piece.packed:
         bits = values.view(np.uint8)
-        packed = (bits[0::2] & 15) | (bits[1::2] << 4)  # the earlier element in the low bits, as it is read
-        _pwrite(fd, packed, piece.start + box[0].start // 2)
+        # The earlier element in the low bits, as it is read.
+        file.write((bits[0::2] & 15) | (bits[1::2] << 4), start)
         return
-    start = piece.start + sum(part.start * stride for part, stride in zip(box, piece.strides, strict=True))
     run, outer = values.itemsize, values.ndim
     while outer and (values.shape[outer - 1] == 1 or piece.strides[outer - 1] == run):
         outer -= 1
         run *= values.shape[outer]
     rows = values.view(np.uint8).reshape(-1, run) if values.ndim else values.reshape(1).view(np.uint8).reshape(1, run)
     for row, index in zip(rows, np.ndindex(*values.shape[:outer]), strict=True):
-        _pwrite(fd, row, start + sum(i * stride for i, stride in zip(index, piece.strides, strict=False)))
-
-
-def _pwrite(fd: int, data: np.ndarray, offset: int) -> None:
-    view = memoryview(cast(Any, data))
-    while view:
-        written = os.pwrite(fd, view, offset)
-        view, offset = view[written:], offset + written
+        file.write(row, start + sum(i * stride for i, stride in zip(index, piece.strides, strict=False)))

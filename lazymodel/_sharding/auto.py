@@ -98,20 +98,22 @@ def auto(*, tensor: Axes = None, fsdp: Axes = None, expert: Axes = None, host: s
     """Rules that propose a sharding for every variable of any model: `abstract.shard(mesh, lm.auto())`.
 
     What the model says itself comes first: mesh axes or logical names for the dimensions of a variable (Flax'
-    partitioning metadata; Tunix, MaxText). Without, a proposal follows from a variable's role, told from its path,
-    shape and neighbours: vocabularies, attention heads
-    (never split inside a head), MLPs by columns and then by rows, experts, output channels; biases, LoRA factors,
-    quantization scales and optimizer slots follow the variable that they belong to. Where the first choice of
-    dimension does not divide, the next one is taken; nothing of 1 MiB (`large` of `shard`) or more is replicated
-    unless no dimension divides. The same model and mesh give the same proposal. `AbstractModel.explain` tells why.
+    partitioning metadata; Tunix, MaxText, Haliax, Penzai). Without, a proposal follows from a variable's role, told
+    from its path, shape and neighbours: vocabularies, attention heads (never split inside a head), MLPs by columns and
+    then by rows, experts, output channels; biases, LoRA factors, quantization scales and optimizer slots follow the
+    variable that they belong to. Where the first choice of dimension does not divide, the next one is taken; nothing of
+    1 MiB (`large` of `shard`) or more is replicated unless no dimension divides. The same model and mesh give the same
+    proposal. `AbstractModel.explain` tells why.
 
     Args:
         tensor: Mesh axes for tensor parallelism. None takes those named `model`, `tensor`, `tp` or `mp`, or the only
             axis of a mesh, if its name says nothing else. `()` for none, here and below.
         fsdp: Mesh axes over which parameters are stored in pieces and gathered for use (fully-sharded data
             parallelism). None takes those named `fsdp`, and without such those named `data`, `batch` or `dp`.
-        expert: Mesh axes for experts. None takes those named `expert`, `experts` or `ep`. Without one, experts are
-            split over the tensor axes. What is not an expert is stored in pieces over these axes too.
+        expert: Mesh axes for experts. None takes those named `expert`, `experts` or `ep`. Without one, experts that all
+            compute are split over the tensor and fsdp axes together; those used one by one, beside their router,
+            over the tensor axes, or as any MLP is where there are fsdp axes. What is not an expert is stored in pieces
+            over these axes too.
         host: Regex of whole paths (`re.fullmatch`): variables that go to the hosts' memory, split as they would be on
             devices, as by a rule with `lazymodel.Host`.
 
@@ -137,8 +139,10 @@ class _Placement:
         self.tried: dict[str, None] = {}
         self.why = ""
 
-    def place(self, axes: tuple[str, ...], dims: Sequence[int], *, whole_units: bool = True) -> bool:
-        """Puts axes that have no dimension on the first of these that divides, free ones first, apart if need be.
+    def place(
+        self, axes: tuple[str, ...], dims: Sequence[int], *, whole_units: bool = True, apart: bool = True
+    ) -> bool:
+        """Puts axes that have no dimension on the first of these that divides, free ones first, `apart` if need be.
 
         Returns whether all have one.
         """
@@ -149,8 +153,8 @@ class _Placement:
             if self._fits(dim, axes, whole_units=whole_units):
                 self.axes[dim] += axes
                 return True
-        apart = sorted(axes, key=lambda axis: -self.mesh.shape[axis]) if len(axes) > 1 else ()
-        placed = [self.place((axis,), dims, whole_units=whole_units) for axis in apart]  # all of them that can be
+        each = sorted(axes, key=lambda axis: -self.mesh.shape[axis]) if apart and len(axes) > 1 else ()
+        placed = [self.place((axis,), dims, whole_units=whole_units) for axis in each]  # all of them that can be
         return bool(placed) and all(placed)
 
     def _fits(self, dim: int, axes: tuple[str, ...], *, whole_units: bool) -> bool:
@@ -268,24 +272,27 @@ class _Proposer:
         def dims(wanted: Sequence[str]) -> list[int]:
             return [dim for label in wanted for dim, found in enumerate(labels) if found == label]
 
-        placed = True
-        fsdp = self.fsdp if expert else (*self.fsdp, *self.expert)
+        fsdp, tensor, why = self.fsdp if expert else (*self.fsdp, *self.expert), order.tensor, order.why
         if expert and self.expert:
             # If there are too few experts for the axis, it splits what is inside them.
-            placed = placement.place(self.expert, dims(order.tensor))
-            placed &= placement.place(self.tensor, dims((*order.tensor[1:], "experts")))
+            placed = placement.place(self.expert, dims(tensor))
+            placed &= placement.place(self.tensor, dims((*tensor[1:], "experts")))
         else:
-            placed = placement.place(self.tensor, dims(order.tensor))
-        first = dims(order.tensor[:1])
-        why = order.why if first and any(set(self.tensor) & set(placement.axes[dim]) for dim in first) else ""
+            if expert and placement.described.bank:  # what each device's experts add to a token is summed once
+                placement.place((*self.tensor, *fsdp), dims(tensor[:1]), apart=False)
+            elif expert and placement.parts(fsdp) > 1:  # used one by one: pieces of a stack would all be sent around
+                tensor, why = (tensor[1], tensor[0], tensor[2]), "each expert is split as any MLP is"
+            placed = placement.place(self.tensor, dims(tensor))
+        first = dims(tensor[:1])
+        why = why if first and any(set(self.tensor) & set(placement.axes[dim]) for dim in first) else ""
         # Alone, it takes columns: over rows, XLA may add up activations of the whole batch instead of gathering the
         # much smaller weight (half the bytes for the queries of a compiled Gemma block).
         alone = order.fsdp[0] == "in" and not any(self.mesh.shape[axis] > 1 for axis in self.tensor)
         stored = dims(order.tensor if alone else order.fsdp)
         if not large and any(placement.axes):  # a small one is not cut again along what is cut already
             stored = [dim for dim in stored if not placement.axes[dim]]
-        # A head stays whole in storage too, as long as there is another way.
-        if stored and not placement.place(fsdp, stored):
+        # A head stays whole in storage too, where there is another way, and a small one that is cut already.
+        if stored and not placement.place(fsdp, stored) and (large or not any(placement.axes)):
             placed &= placement.place(fsdp, stored, whole_units=False)
         if not placed:
             why = f"{why}; not split over every axis" if why else "not split over every axis: no dimension divides"
@@ -309,11 +316,12 @@ class _Proposer:
         return f"split as {follows}" if any(placement.axes) else f"replicated, as {follows} is along these dimensions"
 
     def _anywhere(self, placement: _Placement) -> None:
-        """Stores a large variable in pieces, along whatever divides: the largest dimension first, layers last."""
+        """Stores a large variable in pieces, along the largest dimension that divides; layers if no other does."""
         labels = placement.described.labels
-        dims = sorted(range(len(labels)), key=lambda dim: (labels[dim] == "layers", -placement.shape[dim], dim))
-        for axes in (self.tensor, (*self.fsdp, *self.expert)):
-            placement.place(axes, dims, whole_units=False)
+        dims = sorted(range(len(labels)), key=lambda dim: (-placement.shape[dim], dim))
+        for layers in (False, True):
+            for axes in (self.tensor, (*self.fsdp, *self.expert)) if not any(placement.axes) else ():
+                placement.place(axes, [dim for dim in dims if (labels[dim] == "layers") == layers], whole_units=False)
 
 
 def trimmed(entries: Sequence[Any]) -> PartitionSpec:

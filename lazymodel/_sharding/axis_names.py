@@ -1,7 +1,7 @@
 """The names that people give to axes of variables and of meshes, and what they mean.
 
-Responsible for names that a model carries itself, in Flax' partitioning metadata or MaxText's `kernel_axes`: what a
-model says is surer than what `_sharding/describe` reads from paths and shapes.
+Responsible for names that a model carries itself, in Flax' partitioning metadata, MaxText's `kernel_axes` or the arrays
+of Haliax and Penzai: what a model says is surer than what `_sharding/describe` reads from paths and shapes.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ FSDP_NAMES = ("fsdp", "zero", "fully_sharded")
 DATA_NAMES = ("data", "batch", "dp", "data_parallel")
 EXPERT_NAMES = ("expert", "experts", "ep", "expert_parallel")
 
-EMBED, MLP, JOINED = "embed", "mlp", "heads with their columns"
+EMBED, MLP, JOINED, LAYERS = "embed", "mlp", "heads with their columns", "layers"
 # Meaning → names, in lower case: T5X's and MaxText's first, then those of other packages. In both, `kv` is the width of
 # a head and `joined_kv` all heads side by side.
 _MEANINGS = {
     EMBED: "embed embed_dim embedding emb d_model model_dim features hidden_size embed_no_exp norm",
     "vocabulary": "vocab vocabulary vocab_size",
-    HEADS: "heads q_heads kv_heads query_heads num_heads n_heads num_kv_heads heads_per_group",
+    HEADS: "heads q_heads kv_heads kv_head query_heads num_heads n_heads num_kv_heads head_groups "
+    "heads_per_group q_heads_per_group",
     "head_dim": "kv head_dim head_size kv_head_dim qk_head_dim v_head_dim d_head projection",
     JOINED: "joined_kv joined_heads qkv qkv_joined q_joined kv_joined",
     MLP: "mlp intermediate ffn ffw hidden hidden_dim d_ff mlp_dim ffw_dim intermediate_size mlp_hidden neurons",
     "experts": "experts expert exp num_experts",
-    "layers": "layers layer stack scan layer_stack stage num_layers blocks",
+    LAYERS: "layers layer stack scan layer_stack stage num_layers blocks",
     "space": "spatial height width kernel_h kernel_w conv_height conv_width conv_kernel time",
     "in": "conv_in in in_channels input in_features",
     "out": "conv_out out out_channels output channels out_features",
@@ -57,7 +58,7 @@ def role_of_names(names: Sequence[Any], is_output: bool | None) -> tuple[str, tu
     `is_output` is what the path says of a weight with heads: whether it is the output projection, or None.
     """
     known = [AXIS_NAMES.get(str(name).lower(), "") for name in names]
-    found = {meaning for meaning in known if meaning} - {"layers"}
+    found = {meaning for meaning in known if meaning} - {LAYERS}
     heads = next((meaning for meaning in (HEADS, JOINED) if meaning in found), "")
 
     def first(one: str, other: str) -> bool:

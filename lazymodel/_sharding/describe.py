@@ -16,7 +16,7 @@ import numpy as np
 
 from lazymodel._abstract.paths import rule_path
 from lazymodel._abstract.variable import AbstractVariable
-from lazymodel._sharding.axis_names import role_of_names
+from lazymodel._sharding.axis_names import AXIS_NAMES, LAYERS, role_of_names
 from lazymodel._sharding.geometry import attention_labels, stacked_labels
 from lazymodel._sharding.roles import FUSED_HEADS, HEADS, ROLES
 
@@ -35,7 +35,7 @@ _QUERY_AND_KEY = [
     for form in ("{}", "w{}", "{}_proj", "proj_{}", "to_{}", "{}_einsum", "linear_{}")
 ]
 _LOW_RANK = re.compile(r"(^|[/_])[qkv]_?[ab](_|/|$)")
-_HEAD_NORM = re.compile(r"(^|[/_])(q|k|query|key)_?(layer_?)?norm\w*/[a-z]+$")
+_HEAD_NORM = re.compile(r"(^|[/_])(q|k|query|key)_?(dense_?|layer_?)*norm\w*/[a-z]+$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Described:
     follows: str | None = None  # the path of the variable that it belongs to and is split like, and
     dims: tuple[int | None, ...] = ()  # for each of its dimensions, which one of that variable, or None
     told_from: str = ""  # what it was told from, for people, and whether that is a guess
+    bank: bool = False  # whether experts lie in a layer of their own, which runs all of them, and not beside a router
 
 
 def describe(variables: Mapping[str, AbstractVariable]) -> dict[str, Described]:
@@ -74,7 +75,7 @@ class _Describer:
             # (model, optimizer): the optimizer's paths do not know that the model is the first of two.
             self._by_name.setdefault(self._names[path].partition("/")[2], path)
         self._with_keys = self._have_keys()
-        self._head_multiples: dict[str, int] = {}
+        self._qkv_widths: dict[str, frozenset[int]] = {}
         self._outputs: dict[str, list[tuple[int, ...]]] = {}
         self._norms, self._word_widths = self._widths()
         self._head_dims, self._head_counts = self._evidence()  # prefix → number, where all evidence below it agrees
@@ -84,6 +85,8 @@ class _Describer:
         if (named := self._by_axis_names(path, variable)) is not None:
             return named
         found = self._one(path, variable, shape)
+        if found.role.startswith("expert") and "expert" in self._names[path]:
+            found = dataclasses.replace(found, bank=True)
         if len(shape) == len(variable.shape):
             return found
         dims = found.dims
@@ -92,7 +95,7 @@ class _Describer:
         elif found.follows is not None:
             dims = (None, *dims)
         labels, units = ("layers", *found.labels), (variable.shape[0], *found.units)
-        return Described(found.role, labels, units, found.follows, dims, found.told_from)
+        return dataclasses.replace(found, labels=labels, units=units, dims=dims)
 
     def _by_axis_names(self, path: str, variable: AbstractVariable) -> Described | None:
         """What the model itself says of a variable's dimensions, where that tells its role."""
@@ -385,7 +388,8 @@ class _Describer:
     def _heads_in(self, path: str, size: int) -> int:
         """How many heads a dimension of so many columns holds, at least: what is unknown is not split.
 
-        Without evidence, pieces of 128 columns hold whole heads of 16, 32, 64 and 128, which nearly all models have.
+        Without evidence, pieces of 128 columns hold whole heads of 16, 32, 64 and 128, which nearly all models have; of
+        64 where queries, keys and values are equally wide and have 1024 columns or fewer, as in BERT, T5 and ViT.
         """
         for place in _places(path):
             head_dim, count = self._head_dims.get(place, size), self._head_counts.get(place)
@@ -394,19 +398,22 @@ class _Describer:
             if count is not None and size % count == 0:
                 return count
         # Queries and keys that differ in width have no head wider than their common divisor.
-        return max(size // 128 if size % 128 == 0 else 1, size // self._head_multiple(path, size))
+        widths = self._attention_widths(_parent(_parent(path)))
+        piece = 64 if len(widths) == 1 and max(widths) <= 1024 else 128
+        return max(size // piece if size % piece == 0 else 1, size // math.gcd(size, *widths))
 
-    def _head_multiple(self, path: str, size: int) -> int:
-        """So many columns hold whole heads, as the matrices for queries, keys and values in the layer show."""
-        place = _parent(_parent(path))
-        if place not in self._head_multiples:
-            found = 0
-            for other in self._layer(place):
-                shape, tail = self._inner(other), self._tail(other)
-                if len(shape) == 2 and re.search(ROLES["query_key_value"].pattern, tail) and not _LOW_RANK.search(tail):
-                    found = math.gcd(found, shape[0 if self._out_first(other, shape) else 1])
-            self._head_multiples[place] = found
-        return math.gcd(size, self._head_multiples[place])
+    def _attention_widths(self, place: str) -> frozenset[int]:
+        """The columns of the matrices for queries, keys and values in a layer."""
+        if place not in self._qkv_widths:
+            shapes = (
+                self._inner(other)[:: -1 if self._out_first(other, self._inner(other)) else 1]
+                for other in self._layer(place)
+                if len(self._inner(other)) == 2
+                and re.search(ROLES["query_key_value"].pattern, self._tail(other))
+                and not _LOW_RANK.search(self._tail(other))
+            )
+            self._qkv_widths[place] = frozenset(columns for _, columns in shapes)
+        return self._qkv_widths[place]
 
     def _tail(self, path: str) -> str:
         return "/".join(self._names[path].split("/")[-3:])
@@ -468,4 +475,9 @@ def _stacks(variables: Mapping[str, AbstractVariable], names: Mapping[str, str])
             leading.setdefault(place, set()).add(variable.shape[0] if variable.shape else -1)
             (vectors if vector else others).add(place)
     stacks = {place for place in vectors & others if len(leading[place]) == 1 and "expert" not in place.lower()}
-    return frozenset(path for path in variables if any(place in stacks for place in _places(path)))
+    said = {
+        path
+        for path, variable in variables.items()
+        if AXIS_NAMES.get(str((variable.logical_axes or "-")[0]).lower()) == LAYERS
+    }
+    return frozenset(said | {path for path in variables if any(place in stacks for place in _places(path))})

@@ -127,7 +127,7 @@ _ROWS = (
         "block_diagonal",  # told by shapes alone
         labels=("blocks", "in", "out"),
         tensor=("blocks", "out", "in"),
-        fsdp=("out", "in", "blocks"),
+        fsdp=("blocks",),
         why="each device computes its own blocks",
     ),
     # Its gates lie side by side, so columns would be exchanged at every step in time.

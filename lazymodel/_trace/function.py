@@ -24,6 +24,7 @@ from lazymodel._trace.errors import raise_explained
 from lazymodel._trace.escaped import is_iterator, refuse_empty, refuse_escaped
 from lazymodel._trace.graph import Graph
 from lazymodel._trace.inlined import keep_inlined
+from lazymodel._trace.named_axes import named_axes
 from lazymodel._trace.program import Program, Value
 from lazymodel._trace.small import on_host
 
@@ -77,6 +78,8 @@ def trace_function(
     for recipe in recipes:
         for path in recipe.paths:
             variables[path] = dataclasses.replace(variables[path], origin=recipe.origin)
+    for path, axes in found.axes.items():
+        variables[path] = dataclasses.replace(variables[path], logical_axes=axes)
     return ModelSpec(variables, recipes, sources, Framework(found.unflatten), name=called)
 
 
@@ -105,6 +108,7 @@ class Flat:
     arrays: dict[str, Any]  # path to array; None for those of JAX once they are traced
     others: list[tuple[str, Any]]  # path and leaf, of all that is no array
     treedef: Any
+    axes: dict[str, tuple[str | None, ...]]  # path to the names of dimensions, of arrays that carry such
 
     def unflatten(self, mapping: Mapping[str, Any]) -> Any:
         leaves = [mapping[leaf.path] if isinstance(leaf, _Slot) else leaf for leaf in self.leaves]
@@ -125,7 +129,8 @@ class Flat:
 def flattened(result: Any, path_of: PathOf, is_leaf: Callable[[Any], bool] | None = None) -> Flat:
     """A result as its leaves, named by their `jax.tree_util` key paths."""
     found, treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_leaf)
-    flat = Flat([], {}, [], treedef)
+    flat = Flat([], {}, [], treedef, {})
+    names = named_axes(result, is_leaf)
     slots: dict[int, _Slot] = {}
     for path, (_, leaf) in zip(unique_paths([path_of(keys) for keys, _ in found]), found, strict=True):
         if not isinstance(leaf, jax.Array) and not is_host_variable(leaf):
@@ -133,6 +138,8 @@ def flattened(result: Any, path_of: PathOf, is_leaf: Callable[[Any], bool] | Non
         elif id(leaf) not in slots:  # `found` keeps every leaf alive, so ids are not used twice
             slots[id(leaf)] = _Slot(path)
             flat.arrays[path] = leaf
+            if any(axes := names.get(id(leaf), ())):
+                flat.axes[path] = axes
         flat.leaves.append(slots.get(id(leaf), leaf))
     return flat
 

@@ -22,6 +22,7 @@ from lazymodel._remote.path import Location, RemotePath
 from lazymodel._show.table import Row, folded_table, shape_text
 from lazymodel._show.text import first_lines, format_bytes, plural, printable
 from lazymodel.checkpoints._checkpoint import Checkpoint
+from lazymodel.checkpoints._numpy import npy_names
 from lazymodel.checkpoints._open import (
     SAFETENSORS,
     Format,
@@ -206,13 +207,13 @@ class _Inspection:
                 item = find_item(self.where)
             except CheckpointError:
                 item = self.where  # something of Orbax' that cannot be opened; opening it says why
-            if item is None:
-                if (step := newest_step(self.where)) is None:
-                    raise no_checkpoint(self.where)
+            if item is None and (step := newest_step(self.where)) is not None:
                 self.where = self.root = step
                 self.look()
                 return
-            self.format = "orbax"
+            if item is None and not npy_names(self.where):
+                raise no_checkpoint(self.where)
+            self.format = "orbax" if item is not None else "numpy"
             self.look_at_whole(self.where)
 
     def look_at_file(self, file: Location) -> None:

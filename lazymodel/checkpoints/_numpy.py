@@ -1,4 +1,5 @@
-"""NumPy's own files: `.npy`, one array, and `.npz`, a zip archive of them, as `np.save` and `np.savez` write them.
+"""NumPy's own files: `.npy`, one array, and `.npz`, a zip archive of them, as `np.save` and `np.savez` write them;
+and folders of `.npy` files.
 
 Arrays are read in place, at their offset in the file; members that `np.savez_compressed` deflated are decompressed on
 the way, in small pieces. Nothing is ever unpickled, and a header is compared with the bytes that are there before it
@@ -7,19 +8,24 @@ is believed. Formats: `numpy.lib.format`; APPNOTE.TXT 6.3.10 (zip) sections 4.3.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import math
+import os
 import threading
 import warnings
 import zlib
+from collections.abc import Generator, Sequence
 from typing import Any, cast
 
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._remote.path import Location
+from lazymodel._remote.path import Location, RemotePath, fetch_heads
 from lazymodel._remote.source import source_of
+from lazymodel._tensors.boxes import Geometry
+from lazymodel._tensors.buffers import Steps
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.leaves import ArrayLeaf, FileLeaf
 from lazymodel._tensors.source import Source
@@ -30,6 +36,7 @@ from lazymodel.checkpoints._untrusted import (
     check_pointer,
     counts,
     reading,
+    shard_path,
     zip_directory,
     zip_member,
 )
@@ -45,7 +52,8 @@ _CURSORS = 8  # places where reading stopped that are remembered: as many as thr
 
 
 class NumpyCheckpoint(Checkpoint):
-    """A `.npz` archive: member name without `.npy` → tensor. A `.npy` file has one tensor, named as the file is.
+    """A `.npz` archive: member name without `.npy` → tensor. A `.npy` file has one tensor, named as the file is; of a
+    folder of such files, by the path in it.
 
     A deflated stream can only be read from its start, so that a box is found by decompressing what lies before it.
     Where reading stopped is remembered, and so are some places in between: reading an array in order, or in several
@@ -55,18 +63,48 @@ class NumpyCheckpoint(Checkpoint):
 
     format = "numpy"
 
-    def __init__(self, path: Location, source: Source, tensors: dict[str, LazyTensor]) -> None:
-        super().__init__(path, tensors, [source])
+    def __init__(self, path: Location, sources: Sequence[Source], tensors: dict[str, LazyTensor]) -> None:
+        super().__init__(path, tensors, sources)
         self._tensors = tensors
 
 
 def open_npy(path: Location) -> NumpyCheckpoint:
     """Opens a `.npy` file: one tensor, with the file's name without its suffix (`embedding.npy` → `embedding`)."""
-    check_pointer(path)
-    source, name = source_of(path), path.name.removesuffix(".npy")
-    with source.open_file() as file:
-        head = file.read(_MAX_HEADER)
-    return NumpyCheckpoint(path, source, {name: _array(name, str(path), head, source, 0, source.size)})
+    return _open_files(path, {path.name.removesuffix(".npy"): path})
+
+
+def open_npy_folder(folder: Location, names: Sequence[str]) -> NumpyCheckpoint:
+    """Opens the `.npy` files of a folder, which `npy_names` lists: `layers/0/kernel.npy` → `layers/0/kernel`."""
+    # As shards that an index in the folder names: links that lead out of it are refused.
+    files = {name: shard_path(folder / "index", f"{name}.npy") for name in names}
+    fetch_heads(files.values())
+    return _open_files(folder, files)
+
+
+def npy_names(folder: Location) -> list[str]:
+    """Paths of the `.npy` files in a folder and its folders, without the suffix; none that begins with a dot."""
+    if isinstance(folder, RemotePath):
+        found = folder.files_below() if folder.store.lists else []
+    else:
+        found = list[str]()
+        for inner, folders, names in os.walk(folder):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            found += [os.path.relpath(os.path.join(inner, name), folder).replace(os.sep, "/") for name in names]
+    hidden = [name for name in found if name.startswith(".") or "/." in name]
+    return sorted(name[:-4] for name in set(found).difference(hidden) if name.endswith(".npy"))
+
+
+def _open_files(path: Location, files: dict[str, Location]) -> NumpyCheckpoint:
+    sources: list[Source] = []
+    tensors: dict[str, LazyTensor] = {}
+    for name, file in files.items():
+        check_pointer(file)
+        source = source_of(file)
+        with source.open_file() as stream:
+            head = stream.read(_MAX_HEADER)
+        tensors[name] = _array(name, str(file), head, source, 0, source.size)
+        sources.append(source)
+    return NumpyCheckpoint(path, sources, tensors)
 
 
 def open_npz(path: Location) -> NumpyCheckpoint:
@@ -87,7 +125,7 @@ def open_npz(path: Location) -> NumpyCheckpoint:
             raise CheckpointError(f"{path}: expected each array once, found two named {name!r}; it is corrupt")
         values = _DeflatedSource(source, member) if member.deflated else source
         tensors[name] = _array(name, f"{path}: array {name!r}", head, values, member.start, member.size)
-    return NumpyCheckpoint(path, source, tensors)
+    return NumpyCheckpoint(path, [source], tensors)
 
 
 def _head(member: Member) -> bytes:
@@ -141,7 +179,7 @@ def _array(name: str, what: str, head: bytes, source: Source, start: int, size: 
         )
     if not nbytes:
         return LazyTensor(ArrayLeaf(np.empty(shape, dtype.newbyteorder("=")), name))
-    kind = _DeflatedLeaf if isinstance(source, _DeflatedSource) else FileLeaf
+    kind = _DeflatedLeaf if isinstance(source, _DeflatedSource) else FileLeaf if source.remote or start else _NpyLeaf
     leaf = kind(name, source, start + begin, tuple(reversed(shape)) if fortran else shape, dtype)
     return LazyTensor(leaf).T if fortran else LazyTensor(leaf)
 
@@ -252,6 +290,31 @@ class _DeflatedSource(Source):
             f"{self.path}: expected {self._member.size} bytes of member {self._member.name!r}, found {found}; it is "
             "truncated or corrupt. Download or copy it again."
         )
+
+
+class _NpyLeaf(FileLeaf):
+    """An array that is a file: open only while it is read, as there may be more of them than may be open."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._lock, self._readers = threading.Lock(), 0
+
+    @contextlib.contextmanager
+    def _reading(self) -> Generator[None]:
+        with self._lock:
+            self._readers += 1
+        try:
+            with super()._reading():
+                yield
+        finally:
+            with self._lock:
+                self._readers -= 1
+                if not self._readers:
+                    self.source.close()
+
+    def copy_mapped(self, boxes: Sequence[tuple[Geometry, np.ndarray]], steps: Steps) -> bool:
+        with self._reading():
+            return super().copy_mapped(boxes, steps)
 
 
 class _DeflatedLeaf(FileLeaf):

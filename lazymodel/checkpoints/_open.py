@@ -18,7 +18,7 @@ from lazymodel.checkpoints._checkpoint import Checkpoint, JoinedCheckpoint
 from lazymodel.checkpoints._decoded import DecodedCheckpoint, decoded
 from lazymodel.checkpoints._gguf import model_files, open_gguf, split_names
 from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5
-from lazymodel.checkpoints._numpy import open_npy, open_npz
+from lazymodel.checkpoints._numpy import npy_names, open_npy, open_npy_folder, open_npz
 from lazymodel.checkpoints._orbax import open_orbax
 from lazymodel.checkpoints._orbax_folder import find_item
 from lazymodel.checkpoints._safetensors import SafetensorsFile
@@ -68,7 +68,7 @@ _SUPPORTED = (
     "a .safetensors file, a folder of them (with or without *.safetensors.index.json), Keras weights (.weights.h5, "
     ".weights.json, .h5), a .keras archive, a Keras Hub preset folder, an Orbax checkpoint (an item, a step, or a "
     "folder of steps), a folder of numbered folders with safetensors, a .gguf file or a folder of one model's, or "
-    "NumPy's .npz and .npy"
+    "NumPy's .npz and .npy, or a folder of .npy"
 )
 
 
@@ -98,7 +98,8 @@ def open_checkpoint(
             folder (`model.weights.h5` or `model.weights.json`); an Orbax checkpoint: the folder of its arrays, of a
             step, or of steps, of which the newest committed one is opened; a folder of folders with numbers for names,
             of which the newest with an index or a `model.safetensors` is opened; a `.gguf` file, any file of a split
-            one, or their folder; or a `.npz` or `.npy` file. Archives are read in place.
+            one, or their folder; a `.npz` or `.npy` file; or a folder with nothing of these but `.npy` files in it and
+            its folders, whose paths are the names. Archives are read in place.
         verify: Whether to hash the files first, index and all, and refuse content that is not what is stated: True for
             the hashes that a Hugging Face cache or download, or a manifest such as `SHA256SUMS` in the folder, states;
             the path of a manifest; or a mapping of file name, relative to the checkpoint's folder, to
@@ -296,6 +297,8 @@ def open_located(where: Location, *, as_stored: bool = False) -> Checkpoint:
             return open_orbax(where, item)
         if (step := newest_step(where)) is not None:
             return open_located(step, as_stored=as_stored)
+        if names := npy_names(where):
+            return open_npy_folder(where, names)
         raise no_checkpoint(where)
     if where.is_dir() and files[0].suffix == ".safetensors":
         checkpoint = JoinedCheckpoint(where, open_loose(where, files, SafetensorsFile))

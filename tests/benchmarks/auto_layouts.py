@@ -1,9 +1,10 @@
 """Bytes that devices send each other with `lm.auto()`, against the rules that the models' authors published.
 
-    python tests/benchmarks/auto_layouts.py [--json] [--only NAME] [--mesh 2x4] [--tpu]
+    python tests/benchmarks/auto_layouts.py [--json] [--only NAME] [--mesh 2x4] [--tpu] [--collectives]
 
 Forward pass and gradient of small models of real proportions are compiled for 8 virtual CPU devices (with --tpu for
-8 chips of v5e, which need not be here), and the collectives counted in the compiled programs. Nothing is run. Models
+8 chips of v5e, which need not be here), and the collectives counted in the compiled programs; --collectives lists the
+largest of these on standard error. Nothing is run. Models
 come from other packages (`tests/others/requirements.txt`); where one is missing, its rows are left out.
 
 `auto` reads the axis names that a model carries; `unnamed` is the same model without them, by names and shapes alone.
@@ -16,6 +17,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +36,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from tests.collectives import sent_nbytes
+from tests.collectives import collectives, sent_nbytes
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 8, 128, 512, 4096
 
@@ -226,8 +228,8 @@ def _tokens() -> Any:
     return jax.ShapeDtypeStruct((BATCH, LENGTH), "int32")
 
 
-def sent(case: Case, model: lm.AbstractModel, mesh: Mesh) -> tuple[int, int]:
-    """Bytes that each device sends in the forward pass, and for the gradient, which is split as the weights are."""
+def programs(case: Case, model: lm.AbstractModel, mesh: Mesh) -> tuple[Any, Any]:
+    """The forward pass, and the gradient, which is split as the weights are; compiled."""
     x = case.inputs()
     x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(case.axes[0])))
     structs = [variable.struct for variable in model.values()] if case.axes[0] == "batch" else model.tree
@@ -245,10 +247,21 @@ def sent(case: Case, model: lm.AbstractModel, mesh: Mesh) -> tuple[int, int]:
     out = [struct.sharding for struct in weights]
     forward = jax.jit(lambda leaves, x: case.forward(jax.tree.unflatten(tree, leaves), x))
     gradient = jax.jit(jax.grad(loss), out_shardings=out)
-    return sent_nbytes(forward.lower(leaves, x).compile()), sent_nbytes(gradient.lower(weights, rest, x).compile())
+    return forward.lower(leaves, x).compile(), gradient.lower(weights, rest, x).compile()
 
 
-def measure(name: str, shape: tuple[int, int], tpu: bool) -> dict[str, Any]:
+def list_collectives(title: str, program: Any) -> None:
+    """Prints those that send most, summed over layers, with what each sends in all."""
+    total: dict[str, int] = {}
+    for nbytes, text in collectives(program):
+        text = re.sub(r"(?<=[a-z])_?\d+(?=[/)])", "", text)  # of a layer
+        total[text] = total.get(text, 0) + nbytes
+    print(title, file=sys.stderr)
+    for text, nbytes in sorted(total.items(), key=lambda item: -item[1])[:8]:
+        print(f"  {nbytes / 1e6:6.2f} MB  {text}", file=sys.stderr)
+
+
+def measure(name: str, shape: tuple[int, int], tpu: bool, listed: bool) -> dict[str, Any]:
     case = CASES[name]()
     if tpu:
         mesh = lm.topology("v5e:2x4", dict(zip(case.axes, shape, strict=True)))
@@ -265,8 +278,11 @@ def measure(name: str, shape: tuple[int, int], tpu: bool) -> dict[str, Any]:
         "unnamed": unnamed.shard(mesh, lm.auto()),
     }
     for kind, model in sharded.items():
-        forward, gradient = sent(case, model, mesh)
-        row[kind] = {"forward": forward, "gradient": gradient, "device_nbytes": model.explain().fullest_nbytes}
+        compiled = dict(zip(("forward", "gradient"), programs(case, model, mesh), strict=True))
+        for part, program in compiled.items() if listed else ():
+            list_collectives(f"{name}, {kind}, {part}:", program)
+        sent = {part: sent_nbytes(program) for part, program in compiled.items()}
+        row[kind] = {**sent, "device_nbytes": model.explain().fullest_nbytes}
     return row
 
 
@@ -276,6 +292,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--mesh", action="append")
     parser.add_argument("--tpu", action="store_true")
+    parser.add_argument("--collectives", action="store_true")
     options = parser.parse_args()
     if not options.json:
         print("| model | mesh | rules | forward, MB | gradient, MB | × published | fullest device, MB |")
@@ -283,7 +300,7 @@ def main() -> None:
     for name in (name for name in CASES if options.only in name):
         for text in options.mesh or ["2x4", "1x8", "8x1"]:
             try:
-                row = measure(name, tuple(map(int, text.split("x"))), options.tpu)
+                row = measure(name, tuple(map(int, text.split("x"))), options.tpu, options.collectives)
             except ImportError as error:
                 print(f"{name}: left out, {error}", file=sys.stderr)
                 break

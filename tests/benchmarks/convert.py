@@ -1,12 +1,13 @@
 """`lazymodel convert` between all formats under a budget: seconds, and private memory, beside `cp` and `sync`.
 
-    python tests/benchmarks/convert.py [--gib 1] [--budget 128MiB] [--runs 3] [--folder DIR]
+    python tests/benchmarks/convert.py [--gib 1] [--budget 128MiB] [--runs 3] [--folder DIR] [--cls]
 
 A float32 checkpoint of that many GiB, a quarter of it one tensor, is converted to bfloat16 safetensors, as `cp` and
 `sync` of the same file take turns with it; then from safetensors to each format, and from that back to safetensors.
 Memory is the peak of the process's private memory (RssAnon) beyond what it holds once its modules are imported.
-Sources are in the page cache. Every conversion is removed once it was measured; there is room for twice the
-checkpoint needed.
+Sources are in the page cache. With --cls it is a GPT-2 of that many GiB instead, from a Hugging Face folder to a
+preset of KerasHub and back, which is verified, as always. Every conversion is removed once it was measured; there is
+room for twice the checkpoint needed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 import numpy as np  # noqa: E402
-from _measure import Measurement, emit, measured, run  # noqa: E402
+from _measure import BYTECODE, Measurement, emit, measured, run, virtual_devices  # noqa: E402
 
 import lazymodel as lm  # noqa: E402
 from lazymodel._tensors.lazy import LazyTensor, lazy  # noqa: E402
@@ -54,19 +55,46 @@ def checkpoint(gib: float) -> dict[str, LazyTensor]:
 
 def converted(*arguments: str | Path) -> Measurement:
     """Converts in a process of its own, which is measured from its imports on."""
-    return run([__file__, "--child", *map(str, arguments)])
+    return run([__file__, "--child", *map(str, arguments)], env=virtual_devices(1))
 
 
 def child(arguments: list[str]) -> None:
     import h5py  # noqa: F401  # what only some formats need counts as imported for all
     import tensorstore  # noqa: F401
 
+    if "--cls" in arguments:
+        import keras_hub  # noqa: F401
     from lazymodel._cli.main import main as command
 
     with measured() as report:
         report["status"] = command(["convert", "--quiet", *arguments])
     assert report["status"] == 0
     emit(report)
+
+
+def gpt2(gib: float, folder: Path) -> None:
+    """In the child: a Hugging Face folder, a quarter of its float32 one tensor."""
+    import keras_hub
+
+    import lazymodel_keras as lk
+
+    sizes = {"hidden_dim": 2048, "intermediate_dim": 8192, "num_heads": 16, "max_sequence_length": 128}
+    config = {"vocabulary_size": int(gib * 32768), "num_layers": max(round(4 * gib), 1)}
+    with measured() as report:
+        abstract = lm.build_abstract(lambda: keras_hub.models.GPT2Backbone(**config, **sizes))
+        lk.save_preset(abstract, folder, to="huggingface")
+    report["bytes"] = abstract.nbytes
+    report["largest"] = max(variable.nbytes for variable in abstract.values())
+    emit(report)
+
+
+def models(gib: float, budget: str, folder: Path) -> None:
+    made = run([__file__, "--gpt2", str(gib), str(folder / "hugging")], env=virtual_devices(1)).result
+    print(f"GPT-2, {made['bytes'] / 2**30:.2f} GiB of float32, its largest tensor {made['largest'] / 2**20:.0f} MiB")
+    for source, target, to in (("hugging", "preset", "preset"), ("preset", "out", "huggingface")):
+        options = ["--cls", "GPT2Backbone", "--to", to, "--max-host-memory", budget]
+        found = converted(folder / source, folder / target, *options)
+        print(f"{source:8} → {to:12} {found.seconds:6.2f} s, imports + {found.peak_nbytes / 2**20:4.0f} MiB")
 
 
 def emptied(folder: Path) -> None:
@@ -76,7 +104,7 @@ def emptied(folder: Path) -> None:
 
 
 def in_turns(source: Path, folder: Path, runs: int, budget: str) -> Iterator[tuple[float, float, float]]:
-    """Seconds of `cp` and `sync`, of converting to bfloat16, and of that once all is imported."""
+    """Seconds of `cp` and `sync`, of the command that converts to bfloat16, and of that once all is imported."""
     for _ in range(runs):
         emptied(folder)
         start = time.perf_counter()
@@ -84,10 +112,13 @@ def in_turns(source: Path, folder: Path, runs: int, budget: str) -> Iterator[tup
         subprocess.run(["sync", folder / "out.copy"], check=True)
         copying = time.perf_counter() - start
         emptied(folder)
-        target = folder / "out.safetensors"
+        arguments = [source, folder / "out.safetensors", "--dtype", "bfloat16", "--max-host-memory", budget]
         start = time.perf_counter()
-        found = converted(source, target, "--dtype", "bfloat16", "--max-host-memory", budget)
-        yield copying, time.perf_counter() - start, found.seconds
+        command = [sys.executable, "-m", "lazymodel", "convert", "--quiet", *arguments]
+        subprocess.run(command, check=True, env=os.environ | BYTECODE, stderr=subprocess.DEVNULL)
+        converting = time.perf_counter() - start
+        emptied(folder)
+        yield copying, converting, converted(*arguments).seconds
 
 
 def main() -> None:
@@ -96,9 +127,13 @@ def main() -> None:
     parser.add_argument("--budget", default="128MiB")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--folder", help="where to work; default: a temporary folder")
+    parser.add_argument("--cls", action="store_true", help="a model of KerasHub, there and back")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as made:
         folder = Path(made)
+        if arguments.cls:
+            models(arguments.gib, arguments.budget, folder)
+            return
         source = folder / "in.safetensors"
         lm.save(checkpoint(arguments.gib), source)
         subprocess.run(["cat", source], stdout=subprocess.DEVNULL, check=True)
@@ -120,4 +155,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    child(sys.argv[2:]) if sys.argv[1:2] == ["--child"] else main()
+    if sys.argv[1:2] == ["--gpt2"]:
+        gpt2(float(sys.argv[2]), Path(sys.argv[3]))
+    elif sys.argv[1:2] == ["--child"]:
+        child(sys.argv[2:])
+    else:
+        main()

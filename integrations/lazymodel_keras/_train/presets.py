@@ -21,7 +21,7 @@ import numpy as np
 
 from lazymodel import AbstractModel, LazyModelError, LazyTensor, Progress, save
 from lazymodel._save.destination import Destination, SavedFile, old_files
-from lazymodel._save.save import DEFAULT_BUDGET
+from lazymodel._save.save import default_budget
 from lazymodel._save.write import check_budget, write_files
 from lazymodel._show.text import format_bytes, parse_budget, parse_bytes
 from lazymodel_keras import _upstream
@@ -53,7 +53,8 @@ def save_preset(
         path: A folder on a disk.
         to: `"preset"`, of KerasHub, or `"huggingface"`, for the classes that KerasHub exports.
         max_shard_size: Bytes of weights in one file; a model of more is divided.
-        max_host_memory: Ceiling for staged values in bytes, or `"1GiB"`; None is 256 MiB.
+        max_host_memory: Ceiling for staged values in bytes, or `"1GiB"`; None is 256 MiB, and more where
+            something has to be initialized whole.
         progress: As for `materialize`, in bytes that are written.
         overwrite: Whether a folder that is there already is replaced.
 
@@ -71,8 +72,9 @@ def save_preset(
     if to not in ("preset", "huggingface"):
         raise LazyModelError(f"to is 'preset' or 'huggingface'; got {to!r}")
     size = parse_bytes(max_shard_size, name="max_shard_size", at_least=1)
-    budget = DEFAULT_BUDGET if max_host_memory is None else parse_budget(max_host_memory)
     result, values = _unfilled(abstract)
+    tensors = {tensor.name: tensor for _, tensor in values}
+    budget = default_budget(tensors) if max_host_memory is None else parse_budget(max_host_memory)
     how = {"preset": "save_to_preset", "huggingface": "export_to_transformers"}[to]
     if not hasattr(result, how):
         raise LazyModelError(f"{type(result).__name__} has no {how}: expected a backbone or a task of KerasHub")

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, Unpack, cast, overload
 import keras
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lazymodel import AbstractModel, CheckpointError, Compile, LazyModelError, open_checkpoint
+from lazymodel import AbstractModel, AbstractVariable, CheckpointError, Compile, LazyModelError, open_checkpoint
 from lazymodel._errors import warn
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._show.text import closest, folded_names, listed
@@ -257,13 +257,20 @@ def step_folder(where: str | Location, inside: str) -> Location:
 # Into models ----------------------------------------------------------------------------------------------------------
 
 
+class _PlacedModel(KerasModel):
+    """A model whose variables have their places, which may be the memory of hosts until it is moved back."""
+
+    def check_placed(self, variables: Mapping[str, AbstractVariable]) -> None:
+        pass
+
+
 def _materialize(recording: Recording, model: Any, options: Mapping[str, Any]) -> None:
     """Gives a model that is placed already what was recorded for it; what has no mesh is replicated on the model's.
 
     An optimizer that was made apart from the model has its step count on one device; arrays that are committed to it
     could not be used together with the model's.
     """
-    skeleton = KerasModel(None, recording, model)
+    skeleton = _PlacedModel(None, recording, model)
     if not skeleton.variables:
         return
     abstract = from_skeleton(skeleton)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import pickle
 import struct
 import threading
@@ -26,6 +27,7 @@ from lazymodel._tensors import files
 from lazymodel._tensors.leaves import FileLeaf
 from lazymodel._tensors.source import BYTES_READ
 from lazymodel.checkpoints import _numpy, open_checkpoint
+from lazymodel.checkpoints._inspect import inspect_checkpoint
 
 SAVE = {"stored": np.savez, "deflated": np.savez_compressed}
 
@@ -390,3 +392,40 @@ def test_files_that_change_or_are_pointers(tmp_path):
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 98765\n")
     with pytest.raises(CheckpointError, match="LFS pointer"):
         open_checkpoint(path)
+
+
+# Folders --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_files(tmp_path):
+    for name, array in arrays().items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        np.save(tmp_path / name, array)
+    (tmp_path / "config.json").touch()
+    (tmp_path / ".hidden").mkdir()
+    np.save(tmp_path / ".hidden" / "x.npy", np.zeros(1))
+    opened = len(os.listdir("/dev/fd"))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.format == "numpy" and set(checkpoint) == set(arrays())
+        for name, array in arrays().items():
+            assert (checkpoint[name].read() == array).all()
+            assert len(os.listdir("/dev/fd")) == opened, "more arrays than files may be open"
+    summary = inspect_checkpoint(tmp_path)
+    assert (summary.format, len(summary.tensors), summary.problems) == ("numpy", len(arrays()), ())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda file: np.save(file, np.array([{}]), allow_pickle=True), "pickled Python objects"),
+        (lambda file: file.write_bytes(b"nothing"), "expected the header of an array"),
+        (lambda file: file.symlink_to("/etc/hostname"), "is a symbolic link to /etc/hostname"),
+        (os.mkfifo, "found a folder, a pipe or a device"),
+    ],
+)
+def test_what_is_wrong_in_a_folder(tmp_path, spoil, message):
+    np.save(tmp_path / "a.npy", np.zeros(3))
+    (tmp_path / "b").mkdir()
+    spoil(tmp_path / "b" / "w.npy")
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path)

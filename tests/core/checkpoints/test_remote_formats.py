@@ -77,6 +77,8 @@ def write(folder: Path) -> None:
     np.savez(folder / "npz" / "w.npz", **flat)
     np.savez_compressed(folder / "packed" / "w.npz", **flat)
     np.save(folder / "npy" / "w.npy", WEIGHTS["a/vars/0"])
+    (folder / "npy" / "inner").mkdir()
+    np.save(folder / "npy" / "inner" / "w.npy", WEIGHTS["a/vars/0"])
     blocks = {name: random_tensor(RNG, "Q4_0", 64, 512) for name in "abc"}
     (folder / "gguf" / "w.gguf").write_bytes(gguf_file({"tokens": ["a"] * 9999}, blocks))
     for name, content in split_files({}, blocks, 3).items():
@@ -99,6 +101,7 @@ FORMATS = {
     "npz": "npz/w.npz",
     "packed": "packed/w.npz",
     "npy": "npy/w.npy",
+    "npy folder": "npy",
     "gguf": "gguf/w.gguf",
     "split gguf": "split/m-00002-of-00003.gguf",
     "split gguf folder": "split",
@@ -139,7 +142,7 @@ def test_formats(
         "gcs": (f"gs://formats/all/{path}", object_server.gcs()),
         "azure": (f"az://formats/all/{path}", object_server.azure()),
     }[dialect]
-    if dialect == "http" and kind in ("numbered", "split gguf folder"):  # a web server does not say what it has
+    if dialect == "http" and kind in ("numbered", "split gguf folder", "npy folder"):  # it does not list
         with pytest.raises(lm.CheckpointError, match="found no checkpoint"):
             lm.open_checkpoint(url)
         return

@@ -96,6 +96,17 @@ def test_a_step_that_is_compiled_beforehand_finds_the_state_where_it_will_lie(me
     assert events == []
 
 
+@pytest.mark.parametrize("format", ["safetensors", "npy", "orbax"])
+def test_a_state_on_the_host_is_saved_and_loaded_there(mesh8: Mesh, tmp_path: Path, format: str) -> None:
+    abstract = abstract_model().with_optimizer(optax.adamw(1e-2), memory_kind="pinned_host").shard(mesh8, RULES)
+    params, state = abstract.materialize()
+    state = jax.tree.map(lambda leaf: jax.device_put(leaf + 1, leaf.sharding), state)  # nothing initializes that
+    lm.save({**params, "optimizer": state}, tmp_path / "x", format=format)
+    loaded = abstract.materialize(lm.open_checkpoint(tmp_path / "x"))
+    for found, expected in zip(jax.tree.leaves(loaded), jax.tree.leaves((params, state)), strict=True):
+        assert found.sharding == expected.sharding and np.array_equal(found, expected)
+
+
 @pytest.mark.parametrize("spec", [P("model"), P()])
 def test_what_is_made_loaded_saved_and_moved_is_the_same_in_either_memory(mesh8: Mesh, tmp_path: Path, spec: P) -> None:
     device = NamedSharding(mesh8, spec)

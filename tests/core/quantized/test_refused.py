@@ -178,9 +178,25 @@ def test_hostile_configurations(data: st.DataObject, tmp_path_factory: pytest.Te
         ("model.layers.1", "model.layers.1.mlp", True),
         ("re:.*gate$", "model.layers.0.mlp.gate", True),
         ("re:.*gate$", "model.layers.0.mlp.gate_proj", False),
+        (
+            r"re:^(?!.*lm_head)(?:model\.)?.*\.layers\.[0-9]+\.(mlp|self_attn).*_proj$",
+            f"{'m.' * 26}layers.31.mlp.up_proj",
+            True,
+        ),
+        (r"re:model[](*+?|].x\(\*{1,2}", "model(.x(**", True),
         ("*.visual.*", "model.visual.blocks", True),
         ("", "model", False),
     ],
 )
 def test_which_modules_are_meant(entry: str, module: str, expected: bool) -> None:
     assert matches(entry, module) is expected
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(a+)+$", "(?:a|a)*$", "(a|b?){9,}$", ".*" * 9 + "x", "a?" * 40 + "a" * 40, "(a|a)" * 40 + "$",
+     "(?x)#[\n(a+)+$#]", "[(](a+)+$", r"\((a+)+$", "[]](a*)*$", "a" * 10**6, "(" * 999, "a{1,99}" * 9 + "$"],
+)  # fmt: skip
+def test_a_pattern_that_would_match_forever_is_refused(pattern: str) -> None:
+    with pytest.raises(lm.CheckpointError, match="expected a regular expression to match it with"):
+        matches(f"re:{pattern}", "a" * 60)

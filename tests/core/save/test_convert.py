@@ -20,6 +20,7 @@ TARGETS = {
     "hdf5": ["out.weights.h5"],
     "hdf5 shards": ["out.weights.json", "--shard-size", "1KB"],
     "numpy": ["out.npz"],
+    "npy": ["out", "--to", "npy"],
     "orbax": ["out", "--to", "orbax"],
 }
 VALUES = np.random.default_rng(0)
@@ -59,7 +60,7 @@ def convert(*arguments: object) -> int:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_there_and_back(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = values(bfloat16=target != "numpy")
+    made = values(bfloat16=target not in ("numpy", "npy"))
     monkeypatch.setattr("lazymodel._save.zarr._CHUNK", 100)  # several chunks in each direction
     lm.save(made, tmp_path / "in.safetensors")
     name, *options = TARGETS[target]
@@ -76,6 +77,8 @@ def test_other_programs_read_what_is_written(tmp_path: Path, source: Any) -> Non
         assert convert(path, tmp_path / name, *options) == 0
     with np.load(tmp_path / "out.npz") as archive:  # which compares the checksums
         assert set(archive) == set(made) and all((archive[name] == value).all() for name, value in made.items())
+    assert convert(path, tmp_path / "arrays", "--to", "npy") == 0
+    assert all((np.load(tmp_path / "arrays" / f"{name}.npy") == value).all() for name, value in made.items())
     h5py = pytest.importorskip("h5py")
     with h5py.File(tmp_path / "out.weights.h5") as file:
         assert all((file[name][()] == value).all() for name, value in made.items())
@@ -191,9 +194,27 @@ def test_names_that_a_format_cannot_have(tmp_path: Path) -> None:
     ]:
         with pytest.raises(lm.LazyModelError, match=message):
             lm.save(given, tmp_path / name)
+    paths = ["../a", "/a", "a/../b", "a//b", "a/", ".a", "a\0b", "a\\b", "\ud800"]
+    for name in (*paths, "a" * 252, "a/" * 5000 + "a"):
+        with pytest.raises(lm.LazyModelError, match=r"cannot be the path of a file|File name too long"):
+            lm.save({name: np.zeros(1)}, tmp_path / "x", format="npy")
+    with pytest.raises(lm.LazyModelError, match="cannot write"):
+        lm.save({"a": np.zeros(1), "a.npy/b": np.zeros(1)}, tmp_path / "x", format="npy")
+    assert not list(tmp_path.iterdir())
     for names, message in [(["a.b", "a/b"], "would be one array"), (["a" * 300], "cannot be the name of a folder")]:
         with pytest.raises(lm.LazyModelError, match=message):
             lm.save({name: np.zeros(1) for name in names}, tmp_path / "x", format="orbax", mapping=_as_they_are)
+
+
+def test_a_folder_of_arrays_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    lm.save({"a/w": np.zeros(2), "b": np.zeros(1)}, tmp_path / "x", format="npy")
+    with pytest.raises(lm.LazyModelError, match="there is a checkpoint already"):
+        lm.save({"c": np.ones(1)}, tmp_path / "x", format="npy")
+    lm.save({"c": np.ones(1)}, tmp_path / "x", format="npy", overwrite=True)
+    assert [path.name for path in tmp_path.rglob("*")] == ["x", "c.npy"]
+    (tmp_path / "x" / "notes.txt").touch()
+    with pytest.raises(lm.LazyModelError, match=r"no \.npy file and would be gone with the folder: notes\.txt"):
+        lm.save({"c": np.ones(1)}, tmp_path / "x", format="npy", overwrite=True)
 
 
 def _as_they_are(tensors: Any) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import threading
@@ -182,6 +184,46 @@ def test_the_budget_bounds_what_is_staged(
     assert sum(limits) + len(limits) * max(staged) <= 32 << 10, "of all threads, with what they stage"
     assert done[-1] == (array.nbytes, array.nbytes) and len(done) > 8
     assert load_file(tmp_path / "saved" / "model.safetensors")["w"].tobytes() == np.asarray(array).tobytes()
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="writes past the page cache are Linux'")
+@pytest.mark.parametrize("block", [1, 8192, None])
+def test_large_runs_go_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int | None) -> None:
+    """As far as the file system lets them; one that asks for larger blocks, or for none, has them in the cache."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        name: rng.integers(0, 256, (size,), np.uint8) for name, size in (("a", 3_000_001), ("b", 5), ("c", 4 << 20))
+    }
+    arrays["large"] = rng.normal(size=(1023, 1031)).astype("float32")
+    direct: list[int] = []
+    write, opened = os.pwrite, os.open
+    (tmp_path / "probe").touch()
+    try:
+        os.close(opened(tmp_path / "probe", os.O_WRONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("the file system has no direct writes")
+
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            return write(fd, data, offset)
+        if block and (offset | len(data)) % block:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        direct.append(write(fd, data[: 1 << 20], offset))  # not all at once, as a full disk or a signal has it
+        return direct[-1]
+
+    def open_(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if block is None and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return opened(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(write_module, "_BAND", 3 << 20)
+    lm.save(arrays, tmp_path / "x.safetensors")
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert all((loaded[name] == array).all() for name, array in arrays.items())
+    if block == 1:
+        assert sum(direct) > 0.98 * sum(array.nbytes for array in arrays.values())
 
 
 def test_checkpoints_can_be_converted(tmp_path: Path) -> None:

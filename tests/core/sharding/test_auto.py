@@ -130,6 +130,10 @@ def test_heads_stay_whole_in_matrices() -> None:
     del attention["attn/k_proj/kernel"]
     spec, reason = propose(attention, mesh(model=4))["attn/q_proj/kernel"]
     assert (spec, "whole heads in it are not known" in reason.text) == (P("model"), True)
+    # Queries, keys and values of one width up to 1024 have heads of 64 or less; a narrower key tells of wider ones.
+    equal = {"attn/q_proj/kernel": (256, 512), "attn/k_proj/kernel": (256, 512)}
+    assert set(specs(equal, mesh(model=8)).values()) == {P(None, "model")}
+    assert specs({**equal, "attn/k_proj/kernel": (256, 256)}, mesh(model=8))["attn/q_proj/kernel"] == P("model")
     # Eight pieces of 128 columns hold whole heads of 16 to 128.
     assert specs({"attn/q_proj/kernel": (48, 1024)}, mesh(model=8)) == {"attn/q_proj/kernel": P(None, "model")}
     assert specs({"attn/qkv/kernel": (48, 1536)}, mesh(model=8)) == {"attn/qkv/kernel": P("model")}
@@ -163,6 +167,9 @@ def test_experts() -> None:
         "moe/experts/down_proj": P("expert", "model"),
         "dense/up/kernel": P("expert", "model"),
     }
+    # Whole experts on all devices, whose sum is sent once; too few for that, on those along one axis.
+    assert specs(moe, mesh(data=2, model=2))["moe/experts/gate_proj"] == P(("model", "data"))
+    assert specs(moe, mesh(data=2, model=4), large=1)["moe/experts/gate_proj"] == P("model", "data")
     # Four experts do not go on eight devices: what is inside them does.
     assert specs(moe, mesh(model=8))["moe/experts/gate_proj"] == P(None, None, "model")
     assert specs(moe, mesh(model=8))["moe/experts/down_proj"] == P(None, "model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -102,6 +103,13 @@ def test_experts_under_any_name(up: str, down: str) -> None:
     }
     assert labels(shapes, f"layers/0/mlp/{up}") == ("expert_up", ("experts", "in", "out"))
     assert labels(shapes, f"layers/0/mlp/{down}") == ("expert_down", ("experts", "in", "out"))
+    # Beside their router they are used one by one, and split as any MLP where parameters are stored in pieces too.
+    found = specs(shapes, None, mesh(data=2, model=4))
+    assert [found[f"layers/0/mlp/{name}"] for name in (up, down)] == [
+        P(None, "data", "model"),
+        P(None, "model", "data"),
+    ]
+    assert specs(shapes, None, mesh(model=8))[f"layers/0/mlp/{up}"] == P("model")
     # Gemma 4 keeps a gate and what it multiplies together, and both the other way round.
     turned = {**shapes, "layers/0/mlp/gating_einsum": (8, 2, 96, 64)}
     assert labels(turned, "layers/0/mlp/gating_einsum") == ("expert_up", ("experts", "parts", "out", "in"))
@@ -199,3 +207,68 @@ def test_explain_tells_what_it_was_told_from() -> None:
     assert "the order of its dimensions is told by the model width, 64" in known
     assert "told from: a guess: it is in attention, and its name says nothing known" in guessed
     assert "told from" not in nothing
+
+
+# --- arrays with names ---
+
+
+@jax.tree_util.register_pytree_node_class
+class _Haliax:
+    """As Haliax' class, of that name, lays its array and axes out."""
+
+    def __init__(self, array: Any, axes: tuple[Any, ...]) -> None:
+        self.array, self.axes = array, axes
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
+        return (self.array,), self.axes
+
+    @classmethod
+    def tree_unflatten(cls, axes: Any, children: Any) -> Any:
+        return cls(*children, axes)
+
+
+@jax.tree_util.register_pytree_node_class
+class _Penzai(_Haliax):
+    """The same of Penzai's, whose names are an ordered mapping, after dimensions that have none."""
+
+    data_array = property(lambda self: self.array)
+    named_axes = property(lambda self: dict(self.axes))
+
+
+def test_names_of_named_arrays() -> None:
+    _Haliax.__name__ = _Penzai.__name__ = "NamedArray"
+
+    def build(key: jax.Array) -> Any:
+        axes = [SimpleNamespace(name=name) for name in ("layers", "heads", "head_size", "embed")]
+        bias = _Haliax(jnp.zeros((4, 64)), (axes[0], SimpleNamespace(name="mlp")))
+        wide = _Penzai(jax.random.normal(key, (64, 8, 32)), (("embedding", 8), ("neurons", 32)))
+        return {
+            "w": _Haliax(jax.random.normal(key, (4, 8, 16, 64)), tuple(axes)),
+            "b": bias,
+            "p": wide,
+            "x": jnp.ones(2),
+        }
+
+    model = lm.build_abstract(build, jax.random.key(0))
+    by_name = {path.split("/")[0]: variable for path, variable in model.items()}
+    assert {name: variable.logical_axes for name, variable in by_name.items()} == {
+        "w": ("layers", "heads", "head_size", "embed"),
+        "b": ("layers", "mlp"),
+        "p": (None, "embedding", "neurons"),
+        "x": None,
+    }
+    sharded = model.shard(mesh(data=2, model=4), lm.auto(), large=1024)
+    specs = {path.split("/")[0]: variable.spec for path, variable in sharded.items()}
+    assert specs == {
+        "w": P(None, "model", None, "data"),
+        "b": P(None, ("model", "data")),
+        "p": P(None, "data", "model"),
+        "x": P(),
+    }
+    logical = model.shard(mesh(data=2, model=4), [("heads", "model"), ("embed", None), ("neurons", "data")])
+    assert [variable.spec for variable in logical.values()] == [
+        P(),
+        P(None, None, "data"),
+        P(None, "model", None, None),
+        P(),
+    ]

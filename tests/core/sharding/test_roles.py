@@ -11,7 +11,7 @@ from lazymodel._sharding.roles import ROLES, Role
 @pytest.mark.parametrize("row", ROLES.values(), ids=list(ROLES))
 def test_orders_are_of_the_labels(row: Role) -> None:
     assert lm.role(row.name) is row
-    assert sorted(set(row.fsdp) - {"parts"}) == sorted(set(row.tensor))
+    assert set(row.fsdp) - {"parts"} <= set(row.tensor)
     assert bool(row.tensor) == bool(row.why)
     if row.within != "attention":  # whose labels depend on the neighbours
         for ndim in row.ndims if row.tensor else ():

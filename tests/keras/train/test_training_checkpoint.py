@@ -10,6 +10,8 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 import lazymodel_keras as lk
@@ -112,3 +114,20 @@ def test_without_obstore_a_url_that_orbax_cannot_save_to_is_refused_at_once(monk
         lk.TrainingCheckpoint("s3://bucket/run?X-Amz-Signature=SECRET")
     assert "SECRET" not in str(told.value)
     assert told.value.__suppress_context__
+
+
+def test_a_model_on_the_host_is_saved_and_restored_there(tmp_path: Path, mesh8: Mesh) -> None:
+    model = seeded(net)
+    model.optimizer.build(model.trainable_variables)
+    assert lm.reshard(model, NamedSharding(mesh8, P(), memory_kind="pinned_host"), donate=True) is model
+    before = [np.asarray(variable) for variable in model.get_weights()]
+    checkpoint = lk.TrainingCheckpoint(tmp_path / "run")
+    checkpoint.set_model(model)
+    checkpoint.on_epoch_end(0)
+    checkpoint.wait_until_finished()
+    model.save_weights(tmp_path / "net.weights.h5")
+    for saved in ("run", "net.weights.h5"):
+        model.set_weights([np.zeros_like(weight) for weight in before])
+        lk.restore(model, tmp_path / saved)
+        assert {variable.value.sharding.memory_kind for variable in model.variables} == {"pinned_host"}
+        assert all(map(np.array_equal, model.get_weights(), before))
