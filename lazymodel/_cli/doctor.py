@@ -43,7 +43,7 @@ _FEATURES = (
     _Feature("buckets and hubs", "obstore", "lazymodel[remote]"),
     _Feature("plans by the TPU compiler", "libtpu", "lazymodel[tpu]"),
     _Feature("optimizer state", "optax", "optax"),
-    _Feature("GGUF files", "gguf", "lazymodel[gguf]"),
+    _Feature("GGUF files of types IQ1 to IQ3", "gguf", "lazymodel[gguf]"),
     _Feature("plots", "matplotlib", "matplotlib"),
     _Feature("plans as pages", "plotly", "lazymodel[page]"),
     _Feature("completion in shells", "shtab", "lazymodel[completion]"),

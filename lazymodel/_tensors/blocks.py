@@ -22,7 +22,7 @@ from lazymodel._tensors.leaves import DividedLeaf, Part, View
 SLAB = 2 << 20  # numbers that are read at once: 1 MiB of four bits each, far beyond where calls cost anything
 # Numbers that are decoded at once: their temporaries stay in a core's cache, and each call is worth its cost.
 _TILE = 64 << 10
-_TILE_ROWS = 64  # of these: where the result is transposed, what is written together fills its cache lines
+_TILE_ROWS = 128  # of these: where the result is transposed, what is written together fills its cache lines
 # Bytes of temporaries of one number while it is decoded: itself, its code, an index, and what it is converted to.
 _NUMBER = 24
 _UNIT = 256 << 10  # bytes of temporaries with which the smallest tile gets by

@@ -28,7 +28,7 @@ ARENA = 128 << 20  # bytes of a map that many buffers share; its last huge page 
 STAGING = 2 << 20  # bytes; ceiling of one staging buffer: amortizes a call, and what was read is still in the cache
 CHAIN = 1 << 16  # elements that a chain of several conversions handles at a time
 TILE = 128  # rows of a tile when transposing: what is written together fills its cache lines
-LINE = 16  # numbers that lie side by side, from which on tiles are worth it
+LINE = 8  # numbers side by side from which on tiles are worth their calls
 TRANSPOSED = 64 << 10  # bytes of a tile when transposing: less than what malloc would return to the system
 
 
