@@ -248,7 +248,8 @@ class ScaledLeaf(DividedLeaf):
             np.bitwise_and(bits, 0xFFFFE000, out=bits)
             steps = steps[steps[:1] == (Convert(_HALF),) :]  # which casts no more
         elif self._half:
-            values[...] = values.astype(_HALF)
+            with np.errstate(all="ignore"):
+                np.copyto(values, values.astype(_HALF))
         yield steps, values
 
     def _read_groups(self, workspace: Workspace) -> np.ndarray | None:
