@@ -113,7 +113,7 @@ class ScaledLeaf(DividedLeaf):
         self._groups: np.ndarray | None = None  # of the order, once it was read; empty where it is none
         self._guard = threading.Lock()
         # Slabs are long along what lies together in the file, which may be an axis that is not the last.
-        self._along = codes.view.file_order()
+        self._along = list(range(len(shape))) if scattered else codes.view.file_order()
         # Of a number that is read, with scales and zero points as float32; that many where blocks exceed boxes.
         self._nbytes = sum(-(-each.view.dtype.itemsize // math.prod(each.packing)) + 4 for each in self._stored)
         kept = 0 if order is None else 2 * order[1].size * np.dtype(np.intp).itemsize
@@ -248,7 +248,8 @@ class ScaledLeaf(DividedLeaf):
             np.bitwise_and(bits, 0xFFFFE000, out=bits)
             steps = steps[steps[:1] == (Convert(_HALF),) :]  # which casts no more
         elif self._half:
-            values[...] = values.astype(_HALF)
+            with np.errstate(all="ignore"):
+                np.copyto(values, values.astype(_HALF))
         yield steps, values
 
     def _read_groups(self, workspace: Workspace) -> np.ndarray | None:

@@ -37,6 +37,7 @@ FORMATS = {
     "hdf5": ["out.weights.h5"],
     "hdf5, shards": ["out.weights.json", "--shard-size", "200MB"],
     "numpy": ["out.npz"],
+    "npy": ["out", "--to", "npy"],
     "orbax": ["out", "--to", "orbax"],
 }
 

@@ -13,8 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import lazymodel as lm
+from lazymodel._quantized.scales import scaled_integers
 from lazymodel._tensors.buffers import Workspace
 from lazymodel._tensors.fill import fill
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.leaves import ArrayLeaf
+from lazymodel._tensors.scaled import stored
 from tests import quantized
 from tests.quantized import FORMS, Tensors, write_folder
 
@@ -124,6 +128,24 @@ def per_channel(shape: tuple[int, ...], name: str, form: str) -> bool:
     if name.endswith("SCB") or len(shape) < 2:
         return name.endswith("SCB")
     return shape[0 if form.startswith(("gptq", "awq")) else 1] == 1 and not name.endswith(".weight")
+
+
+@pytest.mark.parametrize("normal", [True, False])
+@pytest.mark.parametrize("dtype", [np.float16, quantized.BF16, np.float32])
+def test_every_scale_of_float16(normal: bool, dtype: Any) -> None:
+    """Products are rounded as by a cast, of scales whose products all are normal numbers there, and of any."""
+    scale = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    size = np.abs(scale)
+    if normal:
+        scale = scale[(size == 0) | ((size >= 2.0**-14) & (size <= 65504 / 512))]
+    scale = scale[::7, None]
+    codes, zero = np.broadcast_to(np.arange(-126, 128, 2, np.int8), (scale.size, 127)), np.int8([[-127]])
+    views = [LazyTensor(ArrayLeaf(array)) for array in (codes, scale, zero)]
+    blocks = (1, 1), (1, 127), (scale.size, 127)
+    found = scaled_integers(codes.shape, *map(stored, views, blocks)).astype(np.float16).astype(np.dtype(dtype)).read()
+    with np.errstate(all="ignore"):
+        exact = (codes.astype(np.float32) + np.float32(127)) * scale.astype(np.float32)
+        same(found, exact.astype(np.float16).astype(dtype))
 
 
 def test_the_older_file_of_modelopt(tmp_path: Path) -> None:
