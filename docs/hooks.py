@@ -67,7 +67,7 @@ def _notebook(path: Path) -> str:
             if "image/png" in data:
                 lines.append(f'<img alt="figure" src="data:image/png;base64,{"".join(data["image/png"]).strip()}">')
             elif "text/html" in data:
-                lines.append(f'<div class="md-typeset__scrollwrap">{"".join(data["text/html"])}</div>')
+                lines.append(f'<div style="overflow-x:auto">{"".join(data["text/html"])}</div>')
             else:
                 lines.append(f"```text\n{''.join(data['text/plain']).rstrip()}\n```")
             lines.append("")
