@@ -149,7 +149,7 @@ def test_notebooks_are_as_their_readers_see_them() -> None:
 def test_notebooks_show_the_same_when_they_run_again(name: str) -> None:
     nbformat = pytest.importorskip("nbformat")
     client = pytest.importorskip("nbclient").NotebookClient
-    ran = client(nbformat.from_dict(NOTEBOOKS[name]), kernel_name="python3").execute()
+    ran = client(nbformat.read(ROOT / name, as_version=4), kernel_name="python3").execute()
     kinds = [[sorted(output.get("data", [output["output_type"]])) for output in cell["outputs"]] for cell in cells(ran)]
     kept = [[sorted(o.get("data", [o["output_type"]])) for o in cell["outputs"]] for cell in cells(NOTEBOOKS[name])]
     assert kinds == kept
