@@ -2,17 +2,20 @@
 
 The reference is made of what packages export and of the steps of `AbstractModel`. A link to a program,
 `../examples/grow_model.py`, leads to a page that shows it; one to a Markdown file to that file as a page; one to a
-picture to the picture.
+picture to the picture; one to a notebook to it as a page. What an example goes on from stands above it, folded.
 """
 
 import importlib
 import inspect
+import json
 import re
+import textwrap
 from pathlib import Path
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
+SETUP = re.compile(r"^( *)<!-- runs\n(.*?)^ *-->$", re.M | re.S)
 OUTSIDE = re.compile(r"\]\((?:\.\./)+([\w./-]+?)(#[\w-]+)?\)")
 
 
@@ -26,6 +29,8 @@ def on_files(files: Files, config) -> Files:
         elif path.suffix == ".py":
             content = f"# {name}\n\n```python\n{path.read_text()}```\n"
             files.append(File.generated(config, f"more/{path.stem}.md", content=content))
+        elif path.suffix == ".ipynb":
+            files.append(File.generated(config, f"more/{path.stem}_notebook.md", content=_notebook(path)))
         elif path.is_file():
             files.append(File.generated(config, f"more/{path.name}", abs_src_path=str(path)))
     for package in ("lazymodel", "lazymodel_keras"):
@@ -39,10 +44,34 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
 
     def target(match: re.Match[str]) -> str:
         path = Path(match[1])
-        name = f"{path.stem}.md" if path.suffix == ".py" else path.name
+        name = {".py": f"{path.stem}.md", ".ipynb": f"{path.stem}_notebook.md"}.get(path.suffix, path.name)
         return f"]({up}more/{name}{match[2] or ''})"
 
-    return OUTSIDE.sub(target, markdown)
+    return SETUP.sub(_folded, OUTSIDE.sub(target, markdown))
+
+
+def _folded(match: re.Match[str]) -> str:
+    """What an example goes on from, as a block that opens."""
+    code = textwrap.indent(f"```python\n{textwrap.dedent(match[2])}```", "    ")
+    return textwrap.indent(f'??? example "What this goes on from"\n\n{code}\n', match[1])
+
+
+def _notebook(path: Path) -> str:
+    """A notebook's cells and what they show."""
+    lines: list[str] = []
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        lines += [source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```", ""]
+        for output in cell.get("outputs", []):
+            data = output.get("data", {"text/plain": output.get("text", "")})
+            if "image/png" in data:
+                lines.append(f'<img alt="figure" src="data:image/png;base64,{"".join(data["image/png"]).strip()}">')
+            elif "text/html" in data:
+                lines.append(f'<div style="overflow-x:auto">{"".join(data["text/html"])}</div>')
+            else:
+                lines.append(f"```text\n{''.join(data['text/plain']).rstrip()}\n```")
+            lines.append("")
+    return "\n".join(lines)
 
 
 def _inner(path: Path) -> str:

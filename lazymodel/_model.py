@@ -6,6 +6,7 @@ A verb is written and documented once, in the room of its stage, and is a method
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 import time
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
@@ -175,8 +176,8 @@ def _init_function(build: Any) -> tuple[Callable[..., Any], str | None]:
             )
     if callable(build):
         return build, None
-    mend = ""
+    mend = ". Pass the function that makes it, not what it returns"
     if isinstance(build, tuple) and callable(next(iter(cast("tuple[Any, ...]", build)), None)):
         mend = "; of an (init, apply) pair pass `init`, the first of them"
     what = "build_abstract takes something that builds a model, then its arguments"
-    raise LazyModelError(f"{what}; got {type(build).__name__} {build!r}{mend}")
+    raise LazyModelError(f"{what}; got {type(build).__name__} {reprlib.repr(build)}{mend}")

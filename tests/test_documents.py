@@ -9,8 +9,9 @@ import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -19,6 +20,7 @@ from tests.test_package import NAMES
 
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = {"README.md": README} | {f"docs/{path.name}": path.read_text() for path in (ROOT / "docs").glob("*.md")}
+NOTEBOOKS = {f"examples/{path.name}": json.loads(path.read_text()) for path in (ROOT / "examples").glob("*.ipynb")}
 # A block, and the comment before it: `runs`, with what it goes on from, or `not run: why`. In a tab it is indented.
 BLOCK = re.compile(r"(?:^ *<!-- (runs|not run: [^>]+?)\s*?(\n.*?)?-->\n)?^( *)```python\n(.*?)^\3```", re.M | re.S)
 
@@ -39,8 +41,17 @@ def blocks() -> list[Block]:
     return found
 
 
+def cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
 BLOCKS = blocks()
 RUN = [block for block in BLOCKS if block.kind == "runs"]
+RUN += [
+    Block(name, "runs", "\n".join("".join(cell["source"]) for cell in cells(notebook)), "all cells")
+    for name, notebook in sorted(NOTEBOOKS.items())
+    if name != "examples/init_study.ipynb"  # compiles for six seconds; a large test runs it
+]
 
 
 def test_every_block_runs_or_says_why_not() -> None:
@@ -115,6 +126,43 @@ def test_code_block_runs(block: Block, blocks_ran: tuple[dict[str, int], str]) -
         pytest.skip("this Keras has no OrbaxCheckpoint")
     statuses, said = blocks_ran
     assert statuses[block.code] == 0, said
+
+
+def test_notebooks_are_as_their_readers_see_them() -> None:
+    """With what they show, which is tables and no trouble, small, and nothing of the machine that ran them."""
+    assert len(NOTEBOOKS) == 3
+    for name, notebook in NOTEBOOKS.items():
+        outputs = [output for cell in cells(notebook) for output in cell["outputs"]]
+        assert any("text/html" in output.get("data", {}) for output in outputs)
+        assert not [output for output in outputs if output.get("name") == "stderr" or output["output_type"] == "error"]
+        text = json.dumps(notebook)
+        assert len(text) < 100_000
+        assert not re.search(r"/(root|home|tmp|usr)/", text)
+        assert max(len(line) for cell in cells(notebook) for line in cell["source"]) <= 90
+        assert f"({name})" in README
+        assert any(f"(../{name})" in page for page in DOCUMENTS.values())
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", sorted(NOTEBOOKS))
+@pytest.mark.filterwarnings("ignore")  # of Jupyter's own
+def test_notebooks_show_the_same_when_they_run_again(name: str) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    client = pytest.importorskip("nbclient").NotebookClient
+    ran = client(nbformat.read(ROOT / name, as_version=4), kernel_name="python3").execute()
+    kinds = [[sorted(output.get("data", [output["output_type"]])) for output in cell["outputs"]] for cell in cells(ran)]
+    kept = [[sorted(o.get("data", [o["output_type"]])) for o in cell["outputs"]] for cell in cells(NOTEBOOKS[name])]
+    assert kinds == kept
+
+
+def test_extras_are_as_declared() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = re.findall(r"^\| `lazymodel\[(\w+)\]` \| (.*?) \|", DOCUMENTS["docs/start.md"], flags=re.M)
+    listed = {extra: set(re.findall(r"`([\w-]+)", packages)) for extra, packages in rows}
+    for_users = set(declared) - {"all", "demo", "test", "docs", "dev"}
+    packages = {extra: {re.split(r"[^\w-]", each)[0] for each in declared[extra]} for extra in for_users}
+    assert {extra: listed.get(extra) for extra in packages} == packages
+    assert set(listed) == set(declared)
 
 
 def test_every_exported_name_is_in_their_list() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from lazymodel import AbstractModel
+from lazymodel import AbstractModel, LazyModelError
 from lazymodel._abstract.paths import unique_paths
 from lazymodel_keras import _factories, _upstream
 from lazymodel_keras._build import abstract_build
@@ -41,6 +41,11 @@ class KerasAdapter:
     def build_abstract(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractModel[Any]:
         """Runs `build(*args, **kwargs)` with every variable left abstract."""
         name = getattr(build, "__qualname__", type(build).__name__)
+        if isinstance(build, keras.layers.Layer):
+            raise LazyModelError(
+                f"build_abstract got {build.name!r}, a {name} whose variables are there already: pass the class and "
+                "its arguments, or a function that builds it. lm.reshard moves a model that is there"
+            )
         if _is_keras(build) is None:
             return _factories.build_abstract(build, args, kwargs, name)
         _check_keywords(build, args, kwargs)

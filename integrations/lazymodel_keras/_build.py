@@ -157,7 +157,8 @@ def abstract_build(
             ) from error
         lacking = isinstance(error, KeyError)
         layers = known_layers(str(error.args[0]), _indexed_names(recording.files.values())) if lacking else ""
-        raise CheckpointError(f"{what} failed{f' ({files})' if files else ''}: {error}{layers}") from error
+        said = f"there is no {error}" if lacking else error
+        raise CheckpointError(f"{what} failed{f' ({files})' if files else ''}: {said}{layers}") from error
     check_all_used(recording, what, strict=strict, taken=loads)
     return from_skeleton(KerasModel(build, recording, result))
 

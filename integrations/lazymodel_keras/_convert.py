@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from lazymodel import LazyModelError
+from lazymodel import CheckpointError, LazyModelError
 from lazymodel._save.convert import differences, forget
 from lazymodel._save.save import DEFAULT_BUDGET
 from lazymodel._show.text import closest, parse_budget
@@ -65,7 +65,11 @@ def convert_model(
     budget = DEFAULT_BUDGET if max_host_memory is None else parse_budget(max_host_memory)
     expected = lazy_values(abstract)
     if to == "huggingface":  # whose configurations, as exported, name no task, and which has weights alone
-        found = lazy_values(abstract_from_preset(getattr(target, "backbone_cls", target), destination, **given))
+        backbone = getattr(target, "backbone_cls", target)
+        try:
+            found = lazy_values(abstract_from_preset(backbone, destination, **given))
+        except CheckpointError as error:
+            return [f"KerasHub, which wrote it, cannot read it: {error}"]
         found = {path: tensor for path, tensor in found.items() if jnp.issubdtype(tensor.dtype, jnp.floating)}
     else:  # in the same order, since Keras numbers some names anew; states of random numbers are in no preset
         found = lazy_values(abstract_from_preset(target, destination, **given))

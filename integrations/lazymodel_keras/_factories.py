@@ -25,6 +25,7 @@ from lazymodel_keras import _upstream
 from lazymodel_keras._build import abstract_build
 from lazymodel_keras._record.patches import active, while_recording
 from lazymodel_keras._record.recording import Recording
+from lazymodel_keras._record.session import require_jax
 
 _TRACED = "_traced_by_lazymodel"
 
@@ -52,7 +53,7 @@ def may_be_keras(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     arrays = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
     if any(isinstance(leaf, arrays) for leaf in jax.tree.leaves((args, kwargs))):
         return False
-    return keras.backend.backend() == "jax" and not keras.config.is_nnx_enabled() and active() is None
+    return not keras.config.is_nnx_enabled() and active() is None
 
 
 def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> AbstractModel[Any]:
@@ -65,8 +66,14 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wh
         return lazymodel.build_abstract(_named(lambda *args, **kwargs: build(*args, **kwargs), build), *args, **kwargs)
 
     def traced(*args: Any, **kwargs: Any) -> Any:
+        if not on_jax:
+            result = build(*args, **kwargs)
+            if any(isinstance(leaf, keras.layers.Layer) for leaf in jax.tree.leaves(result)):
+                require_jax()
+            return result
         return _run(functools.partial(build, *args, **kwargs), what, as_keras, as_other)
 
+    on_jax = keras.backend.backend() == "jax"
     try:
         return lazymodel.build_abstract(_named(traced, build), *args, **kwargs)
     except _Left as left:

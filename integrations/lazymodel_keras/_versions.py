@@ -8,9 +8,13 @@ from __future__ import annotations
 import re
 from importlib import metadata
 
-import keras
-
 from lazymodel import LazyModelError
+
+try:
+    import keras
+except ModuleNotFoundError as error:
+    text = f"lazymodel_keras needs {error.name}, which is not installed: pip install 'lazymodel[keras]'"
+    raise ModuleNotFoundError(text, name=error.name) from error
 
 # As declared in `pyproject.toml`; the oldest with which the tests pass.
 OLDEST_KERAS = "3.13.2"  # earlier ones read sharded weight files in another way

@@ -52,8 +52,7 @@ def named(framework: str) -> Any:
         return importlib.import_module(modules[framework]).adapter
     except ModuleNotFoundError as error:
         raise LazyModelError(
-            f"the adapter for {framework} needs {error.name}, which is not installed: "
-            f"pip install 'lazymodel[{framework}]'"
+            f"models of {framework} need {error.name}, which is not installed: pip install 'lazymodel[{framework}]'"
         ) from error
 
 

@@ -80,7 +80,12 @@ def add_plan_parser(commands: Any) -> None:
     )
     add_storage_options(parser)
     parser.add_argument("--class", dest="cls", metavar="NAME", help="KerasHub class; default: the backbone")
-    parser.add_argument("--topology", action="append", metavar="NAME", help="devices, such as v5e:2x4, v5e-8 or v2-8")
+    parser.add_argument(
+        "--topology",
+        action="append",
+        metavar="NAME",
+        help="devices: a TPU slice, such as v5e:2x4, v5e-8 or v2-8, or cards, such as H100:8",
+    )
     parser.add_argument(
         "--mesh", action="append", metavar="AXES", help="such as model=8 or data=2,model=4; default: one axis, model"
     )

@@ -110,7 +110,9 @@ def _is_cards(name: Any) -> bool:
     card, _, count = name.strip().partition(":")
     known = tpu_generation(card) is None and device_memory(card) is not None
     if known and not count:
-        raise LazyModelError(f"{name!r} is a card; say how many, such as '{card}:8'")
+        base, _, number = card.rpartition("-")  # as slices of TPUs are counted
+        many = f"{base}:{number}" if number.isdecimal() and device_memory(base) is not None else f"{card}:8"
+        raise LazyModelError(f"{name!r} is a card; say how many, such as '{many}'")
     return known and count.isdecimal() and len(count) < 7
 
 

@@ -113,7 +113,10 @@ def map_checkpoint(
     if not report.ok:
         text = f"{described(checkpoint)} does not fit {abstract.name} as mapped.\n" + "\n".join(report.problems())
         if strict:
-            raise CheckpointError(f"{text}\nMend the table, or pass strict=False to leave these out.")
+            raise CheckpointError(
+                f"{text}\nMend the table (its `ignore` names tensors that no variable needs), or pass "
+                "strict=False to leave these out."
+            )
         warn(text)
     return MappedCheckpoint(mapped, checkpoint, list(report.unused))
 

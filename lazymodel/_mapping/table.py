@@ -287,7 +287,7 @@ class _Hints:
 
 def _shape_hint(found: tuple[int, ...], expected: tuple[int, ...]) -> str:
     if found[::-1] == expected:
-        return "; the shape matches if transposed: add .T"
+        return "; the shape matches if transposed: add .T, or remove the one that is there"
     if len(found) == len(expected) <= _PERMUTED and sorted(found) == sorted(expected):
         orders = itertools.permutations(range(len(found)))
         order = next(order for order in orders if tuple(found[axis] for axis in order) == expected)

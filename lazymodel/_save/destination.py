@@ -101,7 +101,9 @@ class Destination:
         """Locks the destination and makes every file with its header and its full length, until the block ends."""
         with staging(self.path, inside=self._inside, rivals=self._rivals()) as self._stage:
             if (there := self._there()) is not None and not overwrite:
-                raise LazyModelError(f"there is a checkpoint already: {there}. Pass overwrite=True to replace it")
+                raise LazyModelError(
+                    f"there is a checkpoint already: {there}. Pass overwrite=True (--overwrite) to replace it"
+                )
             total = sum(file.nbytes for file in self.files)
             with writing(self.path):
                 free = shutil.disk_usage(self._stage.new).free

@@ -47,7 +47,9 @@ def save_orbax(arrays: Mapping[str, Any], path: Path, *, overwrite: bool) -> Non
             if leads:
                 stack.enter_context(staging(path, rivals=[staging_folder(path, inside=True)]))
                 if not overwrite and path.exists():
-                    raise LazyModelError(f"there is something already: {path}. Pass overwrite=True to replace it")
+                    raise LazyModelError(
+                        f"there is something already: {path}. Pass overwrite=True (--overwrite) to replace it"
+                    )
                 check_replaced(path)
                 with writing(path):
                     stage.new.rmdir()  # Orbax makes it

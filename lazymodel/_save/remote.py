@@ -119,7 +119,8 @@ class RemoteDestination:
                 self._decides = where / SINGLE
         if old and not options.overwrite:
             raise LazyModelError(
-                f"there is a checkpoint already: {self._folder / old[0]}. Pass overwrite=True to replace it"
+                f"there is a checkpoint already: {self._folder / old[0]}. "
+                "Pass overwrite=True (--overwrite) to replace it"
             )
         if self.held:
             self._version = version_of(self._decides)

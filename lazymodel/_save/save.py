@@ -43,6 +43,8 @@ from lazymodel._tensors.leaves import ArrayLeaf
 _SUFFIXES = {
     ".safetensors": "safetensors", ".weights.json": "hdf5", ".h5": "hdf5", ".hdf5": "hdf5", ".npz": "numpy",
 }  # fmt: skip
+# What others write; a folder of such a name would be taken for one of theirs.
+_OF_OTHERS = (".gguf", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".onnx", ".keras", ".safetensor", ".zip")
 DEFAULT_BUDGET = 256 << 20  # bytes; all threads with all they take, beyond which nothing gets faster
 
 WriteFunction: TypeAlias = "Callable[[Mapping[str, LazyTensor]], Mapping[str, Any]]"
@@ -136,6 +138,11 @@ def _format(path: str | os.PathLike[str], format: str | None) -> str:
         raise LazyModelError(f"format is one of {', '.join(known)}, or None; got {format!r}")
     name = os.fspath(path).partition("?")[0]
     said = next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), None)
+    if name.lower().endswith(_OF_OTHERS):
+        raise LazyModelError(
+            f"{name}: lazymodel writes no such files; the name is a folder's, or ends with one of "
+            f"{', '.join(_SUFFIXES)}"
+        )
     if said is None and format in ("hdf5", "numpy"):
         names = (
             "x.weights.h5, or x.weights.json with shards beside it" if format == "hdf5" else 'x.npz, or format="npy"'

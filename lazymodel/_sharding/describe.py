@@ -26,7 +26,10 @@ _MLP = re.compile(r"feed_?forward|mlp|ffw|ffn|intermediate")
 _SLOT = re.compile(r"(^|/)(opt\w*|adam\w*|sgd|mu|nu|trace|ema\w*|momentum|velocity|acc\w*|v_row|v_col|avg\w*)/")
 _NORM_VECTOR = re.compile(r"(norm|(^|[/_])ln)[^/]*(/(scale|weight|w|gamma|bias|offset))?$")
 # Parameters that are called as layers are, without a `kernel` of their own.
-_LEAF = re.compile(r"(^|/)[a-z_\d]*(proj|einsum|linear|w[qkvio123]|wi_\d)(_\d)?$")
+_LEAF = re.compile(
+    r"(^|/)[a-z_\d]*(proj|einsum|linear|w[qkvio123]|wi_\d)(_\d)?$|(mlp|ffw|ffn|feed_?forward)[^/]*/(up|gate|down)$"
+)
+_LEAF_OF_ATTENTION = re.compile(r"(^|/)(q|k|v|o|query|key|value|out|output)$")
 _ROUTER = re.compile(r"^(?!.*(bias|/b)$).*(router|(^|[/_])gate(/|$)|gate_logits)")
 _NUMBERED = re.compile(r"(^|[/_])(linear|dense)_?[12]/")  # from nought or one, so a shape says more
 _QUERY_AND_KEY = [
@@ -144,11 +147,12 @@ class _Describer:
         if n < 5 and (found := self._stacked(path, shape)) is not None:
             return found
         tail = self._tail(path)
-        if not re.search(_WEIGHT, name) and not re.search(_LEAF, name):
-            return self._labelled("other", path, shape)
         attention = (
             _ATTENTION.search(name) is not None or not self._with_keys.isdisjoint(itertools.islice(_places(path), 2))
         ) and not _MLP.search(tail)
+        is_leaf = _LEAF.search(name) or (attention and _LEAF_OF_ATTENTION.search(name))
+        if not re.search(_WEIGHT, name) and not is_leaf:
+            return self._labelled("other", path, shape)
         if n < 5 and (attention or n == 3):
             for row in ROLES.values():
                 if row.within == "attention" and n in row.ndims and re.search(row.pattern, tail):
@@ -181,7 +185,7 @@ class _Describer:
         up = bool(re.search(ROLES["mlp_up"].pattern, tail))
         down = not up and bool(re.search(rf"{ROLES['mlp_down'].pattern}|(^|/)linear$", tail))
         stack, source = "experts", "its name"
-        if not role and (router := self._router_of(path, shape[0])) is not None:
+        if not role and (router := self._router_of(path, shape)) is not None:
             source = f"{router}, which has as many outputs"
             narrows = not up and n == 3 and widths[:1] == [shape[2]] != [shape[1]]
             role = "expert_down" if down or narrows else "expert_up"
@@ -322,12 +326,14 @@ class _Describer:
     def _is_output(self, path: str) -> bool:
         return re.search(ROLES["attention_output"].pattern, self._tail(path)) is not None
 
-    def _router_of(self, path: str, experts: int) -> str | None:
-        """The router beside a variable that has so many outputs."""
+    def _router_of(self, path: str, shape: tuple[int, ...]) -> str | None:
+        """The router beside experts: one output for each, of the width that they take or give."""
         for place in itertools.islice(_places(path), 2):
             for other in self._layer(place) if place else ():
                 name, sizes = "/".join(self._names[other].split("/")[-2:]), self._inner(other)
-                if other != path and len(sizes) == 2 and experts in sizes and _ROUTER.search(name):
+                if other == path or len(sizes) != 2 or not _ROUTER.search(name):
+                    continue
+                if any(sizes[i] == shape[0] and sizes[1 - i] in shape[1:] for i in (0, 1)):
                     return other
         return None
 

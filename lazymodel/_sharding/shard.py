@@ -33,7 +33,7 @@ from lazymodel._sharding.rules import (
     read_rules,
     spec_entries,
 )
-from lazymodel._show.text import first_lines, format_bytes, listed, parse_bytes
+from lazymodel._show.text import closest, first_lines, fold, format_bytes, listed, parse_bytes, unnumbered
 from lazymodel._show.timeline import Span
 
 
@@ -184,13 +184,22 @@ def assign(
             assigned[path] = _placed(variables[path], spec, reason, mesh)
         assigned = {path: assigned[path] for path in variables}  # in the model's own order
     elif misfits:
-        raise ShardingError("\n".join([*first_lines(list(misfits.values())), "repair=True of shard() mends them."]))
+        mend = "Mend the rules, or repair=True of shard() chooses for these as lm.auto() would."
+        raise ShardingError("\n".join([*first_lines(_folded(misfits)), mend]))
     elif on_unmatched != "ignore" and (replicated := [variable for variable in unmatched if not variable.on_host]):
         message = _unmatched_message(replicated, threshold, mesh)
         if on_unmatched == "error":
             raise ShardingError(message)
         warn(message)
     return assigned, notes
+
+
+def _folded(misfits: Mapping[str, str]) -> list[str]:
+    """What is wrong, by path, with those in one that differ in the numbers of their paths only."""
+    groups: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for path, text in misfits.items():
+        groups.setdefault((unnumbered(path), text.replace(repr(path), "", 1)), []).append(path)
+    return [repr(fold(paths)) + text for (_, text), paths in groups.items()]
 
 
 def _placed(variable: AbstractVariable, answer: Any, reason: Reason, mesh: Mesh) -> AbstractVariable:
@@ -233,7 +242,7 @@ def check_spec(variable: AbstractVariable, spec: Any, mesh: Mesh) -> PartitionSp
         for axis in axes:
             if axis not in mesh.shape:
                 raise ShardingError(
-                    f"{where}: the mesh has no axis {axis!r}; its axes are "
+                    f"{where}: the mesh has no axis {axis!r}{closest(axis, mesh.shape)}; its axes are "
                     f"{', '.join(f'{name!r} ({size})' for name, size in mesh.shape.items())}"
                 )
             if axis in used:

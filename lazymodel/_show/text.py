@@ -79,7 +79,7 @@ def closest(name: str, names: Iterable[str]) -> str:
     """What to add to an error about an unknown name: `; closest: 'a', 'b'`, or nothing where none is close.
 
     Names are ranked by the letter pairs they share before the few best are compared in full, so thousands of names
-    take milliseconds. Case is ignored.
+    take milliseconds. Those that begin with it are first. Case is ignored.
     """
     pairs = _letter_pairs(name)
 
@@ -88,7 +88,9 @@ def closest(name: str, names: Iterable[str]) -> str:
         return len(pairs & theirs) / max(len(pairs) + len(theirs), 1)
 
     candidates = {other.lower(): other for other in heapq.nlargest(_CANDIDATES, dict.fromkeys(names), key=shared)}
-    matches = [candidates[match] for match in difflib.get_close_matches(name.lower(), candidates, n=_SUGGESTIONS)]
+    begin = [other for other in candidates if len(name) > 2 and other.startswith(name.lower())]
+    near = dict.fromkeys([*begin, *difflib.get_close_matches(name.lower(), candidates, n=_SUGGESTIONS)])
+    matches = [candidates[match] for match in itertools.islice(near, _SUGGESTIONS)]
     return f"; closest: {', '.join(map(repr, matches))}" if matches else ""
 
 

@@ -142,3 +142,17 @@ def test_a_second_model_of_an_unannotated_factory() -> None:
     first, second = abstract.materialize(), abstract.materialize()
     assert first is not second
     assert_same(first, second)
+
+
+def test_another_backend_is_said_of_functions_that_make_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with TensorFlow, where nothing of such a layer is traced."""
+    layer = keras.layers.Activation("relu")
+    monkeypatch.setattr(keras.backend, "backend", lambda: "tensorflow")
+    with pytest.raises(lm.LazyModelError, match="needs Keras on JAX; the backend is 'tensorflow'. Set KERAS_BACKEND"):
+        lm.build_abstract(lambda: layer)
+    assert lm.build_abstract(lambda: {"w": jnp.ones(3)})["w"].shape == (3,)
+
+
+def test_a_model_that_is_built_is_said_to_be() -> None:
+    with pytest.raises(lm.LazyModelError, match="'made', a Dense whose variables are there already"):
+        lm.build_abstract(keras.layers.Dense(2, name="made"))

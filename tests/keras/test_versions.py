@@ -26,6 +26,12 @@ def test_an_old_keras(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     assert str(raised.value) == expected
 
 
+def test_no_keras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "keras", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs keras, .* pip install 'lazymodel\[keras\]'"):
+        importlib.reload(_versions)
+
+
 def test_an_old_keras_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", {"keras-hub": "0.25.1"}.__getitem__)
     with pytest.raises(lm.LazyModelError, match=r"needs KerasHub 0\.26 or newer; this is 0\.25\.1\. Upgrade it: pip"):

@@ -17,17 +17,22 @@ from lazymodel_keras._record.recording import GivenValue, Recording
 from lazymodel_keras._record.remote import RemoteFiles
 
 
+def require_jax() -> None:
+    """Raises LazyModelError where Keras computes with something else."""
+    if keras.backend.backend() != "jax":
+        raise LazyModelError(
+            f"lazymodel needs Keras on JAX; the backend is {keras.backend.backend()!r}. "
+            "Set KERAS_BACKEND=jax before Keras is imported."
+        )
+
+
 @contextlib.contextmanager
 def session(recording: Recording) -> Generator[Recording]:
     """Within the block, this thread's Keras code is recorded; one recording may have several such blocks.
 
     Raises LazyModelError where another recording is running in this thread, or Keras cannot be recorded.
     """
-    if keras.backend.backend() != "jax":
-        raise LazyModelError(
-            f"lazymodel needs Keras on JAX; the backend is {keras.backend.backend()!r}. "
-            "Set KERAS_BACKEND=jax before Keras is imported."
-        )
+    require_jax()
     if keras.config.is_nnx_enabled():
         raise LazyModelError("Keras' NNX mode allocates every variable when it is created; unset KERAS_NNX_ENABLED")
     if active() is not None:

@@ -80,7 +80,7 @@ def save_preset(
         raise LazyModelError(f"{type(result).__name__} has no {how}: expected a backbone or a task of KerasHub")
     folder = Path(os.path.realpath(path))
     if os.path.lexists(folder) and not overwrite:
-        raise LazyModelError(f"there is something already: {folder}. Pass overwrite=True to replace it")
+        raise LazyModelError(f"there is something already: {folder}. Pass overwrite=True (--overwrite) to replace it")
     _require_room(folder, values)
 
     def preset(new: Path) -> None:

@@ -74,6 +74,7 @@ def test_devices_of_a_name(name: str, devices: int) -> None:
         ("v5e:2x4x" + "9" * 10_000, "is no TPU slice; write"),
         ("H100:0", "has no devices"),
         ("H100", "'H100' is a card; say how many, such as 'H100:8'"),
+        ("H100-4", "'H100-4' is a card; say how many, such as 'H100:4'"),
         ("H101:8", "'H101:8' is no TPU slice; closest: 'H100'"),
         ("v5f", "'v5f' is no TPU slice; closest: .*'v5e'"),
         (8, "a slice is named, such as 'v5e:2x4' or 'v5e-8'; got 8"),

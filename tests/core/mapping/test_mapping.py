@@ -169,7 +169,7 @@ def test_everything_wrong_is_named_with_a_suggestion() -> None:
     assert not report.ok
     assert report.misshapen == {
         "dense/kernel": " expects [4, 2], found [2, 4] from From('dense.weight'); the shape matches if transposed: "
-        "add .T",
+        "add .T, or remove the one that is there",
         "cube": " expects [2, 3, 4], found [4, 2, 3] from From('cube'); the shape matches with .transpose(1, 2, 0)",
         "flat": " expects [6], found [2, 3] from From('flat'); the number of elements is the same: split or merge axes "
         "with .rearrange",

@@ -292,6 +292,7 @@ def test_an_older_checkpoint_stays_until_the_new_one_is_complete(tmp_path: Path,
         ({"w": np.zeros(2)}, {"mapping": lambda a: [a["w"]]}, "returns a dict of tensor name to tensor"),
         ({"w": np.zeros(2)}, {"mapping": WeightMap({"v": "v"})}, "variable 'w' has no entry in the table"),
         ({"w": np.zeros(2)}, {"max_host_memory": 8}, "max_host_memory"),
+        ({"w": np.zeros(2)}, {"path": "w.gguf"}, "w.gguf: lazymodel writes no such files; .*safetensors"),
         ({"w": np.zeros(2)}, {"format": "numpy"}, "format='numpy' writes files; expected a name such as x.npz"),
         ({"w": np.zeros(2)}, {"format": "hdf5"}, "expected a name such as x.weights.h5, or x.weights.json"),
         ({"a": np.zeros(2), "a/b": np.zeros(2)}, {"format": "orbax"}, "'a/b': Orbax saves a tree"),
@@ -303,7 +304,7 @@ def test_what_cannot_be_saved_is_said_before_anything_is_written(
     tmp_path: Path, given: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(lm.LazyModelError, match=message):
-        lm.save(given, tmp_path / "saved", **options)
+        lm.save(given, tmp_path / options.pop("path", "saved"), **options)
     assert files_in(tmp_path) == []
 
 

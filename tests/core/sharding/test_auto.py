@@ -77,6 +77,12 @@ def test_a_transformer_layer_by_tensor_parallelism() -> None:
     }
 
 
+def test_layers_may_be_arrays_of_their_own() -> None:
+    layer = {path: shape for path, shape in LAYER.items() if not path.endswith("bias")}
+    bare = {path.removesuffix("/kernel").replace("attention_output", "out"): shape for path, shape in layer.items()}
+    assert list(specs(bare, mesh(model=8)).values()) == list(specs(layer, mesh(model=8)).values())
+
+
 def test_a_transformer_layer_by_both() -> None:
     found = specs(LAYER, mesh(batch=2, model=4))
     assert found["token_embedding/embeddings"] == P("model", "batch")
