@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib
 import importlib.util
 import json
 import re
@@ -138,6 +139,15 @@ def test_what_is_linked_exists(name: str) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text) + re.findall(r'src="([^":]+)"', text):
         if not target.startswith("reference/"):  # made when the site is built
             assert (folder / target).exists(), target
+
+
+def test_the_page_of_measurements_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
+    report = importlib.import_module("report")
+    text = DOCUMENTS["docs/benchmarks.md"]
+    assert report.written(text, json.loads(report.RESULTS.read_text())) == text  # python tests/benchmarks/report.py
+    for picture in re.findall(r"\(drawings/(measured_\w+\.svg)\)", text):
+        assert (report.PICTURES / picture).is_file()
 
 
 def test_troubleshooting_quotes_what_is_said() -> None:
