@@ -157,7 +157,7 @@ def width(
     extents = {name: tensors[name].shape[_axis(tensors[name], name, axis)] for name, (axis, _) in axes.items()}
     count = _one(extents, "units")
     if units < count:
-        raise LazyModelError(f"width: there are {count} units, more than the {units} asked for")
+        raise LazyModelError(f"width: there are {count} units, more than the {units} asked for; give as many or more")
     grown = dict(tensors)
     for name, (axis, leaves) in axes.items():
         tensor = tensors[name]
@@ -294,7 +294,7 @@ def _by_layer(matched: Mapping[str, Mapping[str, str]]) -> list[dict[tuple[tuple
 def _order(count: int, layers: int, method: str | Sequence[int], *, preserve: bool) -> list[int]:
     """The layer that each of the deeper model's copies."""
     if layers < count:
-        raise LazyModelError(f"depth: there are {count} layers, more than the {layers} asked for")
+        raise LazyModelError(f"depth: there are {count} layers, more than the {layers} asked for; give as many or more")
     if isinstance(method, str):
         if method not in _METHODS:
             raise LazyModelError(f"method is {' or '.join(map(repr, _METHODS))}, or numbers of layers; got {method!r}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import fcntl
+import importlib
 import importlib.util
 import json
 import re
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +26,8 @@ DOCUMENTS = {"README.md": README} | {f"docs/{path.name}": path.read_text() for p
 NOTEBOOKS = {f"examples/{path.name}": json.loads(path.read_text()) for path in (ROOT / "examples").glob("*.ipynb")}
 # A block, and the comment before it: `runs`, with what it goes on from, or `not run: why`. In a tab it is indented.
 BLOCK = re.compile(r"(?:^ *<!-- (runs|not run: [^>]+?)\s*?(\n.*?)?-->\n)?^( *)```python\n(.*?)^\3```", re.M | re.S)
+
+ERRORS = ("LazyModelError", "TraceError", "ShardingError", "CheckpointError", "DoesNotFitError")
 
 
 class Block(NamedTuple):
@@ -188,11 +193,46 @@ def test_what_is_linked_exists(name: str) -> None:
             assert (folder / target).exists(), target
 
 
-def test_troubleshooting_quotes_what_is_said() -> None:
-    """Each heading of a message is words of one, as the sources have them."""
+def test_the_page_of_measurements_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
+    report = importlib.import_module("report")
+    text = DOCUMENTS["docs/benchmarks.md"]
+    assert report.written(text, json.loads(report.RESULTS.read_text())) == text  # python tests/benchmarks/report.py
+    for picture in re.findall(r"\(drawings/(measured_\w+\.svg)\)", text):
+        assert (report.PICTURES / picture).is_file()
+
+
+def literal(message: ast.expr) -> str:
+    """The words of a message as the sources have them, with `…` for whatever is put in."""
+    match message:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=values):
+            return "".join(map(literal, values))
+        case ast.BinOp(left=left, right=right):
+            return literal(left) + literal(right)
+    return "…"
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """Where an error of ours is made with a message that has words of its own, and the message."""
+    for path in [path for folder in ("lazymodel", "integrations") for path in (ROOT / folder).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and node.args and ast.unparse(node.func) in ERRORS:
+                text = literal(node.args[0])
+                if len(re.findall(r"[a-z]{2,}", text)) > 2:
+                    yield f"{path.relative_to(ROOT)}:{node.lineno}", text
+
+
+def test_troubleshooting_has_every_error() -> None:
+    """Words of each message are a heading, or among the words below one, and all of these are words of the sources."""
     page = DOCUMENTS["docs/troubleshooting.md"]
+    words: list[str] = []
+    for heading, listed in re.findall(r"^### (.*)\n\n(?:Words of these: ((?:.+\n)+))?", page, flags=re.M):
+        words += re.findall(r"`([^`]+)`", listed.replace("\n", " ")) or [heading]
     sources = [path.read_text() for folder in ("lazymodel", "integrations") for path in (ROOT / folder).rglob("*.py")]
     said = re.sub(r'"\s+f?"', "", "\n".join(sources))
-    headings = re.findall(r"^### (.*)$", page, flags=re.M)
-    assert len(headings) > 20
-    assert not [heading for heading in headings if heading not in said]
+    found = list(messages())
+    assert len(found) > 500
+    assert not [each for each in words if each not in said and not any(each in text for _, text in found)]
+    assert not [(place, text) for place, text in found if not any(each in text for each in words)]

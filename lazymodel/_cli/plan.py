@@ -295,7 +295,7 @@ def _model(source: str, arguments: argparse.Namespace, dtype: str | None, built:
 def _from_factory(text: str) -> AbstractModel[Any]:
     factory = imported(text)
     if not callable(factory):
-        raise LazyModelError(f"{text} is no function")
+        raise LazyModelError(f"{text} is no function; name one that builds a model, such as my_models:build")
     return build_abstract(factory)
 
 

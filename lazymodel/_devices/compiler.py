@@ -90,7 +90,7 @@ def memory_of(compiled: jax.stages.Compiled, seconds: float) -> CompiledMemory:
     """A program's memory; LazyModelError where the backend does not say."""
     memory = compiled.memory_analysis()
     if memory is None:
-        raise LazyModelError("this backend's compiler does not say how much memory a program needs")
+        raise LazyModelError("this backend's compiler does not say how much memory a program needs; leave compile out")
     return CompiledMemory(
         argument_nbytes=int(memory.argument_size_in_bytes),
         output_nbytes=int(memory.output_size_in_bytes),

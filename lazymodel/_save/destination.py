@@ -109,7 +109,8 @@ class Destination:
                 free = shutil.disk_usage(self._stage.new).free
                 if free < total:
                     raise LazyModelError(
-                        f"{self.path} needs {format_bytes(total)}, and there are {format_bytes(free)} free"
+                        f"{self.path} needs {format_bytes(total)}, and there are {format_bytes(free)} free; "
+                        "make room, or save elsewhere"
                     )
                 for file in self.files:
                     self.place(file).parent.mkdir(parents=True, exist_ok=True)

@@ -126,7 +126,10 @@ def _require_room(folder: Path, values: list[tuple[Any, LazyTensor]]) -> None:
     needed = sum(tensor.nbytes for _, tensor in values)
     free = shutil.disk_usage(next(above for above in folder.parents if above.is_dir())).free
     if needed > free:
-        raise LazyModelError(f"{folder} needs {format_bytes(needed)}, and there are {format_bytes(free)} free")
+        raise LazyModelError(
+            f"{folder} needs {format_bytes(needed)}, and there are {format_bytes(free)} free; "
+            "make room, or save elsewhere"
+        )
 
 
 class _Reserved(Destination):

@@ -101,7 +101,7 @@ def _require_room(path: Path, saved: Any, how: str) -> None:
     if needed > free:
         raise LazyModelError(
             f"cannot save to {path}: it needs {format_bytes(needed)}, besides what is there now, and "
-            f"{format_bytes(free)} are free"
+            f"{format_bytes(free)} are free; make room, or save elsewhere"
         )
 
 

@@ -1,0 +1,279 @@
+"""The figures and pictures of docs/benchmarks.md, from what benchmarks found; and running these benchmarks.
+
+    python tests/benchmarks/report.py                         # writes the page and pictures from results.json
+    python tests/benchmarks/report.py --run [NAME ...]        # runs all or some before, one after the other
+
+A run is some 20 minutes on two idle cores. What each found stays in `results.json` beside this file, with its command,
+the machine and the versions, until it is run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(__file__).with_name("results.json")
+PAGE, PICTURES = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "drawings"
+BEGIN, END = "<!-- written by tests/benchmarks/report.py -->", "<!-- end -->"
+
+STREAM = "limit first last orbax orbax-last limit-preset preset stock"
+COMMANDS = {
+    "preset": "load_preset.py --runs 3 --json --plot tests/benchmarks/load_preset.svg",
+    "stream": f"stream.py --runs 3 --json --only {STREAM}",
+    "int8": "quantize_preset.py --runs 1 --json",
+    "qwen3_moe": "moe_converter.py --runs 3 --json",
+    "gpt_oss": "moe_converter.py --model gpt_oss --runs 1 --json",
+    "formats": "quantized.py --runs 1 --json",
+    "cold_start": "cold_start.py --runs 1 --json",
+    "init": "init_compile.py --models nnx --runs 1 --check-layers 2 --check-whole-layers 0 --memory-hidden 0 --json",
+    "abstract": "build_abstract.py --json",
+}
+VERSIONS = ("lazymodel", "jax", "flax", "keras", "keras-hub", "numpy")
+Results = dict[str, dict[str, Any]]
+
+
+def run(name: str) -> dict[str, Any]:
+    """Runs a benchmark: what it printed as JSON, one document or one a line, and where."""
+    begin = time.monotonic()
+    script, *arguments = COMMANDS[name].split()
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name(script)), *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"{name}: {COMMANDS[name]} ended with status {done.returncode}")
+    try:
+        found = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        found = [json.loads(line) for line in done.stdout.splitlines()]
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "command": COMMANDS[name],
+        "date": datetime.date.today().isoformat(),
+        "seconds": round(time.monotonic() - begin),
+        "machine": f"{os.cpu_count()} cores{f' ({cpu[1].strip()})' if cpu else ''}, {memory:.0f} GiB",
+        "versions": f"Python {platform.python_version()}, "
+        + ", ".join(f"{package} {importlib.metadata.version(package)}" for package in VERSIONS),
+        "found": found,
+    }
+
+
+def loads(results: Results) -> Iterator[tuple[str, str, dict[str, float], dict[str, float], float | None]]:
+    """What was loaded, its short name, stock's and our seconds and peak, and the seconds of reading alone."""
+    found = {name: each["found"] for name, each in results.items()}
+    if "preset" in found:
+        of = found["preset"]
+        yield "a Gemma preset, 267 million parameters in float32", "Gemma, 1.0 GiB", of["stock"], of["ours"], None
+    if "stream" in found and "stock" in found["stream"]["ways"]:
+        of = found["stream"]["ways"]
+        limit = of["limit-preset"]["seconds"] if "limit-preset" in of else None
+        yield "the same with 601 million, in wider layers", "Gemma, 2.2 GiB", of["stock"], of["preset"], limit
+    if "int8" in found:
+        of, nbytes = found["int8"], found["int8"]["nbytes"]
+        stock, ours = ({"seconds": of[how]["seconds"], "peak": of[how]["peak_nbytes"] / nbytes} for how in HOW)
+        yield "the wider one, quantized to int8 (574 MiB) on the way", "… to int8", stock, ours, None
+    if "qwen3_moe" in found:
+        of = found["qwen3_moe"]
+        yield "Qwen3-MoE's names and shapes, 1.1 GiB in bfloat16", "Qwen3-MoE", of["stock"], of["ours"], None
+    if "gpt_oss" in found:
+        of = found["gpt_oss"]
+        yield "GPT-OSS', 4-bit experts, 1.1 GiB in bfloat16", "GPT-OSS", of["stock"], of["ours"], None
+
+
+HOW = ("stock", "ours")
+COLOURS = {"stock": "#c0693f", "ours": "#3a86b4", "compile": "#3f9a6d"}
+
+
+def cold_starts(of: dict[str, Any]) -> dict[str, str]:
+    """Tasks and places that were measured, as keys begin, and what they are called."""
+    tasks = {"generate": "first token", "train": "first step of fit"}
+    found: dict[str, str] = {}
+    for key, each in of.items():
+        task, place, _ = key.split()
+        link = f"link of {each[task] / 1e6:.0f} MB/s" if place == "bucket" else place
+        found[f"{task} {place}"] = f"{tasks[task]}, {link}"
+    return found
+
+
+def table(head: str, rows: list[list[str]]) -> str:
+    lines = [head.split(" | "), ["---"] * len(head.split(" | ")), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def where(results: Results, *names: str) -> str:
+    """How the figures of these benchmarks are made, and what they were made on."""
+    there = [results[name] for name in names if name in results]
+    commands = "\n".join(f"python tests/benchmarks/{each['command']}" for each in there)
+    made = sorted({f"{each['machine']}; {each['versions']}; {each['date']}" for each in there})
+    return f"```bash\n{commands}\n```\n\n{'. '.join(made)}."
+
+
+def page(results: Results) -> str:
+    """All that is generated, as Markdown; a section without results is left out."""
+    found = {name: each["found"] for name, each in results.items()}
+    parts: list[str] = []
+    if rows := [
+        [
+            what,
+            f"{stock['seconds']:.1f} s, {stock['peak']:.2f} ×",
+            f"**{ours['seconds']:.1f} s, {ours['peak']:.2f} ×**",
+            f"{limit:.1f} s" if limit else "",
+        ]
+        for what, _, stock, ours, limit in loads(results)
+    ]:
+        parts += ["## Loading onto 8 devices", "![Seconds and peaks of loading](drawings/measured_loads.svg)"]
+        parts += [table("loaded | KerasHub: seconds, peak | lazymodel | reading alone", rows)]
+        parts += [where(results, "preset", "stream", "int8", "qwen3_moe", "gpt_oss")]
+    if "stream" in found and "first" in found["stream"]["ways"]:
+        of = found["stream"]["ways"]
+        rows = [
+            [label, *(f"{of[way]['gigabytes_per_second']:.2f} GB/s, {of[way]['peak']:.2f} ×" for way in ways)]
+            for label, *ways in (
+                ("lazymodel", "first", "last"), ("Orbax", "orbax", "orbax-last"), ("reading alone", "limit", "limit"),
+            )
+        ]  # fmt: skip
+        parts += ["## Safetensors, 1.1 GiB in three files", table("by | split on the first axis | on the last", rows)]
+    if "formats" in found:
+        parts += ["## Quantized forms, decoded: 1 GiB of result", "![GB/s by form](drawings/measured_formats.svg)"]
+        rows = [
+            [form]
+            + [f"{of[how]['gigabytes_per_second']:.2f} GB/s, {of[how]['peak']:.2f} ×" for how in ("numpy", "ours")]
+            + [f"{of['ours']['cpu']:.1f} s"]
+            for form, of in found["formats"].items()
+        ]
+        parts += [table("form | plain NumPy: GB/s of result, peak | lazymodel | its CPU seconds", rows)]
+        parts += [where(results, "formats")]
+    if "cold_start" in found:
+        of = found["cold_start"]
+        rows = [
+            [label, *(f"{of[f'{place} {way}']['done']:.1f} s" for way in COLOURS)]
+            for place, label in cold_starts(of).items()
+        ]
+        parts += ["## From the start of the process", "![Seconds by way](drawings/measured_cold_start.svg)"]
+        parts += [table("until, files | KerasHub alone | `lk.from_preset` | with `compile=`", rows)]
+        parts += [
+            "On the link reading the files takes as long as compiling: "
+            "[From nothing to the first step](cold_start.md).",
+            where(results, "cold_start"),
+        ]
+    if "init" in found or "abstract" in found:
+        parts += ["## Building and compiling"]
+    if "init" in found:
+        of = found["init"]["nnx"]
+        whole, ours = of["whole_seconds"][0], of["lazymodel_seconds"][0]
+        parts += [
+            f"The init of a {found['init']['layers']}-layer NNX decoder: one `jax.jit` {whole:.1f} s; lazymodel "
+            f"**{ours:.1f} s, {of['programs']} programs**."
+        ]
+    if "abstract" in found:
+        rows = [
+            [
+                each["model"],
+                f"{each['parameters'] / 1e9:,.1f}",
+                f"{each['seconds']:.1f} s",
+                f"{each['peak_nbytes'] / 2**20:.0f} MiB",
+            ]
+            for each in found["abstract"]
+        ]
+        parts += [table("built abstractly | billion parameters | seconds | memory", rows)]
+    if "init" in found or "abstract" in found:
+        parts += [where(results, "init", "abstract")]
+    return "\n\n".join(parts)
+
+
+def bars(axes: Any, labels: list[str], values: dict[str, list[float]], form: str) -> None:
+    """Horizontal bars, a group a label; the first label is on top."""
+    height = 0.8 / len(values)
+    for number, (way, lengths) in enumerate(values.items()):
+        places = [index + (number - (len(values) - 1) / 2) * height for index in range(len(labels))]
+        drawn = axes.barh(places, lengths, height * 0.9, color=COLOURS[way])
+        axes.bar_label(drawn, [format(length, form) for length in lengths], padding=3, fontsize=8)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+
+
+def pictures(results: Results) -> None:
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    # Text stays text, and turns bright where pages are dark; the same results make the same file.
+    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "lazymodel", "font.size": 9})
+    mpl.rcParams.update({"axes.edgecolor": "#888", "xtick.color": "#888", "xtick.labelcolor": "#222"})
+
+    def save(figure: Any, name: str, ways: dict[str, str]) -> None:
+        handles = [mpl.patches.Patch(color=COLOURS[way], label=label) for way, label in ways.items()]
+        figure.legend(handles=handles, loc="outside upper right", ncols=len(ways), frameon=False)
+        file = PICTURES / f"measured_{name}.svg"
+        figure.savefig(file, transparent=True, bbox_inches="tight", metadata={"Date": None})
+        dark = "@media(prefers-color-scheme:dark){text{fill:#ddd!important}}"
+        text = file.read_text().replace("</style>", f"{dark}</style>", 1)
+        file.write_text(re.sub(r" +$", "", text, flags=re.M))
+        plt.close(figure)
+
+    found = {name: each["found"] for name, each in results.items()}
+    if rows := list(loads(results)):
+        figure, sides = plt.subplots(1, 2, figsize=(8, 0.6 + 0.5 * len(rows)), sharey=True, layout="constrained")
+        labels = [short for _, short, *_ in rows]
+        for axes, what, form in zip(sides, ("seconds", "peak"), (".1f", ".2f"), strict=True):
+            bars(axes, labels, {"stock": [row[2][what] for row in rows], "ours": [row[3][what] for row in rows]}, form)
+        sides[0].invert_yaxis()  # shared, so turned twice
+        sides[0].set_xscale("log")
+        sides[0].set_xlabel("seconds, on a logarithmic scale")
+        sides[1].set_xlabel("peak of private memory / what is loaded")
+        save(figure, "loads", {"stock": "KerasHub", "ours": "lazymodel"})
+    if of := found.get("formats"):
+        figure, axes = plt.subplots(figsize=(8, 0.6 + 0.35 * len(of)), layout="constrained")
+        speeds = {
+            colour: [each[how]["gigabytes_per_second"] for each in of.values()]
+            for colour, how in (("stock", "numpy"), ("ours", "ours"))
+        }
+        bars(axes, list(of), speeds, ".2f")
+        axes.set_xlabel("GB of result a second")
+        save(figure, "formats", {"stock": "plain NumPy, gguf", "ours": "lazymodel"})
+    if of := found.get("cold_start"):
+        places = cold_starts(of)
+        figure, axes = plt.subplots(figsize=(8, 0.7 + 0.6 * len(places)), layout="constrained")
+        seconds = {way: [of[f"{place} {way}"]["done"] for place in places] for way in COLOURS}
+        bars(axes, list(places.values()), seconds, ".1f")
+        axes.set_xlabel("seconds from the start of the process")
+        save(figure, "cold_start", {"stock": "KerasHub", "ours": "lk.from_preset", "compile": "with compile="})
+
+
+def written(text: str, results: Results) -> str:
+    """The page with its generated part made of these results."""
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    return f"{before}{BEGIN}\n\n{page(results)}\n\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", nargs="*", choices=COMMANDS, metavar="NAME", help=f"of {', '.join(COMMANDS)}")
+    options = parser.parse_args()
+    results: Results = json.loads(RESULTS.read_text())
+    for name in () if options.run is None else options.run or COMMANDS:
+        results[name] = run(name)
+        print(f"{name}: {results[name]['seconds']} s", flush=True)
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    PAGE.write_text(written(PAGE.read_text(), results))
+    pictures(results)
+
+
+if __name__ == "__main__":
+    main()
