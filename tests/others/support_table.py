@@ -1,6 +1,6 @@
 """The table of what works with models of other packages, written into `integrations/JAX_MODELS.md`.
 
-python -m tests.others.support_table            # a quarter of an hour; writes the page
+python -m tests.others.support_table            # minutes; writes the rows of what is installed into the page
 python -m tests.others.support_table NAME ...   # prints the rows of these models
 """
 
@@ -22,14 +22,15 @@ from flax import nnx
 
 import lazymodel as lm
 
-from .models import MODELS, Call, OtherModel
+from .kinds import Call, OtherModel, installed_models
 
 PAGE = Path(__file__).parent.parent.parent / "integrations" / "JAX_MODELS.md"
+MODELS = installed_models()
 LARGE = 1 << 20  # bytes of a variable that is not to be replicated where it can be split
 
 _INTRODUCTION = """# Models of other packages
 
-What lazymodel does with models that others wrote in JAX: {versions}.
+What lazymodel does with models that others wrote in JAX.
 
 - **build**: `lm.build_abstract` takes the package's own class, module or init function, with the number of variables of
   a tiny model of the same layers.
@@ -42,23 +43,29 @@ What lazymodel does with models that others wrote in JAX: {versions}.
   for it.
 
 Where a package itself fails, the row says how; a test fails once it does not any more. Penzai's parameters are bound to
-their model, and are no pytrees: `pz.unbind_params(model, freeze=True)` inside of the init function gives one. MaxText
-and EasyDeL, which need Python 3.12, are not among those tried.
+their model, and are no pytrees: `pz.unbind_params(model, freeze=True)` inside of the init function gives one.
 """
 _COLUMNS = ("build", "values", "shard", "plan", "load")
-_FOOTER = """In an environment of their own, with Python 3.11:
+_FOOTER = """In an environment of their own each, as no two of these groups agree on versions of what is below them:
+
+| packages | Python | `pip install -e .` and |
+|---|---|---|
+| google-tunix, recurrentgemma, dm-haiku, equimo, penzai, haliax, flaxmodels | 3.11 | `-r tests/others/requirements.txt`, then `--no-deps recurrentgemma==1.0.1` |
+| maxtext, gemma | 3.12 | `-r tests/others/requirements_maxtext.txt`, then `--no-deps maxtext==0.2.5` |
+| easydel | 3.11 | `-r tests/others/requirements_easydel.txt`, then `--no-deps easydel==0.3.0 eformer==0.0.99.12 ejkernel==0.0.78` |
+| levanter | 3.11 | `-r tests/others/requirements_levanter.txt` |
 
 ```bash
-python -m pip install -r tests/others/requirements.txt && python -m pip install --no-deps recurrentgemma==1.0.1 -e .
-python -m tests.others.support_table              # writes this page
-python -m pytest -W default -m large tests/others # asserts it
+python -m tests.others.support_table              # writes the rows of the packages that are installed
+python -m pytest -W default -m large tests/others # asserts them
 ```
 """
 
 
 def row(model: OtherModel) -> str:
     """The line of one model; ✗ where something does not hold."""
-    cells = [model.name, model.package, *(_failing(model) if model.error else _cells(model))]
+    package = f"{model.package} {importlib.metadata.version(model.package)}"
+    cells = [model.name, package, *(_failing(model) if model.error else _cells(model))]
     return f"| {' | '.join(cells)} |"
 
 
@@ -109,11 +116,11 @@ def _splittable(variable: lm.AbstractVariable) -> bool:
 
 
 def page(rows: list[str]) -> str:
-    """The whole page around the rows."""
-    packages = dict.fromkeys(model.package for model in MODELS.values())
-    versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
+    """The whole page with these rows in the places of those of the same models, or after all others."""
     header = f"| model | package | {' | '.join(_COLUMNS)} |\n|---|---|{'---|' * len(_COLUMNS)}"
-    return "\n".join([_INTRODUCTION.format(versions=versions), header, *rows, "", _FOOTER])
+    before = PAGE.read_text().partition("|---|---|---|---|")[2].partition("\n\n")[0].splitlines()[1:]
+    every = {line.split(" | ")[0]: line for line in (*before, *rows)}
+    return "\n".join([_INTRODUCTION, header, *every.values(), "", _FOOTER])
 
 
 def main(names: list[str]) -> None:
