@@ -187,8 +187,8 @@ def _mark_buffers(result: Any, closures: list[tuple[str, types.CellType]]) -> li
 
     Otherwise they would count as static, and the tracers would escape in the graph definition. Arrays that functions
     among the attributes close over, such as the scale of an initializer that a layer keeps, are taken out and given
-    back; `closures` gets their cells, for `_advance` to fill once there are values. What else such a function closes over,
-    of the types of the result's modules, is one of them as it was built, which is what `nnx.merge` leaves there as well.
+    back; `closures` gets their cells, for `_advance` to fill once there are values. What else such a function closes
+    over, of the types of the result's modules, is one of them as it was built, which `nnx.merge` leaves there as well.
 
     Raises:
         TraceError: One is elsewhere in an attribute that is static for NNX, and so lost.

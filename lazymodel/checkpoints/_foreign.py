@@ -27,7 +27,7 @@ _FOREIGN = (
     (
         ("*.eqx",),
         "leaves of an Equinox model, which have no names",
-        'load it there and save it as safetensors: `lm.save(eqx.tree_deserialise_leaves(path, model), '
+        "load it there and save it as safetensors: `lm.save(eqx.tree_deserialise_leaves(path, model), "
         '"model.safetensors")`',
     ),
     (

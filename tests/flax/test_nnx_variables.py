@@ -266,9 +266,7 @@ def test_arrays_that_kept_functions_close_over_have_their_values() -> None:
         model = lm.build_abstract(Scaled, scale, rngs=nnx.Rngs(0)).materialize()
         eager = Scaled(scale, rngs=nnx.Rngs(0))
         assert np.array_equal(model.inner.kernel[...], eager.inner.kernel[...])
-        ours, theirs = (
-            built.inner.kernel_init(jax.random.key(1), (4, 4), jnp.bfloat16) for built in (model, eager)
-        )
+        ours, theirs = (built.inner.kernel_init(jax.random.key(1), (4, 4), jnp.bfloat16) for built in (model, eager))
         assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
 
 

@@ -30,7 +30,6 @@ from tunix.models.qwen3 import model as qwen3
 
 from .kinds import KEY, TOKENS, Call, OtherModel
 
-
 _TINY = {"num_layers": 3, "embed_dim": 64, "hidden_dim": 96, "num_heads": 8, "head_dim": 16, "num_kv_heads": 2}
 
 

@@ -46,14 +46,17 @@ Where a package itself fails, the row says how; a test fails once it does not an
 their model, and are no pytrees: `pz.unbind_params(model, freeze=True)` inside of the init function gives one.
 """
 _COLUMNS = ("build", "values", "shard", "plan", "load")
-_FOOTER = """In an environment of their own each, as no two of these groups agree on versions of what is below them:
+_FOOTER = """In an environment of their own each, as no two agree on versions of what is below them: `maxtext` and
+`gemma` with Python 3.12, the others with Python 3.11.
 
-| packages | Python | `pip install -e .` and |
-|---|---|---|
-| google-tunix, recurrentgemma, dm-haiku, equimo, penzai, haliax, flaxmodels | 3.11 | `-r tests/others/requirements.txt`, then `--no-deps recurrentgemma==1.0.1` |
-| maxtext, gemma | 3.12 | `-r tests/others/requirements_maxtext.txt`, then `--no-deps maxtext==0.2.5` |
-| easydel | 3.11 | `-r tests/others/requirements_easydel.txt`, then `--no-deps easydel==0.3.0 eformer==0.0.99.12 ejkernel==0.0.78` |
-| levanter | 3.11 | `-r tests/others/requirements_levanter.txt` |
+```bash
+uv pip install -e . -r tests/others/requirements.txt && uv pip install --no-deps recurrentgemma==1.0.1
+uv pip install -e . -r tests/others/requirements_maxtext.txt
+uv pip install -e . -r tests/others/requirements_easydel.txt --override tests/others/requirements_easydel.txt
+uv pip install -e . -r tests/others/requirements_levanter.txt
+```
+
+Then, in each:
 
 ```bash
 python -m tests.others.support_table              # writes the rows of the packages that are installed
