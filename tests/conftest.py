@@ -50,9 +50,8 @@ if _OF_JAXLIB[0] in _flags:
 
 ROOT = Path(__file__).parent.parent
 
-# Folder under tests/ → the modules that its tests import at the top.
-_OTHERS = ("tunix", "recurrentgemma", "haiku", "equimo", "penzai", "haliax", "flaxmodels")
-_NEEDS = {"keras": ("keras", "keras_hub"), "flax": ("flax",), "others": _OTHERS}
+# Folder or file under tests/ → the modules that its tests import at the top.
+_NEEDS = {"keras": ("keras", "keras_hub"), "flax": ("flax",), "others": ("flax",), "others/test_tunix.py": ("tunix",)}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -77,7 +76,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
         if module_path.is_relative_to(Path(__file__).parent / folder):
             for module in modules:
                 if importlib.util.find_spec(module) is None:
-                    what = "-r tests/others/requirements.txt" if folder == "others" else f"'lazymodel[{folder}]'"
+                    what = "-r tests/others/requirements.txt" if "others" in folder else f"'lazymodel[{folder}]'"
                     pytest.skip(f"{module} is not installed: pip install {what}", allow_module_level=True)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import types
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, cast
 
@@ -18,11 +19,13 @@ import jax
 import numpy as np
 from flax import nnx
 
-from lazymodel import AbstractVariable, LazyModelError
+from lazymodel import AbstractVariable, LazyModelError, TraceError
 from lazymodel._abstract.framework import Framework, Optimizer, Training
 from lazymodel._abstract.paths import path_text
 from lazymodel._abstract.spec import ModelSpec
-from lazymodel._trace.escaped import is_iterator, refuse_empty, refuse_escaped
+from lazymodel._programs.jaxprs import with_weak_type
+from lazymodel._programs.keys import is_key
+from lazymodel._trace.escaped import cells_with_tracers, is_iterator, refuse_empty, refuse_escaped
 from lazymodel._trace.function import known_value, trace_function
 from lazymodel_flax._boxes import by_path, variable_path, with_logical_axes
 from lazymodel_flax._variable_modes import (
@@ -66,6 +69,7 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     graphdef, counts, state = nnx.split(as_plain(given), nnx.RngCount, ...)
     rest = [None if _is_node(leaf) else leaf for leaf in leaves]
     built: list[_Built] = []
+    closures: list[tuple[str, types.CellType]] = []
 
     def pure(rest: list[Any], state: Any) -> Any:
         # Counts are known, so they count in NumPy. Traced, each would be compared by its sharding, for which some JAX
@@ -77,13 +81,14 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             result = build(*args, **kwargs)
         known: dict[int, jax.Array] = {}  # a count that two places hold stays one array
         after = [_as_count(leaf, known) for leaf in jax.tree.leaves(nnx.state(nodes))]
+        closures.clear()
         leaves = jax.tree.leaves(result, is_leaf=lambda leaf: _is_node(leaf) or is_iterator(leaf))
         if not any(_is_node(leaf) for leaf in leaves):
             built.append(_Built(None, None, (), {}, frozenset()))
             _check_plain(result, leaves, name)
             return result, after
         refuse_references(result)
-        _mark_buffers(result)
+        after += _mark_buffers(result, closures)
         resolve_sharding(result)
         structure, found = nnx.split(result)
         flat, found_def = jax.tree_util.tree_flatten_with_path(found)
@@ -101,7 +106,7 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
     # None is a pytree without leaves, so the holes that nodes leave in `rest` trace to themselves.
     model = trace_function(pure, (rest, state), {}, name=name, path_of=path_of)
-    _advance(given, model)
+    _advance(given, model, closures)
     return with_logical_axes(_as_module(model, built[-1], modes), built[-1].axes)
 
 
@@ -177,15 +182,20 @@ def _check_plain(result: Any, leaves: Sequence[Any], name: str) -> None:
         refuse_empty(result, named, name)
 
 
-def _mark_buffers(result: Any) -> None:
+def _mark_buffers(result: Any, closures: list[tuple[str, types.CellType]]) -> list[Any]:
     """Marks plain arrays that modules hold as data, which NNX does by itself for concrete arrays only.
 
-    Otherwise they would count as static, and the tracers would escape in the graph definition.
+    Otherwise they would count as static, and the tracers would escape in the graph definition. Arrays that functions
+    among the attributes close over, such as the scale of an initializer that a layer keeps, are taken out and given
+    back; `closures` gets their cells, for `_advance` to fill once there are values. What else such a function closes
+    over, of the types of the result's modules, is one of them as it was built, which `nnx.merge` leaves there as well.
 
     Raises:
-        TraceError: One is in an attribute that is static for NNX, and so lost.
+        TraceError: One is elsewhere in an attribute that is static for NNX, and so lost.
     """
-    for path, node in nnx.iter_graph(result):
+    nodes = list(nnx.iter_graph(result))
+    own, taken = {type(node) for _, node in nodes if isinstance(node, nnx.Module)}, list[Any]()
+    for path, node in nodes:
         if not isinstance(node, nnx.Pytree):
             continue
         data = getattr(node, "_pytree__nodes", {})  # what NNX goes into by itself
@@ -193,24 +203,37 @@ def _mark_buffers(result: Any) -> None:
             if isinstance(value, jax.Array):
                 setattr(node, name, nnx.data(value))
             elif name not in _OF_NNX and not data.get(name, False):
-                refuse_escaped([("/".join(map(str, (*path, name))), value)])
+                place = "/".join(map(str, (*path, name)))
+                for cell in cells_with_tracers(value, own):
+                    closures.append((place, cell))
+                    taken.append(cell.cell_contents)
+                    cell.cell_contents = None
+                refuse_escaped([(place, value)], known=own)
+    return taken
 
 
 # What NNX itself keeps in a module, its trace among them.
 _OF_NNX = ("_pytree__state", "_pytree__nodes")
 
 
-def _advance(given: tuple[Any, ...], model: ModelSpec) -> None:
-    """Updates the counts of the user's own `nnx.Rngs`, as building eagerly would have."""
+def _advance(given: tuple[Any, ...], model: ModelSpec, closures: Sequence[tuple[str, types.CellType]]) -> None:
+    """Updates the counts of the user's own `nnx.Rngs`, as building eagerly would have, and fills closures."""
     _, after = model.framework.structure({path: path for path in model})
     state = nnx.state(as_plain(given))
     leaves, treedef = jax.tree.flatten(state)
     updated: list[Any] = []
-    for path, leaf in zip(after, leaves, strict=True):
+    for path, leaf in zip(after, leaves, strict=False):  # after them, what closures held
         # Only counts: keys do not change, and other state is not known before it is materialized.
         value = known_value(model, path) if leaf.dtype == np.uint32 else None
         updated.append(leaf if value is None else jax.numpy.asarray(value))
     update_counts(given, jax.tree.unflatten(treedef, updated))
+    for path, (place, cell) in zip(after[len(leaves) :], closures, strict=True):
+        if (value := known_value(model, path)) is None or is_key(model[path].dtype):
+            raise TraceError(
+                f"a function that the module keeps at {place!r} closes over a traced {model[path].dtype.name}"
+                f"{list(model[path].shape)}, which has no value before it is materialized: keep it in an `nnx.Variable`"
+            )
+        cell.cell_contents = with_weak_type(jax.numpy.asarray(value), model[path].weak_type)
 
 
 def _as_module(model: ModelSpec, built: _Built, modes: Modes) -> ModelSpec:

@@ -282,6 +282,8 @@ class _Proposer:
                 placement.place((*self.tensor, *fsdp), dims(tensor[:1]), apart=False)
             elif expert and placement.parts(fsdp) > 1:  # used one by one: pieces of a stack would all be sent around
                 tensor, why = (tensor[1], tensor[0], tensor[2]), "each expert is split as any MLP is"
+            elif order.name == "query_key_value" and not large:  # fewer key heads than devices: each needs the whole
+                tensor = tensor[:1]
             placed = placement.place(self.tensor, dims(tensor))
         first = dims(tensor[:1])
         why = why if first and any(set(self.tensor) & set(placement.axes[dim]) for dim in first) else ""
@@ -294,7 +296,9 @@ class _Proposer:
         # A head stays whole in storage too, where there is another way, and a small one that is cut already.
         if stored and not placement.place(fsdp, stored) and (large or not any(placement.axes)):
             placed &= placement.place(fsdp, stored, whole_units=False)
-        if not placed:
+        if not large and placement.tried and not any(placement.axes):
+            why = f"replicated, since {next(iter(placement.tried))}"
+        elif not placed:
             why = f"{why}; not split over every axis" if why else "not split over every axis: no dimension divides"
         elif not why and placement.tried:
             why = f"since {next(iter(placement.tried))}"

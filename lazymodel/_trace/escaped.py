@@ -18,7 +18,7 @@ import gc
 import inspect
 import itertools
 import types
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -68,28 +68,47 @@ class Escaped(NamedTuple):
     holder: Any  # the innermost object on the way that has a type of its own
 
 
-def find(root: Any) -> Escaped | None:
-    """The first traced array in an object, nearest first; None if there is none among the first 100,000 objects."""
+def find(root: Any, known: Collection[type] = ()) -> Escaped | None:
+    """The first traced array in an object, nearest first; None if there is none among the first 100,000 objects.
+
+    Objects of the types `known` are not searched.
+    """
+    for place, value, holder in _searched(root, known):
+        if isinstance(value, _TRACER):
+            return Escaped(place, _kind(value), holder)
+    return None
+
+
+def cells_with_tracers(root: Any, known: Collection[type] = ()) -> list[types.CellType]:
+    """Where the functions in an object close over a traced array, as `find` searches it."""
+    found = [value for _, value, _ in _searched(root, known) if isinstance(value, types.FunctionType)]
+    cells = [cell for function in found if _package(function) not in _OWN for cell in function.__closure__ or ()]
+    return [cell for cell in cells if any(isinstance(value, _TRACER) for _, value in _children(cell))]
+
+
+def _searched(root: Any, known: Collection[type]) -> Iterator[tuple[str, Any, Any]]:
+    """Place, value and holder of what an object holds, nearest first."""
     seen = {id(root)}
     kept: list[Any] = []  # what was made by looking, whose ids must not be used again
     queue: collections.deque[tuple[str, Any, Any]] = collections.deque([("", root, root)])
     while queue and len(seen) < _LIMIT:
         place, value, holder = queue.popleft()
+        yield place, value, holder
         if isinstance(value, _TRACER):
-            return Escaped(place, _kind(value), holder)
+            continue
         owner = value if hasattr(type(value), "__module__") and type(value).__module__ != "builtins" else holder
         for suffix, child in _children(value):
-            if id(child) not in seen and (isinstance(child, _TRACER) or not isinstance(child, _DATA)):
+            data = type(child) in known or isinstance(child, _DATA)
+            if id(child) not in seen and (isinstance(child, _TRACER) or not data):
                 seen.add(id(child))
                 kept.append(child)
                 queue.append((place + suffix, child, owner))
-    return None
 
 
-def refuse_escaped(leaves: Iterable[tuple[str, Any]], treedef: Any = None) -> None:
+def refuse_escaped(leaves: Iterable[tuple[str, Any]], treedef: Any = None, known: Collection[type] = ()) -> None:
     """Raises TraceError where leaves that are no arrays, or static parts of the result, hold traced arrays.
 
-    Also where a leaf is an iterator, which has yet to be run.
+    Also where a leaf is an iterator, which has yet to be run. `known` is as in `find`.
     """
     for path, leaf in leaves:
         if isinstance(leaf, _ITERATORS):
@@ -97,7 +116,7 @@ def refuse_escaped(leaves: Iterable[tuple[str, Any]], treedef: Any = None) -> No
                 f"the result has a {type(leaf).__name__} at {path!r}, which makes its values when it is gone through: "
                 "return a list or a tuple of them"
             )
-        if not isinstance(leaf, _DATA) and (found := find(leaf)) is not None:
+        if not isinstance(leaf, _DATA) and (found := find(leaf, known)) is not None:
             raise TraceError(
                 f"the result has {_article(leaf)} at {path!r}, which JAX does not look into, with a traced "
                 f"{found.kind} at {path}{found.place}, whose value would be lost. {_mend(leaf, found.holder)}"

@@ -16,6 +16,7 @@ from lazymodel._remote.requests import Unavailable
 from lazymodel._remote.url import is_url
 from lazymodel.checkpoints._checkpoint import Checkpoint, JoinedCheckpoint
 from lazymodel.checkpoints._decoded import DecodedCheckpoint, decoded
+from lazymodel.checkpoints._foreign import foreign
 from lazymodel.checkpoints._gguf import model_files, open_gguf, split_names
 from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5
 from lazymodel.checkpoints._numpy import npy_names, open_npy, open_npy_folder, open_npz
@@ -286,7 +287,15 @@ def weight_files(folder: Location) -> Sequence[Location]:
 
 def no_checkpoint(folder: Location) -> CheckpointError:
     """The error for a folder in which nothing is known."""
-    return CheckpointError(f"found no checkpoint in folder {folder}; supported: {_SUPPORTED}")
+    found = foreign(file.name for file in folder.glob("*"))
+    return CheckpointError(f"found no checkpoint in folder {folder}; {found}supported: {_SUPPORTED}")
+
+
+def _known_format(file: Location) -> Format | None:
+    kind = format_of(file, check_pointer(file))
+    # PyTorch's files are archives as well, and Equinox' are NumPy's one after the other.
+    shared = kind is not None and kind.open in (open_archive, open_npy) and not file.name.endswith(kind.suffixes)
+    return None if shared and foreign([file.name]) else kind
 
 
 def open_located(where: Location, *, as_stored: bool = False) -> Checkpoint:
@@ -302,8 +311,8 @@ def open_located(where: Location, *, as_stored: bool = False) -> Checkpoint:
         raise no_checkpoint(where)
     if where.is_dir() and files[0].suffix == ".safetensors":
         checkpoint = JoinedCheckpoint(where, open_loose(where, files, SafetensorsFile))
-    elif (kind := format_of(files[0], check_pointer(files[0]))) is None:
-        raise CheckpointError(f"{where} is in no known format; supported: {_SUPPORTED}")
+    elif (kind := _known_format(files[0])) is None:
+        raise CheckpointError(f"{where} is in no known format; {foreign([where.name])}supported: {_SUPPORTED}")
     else:
         checkpoint = kind.open(files[0])
     if as_stored or checkpoint.format != SAFETENSORS.name:

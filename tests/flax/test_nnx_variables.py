@@ -240,3 +240,40 @@ def test_only_lora_pairs_are_trained() -> None:
     optimizer.update(model, loss(model))
     assert np.array_equal(model.lora.kernel.get_value(), before)
     assert float(jnp.abs(model.lora.lora.lora_b.get_value()).sum()) > 0
+
+
+class Kept(nnx.Module):
+    def __init__(self, kernel_init: Any, rngs: nnx.Rngs):
+        self.kernel_init = kernel_init
+        self.kernel = nnx.Param(kernel_init(rngs.params(), (4, 4)))
+
+
+class Scaled(nnx.Module):
+    """Keeps an initializer that closes over an array, and over itself, as MaxText's attention does."""
+
+    def __init__(self, scale: Any, rngs: nnx.Rngs):
+        self.init = nnx.initializers.normal()
+        factor = jnp.sqrt(scale)
+
+        def scaled(*args: Any) -> jax.Array:
+            return self.init(*args) / factor
+
+        self.inner = Kept(scaled, rngs)
+
+
+def test_arrays_that_kept_functions_close_over_have_their_values() -> None:
+    for scale in (4, np.float32(4)):  # weakly typed, and not
+        model = lm.build_abstract(Scaled, scale, rngs=nnx.Rngs(0)).materialize()
+        eager = Scaled(scale, rngs=nnx.Rngs(0))
+        assert np.array_equal(model.inner.kernel[...], eager.inner.kernel[...])
+        ours, theirs = (built.inner.kernel_init(jax.random.key(1), (4, 4), jnp.bfloat16) for built in (model, eager))
+        assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
+
+
+def test_an_array_without_a_value_that_a_kept_function_closes_over_is_refused() -> None:
+    def build(rngs: nnx.Rngs) -> nnx.Module:
+        weight = jax.random.normal(rngs.params(), (64, 64))
+        return Kept(lambda *_: weight[:4, :4], rngs)
+
+    with pytest.raises(lm.TraceError, match=r"'kernel_init' closes over a traced float32\[64, 64\].*nnx\.Variable"):
+        lm.build_abstract(build, nnx.Rngs(0))

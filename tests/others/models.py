@@ -1,14 +1,11 @@
-"""Models that others wrote, each tiny and as large as its authors publish it.
-
-`large=False` has the same kinds of layers in widths that eight devices divide; nothing here knows lazymodel.
-"""
+"""Models of the packages that `requirements.txt` lists."""
 
 from __future__ import annotations
 
 import dataclasses
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equimo.models.convnext
 import equimo.models.vit
@@ -19,7 +16,7 @@ import haliax
 import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
-from flax import linen, nnx
+from flax import nnx
 from penzai import pz
 from penzai.models.transformer.variants import gpt_neox, llamalike_common
 from recurrentgemma import common as griffin
@@ -31,33 +28,8 @@ from tunix.models.llama3 import model as llama3
 from tunix.models.qwen2 import model as qwen2
 from tunix.models.qwen3 import model as qwen3
 
+from .kinds import KEY, TOKENS, Call, OtherModel
 
-class Call(NamedTuple):
-    """What `build_abstract` is given."""
-
-    build: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def eager(self) -> Any:
-        """What its authors' code makes of it."""
-        build = self.build.init if isinstance(self.build, linen.Module) else self.build
-        return build(*self.args, **self.kwargs)
-
-
-@dataclasses.dataclass(frozen=True)
-class OtherModel:
-    """A row of the table."""
-
-    name: str
-    package: str  # of the package index
-    make: Callable[[bool], Call]
-    load: str = "–"  # how Hugging Face weights get into it, as `test_tunix` does
-    error: bool = False  # whether its own code cannot build it
-
-
-TOKENS = jnp.zeros((1, 8), jnp.int32)
-KEY = jax.random.key(0)
 _TINY = {"num_layers": 3, "embed_dim": 64, "hidden_dim": 96, "num_heads": 8, "head_dim": 16, "num_kv_heads": 2}
 
 

@@ -1,6 +1,6 @@
 """The table of what works with models of other packages, written into `integrations/JAX_MODELS.md`.
 
-python -m tests.others.support_table            # a quarter of an hour; writes the page
+python -m tests.others.support_table            # minutes; writes the rows of what is installed into the page
 python -m tests.others.support_table NAME ...   # prints the rows of these models
 """
 
@@ -22,14 +22,15 @@ from flax import nnx
 
 import lazymodel as lm
 
-from .models import MODELS, Call, OtherModel
+from .kinds import Call, OtherModel, installed_models
 
 PAGE = Path(__file__).parent.parent.parent / "integrations" / "JAX_MODELS.md"
+MODELS = installed_models()
 LARGE = 1 << 20  # bytes of a variable that is not to be replicated where it can be split
 
 _INTRODUCTION = """# Models of other packages
 
-What lazymodel does with models that others wrote in JAX: {versions}.
+What lazymodel does with models that others wrote in JAX.
 
 - **build**: `lm.build_abstract` takes the package's own class, module or init function, with the number of variables of
   a tiny model of the same layers.
@@ -42,23 +43,32 @@ What lazymodel does with models that others wrote in JAX: {versions}.
   for it.
 
 Where a package itself fails, the row says how; a test fails once it does not any more. Penzai's parameters are bound to
-their model, and are no pytrees: `pz.unbind_params(model, freeze=True)` inside of the init function gives one. MaxText
-and EasyDeL, which need Python 3.12, are not among those tried.
+their model, and are no pytrees: `pz.unbind_params(model, freeze=True)` inside of the init function gives one.
 """
 _COLUMNS = ("build", "values", "shard", "plan", "load")
-_FOOTER = """In an environment of their own, with Python 3.11:
+_FOOTER = """In an environment of their own each, as no two agree on versions of what is below them: `maxtext` and
+`gemma` with Python 3.12, the others with Python 3.11.
 
 ```bash
-python -m pip install -r tests/others/requirements.txt && python -m pip install --no-deps recurrentgemma==1.0.1 -e .
-python -m tests.others.support_table              # writes this page
-python -m pytest -W default -m large tests/others # asserts it
+uv pip install -e . -r tests/others/requirements.txt && uv pip install --no-deps recurrentgemma==1.0.1
+uv pip install -e . -r tests/others/requirements_maxtext.txt
+uv pip install -e . -r tests/others/requirements_easydel.txt --override tests/others/requirements_easydel.txt
+uv pip install -e . -r tests/others/requirements_levanter.txt
+```
+
+Then, in each:
+
+```bash
+python -m tests.others.support_table              # writes the rows of the packages that are installed
+python -m pytest -W default -m large tests/others # asserts them
 ```
 """
 
 
 def row(model: OtherModel) -> str:
     """The line of one model; ✗ where something does not hold."""
-    cells = [model.name, model.package, *(_failing(model) if model.error else _cells(model))]
+    package = f"{model.package} {importlib.metadata.version(model.package)}"
+    cells = [model.name, package, *(_failing(model) if model.error else _cells(model))]
     return f"| {' | '.join(cells)} |"
 
 
@@ -109,11 +119,11 @@ def _splittable(variable: lm.AbstractVariable) -> bool:
 
 
 def page(rows: list[str]) -> str:
-    """The whole page around the rows."""
-    packages = dict.fromkeys(model.package for model in MODELS.values())
-    versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
+    """The whole page with these rows in the places of those of the same models, or after all others."""
     header = f"| model | package | {' | '.join(_COLUMNS)} |\n|---|---|{'---|' * len(_COLUMNS)}"
-    return "\n".join([_INTRODUCTION.format(versions=versions), header, *rows, "", _FOOTER])
+    before = PAGE.read_text().partition("|---|---|---|---|")[2].partition("\n\n")[0].splitlines()[1:]
+    every = {line.split(" | ")[0]: line for line in (*before, *rows)}
+    return "\n".join([_INTRODUCTION, header, *every.values(), "", _FOOTER])
 
 
 def main(names: list[str]) -> None:

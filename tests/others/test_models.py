@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .models import MODELS
-from .support_table import PAGE, row
+from .support_table import MODELS, PAGE, row
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(600)]
 

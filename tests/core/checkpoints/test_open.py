@@ -20,10 +20,34 @@ def test_nothing_there(tmp_path):
 
 
 def test_unknown_format(tmp_path):
-    path = tmp_path / "model.bin"
+    path = tmp_path / "model.weights"
     path.write_bytes(b"\x80\x02}q\x00.")
-    with pytest.raises(CheckpointError, match=r"model\.bin is in no known format; supported: .*safetensors"):
+    with pytest.raises(CheckpointError, match=r"model\.weights is in no known format; supported: .*safetensors"):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "mend"),
+    [
+        ("pytorch_model.bin", b"PK\x03\x04", r"PyTorch.*safetensors\.torch\.save_file"),
+        ("model.ckpt-1.index", b"", r"TensorFlow.*save_weights"),
+        ("flax_model.msgpack", b"\x81", r"Flax.*msgpack_restore"),
+        ("checkpoint_10", b"\x81", r"Flax.*msgpack_restore"),
+        ("model.eqx", b"\x93NUMPY", r"Equinox.*tree_deserialise_leaves"),
+        ("params.pkl", b"\x80", r"pickle.*lm\.save"),
+    ],
+)
+def test_formats_that_are_known_and_not_read_are_named_with_their_mend(tmp_path, name, content, mend):
+    (tmp_path / name).write_bytes(content)
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(CheckpointError, match=rf"{name} looks like .*{mend}.*supported: "):
+            open_checkpoint(path)
+
+
+def test_a_gguf_file_by_another_name_is_read_as_one(tmp_path):
+    (tmp_path / "model.bin").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match="model.bin is truncated"):
+        open_checkpoint(tmp_path / "model.bin")
 
 
 @pytest.mark.parametrize(

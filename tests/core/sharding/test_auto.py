@@ -65,7 +65,7 @@ def test_a_transformer_layer_by_tensor_parallelism() -> None:
         "token_embedding/embeddings": P("model"),
         "layer_0/attention/query/kernel": P(None, "model"),
         "layer_0/attention/query/bias": P("model"),
-        "layer_0/attention/key/kernel": P("model"),  # two heads are not split into eight
+        "layer_0/attention/key/kernel": P(),  # two heads are not split into eight
         "layer_0/attention/attention_output/kernel": P("model"),
         "layer_0/attention/attention_output/bias": P(),
         "layer_0/layer_norm/gamma": P(),
@@ -125,7 +125,10 @@ def test_heads_stay_whole_in_matrices() -> None:
     }
     found = specs(attention, mesh(model=4))  # 8 query heads, 2 key heads of 12
     assert found["attn/q_proj/kernel"] == P(None, "model")
-    assert found["attn/k_proj/kernel"] == P("model")
+    assert (
+        found["attn/k_proj/kernel"] == P()
+    )  # a small one, which every device needs; a large one is split all the same
+    assert specs(attention, mesh(model=4), large=1)["attn/k_proj/kernel"] == P("model")
     assert found["attn/o_proj/kernel"] == P("model")
     _, reason = propose(attention, mesh(model=4))["attn/k_proj/kernel"]
     assert reason.tried == (
@@ -134,12 +137,12 @@ def test_heads_stay_whole_in_matrices() -> None:
     del attention["attn/q_norm/scale"]  # no head is wider than 24 columns, the common divisor of queries and keys
     assert specs(attention, mesh(model=4))["attn/q_proj/kernel"] == P(None, "model")
     del attention["attn/k_proj/kernel"]
-    spec, reason = propose(attention, mesh(model=4))["attn/q_proj/kernel"]
+    spec, reason = propose(attention, mesh(model=4), large=1)["attn/q_proj/kernel"]
     assert (spec, "whole heads in it are not known" in reason.text) == (P("model"), True)
     # Queries, keys and values of one width up to 1024 have heads of 64 or less; a narrower key tells of wider ones.
     equal = {"attn/q_proj/kernel": (256, 512), "attn/k_proj/kernel": (256, 512)}
     assert set(specs(equal, mesh(model=8)).values()) == {P(None, "model")}
-    assert specs({**equal, "attn/k_proj/kernel": (256, 256)}, mesh(model=8))["attn/q_proj/kernel"] == P("model")
+    assert specs({**equal, "attn/k_proj/kernel": (256, 256)}, mesh(model=8))["attn/q_proj/kernel"] == P()
     # Eight pieces of 128 columns hold whole heads of 16 to 128.
     assert specs({"attn/q_proj/kernel": (48, 1024)}, mesh(model=8)) == {"attn/q_proj/kernel": P(None, "model")}
     assert specs({"attn/qkv/kernel": (48, 1536)}, mesh(model=8)) == {"attn/qkv/kernel": P("model")}
@@ -328,7 +331,10 @@ def test_the_reason_is_told() -> None:
     def init(key: jax.Array) -> dict[str, dict[str, jax.Array]]:
         return {"attention/query": {"kernel": jax.random.normal(key, (32, 6, 4))}}
 
-    model = lm.build_abstract(init, jax.random.key(0)).shard(mesh(model=4), lm.auto())
+    abstract = lm.build_abstract(init, jax.random.key(0))
+    small = abstract.shard(mesh(model=4), lm.auto()).explain("attention/query/kernel")
+    assert "why (proposed): replicated, since dimension 1 (heads, 6) does not divide" in str(small)
+    model = abstract.shard(mesh(model=4), lm.auto(), large=1024)
     text = str(model.explain("attention/query/kernel"))
     assert "role: query_key_value; dimensions: in, heads, head_dim" in text
     assert "why (proposed): in (32) in 4 parts over 'model'; since dimension 1 (heads, 6) does not divide" in text

@@ -126,7 +126,7 @@ def test_one_key_head_tells_how_wide_heads_are() -> None:
     attention = {"attention_block/proj_q/kernel": (64, 80), "attention_block/proj_k/kernel": (64, 10)}
     assert specs(attention, None, mesh(model=8)) == {
         "attention_block/proj_q/kernel": P(None, "model"),
-        "attention_block/proj_k/kernel": P("model"),
+        "attention_block/proj_k/kernel": P(),
     }
 
 
