@@ -342,7 +342,7 @@ class MemoryPlan(Tabled):
     def _device_lines(self) -> Iterable[str]:
         if self.mesh or self.device_kind:
             mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
-            yield ": ".join(filter(None, (self.device_kind or "mesh", mesh)))
+            yield " of ".join(filter(None, (mesh and f"mesh: {mesh}", self.device_kind)))
         device = "device" if self.num_devices == 1 else f"each of {self.num_devices:,} devices, on the fullest"
         yield (
             f"{device}: {format_bytes(self.device_nbytes)} resident, "

@@ -95,7 +95,7 @@ def test_plan_text_says_what_use_takes_and_how_numbers_came_to_be():
         notes=("estimated",),
     )
     lines = repr(plan).splitlines()
-    assert "TPU v5 lite: data=2, model=4" in lines
+    assert "mesh: data=2, model=4 of TPU v5 lite" in lines
     assert "in use: 12.00 GiB: 3.00 GiB parameters, 6.00 GiB optimizer state, 3.00 GiB gradients" in lines
     assert "device memory: 16.00 GiB; fits, 4.00 GiB to spare" in lines
     assert "each of 2 hosts, at most: 5.00 GiB of host memory while materializing" in lines
