@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from lazymodel._cli.output import print_json
+from lazymodel._cli.output import check_page, print_json
 from lazymodel._cli.storage import add_storage_options, storage_options
 from lazymodel._show.table import print_text
 from lazymodel.checkpoints._inspect import inspect_checkpoint
@@ -34,11 +34,15 @@ def add_inspect_parser(commands: Any) -> None:
         help="hash the files, too, and compare with the hashes that a Hugging Face cache or download, or a manifest "
         "such as SHA256SUMS, states; reads every file once",
     )
+    parser.add_argument("--html", metavar="FILE", help="write a page, too")
     parser.set_defaults(run=_inspect)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
+    check_page(arguments.html)
     summary = inspect_checkpoint(arguments.checkpoint, storage_options(arguments), verify=arguments.verify)
+    if arguments.html:
+        summary.save(arguments.html)
     if arguments.json:
         print_json("inspect", summary.to_dict())
     else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import itertools
 import math
 import os
@@ -16,7 +15,6 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,7 +26,7 @@ from rich.markup import escape
 from lazymodel._abstract.adapters import named
 from lazymodel._abstract.memory import PINNED_HOST
 from lazymodel._cli.imported import imported, is_imported
-from lazymodel._cli.output import print_json
+from lazymodel._cli.output import check_page, print_json
 from lazymodel._cli.storage import add_storage_options, storage_options
 from lazymodel._compile.compile import Compile
 from lazymodel._devices.topology import arithmetic_mesh, libtpu_environment
@@ -42,7 +40,6 @@ from lazymodel._plan.what_if import WhatIf
 from lazymodel._programs.jaxprs import CONFIG
 from lazymodel._remote.url import is_url, shown
 from lazymodel._sharding.auto import auto
-from lazymodel._show.page import plotly_source
 from lazymodel._show.quiet import quiet_tensorflow
 from lazymodel._show.table import print_text
 from lazymodel._show.text import parse_bytes
@@ -146,10 +143,7 @@ def _stated(arguments: argparse.Namespace) -> tuple[WhatIf, Compile | None]:
             parse_bytes(amount, name=name, at_least=1)
     if arguments.optimizer_on_host and arguments.optimizer is None:
         raise LazyModelError("--optimizer-on-host is for --optimizer; name it")
-    if arguments.html:
-        plotly_source()  # that it is not installed is said now
-    if arguments.html and not Path(arguments.html).parent.is_dir():
-        raise LazyModelError(f"cannot write {arguments.html}: {os.strerror(errno.ENOENT)}")
+    check_page(arguments.html)
     sized = arguments.batch is not None or arguments.sequence is not None
     if sized and arguments.compile not in ("forward", "train"):
         raise LazyModelError("--batch and --sequence are for --compile forward or train")

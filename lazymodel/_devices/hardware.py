@@ -79,6 +79,11 @@ class Generation:
                         best[chips] = shape
         return tuple(best[chips] for chips in sorted(best))
 
+    @property
+    def sizes(self) -> frozenset[int]:
+        """Numbers of devices that slices have."""
+        return frozenset(map(self.num_devices, self.candidates))
+
     def slice_name(self, shape: Shape) -> str:
         return f"{self.name}:{'x'.join(map(str, shape))}"
 

@@ -19,6 +19,7 @@ from jax.sharding import Sharding
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._compile.beside import CompiledProgram
 from lazymodel._mapping.match import Choice
+from lazymodel._show.page import Grid, Nbytes, Section, Text, Treemap, modules, save_page
 from lazymodel._show.table import ACTIONS, Row, Table, Tabled, folded_table, shape_text
 from lazymodel._show.text import folded_names, format_bytes, listed, plural
 from lazymodel._show.timeline import Timeline
@@ -165,6 +166,34 @@ class LoadReport(Tabled):
         """
         return self.timeline.plot(self.table().title, path)
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report as a page: one HTML file that needs no network; needs plotly.
+
+        It shows the timeline, modules by size, and of every variable where its value came from.
+
+        Raises:
+            LazyModelError: plotly is not installed, or the file cannot be written.
+
+        Example:
+            >>> model = sharded.materialize(report=lambda report: report.save("load.html"))
+        """
+        table, timeline = self.table(), self.timeline.section()
+        sections: list[Section] = [Text(table.lines), *([timeline] if timeline.spans else [])]
+        sections.append(Treemap("Modules by bytes", modules({row.path: row.nbytes for row in self.rows})))
+        columns = ("variable", "shape", "dtype", "bytes", "value", "file", "read for this process")
+        rows = [(*_cells(row), Nbytes(row.needed_nbytes)) for row in self.rows]
+        sections.append(Grid("Variables", columns, rows))
+        if self.unused:
+            unused = [(each.name, each.dtype, Nbytes(each.nbytes or 0), each.file) for each in self.unused]
+            sections.append(Grid("Unused tensors", ("tensor", "dtype", "bytes", "file"), unused))
+        if self.mismatched:
+            other = [
+                (each.path, shape_text(each.expected), shape_text(each.found), each.tensor.name, each.tensor.file)
+                for each in self.mismatched
+            ]
+            sections.append(Grid("Did not match", ("variable", "expected", "found", "tensor", "file"), other))
+        save_page(path, table.title, sections)
+
     def __repr__(self) -> str:
         return f"{super().__repr__()}\n{self.timeline}" if self.timeline else super().__repr__()
 
@@ -229,6 +258,16 @@ def _row(row: LoadRow) -> Row:
         if list(stored) != [dtype]:
             dtype = f"{', '.join(stored)} → {dtype}"
     return Row(row.path, (shape_text(row.shape), dtype), row.nbytes, note)
+
+
+def _cells(row: LoadRow) -> tuple[str | Nbytes, ...]:
+    """A variable in a page."""
+    stored = ", ".join(dict.fromkeys(tensor.dtype for tensor in row.tensors)) or row.dtype
+    dtype = row.dtype if stored == row.dtype else f"{stored} → {row.dtype}"
+    origin = row.initializer or listed(tensor.name for tensor in row.tensors)
+    value = ": ".join(filter(None, (ACTIONS.get(row.action, row.action), origin)))
+    files = listed(dict.fromkeys(tensor.file for tensor in row.tensors))
+    return row.path, shape_text(row.shape), dtype, Nbytes(row.nbytes), value, files
 
 
 @dataclasses.dataclass(frozen=True)

@@ -223,12 +223,10 @@ class MemoryPlan(Tabled):
                 "With the optimizer state in hosts' memory (memory_kind='pinned_host') it would fit, by arithmetic; or "
                 "shard these further, use more devices, or a smaller dtype."
             )
-        replicated = sum(row.most_nbytes for row in self.rows if self._replicated(row))
+        replicated, fixed = self._fixed()
         if replicated > device_memory // 2:
             whole = f"{format_bytes(replicated)} are replicated on every device, which no number of devices mends"
             return f"{whole}: shard these further, or use a smaller dtype."
-        # What each device computes with stays as large; only what is split shrinks with more devices.
-        fixed = self.parts.get(ACTIVATIONS, 0) + replicated
         if fixed >= device_memory:
             same = (
                 f"{format_bytes(fixed)} of a device do not shrink with more devices (activations, replicated variables)"
@@ -242,6 +240,11 @@ class MemoryPlan(Tabled):
             f"{', or half as many in bfloat16' if wide else ''}. Shard these further, use more devices, or a smaller "
             "dtype."
         )
+
+    def _fixed(self) -> tuple[int, int]:
+        """Bytes of a device that more devices do not change: what is replicated, and that with activations."""
+        replicated = sum(row.most_nbytes for row in self.rows if self._replicated(row))
+        return replicated, self.parts.get(ACTIVATIONS, 0) + replicated
 
     def by_module(self, depth: int = 1) -> Modules:
         """The variables summed over the modules that their paths name, down to this many parts of a path.
@@ -305,7 +308,11 @@ class MemoryPlan(Tabled):
 
         timeline = [(step.path, step.held_nbytes, step.peak_nbytes) for step in self.timeline]
         lines = [*self._device_lines(), *self._host_lines(), *self.notes]
-        return plan_sections(lines, self.parts, timeline, self.device_memory, list(map(row, self.rows)), self.mesh)
+        _, fixed = self._fixed()
+        split = max(self.needed_nbytes - fixed, 0) * self.num_devices
+        return plan_sections(
+            lines, self.parts, timeline, self.device_memory, list(map(row, self.rows)), self.mesh, fixed, split
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as lists, dicts, strings and numbers that `json.dumps` takes and gives back equal."""

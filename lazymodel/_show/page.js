@@ -1,9 +1,8 @@
 "use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
 const main = document.querySelector("main");
-const SHOWN = 200; // rows of a table at a time: a browser lays out no more at once without being felt
+const SHOWN = 200; // rows that a table shows more of at a time: a browser lays out no more without being felt
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const COLORS = ["#3f51b5", "#ef8f00", "#2e9d57", "#c2185b", "#0097a7", "#7e57c2", "#8d6e63", "#546e7a"];
+const COLORS = ["#3f51b5", "#b26a00", "#2a7f48", "#c2185b", "#00797f", "#7e57c2", "#8d6e63", "#546e7a"];
 
 function element(name, text, attributes = {}) {
   const made = document.createElement(name);
@@ -12,11 +11,16 @@ function element(name, text, attributes = {}) {
   return made;
 }
 
+async function unpacked(id) { // what the file has compressed
+  const packed = Uint8Array.from(atob(document.getElementById(id).textContent), (letter) => letter.charCodeAt(0));
+  return new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+}
+
 function bytes(n) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
   let unit = 0;
   for (; n >= 1024 && unit < units.length - 1; unit++) n /= 1024;
-  return unit ? `${n.toFixed(2)} ${units[unit]}` : `${n} B`;
+  return unit ? `${+n.toFixed(2)} ${units[unit]}` : `${n} B`;
 }
 
 // Plotly reads some tags and entities in texts.
@@ -28,7 +32,7 @@ function look() {
   const axis = { gridcolor: line, zerolinecolor: line, automargin: true };
   return { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color, size: 13 },
     margin: { t: 40, r: 20, b: 40, l: 60 }, colorway: COLORS, xaxis: { ...axis }, yaxis: { ...axis },
-    legend: { orientation: "h", y: 1, yanchor: "bottom" }, hoverlabel: { font: { color: "#111" }, bgcolor: "#fff" } };
+    legend: { orientation: "h", y: 1, yanchor: "bottom", traceorder: "normal" }, hoverlabel: { font: { color: "#111" }, bgcolor: "#fff" } };
 }
 
 const charts = [];
@@ -52,21 +56,22 @@ function ticks(most) { // of bytes, in powers of two
 
 function limited(limit, vertical) {
   if (limit === null) return {};
-  const line = { color: "#d32f2f", width: 2, dash: "dash" };
+  const color = getComputedStyle(document.documentElement).getPropertyValue("--limit"), line = { color, width: 2, dash: "dash" };
   const at = vertical ? { x0: limit, x1: limit, y0: 0, y1: 1, yref: "paper" } : { y0: limit, y1: limit, x0: 0, x1: 1, xref: "paper" };
   const where = vertical ? { x: limit, y: 1, yref: "paper" } : { x: 1, y: limit, xref: "paper" };
   return { shapes: [{ type: "line", ...at, line }],
-    annotations: [{ ...where, text: `a device has ${bytes(limit)}`, showarrow: false, yanchor: "bottom", xanchor: "right", font: { color: "#d32f2f" } }] };
+    annotations: [{ ...where, text: `a device has ${bytes(limit)}`, showarrow: false, yanchor: "bottom", xanchor: "right", font: { color } }] };
 }
 
-function asTable(parent, columns, rows) { // what a chart shows, for those who do not see it
+function asTable(parent, caption, columns, rows) { // what a chart shows, for those who do not see it
   const details = element("details");
   details.append(element("summary", "as a table"));
   const table = element("table");
+  table.createCaption().textContent = caption;
   const head = table.createTHead().insertRow();
   columns.forEach((name) => head.append(element("th", name, { scope: "col" })));
   const body = table.createTBody();
-  rows.slice(0, SHOWN).forEach((row) => { const tr = body.insertRow(); row.forEach((cell) => tr.append(element("td", cell))); });
+  rows.slice(0, SHOWN).forEach((row) => { const tr = body.insertRow(); row.forEach((cell, i) => tr.append(i ? element("td", cell) : element("th", cell, { scope: "row" }))); });
   details.append(table);
   if (rows.length > SHOWN) details.append(element("p", `and ${(rows.length - SHOWN).toLocaleString("en")} more`));
   parent.append(details);
@@ -85,7 +90,7 @@ const draw = {
       hovertemplate: "%{hovertext} %{fullData.name}<extra></extra>" })),
     () => ({ barmode: "stack", ...limited(section.limit, true), xaxis: { range: [0, most * 1.15], ...ticks(most * 1.1) },
       yaxis: { autorange: "reversed", tickvals: places, ticktext: bars.map(([name]) => plain(name)) } }), 130 + 45 * bars.length);
-    asTable(parent, ["", ...kinds], bars.map(([name, parts]) => [name, ...kinds.map((kind) => bytes(parts.get(kind) ?? 0))]));
+    asTable(parent, section.title, ["", ...kinds], bars.map(([name, parts]) => [name, ...kinds.map((kind) => bytes(parts.get(kind) ?? 0))]));
   },
 
   lines(parent, section) {
@@ -98,16 +103,17 @@ const draw = {
       hovertemplate: "%{text}<extra>%{fullData.name}</extra>" })),
     () => ({ ...limited(limit, false), xaxis: { title: { text: "step" } }, yaxis: { range: [0, most * 1.1], ...ticks(most) } }), 320);
     const names = Object.keys(section.lines);
-    asTable(parent, ["step", ...names], section.steps.map((step, i) => [step, ...names.map((name) => bytes(section.lines[name][i]))]));
+    asTable(parent, section.title, ["step", ...names], section.steps.map((step, i) => [step, ...names.map((name) => bytes(section.lines[name][i]))]));
   },
 
   spans(parent, section) {
     const places = section.spans.map((_, i) => i);
-    chart(parent, section.title, () => [{ type: "bar", orientation: "h", y: places, base: section.spans.map((span) => span[1]),
-      x: section.spans.map((span) => span[2] - span[1]), hovertemplate: "%{x:.2f} s<extra></extra>" }],
-    () => ({ xaxis: { title: { text: "seconds" } }, yaxis: { autorange: "reversed", tickvals: places,
+    const pieces = section.spans.flatMap(([, each], i) => each.map(([from, to]) => [i, from, to]));
+    chart(parent, section.title, () => [{ type: "bar", orientation: "h", y: pieces.map(([i]) => i), base: pieces.map(([, from]) => from),
+      x: pieces.map(([, from, to]) => to - from), hovertemplate: "%{x:.2f} s<extra></extra>", marker: { color: COLORS[0] } }],
+    () => ({ barmode: "overlay", xaxis: { title: { text: section.axis } }, yaxis: { autorange: "reversed", tickvals: places,
       ticktext: section.spans.map(([name]) => plain(name)) } }), 120 + 26 * section.spans.length);
-    asTable(parent, ["", "from", "to"], section.spans.map(([name, from, to]) => [name, `${from.toFixed(2)} s`, `${to.toFixed(2)} s`]));
+    asTable(parent, section.title, ["", "from", "to"], pieces.map(([i, from, to]) => [section.spans[i][0], `${from.toFixed(2)} s`, `${to.toFixed(2)} s`]));
   },
 
   treemap(parent, section) {
@@ -123,21 +129,31 @@ const draw = {
     }
     const all = [...nodes.entries()];
     const number = new Map(all.map(([id], i) => [id, String(i)]));
+    const kinds = new Map(); // modules that differ in numbers only are of one colour
+    const color = ([id]) => {
+      const kind = id.split("/").slice(0, 2).join("/").replace(/\d+/g, "#");
+      if (!kinds.has(kind)) kinds.set(kind, COLORS[kinds.size % COLORS.length]);
+      return kinds.get(kind);
+    };
+    const colors = all.map((each) => (each[0] ? color(each) : "rgba(0,0,0,0)"));
     chart(parent, section.title, () => [{ type: "treemap", branchvalues: "total", ids: all.map((_, i) => String(i)),
       labels: all.map(([, node]) => plain(node.label)), parents: all.map(([, node]) => number.get(node.parent) ?? ""),
       values: all.map(([, node]) => node.value), text: all.map(([, node]) => bytes(node.value)), maxdepth: 3,
-      hovertext: all.map(([id]) => plain(id)), hovertemplate: "%{hovertext}<br>%{text}<extra></extra>", textinfo: "label+text" }], () => ({ margin: { t: 30, r: 5, b: 5, l: 5 } }), 460);
+      hovertext: all.map(([id]) => plain(id)), hovertemplate: "%{hovertext}<br>%{text}<extra></extra>", textinfo: "label+text", marker: { colors }, textfont: { color: all.map(([id]) => (id ? "#fff" : look().font.color)) } }], () => ({ margin: { t: 30, r: 5, b: 5, l: 5 } }), 460);
     const largest = all.filter(([id]) => id).sort((a, b) => b[1].value - a[1].value);
-    asTable(parent, ["module", "bytes"], largest.map(([id, node]) => [id, bytes(node.value)]));
+    asTable(parent, section.title, ["module", "bytes"], largest.map(([id, node]) => [id, bytes(node.value)]));
   },
 
   grid(parent, section) {
-    const count = element("p");
-    const input = element("input", undefined, { type: "search", placeholder: "part of a path, or a regular expression" });
+    const count = element("p", undefined, { role: "status" });
+    let shown = SHOWN;
+    const input = element("input", undefined, { type: "search", placeholder: "part of a name, or a regular expression",
+      "aria-label": `Filter: ${section.title}` });
     const label = element("label", "Filter ");
     label.append(input);
     const scroll = element("div", undefined, { class: "scroll", tabindex: "0", role: "region", "aria-label": section.title });
     const table = element("table");
+    table.createCaption().textContent = section.title;
     const head = table.createTHead().insertRow();
     let order = null, down = false;
     section.columns.forEach((name, column) => {
@@ -154,7 +170,7 @@ const draw = {
       head.append(th);
     });
     const body = table.createTBody();
-    const key = (cell) => cell?.nbytes ?? (cell?.placed !== undefined ? cell.placed : cell);
+    const key = (cell) => cell.nbytes ?? cell.share ?? cell.placed ?? cell;
     const show = () => {
       let wanted = (row) => true;
       if (input.value) {
@@ -165,22 +181,28 @@ const draw = {
       }
       const rows = section.rows.filter(wanted);
       if (order !== null) rows.sort((a, b) => { const [x, y] = [key(a[order]), key(b[order])]; return (x < y ? -1 : x > y ? 1 : 0) * (down ? -1 : 1); });
-      body.replaceChildren(...rows.slice(0, SHOWN).map((row) => {
+      body.replaceChildren(...rows.slice(0, shown).map((row) => {
         const tr = element("tr");
-        row.forEach((cell) => {
-          if (typeof cell === "string") tr.append(element("td", cell));
+        row.forEach((cell, i) => {
+          if (typeof cell === "string") tr.append(i ? element("td", cell) : element("th", cell, { scope: "row" }));
+          else if (cell.share !== undefined) {
+            const fits = cell.share <= 1, part = cell.share < 10 ? `${Math.ceil(cell.share * 100)} %` : `${Math.ceil(cell.share)} ×`;
+            tr.append(element("td", `${fits ? "✓" : "✗"} ${part}`, { class: `n ${fits ? "fits" : "short"}` }));
+          }
           else if (cell.nbytes !== undefined) tr.append(element("td", bytes(cell.nbytes), { class: "n" }));
           else { const td = element("td"); td.append(placed(section.placed[cell.placed])); tr.append(td); }
         });
         return tr;
       }));
-      const more = rows.length > SHOWN ? `, the first ${SHOWN} shown` : "";
-      count.textContent = `${rows.length.toLocaleString("en")} of ${section.rows.length.toLocaleString("en")} rows${more}`;
+      more.hidden = rows.length <= shown;
+      const part = rows.length > shown ? `, the first ${shown.toLocaleString("en")} shown` : "";
+      count.textContent = `${rows.length.toLocaleString("en")} of ${section.rows.length.toLocaleString("en")} rows${part}`;
     };
-    input.addEventListener("input", show);
-    count.setAttribute("aria-live", "polite");
+    const more = element("button", `Show ${SHOWN} more`, { class: "more" });
+    more.addEventListener("click", () => { shown += SHOWN; show(); });
+    input.addEventListener("input", () => { shown = SHOWN; show(); });
     scroll.append(table);
-    parent.append(label, count, scroll);
+    parent.append(label, count, scroll, more);
     show();
   },
 };
@@ -209,17 +231,26 @@ function placed({ shape, axes, mesh }) {
   return box;
 }
 
-main.append(element("h1", data.title));
-for (const section of data.sections) {
-  const place = element("section");
-  if (section.title) place.append(element("h2", section.title));
-  main.append(place);
-  draw[section.kind](place, section);
-}
-const drawCharts = () => charts.forEach((each) => each());
-dark.addEventListener("change", drawCharts);
-// Texts and tables are painted first; Plotly, which stands below, takes a moment.
-addEventListener("load", () => requestAnimationFrame(() => setTimeout(() => {
+async function show() {
+  const data = JSON.parse(await unpacked("data"));
+  main.append(element("h1", data.title));
+  const contents = element("nav", undefined, { "aria-label": "Contents" });
+  main.append(contents);
+  data.sections.forEach((section, i) => {
+    const place = element("section", undefined, section.title ? { "aria-labelledby": `part-${i}` } : {});
+    if (section.title) {
+      place.append(element("h2", section.title, { id: `part-${i}` }));
+      contents.append(element("a", section.title, { href: `#part-${i}` }), " ");
+    }
+    main.append(place);
+    draw[section.kind](place, section);
+  });
+  // Texts and tables are painted first; Plotly takes a moment.
+  await new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve)));
+  if (charts.length) document.head.append(element("script", await unpacked("plotly")));
+  const drawCharts = () => charts.forEach((each) => each());
   drawCharts();
+  [dark, matchMedia("print")].forEach((media) => media.addEventListener("change", drawCharts));
   document.documentElement.dataset.ready = String(performance.now());
-})));
+}
+show();

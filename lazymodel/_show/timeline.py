@@ -14,6 +14,7 @@ from typing import Any, Self, overload
 
 from lazymodel._show import clock
 from lazymodel._show.figures import PALETTE, bar, empty_figure, finished_figure
+from lazymodel._show.page import Spans
 from lazymodel._show.table import Table, Tabled
 from lazymodel._show.text import printable
 
@@ -163,6 +164,12 @@ class Timeline(Tabled, Sequence[Span]):
         axes.set_xlim(begin, end)
         axes.set_xlabel(self.table().columns[0])
         return finished_figure(drawn, name, path)
+
+    def section(self) -> Spans:
+        """What shows it in a page."""
+        begin, _ = self._window()
+        rows = [(label, _covered(spans, begin)) for label, spans in self._rows().items()]
+        return Spans("What took how long", [row for row in rows if row[1]], self.table().columns[0])
 
     def _rows(self) -> dict[str, list[Span]]:
         rows: dict[str, list[Span]] = {}

@@ -17,7 +17,8 @@ from lazymodel._tensors.source import Source
 class TensorHeader(NamedTuple):
     """What a checkpoint's headers say of one tensor: its dtype in memory, shape, bytes in memory, and its file.
 
-    `stored` is the name of its type in the file and its bytes there, where NumPy has no dtype for it.
+    `stored` is the name of its type in the file and its bytes there, where NumPy has no dtype for it;
+    `offset` its first byte there, where it lies in one piece and the headers say so.
     """
 
     dtype: np.dtype[Any]
@@ -25,6 +26,7 @@ class TensorHeader(NamedTuple):
     nbytes: int
     file: str
     stored: tuple[str, int] | None = None
+    offset: int | None = None
 
 
 class Checkpoint(Mapping[str, LazyTensor]):

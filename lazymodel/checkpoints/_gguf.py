@@ -60,7 +60,7 @@ class GgufFile(Checkpoint):
         info = self._tensors_there[name]
         dtype = info.type.dtype or _FLOAT32
         stored = None if info.type.dtype else (info.type.name, info.nbytes)
-        return TensorHeader(dtype, info.shape, math.prod(info.shape) * dtype.itemsize, self.path, stored)
+        return TensorHeader(dtype, info.shape, math.prod(info.shape) * dtype.itemsize, self.path, stored, info.begin)
 
 
 def split_names(name: str) -> list[str]:

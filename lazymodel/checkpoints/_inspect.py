@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
 from lazymodel._remote.path import Location, RemotePath
+from lazymodel._show.page import Bars, Grid, Nbytes, Section, Text, Treemap, modules, save_page
 from lazymodel._show.table import Row, folded_table, shape_text
 from lazymodel._show.text import first_lines, format_bytes, plural, printable
 from lazymodel.checkpoints._checkpoint import Checkpoint
@@ -47,7 +48,8 @@ _MAX_VALUES = 100  # of a list in the metadata; the vocabulary of a tokenizer is
 class TensorSummary(NamedTuple):
     """One tensor: its name, dtype, shape, bytes, and the file that has it (relative to the checkpoint's folder).
 
-    Of quantized GGUF tensors the name of their type, such as `Q4_K`, and their bytes in the file.
+    Of quantized GGUF tensors the name of their type, such as `Q4_K`, and their bytes in the file. Of safetensors and
+    GGUF also the tensor's first byte in the file.
     """
 
     name: str
@@ -55,6 +57,7 @@ class TensorSummary(NamedTuple):
     shape: tuple[int, ...]
     nbytes: int
     file: str
+    offset: int | None = None
 
 
 class FileSummary(NamedTuple):
@@ -111,6 +114,39 @@ class CheckpointSummary:
             "tensors": [{**tensor._asdict(), "shape": list(tensor.shape)} for tensor in self.tensors],
             "problems": [problem._asdict() for problem in self.problems],
         }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the summary as a page: one HTML file that needs no network; needs plotly.
+
+        Raises:
+            LazyModelError: plotly is not installed, or the file cannot be written.
+        """
+        problems = [problem.message for problem in self.problems]
+        count = f"{plural(len(problems), 'problem')} found" if problems else "no problems found"
+        sections: list[Section] = [Text([self._line(), count, *problems])]
+        if self.tensors:
+            sections.append(Bars("Bytes by dtype", {"all tensors": self.dtypes}))
+            sizes = {tensor.name.replace(".", "/"): tensor.nbytes for tensor in self.tensors}
+            sections.append(Treemap("Names by bytes", modules(sizes)))
+        columns = ("tensor", "dtype", "shape", "bytes", "file", "offset")
+        rows = [
+            (
+                one.name,
+                one.dtype,
+                shape_text(one.shape),
+                Nbytes(one.nbytes),
+                one.file,
+                "" if one.offset is None else f"{one.offset:,}",
+            )
+            for one in self.tensors
+        ]
+        sections.append(Grid("Tensors", columns, rows))
+        files = [(one.path, f"{one.tensors:,}", Nbytes(one.nbytes), ", ".join(one.verified)) for one in self.files]
+        sections.append(Grid("Files", ("file", "tensors", "bytes", "verified"), files))
+        if self.metadata:
+            metadata = [(key, str(value)) for key, value in self.metadata.items()]
+            sections.append(Grid("Metadata", ("key", "value"), metadata))
+        save_page(path, f"{self.path}: checkpoint", sections)
 
     def _line(self) -> str:
         size = f"{format_bytes(self.nbytes)} in {plural(len(self.files), 'file')}"
@@ -283,7 +319,7 @@ class _Inspection:
         texts: dict[Any, str] = {}  # a million tensors may lie in one file, and have one dtype
         for name in names:
             try:
-                dtype, shape, nbytes, file, stored = checkpoint.describe(name)
+                dtype, shape, nbytes, file, stored, offset = checkpoint.describe(name)
             except LazyModelError as error:
                 self.problem(str(error), path)
                 continue
@@ -295,7 +331,7 @@ class _Inspection:
             if dtype not in texts:
                 texts[dtype] = dtype.name
             kind, nbytes = stored or (texts[dtype], nbytes)
-            self.tensors[name] = TensorSummary(name, kind, shape, nbytes, texts[file])
+            self.tensors[name] = TensorSummary(name, kind, shape, nbytes, texts[file], offset)
         for other, twice in again.items():
             self.problem(f"{path} and {other} both have {some(twice)}; keep one of them, or add an index", path)
 

@@ -119,8 +119,8 @@ class SafetensorsFile(Checkpoint):
         return LazyTensor(FileLeaf(name, self.source, offset, kind.shape, kind.dtype))
 
     def describe(self, name: str) -> TensorHeader:
-        kind, _ = self.header.find(name)
-        return TensorHeader(kind.dtype, kind.shape, kind.nbytes, self.path)
+        kind, offset = self.header.find(name)
+        return TensorHeader(kind.dtype, kind.shape, kind.nbytes, self.path, None, offset)
 
     def _nbytes_of(self, names: Collection[str]) -> int:
         return self.header.nbytes(names)

@@ -66,7 +66,7 @@ def test_what_is_in_an_index(folder):
     assert summary.format == "safetensors"
     assert summary.metadata == {"total_size": 64, "format": "pt"}
     assert summary.problems == ()
-    assert summary.tensors == (
+    assert tuple(tensor._replace(offset=None) for tensor in summary.tensors) == (
         TensorSummary("a", "float32", (2, 3), 24, shard(1)),
         TensorSummary("b", "float16", (4,), 8, shard(1)),
         TensorSummary("c", "float32", (2, 3), 24, shard(2)),
@@ -108,7 +108,8 @@ def test_as_a_dictionary(folder):
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["files"][1] == {"path": shard(1), "nbytes": (folder / shard(1)).stat().st_size, "tensors": 2,
                                  "verified": []}  # fmt: skip
-    assert found["tensors"][0] == {"name": "a", "dtype": "float32", "shape": [2, 3], "nbytes": 24, "file": shard(1)}
+    first = {"name": "a", "dtype": "float32", "shape": [2, 3], "nbytes": 24, "file": shard(1)}
+    assert found["tensors"][0] == first | {"offset": (folder / shard(1)).stat().st_size - 32}
     assert [problem["file"] for problem in found["problems"]] == [shard(2), shard(2)]
     assert {key: found[key] for key in ("path", "format", "num_tensors", "nbytes", "dtypes", "metadata")} == {
         "path": str(folder),

@@ -50,6 +50,7 @@ def test_inspect_json(checkpoint, capsys):
     assert main(["inspect", "--json", str(checkpoint)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
+    offset = checkpoint.stat().st_size - 2
     assert json.loads(out) == {
         "schema": "lazymodel.inspect/1",
         "path": str(checkpoint),
@@ -61,7 +62,9 @@ def test_inspect_json(checkpoint, capsys):
         "files": [
             {"path": "model.safetensors", "nbytes": checkpoint.stat().st_size, "tensors": 1, "verified": []},
         ],
-        "tensors": [{"name": "w", "dtype": "uint8", "shape": [2], "nbytes": 2, "file": "model.safetensors"}],
+        "tensors": [
+            {"name": "w", "dtype": "uint8", "shape": [2], "nbytes": 2, "file": "model.safetensors", "offset": offset},
+        ],
         "problems": [],
     }
 

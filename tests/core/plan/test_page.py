@@ -1,5 +1,7 @@
 """A plan as a page: what it shows, that names are never markup, and how it behaves in a browser."""
 
+import base64
+import gzip
 import json
 import re
 import shutil
@@ -7,10 +9,13 @@ import time
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import lazymodel as lm
-from lazymodel._show.page import Bars, Grid, Lines, Nbytes, Placed, Spans, Text, Treemap, page
+from lazymodel._cli.main import main
+from lazymodel._show.page import Bars, Grid, Lines, Nbytes, Placed, Share, Spans, Text, Treemap, page
 
 pytest.importorskip("plotly")
 
@@ -25,6 +30,9 @@ ATTACKS = (
 )
 
 
+WOULD_FIT = "What would fit, split evenly over so many devices"
+
+
 def plan_of(count):
     def init():
         shapes = {"up": (64, 128), "down": (128, 64), "scale": (64,)}
@@ -36,8 +44,8 @@ def plan_of(count):
 
 
 def data_of(text):
-    (found,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, flags=re.DOTALL)
-    return json.loads(found)
+    (found,) = re.findall(r'<script id="data" type="text/plain">(.*?)</script>', text)
+    return json.loads(gzip.decompress(base64.b64decode(found)))
 
 
 def sections_of(text):
@@ -89,9 +97,55 @@ def test_modules_stand_for_what_is_too_many(tmp_path):
 def test_nothing_is_markup_and_nothing_is_fetched():
     text = page(ATTACKS[0], [Text(ATTACKS), Grid(ATTACKS[0], ["name"], [[name] for name in ATTACKS])])
     assert data_of(text)["title"] == ATTACKS[0]
-    for name in ATTACKS[:4]:
+    for name in ATTACKS:
         assert name not in text
     assert not re.search(r'(src|href)="(?!data:)', text)
+
+
+def test_it_says_what_would_fit(tmp_path):
+    plan = plan_of(3)
+    plan.save(tmp_path / "plan.html")
+    columns, rows = (sections_of((tmp_path / "plan.html").read_text())[WOULD_FIT][key] for key in ("columns", "rows"))
+    by_device = {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
+    assert by_device["v5e"]["8"]["share"] == pytest.approx(plan.needed_nbytes / plan.device_memory, rel=1e-3)
+    assert by_device["v5e"]["512"] == by_device["v2"]["4"] == ""  # no such slices
+    shares = [by_device["H100"][column]["share"] for column in columns[2:]]
+    assert shares == sorted(shares, reverse=True)
+
+
+def test_a_report_has_its_timeline_and_where_values_came_from(tmp_path):
+    arrays = {"a": np.ones((8, 4), np.float32), "b": np.ones(3, np.float32), "left": np.ones(2, np.float32)}
+    save_file(arrays, tmp_path / "model.safetensors")
+    reports = []
+    abstract = lm.build_abstract(lambda: {"a": jnp.zeros((8, 4)), "new": jnp.zeros(2), "b": jnp.zeros(3)})
+    checkpoint = lm.open_checkpoint(tmp_path / "model.safetensors")
+    with checkpoint, pytest.warns(lm.LazyModelWarning, match="'left'"):
+        abstract.materialize(checkpoint, initialize="missing", strict=False, report=reports.append)
+    with reports[0].timeline.span("mine"):
+        sum(range(1_000_000))
+    reports[0].save(tmp_path / "load.html")
+    sections = sections_of((tmp_path / "load.html").read_text())
+    assert "mine" in [label for label, _ in sections["What took how long"]["spans"]]
+    rows = {row[0]: row[1:] for row in sections["Variables"]["rows"]}
+    file = str(tmp_path / "model.safetensors")
+    assert rows["a"] == ["(8, 4)", "float32", {"nbytes": 128}, "loaded: a", file, {"nbytes": 128}]
+    assert rows["new"][3].startswith("initialized: ")
+    assert sections["Unused tensors"]["rows"] == [["left", "float32", {"nbytes": 8}, file]]
+
+
+def test_a_checkpoint_is_inspected_in_one(tmp_path, capsys):
+    save_file({"x.y": np.ones(5, np.float32), ATTACKS[0]: np.ones((2, 3), np.float16)}, tmp_path / "m.safetensors")
+    page = tmp_path / "page.html"
+    assert main(["inspect", str(tmp_path / "m.safetensors"), "--html", str(page)]) == 0
+    assert "no problems found" in capsys.readouterr().out
+    sections = sections_of(page.read_text())
+    assert sections["Names by bytes"]["sizes"]["x/y"] == 20
+    rows = {row[0]: row[1:] for row in sections["Tensors"]["rows"]}
+    *row, offset = rows["x.y"]
+    assert row == ["float32", "(5,)" if "(5,)" in row else "(5)", {"nbytes": 20}, "m.safetensors"]
+    start = int(offset.replace(",", ""))
+    assert (tmp_path / "m.safetensors").read_bytes()[start : start + 20] == np.ones(5, np.float32).tobytes()
+    assert main(["inspect", str(tmp_path / "m.safetensors"), "--html", str(tmp_path / "absent" / "p.html")]) == 2
 
 
 def test_it_cannot_be_written(tmp_path):
@@ -149,8 +203,9 @@ def test_it_is_drawn_filtered_sorted_and_zoomed(open_page, tmp_path):
     assert opened.title() == "init: memory plan"
     assert opened.locator(".chart .main-svg").count() >= 3
     assert opened.locator(".chart").nth(0).bounding_box()["height"] > 100
-    rows = opened.locator("tbody tr:visible")
-    filter = opened.get_by_placeholder("part of a path")
+    variables = opened.get_by_role("region", name="Variables").last
+    rows = variables.locator("tbody tr")
+    filter = opened.get_by_role("searchbox", name="Filter: Variables")
     filter.fill("layers_2/")
     assert rows.count() == 3
     filter.fill("layers_[01]/up$")
@@ -160,7 +215,7 @@ def test_it_is_drawn_filtered_sorted_and_zoomed(open_page, tmp_path):
     opened.keyboard.press("Enter")
     opened.keyboard.press("Enter")
     assert opened.locator("th[aria-sort=descending]").inner_text() == "bytes on a device"
-    assert rows.first.locator("td").first.inner_text() == "embed"
+    assert rows.first.get_by_role("rowheader").inner_text() == "embed"
     opened.locator(".slice", has_text="layers_3").first.click(position={"x": 8, "y": 8})
     opened.locator(".slice", has_text="layers_2").first.wait_for(state="detached")
     opened.locator(".slice", has_text="down").first.hover()
@@ -184,15 +239,52 @@ def test_names_do_nothing(open_page):
         Text(ATTACKS),
         Bars(ATTACKS[1], {name: {ATTACKS[2]: 1} for name in ATTACKS}, 2),
         Lines(ATTACKS[1], ATTACKS, {name: list(range(len(ATTACKS))) for name in ATTACKS}),
-        Spans(ATTACKS[1], [(name, 0.0, 1.0) for name in ATTACKS]),
+        Spans(ATTACKS[1], [(name, [(0.0, 1.0)]) for name in ATTACKS], ATTACKS[2]),
         Treemap(ATTACKS[1], {f"{name}/{name}": 1 for name in ATTACKS}),
-        Grid(ATTACKS[1], ATTACKS, [[*ATTACKS[:5], Nbytes(1), Placed((8,), ((ATTACKS[0],),), {ATTACKS[0]: 2})]]),
+        Grid(
+            ATTACKS[1],
+            ATTACKS,
+            [[*ATTACKS[:4], Share(0.5), Nbytes(1), Placed((8,), ((ATTACKS[0],),), {ATTACKS[0]: 2})]],
+        ),
     ]
     opened = open_page(page(ATTACKS[0], sections))
     assert opened.title() == ATTACKS[0]
     assert opened.evaluate("window.attacked") is None
     assert opened.locator("main img, main script, main b, main a[href^='javascript']").count() == 0
-    assert opened.locator("td", has_text="<img src=x").count() > 0
+    assert opened.locator("tbody td", has_text="<img src=x").count() > 0
+
+
+def test_it_is_used_by_keyboard_and_read_aloud(open_page):
+    rows = [[f"layers_{i}/kernel", Nbytes(i)] for i in range(250)]
+    sections = [
+        Text(["fits"]),
+        Bars("In use", {"in use": {"parameters": 1}}),
+        Grid("Variables", ("variable", "bytes"), rows),
+    ]
+    opened = open_page(page("A plan", sections))
+    stops = []
+    for _ in range(8):
+        opened.keyboard.press("Tab")
+        stops.append(opened.evaluate("(e => e.getAttribute('aria-label') ?? e.textContent)(document.activeElement)"))
+    assert stops == [
+        "In use",
+        "Variables",
+        "as a table",
+        "Filter: Variables",
+        "Variables",
+        "variable",
+        "bytes",
+        "Show 200 more",
+    ]
+    opened.keyboard.press("Enter")
+    assert opened.get_by_role("status").inner_text() == "250 of 250 rows"
+    assert opened.get_by_role("table", name="Variables").get_by_role("row").count() == 251
+    said = opened.locator("main").aria_snapshot()
+    for part in ('heading "A plan" [level=1]', 'navigation "Contents"', 'img "In use"', 'rowheader "layers_0/kernel"'):
+        assert part in said
+    opened.emulate_media(media="print", color_scheme="dark")
+    assert opened.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert not opened.get_by_role("searchbox").is_visible()
 
 
 @pytest.mark.large
