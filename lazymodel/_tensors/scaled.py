@@ -169,7 +169,8 @@ class ScaledLeaf(DividedLeaf):
         region = bounding([box for box, _ in targets])
         grouped = self._read_groups(workspace) is not None
         limit = max(min(max(workspace.room, _UNIT) // 2, READ) // self._nbytes, 1024)
-        workspace.reserve(limit * self._nbytes + STAGING + TILE * _NUMBER)
+        count = min(math.prod(box_shape(region)), limit)
+        workspace.reserve(count * self._nbytes + STAGING + min(count, TILE) * _NUMBER)
         for slab in _cut(region, limit, self._cuts, self._along):
             boxes = [self._needed(stored, slab, grouped) for stored in self._stored]
             with contextlib.ExitStack() as stack:

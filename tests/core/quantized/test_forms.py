@@ -139,7 +139,10 @@ def test_every_scale_of_float16(normal: bool, dtype: Any) -> None:
     if normal:
         scale = scale[(size == 0) | ((size >= 2.0**-14) & (size <= 65504 / 512))]
     scale = scale[::7, None]
-    codes, zero = np.broadcast_to(np.arange(-126, 128, 2, np.int8), (scale.size, 127)), np.int8([[-127]])
+    codes, zero = (
+        np.broadcast_to(np.arange(-126, 128, 2, dtype=np.int8), (scale.size, 127)),
+        np.full((1, 1), -127, np.int8),
+    )
     views = [LazyTensor(ArrayLeaf(array)) for array in (codes, scale, zero)]
     blocks = (1, 1), (1, 127), (scale.size, 127)
     found = scaled_integers(codes.shape, *map(stored, views, blocks)).astype(np.float16).astype(np.dtype(dtype)).read()
