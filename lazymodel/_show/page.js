@@ -88,7 +88,7 @@ const draw = {
     chart(parent, section.title, () => kinds.map((kind) => ({ type: "bar", orientation: "h", name: plain(kind), y: places,
       x: bars.map(([, parts]) => parts.get(kind) ?? 0), hovertext: bars.map(([, parts]) => bytes(parts.get(kind) ?? 0)),
       hovertemplate: "%{hovertext} %{fullData.name}<extra></extra>" })),
-    () => ({ barmode: "stack", ...limited(section.limit, true), xaxis: { range: [0, most * 1.15], ...ticks(most * 1.1) },
+    () => ({ barmode: "stack", showlegend: true, ...limited(section.limit, true), xaxis: { range: [0, most * 1.15], ...ticks(most * 1.1) },
       yaxis: { autorange: "reversed", tickvals: places, ticktext: bars.map(([name]) => plain(name)) } }), 130 + 45 * bars.length);
     asTable(parent, section.title, ["", ...kinds], bars.map(([name, parts]) => [name, ...kinds.map((kind) => bytes(parts.get(kind) ?? 0))]));
   },
@@ -170,7 +170,7 @@ const draw = {
       head.append(th);
     });
     const body = table.createTBody();
-    const key = (cell) => cell.nbytes ?? cell.share ?? cell.placed ?? cell;
+    const key = (cell) => cell.nbytes ?? cell.share ?? cell.placed ?? (/^[\d,]+$/.test(cell) ? Number(cell.replaceAll(",", "")) : cell);
     const show = () => {
       let wanted = (row) => true;
       if (input.value) {
