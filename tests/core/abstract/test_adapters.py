@@ -10,5 +10,5 @@ def test_named_says_what_is_known_and_what_to_install(monkeypatch: pytest.Monkey
     with pytest.raises(lm.LazyModelError, match="there is no adapter for 'torch'; known are keras, flax"):
         adapters.named("torch")
     monkeypatch.setitem(adapters._KNOWN, "keras", "lazymodel_of_nothing")
-    with pytest.raises(lm.LazyModelError, match=r"needs lazymodel_of_nothing, .*: pip install 'lazymodel\[keras\]'"):
+    with pytest.raises(lm.LazyModelError, match=r"need lazymodel_of_nothing, .*: pip install 'lazymodel\[keras\]'"):
         adapters.named("keras")
