@@ -29,7 +29,7 @@ STAGING = 2 << 20  # bytes; ceiling of one staging buffer: amortizes a call, and
 CHAIN = 1 << 16  # elements that a chain of several conversions handles at a time
 TILE = 128  # rows of a tile when transposing: what is written together fills its cache lines
 LINE = 8  # numbers side by side from which on tiles are worth their calls
-TRANSPOSED = 64 << 10  # bytes of a tile when transposing: less than what malloc would return to the system
+TRANSPOSED = 256 << 10  # bytes of a tile when transposing: in a core's cache, and worth handing the interpreter over
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,9 +25,9 @@ from lazymodel._tensors.fill import Targets, fill
 from lazymodel._tensors.leaves import DividedLeaf, Part, View
 
 SLAB = 4 << 20  # numbers that are read at once: 2 to 4 MiB, far beyond where calls cost anything
-# Numbers that are decoded at once: half a MiB of float32. Half as many stay in more caches, but then what a tile takes
-# besides its numbers, which threads cannot do at the same time, took a third longer.
-TILE = 128 << 10
+# Numbers that are decoded at once: a MiB of float32. A quarter as many stay in more caches, but threads hand the
+# interpreter to each other at every call: two of them were then slower than one.
+TILE = 256 << 10
 READ = 8 << 20  # bytes of temporaries for a slab, at most: what a tile is decoded from is still in a shared cache
 TILE_ROWS = 128  # of these: where the result is transposed, what is written together fills its cache lines
 # Bytes of temporaries of one number while it is decoded: codes, its share of a scale, an index, and float32.
