@@ -25,9 +25,9 @@ from lazymodel._tensors.fill import Targets, fill
 from lazymodel._tensors.leaves import DividedLeaf, Part, View
 
 SLAB = 4 << 20  # numbers that are read at once: 2 to 4 MiB, far beyond where calls cost anything
-# Numbers that are decoded at once: a MiB of float32. A quarter as many stay in more caches, but threads hand the
+# Numbers that are decoded at once: 2 MiB of float32. A quarter as many stay in more caches, but threads hand the
 # interpreter to each other at every call: two of them were then slower than one.
-TILE = 256 << 10
+TILE = 512 << 10
 READ = 8 << 20  # bytes of temporaries for a slab, at most: what a tile is decoded from is still in a shared cache
 TILE_ROWS = 128  # of these: where the result is transposed, what is written together fills its cache lines
 # Bytes of temporaries of one number while it is decoded: codes, its share of a scale, an index, and float32.
@@ -36,6 +36,7 @@ _UNIT = 256 << 10  # bytes of temporaries with which the smallest tile gets by
 _HALF = np.dtype(np.float16)
 _HALF_NORMAL, _HALF_MOST = 2.0**-14, 65504.0
 _REBIAS = np.float32(2.0**-112)  # the difference of the exponents' biases of float32 and float16
+_CUT = np.float32(2.0**13)  # of float32's digits, float16 has so many fewer
 
 # Fills float32 numbers from stored elements.
 Unpack: TypeAlias = "Callable[[np.ndarray, np.ndarray, Workspace], None]"
@@ -186,8 +187,9 @@ class ScaledLeaf(DividedLeaf):
                     operands.append((stored, covered, numbers))
                 halves = self._half and _are_halves(operands[0][2])
                 # A cast that another follows needs not be made of what float16 has.
-                if to_half := halves and steps[:1] == (Convert(_HALF),) and not _casts(steps[1:]):
-                    np.multiply(operands[0][2], _REBIAS, out=operands[0][2])
+                to_half = halves and steps[:1] == (Convert(_HALF),) and not _casts(steps[1:])
+                if halves:
+                    np.multiply(operands[0][2], _CUT * _REBIAS if to_half else _CUT, out=operands[0][2])
                 size = min(TILE, max(workspace.room // _NUMBER, 1024))
                 for tile in _cut(slab, size, (1,) * len(slab), range(len(slab))):
                     own = self._codes.box(tile)
@@ -195,32 +197,43 @@ class ScaledLeaf(DividedLeaf):
                     with workspace.array(box_shape(covered), self.dtype) as numbers:
                         self._codes.numbers(arrays[0][shift(own, boxes[0])], numbers, workspace)
                         values = numbers[shift(tile, covered)]
-                        self._scale_tile(tile, values, operands, workspace)
+                        self._scale_tile(tile, values, operands, halves, workspace)
                         wanted = clip(targets, tile)
                         with self._converted(values, steps, halves, to_half, workspace) as (rest, found):
                             for common, out in wanted:
                                 assign(out, found[shift(common, tile)], rest)
 
     def _scale_tile(
-        self, tile: Box, values: np.ndarray, operands: Sequence[tuple[Stored, Box, np.ndarray]], workspace: Workspace
-    ) -> None:
+        self, tile: Box, values: np.ndarray, operands: Sequence[tuple[Stored, Box, np.ndarray]], halves: bool,
+        workspace: Workspace,
+    ) -> None:  # fmt: skip
         """Turns the codes of a tile into what they stand for, given the numbers of scales and zero points of boxes."""
         with np.errstate(all="ignore"):  # infinities and what is no number are the file's
             for operand in operands[1:]:
-                self._apply(np.subtract, values, tile, *operand, workspace)
-            self._apply(np.multiply, values, tile, *operands[0], workspace)
+                self._apply(np.subtract, values, values, tile, *operand, workspace)
+            if halves:
+                # x + x * 2 ** 13, rounded to float32's 24 digits, less x * 2 ** 13, is x rounded to float16's 11, ties
+                # to even. Both multiples of a scale, which has 11, are exact: nothing is rounded before.
+                scale, covered, numbers = operands[0]
+                with workspace.array(values.shape, self.dtype) as rounded:
+                    more = numbers + numbers / _CUT
+                    self._apply(np.multiply, values, rounded, tile, scale, covered, more, workspace)
+                    self._apply(np.multiply, values, values, tile, *operands[0], workspace)
+                    np.subtract(rounded, values, out=values)
+            else:
+                self._apply(np.multiply, values, values, tile, *operands[0], workspace)
             if self._factor is not None:
                 np.multiply(values, np.float32(self._factor), out=values)
 
     def _apply(
-        self, operation: Any, values: np.ndarray, tile: Box, stored: Stored, covered: Box, numbers: np.ndarray,
-        workspace: Workspace,
+        self, operation: Any, values: np.ndarray, out: np.ndarray, tile: Box, stored: Stored, covered: Box,
+        numbers: np.ndarray, workspace: Workspace,
     ) -> None:  # fmt: skip
-        """`values = operation(values, numbers)`; the numbers, each for a block, are those of a box."""
+        """`out = operation(values, numbers)`; the numbers, each for a block, are those of a box."""
         own, blocks = list(_coarse(tile, stored.blocks)), list(stored.blocks)
         starts = [part.start - first.start * block for part, first, block in zip(tile, own, blocks, strict=True)]
         if self._order is None or self._groups is None or not self._groups.size:
-            blockwise(operation, values, numbers[shift(tuple(own), covered)], blocks, starts)
+            blockwise(operation, values, numbers[shift(tuple(own), covered)], out, blocks, starts)
             return
         axis = self._order[0]
         groups = self._groups[tile[axis]]
@@ -228,15 +241,15 @@ class ScaledLeaf(DividedLeaf):
         numbers = numbers[shift(tuple(own), covered)]
         with workspace.array((*numbers.shape[:axis], groups.size, *numbers.shape[axis + 1 :]), self.dtype) as taken:
             np.take(numbers, groups, axis=axis, out=taken, mode="clip")
-            blockwise(operation, values, taken, blocks, starts)
+            blockwise(operation, values, taken, out, blocks, starts)
 
     @contextlib.contextmanager
     def _converted(
         self, values: np.ndarray, steps: Steps, halves: bool, to_half: bool, workspace: Workspace
     ) -> Generator[tuple[Steps, np.ndarray]]:
         """What of rounding and conversions is better done before values are copied to where they go: the rest, and the
-        values. `halves` says that all of them are 0 or, rounded, normal numbers of float16, `to_half` that they are to
-        be, and are multiplied with `_REBIAS`.
+        values. `halves` says that they are float16's already, `to_half` that they are to be cast to it, and are
+        multiplied with `_REBIAS`.
         """
         if to_half:
             with workspace.array(values.shape, _HALF) as converted:
@@ -244,9 +257,6 @@ class ScaledLeaf(DividedLeaf):
                 yield steps[1:], converted
             return
         if halves:
-            bits = values.view(np.uint32)
-            _round_bits(bits, workspace)
-            np.bitwise_and(bits, 0xFFFFE000, out=bits)
             steps = steps[steps[:1] == (Convert(_HALF),) :]  # which casts no more
         elif self._half:
             with np.errstate(all="ignore"):
@@ -305,14 +315,15 @@ def _cut(box: Box, limit: int, cuts: Sequence[int], order: Sequence[int]) -> Ite
 
 
 def blockwise(
-    operation: Any, values: np.ndarray, operand: np.ndarray, blocks: Sequence[int], starts: Sequence[int]
-) -> None:
-    """`values = operation(values, operand)`, where one element of the operand is for a block of these extents, and the
+    operation: Any, values: np.ndarray, operand: np.ndarray, out: np.ndarray, blocks: Sequence[int],
+    starts: Sequence[int],
+) -> None:  # fmt: skip
+    """`out = operation(values, operand)`, where one element of the operand is for a block of these extents, and the
     values begin so far behind the beginning of the first.
     """
     axes = [list(_segments(*each)) for each in zip(values.shape, blocks, starts, strict=True)]
     for segments in itertools.product(*axes):
-        part = values[tuple(slice(segment.start, segment.stop) for segment in segments)]
+        part = tuple(slice(segment.start, segment.stop) for segment in segments)
         of_operand = operand[tuple(slice(segment.first, segment.first + segment.blocks) for segment in segments)]
         split: list[int] = []
         index: list[Any] = []
@@ -324,8 +335,8 @@ def blockwise(
             else:  # one block, or blocks of one
                 split.append(segment.blocks * size)
                 index.append(slice(None))
-        divided = np.reshape(part, split, copy=False)
-        operation(divided, of_operand[tuple(index)], out=divided)
+        divided, result = (np.reshape(array[part], split, copy=False) for array in (values, out))
+        operation(divided, of_operand[tuple(index)], out=result)
 
 
 class _Segment(NamedTuple):
@@ -355,26 +366,15 @@ def _casts(steps: Steps) -> bool:
 
 
 def _are_halves(scale: np.ndarray) -> bool:
-    """Whether products of these scales and integers below 2 ** 8 are 0 or, rounded, normal numbers of float16."""
-    size = np.abs(scale)
-    return bool(((size >= _HALF_NORMAL) | (size == 0)).all() and (size <= _HALF_MOST / 512).all())
-
-
-def _round_bits(bits: np.ndarray, workspace: Workspace) -> None:
-    """Rounds such products as bits to the nearest float16 but for what is to be cut off, in place: half of the last
-    place is added, which takes a fraction of the time of a cast.
+    """Whether products of these scales and integers below 2 ** 8 are 0 or, rounded, normal numbers of float16; those of
+    negative scales may be -0, which rounding would lose.
     """
-    with workspace.array(bits.shape, bits.dtype) as odd:
-        np.right_shift(bits, 13, out=odd)
-        np.bitwise_and(odd, 1, out=odd)
-        np.add(bits, odd, out=bits)
-        np.add(bits, 0xFFF, out=bits)
+    return bool(scale.size and scale.min() >= _HALF_NORMAL and scale.max() <= _HALF_MOST / 512)
 
 
 def _to_half(values: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
-    """Such products, of scales times `_REBIAS`, as the nearest float16; overwrites them."""
+    """Numbers of float16 times `_REBIAS` as float16: a cast that takes a fraction of NumPy's time. Overwrites them."""
     bits, found = values.view(np.uint32), out.view(np.uint16)
-    _round_bits(bits, workspace)
     with workspace.array(bits.shape, bits.dtype) as wide, workspace.array(found.shape, found.dtype) as signs:
         np.right_shift(bits, 16, out=wide)
         np.copyto(signs, wide, casting="unsafe")  # cuts off what is above, here and below
