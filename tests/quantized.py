@@ -77,6 +77,13 @@ def float8(block: tuple[int, int] | None, ending: str, kind: Any = F32, dtype: A
     return make
 
 
+def mxfp8(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
+    """compressed-tensors' FP8 with a power of two for each 32."""
+    weight, scale = finite8(rng, (rows, columns)), rng.integers(100, 125, (rows, columns // 32)).astype(np.uint8)
+    value = weight.astype(F32) * np.repeat(np.exp2(scale.astype(F32) - 127), 32, axis=1)
+    return {"weight": weight, "weight_scale": scale}, value.astype(BF16)
+
+
 def integers(bits: int, group: int, *, zero: bool, packed: bool, order: bool = False, kind: Any = BF16) -> Any:
     """compressed-tensors' integers; a group of 0 is a row."""
 
@@ -264,6 +271,7 @@ FORMS: dict[str, Form] = {
         groups("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
         float4(32, style="mxfp4"),
     ),
+    "mxfp8": Form(groups("mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32), mxfp8),
     "nvfp4": Form(
         groups("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
         float4(16, style="nvfp4"),

@@ -1,7 +1,7 @@
 """compressed-tensors: what llm-compressor writes, `config_groups` of modules with a format each.
 
 `float-quantized`, `int-quantized` and `naive-quantized` store 8-bit weights with `weight_scale`, and perhaps
-`weight_zero_point`; `pack-quantized` stores integers of a few bits plus half of their range in words of 32,
+`weight_zero_point`; `mxfp8-quantized` has powers of two as bytes instead; `pack-quantized` stores integers of a few bits plus half of their range in words of 32,
 `weight_packed`, with zero points packed alike along the rows, and perhaps `weight_g_idx`, the group of each column;
 `nvfp4-pack-quantized` and `mxfp4-pack-quantized` store blocks of 4-bit floats. As `_dequantize` has it, the difference
 of code and zero point and its product with the scale are in the scale's dtype; then they are cast to the model's.
@@ -25,7 +25,7 @@ from lazymodel._tensors.scaled import stored
 
 _FORMATS = (
     *("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"),
-    *("nvfp4-pack-quantized", "mxfp4-pack-quantized"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
 )
 _BITS = (1, 2, 4, 8)
 _SCALES = ("float16", "bfloat16", "float32")
@@ -58,7 +58,7 @@ def decode(contents: Contents) -> None:
         if not contents.has(name) or not contents.has(scale):
             continue
         if is_float8(contents.header(name).dtype):
-            take_one(contents, name, scale, _block(contents, _scheme(contents, groups, name)), exact=False)
+            take_one(contents, name, scale, _block(contents, _scheme(contents, groups, name)), of_scale=True)
             contents.drop(f"{name}_zero_point")  # of floats, always 0
         elif contents.header(name).dtype == np.int8:
             _int_quantized(contents, name, _scheme(contents, groups, name))

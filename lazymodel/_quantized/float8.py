@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 
 from lazymodel._quantized.codes import floats
 from lazymodel._quantized.contents import Contents
@@ -22,6 +24,7 @@ from lazymodel._tensors.scaled import ScaledLeaf, stored
 
 _SCALES = ("_scale_inv", "_scale")
 _KINDS = ("bfloat16", "float16", "float32", "float8_e8m0fnu")
+_POWERS = np.dtype(ml_dtypes.float8_e8m0fnu)
 _ACTIVATIONS = re.compile(
     r"(?:.*\.)?(?:\w+_)?(?:input|output|activation|k|v|q|kv|prob)_(?:global_)?(?:scale|scale_inv|scale_ub|zero_point)"
 )
@@ -61,19 +64,23 @@ def take(contents: Contents, declared: Sequence[int] | None) -> None:
             take_one(contents, name, scale, declared)
 
 
-def take_one(contents: Contents, name: str, scale: str, declared: Sequence[int] | None, *, exact: bool = True) -> None:
-    """Takes a weight; where not `exact`, its product is rounded to the scale's dtype before it is to the model's."""
+def take_one(
+    contents: Contents, name: str, scale: str, declared: Sequence[int] | None, *, of_scale: bool = False
+) -> None:
+    """Takes a weight. With `of_scale` its product is rounded to the scale's dtype before it is to the model's, and
+    scales that are bytes are powers of two (E8M0).
+    """
     header, kind = contents.header(name), contents.header(scale).dtype
     shape = tuple(header.shape)
-    contents.expect(scale, contents.header(scale).shape, *_KINDS)
+    contents.expect(scale, contents.header(scale).shape, *_KINDS, *(("uint8",) if of_scale else ()))
     arrangement, blocks = blocks_of(contents, scale, shape, declared)
 
     def make() -> LazyTensor:
         scales = arranged(contents.tensor(scale), arrangement)
-        unpack = floats(kind) if kind.itemsize == 1 else None
+        unpack = floats(_POWERS) if kind.itemsize == 1 else None
         weight = stored(contents.tensor(name), (1,) * len(shape), floats(header.dtype))
         decoded = LazyTensor(ScaledLeaf(shape, weight, stored(scales, blocks, unpack)))
-        return decoded if exact or kind.itemsize == 1 else decoded.astype(kind)
+        return decoded.astype(kind) if of_scale and kind.itemsize > 1 else decoded
 
     contents.add(name, [name, scale], shape, make)
 
