@@ -20,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from _drawing import COLOURS, pyplot, save_svg
 from _measure import Measurement, back_memory, emit, measured, run, show_loads, stock_and_ours, virtual_devices
 
 BACKED = 4 << 30  # bytes that each process touches before it is measured, so that both find memory equally ready
@@ -114,13 +115,10 @@ def main() -> None:
 
 def plot(results: dict[str, list[Measurement]], nbytes: int, file: str) -> None:
     """Draws private memory over time for each way's median run."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
-    for how, colour in (("stock", "#b4552d"), ("ours", "#2a6f97")):
+    for how in ("stock", "ours"):
+        colour = COLOURS[how]
         median = sorted(results[how], key=lambda m: m.seconds)[len(results[how]) // 2]
         label = {"stock": "keras_hub from_preset", "ours": "lazymodel_keras.from_preset"}[how]
         seconds = [moment for moment, _ in median.samples]
@@ -130,17 +128,17 @@ def plot(results: dict[str, list[Measurement]], nbytes: int, file: str) -> None:
             f"{median.seconds:.1f} s, peak {median.peak_nbytes / nbytes:.2f} ×",
             (median.seconds, median.samples[-1][1] / nbytes),
             textcoords="offset points",
-            xytext=(6, -12),
+            xytext=(6, 6),
             color=colour,
         )
     axes.axhline(1, color="grey", linewidth=0.8, linestyle="--")
-    axes.set(xlabel="seconds", ylabel="private memory / model", ylim=(0, None))
+    axes.set(xlabel="seconds", ylabel="private memory / model", ylim=(0, 2.2))
     axes.set_xlim(0, max(m.seconds for m in results["stock"]) * 1.25)
     axes.set_title(f"Loading a {nbytes / 2**30:.2f} GiB Gemma preset onto 8 devices", fontsize=10)
     axes.legend(loc="lower right", frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    figure.savefig(file, metadata={"Date": None} if file.endswith(".svg") else None)
+    save_svg(figure, Path(file))
 
 
 if __name__ == "__main__":

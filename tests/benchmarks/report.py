@@ -23,6 +23,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from _drawing import COLOURS, pyplot, save_svg
+
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).with_name("results.json")
 PAGE, PICTURES = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "drawings"
@@ -93,7 +97,6 @@ def loads(results: Results) -> Iterator[tuple[str, str, dict[str, float], dict[s
 
 
 HOW = ("stock", "ours")
-COLOURS = {"stock": "#c0693f", "ours": "#3a86b4", "compile": "#3f9a6d"}
 
 
 def cold_starts(of: dict[str, Any]) -> dict[str, str]:
@@ -208,23 +211,13 @@ def bars(axes: Any, labels: list[str], values: dict[str, list[float]], form: str
 
 
 def pictures(results: Results) -> None:
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    import matplotlib.pyplot as plt
-
-    # Text stays text, and turns bright where pages are dark; the same results make the same file.
-    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "lazymodel", "font.size": 9})
-    mpl.rcParams.update({"axes.edgecolor": "#888", "xtick.color": "#888", "xtick.labelcolor": "#222"})
+    plt = pyplot()
 
     def save(figure: Any, name: str, ways: dict[str, str]) -> None:
-        handles = [mpl.patches.Patch(color=COLOURS[way], label=label) for way, label in ways.items()]
+        handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[way], label=label) for way, label in ways.items()]
         figure.legend(handles=handles, loc="outside upper right", ncols=len(ways), frameon=False)
         file = PICTURES / f"measured_{name}.svg"
-        figure.savefig(file, transparent=True, bbox_inches="tight", metadata={"Date": None})
-        dark = "@media(prefers-color-scheme:dark){text{fill:#ddd!important}}"
-        text = file.read_text().replace("</style>", f"{dark}</style>", 1)
-        file.write_text(re.sub(r" +$", "", text, flags=re.M))
+        save_svg(figure, file)
         plt.close(figure)
 
     found = {name: each["found"] for name, each in results.items()}
