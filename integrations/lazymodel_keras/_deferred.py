@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
 import keras
-from jax.sharding import PartitionSpec
 
 from lazymodel import AbstractVariable, Compile, LazyModelError
-from lazymodel._abstract.paths import rule_path
 from lazymodel._errors import warn
 from lazymodel._sharding.auto import Auto
-from lazymodel._sharding.rules import Rules
+from lazymodel._sharding.rules import Rules, read_rules
 from lazymodel._show.text import listed
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _upstream
@@ -205,18 +202,18 @@ def _block(
 
 
 class _BlockRules:
-    """Path rules for several models: the first pattern that matches, and which never did."""
+    """Rules by path and role for several models, and which of them never matched."""
 
-    def __init__(self, rules: Mapping[str, Any]) -> None:
+    def __init__(self, rules: Mapping[Any, Any]) -> None:
         self._rules = rules
-        self.unused = dict.fromkeys(rules)
+        self.unused = list(rules)
 
-    def __call__(self, variable: AbstractVariable) -> Any:
-        found = [pattern for pattern in self._rules if re.fullmatch(pattern, rule_path(variable.path))]
-        for pattern in found:
-            self.unused.pop(pattern, None)
-        specs = [PartitionSpec() if self._rules[pattern] is None else self._rules[pattern] for pattern in found]
-        return next(iter(specs), None)
+    def propose(
+        self, variables: Mapping[str, AbstractVariable], mesh: jax.sharding.Mesh, *, large: int
+    ) -> dict[str, tuple[Any, Any]]:
+        answers = read_rules(self._rules, variables, mesh, large)[0]
+        self.unused = [k for k in self.unused if read_rules({k: self._rules[k]}, variables, mesh, large)[1]]
+        return {path: found for path, variable in variables.items() if (found := answers(variable)) is not None}
 
 
 _hooks = SharedPatches()

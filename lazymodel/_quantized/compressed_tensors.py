@@ -1,11 +1,11 @@
 """compressed-tensors: what llm-compressor writes, `config_groups` of modules with a format each.
 
 `float-quantized`, `int-quantized` and `naive-quantized` store 8-bit weights with `weight_scale`, and perhaps
-`weight_zero_point`; `mxfp8-quantized` has scales that are powers of two, as bytes; `pack-quantized` stores integers of a
-few bits plus half of their range in words of 32, `weight_packed`, with zero points packed alike along the rows, and
-perhaps `weight_g_idx`, the group of each column; `nvfp4-pack-quantized` and `mxfp4-pack-quantized` store blocks of 4-bit
-floats. As `_dequantize` has it, the difference of code and zero point and its product with the scale are in the scale's
-dtype; then they are cast to the model's.
+`weight_zero_point`; `mxfp8-quantized` has scales that are powers of two, as bytes; `pack-quantized` stores integers of
+a few bits plus half of their range in words of 32, `weight_packed`, with zero points packed alike along the rows, and
+perhaps `weight_g_idx`, the group of each column; `nvfp4-pack-quantized` and `mxfp4-pack-quantized` store blocks of
+4-bit floats. As `_dequantize` has it, the difference of code and zero point and its product with the scale are in the
+scale's dtype; then they are cast to the model's.
 """
 
 from __future__ import annotations

@@ -198,3 +198,13 @@ def test_rules_hold_for_all_models_of_a_block(mesh8: Mesh) -> None:
         lk.deferred(mesh=mesh8, rules=rules),
     ):
         named("first")
+
+
+def test_roles_are_rules_of_a_block(mesh8: Mesh) -> None:
+    rules = {lm.role("embedding"): P("model", None), lm.role("mlp_up"): P(), ".*": P()}
+    with (
+        pytest.warns(lm.LazyModelWarning, match="no model of the block .*mlp_up"),
+        lk.deferred(mesh=mesh8, rules=rules),
+    ):
+        model = keras.Sequential([keras.layers.Input((8,)), keras.layers.Embedding(64, 16)])
+    assert model.weights[0].value.sharding.spec == P("model", None)
