@@ -229,6 +229,9 @@ class From:
                 A plain reshape is not offered: it does not say what shape it came from, so nothing could undo it.
             **sizes: Extents that neither the tensor's shape nor the variable's gives: where `heads` and `dim` are axes
                 of the variable, both are known. The way back knows the variable's alone.
+
+        Raises:
+            LazyModelError: The pattern has no arrow, names an axis twice or on one side alone, or lacks one of `sizes`.
         """
         sides = [_groups(pattern, side) for side in pattern.split("->")]
         if len(sides) != 2:
@@ -254,6 +257,9 @@ class From:
             index: Which, from 0.
             of: How many equal parts there are, or the extent of each.
             axis: Along which axis.
+
+        Raises:
+            LazyModelError: There is no such part.
         """
         of = of if isinstance(of, int) else tuple(of)
         step = _Part(index, of, axis)

@@ -55,6 +55,9 @@ class CoordinateCheck(Tabled):
         """Name → the power of the width by which its size (`what="sizes"`) or change grows, after so many steps.
 
         0 is what muP gives, 1/2 or 1 what standard parametrization often does; NaN where a size is 0 or not finite.
+
+        Raises:
+            LazyModelError: `what` is neither `"changes"` nor `"sizes"`.
         """
         if what not in ("sizes", "changes"):
             raise LazyModelError(f'what is "sizes" or "changes"; got {what!r}')

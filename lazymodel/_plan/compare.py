@@ -56,6 +56,9 @@ class PlanComparison(Tabled):
 def compare_plans(plans: Mapping[str, MemoryPlan]) -> PlanComparison:
     """Puts the plans of several meshes, dtypes or anything else into one table.
 
+    Raises:
+        LazyModelError: There is none, or one is no plan.
+
     Example:
         >>> meshes = {name: lm.arithmetic_mesh(name) for name in ("v5e-1", "v5e-8")}
         >>> lm.compare_plans({name: abstract.shard(mesh, "auto").plan() for name, mesh in meshes.items()})

@@ -247,7 +247,7 @@ class MemoryPlan(Tabled):
         return replicated, self.parts.get(ACTIVATIONS, 0) + replicated
 
     def by_module(self, depth: int = 1) -> Modules:
-        """The variables summed over the modules that their paths name, down to this many parts of a path.
+        """The variables summed over the modules that their paths name, down to this many parts of a path, at least 1.
 
         Example:
             >>> print(sharded.plan().by_module(depth=2))

@@ -106,14 +106,16 @@ def auto(*, tensor: Axes = None, fsdp: Axes = None, expert: Axes = None, host: s
     proposal. `AbstractModel.explain` tells why.
 
     Args:
-        tensor: Mesh axes for tensor parallelism. None takes those named `model`, `tensor`, `tp` or `mp`, or the only
-            axis of a mesh, if its name says nothing else. `()` for none, here and below.
+        tensor: Mesh axes for tensor parallelism. None takes those named `model`, `tensor`, `tp`, `mp`, `mdl`,
+            `tensor_parallel` or `model_parallel`, or the only axis of a mesh, if its name says nothing else. `()` for
+            none, here and below.
         fsdp: Mesh axes over which parameters are stored in pieces and gathered for use (fully-sharded data
-            parallelism). None takes those named `fsdp`, and without such those named `data`, `batch` or `dp`.
-        expert: Mesh axes for experts. None takes those named `expert`, `experts` or `ep`. Without one, experts that all
-            compute are split over the tensor and fsdp axes together; those used one by one, beside their router,
-            over the tensor axes, or as any MLP is where there are fsdp axes. What is not an expert is stored in pieces
-            over these axes too.
+            parallelism). None takes those named `fsdp`, `zero` or `fully_sharded`, and without such those named
+            `data`, `batch`, `dp` or `data_parallel`.
+        expert: Mesh axes for experts. None takes those named `expert`, `experts`, `ep` or `expert_parallel`. Without
+            one, experts that all compute are split over the tensor and fsdp axes together; those used one by one,
+            beside their router, over the tensor axes, or as any MLP is where there are fsdp axes. What is not an
+            expert is stored in pieces over these axes too.
         host: Regex of whole paths (`re.fullmatch`): variables that go to the hosts' memory, split as they would be on
             devices, as by a rule with `lazymodel.Host`.
 

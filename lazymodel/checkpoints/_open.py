@@ -101,6 +101,7 @@ def open_checkpoint(
             of which the newest with an index or a `model.safetensors` is opened; a `.gguf` file, any file of a split
             one, or their folder; a `.npz` or `.npy` file; or a folder with nothing of these but `.npy` files in it and
             its folders, whose paths are the names. Archives are read in place.
+        storage_options: For URLs: what obstore's store takes, such as `{"region": "…"}`; see docs/buckets.md.
         verify: Whether to hash the files first, index and all, and refuse content that is not what is stated: True for
             the hashes that a Hugging Face cache or download, or a manifest such as `SHA256SUMS` in the folder, states;
             the path of a manifest; or a mapping of file name, relative to the checkpoint's folder, to
