@@ -92,8 +92,8 @@ def agreement(
     shardings: Iterable[Sharding | None],
     *,
     done: str = "materialized",
-    given: str = "checkpoints differ",
-    mend: str = "Give all processes the same files",
+    given: str = "checkpoints, keys or seeds differ",
+    mend: str = "Give all processes the same files and the same key or seed",
 ) -> Generator[Stage]:
     """Runs its body as a stage at whose end all processes that hold devices of these shardings wait for each other.
 

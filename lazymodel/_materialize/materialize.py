@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Sharding
 
 from lazymodel._abstract.host_arrays import host_array
@@ -33,6 +32,7 @@ from lazymodel._materialize.exchange import Exchange, exchanged, exchanges
 from lazymodel._materialize.finish import as_weak, in_layout
 from lazymodel._materialize.report import Costs, make_report
 from lazymodel._materialize.stream import StreamItem, stream
+from lazymodel._materialize.tell import tell
 from lazymodel._programs.keys import as_keys
 from lazymodel._programs.programs import run_recipes
 from lazymodel._remote.requests import REQUESTS
@@ -117,7 +117,7 @@ def materialize(
         reading = Reading.of(model, choice, shardings, max_host_memory, replicas)
         timeline.add("match", matching, time.perf_counter())
         compiling = Compiling.of(model, compiles, shardings, timeline)
-        _tell(stage, choice, reading, compiling)
+        tell(stage, choice, compiling.names, (*reading.details(), *compiling.details))
     with agreement(assigned) as stage, compiling.beside():
         told = progress_for(progress)
         arrays, costs = make_arrays(model, choice, shardings, reading, compiling, told, stage, timeline)
@@ -149,6 +149,10 @@ class Reading:
         budget = None if max_host_memory is None else parse_budget(max_host_memory)
         items = _items(model, choice, shardings)
         return cls(items, budget, exchanges(items, replicas))
+
+    def details(self) -> list[str]:
+        """The programs by which parts are exchanged, in order: the same in all processes."""
+        return [f"exchange {path} {exchange.division}" for path, exchange in self.exchanges.items()]
 
     def arrays(self, watcher: _Watcher, stage: Stage, timeline: Timeline) -> Generator[tuple[str, jax.Array]]:
         """The arrays as they are complete; what cannot be read at all is refused at once."""
@@ -298,19 +302,3 @@ def _from_where(choice: Choice) -> str:
     files = (getattr(source, "file", "") for source in choice.sources.values())
     folders = list(dict.fromkeys(file.rpartition("/")[0] for file in files if is_url(file)))
     return f" from {listed(folders, most=1)}" if folders else ""
-
-
-def _tell(stage: Stage, choice: Choice, reading: Reading, compiling: Compiling) -> None:
-    """Says what this process is about to do, in words that differ if it differs: what it initializes and compiles, what
-    the tensors are that it loads, and the programs by which they are exchanged, in order.
-    """
-    initialized = [path for recipe in choice.recipes for path in recipe.paths]
-    names = f": {', '.join(initialized)}" if initialized else ""
-    stage.outcome = f"load {len(choice.sources)} variables and initialize {len(initialized)}{names}"
-    if jax.process_count() == 1:
-        return
-    loaded = sorted(choice.sources.items())
-    lines = [f"{path} {getattr(source, 'dtype', '')} {np.shape(source)}" for path, source in loaded]
-    lines += [f"exchange {path} {exchange.division}" for path, exchange in reading.exchanges.items()]
-    stage.outcome += "".join(f", compile {program}" for program in compiling.names)
-    stage.details = "\n".join([*lines, *compiling.details])

@@ -23,6 +23,7 @@ from lazymodel._mapping.values import initial_values, is_banded, read_as, refuse
 from lazymodel._materialize.finish import finished
 from lazymodel._materialize.stream import StreamItem
 from lazymodel._materialize.stream import stream as read
+from lazymodel._materialize.tell import tell
 from lazymodel._programs.keys import as_keys
 from lazymodel._programs.programs import run_recipes
 from lazymodel._show.text import parse_budget
@@ -81,9 +82,7 @@ def stream(
         if checkpoint is not None and initialize != "all":
             warn_of_rest(model, checkpoint, choice, initialize)
         refuse_derived(model, choice)
-        initialized = [path for recipe in choice.recipes for path in recipe.paths]
-        stage.outcome = f"load {len(choice.sources)} variables and initialize {len(initialized)}"
-        stage.details = "\n".join((*initialized, *sorted(choice.sources)))
+        tell(stage, choice)
         return _arrays(model, choice, shardings, budget)
 
 

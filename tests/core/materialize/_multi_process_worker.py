@@ -175,6 +175,13 @@ class Scenarios:
         """The file of process 1 has the same tensors in another dtype."""
         return self.outcome(lambda: self.shared.materialize(self.open("other_dtype"), initialize="missing"))
 
+    def other_key(self) -> list[str]:
+        """The processes draw initial values from keys, and hold a small array, of their own."""
+        mesh, table = Mesh(np.array(jax.devices()), ("model",)), np.full(8, self.process)
+        keyed = lm.build_abstract(init, jax.random.key(self.process)).shard(mesh, RULES)
+        constant = lm.build_abstract(lambda: {"table": table}).shard(mesh, {"table": P("model")})
+        return [self.outcome(keyed.materialize), self.outcome(constant.materialize)]
+
     def late(self) -> int:
         """Process 1 comes when process 0 has been seen waiting for it."""
         path = self.copy("load")
@@ -343,6 +350,7 @@ def main() -> None:
             scenarios.all_corrupt,
             scenarios.fallback,
             scenarios.other_dtype,
+            scenarios.other_key,
             scenarios.late,
             scenarios.stops,
             scenarios.progress,

@@ -120,7 +120,7 @@ def test_what_fails_in_one_process_fails_in_all(two: list[Mapping[str, Any]]) ->
 
 def test_processes_that_would_not_run_the_same_programs_are_refused(two: list[Mapping[str, Any]]) -> None:
     for outcome in two:
-        assert outcome["choices"].startswith("the processes' checkpoints differ: ")
+        assert outcome["choices"].startswith("the processes' checkpoints, keys or seeds differ: ")
 
 
 def test_a_process_that_is_killed_at_an_exchange_hangs_nobody(four: list[Mapping[str, Any]]) -> None:

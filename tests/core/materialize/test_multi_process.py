@@ -150,13 +150,23 @@ def test_a_process_that_falls_back_alone_is_refused_and_all_go_on_in_step(outcom
 
 
 def test_tensors_of_another_dtype_are_another_checkpoint(outcomes: list[Mapping[str, Any]]) -> None:
-    said = r"would load 4 variables and initialize 2: new/bias, new/kernel \(checksum [0-9a-f]{8}\)"
+    checksum = "[0-9a-f]{8}"
+    said = rf"would load 4 variables and initialize 2 \(of keys and seeds {checksum}\): new/bias, new/kernel "
+    said += rf"\(checksum {checksum}\)"
     for outcome in outcomes:
         assert re.fullmatch(
-            rf"the processes' checkpoints differ: process 0 {said}, process 1 {said}\. "
-            r"Give all processes the same files\.",
+            rf"the processes' checkpoints, keys or seeds differ: process 0 {said}, process 1 {said}\. "
+            r"Give all processes the same files and the same key or seed\.",
             outcome["other_dtype"],
         )
+
+
+def test_keys_and_arrays_that_differ_are_refused(outcomes: list[Mapping[str, Any]]) -> None:
+    for outcome in outcomes:
+        keyed, constant = outcome["other_key"]
+        drawn = re.findall(r"initialize 6 \(of keys and seeds ([0-9a-f]{8})\): embedding", keyed)
+        assert len(set(drawn)) == 2, keyed
+        assert constant.startswith("the processes' checkpoints, keys or seeds differ: process 0 would load 1 variables")
 
 
 def test_a_process_stops_when_another_has_failed(outcomes: list[Mapping[str, Any]]) -> None:
@@ -186,11 +196,11 @@ def test_a_late_process_is_waited_for(outcomes: list[Mapping[str, Any]]) -> None
 
 def test_checkpoints_that_differ_are_refused(outcomes: list[Mapping[str, Any]]) -> None:
     for outcome in outcomes:
-        assert outcome["lacking"] == (
-            "the processes' checkpoints differ: "
+        assert re.sub(r" \(of keys and seeds [0-9a-f]{8}\)", "", outcome["lacking"]) == (
+            "the processes' checkpoints, keys or seeds differ: "
             "process 0 would load 4 variables and initialize 2: new/bias, new/kernel, "
             "process 1 would load 3 variables and initialize 3: head/kernel, new/bias, new/kernel. "
-            "Give all processes the same files."
+            "Give all processes the same files and the same key or seed."
         )
 
 
