@@ -104,7 +104,9 @@ TABLE = """
 import numpy as np
 import lazymodel as lm
 weights = lm.WeightMap({"layers/{n}/kernel": lm.From("model.{n}.weight").T, "step": None})
-both = lambda tensors: {"joined": np.concatenate([tensors["layers/0/kernel"], tensors["layers/0/kernel"]])}
+both = lambda tensors: {
+    "joined": np.concatenate([tensors["layers/0/kernel"]] * 2), "one": tensors["step"], "two": tensors["step"]
+}
 nothing = 3
 """
 
@@ -118,7 +120,8 @@ def test_a_table_or_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert convert("in", "named.npz", "--map", "convert_table:weights", "--verify") == 0
     check(tmp_path / "named.npz", {f"model.{n}.weight": made[f"layers/{n}/kernel"].T.copy() for n in (0, 1)})
     assert convert("in", "joined", "--map", "convert_table:both", "--to", "orbax") == 0
-    check(tmp_path / "joined", {"joined": np.concatenate([made["layers/0/kernel"]] * 2)})
+    joined = {"joined": np.concatenate([made["layers/0/kernel"]] * 2), "one": made["step"], "two": made["step"]}
+    check(tmp_path / "joined", joined)
     assert convert("in", "x", "--map", "convert_table:nothing") == 2
     assert "expected a WeightMap or a function" in capsys.readouterr().err
 
@@ -191,6 +194,9 @@ def test_names_that_a_format_cannot_have(tmp_path: Path) -> None:
         ("x.h5", {"a": np.zeros(1), "a/b": np.zeros(1)}, "HDF5 has a tree of names"),
         ("x.h5", {"a//b": np.zeros(1)}, "cannot be the path of a dataset"),
         ("x.npz", {"a" * 70000: np.zeros(1)}, "cannot be the name of an array"),
+        ("x.npz", {"\ud800": np.zeros(1)}, "cannot be the name of an array"),
+        ("x.npz", {"a": np.zeros(1, ml_dtypes.float8_e5m2)}, "NumPy writes float8_e5m2"),
+        ("x.h5", {"a": np.zeros(1, ml_dtypes.float8_e5m2)}, "and no float8_e5m2"),
     ]:
         with pytest.raises(lm.LazyModelError, match=message):
             lm.save(given, tmp_path / name)
@@ -204,6 +210,9 @@ def test_names_that_a_format_cannot_have(tmp_path: Path) -> None:
     for names, message in [(["a.b", "a/b"], "would be one array"), (["a" * 300], "cannot be the name of a folder")]:
         with pytest.raises(lm.LazyModelError, match=message):
             lm.save({name: np.zeros(1) for name in names}, tmp_path / "x", format="orbax", mapping=_as_they_are)
+    small = {"a": np.ones(3, ml_dtypes.float8_e5m2)}  # whose kind is that of NumPy's own
+    lm.save(small, tmp_path / "x", format="orbax", mapping=_as_they_are)
+    check(tmp_path / "x", small)
 
 
 def test_a_folder_of_arrays_is_replaced_as_a_whole(tmp_path: Path) -> None:
