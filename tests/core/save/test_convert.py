@@ -170,6 +170,7 @@ def test_differences(tmp_path: Path) -> None:
         (["in.safetensors", "out", "--to", "huggingface"], "say which with --cls"),
         (["in.safetensors", "out", "--quantize", "int8"], "say which with --cls"),
         (["in.safetensors", "out", "--map", "absent_module:weights"], "there is no module 'absent_module'"),
+        (["in.safetensors", "out", "--map", ":"], "expected MODULE:NAME"),
         (["in.safetensors", "out", "--storage-option", "region=x"], "neither SRC nor DST is one"),
         (["in.safetensors", "out.weights.h5"], "HDF5 weights have NumPy's numbers and bfloat16, and no float8_e4m3fn"),
         (["in.safetensors", "out.npz"], "cast it"),
@@ -187,6 +188,27 @@ def test_what_is_refused(
     assert convert(*arguments) == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["in.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["above/npy/inner", "above", "--to", "npy"],
+        ["above/npy/inner", "above/npy/inner/out", "--to", "npy"],
+        ["k_00000.weights.h5", "k.weights.json"],
+        ["loose", "loose/out.safetensors"],
+    ],
+)
+def test_the_source_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, arguments: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = {"a": np.ones(2, "float32"), "b": np.zeros(3, "float32")}
+    lm.save(made, "above/npy/inner", format="npy")
+    lm.save(made, "k.weights.json", max_shard_size=8)
+    for name, value in made.items():
+        lm.save({name: value}, f"loose/{name}.safetensors")
+    assert convert(*arguments, "--overwrite") == 2
+    assert "convert to another path" in capsys.readouterr().err
+    assert convert("loose", "out.npz") == 0  # and no other
 
 
 def test_names_that_a_format_cannot_have(tmp_path: Path) -> None:
