@@ -25,7 +25,7 @@ from lazymodel._show.text import listed
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._numpy import npy_names
 from lazymodel.checkpoints._open import staging_folder
-from lazymodel.checkpoints._untrusted import files_inside
+from lazymodel.checkpoints._untrusted import files_inside, is_numpys
 
 _LOCAL, _CENTRAL = b"PK\x03\x04", b"PK\x01\x02"
 _VERSION, _UTF8, _STORED, _LARGE = 45, 1 << 11, 0, 0xFFFFFFFF  # zip64; names in UTF-8; sizes are in the extra field
@@ -56,9 +56,9 @@ def layout(tensors: Mapping[str, LazyTensor], name: str) -> SavedFile:
     spans: list[tuple[int, int, int]] = []  # local header, first byte of the member, the one after its last
     position = 0
     for key, tensor in tensors.items():
-        member = f"{key}.npy".encode()
+        member = f"{key}.npy".encode(errors="replace")
         npy = _described(key, tensor)
-        if len(member) > 0xFFFF or "\0" in key:
+        if member.decode() != f"{key}.npy" or len(member) > 0xFFFF or "\0" in key:
             raise LazyModelError(f"{key[:80]!r} cannot be the name of an array in an archive; rename it with a mapping")
         size = len(npy) + tensor.nbytes
         extra = struct.pack("<HHQQ", 1, 16, size, size)
@@ -88,7 +88,7 @@ def layout(tensors: Mapping[str, LazyTensor], name: str) -> SavedFile:
 
 def _described(key: str, tensor: LazyTensor) -> bytes:
     """What a `.npy` file begins with."""
-    if tensor.dtype.kind not in "biufc":
+    if not is_numpys(tensor.dtype):
         raise LazyModelError(
             f"{key!r}: NumPy writes {tensor.dtype.name}, which is not its own, without its name; cast it, or save "
             "as safetensors"

@@ -24,6 +24,7 @@ from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._open import staging_folder
 from lazymodel.checkpoints._orbax_folder import METADATA, zero_size_metadata
 from lazymodel.checkpoints._safetensors_header import FLOAT4
+from lazymodel.checkpoints._untrusted import is_numpys
 
 _CHUNK = 8 << 20  # bytes: who reads a part of a chunk reads all of it, and some hundred a second cost nothing
 _DICT = 2  # Orbax' type of a key of a dict
@@ -99,7 +100,7 @@ def _array(folder: str, name: str, tensor: LazyTensor) -> list[SavedFile]:
         "chunks": chunk,
         "compressor": None,
         "dimension_separator": ".",
-        "dtype": np.lib.format.dtype_to_descr(tensor.dtype) if tensor.dtype.kind in "biufc" else tensor.dtype.name,
+        "dtype": np.lib.format.dtype_to_descr(tensor.dtype) if is_numpys(tensor.dtype) else tensor.dtype.name,
         "fill_value": None,
         "filters": None,
         "order": "C",
