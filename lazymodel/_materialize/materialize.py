@@ -78,7 +78,7 @@ def materialize(
             their range infinite; integers anything that has all values of their dtype, and if they are few enough
             (16 MiB) anything that has all their values. `"unsafe"` casts as `ndarray.astype` does. What a mapping
             casts with `astype` was asked for.
-        max_host_memory: Ceiling for the host's staging memory in bytes, or `"4GiB"`.
+        max_host_memory: Ceiling of staging, in bytes or as `"4GiB"`; None is that, or an eighth of available memory.
         replicas: How bytes reach several processes that hold the same: with `"read"` each of them reads them, with
             `"exchange"` one does, and devices exchange them, which takes up to 1 GiB more of a device for a moment
             (a larger variable alone: as much as a device holds of it, twice). None exchanges what comes over a network.

@@ -9,7 +9,7 @@ array is ready; memory is private memory over what the process held before, as a
 
 `obstore` is no loader: 16 threads fetch the same bytes in ranges of 8 MiB (`obstore.get_range`) and keep them.
 
-`preset` and `stock` load the preset of `load_preset.py`, 1 GiB in f32, over the same link of 200 MB/s: ours from the
+`preset` and `stock` load the preset of `stream.py`, 2.2 GiB in f32, over the same link of 200 MB/s: ours from the
 URL, stock from a folder that is downloaded first. What either leaves on the disk is what is in its temporary folder and
 in the download's at the end.
 """
