@@ -140,7 +140,22 @@ def refused_casts(model: ModelSpec, checkpoint: Mapping[str, Any] | None, choice
     return refused
 
 
-def warn_of_rest(model: ModelSpec, checkpoint: Mapping[str, Any], choice: Choice, initialize: str | None) -> None:
+def choose_and_warn(
+    model: ModelSpec,
+    checkpoint: Mapping[str, Any] | None,
+    *,
+    initialize: str | None = None,
+    strict: bool = True,
+    cast: str = SAFE,
+) -> Choice:
+    """As `choose`, having warned of what the checkpoint lacks or has besides."""
+    choice = choose(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
+    if checkpoint is not None and initialize != "all":
+        _warn_of_rest(model, checkpoint, choice, initialize)
+    return choice
+
+
+def _warn_of_rest(model: ModelSpec, checkpoint: Mapping[str, Any], choice: Choice, initialize: str | None) -> None:
     """Warns of what a checkpoint has too much and, unless that was said to be meant, too little."""
     left_out: list[str] = []
     if choice.unused:
