@@ -227,6 +227,18 @@ class FolderDestination(Destination):
         (self._stage.new / INDEX).write_text(index_text(total, weights), encoding="utf-8")
 
 
+class WholeFolder(Destination):
+    """A folder that is replaced as a whole."""
+
+    _inside = False
+
+    def _rivals(self) -> list[Path]:
+        return [staging_folder(self.path, inside=True)]
+
+    def commit(self) -> None:
+        self._stage.replace_folder()
+
+
 def check_file(path: Location) -> None:
     """Raises LazyModelError where a file of this name cannot be saved by itself."""
     folder = path.parent
