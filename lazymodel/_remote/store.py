@@ -452,7 +452,7 @@ class Store:
             return None
 
 
-def open_store(url: str, options: Mapping[str, Any] | None = None) -> tuple[Store, str]:
+def open_store(url: str, options: Mapping[str, Any] | None) -> tuple[Store, str]:
     """The store of a URL, and the key in it."""
     client = options.get("client_options") if isinstance(options, Mapping) else None
     parsed = parse_url(url, allow_http=bool(client.get("allow_http")) if isinstance(client, Mapping) else False)
