@@ -1,7 +1,7 @@
 """The process that `test_host_budget` watches: streams a file under a ceiling and drops every array at once.
 
 Run as `python -m tests.core.materialize._host_budget_worker CASE PATH CEILING`. Prints, as JSON, the peak of its
-private memory while it streamed, beyond what it had before, the bytes that it loaded, and those of its largest variable.
+private memory beyond what it had before, the bytes that it loaded, and those of its largest variable.
 """
 
 from __future__ import annotations
