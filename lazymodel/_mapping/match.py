@@ -20,7 +20,7 @@ from lazymodel._show.text import closest, first_of, folded_names, listed
 from lazymodel._tensors.casting import SAFE, check_mode, refusal, weights
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.quantized import scales_beside
-from lazymodel._tensors.stored import MismatchedTensor, is_initial, stored_tensors, where
+from lazymodel._tensors.stored import MismatchedTensor, stored_tensors, where
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,8 +174,3 @@ def _warn_of_rest(model: ModelSpec, checkpoint: Mapping[str, Any], choice: Choic
 def _lacks(model: ModelSpec, checkpoint: Mapping[str, Any], lacking: Sequence[str]) -> str:
     what = f"{described(checkpoint)} has no tensor for {len(lacking)} of {len(model)} variables"
     return f"{what}: {listed(folded_names(lacking))}"
-
-
-def describe_sources(sources: Mapping[str, Any]) -> dict[str, str]:
-    """For each path, where its value is read from, for people."""
-    return {path: where(source) for path, source in sources.items() if not is_initial(source)}
