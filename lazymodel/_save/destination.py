@@ -104,14 +104,8 @@ class Destination:
                 raise LazyModelError(
                     f"there is a checkpoint already: {there}. Pass overwrite=True (--overwrite) to replace it"
                 )
-            total = sum(file.nbytes for file in self.files)
             with writing(self.path):
-                free = shutil.disk_usage(self._stage.new).free
-                if free < total:
-                    raise LazyModelError(
-                        f"{self.path} needs {format_bytes(total)}, and there are {format_bytes(free)} free; "
-                        "make room, or save elsewhere"
-                    )
+                check_room(self.path, sum(file.nbytes for file in self.files), self._stage.new)
                 for file in self.files:
                     self.place(file).parent.mkdir(parents=True, exist_ok=True)
                     with open(self.place(file), "xb") as stream:
@@ -237,6 +231,15 @@ class WholeFolder(Destination):
 
     def commit(self) -> None:
         self._stage.replace_folder()
+
+
+def check_room(path: Path, nbytes: int, folder: Path) -> None:
+    """Raises LazyModelError where a folder's disk has not so many bytes free for what is to be saved at a path."""
+    if (free := shutil.disk_usage(folder).free) < nbytes:
+        raise LazyModelError(
+            f"{path} needs {format_bytes(nbytes)}, and there are {format_bytes(free)} free; "
+            "make room, or save elsewhere"
+        )
 
 
 def check_file(path: Location) -> None:
