@@ -31,7 +31,6 @@ from typing import Any
 STARTED = time.monotonic()  # Python itself is there; what follows is imported for the parent or for all ways
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parent))
 
 LATENCY = 0.02  # seconds
 WAYS = ("stock", "ours", "compile")
