@@ -7,6 +7,7 @@ weight was read. KerasHub's own constructors, preset loaders and converters run 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from lazymodel_keras._record.patches import collecting_patches
 from lazymodel_keras._record.remote import check_storage_options
 
 T = TypeVar("T")
+_OF_A_HUB = re.compile(r"(hf|kaggle)://|[\w.-]+$")
 
 
 def from_preset(
@@ -165,7 +167,15 @@ def _abstract(
         check_from_preset(cls, preset, kwargs, given)
         return cls.from_preset(preset, load_weights, **kwargs)
 
-    return abstract_build(build, what=f"{cls.__name__}.from_preset({shown(preset)!r})", loads=True, **options)
+    try:
+        return abstract_build(build, what=f"{cls.__name__}.from_preset({shown(preset)!r})", loads=True, **options)
+    except CheckpointError as error:
+        # requests' errors are an OSError; KerasHub takes a hub that does not answer for one without the file.
+        unanswered = isinstance(error.__cause__, OSError) or "has no config.json" in str(error)
+        if not (unanswered and _OF_A_HUB.match(preset)) or os.path.exists(preset):
+            raise
+        hint = "if the hub cannot be reached from here, download the preset elsewhere, and pass its folder"
+        raise CheckpointError(f"{str(error).rstrip('.')}; {hint}") from error
 
 
 def check_preset(preset: str) -> None:
@@ -182,7 +192,8 @@ def check_preset(preset: str) -> None:
     if os.path.exists(preset):
         raise CheckpointError(f"{preset} is a file; a preset is a folder with a config.json")
     if preset.startswith((".", "~")) or os.sep in preset:
-        raise CheckpointError(f"preset folder {preset} does not exist")
+        of_hub = f"; of the Hugging Face hub it is 'hf://{preset}'" if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", preset) else ""
+        raise CheckpointError(f"preset folder {preset} does not exist{of_hub}")
     import keras_hub
 
     models: Any = keras_hub.models
