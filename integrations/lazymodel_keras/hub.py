@@ -18,6 +18,7 @@ from lazymodel._remote.url import shown
 from lazymodel._sharding.rules import Rules
 from lazymodel._show.progress import ReportTo
 from lazymodel._show.text import closest
+from lazymodel.checkpoints._foreign import foreign
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras._build import abstract_build, require_rules
 from lazymodel_keras._gguf.folder import is_gguf
@@ -170,12 +171,19 @@ def _abstract(
     try:
         return abstract_build(build, what=f"{cls.__name__}.from_preset({shown(preset)!r})", loads=True, **options)
     except CheckpointError as error:
-        # requests' errors are an OSError; KerasHub takes a hub that does not answer for one without the file.
-        unanswered = isinstance(error.__cause__, OSError) or "has no config.json" in str(error)
-        if not (unanswered and _OF_A_HUB.match(preset)) or os.path.exists(preset):
+        if not (hint := _hint(preset, error)):
             raise
-        hint = "if the hub cannot be reached from here, download the preset elsewhere, and pass its folder"
         raise CheckpointError(f"{str(error).rstrip('.')}; {hint}") from error
+
+
+def _hint(preset: str, error: CheckpointError) -> str:
+    """What to do about a preset whose weights are in a form that is not read, or whose hub does not answer."""
+    if os.path.isdir(preset):
+        return foreign(os.listdir(preset)).strip() if "safetensors` doesn't exist" in str(error) else ""
+    # requests' errors are an OSError; KerasHub takes a hub that does not answer for one without the file.
+    unanswered = isinstance(error.__cause__, OSError) or "has no config.json" in str(error)
+    said = "if the hub cannot be reached from here, download the preset elsewhere, and pass its folder"
+    return said if unanswered and _OF_A_HUB.match(preset) else ""
 
 
 def check_preset(preset: str) -> None:
@@ -192,7 +200,8 @@ def check_preset(preset: str) -> None:
     if os.path.exists(preset):
         raise CheckpointError(f"{preset} is a file; a preset is a folder with a config.json")
     if preset.startswith((".", "~")) or os.sep in preset:
-        of_hub = f"; of the Hugging Face hub it is 'hf://{preset}'" if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", preset) else ""
+        named = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", preset)
+        of_hub = f"; of the Hugging Face hub it is 'hf://{preset}'" if named else ""
         raise CheckpointError(f"preset folder {preset} does not exist{of_hub}")
     import keras_hub
 

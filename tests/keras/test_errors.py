@@ -75,6 +75,13 @@ def test_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         lk.from_preset(BERT, "bert_base_en")
 
 
+def test_folder_with_a_pickle_in_place_of_safetensors(hugging_face: Path) -> None:
+    for file in hugging_face.glob("*.safetensors*"):
+        file.unlink()
+    (hugging_face / "pytorch_model.bin").write_bytes(b"PK")
+    fails(LLAMA3, hugging_face, "pytorch_model.bin looks like a pickle", "save_file(")
+
+
 def test_folder_without_config(preset: Path) -> None:
     (preset / "config.json").unlink()
     fails(BERT, preset, "no config.json")
