@@ -17,13 +17,17 @@ from lazymodel._tensors.lazy import LazyTensor, lazy
 
 
 def named_arrays(model: Any) -> dict[str, Any]:
-    """Path → array, each array under its first path, as `build_abstract` names variables."""
+    """Path → array, each array under its first path, as `build_abstract` names variables; lazy ones under all."""
     known = (adapter.arrays(model) for adapter in adapters())
     if (found := next((arrays for arrays in known if arrays is not None), None)) is None:
         tree = dict(model) if isinstance(model, Mapping) else model
         found = flatten_paths(tree, only=(jax.Array, np.ndarray, LazyTensor))
     seen: set[int] = set()
-    distinct = {path: leaf for path, leaf in found.items() if not (id(leaf) in seen or seen.add(id(leaf)))}
+    distinct = {
+        path: leaf
+        for path, leaf in found.items()
+        if isinstance(leaf, LazyTensor) or not (id(leaf) in seen or seen.add(id(leaf)))
+    }
     if not distinct:
         raise LazyModelError(f"there are no arrays in what was given, {type(model)}")
     for name, array in distinct.items():

@@ -20,6 +20,8 @@ def is_imported(text: str) -> bool:
 def imported(text: str) -> Any:
     """What a module has by a name; modules are looked for in the current folder, too, as `python -m` has it."""
     module_name, _, name = text.partition(":")
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", text):
+        raise LazyModelError(f"expected MODULE:NAME, such as mappings:gemma, found {text!r}")
     sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)

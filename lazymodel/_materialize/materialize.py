@@ -26,7 +26,7 @@ from lazymodel._devices.agreement import Stage, agreement
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError
 from lazymodel._mapping.mapped import flat_checkpoint
-from lazymodel._mapping.match import Choice, choose, warn_of_rest
+from lazymodel._mapping.match import Choice, choose_and_warn
 from lazymodel._mapping.values import read_as
 from lazymodel._materialize.exchange import Exchange, exchanged, exchanges
 from lazymodel._materialize.finish import as_weak, in_layout
@@ -113,7 +113,7 @@ def materialize(
     with agreement(assigned) as stage:
         deliver = delivery(report)
         checkpoint = flat_checkpoint(checkpoint)
-        choice = _chosen(model, checkpoint, initialize, strict, cast)
+        choice = choose_and_warn(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
         reading = Reading.of(model, choice, shardings, max_host_memory, replicas)
         timeline.add("match", matching, time.perf_counter())
         compiling = Compiling.of(model, compiles, shardings, timeline)
@@ -224,16 +224,6 @@ def make_arrays(
 def _check_placed(model: ModelSpec) -> None:
     require_live(model.variables)
     model.framework.check_placed(model.variables)
-
-
-def _chosen(
-    model: ModelSpec, checkpoint: Mapping[str, Any] | None, initialize: str | None, strict: bool, cast: str
-) -> Choice:
-    """What becomes of each variable, having warned of what the checkpoint lacks or has besides."""
-    choice = choose(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
-    if checkpoint is not None and initialize != "all":
-        warn_of_rest(model, checkpoint, choice, initialize)
-    return choice
 
 
 def _items(model: ModelSpec, choice: Choice, shardings: Mapping[str, Sharding]) -> list[StreamItem]:

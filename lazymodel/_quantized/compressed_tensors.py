@@ -75,6 +75,8 @@ def _groups(contents: Contents) -> list[tuple[list[str], _Scheme]]:
     for group in cast("dict[str, Any]", groups).values():
         group = cast("dict[str, Any]", group) if isinstance(group, dict) else {}
         targets, weights = group.get("targets"), group.get("weights")
+        if weights is None and "weights" in group:  # it is of activations, such as attention's, alone
+            continue
         form = group.get("format") or config.get("format")
         if form not in _FORMATS:
             config.refuse(f"one of {', '.join(_FORMATS)} as format", repr(form))
@@ -107,7 +109,10 @@ def _block(contents: Contents, scheme: _Scheme) -> list[int] | None:
     if strategy in ("tensor", "channel", None):
         return None
     if strategy == "block":
-        return list(block_of(contents, scheme.get("block_structure")) or ())
+        block = scheme.get("block_structure")
+        if isinstance(block, str):  # as older versions have it, "128x128"
+            block = [int(part) if part.isdecimal() else part for part in block.split("x")]
+        return list(block_of(contents, block) or ())
     if strategy not in ("group", "tensor_group") or type(size) is not int or size < 1:
         contents.config.refuse("a strategy for weights that is known", f"{strategy!r} with group_size {size!r}")
     return [1, size]

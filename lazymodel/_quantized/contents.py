@@ -96,10 +96,10 @@ class Contents:
             self.refuse(name, f"shape {tuple(shape)}", str(tuple(header.shape)))
 
     def matrix(self, name: str, *kinds: str) -> tuple[int, int]:
-        """The shape of a stored matrix; CheckpointError where it is none, or its dtype is none of these."""
+        """The shape of a stored matrix; CheckpointError where it is none, is empty, or its dtype is none of these."""
         shape = self.header(name).shape
-        if len(shape) != 2:
-            self.refuse(name, "a matrix", f"shape {tuple(shape)}")
+        if len(shape) != 2 or 0 in shape:
+            self.refuse(name, "a matrix that is not empty", f"shape {tuple(shape)}")
         self.expect(name, shape, *kinds)
         return shape[0], shape[1]
 

@@ -26,7 +26,8 @@ _SCALES = ("_scale_inv", "_scale")
 _KINDS = ("bfloat16", "float16", "float32", "float8_e8m0fnu")
 _POWERS = np.dtype(ml_dtypes.float8_e8m0fnu)
 _ACTIVATIONS = re.compile(
-    r"(?:.*\.)?(?:\w+_)?(?:input|output|activation|k|v|q|kv|prob)_(?:global_)?(?:scale|scale_inv|scale_ub|zero_point)"
+    r"(?:.*\.)?(?:\w+_proj_)?(?:input|output|activation|k|v|q|kv|prob)_"  # and not `correct_output_scale` of Gemma 3n
+    r"(?:global_)?(?:scale|scale_inv|scale_ub|zero_point)"
 )
 _ALGORITHMS = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MIXED_PRECISION")
 

@@ -33,7 +33,7 @@ def decode_gptq(contents: Contents) -> None:
     if form not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
         config.refuse("gptq or gptq_v2 as checkpoint_format", repr(form))
     zeros = integers_down(bits, plus=1 if form == "gptq" else 0)
-    for module in list(contents.names(".qweight")):
+    for module in _modules(contents):
         words, columns = contents.matrix(f"{module}.qweight", *_WORDS)
         rows, order = words * (WORD // bits), f"{module}.g_idx"
         if contents.has(order):
@@ -50,10 +50,17 @@ def decode_awq(contents: Contents) -> None:
     version = str(config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm").lower()
     if bits != _AWQ_BITS or version != "gemm":
         config.refuse("4 bits in version gemm", f"{bits} bits in version {version}")
-    for module in list(contents.names(".qweight")):
+    for module in _modules(contents):
         rows, words = contents.matrix(f"{module}.qweight", *_WORDS)
         shape, codes = (words * (WORD // bits), rows), integers_down(bits, order=_AWQ_ORDER)
         _add(contents, module, shape, codes, (WORD // bits, 1), codes, bits)
+
+
+def _modules(contents: Contents) -> list[str]:
+    """The modules with packed weights. Scales without one would be of activations, as AWQ has them for some models."""
+    for module in contents.names(".scales"):
+        contents.require(f"{module}.scales", f"{module}.qweight")
+    return list(contents.names(".qweight"))
 
 
 def _add(

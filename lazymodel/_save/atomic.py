@@ -45,6 +45,7 @@ _LOCK, _NEW, _TRASH, _JOURNAL = "lock", "new", "trash", "files.json"
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK}  # of some network file systems
 _NO_EXCHANGE = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF}  # folders of file systems that have none
+_TRIES = 1000  # to make a folder that other savers remove, or that cannot be made, as in /proc/self
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux, renameat2(2)
 
 _held: set[int] = set()  # descriptors of locks
@@ -258,8 +259,11 @@ def _lock(folder: Path, destination: Path) -> Generator[None]:
     fd = None
     try:
         with writing(destination):
-            while fd is None:
-                fd = _try_lock(folder, destination)
+            for _ in range(_TRIES):
+                if (fd := _try_lock(folder, destination)) is not None:
+                    break
+            else:
+                raise OSError(errno.ENOENT, "no folder can be made there", str(folder))
         yield
     finally:
         if fd is not None:
@@ -343,7 +347,7 @@ def exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(one), None, str(other))
 
 
-def carry_over(old: Path, new: Path, *, leave: Iterable[str] = ()) -> None:
+def carry_over(old: Path, new: Path, *, leave: Iterable[str]) -> None:
     """Gives a new folder what an old one has and it has not, as links to the same files, subfolders included.
 
     `leave` are paths relative to `old`, with slashes, of files and folders that are not to be kept.

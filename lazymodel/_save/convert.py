@@ -9,6 +9,7 @@ import fnmatch
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import numpy as np
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._mapping.table import WeightMap
 from lazymodel._remote.url import is_url
+from lazymodel._save.destination import SINGLE
 from lazymodel._save.save import DEFAULT_BUDGET, WriteFunction, mapped, save
 from lazymodel._show.progress import ProgressTo, progress_for
 from lazymodel._show.text import closest, listed, parse_budget
@@ -25,7 +27,7 @@ from lazymodel._tensors.buffers import Workspace, empty_aligned
 from lazymodel._tensors.casting import converted, refusal
 from lazymodel._tensors.fill import fill
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel.checkpoints._open import open_checkpoint
+from lazymodel.checkpoints._open import open_checkpoint, weight_files
 
 _BAND = 8 << 20  # bytes of each side that are compared at a time
 _THREADS = 2  # that compare: reading and comparing overlap
@@ -65,7 +67,8 @@ def convert(
     wanted = None if dtype is None else _floating(dtype)
     with open_checkpoint(source, source_options) as checkpoint:
         if not is_url(destination):
-            _check_apart(destination, [source, *checkpoint.files])
+            _check_apart(destination, [source, *checkpoint.files], format)
+            _check_hidden(destination, source, format)
         names = _selected(list(checkpoint), include, exclude)
         tensors = mapped({name: checkpoint[name] for name in names}, mapping)
         if wanted is not None:
@@ -84,10 +87,9 @@ def convert(
         )
         if not verify:
             return []
-        budget = DEFAULT_BUDGET if max_host_memory is None else parse_budget(max_host_memory)
         with open_checkpoint(destination, storage_options) as found:
             forget([] if is_url(destination) else found.files)
-            return list(differences(tensors, found, budget, progress))
+            return list(differences(tensors, found, max_host_memory, progress))
 
 
 def _floating(name: str) -> np.dtype[Any]:
@@ -122,11 +124,28 @@ def _selected(names: list[str], include: Sequence[str], exclude: Sequence[str]) 
     return left
 
 
-def _check_apart(destination: str, files: Sequence[str]) -> None:
+def _check_apart(destination: str, files: Sequence[str], format: str | None) -> None:
+    """Raises LazyModelError where what is converted is, or lies in, what is replaced."""
     where = os.path.realpath(destination)
-    for file in files:
-        if not is_url(file) and where in (os.path.realpath(file), os.path.dirname(os.path.realpath(file))):
+    here = [file for file in files if not is_url(file)]
+    for file in (*map(os.path.abspath, here), *map(os.path.realpath, here)):
+        below = where + os.sep if format in ("npy", "orbax") else None  # folders that are replaced as a whole
+        if where.endswith(".weights.json"):
+            below = f"{where.removesuffix('.weights.json')}_"  # what its shards' names begin with
+        if where in (file, os.path.dirname(file)) or (below is not None and file.startswith(below)):
             raise LazyModelError(f"{destination} is what is converted, or its folder; convert to another path")
+
+
+def _check_hidden(destination: str, source: str, format: str | None) -> None:
+    """Raises LazyModelError where a folder that is converted would be another checkpoint with the new one in it."""
+    if is_url(source) or not os.path.isdir(source):
+        return
+    where, folder = os.path.realpath(destination), os.path.realpath(source)
+    files = weight_files(Path(folder))
+    loose = bool(files) and files[0].suffix == ".safetensors" and files[0].name != SINGLE
+    beside = loose and os.path.dirname(where) == folder and where.endswith(".safetensors")
+    if beside or (not files and format == "npy" and where.startswith(folder + os.sep)):
+        raise LazyModelError(f"{destination} would be a part of {source}, which is converted; convert to another path")
 
 
 def forget(files: Sequence[str]) -> None:
@@ -141,9 +160,13 @@ def forget(files: Sequence[str]) -> None:
 
 
 def differences(
-    expected: Mapping[str, LazyTensor], found: Mapping[str, LazyTensor], budget: int, progress: ProgressTo = None
+    expected: Mapping[str, LazyTensor],
+    found: Mapping[str, LazyTensor],
+    max_host_memory: int | str | None,
+    progress: ProgressTo = None,
 ) -> Iterator[str]:
-    """What is not the same in two checkpoints, bit for bit, a text for each tensor; `budget` is in bytes."""
+    """What is not the same in two checkpoints, bit for bit, a text for each tensor."""
+    budget = DEFAULT_BUDGET if max_host_memory is None else parse_budget(max_host_memory)
     for name in [*expected, *(name for name in found if name not in expected)]:
         if name not in found or name not in expected:
             yield f"{name!r} is {'missing' if name in expected else 'too much'}"

@@ -25,6 +25,7 @@ from lazymodel._save.destination import Destination, SavedFile, grouped
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._hdf5_dataset import import_h5py
 from lazymodel.checkpoints._open import staging_folder
+from lazymodel.checkpoints._untrusted import is_numpys
 
 _BFLOAT16 = np.dtype(jnp.bfloat16)
 
@@ -32,12 +33,12 @@ _BFLOAT16 = np.dtype(jnp.bfloat16)
 def layout(tensors: Mapping[str, LazyTensor], path: Path, shard_size: int) -> list[SavedFile]:
     """One file of the path's name; or, where that is an index (`.weights.json`), shards as Keras names them."""
     for name, tensor in tensors.items():
-        if tensor.dtype.kind not in "biufc" and tensor.dtype != _BFLOAT16:
+        if not is_numpys(tensor.dtype) and tensor.dtype != _BFLOAT16:
             raise LazyModelError(
                 f"{name!r}: HDF5 weights have NumPy's numbers and bfloat16, and no {tensor.dtype.name}; cast it, or "
                 "save as safetensors"
             )
-        if "\0" in name or not all(part not in ("", ".") for part in name.split("/")):
+        if re.search(r"[\0\ud800-\udfff]", name) or not all(part not in ("", ".") for part in name.split("/")):
             raise LazyModelError(f"{name!r} cannot be the path of a dataset in HDF5; rename it with a mapping")
     if path.suffix != ".json":
         return [_file(path.name, tensors)]

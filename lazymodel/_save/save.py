@@ -25,6 +25,7 @@ from lazymodel._mapping.values import lazy_values
 from lazymodel._remote.path import Location, remote_path
 from lazymodel._remote.url import is_url
 from lazymodel._save import hdf5, numpy, zarr
+from lazymodel._save.atomic import writing
 from lazymodel._save.destination import TERMS, Destination, FileDestination, FolderDestination, SaveOptions
 from lazymodel._save.hdf5 import Hdf5Shards
 from lazymodel._save.numpy import NpyDestination, NpzDestination
@@ -171,6 +172,11 @@ def _located(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | 
     if not is_url(path):
         if storage_options:
             raise LazyModelError(f"{os.fspath(path)}: storage_options are for URLs, found a path")
+        with writing(Path(path)):
+            if not os.path.isabs(path):
+                os.getcwd()  # it may have been removed
+            with contextlib.suppress(FileNotFoundError):
+                os.lstat(path)  # the name may be too long
         return Path(path)
     where = remote_path(os.fspath(path), storage_options)
     if format != "safetensors":

@@ -5,7 +5,8 @@ eight bits or fewer and its scale. Nothing here decodes; which of these a loader
 
 Known are the names of FP8 (`weight_scale_inv`, `weight_scale`, `input_scale`), GPTQ and AWQ (`qweight`, `qzeros`,
 `scales`, `g_idx`), bitsandbytes (`absmax`, `quant_map`, `quant_state`, `SCB`), compressed-tensors (`weight_packed`,
-`weight_zero_point`), quanto (`weight._scale`), MLX (`scales`, `biases`) and MXFP4 (`_blocks`, `_scales`).
+`weight_zero_point`), ModelOpt (`pre_quant_scale`), quanto (`weight._scale`), MLX (`scales`, `biases`), MXFP4
+(`_blocks`, `_scales`), ComfyUI (`scale_weight`) and Mistral (`qscale_weight`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _ADDED = (
 )
 _BESIDE = (
     *("scale", "scales", "scale_inv", "zero_point", "zeros", "qzeros", "g_idx", "absmax", "SCB", "qscale"),
+    *("scale_weight", "qscale_weight"),
     *("weight_scale", "weight_scale_inv", "weight_scales", "weight_zero_point", "kernel_scale", "kernel_zero"),
 )
 # MXFP4 as GPT-OSS stores it: what the blocks are called decides what their scales are.
@@ -35,7 +37,7 @@ _MARKER = re.compile(
     r"(?:.*[./])?(?:"
     r"qweight|qzeros|g_idx|SCB|weight_format|(?:weight\.)?(?:nested_)?(?:absmax|quant_map)|(?:weight\.)?quant_state\..*"
     r"|weight_(?:scale(?:_inv|_2|s)?|zero_points?|packed|global_scale|g_idx)|weight\._(?:data|scale|shift)"
-    r"|(?:input|output|activation)_scale|input_global_scale|W_q"
+    r"|(?:input|output|activation)_scale|input_global_scale|pre_quant_scale|scale_weight|qscale_weight|W_q"
     r")|.*_scale_inv|.*_proj_(?:blocks|scales)"
 )
 

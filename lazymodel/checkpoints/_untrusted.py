@@ -34,7 +34,12 @@ _LOCAL_HEADER = 30  # bytes of a member's local file header, before its name
 
 def is_number(dtype: np.dtype[Any]) -> bool:
     """Whether arrays of a dtype can be weights: NumPy's numbers, and those of ml_dtypes."""
-    return dtype.kind in "biufc" or dtype.type.__module__ == ml_dtypes.bfloat16.__module__
+    return is_numpys(dtype) or dtype.type.__module__ == ml_dtypes.bfloat16.__module__
+
+
+def is_numpys(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype is one of NumPy's own numbers. By its kind and text ml_dtypes' float8_e5m2 is, too."""
+    return dtype.kind in "biufc" and dtype.isbuiltin != 2
 
 
 def counts(value: Any) -> tuple[int, ...] | None:

@@ -23,8 +23,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from _drawing import COLOURS, pyplot, save_svg
 
 ROOT = Path(__file__).parents[2]

@@ -157,3 +157,18 @@ def test_the_older_file_of_modelopt(tmp_path: Path) -> None:
     said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
     (folder / "hf_quant_config.json").write_text(json.dumps(said))
     same(lm.open_checkpoint(folder)[NAME].read(), plain[NAME])
+
+
+def test_what_only_some_configurations_have(tmp_path: Path) -> None:
+    """A group of activations alone, and a block as text; a scale that is the model's own stays."""
+    form = quantized.Form(
+        quantized.groups("float-quantized", num_bits=8, strategy="block", block_structure="24x16"),
+        quantized.float8((24, 16), "weight_scale"),
+    )
+    form.config["config_groups"]["group_1"] = {"targets": ["LlamaAttention"], "weights": None}
+    stored, plain = quantized.quantized(form, {NAME: np.zeros(SHAPE, np.float32)}, lambda module: True)
+    own, dropped = "model.layers.0.altup.correct_output_scale", "model.layers.0.mlp.up_proj.input_scale"
+    stored |= dict.fromkeys([own, dropped], np.ones(4, quantized.BF16))
+    checkpoint = lm.open_checkpoint(write_folder(tmp_path / "folder", quantized.settings(form), stored))
+    assert sorted(checkpoint) == sorted([own, NAME])
+    same(checkpoint[NAME].read(), plain[NAME])

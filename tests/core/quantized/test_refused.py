@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import lazymodel as lm
 from lazymodel._quantized.config import matches
 from tests import quantized
-from tests.quantized import F8, FORMS, Tensors, write_folder
+from tests.quantized import BF16, F8, FORMS, Tensors, write_folder
 
 M = "model.layers.0.mlp.up_proj"
 
@@ -80,7 +80,7 @@ def test_configurations(form: str, change: dict[str, Any], words: str, tmp_path:
         ("fbgemm", "weight", f"'{M}.weight_scale' (float32)"),
         ("gptq", "scales", f"expected '{M}.scales' beside it"),
         ("gptq-order", "g_idx", f"expected '{M}.g_idx' beside it"),
-        ("awq", "qweight", f"'{M}.qzeros' (int32)"),
+        ("awq", "qweight", f"expected '{M}.qweight' beside it"),
         ("pack-4-zero", "weight_zero_point", f"expected '{M}.weight_zero_point' beside it"),
         ("nf4-nested", "weight.nested_absmax", f"expected '{M}.weight.nested_absmax' beside it"),
         ("nf4", "weight.quant_state.bitsandbytes__nf4", f"'{M}.weight' (uint8)"),
@@ -104,6 +104,7 @@ def test_parts_that_lack(form: str, lost: str, words: str, tmp_path: Path) -> No
         ({f"{M}.weight": np.zeros((4, 4), np.int8), f"{M}.scales": np.ones(4, np.float32)}, f"'{M}.weight' (int8)"),
         ({f"{M}.weight": np.zeros((4, 4), np.float32), f"{M}.weight_scale": np.ones(4, np.float32)}, "weight_scale'"),
         ({f"{M}.qzeros": np.zeros((1, 4), np.int32)}, "qzeros' (int32)"),
+        ({f"{M}.weight": np.zeros((4, 4), np.float32), f"{M}.pre_quant_scale": np.ones(4, BF16)}, "pre_quant_scale'"),
     ],
 )
 def test_what_no_configuration_tells_of(left: Tensors, words: str, tmp_path: Path) -> None:
@@ -117,6 +118,14 @@ def test_groups_that_are_not_there(tmp_path: Path) -> None:
     stored, config = parts("gptq-order")
     stored[f"{M}.g_idx"][3] = 2
     assert f"'{M}.g_idx': expected groups of 0 to 1, found 0 to 2; it is corrupt" in refused(tmp_path, stored, config)
+
+
+def test_an_empty_module(tmp_path: Path) -> None:
+    stored, config = parts("gptq")
+    empty = {
+        f"empty.{part}": np.zeros((0, 64), stored[f"{M}.{part}"].dtype) for part in ("qweight", "qzeros", "scales")
+    }
+    assert "'empty.qweight'" in refused(tmp_path, stored | empty, config)
 
 
 def test_names_twice(tmp_path: Path) -> None:

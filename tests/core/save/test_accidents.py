@@ -419,6 +419,15 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert found(tmp_path) == OLD
 
 
+def test_a_current_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for path in ("x.npz", "x", "/proc/self/x.npz", f"{tmp_path}/{'x' * 300}"):
+        with pytest.raises(lm.LazyModelError, match=f"cannot write {path}"):
+            lm.save({"a": np.zeros(3)}, path)
+
+
 def test_what_another_program_wrote_meanwhile_stays(folder: Path) -> None:
     """A killed saver's journal names files; one that somebody replaced since is not the one that it names."""
     world = WORLDS["sharded over more shards"]

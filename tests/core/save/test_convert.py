@@ -104,7 +104,9 @@ TABLE = """
 import numpy as np
 import lazymodel as lm
 weights = lm.WeightMap({"layers/{n}/kernel": lm.From("model.{n}.weight").T, "step": None})
-both = lambda tensors: {"joined": np.concatenate([tensors["layers/0/kernel"], tensors["layers/0/kernel"]])}
+both = lambda tensors: {
+    "joined": np.concatenate([tensors["layers/0/kernel"]] * 2), "one": tensors["step"], "two": tensors["step"]
+}
 nothing = 3
 """
 
@@ -118,7 +120,8 @@ def test_a_table_or_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert convert("in", "named.npz", "--map", "convert_table:weights", "--verify") == 0
     check(tmp_path / "named.npz", {f"model.{n}.weight": made[f"layers/{n}/kernel"].T.copy() for n in (0, 1)})
     assert convert("in", "joined", "--map", "convert_table:both", "--to", "orbax") == 0
-    check(tmp_path / "joined", {"joined": np.concatenate([made["layers/0/kernel"]] * 2)})
+    joined = {"joined": np.concatenate([made["layers/0/kernel"]] * 2), "one": made["step"], "two": made["step"]}
+    check(tmp_path / "joined", joined)
     assert convert("in", "x", "--map", "convert_table:nothing") == 2
     assert "expected a WeightMap or a function" in capsys.readouterr().err
 
@@ -167,6 +170,7 @@ def test_differences(tmp_path: Path) -> None:
         (["in.safetensors", "out", "--to", "huggingface"], "say which with --cls"),
         (["in.safetensors", "out", "--quantize", "int8"], "say which with --cls"),
         (["in.safetensors", "out", "--map", "absent_module:weights"], "there is no module 'absent_module'"),
+        (["in.safetensors", "out", "--map", ":"], "expected MODULE:NAME"),
         (["in.safetensors", "out", "--storage-option", "region=x"], "neither SRC nor DST is one"),
         (["in.safetensors", "out.weights.h5"], "HDF5 weights have NumPy's numbers and bfloat16, and no float8_e4m3fn"),
         (["in.safetensors", "out.npz"], "cast it"),
@@ -186,11 +190,35 @@ def test_what_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["in.safetensors"]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["above/npy/inner", "above", "--to", "npy"],
+        ["above/npy/inner", "above/npy/inner/out", "--to", "npy"],
+        ["k_00000.weights.h5", "k.weights.json"],
+        ["loose", "loose/out.safetensors"],
+    ],
+)
+def test_the_source_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, arguments: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = {"a": np.ones(2, "float32"), "b": np.zeros(3, "float32")}
+    lm.save(made, "above/npy/inner", format="npy")
+    lm.save(made, "k.weights.json", max_shard_size=8)
+    for name, value in made.items():
+        lm.save({name: value}, f"loose/{name}.safetensors")
+    assert convert(*arguments, "--overwrite") == 2
+    assert "convert to another path" in capsys.readouterr().err
+    assert convert("loose", "out.npz") == 0  # and no other
+
+
 def test_names_that_a_format_cannot_have(tmp_path: Path) -> None:
     for name, given, message in [
         ("x.h5", {"a": np.zeros(1), "a/b": np.zeros(1)}, "HDF5 has a tree of names"),
         ("x.h5", {"a//b": np.zeros(1)}, "cannot be the path of a dataset"),
         ("x.npz", {"a" * 70000: np.zeros(1)}, "cannot be the name of an array"),
+        ("x.npz", {"\ud800": np.zeros(1)}, "cannot be the name of an array"),
+        ("x.npz", {"a": np.zeros(1, ml_dtypes.float8_e5m2)}, "NumPy writes float8_e5m2"),
+        ("x.h5", {"a": np.zeros(1, ml_dtypes.float8_e5m2)}, "and no float8_e5m2"),
     ]:
         with pytest.raises(lm.LazyModelError, match=message):
             lm.save(given, tmp_path / name)
@@ -204,6 +232,9 @@ def test_names_that_a_format_cannot_have(tmp_path: Path) -> None:
     for names, message in [(["a.b", "a/b"], "would be one array"), (["a" * 300], "cannot be the name of a folder")]:
         with pytest.raises(lm.LazyModelError, match=message):
             lm.save({name: np.zeros(1) for name in names}, tmp_path / "x", format="orbax", mapping=_as_they_are)
+    small = {"a": np.ones(3, ml_dtypes.float8_e5m2)}  # whose kind is that of NumPy's own
+    lm.save(small, tmp_path / "x", format="orbax", mapping=_as_they_are)
+    check(tmp_path / "x", small)
 
 
 def test_a_folder_of_arrays_is_replaced_as_a_whole(tmp_path: Path) -> None:

@@ -168,8 +168,8 @@ def test_what_is_not_refused_keeps_every_integer(stored: Any, wanted: Any, extra
     ("weight", "scale"),
     [
         ("a.weight", "a.weight_scale"), ("a.weight", "a.weight_scale_inv"), ("a.weight", "a.scales"),
-        ("a.weight", "a.weight.absmax"), ("a.weight", "a.SCB"), ("a/kernel", "a/kernel_scale"),
-        ("a/kernel", "a/scale"), ("w", "w_scale"), ("a.up_blocks", "a.up_scales"),
+        ("a.weight", "a.scale_weight"), ("a.weight", "a.weight.absmax"), ("a.weight", "a.SCB"),
+        ("a/kernel", "a/kernel_scale"), ("a/kernel", "a/scale"), ("w", "w_scale"), ("a.up_blocks", "a.up_scales"),
     ],
 )  # fmt: skip
 def test_quantized_weights_without_their_scale(dtype: Any, weight: str, scale: str, tmp_path: Path) -> None:
