@@ -24,7 +24,7 @@ from lazymodel._mapping.values import lazy_values
 from lazymodel._remote.source import reading_ahead
 from lazymodel._show.progress import Progress, ProgressTo, progress_for
 from lazymodel._show.table import Table, Tabled, shape_text
-from lazymodel._show.text import first_lines, fold, folded_names, plural, unnumbered
+from lazymodel._show.text import first_lines, fold, folded_names, grouped_by, plural, unnumbered
 from lazymodel._tensors.boxes import Box, box_shape, slabs
 from lazymodel._tensors.buffers import Workspace, cores, empty_aligned
 from lazymodel._tensors.fill import fill
@@ -106,9 +106,7 @@ class Difference(Tabled):
     def table(self) -> Table:
         """What is shown: a row for tensors that differ only in numbers of their names."""
         beyond = self.beyond
-        groups: dict[Any, list[TensorDifference]] = {}
-        for tensor in beyond:
-            groups.setdefault((unnumbered(tensor.name), tensor.shapes, tensor.dtypes), []).append(tensor)
+        groups = grouped_by(beyond, lambda tensor: (unnumbered(tensor.name), tensor.shapes, tensor.dtypes))
         rows: list[tuple[str, ...]] = []
         for group in list(groups.values())[:_MAX_ROWS]:
             first, comparable = group[0], group[0].different is not None

@@ -5,6 +5,8 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,6 +120,27 @@ def mesh8() -> jax.sharding.Mesh:
 def mesh42() -> jax.sharding.Mesh:
     """Eight devices in two axes: `batch` of four, `model` of two."""
     return _mesh((4, 2), ("batch", "model"))
+
+
+@pytest.fixture
+def no_thread_is_left() -> Iterator[None]:
+    """No thread of a stream outlives the test."""
+    yield
+    # One whose start a Ctrl-C cut short stays listed and is not alive; if it comes to run, it finds all stopped.
+    left = [each for each in threading.enumerate() if each.name.startswith("lazymodel-stream")]
+    assert not [thread for thread in left if thread.is_alive()]
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """An interrupt is not ignored, as in what a shell runs in the background, and comes through: JAX has a callback for
+    garbage collections, and Python drops what is raised while that runs.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()
+    yield
+    gc.enable()
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 
 def free_address() -> str:
     """An address of this machine on which nobody listens."""
@@ -63,6 +65,21 @@ def printed(folder: Path, processes: int) -> str:
     """What so many workers have printed."""
     logs = ((folder / f"log-{number}.txt").read_text(errors="replace") for number in range(processes))
     return "\n".join(f"--- process {number}\n{log}" for number, log in enumerate(logs))
+
+
+def join(process: int, processes: int, address: str, devices: int, *, heartbeat: int = 10) -> None:
+    """Makes a worker one of several processes of so many devices each; warnings are errors from here on."""
+    jax.config.update("jax_num_cpu_devices", devices)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        address,
+        processes,
+        process,
+        initialization_timeout=30,
+        heartbeat_timeout_seconds=heartbeat,
+        shutdown_timeout_seconds=10,
+    )
+    warnings.simplefilter("error")
 
 
 @functools.cache
@@ -135,5 +152,5 @@ if __name__ == "__main__":
         script, arguments = _serve()
     coordination._PID = os.getpid()  # a worker takes leave of the others at its end, unlike what programs fork
     sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     runpy.run_path(script, run_name="__main__")

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from lazymodel import CheckpointError, LazyModelError
 from lazymodel._save.convert import differences, forget
-from lazymodel._save.save import DEFAULT_BUDGET
-from lazymodel._show.text import closest, parse_budget
+from lazymodel._show.text import closest
 from lazymodel_keras._train.presets import lazy_values, save_preset
 from lazymodel_keras.hub import abstract_from_preset
 
@@ -62,7 +61,6 @@ def convert_model(
     if not verify and to != "huggingface":
         return []
     forget([entry.path for entry in os.scandir(destination)])
-    budget = DEFAULT_BUDGET if max_host_memory is None else parse_budget(max_host_memory)
     expected = lazy_values(abstract)
     if to == "huggingface":  # whose configurations, as exported, name no task, and which has weights alone
         backbone = getattr(target, "backbone_cls", target)
@@ -75,4 +73,4 @@ def convert_model(
         found = lazy_values(abstract_from_preset(target, destination, **given))
         found = {path: one for path, one in zip(expected, found.values(), strict=True) if one.file}
     expected = {path: tensor for path, tensor in expected.items() if path in found}
-    return list(differences(expected, found, budget, options.get("progress")))
+    return list(differences(expected, found, max_host_memory, options.get("progress")))

@@ -79,6 +79,8 @@ def check_from_preset(cls: Any, preset: Any, given: Iterable[str], ours: Mapping
     of_backbone = set[str]() if backbone is None else taken_names(constructors(backbone))[0]
     # A task's loader gives some to the backbone, whatever the task's own constructor takes.
     names |= _OF_KERAS | (of_backbone & _upstream.backbone_keywords())
+    if backbone is not None:
+        names.add("preprocessor")  # None is none, for a task that has none as well
     for name in given:
         if name in names or not (all_known or difflib.get_close_matches(_letters(name), map(_letters, ours), 1, _TYPO)):
             continue

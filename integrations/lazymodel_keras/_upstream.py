@@ -263,12 +263,14 @@ def hub_models() -> Any:
     return getattr(sys.modules.get("keras_hub"), "models", None)
 
 
-def saved_to_presets() -> list[Any]:
-    """The classes of KerasHub that define a `save_to_preset`; some of them save parts of a preset only."""
-    hub: Any = sys.modules["keras_hub"]
+def classes_defining(method: str) -> list[Any]:
+    """The classes of KerasHub, of whole presets and of parts of one, that define a method; none without it."""
+    hub: Any = sys.modules.get("keras_hub")
+    if hub is None or hub_models() is None:
+        return []
     bases = [hub.models.Backbone, hub.models.Task, hub.models.Preprocessor, hub.tokenizers.Tokenizer]
     bases += [getattr(hub.layers, f"{kind}Converter", None) for kind in ("Audio", "Image", "Video")]
-    return [cls for cls in bases if cls is not None and "save_to_preset" in vars(cls)]
+    return [cls for cls in bases if cls is not None and method in vars(cls)]
 
 
 def classes_of_preset(cls: Any, preset: Any) -> tuple[Any, Any]:
@@ -350,16 +352,6 @@ def get_preset_file() -> Any:
     return getattr(_preset_utils(), "get_file", None)
 
 
-def preset_classes() -> list[Any]:
-    """The classes of KerasHub that have a `from_preset` of their own; none without it."""
-    hub: Any = sys.modules.get("keras_hub")
-    if hub is None or hub_models() is None:
-        return []
-    bases = [hub.models.Backbone, hub.models.Task, hub.models.Preprocessor, hub.tokenizers.Tokenizer]
-    bases += [getattr(hub.layers, f"{kind}Converter", None) for kind in ("Audio", "Image", "Video")]
-    return [cls for cls in bases if cls is not None and "from_preset" in vars(cls)]
-
-
 _CONVERTERS = "keras_hub.src.utils.transformers"
 
 
@@ -373,64 +365,48 @@ def converter(name: str) -> Any:
     return importlib.import_module(f"{_CONVERTERS}.convert_{name}")
 
 
-def transformers_loader() -> Any:
-    """The class of KerasHub that reads Hugging Face folders, and finds their converter; None without it.
-
-    KerasHub imports it when it first needs it.
-    """
+def _late(name: str) -> Any:
+    """A module of KerasHub, which imports it when it first needs it; None without KerasHub, or where that cannot be."""
     if "keras_hub" not in sys.modules:
         return None
     try:
-        return importlib.import_module(f"{_CONVERTERS}.preset_loader").TransformersPresetLoader
+        return importlib.import_module(f"{_CONVERTERS}.{name}")
     except ImportError:  # of what some converters need
         return None
 
 
-_LOADER = f"{_CONVERTERS}.safetensor_utils"
+def transformers_loader() -> Any:
+    """The class of KerasHub that reads Hugging Face folders, and finds their converter; None without it."""
+    module = _late("preset_loader")
+    return None if module is None else module.TransformersPresetLoader
 
 
 def safetensors_loader() -> Any:
-    """The class of KerasHub that finds a tensor's shard in the index of a Hugging Face folder; None without it.
-
-    KerasHub imports it when it first needs it.
-    """
-    if "keras_hub" not in sys.modules:
-        return None
-    try:
-        return importlib.import_module(_LOADER).SafetensorLoader
-    except (ImportError, AttributeError):
-        return None
+    """The class of KerasHub that finds a tensor's shard in the index of a Hugging Face folder; None without it."""
+    return getattr(_late("safetensor_utils"), "SafetensorLoader", None)
 
 
 def index_of(loader: Any) -> str:
     """The path of the index that such a loader has read."""
-    module: Any = sys.modules[_LOADER]
+    module = _late("safetensor_utils")
     return module.get_file(loader.preset, module.SAFETENSOR_CONFIG_FILE)
 
 
-_EXPORTER, EXPORTED = "keras_hub.src.utils.transformers.export.hf_exporter", "_to_numpy_dict"
+EXPORTED = "_to_numpy_dict"
 
 
 def exporter() -> Any:
     """KerasHub's module that writes Hugging Face folders, whose `EXPORTED` makes arrays of all weights; or None.
 
-    KerasHub imports it when it first needs it. What it writes the weights with takes arrays in memory only.
+    What it writes the weights with takes arrays in memory only.
     """
-    try:
-        module = importlib.import_module(_EXPORTER)
-    except ImportError:
-        return None
-    return module if EXPORTED in vars(module) else None
+    module = _late("export.hf_exporter")
+    return module if hasattr(module, EXPORTED) else None
 
 
 def gpt_oss_converter() -> Any:
-    """The module that converts GPT-OSS from Hugging Face, which KerasHub imports when it first needs it; or None."""
-    if "keras_hub" not in sys.modules:
-        return None
-    try:
-        return converter("gpt_oss")
-    except ImportError:
-        return None
+    """The module that converts GPT-OSS from Hugging Face; or None."""
+    return _late("convert_gpt_oss")
 
 
 _DECODER, _DECODER_ARGUMENTS = "dequantize_mxfp4", ("blocks", "scales")

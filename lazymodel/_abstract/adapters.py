@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from lazymodel._errors import LazyModelError
 
-# Framework module → (the module that exposes `adapter`, the extra that installs what it needs).
+# Framework module → the module that exposes `adapter`; the extra by the framework's name installs what it needs.
 _KNOWN = {"keras": "lazymodel_keras", "flax": "lazymodel_flax"}
 
 

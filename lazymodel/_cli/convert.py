@@ -62,7 +62,7 @@ def add_convert_parser(commands: Any) -> None:
         help="format of DST where its name does not say it; the last two with --cls",
     )
     parser.add_argument("--dtype", metavar="NAME", help="what floating-point tensors become, such as bfloat16")
-    parser.add_argument("--shard-size", metavar="BYTES", help="of tensors in a file, such as 5GB, which is the default")
+    parser.add_argument("--shard-size", metavar="BYTES", help="of tensors in a file; default: 5GB, with --cls 10GiB")
     parser.add_argument("--include", action="append", metavar="GLOB", help="convert tensors of such names only")
     parser.add_argument("--exclude", action="append", metavar="GLOB", help="leave tensors of such names out")
     parser.add_argument(

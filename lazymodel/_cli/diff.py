@@ -9,11 +9,10 @@ import argparse
 import contextlib
 from typing import Any
 
-from lazymodel._cli.output import print_json
+from lazymodel._cli.output import show
 from lazymodel._cli.storage import add_storage_options, storage_options
 from lazymodel._diff import diff
 from lazymodel._remote.url import is_url
-from lazymodel._show.table import print_text
 from lazymodel.checkpoints import open_checkpoint
 
 
@@ -48,8 +47,5 @@ def _diff(arguments: argparse.Namespace) -> int:
         stack.enter_context(a)
         stack.enter_context(b)
         found = diff(a, b, tolerance=arguments.tolerance)
-    if arguments.json:
-        print_json("diff", found.to_dict())
-    else:
-        print_text(str(found))
+    show(arguments, "diff", found)
     return 1 if found else 0

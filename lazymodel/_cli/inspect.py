@@ -8,9 +8,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from lazymodel._cli.output import check_page, print_json
+from lazymodel._cli.output import check_page, show
 from lazymodel._cli.storage import add_storage_options, storage_options
-from lazymodel._show.table import print_text
 from lazymodel.checkpoints._inspect import inspect_checkpoint
 
 
@@ -41,10 +40,5 @@ def add_inspect_parser(commands: Any) -> None:
 def _inspect(arguments: argparse.Namespace) -> int:
     check_page(arguments.html)
     summary = inspect_checkpoint(arguments.checkpoint, storage_options(arguments), verify=arguments.verify)
-    if arguments.html:
-        summary.save(arguments.html)
-    if arguments.json:
-        print_json("inspect", summary.to_dict())
-    else:
-        print_text(str(summary))
+    show(arguments, "inspect", summary)
     return 1 if summary.problems else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import os
@@ -18,6 +19,16 @@ VERSION = 1  # of every schema: grows when a key goes or changes its meaning, no
 def print_json(command: str, document: dict[str, Any]) -> None:
     """Prints a document, its schema first."""
     print_text(json.dumps({"schema": f"lazymodel.{command}/{VERSION}", **document}, indent=2))
+
+
+def show(arguments: argparse.Namespace, command: str, found: Any) -> None:
+    """Prints what a command found, as text or with --json, and writes its page where the command has --html."""
+    if getattr(arguments, "html", None):
+        found.save(arguments.html)
+    if arguments.json:
+        print_json(command, found.to_dict())
+    else:
+        print_text(str(found))
 
 
 def check_page(path: str | None) -> None:

@@ -26,7 +26,7 @@ from rich.markup import escape
 from lazymodel._abstract.adapters import named
 from lazymodel._abstract.memory import PINNED_HOST
 from lazymodel._cli.imported import imported, is_imported
-from lazymodel._cli.output import check_page, print_json
+from lazymodel._cli.output import check_page, show
 from lazymodel._cli.storage import add_storage_options, storage_options
 from lazymodel._compile.compile import Compile
 from lazymodel._devices.topology import arithmetic_mesh, libtpu_environment
@@ -41,7 +41,6 @@ from lazymodel._programs.jaxprs import CONFIG
 from lazymodel._remote.url import is_url, shown
 from lazymodel._sharding.auto import auto
 from lazymodel._show.quiet import quiet_tensorflow
-from lazymodel._show.table import print_text
 from lazymodel._show.text import parse_bytes
 
 # Files that hold weights and nothing that a model could be built from.
@@ -126,13 +125,10 @@ def _plan(arguments: argparse.Namespace) -> int:
         meshes = _meshes(arguments)
         source = _described(arguments.model)
         plans = _plans(arguments, source, meshes, what_if, compile, fleet)
-    shown: Any = next(iter(plans.values())) if len(plans) == 1 else compare_plans(plans)
-    if arguments.html:
-        shown.save(arguments.html)
-    if arguments.json:
-        print_json("plan" if len(plans) == 1 else "plans", shown.to_dict())
+    if len(plans) == 1:
+        show(arguments, "plan", *plans.values())
     else:
-        print_text(str(shown))
+        show(arguments, "plans", compare_plans(plans))
     return 0 if any(plan.fits is not False for plan in plans.values()) else 1
 
 

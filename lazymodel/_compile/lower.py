@@ -24,9 +24,7 @@ from lazymodel._show.timeline import Timeline
 def checked(compile: Compile | Sequence[Compile] | None) -> tuple[Compile, ...]:
     """What is to be compiled beside the stream; LazyModelError for what is nothing of the kind, or for plans alone."""
     given: Any = () if compile is None else compile
-    found: tuple[Any, ...] = (
-        (given,) if isinstance(given, Compile) or not isinstance(given, list | tuple) else (*given,)
-    )
+    found: tuple[Any, ...] = (*given,) if isinstance(given, list | tuple) else (given,)
     for each in found:
         if not isinstance(each, Compile):
             raise LazyModelError(

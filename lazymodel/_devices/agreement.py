@@ -93,7 +93,7 @@ def agreement(
     *,
     done: str = "materialized",
     given: str = "checkpoints, keys or seeds differ",
-    mend: str = "Give all processes the same files and the same key or seed",
+    mend: str = "Give all processes the same files and the same key or seed (of Keras: keras.utils.set_random_seed)",
 ) -> Generator[Stage]:
     """Runs its body as a stage at whose end all processes that hold devices of these shardings wait for each other.
 

@@ -354,7 +354,7 @@ def read_entry(
     source: From,
     captures: Captures,
     tensors: Tensors,
-    shape: _Shape | None = None,
+    shape: _Shape | None,
     steps: Sequence[_AnyStep] | None = None,
 ) -> Any:
     """The value of an entry's variable, after all steps or only the first ones; ValueError where shapes do not fit.

@@ -20,7 +20,7 @@ from lazymodel._show.text import closest, first_of, folded_names, listed
 from lazymodel._tensors.casting import SAFE, check_mode, refusal, weights
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.quantized import scales_beside
-from lazymodel._tensors.stored import MismatchedTensor, is_initial, stored_tensors, where
+from lazymodel._tensors.stored import MismatchedTensor, stored_tensors, where
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,22 @@ def refused_casts(model: ModelSpec, checkpoint: Mapping[str, Any] | None, choice
     return refused
 
 
-def warn_of_rest(model: ModelSpec, checkpoint: Mapping[str, Any], choice: Choice, initialize: str | None) -> None:
+def choose_and_warn(
+    model: ModelSpec,
+    checkpoint: Mapping[str, Any] | None,
+    *,
+    initialize: str | None = None,
+    strict: bool = True,
+    cast: str = SAFE,
+) -> Choice:
+    """As `choose`, having warned of what the checkpoint lacks or has besides."""
+    choice = choose(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
+    if checkpoint is not None and initialize != "all":
+        _warn_of_rest(model, checkpoint, choice, initialize)
+    return choice
+
+
+def _warn_of_rest(model: ModelSpec, checkpoint: Mapping[str, Any], choice: Choice, initialize: str | None) -> None:
     """Warns of what a checkpoint has too much and, unless that was said to be meant, too little."""
     left_out: list[str] = []
     if choice.unused:
@@ -159,8 +174,3 @@ def warn_of_rest(model: ModelSpec, checkpoint: Mapping[str, Any], choice: Choice
 def _lacks(model: ModelSpec, checkpoint: Mapping[str, Any], lacking: Sequence[str]) -> str:
     what = f"{described(checkpoint)} has no tensor for {len(lacking)} of {len(model)} variables"
     return f"{what}: {listed(folded_names(lacking))}"
-
-
-def describe_sources(sources: Mapping[str, Any]) -> dict[str, str]:
-    """For each path, where its value is read from, for people."""
-    return {path: where(source) for path, source in sources.items() if not is_initial(source)}

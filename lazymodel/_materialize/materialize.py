@@ -26,7 +26,7 @@ from lazymodel._devices.agreement import Stage, agreement
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError
 from lazymodel._mapping.mapped import flat_checkpoint
-from lazymodel._mapping.match import Choice, choose, warn_of_rest
+from lazymodel._mapping.match import Choice, choose_and_warn
 from lazymodel._mapping.values import read_as
 from lazymodel._materialize.exchange import Exchange, exchanged, exchanges
 from lazymodel._materialize.finish import as_weak, in_layout
@@ -78,7 +78,7 @@ def materialize(
             their range infinite; integers anything that has all values of their dtype, and if they are few enough
             (16 MiB) anything that has all their values. `"unsafe"` casts as `ndarray.astype` does. What a mapping
             casts with `astype` was asked for.
-        max_host_memory: Ceiling for the host's staging memory in bytes, or `"4GiB"`.
+        max_host_memory: Ceiling of staging, in bytes or as `"4GiB"`; None is that, or an eighth of available memory.
         replicas: How bytes reach several processes that hold the same: with `"read"` each of them reads them, with
             `"exchange"` one does, and devices exchange them, which takes up to 1 GiB more of a device for a moment
             (a larger variable alone: as much as a device holds of it, twice). None exchanges what comes over a network.
@@ -113,7 +113,7 @@ def materialize(
     with agreement(assigned) as stage:
         deliver = delivery(report)
         checkpoint = flat_checkpoint(checkpoint)
-        choice = _chosen(model, checkpoint, initialize, strict, cast)
+        choice = choose_and_warn(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
         reading = Reading.of(model, choice, shardings, max_host_memory, replicas)
         timeline.add("match", matching, time.perf_counter())
         compiling = Compiling.of(model, compiles, shardings, timeline)
@@ -224,16 +224,6 @@ def make_arrays(
 def _check_placed(model: ModelSpec) -> None:
     require_live(model.variables)
     model.framework.check_placed(model.variables)
-
-
-def _chosen(
-    model: ModelSpec, checkpoint: Mapping[str, Any] | None, initialize: str | None, strict: bool, cast: str
-) -> Choice:
-    """What becomes of each variable, having warned of what the checkpoint lacks or has besides."""
-    choice = choose(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
-    if checkpoint is not None and initialize != "all":
-        warn_of_rest(model, checkpoint, choice, initialize)
-    return choice
 
 
 def _items(model: ModelSpec, choice: Choice, shardings: Mapping[str, Sharding]) -> list[StreamItem]:

@@ -18,7 +18,7 @@ from lazymodel._abstract.spec import ModelSpec
 from lazymodel._devices.agreement import agreement
 from lazymodel._devices.hardware import require_live
 from lazymodel._mapping.mapped import flat_checkpoint
-from lazymodel._mapping.match import Choice, choose, warn_of_rest
+from lazymodel._mapping.match import Choice, choose_and_warn
 from lazymodel._mapping.values import initial_values, is_banded, read_as, refuse_derived
 from lazymodel._materialize.finish import finished
 from lazymodel._materialize.stream import StreamItem
@@ -78,9 +78,7 @@ def stream(
     budget = _BUDGET if max_host_memory is None else parse_budget(max_host_memory)
     with agreement([variable.sharding for variable in model.values()], done="streamed") as stage:
         checkpoint = flat_checkpoint(checkpoint)
-        choice = choose(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
-        if checkpoint is not None and initialize != "all":
-            warn_of_rest(model, checkpoint, choice, initialize)
+        choice = choose_and_warn(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
         refuse_derived(model, choice)
         tell(stage, choice)
         return _arrays(model, choice, shardings, budget)

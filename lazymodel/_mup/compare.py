@@ -26,7 +26,7 @@ from lazymodel._mup.sides import Grown, Side, Sides, find_sides
 from lazymodel._programs.moments import Moments, is_random, moments
 from lazymodel._sharding.describe import Described, describe
 from lazymodel._show.table import Table, Tabled
-from lazymodel._show.text import closest, first_lines, fold, plural, unnumbered
+from lazymodel._show.text import closest, first_lines, fold, grouped_by, plural, unnumbered
 
 _MAX_ROWS = 60
 _RULES: tuple[Rule, ...] = ("adam", "sgd")
@@ -153,10 +153,7 @@ class Mup(Tabled, Mapping[str, MupVariable]):
 
     def table(self) -> Table:
         """A row for variables that differ only in numbers."""
-        groups: dict[Hashable, list[MupVariable]] = {}
-        for row in self.values():
-            key = (unnumbered(row.path), *(getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "path"))
-            groups.setdefault(key, []).append(row)
+        groups = grouped_by(self.values(), lambda row: (unnumbered(row.path), dataclasses.replace(row, path="")))
         grid = [
             (
                 fold([row.path for row in rows]),
@@ -275,17 +272,10 @@ def _template(path: str) -> Hashable:
     return unnumbered(re.sub(r"_\d+(?=/|$)", "", rule_path(path)))
 
 
-def _by_template(paths: Mapping[str, Any]) -> dict[Hashable, list[str]]:
-    groups: dict[Hashable, list[str]] = {}
-    for path in paths:
-        groups.setdefault(_template(path), []).append(path)
-    return groups
-
-
 def _pairs(base: Mapping[str, AbstractVariable], model: Mapping[str, AbstractVariable]) -> Iterator[tuple[str, str]]:
     """(path in the base, path in the model) of every variable of the model."""
-    known = _by_template(base)
-    for template, paths in _by_template(model).items():
+    known = grouped_by(base, _template)
+    for template, paths in grouped_by(model, _template).items():
         others = known.pop(template, [])
         if not others:
             raise LazyModelError(f"the base model has no variable like {paths[0]!r}{closest(paths[0], base)}")
@@ -398,7 +388,7 @@ def _deeper(base: ModelSpec, model: ModelSpec, grown: Mapping[str, Grown], depth
     """How many times as many layers there are, of variables that stand in layers."""
     if depth is None:
         return {}
-    before, after = _by_template(_considered(base)), _by_template(grown)
+    before, after = grouped_by(_considered(base), _template), grouped_by(grown, _template)
     found: dict[str, float] = {}
     for template, paths in after.items():
         for path in paths:

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lazymodel._errors import LazyModelError
-from lazymodel._plan.page import comparison_sections
 from lazymodel._plan.plan import MemoryPlan
-from lazymodel._show.page import save_page
+from lazymodel._show.page import Grid, Section, Text, save_page
 from lazymodel._show.table import Table, Tabled
 from lazymodel._show.text import format_bytes, plural
 
@@ -29,7 +28,7 @@ class PlanComparison(Tabled):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the comparison and every plan as one page; see `MemoryPlan.save`."""
         table = self.table()
-        sections = comparison_sections(table.lines, table.columns, table.rows)
+        sections: list[Section] = [Text(table.lines), Grid("What would fit", table.columns, table.rows)]
         for name, plan in self.plans.items():
             first, *others = plan.sections()
             sections += [dataclasses.replace(first, title=name), *others]

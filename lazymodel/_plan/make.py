@@ -24,7 +24,7 @@ from lazymodel._devices.hardware import device_memory as known_memory
 from lazymodel._devices.hardware import is_arithmetic, is_live
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._mapping.mapped import flat_checkpoint
-from lazymodel._mapping.match import Choice, choose, describe_sources, refused_casts
+from lazymodel._mapping.match import Choice, choose, refused_casts
 from lazymodel._plan.compiled import compile_use
 from lazymodel._plan.fleet import Fleet, Traffic
 from lazymodel._plan.hosts import make_hosts, offloaded_to, read_anywhere
@@ -32,6 +32,7 @@ from lazymodel._plan.plan import HostPlan, MemoryPlan, PlanRow
 from lazymodel._plan.steps import action, make_steps, make_timeline
 from lazymodel._plan.what_if import ACTIVATIONS, GRADIENTS, PARAMETERS, Use, WhatIf
 from lazymodel._show.text import parse_bytes
+from lazymodel._tensors.stored import is_initial, where
 
 
 def plan(
@@ -240,7 +241,7 @@ def _rows(model: ModelSpec, choice: Choice, use: Use) -> tuple[PlanRow, ...]:
     for left_out in choice.mismatched:
         if left_out.path in origins:
             origins[left_out.path] += f"; shape {left_out.found} of the checkpoint does not match"
-    origins |= describe_sources(choice.sources)
+    origins |= {path: where(source) for path, source in choice.sources.items() if not is_initial(source)}
     return tuple(
         PlanRow(
             path=path,

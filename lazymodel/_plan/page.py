@@ -56,11 +56,6 @@ def plan_sections(
     return sections
 
 
-def comparison_sections(lines: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Section]:
-    """What stands above the plans that are compared."""
-    return [Text(lines), Grid("What would fit", columns, rows)]
-
-
 def _elsewhere(fixed: int, split: int) -> Grid:
     """Of other devices, and how many of them, how much each would need of what it has."""
     rows: list[list[Any]] = []

@@ -7,7 +7,7 @@ memory analysis, or a stated estimate of it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from lazymodel._abstract.placement import Placement, Signature, offloaded_nbytes, resident_nbytes, stays_on_host
@@ -15,7 +15,8 @@ from lazymodel._abstract.spec import ModelSpec
 from lazymodel._mapping.match import Choice
 from lazymodel._plan.fleet import Traffic
 from lazymodel._plan.plan import PlanStep
-from lazymodel._programs.programs import AnyProgram, InitRecipe, by_devices
+from lazymodel._programs.programs import AnyProgram, by_devices
+from lazymodel._show.text import grouped_by
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.stored import is_initial
 
@@ -67,7 +68,7 @@ def make_steps(
             computed.append(Step("initialize", recipe.paths, where, nbytes, program.temp_nbytes, away))
     else:
         for recipe in choice.recipes:
-            for paths in _by_group(recipe, group):
+            for paths in map(tuple, grouped_by(recipe.paths, group.__getitem__).values()):
                 nbytes, away = (sum(amounts[path] for path in paths) for amounts in (shard, offloaded))
                 temporaries = (_cpu_temporaries(model[path].shard_nbytes, model[path].dtype.itemsize) for path in paths)
                 temporary = sum(temporaries) if platform == "cpu" else away  # made on the device, and moved
@@ -86,13 +87,6 @@ def make_steps(
 
 def _cpu_temporaries(shard_nbytes: int, itemsize: int) -> int:
     return shard_nbytes // max(itemsize, 1) * (_CPU_NARROW_TEMPORARIES if itemsize < 4 else _CPU_TEMPORARIES)
-
-
-def _by_group(recipe: InitRecipe, group: Mapping[str, Hashable]) -> Iterator[tuple[str, ...]]:
-    groups: dict[Hashable, list[str]] = {}
-    for path in recipe.paths:
-        groups.setdefault(group[path], []).append(path)
-    return map(tuple, groups.values())
 
 
 def make_timeline(steps: Sequence[Step], signature: Signature) -> Iterator[PlanStep]:

@@ -94,7 +94,7 @@ def _four_bits(contents: Contents, name: str, state: str, nested: bool) -> LazyT
     codes = packed.reshape(arrangement[0], -1)
     leaf = ScaledLeaf(
         arrangement,
-        stored(codes, (1, 1), pairs(values, high_first=True), (1, 2)),
+        stored(codes, (1, 1), pairs(values), (1, 2)),
         stored(of_blocks, (1, block)),
     )
     return LazyTensor(leaf).reshape(shape).astype(said.dtype)

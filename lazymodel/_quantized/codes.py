@@ -51,11 +51,10 @@ def integers(bits: int, offset: int = 0) -> Unpack:
     return lookup((codes % (1 << bits) + offset).astype(np.float32))
 
 
-def pairs(values: np.ndarray, *, high_first: bool = False) -> Unpack:
-    """Codes of four bits, each for one of 16 values, two to a byte, the first in its lower half or in the upper."""
+def pairs(values: np.ndarray) -> Unpack:
+    """Codes of four bits, each for one of 16 values, two to a byte, the first in its upper half."""
     byte = np.arange(256)
-    halves = (byte >> 4, byte & 15) if high_first else (byte & 15, byte >> 4)
-    return lookup(np.stack([values[half] for half in halves], axis=1).astype(np.float32))
+    return lookup(np.stack([values[byte >> 4], values[byte & 15]], axis=1).astype(np.float32))
 
 
 def integers_down(bits: int, offset: int = 0, plus: int = 0, order: Sequence[int] = ()) -> Unpack:

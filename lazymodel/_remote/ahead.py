@@ -43,7 +43,7 @@ class Origin(Protocol):
         ...
 
 
-def requests_for(ranges: np.ndarray, gap: int = GAP, longest: int = REQUEST) -> np.ndarray:
+def requests_for(ranges: np.ndarray, gap: int, longest: int) -> np.ndarray:
     """The requests that fetch some ranges of one object: neighbours together, long ones in equal pieces.
 
     Args:

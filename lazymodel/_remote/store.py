@@ -76,6 +76,7 @@ class Store:
     Attributes:
         url: The root, with an empty key.
         lists: Whether it can say what it has; a web server cannot.
+        repository: Of the Hugging Face hub, where it is one.
     """
 
     def __init__(self, url: Url, options: Mapping[str, Any] | None = None) -> None:
@@ -91,9 +92,9 @@ class Store:
         self._gate = Gate(self._retry_after)
         self._client: dict[str, Any] = dict(self.options.pop("client_options", None) or {})
         self._obstore = _import_obstore()
-        self._repository: hugging_face.Repository | None = None
+        self.repository: hugging_face.Repository | None = None
         if url.kind == "hf":
-            self._repository = hugging_face.Repository(url.root, url.revision)
+            self.repository = hugging_face.Repository(url.root, url.revision)
         self._opened: dict[bool, Any] = {}  # by whether it is for little
 
     @property
@@ -104,11 +105,6 @@ class Store:
         """A key as messages may show it."""
         return dataclasses.replace(self.url, key=key).text
 
-    @property
-    def repository(self) -> hugging_face.Repository | None:
-        """The repository that it is, if it is one."""
-        return self._repository
-
     def commit(self, *, once: bool = False) -> str:
         """The commit of the repository that it is; asked for once, or as often as everything else.
 
@@ -116,9 +112,9 @@ class Store:
             Unavailable: The hub cannot be reached.
             CheckpointError: It knows no such repository or revision, or refuses it.
         """
-        assert self._repository is not None
+        assert self.repository is not None
         retries = Retries({"max_retries": 0}) if once else self.retries
-        return self._repository.commit(lambda url: self._read_json(url, retries))
+        return self.repository.commit(lambda url: self._read_json(url, retries))
 
     # What is known of objects.
 
@@ -130,7 +126,7 @@ class Store:
     def has(self, key: str) -> bool:
         """Whether there is an object; asks for its folder's list where that is there already, or is one answer."""
         folder, _, name = key.rpartition("/")
-        if key not in self._objects and (self._repository is not None or self._listed(folder)):
+        if key not in self._objects and (self.repository is not None or self._listed(folder)):
             return name in self.folder(folder)[0]
         return self.find(key) is not None
 
@@ -181,7 +177,7 @@ class Store:
         return found
 
     def _list(self, key: str) -> tuple[dict[str, Object], set[str]]:
-        if self._repository is not None:
+        if self.repository is not None:
             return self._files_of_repository(key)
         prefix = f"{key}/" if key else ""
         store = self._store(small=True)
@@ -206,11 +202,11 @@ class Store:
         return objects, {path[len(prefix) :].strip("/") for path in result["common_prefixes"]}
 
     def _files_of_repository(self, key: str) -> tuple[dict[str, Object], set[str]]:
-        assert self._repository is not None
+        assert self.repository is not None
         prefix = f"{key}/" if key else ""
         objects: dict[str, Object] = {}
         folders: set[str] = set()
-        for path in self._repository.files(self._read_json):
+        for path in self.repository.files(self._read_json):
             if path.startswith(prefix):
                 name, slash, _ = path[len(prefix) :].partition("/")
                 if name in ("", ".", "..") or not path.isprintable():
@@ -223,7 +219,7 @@ class Store:
 
     def hashes(self) -> dict[str, tuple[str, str]]:
         """Of a repository's files, by path: an algorithm, as `checkpoints/_verify` calls it, and the digits."""
-        return {} if self._repository is None else self._repository.hashes(self._read_json)
+        return {} if self.repository is None else self.repository.hashes(self._read_json)
 
     def _note(self, key: str, found: Object) -> Object:
         with self._lock:
@@ -389,7 +385,7 @@ class Store:
             return self._opened[small]
 
     def _open(self, client: Mapping[str, Any], retries: Mapping[str, Any] | None = None) -> Any:
-        web = self.http() if self._repository is not None or not self.lists else None
+        web = self.http() if self.repository is not None or not self.lists else None
 
         def opened(client_options: Mapping[str, Any], **options: Any) -> Any:
             if web is not None:
@@ -410,11 +406,11 @@ class Store:
 
     def http(self) -> tuple[str, Mapping[str, str]]:
         """The address below which a server or repository has its files, and the headers to ask for them with."""
-        if self._repository is None:
+        if self.repository is None:
             if not self.url.user:
                 return self.url.root, {}
             return self.url.root, {"Authorization": f"Basic {base64.b64encode(self.url.user.encode()).decode()}"}
-        return self._repository.files_url(self._read_json), self._repository.headers
+        return self.repository.files_url(self._read_json), self.repository.headers
 
     def _over_http(self, url: str, headers: Mapping[str, str], client_options: Mapping[str, Any]) -> Any:
         client = dict(client_options)
@@ -426,9 +422,9 @@ class Store:
 
     def _read_json(self, url: str, retries: Retries | None = None) -> bytes:
         """A small answer of a repository's server."""
-        assert self._repository is not None
+        assert self.repository is not None
         client = {**_CLIENT, "timeout": _SMALL_TIMEOUT, **self._client}
-        store = self._over_http(url, self._repository.headers, client)
+        store = self._over_http(url, self.repository.headers, client)
 
         def ask(_: threading.Event) -> bytes:
             data = bytearray()
@@ -442,7 +438,7 @@ class Store:
 
     def _retry_after(self, key: str) -> float | None:
         try:
-            if self._repository is not None or not self.lists:
+            if self.repository is not None or not self.lists:
                 base, headers = self.http()
                 root, mark, query = base.partition("?")
                 return retry_after(f"{root.rstrip('/')}/{quoted(key)}{mark}{query}", headers)
@@ -452,7 +448,7 @@ class Store:
             return None
 
 
-def open_store(url: str, options: Mapping[str, Any] | None = None) -> tuple[Store, str]:
+def open_store(url: str, options: Mapping[str, Any] | None) -> tuple[Store, str]:
     """The store of a URL, and the key in it."""
     client = options.get("client_options") if isinstance(options, Mapping) else None
     parsed = parse_url(url, allow_http=bool(client.get("allow_http")) if isinstance(client, Mapping) else False)

@@ -347,7 +347,7 @@ def exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(one), None, str(other))
 
 
-def carry_over(old: Path, new: Path, *, leave: Iterable[str] = ()) -> None:
+def carry_over(old: Path, new: Path, *, leave: Iterable[str]) -> None:
     """Gives a new folder what an old one has and it has not, as links to the same files, subfolders included.
 
     `leave` are paths relative to `old`, with slashes, of files and folders that are not to be kept.

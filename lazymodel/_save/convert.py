@@ -88,10 +88,9 @@ def convert(
         )
         if not verify:
             return []
-        budget = DEFAULT_BUDGET if max_host_memory is None else parse_budget(max_host_memory)
         with open_checkpoint(destination, storage_options) as found:
             forget([] if is_url(destination) else found.files)
-            return list(differences(tensors, found, budget, progress))
+            return list(differences(tensors, found, max_host_memory, progress))
 
 
 def _floating(name: str) -> np.dtype[Any]:
@@ -162,9 +161,13 @@ def forget(files: Sequence[str]) -> None:
 
 
 def differences(
-    expected: Mapping[str, LazyTensor], found: Mapping[str, LazyTensor], budget: int, progress: ProgressTo = None
+    expected: Mapping[str, LazyTensor],
+    found: Mapping[str, LazyTensor],
+    max_host_memory: int | str | None,
+    progress: ProgressTo = None,
 ) -> Iterator[str]:
-    """What is not the same in two checkpoints, bit for bit, a text for each tensor; `budget` is in bytes."""
+    """What is not the same in two checkpoints, bit for bit, a text for each tensor."""
+    budget = DEFAULT_BUDGET if max_host_memory is None else parse_budget(max_host_memory)
     for name in [*expected, *(name for name in found if name not in expected)]:
         if name not in found or name not in expected:
             yield f"{name!r} is {'missing' if name in expected else 'too much'}"

@@ -104,14 +104,8 @@ class Destination:
                 raise LazyModelError(
                     f"there is a checkpoint already: {there}. Pass overwrite=True (--overwrite) to replace it"
                 )
-            total = sum(file.nbytes for file in self.files)
             with writing(self.path):
-                free = shutil.disk_usage(self._stage.new).free
-                if free < total:
-                    raise LazyModelError(
-                        f"{self.path} needs {format_bytes(total)}, and there are {format_bytes(free)} free; "
-                        "make room, or save elsewhere"
-                    )
+                check_room(self.path, sum(file.nbytes for file in self.files), self._stage.new)
                 for file in self.files:
                     self.place(file).parent.mkdir(parents=True, exist_ok=True)
                     with open(self.place(file), "xb") as stream:
@@ -225,6 +219,27 @@ class FolderDestination(Destination):
     def _write_index(self, weights: dict[str, str]) -> None:
         total = sum(file.nbytes - len(file.header) for file in self.files)
         (self._stage.new / INDEX).write_text(index_text(total, weights), encoding="utf-8")
+
+
+class WholeFolder(Destination):
+    """A folder that is replaced as a whole."""
+
+    _inside = False
+
+    def _rivals(self) -> list[Path]:
+        return [staging_folder(self.path, inside=True)]
+
+    def commit(self) -> None:
+        self._stage.replace_folder()
+
+
+def check_room(path: Path, nbytes: int, folder: Path) -> None:
+    """Raises LazyModelError where a folder's disk has not so many bytes free for what is to be saved at a path."""
+    if (free := shutil.disk_usage(folder).free) < nbytes:
+        raise LazyModelError(
+            f"{path} needs {format_bytes(nbytes)}, and there are {format_bytes(free)} free; "
+            "make room, or save elsewhere"
+        )
 
 
 def check_file(path: Location) -> None:

@@ -20,16 +20,17 @@ import numpy as np
 
 from lazymodel._errors import LazyModelError
 from lazymodel._save.atomic import writing
-from lazymodel._save.destination import Destination, FileDestination, SavedFile
+from lazymodel._save.destination import FileDestination, SavedFile, WholeFolder
 from lazymodel._show.text import listed
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._numpy import npy_names
-from lazymodel.checkpoints._open import staging_folder
 from lazymodel.checkpoints._untrusted import files_inside, is_numpys
 
 _LOCAL, _CENTRAL = b"PK\x03\x04", b"PK\x01\x02"
 _VERSION, _UTF8, _STORED, _LARGE = 45, 1 << 11, 0, 0xFFFFFFFF  # zip64; names in UTF-8; sizes are in the extra field
 _DATE = 33  # 1980-01-01, the first day that zip has
+# Version, flags, method, time, date and checksum, still unknown, of a member, in both of its headers.
+_ABOUT = (_VERSION, _UTF8, _STORED, 0, _DATE, 0)
 _READ = 1 << 20  # bytes read at a time
 _UNFIT = re.compile(r"(^|/)([./]|$)|[\0\\\ud800-\udfff]")  # what leads out of a folder, is hidden in it, or no name
 _LONGEST = 255 - len(".npy")  # bytes of a file's name on all usual file systems
@@ -62,7 +63,7 @@ def layout(tensors: Mapping[str, LazyTensor], name: str) -> SavedFile:
             raise LazyModelError(f"{key[:80]!r} cannot be the name of an array in an archive; rename it with a mapping")
         size = len(npy) + tensor.nbytes
         extra = struct.pack("<HHQQ", 1, 16, size, size)
-        header = _LOCAL + struct.pack("<5H3L2H", *_about(0), _LARGE, _LARGE, len(member), len(extra)) + member + extra
+        header = _LOCAL + struct.pack("<5H3L2H", *_ABOUT, _LARGE, _LARGE, len(member), len(extra)) + member + extra
         start = position + len(header)
         rest.append((position, header + npy))
         placed.append((key, tensor, start + len(npy)))
@@ -75,7 +76,7 @@ def layout(tensors: Mapping[str, LazyTensor], name: str) -> SavedFile:
         members.append(_Member(start, end, (local + 14, position + len(directory) + 16)))
         extra = struct.pack("<HHQQQ", 1, 24, size, size, local)
         sizes = struct.pack("<2L5H2L", _LARGE, _LARGE, len(member), len(extra), 0, 0, 0, 0, _LARGE)
-        directory += _CENTRAL + struct.pack("<6HL", _VERSION, *_about(0)) + sizes + member + extra
+        directory += _CENTRAL + struct.pack("<6HL", _VERSION, *_ABOUT) + sizes + member + extra
     count, end = len(members), position + len(directory)
     directory += b"PK\x06\x06" + struct.pack(
         "<Q2H2L4Q", 44, _VERSION, _VERSION, 0, 0, count, count, end - position, position
@@ -97,11 +98,6 @@ def _described(key: str, tensor: LazyTensor) -> bytes:
     described = {"descr": np.lib.format.dtype_to_descr(tensor.dtype), "fortran_order": False, "shape": tensor.shape}
     np.lib.format.write_array_header_1_0(npy, described)
     return npy.getvalue()
-
-
-def _about(checksum: int) -> tuple[int, ...]:
-    """Version, flags, method, time, date and checksum of a member, in both of its headers."""
-    return _VERSION, _UTF8, _STORED, 0, _DATE, checksum
 
 
 class NpzDestination(FileDestination):
@@ -139,13 +135,8 @@ def folder_layout(tensors: Mapping[str, LazyTensor]) -> list[SavedFile]:
     return files
 
 
-class NpyDestination(Destination):
-    """A folder of `.npy` files, that is replaced as a whole."""
-
-    _inside = False
-
-    def _rivals(self) -> list[Path]:
-        return [staging_folder(self.path, inside=True)]
+class NpyDestination(WholeFolder):
+    """A folder of `.npy` files."""
 
     def _there(self) -> Path | None:
         if self.path.exists() and not self.path.is_dir():
@@ -157,6 +148,3 @@ class NpyDestination(Destination):
                 "Save to another folder, or move these away"
             )
         return self.path if files else None
-
-    def commit(self) -> None:
-        self._stage.replace_folder()

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 
 from lazymodel._errors import LazyModelError
-from lazymodel._save.destination import Destination, SavedFile
+from lazymodel._save.destination import SavedFile, WholeFolder
 from lazymodel._save.orbax import check_replaced, tree_of
 from lazymodel._tensors.boxes import grid, whole_box
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel.checkpoints._open import staging_folder
 from lazymodel.checkpoints._orbax_folder import METADATA, zero_size_metadata
 from lazymodel.checkpoints._safetensors_header import FLOAT4
 from lazymodel.checkpoints._untrusted import is_numpys
@@ -68,19 +67,11 @@ def layout(tensors: Mapping[str, LazyTensor]) -> list[SavedFile]:
     return [_text(METADATA, about), _text("_CHECKPOINT_METADATA", step), *files]
 
 
-class OrbaxDestination(Destination):
-    """A folder that is replaced as a whole."""
-
-    _inside = False
-
-    def _rivals(self) -> list[Path]:
-        return [staging_folder(self.path, inside=True)]
+class OrbaxDestination(WholeFolder):
+    """A folder of Orbax."""
 
     def _there(self) -> Path | None:
         return check_replaced(self.path)
-
-    def commit(self) -> None:
-        self._stage.replace_folder()
 
 
 def _text(name: str, content: Any) -> SavedFile:

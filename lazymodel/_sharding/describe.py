@@ -449,9 +449,7 @@ def _note(found: dict[str, set[int]], path: str, value: int) -> None:
         found.setdefault(place, set()).add(value)
 
 
-def _aligned(
-    shape: tuple[int, ...], weight: tuple[int, ...], *, from_left: bool = False
-) -> tuple[int | None, ...] | None:
+def _aligned(shape: tuple[int, ...], weight: tuple[int, ...], *, from_left: bool) -> tuple[int | None, ...] | None:
     """For each dimension of `shape`, the one of `weight` that it runs along; None for those that are 1 or of its own.
 
     Both are walked from the right (or left), so a bias takes the last dimension of a square kernel.

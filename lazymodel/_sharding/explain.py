@@ -12,7 +12,7 @@ from lazymodel._abstract.placement import device_nbytes, offloaded_nbytes, stays
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable, Reason
 from lazymodel._show.table import Row, grouped, placed_text
-from lazymodel._show.text import format_bytes, printable
+from lazymodel._show.text import format_bytes, grouped_by, printable
 
 _LISTED = 12  # lines of each kind that a report has before it only counts
 
@@ -136,9 +136,7 @@ def _explain_model(model: ModelSpec) -> ShardingReport:
     nbytes, per_device = sum(variable.nbytes for variable in placed), device_nbytes(placed)
     apart = (variable for variable in placed if variable.sharding is not None and variable.sharding.num_devices > 1)
     replicated = [variable for variable in apart if variable.shard_nbytes == variable.nbytes]
-    by_kind: dict[str, list[AbstractVariable]] = {}
-    for variable in variables:
-        by_kind.setdefault("" if variable.reason is None else variable.reason.kind, []).append(variable)
+    by_kind = grouped_by(variables, lambda variable: "" if variable.reason is None else variable.reason.kind)
     return ShardingReport(
         name=model.name,
         nbytes=nbytes,

@@ -33,7 +33,7 @@ from lazymodel._sharding.rules import (
     read_rules,
     spec_entries,
 )
-from lazymodel._show.text import closest, first_lines, fold, format_bytes, listed, parse_bytes, unnumbered
+from lazymodel._show.text import closest, first_lines, fold, format_bytes, grouped_by, listed, parse_bytes, unnumbered
 from lazymodel._show.timeline import Span
 
 
@@ -196,9 +196,7 @@ def assign(
 
 def _folded(misfits: Mapping[str, str]) -> list[str]:
     """What is wrong, by path, with those in one that differ in the numbers of their paths only."""
-    groups: dict[tuple[tuple[str, ...], str], list[str]] = {}
-    for path, text in misfits.items():
-        groups.setdefault((unnumbered(path), text.replace(repr(path), "", 1)), []).append(path)
+    groups = grouped_by(misfits, lambda path: (unnumbered(path), misfits[path].replace(repr(path), "", 1)))
     return [repr(fold(paths)) + text for (_, text), paths in groups.items()]
 
 

@@ -12,12 +12,16 @@ import numbers
 import re
 import reprlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from fractions import Fraction
+from typing import TypeVar
 
 import numpy as np
 
 from lazymodel._errors import LazyModelError
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 _MAX_VALUES = 4  # numbers that a fold lists one by one before it gives the first and the last only
 _CANDIDATES = 50  # names that `closest` compares in full
@@ -137,12 +141,17 @@ def _fold_numbers(column: Sequence[str]) -> str:
     return f"{{{numbers[0]},{numbers[1]},…,{numbers[-1]}}}"
 
 
+def grouped_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Items by key, in the order in which the first of each appears."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def grouped_names(names: Iterable[str]) -> list[list[str]]:
-    """Names that differ only in numbers together, in the order in which the first of each appears."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name in names:
-        groups.setdefault(unnumbered(name), []).append(name)
-    return list(groups.values())
+    """Names that differ only in numbers together."""
+    return list(grouped_by(names, unnumbered).values())
 
 
 def folded_names(names: Iterable[str]) -> list[str]:

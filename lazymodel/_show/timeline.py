@@ -16,7 +16,7 @@ from lazymodel._show import clock
 from lazymodel._show.figures import PALETTE, bar, empty_figure, finished_figure
 from lazymodel._show.page import Spans
 from lazymodel._show.table import Table, Tabled
-from lazymodel._show.text import printable
+from lazymodel._show.text import grouped_by, printable
 
 _WIDTH = 48  # columns of a bar in a terminal
 _BLOCK, _EARLIER = "█", "◂"
@@ -172,9 +172,7 @@ class Timeline(Tabled, Sequence[Span]):
         return Spans("What took how long", [row for row in rows if row[1]], self.table().columns[0])
 
     def _rows(self) -> dict[str, list[Span]]:
-        rows: dict[str, list[Span]] = {}
-        for span in sorted(self._spans, key=lambda span: (span.start, -span.stop)):
-            rows.setdefault(span.label, []).append(span)
+        rows = grouped_by(sorted(self._spans, key=lambda span: (span.start, -span.stop)), lambda span: span.label)
         return {label: spans for label, spans in rows.items() if sum(span.seconds for span in spans) >= _LEAST}
 
     def _window(self) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from lazymodel._errors import LazyModelError
 from lazymodel._show.table import Table, Tabled
-from lazymodel._show.text import closest, fold, plural, unnumbered
+from lazymodel._show.text import closest, fold, grouped_by, plural, unnumbered
 
 # Of Lanczos' process: the largest singular value of a random matrix to some 1e-3.
 ITERATIONS = 24
@@ -129,9 +129,7 @@ class Statistics(Tabled, dict[str, VariableStatistics]):
 
     def table(self) -> Table:
         """What is shown."""
-        groups: dict[Any, list[VariableStatistics]] = {}
-        for row in self.values():
-            groups.setdefault((unnumbered(row.path), row.shape, row.dtype), []).append(row)
+        groups = grouped_by(self.values(), lambda row: (unnumbered(row.path), row.shape, row.dtype))
         grid: list[tuple[str, ...]] = []
         for rows in itertools.islice(groups.values(), _MAX_ROWS):
             cells = (_range([getattr(row, measure) for row in rows]) for measure in _MEASURES)

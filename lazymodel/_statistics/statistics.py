@@ -18,7 +18,7 @@ from lazymodel._abstract.spec import ModelSpec
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import LazyModelError
 from lazymodel._mapping.mapped import flat_checkpoint
-from lazymodel._mapping.match import choose, warn_of_rest
+from lazymodel._mapping.match import choose_and_warn
 from lazymodel._mapping.values import lazy_values
 from lazymodel._materialize.one_by_one import stream
 from lazymodel._programs.keys import is_key
@@ -142,10 +142,7 @@ def _measurable(model: Any, checkpoint: Mapping[str, Any] | None) -> tuple[dict[
     devices = {device for sharding in device_shardings(model.variables).values() for device in sharding.device_set}
     if not all(map(on_host, devices)):
         return _numbers(model), stream(model, checkpoint)
-    checkpoint = flat_checkpoint(checkpoint)
-    choice = choose(model, checkpoint)
-    if checkpoint is not None:
-        warn_of_rest(model, checkpoint, choice, None)
+    choice = choose_and_warn(model, flat_checkpoint(checkpoint))
     return _numbers(model), iter(lazy_values(model, choice).items())
 
 

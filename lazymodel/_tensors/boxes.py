@@ -257,6 +257,11 @@ def unshift(box: Box, origin: Box) -> Box:
     return tuple(slice(a.start + b.start, a.stop + b.start) for a, b in zip(box, origin, strict=True))
 
 
+def coarse(box: Box, ratios: Sequence[int]) -> Box:
+    """The box that a box comes down to where so many indices of each axis come down to one."""
+    return tuple(slice(part.start // ratio, -(-part.stop // ratio)) for part, ratio in zip(box, ratios, strict=True))
+
+
 def clip(targets: Iterable[tuple[Box, np.ndarray]], region: Box) -> list[tuple[Box, np.ndarray]]:
     """What boxes, each with the array that it goes to, have in common with a region, with its part of the array."""
     pairs = ((box, out, intersect(box, region)) for box, out in targets)

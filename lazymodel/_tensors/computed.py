@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lazymodel._tensors.boxes import Box, BoxKey, bounding, box_shape, clip, grid, intersect, shift, whole_box
+from lazymodel._tensors.boxes import Box, BoxKey, bounding, box_shape, clip, coarse, grid, intersect, shift, whole_box
 from lazymodel._tensors.buffers import DType, Steps, Workspace, assign
 from lazymodel._tensors.fill import fill
 from lazymodel._tensors.lazy import LazyTensor
@@ -84,7 +84,7 @@ class Computation:
         # Cut at the same places whatever the region, so that outputs of one slab find each other.
         cut = self._cut(whole_box(self.source.shape), SLAB)
         slabs = [common for slab in cut if (common := intersect(slab, region)) is not None]
-        return [slab for slab in slabs if any(intersect(box, _coarse(slab, output.ratios)) for box in boxes)]
+        return [slab for slab in slabs if any(intersect(box, coarse(slab, output.ratios)) for box in boxes)]
 
     def compute(
         self, slab: Box, index: int, wanted: Sequence[tuple[Box, np.ndarray]], steps: Steps, workspace: Workspace
@@ -97,7 +97,7 @@ class Computation:
                     results = self.function(values)
                     self._keep(piece, results)
                     output = self._outputs[index]
-                    within = _coarse(piece, output.ratios)
+                    within = coarse(piece, output.ratios)
                     found = output.of(results)
                     for common, out in clip(wanted, within):
                         assign(out, found[(*shift(common, within), ...)], steps)
@@ -107,7 +107,7 @@ class Computation:
         output = self._outputs[index]
         for slab in slabs:
             with self._alone(slab):
-                missing = not self._entry(index)[1][_coarse(slab, output.ratios)].all()
+                missing = not self._entry(index)[1][coarse(slab, output.ratios)].all()
             if missing:
                 self.compute(slab, index, (), (), workspace)
         return self._entry(index)[0]
@@ -122,7 +122,7 @@ class Computation:
         for index, output in enumerate(self._outputs):
             if output.small:
                 values, there = self._entry(index)
-                box = _coarse(piece, output.ratios)
+                box = coarse(piece, output.ratios)
                 values[box] = output.of(results)
                 there[box] = True
 
@@ -181,7 +181,7 @@ class ComputedLeaf(DividedLeaf):
             return [Part(sum(out.nbytes for out in outs), run)]
         parts: list[Part] = []
         for slab in slabs:
-            wanted = clip(zip(boxes, outs, strict=True), _coarse(slab, output.ratios))
+            wanted = clip(zip(boxes, outs, strict=True), coarse(slab, output.ratios))
             nbytes = sum(out.nbytes for _, out in wanted)
             parts.append(Part(nbytes, functools.partial(computation.compute, slab, index, wanted, steps)))
         return parts
@@ -194,8 +194,3 @@ class ComputedLeaf(DividedLeaf):
         if self._output.small:
             self.computation.release(self._index)
         super().release()
-
-
-def _coarse(box: Box, ratios: Sequence[int]) -> Box:
-    """The box of an output that a box of the input comes down to."""
-    return tuple(slice(part.start // r, -(-part.stop // r)) for part, r in zip(box, ratios, strict=True))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._tensors.boxes import Box, bounding, box_shape, clip, shift, whole_box
+from lazymodel._tensors.boxes import Box, bounding, box_shape, clip, coarse, shift, whole_box
 from lazymodel._tensors.buffers import STAGING, Convert, Steps, Workspace, assign
 from lazymodel._tensors.fill import Targets, fill
 from lazymodel._tensors.leaves import DividedLeaf, Part, View
@@ -65,7 +65,7 @@ class Stored:
 
     def box(self, box: Box) -> Box:
         """The box of it that a box of the result needs."""
-        return _coarse(box, self.ratios)
+        return coarse(box, self.ratios)
 
     def unpacked(self, box: Box) -> Box:
         """The box of its numbers that a box of stored elements holds."""
@@ -104,7 +104,7 @@ class ScaledLeaf(DividedLeaf):
         factor: float | None = None,
         half: bool = False,
     ) -> None:
-        self._codes, self._scale, self._zero = codes, scale, zero
+        self._codes, self._scale = codes, scale
         self._stored = [codes, scale, *([] if zero is None else [zero])]
         self.pieces = tuple(each.view for each in self._stored) + (() if order is None else (order[1],))
         self.name, self.file, self.offset = codes.view.name, codes.view.file, codes.view.offset
@@ -230,7 +230,7 @@ class ScaledLeaf(DividedLeaf):
         numbers: np.ndarray, workspace: Workspace,
     ) -> None:  # fmt: skip
         """`out = operation(values, numbers)`; the numbers, each for a block, are those of a box."""
-        own, blocks = list(_coarse(tile, stored.blocks)), list(stored.blocks)
+        own, blocks = list(coarse(tile, stored.blocks)), list(stored.blocks)
         starts = [part.start - first.start * block for part, first, block in zip(tile, own, blocks, strict=True)]
         if self._order is None or self._groups is None or not self._groups.size:
             blockwise(operation, values, numbers[shift(tuple(own), covered)], out, blocks, starts)
@@ -286,10 +286,6 @@ class ScaledLeaf(DividedLeaf):
                 "corrupt"
             )
         return groups
-
-
-def _coarse(box: Box, ratios: Sequence[int]) -> Box:
-    return tuple(slice(part.start // ratio, -(-part.stop // ratio)) for part, ratio in zip(box, ratios, strict=True))
 
 
 def _cut(box: Box, limit: int, cuts: Sequence[int], order: Sequence[int]) -> Iterator[Box]:

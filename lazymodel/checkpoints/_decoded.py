@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from lazymodel._quantized.contents import Plain
@@ -37,10 +38,7 @@ class DecodedCheckpoint(Checkpoint):
             return self.stored.describe(name)
         if plain.dtype is None:
             return super().describe(name)
-        nbytes = plain.dtype.itemsize
-        for extent in plain.shape:
-            nbytes *= extent
-        return TensorHeader(plain.dtype, plain.shape, nbytes, plain.file)
+        return TensorHeader(plain.dtype, plain.shape, math.prod(plain.shape) * plain.dtype.itemsize, plain.file)
 
     def file_of(self, name: str) -> str:
         """The path of the file that has a tensor, or most of it."""

@@ -7,8 +7,10 @@ and hands over what it found with `emit()`.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
+import hashlib
 import json
 import mmap
 import os
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +76,35 @@ def run(command: Sequence[str], *, env: dict[str, str] | None = None) -> Measure
     return Measurement(end - begin, peak, inside, report)
 
 
+def arguments(doc: str | None, *, runs: int | None = None, child: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser of a script: --json, --runs where it has a default, and the arguments of --child, which is our own."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    if runs is not None:
+        parser.add_argument("--runs", type=int, default=runs)
+    if child:
+        parser.add_argument("--child", nargs=len(child), metavar=tuple(child), help=argparse.SUPPRESS)
+    return parser
+
+
+def in_turns(ways: Iterable[str], runs: int, measure: Callable[[str], Measurement]) -> dict[str, list[Measurement]]:
+    """Measures each way, one after the other, so many times."""
+    results: dict[str, list[Measurement]] = {way: [] for way in ways}
+    for _ in range(runs):
+        for way, found in results.items():
+            found.append(measure(way))
+    return results
+
+
+def speedup(slow: Sequence[Measurement], fast: Sequence[Measurement]) -> float:
+    """How many times as fast: the median of pairs."""
+    return statistics.median(a.seconds / b.seconds for a, b in zip(slow, fast, strict=True))
+
+
 def stock_and_ours(script: str, folder: str, runs: int) -> dict[str, list[Measurement]]:
     """Runs `script --child stock FOLDER` and `script --child ours FOLDER` in turn; each reports its values' digest."""
-    results: dict[str, list[Measurement]] = {"stock": [], "ours": []}
-    for _ in range(runs):
-        for how, measurements in results.items():
-            measurements.append(run([script, "--child", how, folder], env=virtual_devices()))
+    command = [script, "--child"]
+    results = in_turns(("stock", "ours"), runs, lambda how: run([*command, how, folder], env=virtual_devices()))
     digests = {m.result["digest"] for measurements in results.values() for m in measurements}
     if len(digests) != 1:
         raise SystemExit(f"stock and ours differ: {digests}")
@@ -91,8 +116,7 @@ def show_loads(results: dict[str, list[Measurement]], dtype: str, *, as_json: bo
     nbytes, runs = results["ours"][0].result["nbytes"], len(results["ours"])
     seconds = {how: statistics.median(m.seconds for m in found) for how, found in results.items()}
     peaks = {how: statistics.median(m.peak_nbytes for m in found) / nbytes for how, found in results.items()}
-    pairs = zip(results["stock"], results["ours"], strict=True)
-    ratio = statistics.median(stock.seconds / ours.seconds for stock, ours in pairs)
+    ratio = speedup(results["stock"], results["ours"])
     if as_json:
         summary = {how: {"seconds": seconds[how], "peak": peaks[how]} for how in results}
         print(json.dumps({**summary, "ratio": {"seconds": ratio}}))
@@ -127,14 +151,31 @@ def measured() -> Iterator[dict[str, Any]]:
     report["cpu"] = time.process_time() - cpu  # seconds of all threads: what a loaded machine does not change
 
 
+def digest(arrays: Iterable[Any]) -> str:
+    """In the child: what all values, in this order, hash to."""
+    import numpy as np
+
+    found = hashlib.sha256()
+    for array in arrays:
+        found.update(np.asarray(array).tobytes())
+    return found.hexdigest()
+
+
+def emit_measured(function: Callable[..., object], *given: Any) -> None:
+    """In the child: does something, and reports what it took."""
+    with measured() as report:
+        function(*given)
+    emit(report)
+
+
 def emit(report: dict[str, Any]) -> None:
     """In the child: hands a report to the parent, as `Measurement.result`."""
     print(json.dumps(report), flush=True)
 
 
-def private_nbytes(pid: int | str = "self") -> int:
-    """Private memory of a process in bytes (`RssAnon` of `/proc/PID/status`; Linux)."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+def private_nbytes() -> int:
+    """Private memory of this process in bytes (`RssAnon`; Linux)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     raise ValueError("no RssAnon; is this Linux?")

@@ -16,7 +16,6 @@ pin (the client's `dma_map`): if these are far above `pageable` and `ours` is at
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import statistics
 import sys
@@ -25,9 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from _measure import Measurement, back_memory, emit, measured, run
+from _measure import Measurement, back_memory, digest, emit, measured, run
 
 WAYS = {
     "pageable": "jax.device_put of NumPy arrays",
@@ -102,10 +99,7 @@ def child(way: str, folder: Path) -> None:
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices]
     report |= {"nbytes": nbytes, "devices": f"{len(devices)} × {devices[0].device_kind}"}
     report["device_peak"] = max(peak - start for peak, start in zip(peaks, held, strict=True)) * len(devices) / nbytes
-    digest = hashlib.sha256()
-    for name in sorted(arrays):
-        digest.update(np.asarray(arrays[name]).tobytes())
-    emit(report | {"digest": digest.hexdigest()})
+    emit(report | {"digest": digest(arrays[name] for name in sorted(arrays))})
 
 
 def _loader(way: str, folder: Path, structs: dict[str, Any]) -> Callable[[], dict[str, Any]]:

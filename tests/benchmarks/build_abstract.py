@@ -7,14 +7,9 @@ Each in a process of its own; memory is the peak over what the process held befo
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from _measure import emit, measured, run, virtual_devices
+from _measure import arguments, emit, measured, run, virtual_devices
 
 MODELS = {
     "Gemma2-9B": (
@@ -73,12 +68,10 @@ def build(name: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser = arguments(__doc__, child=("MODEL",))
     options = parser.parse_args()
     if options.child:
-        build(options.child)
+        build(*options.child)
         return
     for name in MODELS:
         m = run([__file__, "--child", name], env=virtual_devices())

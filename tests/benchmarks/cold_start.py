@@ -17,7 +17,6 @@ are without it: load is `ours` until the model is there, and compile what its fi
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import statistics
@@ -31,14 +30,14 @@ from typing import Any
 STARTED = time.monotonic()  # Python itself is there; what follows is imported for the parent or for all ways
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parent))
+
+from tests.sentence_piece import WORDS, gemma_vocabulary  # noqa: E402
 
 LATENCY = 0.02  # seconds
 WAYS = ("stock", "ours", "compile")
 TASKS = ("generate", "train")
 PLACES = ("local", "bucket")
 MEASURED = ("begun", "loaded", "done", "again", "cpu")  # seconds
-WORDS = "the quick brown fox jumps over the lazy dog and sleeps"
 VOCABULARY, WIDTH, HIDDEN, HEADS, LENGTH = 32000, 768, 6144, 12, 128
 
 
@@ -46,28 +45,10 @@ def save(folder: Path, layers: int) -> dict[str, Any]:
     """In the child: writes the preset; returns the tokens of the prompt, and bytes."""
     import keras
     import keras_hub
-    import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 
-    proto = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([WORDS] * 4),
-        model_writer=proto,
-        vocab_size=40,
-        model_type="BPE",
-        pad_id=0,
-        eos_id=1,
-        bos_id=2,
-        unk_id=3,
-        pad_piece="<pad>",
-        eos_piece="<eos>",
-        bos_piece="<bos>",
-        unk_piece="<unk>",
-        user_defined_symbols=["<start_of_turn>", "<end_of_turn>"],
-        minloglevel=2,
-    )
     # The model may say any of its tokens, so each has a piece.
-    pieces: Any = sentencepiece_model_pb2.ModelProto.FromString(proto.getvalue())
+    pieces: Any = sentencepiece_model_pb2.ModelProto.FromString(gemma_vocabulary())
     for number in range(len(pieces.pieces), VOCABULARY):
         pieces.pieces.add(piece=f"▁word{number}", score=-1e6)
     keras.utils.set_random_seed(1)

@@ -13,51 +13,23 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.private_memory import Peak, private_nbytes
+from tests.processes import free_address
 from tests.servers.object_server import ObjectServer
 
 ROOT = Path(__file__).resolve().parents[2]
 PROCESSES, DEVICES = 4, 8
 VARIABLES = 32
 GROUP = 64 << 20  # bytes of a device: a few groups even for a small model
-
-
-class Peak:
-    """The most private memory (RssAnon) of this process while the block ran, in bytes, beyond that before."""
-
-    def __enter__(self) -> Peak:
-        self.start = self.most = private()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    @property
-    def nbytes(self) -> int:
-        return self.most - self.start
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.002):
-            self.most = max(self.most, private())
-
-
-def private() -> int:
-    text = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("RssAnon"))
 
 
 def environment(devices: int) -> dict[str, str]:
@@ -144,10 +116,7 @@ def fleet(gib: float, folder: Path) -> None:
 
 def run_fleet(gib: float, path: str, size: int, replicas: str) -> None:
     """One way of it, of a file or a URL."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, __file__, "load", address, path, str(gib), replicas]
+    command = [sys.executable, __file__, "load", free_address(), path, str(gib), replicas]
     started = [
         subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, env=environment(DEVICES // PROCESSES))
         for n in range(PROCESSES)
@@ -184,7 +153,7 @@ def move(gib: float, before: str, after: str, donate: bool) -> None:
         models[name] = abstract(gib).shard(mesh, {".*": P(*spec)})
     nbytes = models[before].nbytes
     values = np.random.default_rng(0).standard_normal(next(iter(models[before].values())).shape, np.float32)
-    base = private()
+    base = private_nbytes()
     model = jax.block_until_ready(models[before].materialize(dict.fromkeys(models[before], values), progress=False))
     reports: list[lm.ReshardReport] = []
     with Peak() as peak:

@@ -10,18 +10,14 @@ is given back unless `--folder` says where to keep the preset; then a preset tha
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from _measure import Measurement, emit, measured, run, virtual_devices
+from _measure import Measurement, arguments, emit, measured, run, virtual_devices
 from build_abstract import MODELS
 
 CONFIG = MODELS["Gemma2-9B"][1]
@@ -99,11 +95,9 @@ def show(way: str, m: Measurement, *, as_json: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__, child=("WAY", "FOLDER"))
     parser.add_argument("--folder", type=Path, help="keep the preset here, and use the one that is there")
     parser.add_argument("--layers", type=int, default=CONFIG["num_layers"], help="fewer, for a trial")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", nargs=2, metavar=("WAY", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         child(options.child[0], Path(options.child[1]), options.layers)

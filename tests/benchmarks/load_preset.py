@@ -10,18 +10,25 @@ is the peak of private memory over what the process held before the call, as a m
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from _drawing import COLOURS, pyplot, save_svg
-from _measure import Measurement, back_memory, emit, measured, run, show_loads, stock_and_ours, virtual_devices
+from _measure import (
+    Measurement,
+    arguments,
+    back_memory,
+    digest,
+    emit,
+    emit_measured,
+    measured,
+    run,
+    show_loads,
+    stock_and_ours,
+    virtual_devices,
+)
 
 BACKED = 4 << 30  # bytes that each process touches before it is measured, so that both find memory equally ready
 
@@ -81,25 +88,17 @@ def load(how: str, folder: Path | str, fetch: Callable[[], Path] | None = None) 
             model = lk.from_preset(keras_hub.models.GemmaBackbone, str(folder), progress=False)
         jax.block_until_ready([variable.value for variable in model.weights])
         report["nbytes"] = sum(int(np.prod(v.shape)) * 4 for v in model.weights)
-    digest = hashlib.sha256()
-    for variable in model.weights:
-        digest.update(np.asarray(variable.value).tobytes())
-    return report | {"digest": digest.hexdigest()}
+    return report | {"digest": digest(variable.value for variable in model.weights)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
+    parser = arguments(__doc__, runs=5, child=("HOW", "FOLDER"))
     parser.add_argument("--plot", metavar="FILE")
-    parser.add_argument("--child", nargs=2, metavar=("HOW", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         how, folder = options.child
         if how == "save":
-            with measured() as report:
-                save(Path(folder))
-            emit(report)
+            emit_measured(save, Path(folder))
         else:
             emit(load(how, Path(folder)))
         return

@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from _measure import virtual_devices
 
 TENSORS = 10_000  # each of 2 KiB or 64 bytes

@@ -16,17 +16,12 @@ the process held before the call, as a multiple of the model's bytes.
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from _measure import back_memory, emit, measured, run, show_loads, stock_and_ours
+from _measure import arguments, back_memory, digest, emit, emit_measured, measured, run, show_loads, stock_and_ours
 
 BACKED = 5 << 29  # bytes that each process touches before it is measured, so that both find memory equally ready
 SHARDS = 3
@@ -159,7 +154,6 @@ def load(how: str, folder: Path) -> dict[str, Any]:
     import jax
     import keras
     import keras_hub
-    import numpy as np
 
     import lazymodel_keras as lk
 
@@ -179,29 +173,21 @@ def load(how: str, folder: Path) -> dict[str, Any]:
             model = lk.from_preset(cls, str(folder), dtype="bfloat16", progress=False)
         jax.block_until_ready([variable.value for variable in model.weights])
         report["nbytes"] = sum(variable.value.nbytes for variable in model.weights)
-    digest = hashlib.sha256()
-    for variable in model.weights:
-        digest.update(np.asarray(variable.value).tobytes())
     experts = [v.value for v in model.weights if "/experts/" in v.path and not v.path.endswith("_bias")]
     assert len(experts) == 2 * LAYERS and all(not value.sharding.is_fully_replicated for value in experts)
-    return report | {"digest": digest.hexdigest()}
+    return report | {"digest": digest(variable.value for variable in model.weights)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__, runs=3, child=("HOW", "FOLDER"))
     parser.add_argument("--model", choices=CONFIGS, default="qwen3_moe")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", nargs=2, metavar=("HOW", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         how, folder = options.child
         if how == "save":
-            with measured() as report:
-                save(Path(folder))
+            emit_measured(save, Path(folder))
         else:
-            report = load(how, Path(folder))
-        emit(report)
+            emit(load(how, Path(folder)))
         return
 
     with tempfile.TemporaryDirectory() as temporary:

@@ -13,16 +13,12 @@ turns, and have not all touched the last of their pages at once.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from _measure import back_memory, emit, measured, run, virtual_devices
+from _measure import arguments, back_memory, emit, measured, run, virtual_devices
 
 # glibc raises the size from which it gives freed memory back at once with every such block that is freed, up to 32 MiB,
 # so that temporaries would stay with the process and be measured as in use.
@@ -185,10 +181,8 @@ def child(name: str, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = arguments(__doc__, child=("NAME", "FOLDER"))
     parser.add_argument("--only", choices=MODELS)
-    parser.add_argument("--child", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         child(options.child[0], Path(options.child[1]))

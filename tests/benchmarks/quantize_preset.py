@@ -11,20 +11,15 @@ on all query and value projections, trains two steps on 8 devices, and tells wha
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import json
 import statistics
-import sys
 import tempfile
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from _measure import back_memory, emit, measured, run, stock_and_ours, virtual_devices
+from _measure import arguments, back_memory, digest, emit, emit_measured, measured, run, stock_and_ours, virtual_devices
 
 BACKED = 6 << 30  # bytes that each process touches before it is measured, so that both find memory equally ready
 MIB = 1 << 20
@@ -52,7 +47,6 @@ def quantize(how: str, folder: str) -> None:
     """In the child: one load that ends in a quantized model."""
     import jax
     import keras_hub
-    import numpy as np
 
     import lazymodel_keras as lk
 
@@ -65,14 +59,12 @@ def quantize(how: str, folder: str) -> None:
         else:
             model = lk.abstract_from_preset(cls, folder).quantize(MODE).materialize(progress=False)
         jax.block_until_ready([variable.value for variable in model.weights])
-    digest = hashlib.sha256()
-    for variable in sorted(model.weights, key=lambda variable: variable.path):
-        digest.update(np.asarray(variable.value).tobytes())
+    weights = sorted(model.weights, key=lambda variable: variable.path)
     floats = lk.abstract_from_preset(cls, folder)
     emit(
         report
         | {
-            "digest": digest.hexdigest(),
+            "digest": digest(variable.value for variable in weights),
             "nbytes": sum(variable.value.nbytes for variable in model.weights),
             "float_nbytes": floats.nbytes,
             "largest_nbytes": max(variable.nbytes for variable in floats.values()),
@@ -90,7 +82,7 @@ def lora(folder: str) -> None:
     import lazymodel_keras as lk
 
     def digests(model: Any) -> dict[str, str]:
-        return {v.path: hashlib.sha256(np.asarray(v.value).tobytes()).hexdigest() for v in model.variables}
+        return {v.path: digest([v.value]) for v in model.variables}
 
     distribute()
     tokens = np.random.default_rng(0).integers(1, 1000, (BATCH, SEQUENCE + 1)).astype("int32")
@@ -178,21 +170,16 @@ def report_lora(folder: str) -> tuple[dict[str, Any], str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__, runs=3, child=("HOW", "FOLDER"))
     parser.add_argument("--preset", metavar="FOLDER", help="a Gemma2 preset in float32; default: one is written")
-    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", nargs=2, metavar=("HOW", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         how, folder = options.child
         if how == "save":
             from stream import save_preset
 
-            with measured() as report:
-                save_preset(Path(folder))
-            emit(report)
+            emit_measured(save_preset, Path(folder))
         elif how == "lora":
             lora(folder)
         else:

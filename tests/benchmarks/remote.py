@@ -9,14 +9,13 @@ array is ready; memory is private memory over what the process held before, as a
 
 `obstore` is no loader: 16 threads fetch the same bytes in ranges of 8 MiB (`obstore.get_range`) and keep them.
 
-`preset` and `stock` load the preset of `load_preset.py`, 1 GiB in f32, over the same link of 200 MB/s: ours from the
+`preset` and `stock` load the preset of `stream.py`, 2.2 GiB in f32, over the same link of 200 MB/s: ours from the
 URL, stock from a folder that is downloaded first. What either leaves on the disk is what is in its temporary folder and
 in the download's at the end.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -26,9 +25,19 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parent))
 
-from _measure import Measurement, back_memory, emit, measured, run, virtual_devices
+from _measure import (
+    Measurement,
+    arguments,
+    back_memory,
+    emit,
+    emit_measured,
+    in_turns,
+    measured,
+    run,
+    speedup,
+    virtual_devices,
+)
 from stream import BACKED, load_safetensors, save_preset, save_safetensors
 
 from tests.servers.object_server import ObjectServer
@@ -122,13 +131,9 @@ def measure(way: str, server: ObjectServer) -> Measurement:
 
 def child(way: str, where: str) -> None:
     if way == "save":
-        with measured() as report:
-            save_safetensors(Path(where))
-        emit(report)
+        emit_measured(save_safetensors, Path(where))
     elif way == "save-preset":
-        with measured() as report:
-            save_preset(Path(where))
-        emit(report)
+        emit_measured(save_preset, Path(where))
     elif way in ON_PRESET:
         load_preset_from(way, where)
     elif way == "obstore":
@@ -138,11 +143,8 @@ def child(way: str, where: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=int, default=5)
+    parser = arguments(__doc__, runs=5, child=("WAY", "WHERE"))
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", nargs=2, metavar=("WAY", "WHERE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         child(*options.child)
@@ -151,11 +153,8 @@ def main() -> None:
         for way, name in (("save", "decoder"), ("save-preset", "preset")):
             if name == "decoder" or set(ON_PRESET) & set(options.only):
                 run([__file__, "--child", way, str(Path(temporary) / name)], env=virtual_devices(1))
-        results: dict[str, list[Measurement]] = {way: [] for way in options.only}
         with ObjectServer(Path(temporary)) as server:
-            for _ in range(options.runs):
-                for way, runs in results.items():
-                    runs.append(measure(way, server))
+            results = in_turns(options.only, options.runs, lambda way: measure(way, server))
     report(results, as_json=options.json)
 
 
@@ -181,14 +180,12 @@ def report(results: dict[str, list[Measurement]], *, as_json: bool) -> None:
     ratios: dict[str, float] = {}
     for way in ("first", "last", "budget"):
         if way in results and "obstore" in results:
-            pairs = zip(results["obstore"], results[way], strict=True)
-            ratios[f"{WAYS[way]}, speed over obstore's"] = statistics.median(a.seconds / b.seconds for a, b in pairs)
+            ratios[f"{WAYS[way]}, speed over obstore's"] = speedup(results["obstore"], results[way])
     for way in ("first-capped", "last-capped"):
         if way in results:
             ratios[f"{WAYS[way]}, share of the link"] = summary(way)["megabytes_per_second"] / (BANDWIDTH / 1e6)
     if results.keys() >= set(ON_PRESET):
-        pairs = zip(results["stock"], results["preset"], strict=True)
-        ratios["from_preset(url), times as fast"] = statistics.median(a.seconds / b.seconds for a, b in pairs)
+        ratios["from_preset(url), times as fast"] = speedup(results["stock"], results["preset"])
     if as_json:
         print(json.dumps({"ways": {way: summary(way) for way in results}, "ratios": ratios}))
         return

@@ -23,8 +23,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from _drawing import COLOURS, pyplot, save_svg
 
 ROOT = Path(__file__).parents[2]
@@ -147,9 +145,14 @@ def page(results: Results) -> str:
                 ("lazymodel", "first", "last"), ("Orbax", "orbax", "orbax-last"), ("reading alone", "limit", "limit"),
             )
         ]  # fmt: skip
-        parts += ["## Safetensors, 1.1 GiB in three files", table("by | split on the first axis | on the last", rows)]
+        parts += ["## Safetensors, 1.1 GiB in three files", "By `stream.py`, as above; the page cache is warm."]
+        parts += [table("by | split on the first axis | on the last", rows)]
     if "formats" in found:
         parts += ["## Quantized forms, decoded: 1 GiB of result", "![GB/s by form](drawings/measured_formats.svg)"]
+        parts += [
+            "The first ten are of [folders](quantized.md#what-is-decoded); the others are "
+            "[types of GGUF](quantized.md#gguf), which the package `gguf` decodes in the first column."
+        ]
         rows = [
             [form]
             + [f"{of[how]['gigabytes_per_second']:.2f} GB/s, {of[how]['peak']:.2f} ×" for how in ("numpy", "ours")]
@@ -167,7 +170,7 @@ def page(results: Results) -> str:
         parts += ["## From the start of the process", "![Seconds by way](drawings/measured_cold_start.svg)"]
         parts += [table("until, files | KerasHub alone | `lk.from_preset` | with `compile=`", rows)]
         parts += [
-            "On the link reading the files takes as long as compiling: "
+            "On one device. The link is so slow that reading the files takes as long as compiling: "
             "[From nothing to the first step](cold_start.md).",
             where(results, "cold_start"),
         ]

@@ -13,21 +13,28 @@ which is what is fastest here) and do nothing else.
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import json
 import mmap
 import os
 import statistics
-import sys
 import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from _measure import Measurement, back_memory, emit, measured, run, virtual_devices
+from _measure import (
+    Measurement,
+    arguments,
+    back_memory,
+    digest,
+    emit,
+    emit_measured,
+    in_turns,
+    measured,
+    run,
+    speedup,
+    virtual_devices,
+)
 
 HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS = 2048, 5632, 32000, 10
 PRESET = {"num_layers": 8, "hidden_dim": 2048, "intermediate_dim": 16384}  # of the Gemma2 of load_preset.py
@@ -170,10 +177,7 @@ def load_safetensors(way: str, folder: Path | str) -> None:
             jax.block_until_ready(arrays)
         report["read"] = BYTES_READ.count
     report["nbytes"] = sum(array.nbytes for array in arrays.values())
-    digest = hashlib.sha256()
-    for name in sorted(arrays):
-        digest.update(np.asarray(arrays[name]).tobytes())
-    emit(report | {"digest": digest.hexdigest()})
+    emit(report | {"digest": digest(arrays[name] for name in sorted(arrays))})
 
 
 def load_matrix(way: str, file: Path) -> None:
@@ -198,19 +202,15 @@ def load_matrix(way: str, file: Path) -> None:
         ((_, array),) = stream([StreamItem("matrix", tensor, tensor.shape, tensor.dtype, sharding)])
         jax.block_until_ready(array)
     report |= {"read": BYTES_READ.count, "nbytes": array.nbytes}
-    emit(report | {"digest": hashlib.sha256(np.asarray(array).tobytes()).hexdigest()})
+    emit(report | {"digest": digest([array])})
 
 
 def child(way: str, folder: Path) -> None:
     """One piece of work in a process of its own."""
     if way == "save":
-        with measured() as report:
-            save_safetensors(folder / "decoder")
-        emit(report)
+        emit_measured(save_safetensors, folder / "decoder")
     elif way == "save-preset":
-        with measured() as report:
-            save_preset(folder / "preset")
-        emit(report)
+        emit_measured(save_preset, folder / "preset")
     elif way == "limit":
         limit(sorted((folder / "decoder").glob("*.safetensors")))
     elif way == "limit-preset":
@@ -226,12 +226,9 @@ def child(way: str, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=int, default=5)
+    parser = arguments(__doc__, runs=5, child=("WAY", "FOLDER"))
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--folder", metavar="FOLDER", help="keep the checkpoints here, and use those that are there")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", nargs=2, metavar=("WAY", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         child(options.child[0], Path(options.child[1]))
@@ -246,10 +243,10 @@ def main() -> None:
             with file.open("rb") as stream:  # warm the page cache
                 while stream.read(32 << 20):
                     pass
-        results: dict[str, list[Measurement]] = {way: [] for way in options.only}
-        for _ in range(options.runs):
-            for way, runs in results.items():
-                runs.append(run([__file__, "--child", way, str(folder)], env=virtual_devices()))
+        command = [__file__, "--child"]
+        results = in_turns(
+            options.only, options.runs, lambda way: run([*command, way, str(folder)], env=virtual_devices())
+        )
     report(results, as_json=options.json)
 
 
@@ -282,8 +279,7 @@ def report(results: dict[str, list[Measurement]], *, as_json: bool) -> None:
     def ratio(slow: str, fast: str) -> float | None:
         if slow not in results or fast not in results:
             return None
-        pairs = zip(results[slow], results[fast], strict=True)
-        return statistics.median(one.seconds / other.seconds for one, other in pairs)
+        return speedup(results[slow], results[fast])
 
     ratios = {
         "first axis, speed over the limit": ratio("limit", "first"),

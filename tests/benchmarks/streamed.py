@@ -15,14 +15,11 @@ import argparse
 import json
 import math
 import os
-import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from _measure import Measurement, emit, measured, run
 from build_abstract import MODELS

@@ -17,6 +17,8 @@ import keras_hub
 import numpy as np
 from safetensors.numpy import save_file
 
+import lazymodel_keras as lk
+
 GEMMA = {
     "vocabulary_size": 64,
     "num_layers": 2,
@@ -114,6 +116,19 @@ def assert_same(stock: Any, ours: Any, *, outputs: bool = True) -> None:
                 np.testing.assert_array_equal(expected, found)
             else:  # sums are split over devices
                 np.testing.assert_allclose(expected, found, rtol=2e-4, atol=2e-4)
+
+
+def assert_same_in_distribution(cls: Any, folder: str) -> None:
+    """A preset is equal to stock's, and placed alike, by the class's own layout over eight devices."""
+    mesh = keras.distribution.DeviceMesh((1, 8), ["batch", "model"], keras.distribution.list_devices())
+    layout = cls.get_layout_map(mesh)
+    with keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch").scope():
+        stock = seeded(lambda: cls.from_preset(folder))
+        ours = seeded(lambda: lk.from_preset(cls, folder))
+        assert_same(stock, ours, outputs=False)
+        for expected, found in zip(stock.weights, ours.weights, strict=True):
+            assert found.value.sharding == expected.value.sharding, found.path
+            assert type(found._layout) is type(expected._layout)
 
 
 _programs: dict[str, Any] = {}

@@ -16,6 +16,7 @@ import lazymodel as lm
 from tests.collectives import sent_nbytes
 
 from .hub_configs import BACKBONES, HubModel
+from .versions import mostly_large
 
 pytestmark = pytest.mark.filterwarnings("ignore:(?s).*:UserWarning")  # of the backbones themselves
 
@@ -86,16 +87,8 @@ def test_forward_equals_one_device(name: str) -> None:
     check_forward(hub_model, SOME[name])
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", mostly_large(WORKING, SOME))
 def test_every_variable_gets_a_spec(name: str) -> None:
-    abstract = lm.build_abstract(BACKBONES[name].build)
-    for shape in SHAPES:
-        check_specs(abstract, shape)
-
-
-@pytest.mark.large
-@pytest.mark.parametrize("name", WORKING)
-def test_every_variable_of_all_gets_a_spec(name: str) -> None:
     abstract = lm.build_abstract(WORKING[name].build)
     for shape in SHAPES:
         check_specs(abstract, shape)

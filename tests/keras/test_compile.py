@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +18,13 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 import lazymodel_keras as lk
+from tests.compile_events import compile_events
 
 from .models import BACKBONES, bits, randomize
 from .test_hub import causal_lm
 
 RULES = {".*/kernel": P(None, "model"), ".*": P()}
 X, Y = np.random.default_rng(0).standard_normal((16, 16), "float32"), np.arange(16) % 8
-
-
-@contextlib.contextmanager
-def compiled() -> Generator[list[str]]:
-    """The programs that were traced or compiled within."""
-    found: list[str] = []
-
-    def listen(event: str, seconds: float, **about: Any) -> None:
-        if event.endswith(("jaxpr_trace_duration", "backend_compile_duration")):
-            found.append(str(about.get("fun_name")))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield found
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def make_model(**options: Any) -> keras.Model:
@@ -74,7 +59,7 @@ def test_the_first_prediction_and_epoch_compile_nothing(mesh42: Mesh, distribute
         abstract = abstract.shard(mesh42, RULES) if distributed else abstract
         models = [abstract.materialize(compile=COMPILE), abstract.materialize()]
         assert models[0] is not models[1]
-        with compiled() as programs:
+        with compile_events() as programs:
             found = used(models[0])
         assert not programs
         assert_equal(found, used(models[1]))
@@ -88,7 +73,7 @@ def test_each_model_of_an_abstract_one_has_its_own_programs() -> None:
     abstract = lm.build_abstract(make_model)
     for _ in range(2):
         model = abstract.materialize(compile=lm.Compile("predict", batch=4))
-        with compiled() as programs:
+        with compile_events() as programs:
             model.predict(X[:4], verbose=0)
         assert not programs
 
@@ -96,7 +81,7 @@ def test_each_model_of_an_abstract_one_has_its_own_programs() -> None:
 def test_on_a_mesh_without_a_distribution_fit_says_what_it_needs(mesh8: Mesh) -> None:
     with pytest.warns(UserWarning, match=r"compiles its second step .*distribution\(mesh\)\.scope"):
         model = lm.build_abstract(make_model).shard(mesh8, RULES).materialize(compile=COMPILE)
-    with compiled() as programs:
+    with compile_events() as programs:
         model.predict(X, batch_size=8, verbose=0)
         model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
     assert not programs
@@ -128,7 +113,7 @@ def test_the_first_text_compiles_nothing(gemma: str, mesh42: Mesh, where: str) -
         abstract = lm.build_abstract(with_sampler(gemma, sampler))
         abstract = abstract if where == "one device" else abstract.shard(mesh42, lm.auto())
         task = abstract.materialize(compile=lm.Compile("generate", batch=4, sequence=10))
-        with compiled() as programs:
+        with compile_events() as programs:
             texts = [task.generate(PROMPTS * 2, max_length=10) for _ in range(2)]
         assert not programs
         other = abstract.materialize()
@@ -141,7 +126,7 @@ def test_a_task_of_a_preset(gemma: str) -> None:
     cls = keras_hub.models.CausalLM
     compiles = [lm.Compile("train", batch=2), lm.Compile("generate", PROMPTS, sequence=8)]
     task = lk.from_preset(cls, gemma, compile=compiles)
-    with compiled() as programs:
+    with compile_events() as programs:
         task.fit(PROMPTS * 2, batch_size=2, verbose=0)
         task.train_on_batch(PROMPTS)
         task.generate(PROMPTS, max_length=8)
@@ -153,7 +138,7 @@ def test_a_task_of_a_preset(gemma: str) -> None:
 def test_within_deferred_and_of_saved_models(gemma: str, tmp_path: Path) -> None:
     with lk.deferred(compile=lm.Compile("generate", batch=2, sequence=8)):
         task = keras_hub.models.CausalLM.from_preset(gemma)
-    with compiled() as programs:
+    with compile_events() as programs:
         task.generate(PROMPTS, max_length=8)
     assert not programs
     saved = make_model()
@@ -162,7 +147,7 @@ def test_within_deferred_and_of_saved_models(gemma: str, tmp_path: Path) -> None
     model = lk.load_model(tmp_path / "model.keras", compile=lm.Compile("train", batch=8))
     restored = lk.restore(lm.build_abstract(make_model), tmp_path / "model.keras", compile=lm.Compile("predict", X[:8]))
     assert_equal([None, {}, *map(bits, restored.weights)], [None, {}, *map(bits, model.weights)])
-    with compiled() as programs:
+    with compile_events() as programs:
         restored.predict(X, batch_size=8, verbose=0)
         model.fit(X, Y, batch_size=8, verbose=0)
     assert not programs
@@ -178,7 +163,7 @@ def test_a_classifier_of_texts(tmp_path: Path) -> None:
     keras_hub.models.BertTextClassifier(backbone, 3, preprocessor).save_to_preset(str(tmp_path / "bert"))
     compiles = [lm.Compile("predict", batch=2), lm.Compile("train", batch=2)]
     task = lk.from_preset(keras_hub.models.TextClassifier, tmp_path / "bert", compile=compiles)
-    with compiled() as programs:
+    with compile_events() as programs:
         task.predict(["the fox", "fox"], verbose=0)
         task.fit(["the fox", "fox"], [0, 2], batch_size=2, verbose=0)
     assert not programs
@@ -203,7 +188,7 @@ def test_models_say_what_they_take_or_are_told(mesh8: Mesh) -> None:
         lm.Compile("predict", some),
     ]
     model = lm.build_abstract(several).materialize(compile=compiles)
-    with compiled() as programs:
+    with compile_events() as programs:
         model.fit(x, y, batch_size=4, verbose=0)
         model.fit(x, y, batch_size=4, sample_weight=weights, verbose=0)
         model.predict(x, batch_size=4, verbose=0)
@@ -239,7 +224,7 @@ def test_functions_of_ones_own_take_the_variables_as_arguments() -> None:
 
     current: list[Any] = []
     model = lm.build_abstract(make).materialize(compile=lm.Compile(step, X[:4, :4]).of(split))
-    with compiled() as programs:
+    with compile_events() as programs:
         value, _ = step(*split(model), X[:4, :4])
     assert not programs
     assert value == loss([v.value for v in model.trainable_variables], model, X[:4, :4])

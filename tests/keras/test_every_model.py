@@ -23,7 +23,7 @@ from lazymodel_keras._record.session import record
 from .hub_configs import BACKBONES, TASKS, HubModel, exported
 from .models import assert_same, bits, randomize, seeded
 from .support_table import PAGE, row
-from .versions import needs_saved_tasks
+from .versions import mostly_large, needs_saved_tasks
 
 # KerasHub's own layers cause these; none of them concerns how variables are made.
 pytestmark = [
@@ -39,7 +39,6 @@ _REPRESENTATIVE = (
 _VALUES = ("DINOV2Backbone", "BertMaskedLM")
 
 _MODELS = {**BACKBONES, **TASKS}
-_SAVED = [pytest.param(name, marks=needs_saved_tasks if name in TASKS else ()) for name in _MODELS]
 
 
 @pytest.mark.parametrize(("base", "table"), [("Backbone", BACKBONES), ("Task", TASKS)])
@@ -48,18 +47,8 @@ def test_every_exported_class_is_in_the_table(base: str, table: dict[str, HubMod
     assert set(exported(getattr(keras_hub.models, base))) == names
 
 
-@pytest.mark.parametrize("name", _REPRESENTATIVE)
+@pytest.mark.parametrize("name", mostly_large(_MODELS, _REPRESENTATIVE))
 def test_builds_abstractly(name: str) -> None:
-    _builds(name)
-
-
-@pytest.mark.large
-@pytest.mark.parametrize("name", [name for name in _MODELS if name not in _REPRESENTATIVE])
-def test_all_build_abstractly(name: str) -> None:
-    _builds(name)
-
-
-def _builds(name: str) -> None:
     model = _MODELS[name]
     if model.build_error:
         with pytest.raises(Exception, match=model.build_error):
@@ -75,7 +64,8 @@ def _builds(name: str) -> None:
     assert nbytes < sum(_nbytes(variable) for variable in variables) / 2  # tables and scalars that models keep
 
 
-def _values(name: str) -> None:
+@pytest.mark.parametrize("name", mostly_large(_MODELS, _VALUES))
+def test_values(name: str) -> None:
     """Materialized values are those that stock KerasHub initializes."""
     model = _MODELS[name]
     if model.build_error:
@@ -87,8 +77,11 @@ def _values(name: str) -> None:
     _assert_equal(stock, abstract.materialize())
 
 
-def _round_trip(name: str, folder: Path, mesh: Mesh) -> None:
-    model = _MODELS[name]
+@pytest.mark.parametrize(
+    "name", mostly_large(_MODELS, _REPRESENTATIVE, lambda name: [needs_saved_tasks] if name in TASKS else [])
+)
+def test_round_trip(name: str, tmp_path: Path, mesh8: Mesh) -> None:
+    model, folder = _MODELS[name], tmp_path / "preset"
     if model.build_error:
         return
     if model.load_error:
@@ -96,7 +89,7 @@ def _round_trip(name: str, folder: Path, mesh: Mesh) -> None:
             _stock_round_trip(model, folder)
         return
     stock = _stock_round_trip(model, folder)
-    ours = seeded(lambda: lk.from_preset(model.cls, str(folder), mesh=mesh, rules=lm.auto(), **model.load))
+    ours = seeded(lambda: lk.from_preset(model.cls, str(folder), mesh=mesh8, rules=lm.auto(), **model.load))
     _assert_equal(stock, ours)
     assert any(not v.value.is_fully_replicated for v in ours.weights)
 
@@ -104,28 +97,6 @@ def _round_trip(name: str, folder: Path, mesh: Mesh) -> None:
 def _stock_round_trip(model: HubModel, folder: Path) -> Any:
     randomize(seeded(model.build, seed=1)).save_to_preset(str(folder))
     return seeded(lambda: model.cls.from_preset(str(folder), **model.load))
-
-
-@pytest.mark.parametrize("name", _VALUES)
-def test_values(name: str) -> None:
-    _values(name)
-
-
-@pytest.mark.large
-@pytest.mark.parametrize("name", [name for name in _MODELS if name not in _VALUES])
-def test_all_values(name: str) -> None:
-    _values(name)
-
-
-@pytest.mark.parametrize("name", [saved for saved in _SAVED if saved.values[0] in _REPRESENTATIVE])
-def test_round_trip(name: str, tmp_path: Path, mesh8: Mesh) -> None:
-    _round_trip(name, tmp_path / "preset", mesh8)
-
-
-@pytest.mark.large
-@pytest.mark.parametrize("name", [saved for saved in _SAVED if saved.values[0] not in _REPRESENTATIVE])
-def test_all_round_trips(name: str, tmp_path: Path, mesh8: Mesh) -> None:
-    _round_trip(name, tmp_path / "preset", mesh8)
 
 
 def test_the_page_has_every_class() -> None:

@@ -19,9 +19,9 @@ import lazymodel_keras as lk
 
 from .hub_configs import BACKBONES
 from .models import assert_same, randomize, seeded
+from .versions import mostly_large
 
 _LOADED = [name for name, model in BACKBONES.items() if not (model.build_error or model.load_error)]
-_REPRESENTATIVE = ("ViTBackbone",)
 
 
 def _adapt(model: Any) -> None:
@@ -38,20 +38,10 @@ _VARIANTS: list[tuple[Callable[[Any], None], Callable[[lm.AbstractModel], lm.Abs
 ]
 
 
-@pytest.mark.parametrize("name", _REPRESENTATIVE)
+@pytest.mark.parametrize("name", mostly_large(_LOADED, ["ViTBackbone"]))
 def test_variants(name: str, tmp_path: Path, mesh8: Mesh) -> None:
-    _check(name, tmp_path / "preset", mesh8)
-
-
-@pytest.mark.large
-@pytest.mark.parametrize("name", [name for name in _LOADED if name not in _REPRESENTATIVE])
-def test_all_variants(name: str, tmp_path: Path, mesh8: Mesh) -> None:
-    _check(name, tmp_path / "preset", mesh8)
-
-
-def _check(name: str, folder: Path, mesh: Mesh) -> None:
-    """Both variants are equal to stock's bit for bit, or refused where stock fails or has nothing to change."""
-    model = BACKBONES[name]
+    """Both are equal to stock's bit for bit, or refused where stock fails or has nothing to change."""
+    model, folder = BACKBONES[name], tmp_path / "preset"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the backbones, and of layers that Keras does not quantize
         randomize(seeded(model.build, seed=1)).save_to_preset(str(folder))
@@ -60,7 +50,7 @@ def _check(name: str, folder: Path, mesh: Mesh) -> None:
 
             def ours(step: Callable[[Any], Any] = step) -> Any:
                 abstract = lk.abstract_from_preset(model.cls, str(folder), **model.load)
-                return step(abstract).shard(mesh, lm.auto()).materialize()
+                return step(abstract).shard(mesh8, lm.auto()).materialize()
 
             if error is not None or not _changed(stock):
                 with pytest.raises((lm.LazyModelError, *([type(error)] if error else []))):

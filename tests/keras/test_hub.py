@@ -21,8 +21,18 @@ from safetensors.numpy import load_file, save_file
 import lazymodel as lm
 import lazymodel_keras as lk
 from lazymodel._tensors.stored import StoredTensor
+from tests.sentence_piece import gemma_vocabulary
 
-from .models import BACKBONES, assert_same, bits, save_hugging_face, save_preset, seeded
+from .models import (
+    BACKBONES,
+    assert_same,
+    assert_same_in_distribution,
+    bits,
+    randomize,
+    save_hugging_face,
+    save_preset,
+    seeded,
+)
 from .versions import needs_keras_hub
 
 
@@ -101,15 +111,7 @@ def test_the_base_class_finds_the_subclass(tmp_path: Path) -> None:
 def test_active_distribution_is_used_and_kept(tmp_path: Path) -> None:
     folder = str(save_preset(tmp_path / "gemma", "gemma"))
     cls, _ = BACKBONES["gemma"]
-    mesh = keras.distribution.DeviceMesh((1, 8), ["batch", "model"], keras.distribution.list_devices())
-    layout = cls.get_layout_map(mesh)
-    with keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch").scope():
-        stock = seeded(lambda: cls.from_preset(folder))
-        ours = seeded(lambda: lk.from_preset(cls, folder))
-        assert_same(stock, ours, outputs=False)
-        for expected, found in zip(stock.weights, ours.weights, strict=True):
-            assert found.value.sharding == expected.value.sharding, found.path
-            assert type(found._layout) is type(expected._layout)
+    assert_same_in_distribution(cls, folder)
 
 
 def test_mesh_and_rules_override_an_active_distribution(tmp_path: Path, mesh42: Mesh) -> None:
@@ -150,30 +152,7 @@ def test_text_classifier_with_tokenizer_and_a_new_head(minilm: str, mesh8: Mesh)
 
 def causal_lm(folder: Path, **changes: Any) -> str:
     """A Gemma CausalLM preset with a word-piece-like tokenizer of its own."""
-    import io
-
-    import sentencepiece
-
-    proto = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["the quick brown fox jumps over the lazy dog and sleeps"] * 4),
-        model_writer=proto,
-        vocab_size=40,
-        model_type="BPE",
-        pad_id=0,
-        bos_id=2,
-        eos_id=1,
-        unk_id=3,
-        pad_piece="<pad>",
-        bos_piece="<bos>",
-        eos_piece="<eos>",
-        unk_piece="<unk>",
-        user_defined_symbols=["<start_of_turn>", "<end_of_turn>"],
-        minloglevel=2,
-    )
-    tokenizer = keras_hub.models.GemmaTokenizer(proto=proto.getvalue())
-    from .models import randomize
-
+    tokenizer = keras_hub.models.GemmaTokenizer(proto=gemma_vocabulary())
     backbone = randomize(keras_hub.models.GemmaBackbone(**{**BACKBONES["gemma"][1], **changes}))
     preprocessor = keras_hub.models.GemmaCausalLMPreprocessor(tokenizer, sequence_length=12)
     keras_hub.models.GemmaCausalLM(backbone, preprocessor).save_to_preset(str(folder))

@@ -7,14 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import keras
 import keras_hub
 import pytest
 
-import lazymodel_keras as lk
 from tests.conftest import ROOT, child_environment
 
-from .models import assert_same, randomize, seeded
+from .models import assert_same_in_distribution, randomize
 
 pytestmark = pytest.mark.large
 
@@ -33,14 +31,7 @@ def test_gemma_of_267_million_parameters(max_shard_size: float | None, tmp_path:
     folder = str(tmp_path / "gemma")
     randomize(cls(**CONFIG)).save_to_preset(folder, max_shard_size=max_shard_size)
     assert len(list(Path(folder).glob("*.weights.h5"))) == (1 if max_shard_size is None else 4)
-    mesh = keras.distribution.DeviceMesh((1, 8), ["batch", "model"], keras.distribution.list_devices())
-    layout_map = cls.get_layout_map(mesh)
-    with keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch").scope():
-        stock = seeded(lambda: cls.from_preset(folder))
-        ours = seeded(lambda: lk.from_preset(cls, folder))
-        assert_same(stock, ours, outputs=False)
-        for expected, found in zip(stock.weights, ours.weights, strict=True):
-            assert expected.value.sharding == found.value.sharding
+    assert_same_in_distribution(cls, folder)
 
 
 @pytest.mark.timeout(900)

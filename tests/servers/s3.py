@@ -16,7 +16,6 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 _ROOT = Path(__file__).parents[2]
@@ -38,9 +37,7 @@ class S3Server:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

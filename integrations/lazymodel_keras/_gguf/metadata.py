@@ -26,10 +26,6 @@ class Metadata:
         self.file, self._entries = file, entries
         self.architecture: str = self._checked(_ARCHITECTURE, str, _REQUIRED)
 
-    def has(self, key: str) -> bool:
-        """Whether the architecture has an entry."""
-        return f"{self.architecture}.{key}" in self._entries
-
     def of_model(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
         """An entry of the architecture: `block_count` for `llama.block_count`."""
         return self._checked(f"{self.architecture}.{key}", kind, default)

@@ -23,7 +23,7 @@ from lazymodel_keras._record.patches import active, recording_patches, while_rec
 
 @recording_patches.register
 def _install_from_preset(undo: contextlib.ExitStack) -> None:
-    for cls in _upstream.preset_classes():
+    for cls in _upstream.classes_defining("from_preset"):
         recording_patches.replace(undo, cls, "from_preset", _from_preset)
 
 

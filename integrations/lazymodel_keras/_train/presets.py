@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,10 +19,10 @@ import keras
 import numpy as np
 
 from lazymodel import AbstractModel, LazyModelError, LazyTensor, Progress, save
-from lazymodel._save.destination import Destination, SavedFile, old_files
+from lazymodel._save.destination import Destination, SavedFile, check_room, old_files
 from lazymodel._save.save import default_budget
 from lazymodel._save.write import check_budget, write_files
-from lazymodel._show.text import format_bytes, parse_budget, parse_bytes
+from lazymodel._show.text import parse_budget, parse_bytes
 from lazymodel_keras import _upstream
 from lazymodel_keras._build import KerasModel
 from lazymodel_keras._model.lazy_values import lazy_value
@@ -81,7 +80,8 @@ def save_preset(
     folder = Path(os.path.realpath(path))
     if os.path.lexists(folder) and not overwrite:
         raise LazyModelError(f"there is something already: {folder}. Pass overwrite=True (--overwrite) to replace it")
-    _require_room(folder, values)
+    above = next(above for above in folder.parents if above.is_dir())
+    check_room(folder, sum(tensor.nbytes for _, tensor in values), above)
 
     def preset(new: Path) -> None:
         with as_it_is(), _upstream.holding_lazily(values), reserving() as reserved:
@@ -120,16 +120,6 @@ def _unfilled(abstract: Any) -> tuple[Any, list[tuple[Any, LazyTensor]]]:
         (variable, lazy_value(skeleton.recording, variable, noted)) for variable, noted in skeleton.variables.values()
     ]
     return skeleton.result, values
-
-
-def _require_room(folder: Path, values: list[tuple[Any, LazyTensor]]) -> None:
-    needed = sum(tensor.nbytes for _, tensor in values)
-    free = shutil.disk_usage(next(above for above in folder.parents if above.is_dir())).free
-    if needed > free:
-        raise LazyModelError(
-            f"{folder} needs {format_bytes(needed)}, and there are {format_bytes(free)} free; "
-            "make room, or save elsewhere"
-        )
 
 
 class _Reserved(Destination):

@@ -47,7 +47,7 @@ def install(undo: contextlib.ExitStack, patches: SharedPatches) -> None:
     ]
     if (models := _upstream.hub_models()) is not None:
         ways.append((models.Backbone, "save_lora_weights", _save_file))
-        ways += [(cls, "save_to_preset", _save_preset) for cls in _upstream.saved_to_presets()]
+        ways += [(cls, "save_to_preset", _save_preset) for cls in _upstream.classes_defining("save_to_preset")]
     for owner, name, save in ways:
         patches.replace(undo, owner, name, functools.partial(_saved_whole, save))
 

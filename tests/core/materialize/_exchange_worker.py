@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from lazymodel._devices import coordination
 from lazymodel._materialize import exchange
 from lazymodel._tensors import division
 from lazymodel._tensors.source import BYTES_READ
+from tests.processes import join
 
 DEVICES = 8  # of all processes together
 
@@ -201,18 +201,8 @@ class Scenarios:
 
 def main() -> None:
     process, processes, address, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    jax.config.update("jax_num_cpu_devices", DEVICES // processes)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        address,
-        processes,
-        process,
-        initialization_timeout=30,
-        heartbeat_timeout_seconds=60,
-        shutdown_timeout_seconds=10,
-    )
+    join(process, processes, address, DEVICES // processes, heartbeat=60)
     coordination.SILENCE = 3.0
-    warnings.simplefilter("error")
     scenarios = Scenarios(process, folder)
     outcomes: dict[str, Any] = {}
     for name in sys.argv[5].split(","):

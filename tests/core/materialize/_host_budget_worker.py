@@ -1,15 +1,13 @@
 """The process that `test_host_budget` watches: streams a file under a ceiling and drops every array at once.
 
-Run as `python _host_budget_worker.py CASE PATH CEILING`. Prints, as JSON, the private memory that it had when it began,
-the peak that was sampled while it streamed, the bytes that it loaded, and those of its largest variable.
+Run as `python -m tests.core.materialize._host_budget_worker CASE PATH CEILING`. Prints, as JSON, the peak of its
+private memory beyond what it had before, the bytes that it loaded, and those of its largest variable.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import threading
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,37 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from lazymodel._materialize.stream import StreamItem, stream
-
-_INTERVAL = 0.0005  # seconds between two samples
-
-
-def private_nbytes() -> int:
-    """`RssAnon` of this process: mapped pages of files are the kernel's, not ours."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) << 10
-    raise ValueError("no RssAnon")
-
-
-class Peak:
-    """The highest private memory that a thread saw."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def _sample(self) -> None:
-        while not self._done.wait(_INTERVAL):
-            self.nbytes = max(self.nbytes, private_nbytes())
-
-    def __enter__(self) -> Peak:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
+from tests.private_memory import Peak
 
 
 def items(case: str, path: str, sharding: NamedSharding) -> list[StreamItem]:
@@ -85,11 +53,10 @@ def main() -> None:
     mesh = Mesh(np.array(jax.devices()), ("model",))
     work = items(case, path, NamedSharding(mesh, P("model")))
     load(work[:2], ceiling)  # imports, threads, and what JAX compiles
-    before = private_nbytes()
     with Peak() as peak:
         total = load(work, ceiling)
     largest = max(int(np.prod(item.shape)) * item.dtype.itemsize for item in work)
-    print(json.dumps({"before": before, "peak": peak.nbytes, "total": total, "largest": largest}))
+    print(json.dumps({"peak": peak.nbytes, "total": total, "largest": largest}))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from safetensors.numpy import load_file
 import lazymodel as lm
 from lazymodel._devices import agreement, coordination
 from lazymodel._tensors.source import BYTES_READ
+from tests.processes import join
 
 PROCESSES = 2
 DEVICES = 4  # of each process
@@ -322,19 +322,9 @@ def until(condition: Callable[[], bool], patience: float = 30) -> None:
 
 def main() -> None:
     process, address, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    jax.config.update("jax_num_cpu_devices", DEVICES)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        address,
-        PROCESSES,
-        process,
-        initialization_timeout=30,
-        heartbeat_timeout_seconds=10,
-        shutdown_timeout_seconds=10,
-    )
+    join(process, PROCESSES, address, DEVICES)
     agreement._BETWEEN_CHECKS = 1000.0  # scenarios are about one thing each; `stops` is about this
     assert jax.device_count() == PROCESSES * DEVICES and jax.local_device_count() == DEVICES
-    warnings.simplefilter("error")
     scenarios = Scenarios(process, folder)
     outcomes = {
         scenario.__name__: scenario()

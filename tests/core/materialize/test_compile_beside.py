@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -135,16 +134,6 @@ def test_a_step_that_cannot_fit_is_refused_before_a_quarter_was_read(
     in_place = lm.Compile(jax.jit(lambda tree, x: jax.tree.map(lambda w: w + 1, tree), donate_argnums=0), X)
     model = abstract.materialize(checkpoint, compile=in_place)
     np.testing.assert_array_equal(model["w07"], 7)
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """An interrupt is not ignored, as in what a shell runs in the background, nor dropped in a garbage collection."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.disable()
-    yield
-    gc.enable()
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")

@@ -33,13 +33,7 @@ P = PartitionSpec
 F32 = np.dtype(np.float32)
 SHAPE, NBYTES = (160, 128), 160 * 128 * 4  # of what `items_of` makes: too large to be one of a group
 
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield
-    # One whose start a Ctrl-C cut short stays listed and is not alive; if it comes to run, it finds all stopped.
-    left = [each for each in threading.enumerate() if each.name.startswith("lazymodel-stream")]
-    assert not [thread for thread in left if thread.is_alive()]
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
 @pytest.fixture

@@ -156,7 +156,7 @@ def test_tensors_of_another_dtype_are_another_checkpoint(outcomes: list[Mapping[
     for outcome in outcomes:
         assert re.fullmatch(
             rf"the processes' checkpoints, keys or seeds differ: process 0 {said}, process 1 {said}\. "
-            r"Give all processes the same files and the same key or seed\.",
+            r"Give all processes the same files and the same key or seed \(of Keras: keras\.utils\.set_random_seed\)\.",
             outcome["other_dtype"],
         )
 
@@ -200,7 +200,7 @@ def test_checkpoints_that_differ_are_refused(outcomes: list[Mapping[str, Any]]) 
             "the processes' checkpoints, keys or seeds differ: "
             "process 0 would load 4 variables and initialize 2: new/bias, new/kernel, "
             "process 1 would load 3 variables and initialize 3: head/kernel, new/bias, new/kernel. "
-            "Give all processes the same files and the same key or seed."
+            "Give all processes the same files and the same key or seed (of Keras: keras.utils.set_random_seed)."
         )
 
 

@@ -2,7 +2,6 @@
 
 import os
 import random
-import threading
 
 import jax
 import ml_dtypes
@@ -29,11 +28,7 @@ P = PartitionSpec
 F32 = np.dtype(np.float32)
 SHAPES = ((16, 32), (32, 16), (16,), (8, 64))
 
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lazymodel-stream")]
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import math
 import re
-import threading
 
 import jax
 import ml_dtypes
@@ -27,11 +26,7 @@ P = PartitionSpec
 F32 = np.dtype(np.float32)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lazymodel-stream")]
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
 @pytest.fixture(scope="module")

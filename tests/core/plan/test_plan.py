@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from html.parser import HTMLParser
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from jax.sharding import PartitionSpec
 import lazymodel as lm
 from lazymodel._plan.compare import compare_plans
 from lazymodel._plan.plan import HostPlan, MemoryPlan, PlanRow, PlanStep
+from tests.markup import Page
 
 BF16 = np.dtype("bfloat16")
 HOSTILE = "a[red]\x1b[31m<script>alert('x')</script>\n&amp;/kernel"
@@ -39,31 +39,6 @@ def make_row(path: str, action: str = "load", shape: tuple[int, ...] = (1024, 10
     nbytes = int(np.prod(shape)) * 2
     spec = PartitionSpec(None, "model")
     return PlanRow(path, shape, BF16, spec, nbytes // 8, nbytes, action, source, used_nbytes=nbytes // 4)
-
-
-class Page(HTMLParser):
-    """Checks that every element is closed in order, and collects elements and text."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.text = ""
-        self.feed(text)
-        assert not self.open, f"left open: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.tags.append(tag)
-        self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: Any) -> None:
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 def test_plan_text_summarizes_what_fits():

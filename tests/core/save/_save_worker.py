@@ -9,7 +9,6 @@ import errno
 import json
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from lazymodel import From
+from tests.processes import join
 
 DEVICES = 4  # of each process
 SHARDINGS: dict[str, tuple[tuple[int, ...], Any]] = {
@@ -40,19 +40,9 @@ MAPPING = lm.WeightMap(
 )
 
 
-def main() -> None:
-    process, address, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    jax.config.update("jax_num_cpu_devices", DEVICES)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        address,
-        2,
-        process,
-        initialization_timeout=30,
-        heartbeat_timeout_seconds=10,
-        shutdown_timeout_seconds=10,
-    )
-    warnings.simplefilter("error")
+def joined(process: int, address: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of what is saved, and the arrays, of which each of two processes holds parts."""
+    join(process, 2, address, DEVICES)
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
     rng = np.random.default_rng(0)
     values = {name: rng.standard_normal(shape).astype("float32") for name, (shape, _) in SHARDINGS.items()}
@@ -63,6 +53,28 @@ def main() -> None:
         for name, value in values.items()
     }
     arrays["local"] = values["local"] = np.arange(4.0)
+    return values, arrays
+
+
+def back(tensors: Any) -> dict[str, Any]:
+    mapped: dict[str, Any] = MAPPING.write({name: tensors[name] for name in SHARDINGS})
+    mapped["half"] = np.concatenate([tensors["rows"][::2, 1:3], tensors["rows"][1::2, 4:]])
+    mapped["wide"] = np.broadcast_to(tensors["everywhere"], (2, 5))
+    return mapped
+
+
+def finish(process: int, folder: Path, values: dict[str, Any], outcomes: dict[str, Any]) -> None:
+    """Writes down what came of it, and what should be in the checkpoints `plain` and `mapped`."""
+    if process == 0:
+        expected = {f"plain:{name}": value for name, value in values.items()}
+        expected |= {f"mapped:{name}": np.asarray(value) for name, value in back(values).items()}
+        np.savez(folder / "expected.npz", **expected)
+    (folder / f"outcomes-{process}.json").write_text(json.dumps(outcomes))
+
+
+def main() -> None:
+    process, address, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    values, arrays = joined(process, address)
     outcomes: dict[str, Any] = {}
 
     written = 0
@@ -77,12 +89,6 @@ def main() -> None:
     lm.save(arrays, folder / "plain", max_shard_size="1KB")
     outcomes["wrote"] = written
 
-    def back(tensors: Any) -> dict[str, Any]:
-        mapped: dict[str, Any] = MAPPING.write({name: tensors[name] for name in SHARDINGS})
-        mapped["half"] = np.concatenate([tensors["rows"][::2, 1:3], tensors["rows"][1::2, 4:]])
-        mapped["wide"] = np.broadcast_to(tensors["everywhere"], (2, 5))
-        return mapped
-
     lm.save(arrays, folder / "mapped", mapping=back)
 
     def full(fd: int, data: Any, offset: int) -> int:
@@ -95,11 +101,7 @@ def main() -> None:
     differing = arrays if process == 0 else {name: array for name, array in arrays.items() if name != "rows"}
     outcomes["differ"] = outcome(differing, folder / "differ")
 
-    if process == 0:
-        expected = {f"plain:{name}": value for name, value in values.items()}
-        expected |= {f"mapped:{name}": np.asarray(value) for name, value in back(values).items()}
-        np.savez(folder / "expected.npz", **expected)
-    (folder / f"outcomes-{process}.json").write_text(json.dumps(outcomes))
+    finish(process, folder, values, outcomes)
 
 
 def outcome(arrays: Any, path: Path) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import lazymodel as lm
 from lazymodel._remote import upload
 from lazymodel._save import remote
 from lazymodel.checkpoints import _open
+from tests.private_memory import private_nbytes
 from tests.processes import free_address, printed, run_workers
 from tests.servers.object_server import ObjectServer
 from tests.servers.s3 import S3Server
@@ -160,16 +160,12 @@ def test_no_more_memory_than_was_allowed(object_server: ObjectServer) -> None:
     large = {"large": jnp.ones((96 << 18,), "float32").block_until_ready()}
     del bucket.options["retry_config"]
 
-    def private() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) << 10
-
     lm.save({"small": np.ones(3)}, bucket.url("first.safetensors"), storage_options=bucket.options)  # what stays
-    before, peak = private(), 0
+    before, peak = private_nbytes(), 0
 
     def watch(done: int, total: int) -> None:
         nonlocal peak
-        peak = max(peak, private() - before)
+        peak = max(peak, private_nbytes() - before)
 
     lm.save(
         large,
@@ -352,18 +348,6 @@ def test_what_was_done_and_not_answered_is_done(bucket: Bucket, options: dict[st
         if not bucket.server.counters()["faults"]:
             break
     assert number > 4
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """An interrupt is not ignored, as in what a shell runs in the background, and comes through: JAX has a callback for
-    garbage collections, and Python drops what is raised while that runs.
-    """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.disable()
-    yield
-    gc.enable()
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")

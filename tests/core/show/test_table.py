@@ -5,7 +5,6 @@ import re
 import sys
 import threading
 import time
-from html.parser import HTMLParser
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +21,7 @@ from lazymodel._errors import LazyModelError
 from lazymodel._show import progress as progress_module
 from lazymodel._show.progress import Progress, progress_for
 from lazymodel._show.text import closest, fold
+from tests.markup import Page
 
 BF16 = np.dtype("bfloat16")
 HOSTILE = "a[red]\x1b[31m<script>alert('x')</script>\n&amp;/kernel"
@@ -46,39 +46,6 @@ def decoder(layers: int, sharding: Any = None) -> FakeModel:
             AbstractVariable(f"{prefix}/norm/scale", (64,), np.dtype("float32"), sharding, "Ones"),
         ]
     return FakeModel(variables)
-
-
-class Page(HTMLParser):
-    """Checks that every element is closed in order, and collects elements and text."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.rows: list[list[str]] = []
-        self.text = ""
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.open.append(tag)
-        self.tags.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-        if self.open and self.open[-1] in ("td", "th"):
-            self.rows[-1][-1] += data
 
 
 def text_of(model: Any) -> str:

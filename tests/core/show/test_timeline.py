@@ -1,6 +1,5 @@
 """Timelines: when the process started, what was imported, what a model took, and how it is shown."""
 
-import html.parser
 import json
 import pickle
 import subprocess
@@ -17,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import lazymodel as lm
 from lazymodel._show import clock
 from lazymodel._show.timeline import Span, Timeline
+from tests.markup import Page
 
 HOSTILE = "a[red]\x1b[31m<script>alert('x')</script>\n$&amp;"
 
@@ -135,17 +135,7 @@ def test_a_page_has_nothing_of_what_names_hold():
     timeline = Timeline([Span(HOSTILE, 0, 1, HOSTILE), Span("stream", 1, 2)])
     shown = timeline.html()
     assert "<script" not in shown and "\x1b" not in repr(timeline)
-    opened: list[str] = []
-
-    class Parser(html.parser.HTMLParser):
-        def handle_starttag(self, tag: str, attrs: Any) -> None:
-            opened.append(tag)
-
-        def handle_endtag(self, tag: str) -> None:
-            assert opened.pop() == tag
-
-    Parser().feed(shown)
-    assert not opened
+    Page(shown)
     assert 'title="stream: 1.00 s" style="display:inline-block;height:1em;width:50.00%' in shown
 
 
