@@ -30,9 +30,8 @@ def named_arrays(model: Any) -> dict[str, Any]:
         if isinstance(leaf, LazyTensor) or not (id(leaf) in seen or seen.add(id(leaf)))
     }
     if not distinct:
-        of_path = (
-            f"; open it first: lm.open_checkpoint({os.fspath(model)!r})" if isinstance(model, str | os.PathLike) else ""
-        )
+        # Not the path itself: of a signed URL it has a credential.
+        of_path = "; a path is opened first: lm.open_checkpoint(path)" if isinstance(model, str | os.PathLike) else ""
         raise LazyModelError(f"there are no arrays in what was given, {type(model)}{of_path}")
     for name, array in distinct.items():
         if isinstance(array, jax.Array) and array.is_deleted():

@@ -124,7 +124,7 @@ def map_checkpoint(
 def flat_checkpoint(checkpoint: Any) -> Mapping[str, Any] | None:
     """What a model is given to load, by path: dicts, lists and other pytrees are flattened, checkpoints are flat."""
     if isinstance(checkpoint, str | os.PathLike):
-        name = os.fspath(cast("str | os.PathLike[str]", checkpoint))
+        name = os.fspath(cast("str | os.PathLike[str]", checkpoint)).partition("?")[0]  # a signed URL has a credential
         raise CheckpointError(f"{name!r} is a path, not a checkpoint; open it first: lm.open_checkpoint({name!r})")
     flat = checkpoint is None or (isinstance(checkpoint, Mapping) and not isinstance(checkpoint, dict))
     leaf = not flat and jax.tree_util.all_leaves([checkpoint])
