@@ -118,8 +118,7 @@ def load_model(
             True as well, what will be called, compiled while the weights come, as in `from_preset`.
         safe_mode: As for Keras: whether to refuse code in the file.
         mesh: As in `from_preset`, and so is `rules`.
-        strict: As in `abstract_from_preset`, and so are `cast`, `verify` and
-            `storage_options`.
+        strict: As in `abstract_from_preset`, and so are `cast`, `verify` and `storage_options`.
         **options: As in `deferred`.
 
     Raises:

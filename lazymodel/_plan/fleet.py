@@ -37,7 +37,7 @@ class Fleet:
         link_bandwidth: Bytes a second that come to the devices of one host over the interconnect, or `"25GB/s"`.
 
     Raises:
-        LazyModelError: A number is none.
+        LazyModelError: `hosts` is no number of hosts, or a bandwidth none.
 
     Example:
         >>> mesh = jax.sharding.AbstractMesh((1024, 4), ("data", "model"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import reprlib
@@ -31,6 +32,7 @@ DTYPES = {
     "float32": np.dtype(np.float32),
 }
 _MOST_WAYS = 10**7  # tried in a tenth of a second; of names of 80 characters four wildcards have two millions
+_MOST_PARTS = 32  # of a name, of which all ranges are looked up
 _LONGEST = 1000  # characters of a regular expression
 _TOKEN = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:=!]|<[=!]|P<\w+>)|\(\??|(?:[*+]|\{\d*,?\d*\})[?+]?|\)[?*+{]?|[?|]", re.S
@@ -56,7 +58,19 @@ class Config:
 
     def ignores(self, module: str) -> bool:
         """Whether a module is one of those that were left as they are, or within one."""
-        return any(matches(entry, module) for entry in self._ignored)
+        # Lists of hundreds of entries are asked for tens of thousands of modules.
+        names, patterns = self._entries
+        parts = module.split(".")
+        if len(parts) > _MOST_PARTS:
+            return any(matches(entry, module) for entry in self._ignored)
+        ranges = itertools.combinations(range(len(parts) + 1), 2)
+        return any(".".join(parts[i:j]) in names for i, j in ranges) or any(matches(each, module) for each in patterns)
+
+    @functools.cached_property
+    def _entries(self) -> tuple[set[str], list[str]]:
+        """The entries that are names or parts of them, and the regular expressions."""
+        patterns = [entry for entry in self._ignored if entry.startswith("re:")]
+        return {_name(entry) for entry in self._ignored if not entry.startswith("re:")} - {""}, patterns
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.options.get(key, default)
@@ -88,8 +102,12 @@ def matches(entry: str, module: str) -> bool:
                 f"module {reprlib.repr(module)}: expected a regular expression to match it with, found "
                 f"{reprlib.repr(entry)} ({error}). Write it without repeated groups or so many wildcards, or list names"
             ) from error
-    entry = entry.removesuffix("*").removesuffix(".").removeprefix("*").removeprefix(".")
-    return bool(entry) and f".{entry}." in f".{module}."
+    return bool(name := _name(entry)) and f".{name}." in f".{module}."
+
+
+def _name(entry: str) -> str:
+    """What an entry that is no regular expression names."""
+    return entry.removesuffix("*").removesuffix(".").removeprefix("*").removeprefix(".")
 
 
 @functools.lru_cache

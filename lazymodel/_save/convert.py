@@ -30,6 +30,7 @@ from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._open import open_checkpoint, weight_files
 
 _BAND = 8 << 20  # bytes of each side that are compared at a time
+_LEAST = 64 << 10  # and at least, whatever the budget: a number at a time, each with its chunk, takes forever
 _THREADS = 2  # that compare: reading and comparing overlap
 
 
@@ -173,7 +174,7 @@ def differences(
     common = {name: (tensor, found[name]) for name, tensor in expected.items() if name in found}
     unit = max((one.leaf.unit_nbytes + two.leaf.unit_nbytes for one, two in common.values()), default=0)
     threads = max(min(_THREADS, budget // (unit + 4 * _BAND)), 1)
-    band = max(min(_BAND, (budget // threads - unit) // 4), 1)
+    band = max(min(_BAND, (budget // threads - unit) // 4), _LEAST)
     bar = progress_for(progress)
     bar.start(sum(one.nbytes for one, _ in common.values()), "verifying")
     try:

@@ -94,13 +94,14 @@ def open_checkpoint(
     """Opens a checkpoint without reading its tensors; the format is found from the path and its first bytes.
 
     Args:
-        path: A safetensors file or a folder with `*.safetensors.index.json`, `model.safetensors` or other
-            safetensors files; a Keras `.weights.h5`, `.weights.json` (sharded) or `.keras` file; a Keras Hub preset
-            folder (`model.weights.h5` or `model.weights.json`); an Orbax checkpoint: the folder of its arrays, of a
-            step, or of steps, of which the newest committed one is opened; a folder of folders with numbers for names,
-            of which the newest with an index or a `model.safetensors` is opened; a `.gguf` file, any file of a split
-            one, or their folder; a `.npz` or `.npy` file; or a folder with nothing of these but `.npy` files in it and
-            its folders, whose paths are the names. Archives are read in place.
+        path: A path or URL of a safetensors file or a folder with `*.safetensors.index.json`, `model.safetensors` or
+            other safetensors files; a Keras `.weights.h5`, `.weights.json` (sharded) or `.keras` file; a Keras Hub
+            preset folder (`model.weights.h5` or `model.weights.json`); an Orbax checkpoint: the folder of its arrays,
+            of a step, or of steps, of which the newest committed one is opened; a folder of folders with numbers for
+            names, of which the newest with an index or a `model.safetensors` is opened; a `.gguf` file, any file of a
+            split one, or their folder; a `.npz` or `.npy` file; or a folder with nothing of these but `.npy` files in
+            it and its folders, whose paths are the names. Archives are read in place. A Hugging Face folder that is
+            quantized opens as the plain checkpoint that it stands for; see docs/quantized.md.
         storage_options: For URLs: what obstore's store takes, such as `{"region": "…"}`; see docs/buckets.md.
         verify: Whether to hash the files first, index and all, and refuse content that is not what is stated: True for
             the hashes that a Hugging Face cache or download, or a manifest such as `SHA256SUMS` in the folder, states;

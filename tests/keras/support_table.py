@@ -33,8 +33,9 @@ PAGE = Path(__file__).parent.parent.parent / "integrations" / "MODELS.md"
 
 _INTRODUCTION = """# KerasHub models
 
-What lazymodel does with every backbone and task class of KerasHub {version}, {backbones} backbones and {tasks} tasks. \
-The tests build a tiny one of each; where a class has several configurations that differ in kind, each has a row.
+Whether a model that you want works: what lazymodel does with every backbone and task class of KerasHub {version},
+{backbones} backbones and {tasks} tasks. How to load one is in [Keras and KerasHub](../docs/keras.md). The tests build a
+tiny one of each class; where a class has several configurations that differ in kind, each has a row.
 
 - **build**: `lm.build_abstract` defers every variable; what is materialized is bit for bit what KerasHub initializes.
 - **shard**: `lm.auto()` has a place for every variable, and the model loads onto 8 devices.
@@ -44,7 +45,7 @@ The tests build a tiny one of each; where a class has several configurations tha
 - **int8**: how many of its layers `quantize("int8")` changes, and `.quantize("int8")` of the abstract model, likewise;
   – where none can be.
 
-Where KerasHub itself fails, the cell says how; a test fails once it does not any more.
+Where KerasHub itself fails, the cell says how; a test says so when it no longer does.
 """
 _FOOTER = "Written by `python -m tests.keras.support_table`.\n"
 _COLUMNS = ("build", "shard", "load", "LoRA", "int8")

@@ -44,9 +44,9 @@ class TrainingCheckpoint(_Stock):
     what a killed program left, a later save removes, unless `max_to_keep=None`.
 
     Args:
-        directory: Where to save. Unlike the stock callback's, for which no step is ever committed then, it may be
-            relative to the folder that is current when this is made, or begin with `~`. Or a URL that begins with
-            `s3://`, `gs://` or `az://`, which needs obstore; without it Orbax is asked, which reaches `gs://` only.
+        directory: A folder to save to. It may be relative to the folder that is current when this is made, or begin
+            with `~`; the stock callback never commits a step to such a one. Or a URL that begins with `s3://`, `gs://`
+            or `az://`, which needs obstore; without it Orbax is asked, which reaches `gs://` only.
         metadata: What else to save, of types that JSON has: a mapping, or a function that is called at each save.
         storage_options: For a URL: as in `lazymodel.open_checkpoint`.
         **options: Those of the stock callback, such as `save_freq`, `max_to_keep`, `monitor` and `save_best_only`.

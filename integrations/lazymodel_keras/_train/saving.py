@@ -41,7 +41,7 @@ def streamed_saving() -> Generator[None]:
     or as what is saved now, whatever fails or is killed, and other files in the folder stay. A second saver of the same
     path is refused. What a killed one left (`.NAME.lazymodel-saving` beside a path, `.lazymodel-saving` beside sharded
     weights) the next one removes. A preset, and a model saved with `zipped=False`, is a new folder in the place of the
-    old one, with links to the files that it keeps: it cannot be a mount point, and needs room for both. So do others.
+    old one, with links to the files that it keeps, so it cannot be a mount point. The disk needs room for old and new.
 
     All of the model has to be on this process's devices; with several processes, save with `lazymodel.save` or
     `keras.callbacks.OrbaxCheckpoint`.

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import lazymodel as lm
-from lazymodel._quantized.config import matches
+from lazymodel._quantized.config import Config, matches
 from tests import quantized
 from tests.quantized import BF16, F8, FORMS, Tensors, write_folder
 
@@ -194,11 +194,13 @@ def test_hostile_configurations(data: st.DataObject, tmp_path_factory: pytest.Te
         ),
         (r"re:model[](*+?|].x\(\*{1,2}", "model(.x(**", True),
         ("*.visual.*", "model.visual.blocks", True),
+        ("mlp.gate", f"{'m.' * 99}mlp.gate", True),
         ("", "model", False),
     ],
 )
 def test_which_modules_are_meant(entry: str, module: str, expected: bool) -> None:
     assert matches(entry, module) is expected
+    assert Config("fp8", {}, BF16, "config.json", (entry,)).ignores(module) is expected
 
 
 @pytest.mark.parametrize(

@@ -142,14 +142,15 @@ def test_verify_finds_a_flipped_bit(tmp_path: Path, source: Any, monkeypatch: py
     assert "expected other bytes in [" in capsys.readouterr().out
 
 
-def test_differences(tmp_path: Path) -> None:
+@pytest.mark.parametrize("budget", [1 << 20, 1])
+def test_differences(tmp_path: Path, budget: int) -> None:
     one = {"a": np.zeros(3), "b": np.zeros(3), "c": np.zeros((40, 3), "float32"), "d": np.array([np.nan, -0.0])}
     two = {"b": np.zeros(3, "float32"), "c": one["c"].copy(), "d": one["d"], "e": np.zeros(1)}
     two["c"][30, 1] = -0.0
     for name, made in (("one", one), ("two", two)):
         lm.save(made, tmp_path / name)
     with lm.open_checkpoint(tmp_path / "one") as left, lm.open_checkpoint(tmp_path / "two") as right:
-        assert list(converting.differences(left, right, 1 << 20)) == [
+        assert list(converting.differences(left, right, budget)) == [
             "'a' is missing",
             "'e' is too much",
             "'b': expected float64[3], found float32[3]",
