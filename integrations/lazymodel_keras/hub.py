@@ -7,6 +7,7 @@ weight was read. KerasHub's own constructors, preset loaders and converters run 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from lazymodel._remote.url import shown
 from lazymodel._sharding.rules import Rules
 from lazymodel._show.progress import ReportTo
 from lazymodel._show.text import closest
+from lazymodel.checkpoints._foreign import foreign
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras._build import abstract_build, require_rules
 from lazymodel_keras._gguf.folder import is_gguf
@@ -25,6 +27,7 @@ from lazymodel_keras._record.patches import collecting_patches
 from lazymodel_keras._record.remote import check_storage_options
 
 T = TypeVar("T")
+_OF_A_HUB = re.compile(r"(hf|kaggle)://|[\w.-]+$")
 
 
 def from_preset(
@@ -165,7 +168,22 @@ def _abstract(
         check_from_preset(cls, preset, kwargs, given)
         return cls.from_preset(preset, load_weights, **kwargs)
 
-    return abstract_build(build, what=f"{cls.__name__}.from_preset({shown(preset)!r})", loads=True, **options)
+    try:
+        return abstract_build(build, what=f"{cls.__name__}.from_preset({shown(preset)!r})", loads=True, **options)
+    except CheckpointError as error:
+        if not (hint := _hint(preset, error)):
+            raise
+        raise CheckpointError(f"{str(error).rstrip('.')}; {hint}") from error
+
+
+def _hint(preset: str, error: CheckpointError) -> str:
+    """What to do about a preset whose weights are in a form that is not read, or whose hub does not answer."""
+    if os.path.isdir(preset):
+        return foreign(os.listdir(preset)).strip() if "safetensors` doesn't exist" in str(error) else ""
+    # requests' errors are an OSError; KerasHub takes a hub that does not answer for one without the file.
+    unanswered = isinstance(error.__cause__, OSError) or "has no config.json" in str(error)
+    said = "if the hub cannot be reached from here, download the preset elsewhere, and pass its folder"
+    return said if unanswered and _OF_A_HUB.match(preset) else ""
 
 
 def check_preset(preset: str) -> None:
@@ -182,7 +200,9 @@ def check_preset(preset: str) -> None:
     if os.path.exists(preset):
         raise CheckpointError(f"{preset} is a file; a preset is a folder with a config.json")
     if preset.startswith((".", "~")) or os.sep in preset:
-        raise CheckpointError(f"preset folder {preset} does not exist")
+        named = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", preset)
+        of_hub = f"; of the Hugging Face hub it is 'hf://{preset}'" if named else ""
+        raise CheckpointError(f"preset folder {preset} does not exist{of_hub}")
     import keras_hub
 
     models: Any = keras_hub.models

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,10 @@ def named_arrays(model: Any) -> dict[str, Any]:
         if isinstance(leaf, LazyTensor) or not (id(leaf) in seen or seen.add(id(leaf)))
     }
     if not distinct:
-        raise LazyModelError(f"there are no arrays in what was given, {type(model)}")
+        of_path = (
+            f"; open it first: lm.open_checkpoint({os.fspath(model)!r})" if isinstance(model, str | os.PathLike) else ""
+        )
+        raise LazyModelError(f"there are no arrays in what was given, {type(model)}{of_path}")
     for name, array in distinct.items():
         if isinstance(array, jax.Array) and array.is_deleted():
             raise LazyModelError(f"{name!r} was deleted or donated; save what the last step returned instead")

@@ -71,7 +71,7 @@ def add_convert_parser(commands: Any) -> None:
         help="a lazymodel.WeightMap that a checkpoint with the paths of a model is written with, or a function that "
         "takes and returns tensors by name",
     )
-    parser.add_argument("--cls", metavar="NAME", help="a model class of KerasHub, such as Gemma3CausalLM")
+    parser.add_argument("--cls", "--class", metavar="NAME", help="a model class of KerasHub, such as Gemma3CausalLM")
     parser.add_argument("--quantize", choices=("int8", "int4"), help="quantize the model of --cls, as Keras does")
     parser.add_argument("--max-host-memory", metavar="BYTES", help="for tensors on their way; default: 256MiB")
     parser.add_argument("--verify", action="store_true", help="read everything back and compare")

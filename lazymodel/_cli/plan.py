@@ -75,7 +75,7 @@ def add_plan_parser(commands: Any) -> None:
         "the URL of one of these, or module:factory, a function without arguments that builds a model",
     )
     add_storage_options(parser)
-    parser.add_argument("--class", dest="cls", metavar="NAME", help="KerasHub class; default: the backbone")
+    parser.add_argument("--class", "--cls", dest="cls", metavar="NAME", help="KerasHub class; default: the backbone")
     parser.add_argument(
         "--topology",
         action="append",

@@ -119,9 +119,9 @@ def save(
         if all(array is not None for array in plain.values()):
             save_orbax(plain, Path(path), overwrite=overwrite)
             return
-    size = None if where.suffix == ".safetensors" else parse_bytes(max_shard_size, name="max_shard_size", at_least=1)
+    size = parse_bytes(max_shard_size, name="max_shard_size", at_least=1)
     options = SaveOptions(
-        shard_size=size,
+        shard_size=None if where.suffix == ".safetensors" else size,
         budget=default_budget(tensors) if max_host_memory is None else parse_budget(max_host_memory),
         metadata={"format": "pt"} | dict(metadata or {}),
         progress=progress,

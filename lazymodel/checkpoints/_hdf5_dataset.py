@@ -43,7 +43,7 @@ def import_h5py() -> Any:
     try:
         import h5py  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
-        raise CheckpointError("reading HDF5 weights needs h5py, which is not installed: pip install h5py") from error
+        raise CheckpointError("HDF5 weights need h5py, which is not installed: pip install h5py") from error
     return h5py
 
 

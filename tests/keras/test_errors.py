@@ -61,6 +61,27 @@ def test_unknown_name() -> None:
         lk.from_preset(BERT, "bert_bas_en")
 
 
+def test_name_of_the_hugging_face_hub() -> None:
+    with pytest.raises(lm.CheckpointError, match="'hf://google/gemma-2-2b'"):
+        lk.from_preset(BERT, "google/gemma-2-2b")
+
+
+def test_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def from_preset(*_: object) -> None:
+        raise OSError("failed to resolve")
+
+    monkeypatch.setattr(BERT, "from_preset", from_preset)
+    with pytest.raises(lm.CheckpointError, match="failed to resolve; if the hub cannot be reached .* pass its folder"):
+        lk.from_preset(BERT, "bert_base_en")
+
+
+def test_folder_with_a_pickle_in_place_of_safetensors(hugging_face: Path) -> None:
+    for file in hugging_face.glob("*.safetensors*"):
+        file.unlink()
+    (hugging_face / "pytorch_model.bin").write_bytes(b"PK")
+    fails(LLAMA3, hugging_face, "pytorch_model.bin looks like a pickle", "save_file(")
+
+
 def test_folder_without_config(preset: Path) -> None:
     (preset / "config.json").unlink()
     fails(BERT, preset, "no config.json")

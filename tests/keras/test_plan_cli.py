@@ -164,6 +164,7 @@ def test_configurations_that_are_none(tmp_path: Path, capsys: Any, content: str,
 def test_wrong_names(config: str, tmp_path: Path, capsys: Any) -> None:
     for arguments, message in (
         ([config, "--class", "GemmaCausalLN"], "has no class 'GemmaCausalLN'; closest: 'GemmaCausalLM'"),
+        ([config, "--cls", "GemmaCausalLN"], "has no class 'GemmaCausalLN'"),
         ([config, "--dtype", "bfloat17"], "'bfloat17' is not a dtype policy of Keras"),
         (["gemma2_9b_em"], "neither a folder nor a preset that KerasHub knows; closest: 'gemma2_9b_en'"),
         ([str(tmp_path / "absent")], "does not exist"),

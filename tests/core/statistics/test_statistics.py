@@ -220,5 +220,7 @@ def test_measuring_does_not_import_matplotlib() -> None:
 def test_errors() -> None:
     with pytest.raises(lm.LazyModelError, match="there are no arrays in"):
         lm.statistics({"name": "text"})
+    with pytest.raises(lm.LazyModelError, match=r"open it first: lm.open_checkpoint\('x.safetensors'\)"):
+        lm.statistics("x.safetensors")
     with pytest.raises(lm.LazyModelError, match="stacked='layer' matches no variable; closest: 'layers'"):
         lm.statistics({"layers": np.ones((2, 2))}, stacked="layer")
