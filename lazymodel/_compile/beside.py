@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -95,8 +95,8 @@ class Compiling:
         return [program.description for program in self._programs]
 
     @property
-    def details(self) -> list[str]:
-        return [str(jax.tree.leaves(program.lowered.in_avals)) for program in self._programs]
+    def details(self) -> Iterator[str]:
+        return (str(jax.tree.leaves(program.lowered.in_avals)) for program in self._programs)
 
     @contextlib.contextmanager
     def beside(self) -> Generator[None]:

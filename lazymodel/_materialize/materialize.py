@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -117,7 +118,7 @@ def materialize(
         reading = Reading.of(model, choice, shardings, max_host_memory, replicas)
         timeline.add("match", matching, time.perf_counter())
         compiling = Compiling.of(model, compiles, shardings, timeline)
-        tell(stage, choice, compiling.names, (*reading.details(), *compiling.details))
+        tell(stage, choice, compiling.names, itertools.chain(reading.details(), compiling.details))
     with agreement(assigned) as stage, compiling.beside():
         told = progress_for(progress)
         arrays, costs = make_arrays(model, choice, shardings, reading, compiling, told, stage, timeline)
@@ -150,9 +151,9 @@ class Reading:
         items = _items(model, choice, shardings)
         return cls(items, budget, exchanges(items, replicas))
 
-    def details(self) -> list[str]:
+    def details(self) -> Iterator[str]:
         """The programs by which parts are exchanged, in order: the same in all processes."""
-        return [f"exchange {path} {exchange.division}" for path, exchange in self.exchanges.items()]
+        return (f"exchange {path} {exchange.division}" for path, exchange in self.exchanges.items())
 
     def arrays(self, watcher: _Watcher, stage: Stage, timeline: Timeline) -> Generator[tuple[str, jax.Array]]:
         """The arrays as they are complete; what cannot be read at all is refused at once."""

@@ -19,7 +19,7 @@ def tell(stage: Stage, choice: Choice, programs: Iterable[str] = (), details: It
 
     Args:
         programs: What is compiled meanwhile, for people.
-        details: More that must be the same in all processes, in order.
+        details: More that must be the same in all processes, in order; where there is one, nobody asks for it.
     """
     initialized = [path for recipe in choice.recipes for path in recipe.paths]
     stage.outcome = f"load {len(choice.sources)} variables and initialize {len(initialized)}"

@@ -146,7 +146,9 @@ def _check_hidden(destination: str, source: str, format: str | None) -> None:
     loose = bool(files) and files[0].suffix == ".safetensors" and files[0].name != SINGLE
     beside = loose and os.path.dirname(where) == folder and where.endswith(".safetensors")
     if beside or (not files and format == "npy" and where.startswith(folder + os.sep)):
-        raise LazyModelError(f"{destination} would be a part of {source}, which is converted; convert to another path")
+        raise LazyModelError(
+            f"{destination} would be a part of {source}, which is what is converted; convert to another path"
+        )
 
 
 def forget(files: Sequence[str]) -> None:
