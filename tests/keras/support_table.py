@@ -9,6 +9,7 @@ does. For their counts the tiny model is built without its initializers, given z
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
@@ -88,7 +89,11 @@ def _adapted(model: HubModel) -> str:
 
 def _quantized(model: HubModel) -> str:
     def quantize(built: Any) -> int:
-        built.quantize("int8")
+        gc.freeze()  # Keras collects garbage with every kernel, and a process may have built hundreds of models before
+        try:
+            built.quantize("int8")
+        finally:
+            gc.unfreeze()
         return sum(getattr(layer, "quantization_mode", None) == "int8" for layer in _layers(built))
 
     return _counted(model, quantize)
