@@ -32,6 +32,7 @@ _IN_HEADS = (HEADS, FUSED_HEADS, "head_dim", "parts")
 _DENSE = ("mlp_up", "mlp_down")
 # variance · fan-in of LeCun's, He's and PyTorch's initializers, by which these tell what they took for the fan-in.
 _FAN_IN_GAINS = (1.0, 2.0, 1 / 3)
+_BY_CHANCE = 2  # a fan-in of one or two, which standard normal numbers seem to be divided by
 _TOLERANCE = 1e-3
 _TOLERANCE_16_BITS = 1e-2
 
@@ -137,6 +138,8 @@ def _by_initializer(variable: Grown) -> dict[int, Side] | None:
     found: list[dict[int, Side]] = []
     for count in range(1, len(own)):
         for dims in itertools.combinations(own, count):
+            if math.prod(variable.shape[dim] for dim in dims) <= _BY_CHANCE:
+                continue
             gains = [
                 std**2 * math.prod(shape[dim] for dim in dims)
                 for std, shape in ((before, variable.base), (after, variable.shape))

@@ -182,6 +182,12 @@ def test_initializers_tell_where_names_do_not() -> None:
     assert lm.mup(*pair, axes={"a": ("out", None), "c": ("in", "out")})["a"].kind == "fixed"
 
 
+def test_a_small_dimension_is_no_fan_in_by_chance() -> None:
+    """Standard normal numbers are as He's would be of a fan-in of two, such as keys and values."""
+    pair = both(lambda width: {"kv": (2, width, 2, width // 4)}, initializer=I.normal(1.0))
+    expect(lm.mup(*pair), {"kv": HIDDEN})
+
+
 def test_wrong_axes_are_refused() -> None:
     pair = both(mlp)
     for axes in ({"first/kernel": ("in",)}, {"first/kernel": ("in", "up")}, {"first/kernel": "in"}):
