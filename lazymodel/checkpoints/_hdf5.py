@@ -133,14 +133,15 @@ def _walk(path: str, root: Any, classes: Callable[[int], set[int]]) -> tuple[lis
     h5py = import_h5py()
     names: list[str] = []
     soft: dict[str, str] = {}
-    groups: list[tuple[str, Any, int]] = [("", root, h5py.h5o.get_info(root.id).addr)]
+    groups: list[tuple[str, int]] = [("", h5py.h5o.get_info(root.id).addr)]
     visited: set[int] = set()
     while groups:
-        prefix, group, address = groups.pop()
+        prefix, address = groups.pop()
         if address in visited:
             continue  # hard links can form a circle
         visited.add(address)
-        inner: list[tuple[str, Any, int]] = []
+        group = root[prefix or "/"]
+        inner: list[tuple[str, int]] = []
         for key in group:
             # A name that is not UTF-8 comes as bytes.
             if isinstance(key, bytes) or key in ("", ".") or "/" in key or len(prefix + key) > _MAX_NAME:
@@ -166,7 +167,7 @@ def _walk(path: str, root: Any, classes: Callable[[int], set[int]]) -> tuple[lis
                 )
             if found:
                 names.append(name)
-            elif isinstance(item := group[key], h5py.Group):
-                inner.append((f"{name}/", item, address))
+            elif isinstance(group[key], h5py.Group):
+                inner.append((f"{name}/", address))
         groups += reversed(inner)
     return names, soft

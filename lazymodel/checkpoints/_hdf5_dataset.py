@@ -32,9 +32,11 @@ from lazymodel._tensors.source import Source
 from lazymodel.checkpoints._untrusted import MAX_RATIO
 
 _LIBRARY = 1 << 20  # bytes; the HDF5 library's own buffer for conversions (H5Pset_buffer's default)
+_METADATA = 256 << 10  # bytes of B-trees and headers that it keeps of a file
 _INFLATE_IN = 64 << 10  # bytes handed to zlib at a time: what it does not take at once, it copies
 _INFLATE_OUT = 256 << 10  # bytes taken from zlib at a time
 _CHECKSUM = 32 << 10  # words summed at a time; their weighted sum stays far below 2**64
+_PLACE = np.dtype([("offset", np.int64), ("size", np.int64), ("mask", np.int64)])  # of a chunk
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _BYTE = np.dtype(np.uint8)
 
@@ -104,7 +106,12 @@ class H5File:
                 with corrupt(f"{path}: expected an HDF5 file of {self.size} bytes, {mend}"):
                     # No chunk cache: chunks are read once, and what a reading needs would come on top.
                     target = path if whole else Window(self.source, base, self.size)
-                    self._handle = h5py.File(target, "r", rdcc_nbytes=0)
+                    handle = h5py.File(target, "r", rdcc_nbytes=0)
+                    metadata = handle.id.get_mdc_config()  # by default it grows to 32 MiB
+                    metadata.initial_size, metadata.min_size, metadata.max_size = (_METADATA,) * 3
+                    metadata.set_initial_size = True
+                    handle.id.set_mdc_config(metadata)
+                    self._handle = handle
             return self._handle
 
     def close(self) -> None:
@@ -136,17 +143,22 @@ class DatasetLeaf(Leaf):
         self._chunks: tuple[int, ...] | None = dataset.chunks
         self._bits: np.dtype[Any] = dataset.dtype
         self._filters = _Filters(dataset)
-        self.unit_nbytes = 0 if _is_exact(dataset) else _LIBRARY
+        self._places: np.ndarray | None = None
+        self.unit_nbytes = 0 if _is_exact(dataset) and not self._filters.any else _LIBRARY
         if self._chunks:
-            self._places: np.ndarray | None = None
             self._chunk_nbytes = math.prod(self._chunks) * self._bits.itemsize
+            places = math.prod(-(-extent // n) for extent, n in zip(self.shape, self._chunks, strict=True))
+            self.unit_nbytes += places * _PLACE.itemsize
             if self._filters.any:
                 # Encoded, decoded and rearranged, by us or by the library.
-                self.unit_nbytes = 3 * self._chunk_nbytes + _LIBRARY
+                self.unit_nbytes += 3 * self._chunk_nbytes
                 self.row_step = self._chunks[0]
 
     def sources(self) -> tuple[Source, ...]:
         return (self._h5.source,)
+
+    def release(self) -> None:
+        self._places = None
 
     def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
         target = _Target(out, steps, workspace)
@@ -184,14 +196,14 @@ class DatasetLeaf(Leaf):
 
     def _read_chunks(self, dataset: Any, chunks: tuple[int, ...], box: Box, target: _Target) -> None:
         """Fills a target with a box, one chunk after the other."""
-        if self._places is None:
-            self._places = _chunk_places(dataset)
+        if (places := self._places) is None:
+            places = self._places = _chunk_places(dataset)
         rows = (range(part.start // n, -(-part.stop // n)) for part, n in zip(box, chunks, strict=True))
         for place in itertools.product(*rows):
             chunk: Box = tuple(slice(k * n, (k + 1) * n) for k, n in zip(place, chunks, strict=True))
             piece = cast(Box, intersect(chunk, box))
             part = target.part(shift(piece, box))
-            offset, size, mask = (int(value) for value in self._places[place])
+            offset, size, mask = (int(value) for value in places[place])
             if offset < 0:
                 if not _has_fill_value(dataset):
                     ranges = ", ".join(f"{part.start}:{part.stop}" for part in chunk)
@@ -367,7 +379,7 @@ def _chunk_places(dataset: Any) -> np.ndarray:
     # All at once: the library looks a single one up by going through all of them.
     chunks: tuple[int, ...] = dataset.chunks
     grid = tuple(-(-extent // n) for extent, n in zip(dataset.shape, chunks, strict=True))
-    places = np.full(grid, -1, np.dtype([("offset", np.int64), ("size", np.int64), ("mask", np.int64)]))
+    places = np.full(grid, -1, _PLACE)
     places["size"] = 0
 
     def note(info: Any) -> None:

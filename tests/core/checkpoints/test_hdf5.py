@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import sys
 import tracemalloc
 import zipfile
 import zlib
@@ -22,6 +23,7 @@ from lazymodel._tensors.leaves import FileLeaf
 from lazymodel.checkpoints import open_checkpoint
 from lazymodel.checkpoints._hdf5_dataset import DatasetLeaf
 from lazymodel.checkpoints._hdf5_header import layout_classes
+from tests.private_memory import Peak
 
 h5py = pytest.importorskip("h5py")
 
@@ -177,6 +179,18 @@ def test_a_large_compressed_dataset_takes_the_memory_of_one_chunk(path):
         assert peak < 1 << 20
         for row in range(0, 4096, 256):
             assert (out[row : row + 256] == block + row).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="private memory is read from /proc")
+def test_what_the_library_keeps_does_not_grow_with_the_file(path):
+    with h5py.File(path, "w") as file:
+        for index in range(1500):
+            file.create_dataset(f"layers/{index}/vars/0", data=numbers((8, 64)), chunks=(8, 16), compression="gzip")
+    with Peak() as peak, open_checkpoint(path) as checkpoint:
+        for tensor in checkpoint.values():
+            tensor.read()
+            tensor.leaf.release()
+    assert peak.nbytes < 12 << 20
 
 
 def test_chunks_go_to_devices_within_the_ceiling_of_host_memory(path, mesh8):
