@@ -84,14 +84,18 @@ def mxfp8(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, n
     return {"weight": weight, "weight_scale": scale}, value.astype(BF16)
 
 
-def integers(bits: int, group: int, *, zero: bool, packed: bool, order: bool = False, kind: Any = BF16) -> Any:
-    """compressed-tensors' integers; a group of 0 is a row."""
+def integers(
+    bits: int, group: int | None, *, zero: bool, packed: bool, order: bool = False, kind: Any = BF16
+) -> Any:  # fmt: skip
+    """compressed-tensors' integers; a group of 0 is a row, and None is the tensor."""
 
     def make(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
         half, size = 1 << (bits - 1), group or columns
         groups = columns // size
         codes = rng.integers(-half, half, (rows, columns))
         scale, zeros = scales(rng, (rows, groups), kind), rng.integers(-half, half, (rows, groups)) * zero
+        if group is None:
+            scale[:], zeros[:] = scale[0], zeros[0]
         index = np.arange(columns) // size
         index = rng.permutation(index) if order else index
         exact = (codes - zeros[:, index]).astype(F32) * scale[:, index].astype(F32)
@@ -102,7 +106,10 @@ def integers(bits: int, group: int, *, zero: bool, packed: bool, order: bool = F
         else:
             parts["weight"] = codes.astype(np.int8)
         if zero:
-            parts["weight_zero_point"] = pack(zeros + half, bits, 0) if packed else zeros.astype(np.int8)
+            in_words = packed and group is not None
+            parts["weight_zero_point"] = pack(zeros + half, bits, 0) if in_words else zeros.astype(np.int8)
+        if group is None:
+            parts |= {name: parts[name][0] for name in ("weight_scale", "weight_zero_point") if name in parts}
         if order:
             parts["weight_g_idx"] = index.astype(np.int32)
         return parts, exact.astype(kind).astype(BF16)
@@ -237,6 +244,14 @@ FORMS: dict[str, Form] = {
     ),
     "int-quantized-zero": Form(
         groups("int-quantized", num_bits=8, symmetric=False, **_GROUP), integers(8, 32, zero=True, packed=False)
+    ),
+    "int-quantized-tensor": Form(
+        groups("int-quantized", num_bits=8, symmetric=False, strategy="tensor"),
+        integers(8, None, zero=True, packed=False),
+    ),
+    "pack-4-tensor": Form(
+        groups("pack-quantized", num_bits=4, symmetric=False, strategy="tensor"),
+        integers(4, None, zero=True, packed=True),
     ),
     "pack-4": Form(
         groups("pack-quantized", num_bits=4, symmetric=True, **_GROUP), integers(4, 32, zero=False, packed=True)

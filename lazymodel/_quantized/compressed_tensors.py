@@ -10,7 +10,7 @@ scale's dtype; then they are cast to the model's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +22,7 @@ from lazymodel._quantized.float4 import add_mxfp4, add_nvfp4
 from lazymodel._quantized.float8 import block_of, drop_activations, is_float8, take_one
 from lazymodel._quantized.scales import arranged, blocks_of, scaled_integers
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.scaled import stored
+from lazymodel._tensors.scaled import Stored, stored
 
 _FORMATS = (
     *("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"),
@@ -123,11 +123,8 @@ def _int_quantized(contents: Contents, name: str, scheme: _Scheme) -> None:
     shape = tuple(contents.header(name).shape)
     contents.expect(scale, contents.header(scale).shape, *_SCALES)
     arrangement, blocks = blocks_of(contents, scale, shape, _block(contents, scheme))
-    zeros = [zero] if contents.has(zero) else []
-    if zeros:
-        contents.expect(zero, contents.header(scale).shape, "int8")
-    elif not scheme.get("symmetric", True):
-        contents.require(name, zero)
+    if zeros := _zeros(contents, zero, scheme):
+        _expect_each(contents, zero, arrangement)
 
     def make() -> LazyTensor:
         return scaled_integers(
@@ -140,8 +137,25 @@ def _int_quantized(contents: Contents, name: str, scheme: _Scheme) -> None:
     contents.add(name, [name, scale, *zeros], shape, make)
 
 
+def _zeros(contents: Contents, zero: str, scheme: _Scheme) -> list[str]:
+    """The name of the zero points; none where there are none."""
+    if contents.has(zero):
+        return [zero]
+    if not scheme.get("symmetric", True):
+        contents.require(zero.removesuffix("zero_point") + "scale", zero)
+    return []
+
+
+def _expect_each(contents: Contents, zero: str, arrangement: Sequence[int]) -> None:
+    """Raises CheckpointError unless there is an 8-bit zero point for each scale, in whichever shape."""
+    found = contents.header(zero).shape
+    contents.expect(zero, found, "int8")
+    if [n for n in found if n != 1] != [n for n in arrangement if n != 1]:
+        contents.refuse(zero, f"shape {tuple(arrangement)}, one for each scale", str(tuple(found)))
+
+
 def _pack_quantized(contents: Contents, name: str, scheme: _Scheme) -> None:
-    """Takes a packed matrix of whole words."""
+    """Takes a packed matrix. Its last word may be partly used: `weight_shape` has the number of its columns."""
     packed, scale, zero, order, told = (
         f"{name}_{part}" for part in ("packed", "scale", "zero_point", "g_idx", "shape")
     )
@@ -149,33 +163,50 @@ def _pack_quantized(contents: Contents, name: str, scheme: _Scheme) -> None:
     if bits not in _BITS or scheme.get("type", "int") != "int":
         contents.config.refuse(f"integers of one of {_BITS} bits", f"{scheme.get('type')!r} of {bits!r}")
     rows, words = contents.matrix(packed, "int32")
-    shape = rows, words * (WORD // bits)
-    contents.expect(scale, contents.header(scale).shape, *_SCALES)
-    arrangement, blocks = blocks_of(contents, scale, shape, _block(contents, scheme))
-    half = 1 << (bits - 1)
-    zeros = [zero] if contents.has(zero) else []
-    is_packed = bool(zeros) and contents.header(zero).dtype == np.int32
-    if zeros:
-        of_rows = -(-arrangement[0] * bits // WORD) if is_packed else arrangement[0]
-        contents.expect(zero, (of_rows, arrangement[1]), "int32", "int8")
-    elif not scheme.get("symmetric", True):
-        contents.require(packed, zero)
     contents.expect(told, (2,), "int64", "int32")
+    contents.expect(scale, contents.header(scale).shape, *_SCALES)
+    per_word, block, half = WORD // bits, _block(contents, scheme), 1 << (bits - 1)
+    zeros = _zeros(contents, zero, scheme)
     orders = [order] if contents.has(order) else []
-    if orders:
-        contents.expect(order, shape[1:], "int32")
+    is_packed = bool(zeros) and contents.header(zero).dtype == np.int32
 
-    def make() -> LazyTensor:
-        if (found := contents.tensor(told).read().tolist()) != list(shape):
-            contents.refuse(told, f"{list(shape)}, rows of whole words", repr(found))
-        unpack, packing = (integers_down(bits, -half), (WORD // bits, 1)) if is_packed else (None, ())
+    def decoded(columns: int) -> LazyTensor:
+        """The matrix, if it has so many columns."""
+        shape = rows, columns
+        if not 0 <= words * per_word - columns < per_word:
+            contents.refuse(packed, f"{-(-columns // per_word)} words a row for {columns} columns", str(words))
+        arrangement, blocks = blocks_of(contents, scale, shape, block)
+        zero_points: Stored | None = None
+        if is_packed:
+            contents.expect(zero, (-(-arrangement[0] * bits // WORD), arrangement[1]))
+            zero_points = stored(contents.tensor(zero), blocks, integers_down(bits, -half), (per_word, 1))
+        elif zeros:
+            _expect_each(contents, zero, arrangement)
+            zero_points = stored(arranged(contents.tensor(zero), arrangement), blocks)
+        if orders:
+            contents.expect(order, shape[1:], "int32")
         return scaled_integers(
             shape,
-            stored(contents.tensor(packed), (1, 1), integers(bits, -half), (1, WORD // bits)),
+            stored(contents.tensor(packed), (1, 1), integers(bits, -half), (1, per_word)),
             stored(arranged(contents.tensor(scale), arrangement), blocks),
-            stored(contents.tensor(zero), blocks, unpack, packing) if zeros else None,
+            zero_points,
             order=(1, contents.tensor(order)) if orders else None,
             scattered=bool(orders),
+            may_be_unordered=True,
         )
 
-    contents.add(name, [packed, scale, *zeros, *orders, told], shape, make)
+    def make() -> LazyTensor:
+        found = contents.tensor(told).read().tolist()
+        if found[0] != rows or (grouped and found[1] != known):
+            contents.refuse(told, str([rows, known] if grouped else f"{rows} rows"), repr(found))
+        return decoded(found[1])
+
+    groups = contents.header(scale).shape[-1:]
+    known = groups[0] * block[-1] if block and block[0] == 1 and groups else 0  # groups divide rows, blocks need not
+    grouped = 0 <= words * per_word - known < per_word
+    parts = [packed, scale, *zeros, *orders, told]
+    if grouped:
+        decoded(known)
+        contents.add(name, parts, (rows, known), make)
+    else:  # only reading tells how many columns there are
+        contents.add_unread(name, parts, lambda: make().astype(contents.config.dtype))

@@ -54,8 +54,12 @@ def scaled_integers(
     *,
     order: tuple[int, View] | None = None,
     scattered: bool = False,
+    may_be_unordered: bool = False,
 ) -> LazyTensor:
     """Integers below 2 ** 8 times their scales, rounded to the scales' dtype."""
     kind = scale.view.dtype
-    leaf = ScaledLeaf(shape, codes, scale, zero, order=order, scattered=scattered, half=kind == np.float16)
+    leaf = ScaledLeaf(
+        shape, codes, scale, zero, order=order, scattered=scattered, may_be_unordered=may_be_unordered,
+        half=kind == np.float16,
+    )  # fmt: skip
     return LazyTensor(leaf) if kind.name != "bfloat16" else LazyTensor(leaf).astype(kind)

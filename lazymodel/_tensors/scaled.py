@@ -89,7 +89,7 @@ class ScaledLeaf(DividedLeaf):
 
     Every operation is rounded to float32, and with `half` the product to the nearest float16. `factor` is multiplied
     last. `order` is a tensor of the group of each index of an axis, where groups are no ranges: scales and zero points
-    are then taken by it.
+    are then taken by it. With `may_be_unordered`, one of -1 throughout says that they are ranges.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class ScaledLeaf(DividedLeaf):
         *,
         order: tuple[int, View] | None = None,
         scattered: bool = False,
+        may_be_unordered: bool = False,
         factor: float | None = None,
         half: bool = False,
     ) -> None:
@@ -109,7 +110,7 @@ class ScaledLeaf(DividedLeaf):
         self.pieces = tuple(each.view for each in self._stored) + (() if order is None else (order[1],))
         self.name, self.file, self.offset = codes.view.name, codes.view.file, codes.view.offset
         self.shape, self.dtype = shape, np.dtype(np.float32)
-        self._order, self._scattered = order, scattered
+        self._order, self._scattered, self._may_be_unordered = order, scattered, may_be_unordered
         self._factor, self._half = factor, half
         self._groups: np.ndarray | None = None  # of the order, once it was read; empty where it is none
         self._guard = threading.Lock()
@@ -277,7 +278,8 @@ class ScaledLeaf(DividedLeaf):
 
     def _checked(self, groups: np.ndarray, axis: int, name: str) -> np.ndarray:
         """The groups if they say something; CheckpointError where there is no such group."""
-        if (groups == -1).all() or (groups == np.arange(groups.size) // self._scale.blocks[axis]).all():
+        none = self._may_be_unordered and (groups == -1).all()
+        if none or (groups == np.arange(groups.size) // self._scale.blocks[axis]).all():
             return groups[:0]
         count = self._scale.view.shape[axis]
         if groups.min() < 0 or groups.max() >= count:

@@ -97,6 +97,19 @@ def test_parts_that_lack(form: str, lost: str, words: str, tmp_path: Path) -> No
     assert words in refused(tmp_path, stored | other, config)
 
 
+@pytest.mark.parametrize("form", ["gptq", "gptq-order", "pack-4-order"])
+@pytest.mark.parametrize("group", [-1, 99, None])
+def test_groups_that_are_none(form: str, group: int | None, tmp_path: Path) -> None:
+    """None is -1 throughout, by which compressed-tensors alone says that columns are in order."""
+    stored, config = parts(form)
+    (name,) = [name for name in stored if name.endswith("g_idx")]
+    stored[name][5 if group is not None else slice(None)] = -1 if group is None else group
+    if form == "pack-4-order" and group is None:
+        read_all(write_folder(tmp_path / "folder", config, stored))
+    else:
+        assert f"{name!r}: expected groups of 0 to" in refused(tmp_path, stored, config)
+
+
 @pytest.mark.parametrize(
     ("left", "words"),
     [
