@@ -26,7 +26,7 @@ from lazymodel._errors import LazyModelError
 from lazymodel._mapping.entry import From, Missing, Parts, Tensors, check_captures, read_entry, write_entry
 from lazymodel._mapping.suggest import suggest
 from lazymodel._show.text import LISTED, closest, first_lines, fold, grouped_names, unnumbered
-from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.lazy import LazyTensor, lazy
 
 _PERMUTED = 5  # dimensions up to which permutations are tried for a suggestion: 120 of them
 
@@ -46,6 +46,7 @@ class MappingReport:
     unmapped: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # paths without an entry: initialized
     left_out: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # paths whose entry is None: likewise
     ignored: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # tensors that the table ignores
+    one_way: str = ""  # why `save` cannot undo a table that fits; empty where it can
 
     @property
     def ok(self) -> bool:
@@ -70,6 +71,7 @@ class MappingReport:
             ("tensors that the table ignores", self.ignored),
         )
         texts = self.problems() or ["every entry fits, and every tensor is taken or ignored"]
+        texts += [f"a model cannot be saved with this table: {self.one_way}"] if self.one_way else []
         return "\n".join(texts + [_findings(kind, found) for kind, found in kinds if found])
 
 
@@ -143,7 +145,7 @@ class WeightMap:
         computed = [path for path, variable in abstract.items() if variable.is_key]
         found = suggest({name: tuple(tensor.shape) for name, tensor in checkpoint.items()}, variables, computed)
         mapping = WeightMap(found.entries, ignore=found.ignore)
-        wrong = mapping.check(checkpoint, abstract)
+        _, wrong = mapping.apply(checkpoint, abstract)
         for path, text in (wrong.misshapen | wrong.missing | wrong.ambiguous).items():
             found.unsure.setdefault(mapping._find(path)[0][0], f"does not fit:{text}")
         mapping.unsure = found.unsure
@@ -151,8 +153,20 @@ class WeightMap:
         return mapping
 
     def check(self, checkpoint: Mapping[str, Any], abstract: Mapping[str, AbstractVariable]) -> MappingReport:
-        """Compares the table with a checkpoint and an abstract model; reads headers only."""
-        return self.apply(checkpoint, abstract)[1]
+        """Compares the table with a checkpoint and an abstract model; reads headers only.
+
+        Whether the model can be saved with the table as well, `one_way` of the report says.
+        """
+        report = self.apply(checkpoint, abstract)[1]
+        if not report.ok:
+            return report
+        stored = {path: variable.stored for path, variable in abstract.items()}
+        empty = {path: np.broadcast_to(np.zeros((), dtype), shape) for path, (shape, dtype) in stored.items()}
+        try:
+            self.write({path: lazy(array, path) for path, array in empty.items()})
+        except LazyModelError as error:
+            return dataclasses.replace(report, one_way=str(error))
+        return report
 
     def write(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Tensors by name from arrays by variable path: the way back. Lazy tensors stay lazy.

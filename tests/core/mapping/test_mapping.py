@@ -310,6 +310,34 @@ def test_entries_that_cannot_be_undone(
         WeightMap(entries).write({path: np.zeros(shape) for path, shape in arrays.items()})
 
 
+@pytest.mark.parametrize(
+    ("entries", "shapes", "message"),
+    [
+        ({"a": From("x", "y")}, {"a": (4,)}, "nothing says where 'x' ends"),
+        ({"a": From("x").part(0, of=2)}, {"a": (1,)}, "no variable gives part 1"),
+        ({"a": "x", "b": "x"}, {"a": (2,), "b": (2,)}, "both 'a' and 'b'"),
+        ({"a": "x"}, {"a": (2,), "b": (9,)}, "variable 'b' has no entry"),
+        ({"a": From("x", "y", sizes=(2, 2))}, {"a": (4,)}, ""),
+        ({"a": From("x").part(0, of=2), "b": From("x").part(1, of=2)}, {"a": (1,), "b": (1,)}, ""),
+        ({"a": "x", "b": From("x").unsaved()}, {"a": (2,), "b": (2,)}, ""),
+    ],
+)
+def test_a_check_says_whether_a_table_that_loads_can_be_saved(
+    entries: dict[str, Any], shapes: dict[str, tuple[int, ...]], message: str
+) -> None:
+    mapping, abstract = WeightMap(entries, ignore="y"), model_of(**shapes)
+    checkpoint = {"x": np.ones(2), "y": np.ones(2)}
+    report = mapping.check(checkpoint, abstract)
+    assert report.ok and lm.map_checkpoint(checkpoint, mapping, abstract)
+    assert message in report.one_way and report.one_way in str(report) and bool(message) == bool(report.one_way)
+    arrays = {path: np.ones(shape) for path, shape in shapes.items()}
+    if message:
+        with pytest.raises(lm.LazyModelError, match=message):
+            mapping.write(arrays)
+    else:
+        mapping.write(arrays)
+
+
 def test_a_tensor_that_two_variables_share_is_written_once() -> None:
     mapping = WeightMap({"embed": "wte", "head": From("wte").T.unsaved()})
     ckpt = {"wte": np.arange(6.0).reshape(2, 3)}
