@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import math
 import os
@@ -48,6 +49,8 @@ _PIECE = 1 << 20  # decompressed bytes that are held at once
 _STATE = 48 << 10  # bytes of zlib's state and buffered input that a place to go on from keeps, and a little more
 _SPACING = 16 << 20  # decompressed bytes between two places to resume from, at first
 _RESUMES = 16  # such places at most; from then on every other is dropped and the spacing doubled
+_PIECES = 1 << 12  # of a stored member, whose checksums are kept until what is before them was read
+_POLYNOMIAL = 0xEDB88320  # CRC-32's, its highest power in the lowest bit
 _CURSORS = 8  # places where reading stopped that are remembered: as many as threads read one member
 
 
@@ -58,7 +61,8 @@ class NumpyCheckpoint(Checkpoint):
     A deflated stream can only be read from its start, so that a box is found by decompressing what lies before it.
     Where reading stopped is remembered, and so are some places in between: reading an array in order, or in several
     shards of whole rows, decompresses it about once; shards of columns decompress it once each. Once an array was read
-    up to its end, in order, its checksum has been compared with the archive's.
+    up to its end, in order, its checksum has been compared with the archive's. So is that of a stored one on a disk,
+    once this process has read all of it.
     """
 
     format = "numpy"
@@ -123,7 +127,8 @@ def open_npz(path: Location) -> NumpyCheckpoint:
         name = member.name.removesuffix(".npy")
         if name in tensors:
             raise CheckpointError(f"{path}: expected each array once, found two named {name!r}; it is corrupt")
-        values = _DeflatedSource(source, member) if member.deflated else source
+        kind = _DeflatedSource if member.deflated else _StoredSource
+        values = source if source.remote and not member.deflated else kind(source, member)
         tensors[name] = _array(name, f"{path}: array {name!r}", head, values, member.start, member.size)
     return NumpyCheckpoint(path, [source], tensors)
 
@@ -179,9 +184,105 @@ def _array(name: str, what: str, head: bytes, source: Source, start: int, size: 
         )
     if not nbytes:
         return LazyTensor(ArrayLeaf(np.empty(shape, dtype.newbyteorder("=")), name))
+    if isinstance(source, _StoredSource):
+        source.begin(head[:begin])
     kind = _DeflatedLeaf if isinstance(source, _DeflatedSource) else FileLeaf if source.remote or start else _NpyLeaf
     leaf = kind(name, source, start + begin, tuple(reversed(shape)) if fortran else shape, dtype)
     return LazyTensor(leaf).T if fortran else LazyTensor(leaf)
+
+
+class _MemberSource(Source):
+    """The bytes of a member, at the addresses that they have, or would have were they stored, from its start on."""
+
+    def __init__(self, file: Source, member: Member) -> None:
+        super().__init__(str(member.path))
+        self._file, self._member = file, member
+        self._guard = threading.Lock()  # of what a subclass keeps for later reads
+        self.forget()
+
+    def forget(self) -> None:
+        """Gives up what is kept."""
+        raise NotImplementedError
+
+    @property
+    def origin(self) -> Source:
+        return self._file
+
+    def check_unchanged(self) -> None:
+        self._file.check_unchanged()
+
+    def _corrupt(self, found: str) -> CheckpointError:
+        self.check_unchanged()
+        return CheckpointError(
+            f"{self.path}: expected {self._member.size} bytes of member {self._member.name!r}, found {found}; it is "
+            "truncated or corrupt. Download or copy it again."
+        )
+
+    def _check(self, crc: int) -> None:
+        if crc != self._member.crc:
+            raise self._corrupt(f"bytes whose checksum is {crc:#x}, not {self._member.crc:#x}")
+
+
+class _StoredSource(_MemberSource):
+    """A member that is stored as it is. Once all of it was read, in whichever pieces, its checksum is compared."""
+
+    _header = b""  # what was read of it when it was opened
+
+    def begin(self, header: bytes) -> None:
+        """Notes the bytes with which it begins, which nobody reads again."""
+        self._header = header
+        self.forget()
+
+    def forget(self) -> None:
+        self._pieces: dict[int, tuple[int, int]] = {}  # first byte of what was read → end, checksum
+        self._position = self._member.start + len(self._header)  # as far as nothing is missing
+        self._crc = zlib.crc32(self._header)  # up to there
+
+    def read_into(self, offset: int, *outs: np.ndarray) -> None:
+        self._file.read_into(offset, *outs)
+        end, crc = offset, 0
+        for out in outs:
+            crc = zlib.crc32(cast(Any, out.reshape(-1).view(np.uint8)), crc)
+            end += out.nbytes
+        with self._guard:
+            if len(self._pieces) >= _PIECES:
+                self._pieces.clear()
+            if end > max(offset, self._pieces.get(offset, (0, 0))[0]):
+                self._pieces[offset] = end, crc
+            if offset == self._member.start + len(self._header):  # from the beginning again
+                self._position, self._crc = offset, zlib.crc32(self._header)
+            while self._position in self._pieces:
+                end, crc = self._pieces[self._position]
+                self._crc = _joined_crc(self._crc, crc, end - self._position)
+                self._position = end
+            if self._position < self._member.start + self._member.size:
+                return
+            crc = self._crc
+            self.forget()
+        self._check(crc)
+
+
+def _joined_crc(first: int, second: int, nbytes: int) -> int:
+    """The CRC-32 of two pieces of data one after the other, of which the second has so many bytes."""
+    return _product(_shift(nbytes), first) ^ second
+
+
+@functools.lru_cache
+def _shift(nbytes: int) -> int:
+    """x ** (8 * nbytes) modulo CRC-32's polynomial, as zlib's `crc32_combine` computes it."""
+    result, power, exponent = 1 << 31, 1 << 30, 8 * nbytes  # 1 and x: the lowest bit is the highest power
+    while exponent:
+        result = _product(result, power) if exponent & 1 else result
+        power, exponent = _product(power, power), exponent >> 1
+    return result
+
+
+def _product(a: int, b: int) -> int:
+    result = 0
+    for bit in range(31, -1, -1):
+        result ^= b if a >> bit & 1 else 0
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return result
 
 
 @dataclasses.dataclass(eq=False)
@@ -198,28 +299,15 @@ class _Cursor:
         return _Cursor(self.decoder.copy(), self.taken, self.tail, self.position, self.crc)
 
 
-class _DeflatedSource(Source):
-    """The decompressed bytes of a member, in the addresses that they would have were they stored from `start` on."""
-
-    def __init__(self, file: Source, member: Member) -> None:
-        super().__init__(str(member.path))
-        self._file, self._member = file, member
-        self._places = threading.Lock()  # guards what is below it
-        self.forget()
+class _DeflatedSource(_MemberSource):
+    """The decompressed bytes of a member."""
 
     def forget(self) -> None:
         """Gives up the places to go on from; the next read begins at the start."""
-        with self._places:
+        with self._guard:
             self._idle: list[_Cursor] = []  # where reads stopped; the newest last
             self._resume: list[_Cursor] = [_Cursor()]  # never moved, only copied; ascending
             self._spacing = _SPACING
-
-    @property
-    def origin(self) -> Source:
-        return self._file
-
-    def check_unchanged(self) -> None:
-        self._file.check_unchanged()
 
     def read_into(self, offset: int, *outs: np.ndarray) -> None:
         for out in outs:
@@ -239,13 +327,13 @@ class _DeflatedSource(Source):
             target[done : done + len(piece)] = piece
             done += len(piece)
         if cursor.position < self._member.size:
-            with self._places:
+            with self._guard:
                 self._idle = [*self._idle[1 - _CURSORS :], cursor]
         self._file.count(done)
 
     def _cursor(self, position: int) -> _Cursor:
         """The place nearest before a position, for the caller alone."""
-        with self._places:
+        with self._guard:
             idle = max((c for c in self._idle if c.position <= position), key=lambda c: c.position, default=None)
             resume = max((c for c in self._resume if c.position <= position), key=lambda c: c.position)
             if idle is None or idle.position < resume.position:
@@ -274,22 +362,15 @@ class _DeflatedSource(Source):
                 raise self._corrupt(f"only {cursor.position}")
         cursor.position += len(piece)
         cursor.crc = zlib.crc32(piece, cursor.crc)
-        if cursor.position == member.size and cursor.crc != member.crc:
-            raise self._corrupt(f"bytes whose checksum is {cursor.crc:#x}, not {member.crc:#x}")
+        if cursor.position == member.size:
+            self._check(cursor.crc)
         if not cursor.tail:
-            with self._places:
+            with self._guard:
                 if cursor.position - self._resume[-1].position >= self._spacing:
                     self._resume.append(cursor.copy())
                     if len(self._resume) > _RESUMES:
                         self._resume, self._spacing = self._resume[::2], 2 * self._spacing
         return piece
-
-    def _corrupt(self, found: str) -> CheckpointError:
-        self.check_unchanged()
-        return CheckpointError(
-            f"{self.path}: expected {self._member.size} bytes of member {self._member.name!r}, found {found}; it is "
-            "truncated or corrupt. Download or copy it again."
-        )
 
 
 class _NpyLeaf(FileLeaf):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 import math
 import os
 import pickle
@@ -264,6 +266,43 @@ def test_a_checksum_that_does_not_match(tmp_path):
     np.testing.assert_array_equal(tensor[:900].read(), np.zeros(900))
     with pytest.raises(CheckpointError, match="found bytes whose checksum is .*, not 0x0"):
         tensor.read()
+
+
+def damage(path: Path, value: float) -> None:
+    """Changes a bit of a number that is stored as it is, and nothing else."""
+    content = bytearray(path.read_bytes())
+    content[content.index(struct.pack("<f", value))] ^= 1
+    path.write_bytes(content)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_stored_members_are_compared_once_all_was_read(tmp_path_factory, data):
+    """In whichever pieces and order, some of it twice; what was not all read is not compared."""
+    array = numbers((40, 3))
+    path = tmp_path_factory.mktemp("npz") / "model.npz"
+    np.savez(path, a=array, w=array + 1000, z=array)
+    if damaged := data.draw(st.booleans()):
+        damage(path, 1000.0 + data.draw(st.integers(0, array.size - 1)))
+    cuts = sorted({0, 40, *data.draw(st.lists(st.integers(1, 39), max_size=6))})
+    rows = data.draw(st.permutations([slice(*pair) for pair in itertools.pairwise(cuts)]))
+    tensor = open_checkpoint(path)["w"]
+    assert tensor[rows[0].start].read().shape == (3,)
+    with pytest.raises(CheckpointError, match="'w': .*checksum") if damaged else contextlib.nullcontext():
+        for part in rows:
+            found = tensor[part].read()
+            assert damaged or (found == array[part] + 1000).all()
+    assert len(tensor[:39].read()) == 39
+
+
+@pytest.mark.parametrize("spec", [P("model"), P(None, "model"), P()])
+def test_a_damaged_member_is_not_materialized(tmp_path, mesh8, spec):
+    path = tmp_path / "model.npz"
+    np.savez(path, w=numbers((64, 64)), other=numbers((3,)))
+    damage(path, 1234.0)
+    abstract = lm.build_abstract(lambda: {"w": jnp.zeros((64, 64), jnp.bfloat16)}).shard(mesh8, {"w": spec})
+    with pytest.raises(CheckpointError, match="'w'.*checksum"):
+        abstract.materialize({"w": open_checkpoint(path)["w"]})
 
 
 def archive(path: Path, name: str, content: bytes, size: int | None = None, **fields: Any) -> Path:
