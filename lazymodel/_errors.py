@@ -10,12 +10,24 @@
 Every message names what it is about (variable path, file), what was expected, what was found, and the mend.
 """
 
+import re
 import sys
 import warnings
 
 _OURS = ("lazymodel", "lazymodel_flax", "lazymodel_keras")
 # What may stand between a user's line and ours: frameworks that call us back, `with` statements, decorated functions.
 _BETWEEN = frozenset((*_OURS, "flax", "jax", "keras", "keras_hub", "optax", "orbax", "contextlib", "functools"))
+_WORD, _LINE = 400, 4000  # characters; paths are shorter, while a file may give a tensor a name of megabytes
+
+
+def shortened(text: str) -> str:
+    """The text, without the middle of its longest words and lines: what files say is quoted in messages."""
+    lines = (re.sub(r"\S+", lambda word: _ends(word[0], _WORD), line) for line in text.split("\n"))
+    return "\n".join(_ends(line, _LINE) for line in lines)
+
+
+def _ends(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 2 :]}"
 
 
 class LazyModelError(Exception):
@@ -28,6 +40,9 @@ class LazyModelError(Exception):
         ...     print(error)
         there is no checkpoint at absent.safetensors: No such file or directory
     """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(shortened(str(message)))
 
 
 class TraceError(LazyModelError):
@@ -105,4 +120,4 @@ def warn(message: str, category: type[Warning] = LazyModelWarning) -> None:
         frame = frame.f_back
     module = str(frame.f_globals.get("__name__"))
     seen = frame.f_globals.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, seen)
+    warnings.warn_explicit(shortened(message), category, frame.f_code.co_filename, frame.f_lineno, module, seen)

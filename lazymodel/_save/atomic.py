@@ -33,7 +33,9 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import stat
+import threading
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -187,25 +189,45 @@ def staging(destination: Path, *, inside: bool = False, rivals: Iterable[Path] =
     stage = Staging(destination, inside=inside)
     above = [stage.folder.parent, *stage.folder.parent.parents]
     made = list(itertools.takewhile(lambda folder: not os.path.lexists(folder), above))
+    fd, done = None, False
     try:
-        with _lock(stage.folder, destination):
-            try:
-                if rival := next(filter(_is_locked, rivals), None):
-                    raise _busy(destination, rival)
-                with writing(destination):
-                    stage.recover()
-                    stage.new.mkdir()
-                yield stage
-            except BaseException:
-                with contextlib.suppress(OSError):  # then the next saver does it
-                    _clear(stage)
-                raise
-            with _afterwards(destination):
-                _clear(stage)
+        with _uninterrupted():
+            fd = _lock(stage.folder, destination)
+            if rival := next(filter(_is_locked, rivals), None):
+                raise _busy(destination, rival)
+            with writing(destination):
+                stage.recover()
+                stage.new.mkdir()
+        yield stage
+        done = True
     finally:
-        for folder in made:
-            with contextlib.suppress(OSError):  # it is not empty
-                os.rmdir(folder)
+        with _uninterrupted():
+            if fd is not None:
+                try:
+                    with _afterwards(destination) if done else contextlib.suppress(OSError):  # the next saver does it
+                        _clear(stage)
+                finally:
+                    _release(fd)
+            for folder in made:
+                with contextlib.suppress(OSError):  # it is not empty
+                    os.rmdir(folder)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Generator[None]:
+    """Within the block a Ctrl-C waits until its end: what is begun there would be left behind."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    late: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *what: late.append(what))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if late:
+            before(*late[0])
 
 
 def _clear(stage: Staging) -> None:
@@ -253,21 +275,13 @@ def _busy(destination: Path, folder: Path) -> LazyModelError:
     )
 
 
-@contextlib.contextmanager
-def _lock(folder: Path, destination: Path) -> Generator[None]:
-    """Makes a saver's folder and holds its lock."""
-    fd = None
-    try:
-        with writing(destination):
-            for _ in range(_TRIES):
-                if (fd := _try_lock(folder, destination)) is not None:
-                    break
-            else:
-                raise OSError(errno.ENOENT, "no folder can be made there", str(folder))
-        yield
-    finally:
-        if fd is not None:
-            _release(fd)
+def _lock(folder: Path, destination: Path) -> int:
+    """Makes a saver's folder; returns the descriptor of its lock, which is held."""
+    with writing(destination):
+        for _ in range(_TRIES):
+            if (fd := _try_lock(folder, destination)) is not None:
+                return fd
+        raise OSError(errno.ENOENT, "no folder can be made there", str(folder))
 
 
 def _try_lock(folder: Path, destination: Path) -> int | None:
@@ -286,6 +300,10 @@ def _try_lock(folder: Path, destination: Path) -> int | None:
         fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except FileNotFoundError:
         return None
+    except OSError:
+        if not found:
+            os.rmdir(folder)
+        raise
     _held.add(fd)
     kept = False
     try:
@@ -297,6 +315,9 @@ def _try_lock(folder: Path, destination: Path) -> int | None:
         pass
     except OSError as error:
         if error.errno not in _NO_LOCKS:
+            if not found:
+                os.unlink(folder / _LOCK)
+                os.rmdir(folder)
             raise
         if found:
             raise LazyModelError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import reprlib
@@ -28,6 +29,7 @@ from lazymodel._show.text import format_bytes, listed
 MAX_JSON = 100 << 20  # bytes; an index of a million tensors is below this
 MAX_DIMENSIONS = 32  # NumPy 1's; no model comes near
 MAX_RATIO = 1100  # deflate cannot compress further than 1032 : 1 (https://zlib.net/zlib_tech.html)
+_MAX_PATH = 4096  # characters; what Linux takes
 _LFS = b"version https://git-lfs.github.com/spec/v1"
 _LOCAL_HEADER = 30  # bytes of a member's local file header, before its name
 
@@ -146,13 +148,11 @@ def weight_map(content: dict[str, Any], index: str | Location) -> dict[str, Any]
     return cast("dict[str, Any]", weights)
 
 
-def leads_out(path: Location, root: Location) -> Path | None:
+def leads_out(path: Path, root: Path) -> Path | None:
     """Where a path leads through links, if neither into a resolved folder nor to the blobs of its Hugging Face cache.
 
     Fails with OSError or RuntimeError where the links form a circle, or it cannot be a path.
     """
-    if isinstance(path, RemotePath) or isinstance(root, RemotePath):
-        return None  # stores have no links
     # The cache's links are `snapshots/<revision>/x -> ../../blobs/<hash>`.
     target = path.resolve()
     blobs = (parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")
@@ -163,14 +163,21 @@ def shard_path(index: Location, shard: Any) -> Location:
     """Where a shard that an index names lies: in the index's own folder, and nowhere else (see `leads_out`)."""
     if not isinstance(shard, str) or not shard or "\0" in shard:
         raise CheckpointError(f"{index}: expected a shard's file name, found {reprlib.repr(shard)}")
-    if is_url(shard) or shard.startswith(("/", "\\")) or ".." in Path(shard).parts or ".." in shard.split("\\"):
+    parts = shard.replace("\\", "/").split("/")
+    if is_url(shard) or not parts[0] or ".." in parts:
         raise CheckpointError(
             f"{index}: expected shards inside its folder, found {shard!r}; do not trust this checkpoint"
         )
     path = index.parent / shard
+    if isinstance(path, RemotePath):
+        return path  # stores have no links
     try:
-        target = leads_out(path, index.parent.resolve())
-        path.is_file()  # fails for a name that is too long
+        if len(shard) > _MAX_PATH:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        is_link = stat.S_ISLNK(path.lstat().st_mode)
+        target = leads_out(path, index.parent.resolve()) if is_link or path.parent != index.parent else None
+    except (FileNotFoundError, NotADirectoryError):
+        return path
     except (OSError, RuntimeError) as error:
         raise CheckpointError(
             f"{index}: expected a shard's file name, found {reprlib.repr(shard)}, which cannot be one ({error})"

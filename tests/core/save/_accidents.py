@@ -280,8 +280,9 @@ def kill_really(accidents: Accidents, name: str) -> None:
 
 
 def interrupt(accidents: Accidents, name: str) -> None:
+    """A Ctrl-C, which may come late."""
     if accidents.count == accidents.at:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
 
 def fail(accidents: Accidents, name: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import random
@@ -64,8 +66,22 @@ def accidents(
         allowed = {Killed: {old, NEW}, KeyboardInterrupt: {old, NEW}, lm.LazyModelError: {old}}
         state = _accidents.check(world, root, before, allowed.get(type(raised), {NEW}))
         counts[state, type(raised).__name__] += 1
+        if accident is _accidents.interrupt:
+            assert not list(root.rglob("*lazymodel-saving*")), at
         shutil.rmtree(root)
         at += step
+
+
+@pytest.mark.parametrize("name", ["flock", "open"])
+def test_a_lock_that_cannot_be_had_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl if name == "flock" else os, name, fail)
+    with pytest.raises(lm.LazyModelError, match=r"x\.safetensors: Input/output error"):
+        lm.save({"w": np.zeros(3)}, tmp_path / "deep" / "x.safetensors")
+    monkeypatch.undo()
+    assert not os.listdir(tmp_path)
 
 
 # Accidents ------------------------------------------------------------------------------------------------------------
@@ -87,6 +103,7 @@ def check_raised(counts: collections.Counter[tuple[int | None, str]], accident: 
     assert {kind for _, kind in counts} <= expected
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("accident", [_accidents.interrupt, _accidents.fail, _accidents.fill_disk])
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_raised_at_some_operations(folder: Path, name: str, accident: Any) -> None:
@@ -95,6 +112,7 @@ def test_what_is_raised_at_some_operations(folder: Path, name: str, accident: An
 
 
 @pytest.mark.large
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("accident", [_accidents.interrupt, _accidents.fail, _accidents.fill_disk])
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_raised_at_any_operation(folder: Path, name: str, accident: Any) -> None:
@@ -102,6 +120,7 @@ def test_what_is_raised_at_any_operation(folder: Path, name: str, accident: Any)
 
 
 @pytest.mark.filterwarnings("ignore")  # of what Orbax leaves in the middle of its work
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("accident", [_accidents.interrupt, _accidents.fail, _accidents.fill_disk])
 @pytest.mark.parametrize("name", ["orbax over orbax", "orbax over orbax without exchange"])
 def test_what_is_raised_while_orbax_saves(folder: Path, name: str, accident: Any) -> None:
