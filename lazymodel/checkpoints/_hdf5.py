@@ -133,15 +133,16 @@ def _walk(path: str, root: Any, classes: Callable[[int], set[int]]) -> tuple[lis
     h5py = import_h5py()
     names: list[str] = []
     soft: dict[str, str] = {}
-    groups: list[tuple[str, int]] = [("", h5py.h5o.get_info(root.id).addr)]
+    # With the group that each is in, rather than opened: every open one takes memory of the library's.
+    groups: list[tuple[str, Any, str, int]] = [("", root, "/", h5py.h5o.get_info(root.id).addr)]
     visited: set[int] = set()
     while groups:
-        prefix, address = groups.pop()
+        prefix, parent, own, address = groups.pop()
         if address in visited:
             continue  # hard links can form a circle
         visited.add(address)
-        group = root[prefix or "/"]
-        inner: list[tuple[str, int]] = []
+        group = parent[own]
+        inner: list[tuple[str, Any, str, int]] = []
         for key in group:
             # A name that is not UTF-8 comes as bytes.
             if isinstance(key, bytes) or key in ("", ".") or "/" in key or len(prefix + key) > _MAX_NAME:
@@ -168,6 +169,6 @@ def _walk(path: str, root: Any, classes: Callable[[int], set[int]]) -> tuple[lis
             if found:
                 names.append(name)
             elif isinstance(group[key], h5py.Group):
-                inner.append((f"{name}/", address))
+                inner.append((f"{name}/", group, key, address))
         groups += reversed(inner)
     return names, soft

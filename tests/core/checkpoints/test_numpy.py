@@ -113,6 +113,10 @@ def test_members_that_are_no_arrays_are_left_out(tmp_path):
         archive.writestr("README.txt", "weights")
         archive.writestr("empty", "")
     assert list(open_checkpoint(path)) == ["w"]
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("v.npy", b"\x92NUMPY\x01\x00")  # else a damaged array would be lost
+    with pytest.raises(CheckpointError, match="expected an array in member 'v.npy', found b'.x92NUMPY'"):
+        open_checkpoint(path)
 
 
 # Compressed members ---------------------------------------------------------------------------------------------------

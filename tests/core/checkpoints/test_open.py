@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from lazymodel._errors import CheckpointError
 from lazymodel.checkpoints import Checkpoint, open_checkpoint
@@ -174,3 +176,59 @@ def test_safetensors_need_no_h5py(tmp_path):
         [sys.executable, "-c", code, str(tmp_path / "x.weights.h5")], capture_output=True, text=True, check=True
     )
     assert "pip install h5py" in result.stdout
+
+
+LONG = "n" * 100_000
+
+
+def _header(path, entries):
+    text = json.dumps(entries).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def _lies(folder):
+    _header(folder / "x.safetensors", {LONG: {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}})
+
+
+def _words(folder):
+    _header(folder / "x.safetensors", {"n " * 50_000: {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}})
+
+
+def _lacks(folder):
+    save_file({"a": np.zeros(3)}, folder / "a.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {LONG: "a.safetensors"}}))
+
+
+def _absent(folder):
+    shards = {str(index): f"{index}.safetensors" for index in range(20_000)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+
+def _leads_out(folder):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": f"../{LONG}"}}))
+
+
+def _archive(folder):
+    with zipfile.ZipFile(folder / "x.npz", "w") as archive:
+        archive.writestr(f"{LONG[:60_000]}.npy", b"\x93NUMPY\x01\x00")
+
+
+def _links(folder):
+    with pytest.importorskip("h5py").File(folder / "x.h5", "w") as file:
+        file["w"] = pytest.importorskip("h5py").ExternalLink(LONG[:50_000], "x")
+
+
+def _quantized(folder):
+    (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": LONG}}))
+    save_file({"a": np.zeros(3)}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("make", [_lies, _words, _lacks, _absent, _leads_out, _archive, _links, _quantized])
+def test_what_files_say_is_not_quoted_at_length(tmp_path, make):
+    make(tmp_path)
+    files = [path for path in tmp_path.iterdir() if path.name.startswith("x.")]
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(files[0] if files else tmp_path)
+    assert str(tmp_path) in str(error.value) and len(str(error.value)) < 5000
+    if make is _absent:
+        assert "20000 shard files" in str(error.value)
