@@ -59,9 +59,7 @@ REQUESTS = Counter()
 class Failure(Exception):
     """Why one attempt failed, in words that may be shown; `again` says whether another can succeed."""
 
-    def __init__(
-        self, text: str, again: bool = False, status: int = 0, retry_after: float | None = None
-    ) -> None:
+    def __init__(self, text: str, again: bool = False, status: int = 0, retry_after: float | None = None) -> None:
         super().__init__(text)
         self.again, self.status = again, status
         self.retry_after = retry_after  # seconds for which the server asks to be left alone, if it was heard

@@ -163,9 +163,7 @@ class Web:
             if connection is not None:
                 connection.close()
 
-    def _connected(
-        self, parts: SplitResult, proxy: SplitResult | None, until: float
-    ) -> http.client.HTTPConnection:
+    def _connected(self, parts: SplitResult, proxy: SplitResult | None, until: float) -> http.client.HTTPConnection:
         while True:
             with self._lock:
                 idle = self._idle.get((parts.scheme, parts.netloc))
@@ -181,7 +179,9 @@ class Web:
         seconds = max(min(self._connect_seconds, until - time.monotonic()), 0.001)
         host, port = where.hostname or "", where.port
         if parts.scheme == "https":
-            connection = http.client.HTTPSConnection(host, port or 443, timeout=seconds, context=_context(*self._certificates))
+            connection = http.client.HTTPSConnection(
+                host, port or 443, timeout=seconds, context=_context(*self._certificates)
+            )
         else:
             connection = http.client.HTTPConnection(host, port, timeout=seconds)
         if proxy is not None and parts.scheme == "https":
