@@ -7,6 +7,7 @@ import random
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from operator import methodcaller
 from typing import Any
 
 import jax
@@ -44,7 +45,7 @@ def tell(stage: Stage, choice: Choice, programs: Iterable[str] = (), details: It
         content = b"".join(map(_content, parts)).hex()
         loaded.append(f"{path} {getattr(value, 'dtype', '')} {np.shape(value)} {getattr(value, 'offset', 0)} {content}")
     with ThreadPoolExecutor(_READERS) as readers:
-        contents = readers.map(lambda file: file.fingerprint(), files)
+        contents = readers.map(methodcaller("fingerprint"), files)
         stage.files = [(file.path, content) for file, content in zip(files, contents, strict=True)]
     stage.outcome += "".join(f", compile {program}" for program in programs)
     stage.details = "\n".join([*loaded, *details])

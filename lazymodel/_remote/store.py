@@ -451,10 +451,9 @@ class Store:
             return None  # which the first answer would have said
         try:
             url = self._obstore.sign(self._store(), "GET", key, datetime.timedelta(seconds=_SIGNED_SECONDS))
+            web = self._over_http(url, {}, {**self._client, "timeout": _PROBE_SECONDS})
             # Of a kind with what was refused: limits, and signatures of URLs, can be for one method alone.
-            with self._over_http(url, {}, {**self._client, "timeout": _PROBE_SECONDS}).get(
-                "", options={"range": (0, 1)}
-            ):
+            with web.get("", options={"range": (0, 1)}):
                 return None
         except Failure as error:
             return error.retry_after

@@ -13,6 +13,7 @@ import functools
 import http.client
 import importlib
 import io
+import ipaddress
 import itertools
 import re
 import select
@@ -104,7 +105,9 @@ class Web:
     def head(self, key: str) -> Mapping[str, Any]:
         """Size, ETag and time of what is there; raises as `get`."""
         with self._answer("HEAD", key, {}) as response:
-            return _meta(response, None)
+            if (meta := _meta(response, None))["size"] < 0:
+                raise Failure("the server does not say how long the file is")
+            return meta
 
     @contextlib.contextmanager
     def _answer(self, method: str, key: str, more: Mapping[str, str]) -> Generator[http.client.HTTPResponse]:
@@ -127,7 +130,7 @@ class Web:
             there = urlsplit(urljoin(url, quote(location, safe="%/:?#[]@!$&'()*+,;=~")))
             if there.scheme == "http" and not self._allow_http:
                 raise Failure("the server redirects to plain http")
-            if there.scheme in ("http", "https") and there.hostname and (there.port or True):
+            if there.scheme in ("http", "https") and there.hostname and there.port != 0:
                 return there.geturl()
         raise Failure("the server redirects in a circle, or to where nothing may be read from")
 
@@ -177,11 +180,9 @@ class Web:
     def _new(self, parts: SplitResult, proxy: SplitResult | None, until: float) -> http.client.HTTPConnection:
         where = proxy or parts
         seconds = max(min(self._connect_seconds, until - time.monotonic()), 0.001)
-        host, port = where.hostname or "", where.port
+        host, port = where.hostname or "", where.port or (443 if where.scheme == "https" else 80)
         if parts.scheme == "https":
-            connection = http.client.HTTPSConnection(
-                host, port or 443, timeout=seconds, context=_context(*self._certificates)
-            )
+            connection = http.client.HTTPSConnection(host, port, timeout=seconds, context=_context(*self._certificates))
         else:
             connection = http.client.HTTPConnection(host, port, timeout=seconds)
         if proxy is not None and parts.scheme == "https":
@@ -203,7 +204,7 @@ class Web:
 
     def _proxy(self, parts: SplitResult) -> SplitResult | None:
         address = self._proxies.get(parts.scheme) or self._proxies.get("all")
-        if not address or urllib.request.proxy_bypass_environment(parts.hostname or "", {"no": self._excludes}):
+        if not address or _is_excluded(parts.hostname or "", self._excludes):
             return None
         proxy = urlsplit(address if "://" in address else f"http://{address}")
         if proxy.scheme != "http" or not proxy.hostname:
@@ -287,7 +288,7 @@ def _meta(response: http.client.HTTPResponse, wanted: tuple[int, int] | None) ->
 @functools.lru_cache(maxsize=8)
 def _context(root_certificate: str, invalid: bool) -> ssl.SSLContext:
     context, paths = ssl.create_default_context(), ssl.get_default_verify_paths()
-    if paths.cafile is None and paths.capath is None:  # a Python that does not find the system's certificates
+    if not (paths.cafile or paths.capath):  # a Python that does not find the system's certificates
         with contextlib.suppress(ImportError):
             context.load_verify_locations(importlib.import_module("certifi").where())
     if root_certificate:
@@ -295,6 +296,18 @@ def _context(root_certificate: str, invalid: bool) -> ssl.SSLContext:
     if invalid:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
+
+
+def _is_excluded(host: str, excludes: str) -> bool:
+    """Whether a host is asked without a proxy: it, a domain that it is in, or a network is among the excluded ones."""
+    for entry in excludes.replace(",", " ").split():
+        name = entry.lstrip("*.").lower()
+        if not name or host == name or host.endswith(f".{name}"):
+            return True
+        with contextlib.suppress(ValueError):
+            if ipaddress.ip_address(host) in ipaddress.ip_network(entry, strict=False):
+                return True
+    return False
 
 
 def _proxy_headers(proxy: SplitResult) -> dict[str, str]:

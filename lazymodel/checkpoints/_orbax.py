@@ -133,7 +133,7 @@ class _Store:
             "corrupt",
         )
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, count: int = SAMPLES) -> str:
         """What tells the files from those of another item, as `Source.fingerprint`."""
         digest = hashlib.blake2b(digest_size=8)
         for place in self.places:
@@ -141,7 +141,7 @@ class _Store:
             if known is not None and known.etag is not None:
                 digest.update(f"{known.size} {known.etag}\0".encode())
             else:
-                digest.update(source_of(place).fingerprint(SAMPLES // len(self.places)).encode())
+                digest.update(source_of(place).fingerprint(count // len(self.places)).encode())
         return f"{len(self.places)} files, sampled content {digest.hexdigest()}"
 
     def _told(self, function: Callable[[], Any], failed: str, what: str) -> Any:

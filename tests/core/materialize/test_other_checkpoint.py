@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import h5py
+import h5py  # pyright: ignore[reportMissingTypeStubs]
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ PROCESSES, OTHER = 4, 2  # processes, and which of them is the one
 
 
 def values(seed: int) -> dict[str, np.ndarray]:
-    """What nobody can tell from its shapes; of 1 and 2 a tenth differs, as of a model of which some layers were trained."""
+    """What differs in a tenth of its bytes, as of a model of which some layers were trained."""
     found = np.random.default_rng(0).standard_normal((1024, 1024)).astype(np.float32)
     found[600:] += seed * (np.arange(424) < 102)[:, None]
     return {"w": found, "b": np.zeros(1024, np.float32)}
