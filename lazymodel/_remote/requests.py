@@ -147,12 +147,14 @@ def attempt(
     stopped: threading.Event,
     *,
     verb: str = "read",
+    conditional: bool = False,
 ) -> Result:
     """Calls a function that asks a store for something until it succeeds; messages say that they cannot `verb` `what`.
 
     Raises:
         CheckpointError: It failed for good, or too often; the message has the number of attempts and the last cause.
-        Missing, Changed: As the function, or because that is what its error means.
+        Missing: As the function, or because that is what its error means.
+        Changed: Likewise, where what is asked for is `conditional`; a server can say so where it is not.
     """
     started = time.monotonic()
     number = 0
@@ -171,7 +173,7 @@ def attempt(
         # Outside of the handlers: what obstore raised must not be chained to what is shown.
         failure = failure.with_traceback(None)
         number += 1
-        if isinstance(failure, (Missing, Changed)):
+        if isinstance(failure, Missing) or (conditional and isinstance(failure, Changed)):
             raise failure
         if not failure.again or number >= retries.attempts or time.monotonic() - started > retries.timeout:
             attempts = f", after {number} attempts" if number > 1 else ""

@@ -151,7 +151,7 @@ class Store:
             return self._objects[key]
         try:
             if not self.lists:  # what a signed URL is signed for is to get it
-                self._first(key)
+                self._same(key, lambda: self._first(key))
                 return self._objects[key]
             meta = self._ask(key, lambda _: self._store(small=True).head(key))
         except Missing:
@@ -259,16 +259,20 @@ class Store:
     def _told(self, key: str, function: Callable[[], Result]) -> Result:
         """What a function that asks for an object returns; that it is not there, or no longer, is a CheckpointError."""
         try:
-            return function()
+            return self._same(key, function)
         except Missing:
             found = "there is nothing any more" if key in self._objects else "there is nothing"
-            text = f"cannot read {self.shown(key)}: {found}, or nothing that may be read"
+        raise CheckpointError(f"cannot read {self.shown(key)}: {found}, or nothing that may be read")
+
+    def _same(self, key: str, function: Callable[[], Result]) -> Result:
+        try:
+            return function()
         except Changed:
-            text = (
-                f"{self.shown(key)} changed while it was being read: expected the object that was there when it was "
-                "opened, found another. Open the checkpoint again once nothing writes to it."
-            )
-        raise CheckpointError(text)
+            pass
+        raise CheckpointError(
+            f"{self.shown(key)} changed while it was being read: expected the object that was there when it was "
+            "opened, found another. Open the checkpoint again once nothing writes to it."
+        )
 
     def _first(self, key: str) -> np.ndarray:
         if key not in self._heads:
@@ -330,7 +334,7 @@ class Store:
             if done < expected:
                 raise Failure(f"the server sent {done} of {expected} bytes", True)
 
-        self._ask(key, ask, stopped, given_up)
+        self._ask(key, ask, stopped, given_up, conditional=True)
         REQUESTS.add(nbytes=done)
         return done
 
@@ -354,7 +358,9 @@ class Store:
         """
         # What writes is not left by a Ctrl-C while it may still happen: its answer says what there is to undo.
         stopped = None if verb == "read" else threading.Event()
-        return self._ask(key, lambda _: function(self._obstore, self._store()), stopped, verb=verb)
+        return self._ask(
+            key, lambda _: function(self._obstore, self._store()), stopped, verb=verb, conditional=verb == "write"
+        )
 
     def open_for_parts(self, client: Mapping[str, Any]) -> tuple[Any, Any]:
         """obstore, and a store of its kind that tries parts of uploads again, with these defaults for its client."""
@@ -377,13 +383,12 @@ class Store:
         stopped: threading.Event | None = None,
         given_up: Callable[[], bool] = bool,
         retries: Retries | None = None,
-        *,
-        verb: str = "read",
+        **how: Any,
     ) -> Result:
         retries = retries or self.retries
 
         def ask(stopped: threading.Event) -> Result:
-            return attempt(self.shown(key), key, lambda: function(stopped), retries, self._gate, stopped, verb=verb)
+            return attempt(self.shown(key), key, lambda: function(stopped), retries, self._gate, stopped, **how)
 
         return apart(ask, given_up) if stopped is None else ask(stopped)
 

@@ -36,7 +36,7 @@ _IDLE = 64  # connections that are kept for each server: more than there are req
 _PRIVATE = ("authorization", "cookie", "proxy-authorization")  # headers that no other server than the first one gets
 _REDIRECTS = (301, 302, 303, 307, 308)
 _SPAN = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})", re.ASCII)
-_DURATION = re.compile(r"(\d{1,12}(?:\.\d{1,9})?) ?([a-zA-Z]{1,12})", re.ASCII)
+_DURATION = re.compile(r"(?<![0-9.])([0-9.]++) ?([a-zA-Z]++)")
 # What the names of units begin with in the crate humantime, by which obstore reads durations, and their seconds.
 _UNITS = (
     *(("ms", 1e-3), ("n", 1e-9), ("u", 1e-6), ("month", 2_629_800.0), ("M", 2_629_800.0)),
