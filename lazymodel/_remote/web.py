@@ -116,10 +116,13 @@ class Web:
         for _ in range(_MOST_REDIRECTS):
             parts = urlsplit(url)
             with self._response(method, parts, headers, until) as response:
-                if response.status not in _REDIRECTS or not (location := response.headers.get("Location")):
-                    _check_status(response)
+                location = response.headers.get("Location", "") if response.status in _REDIRECTS else ""
+                failure = None if location else _failure(response)
+                if not location and failure is None:
                     yield response
                     return
+            if failure is not None:
+                raise failure
             url = self._redirected(url, location)
             if (there := urlsplit(url)).netloc != parts.netloc or there.scheme != parts.scheme:
                 headers = {name: value for name, value in headers.items() if name.lower() not in _PRIVATE}
@@ -259,11 +262,12 @@ def _explained() -> Generator[None]:
         raise Failure(_BROKE_OFF, True) from None
 
 
-def _check_status(response: http.client.HTTPResponse) -> None:
+def _failure(response: http.client.HTTPResponse) -> Failure | None:
     if response.status not in (200, 206):
-        raise failure_of_status(response.status, response.headers.get("Retry-After"))
+        return failure_of_status(response.status, response.headers.get("Retry-After"))
     if response.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
-        raise Failure("the server sends files compressed, of which no ranges can be read")
+        return Failure("the server sends files compressed, of which no ranges can be read")
+    return None
 
 
 def _meta(response: http.client.HTTPResponse, wanted: tuple[int, int] | None) -> dict[str, Any]:
