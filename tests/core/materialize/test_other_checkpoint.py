@@ -79,12 +79,13 @@ def refused(folder: Path, server: ObjectServer) -> dict[str, Any]:
     stored = found["safetensors"][0]
     for option in ({"replicas": "exchange"}, {"spec": "x"}, {"stream": True}, {"mapped": True}):
         found[f"{option}"] = stored, option
-    served = [server.root / f"other-{seed}" / "x.safetensors" for seed in (1, 2)]
-    for seed, file in enumerate(served, 1):
-        file.parent.mkdir()
-        shutil.copy(folder / f"safetensors-{seed}" / "x.safetensors", file)
-    urls = [server.url(f"other-{1 + (process == OTHER)}/x.safetensors") for process in range(PROCESSES)]
-    found["url"] = urls, {}
+    for kind in ("url", "no ETag"):
+        for seed in (1, 2):
+            file = f"{kind}-{seed}/x.safetensors"
+            (server.root / file).parent.mkdir()
+            shutil.copy(folder / f"safetensors-{seed}" / "x.safetensors", server.root / file)
+            server.hostile(file, "no-etag" if kind == "no ETag" else None)
+        found[kind] = [server.url(f"{kind}-{1 + (process == OTHER)}/x.safetensors") for process in range(PROCESSES)], {}
     found["memory"] = [int(process == OTHER) for process in range(PROCESSES)], {}
     # One bit, where no sample is taken, and hashes that each process was given for its own file.
     bit = folder / "bit.safetensors"
@@ -111,6 +112,7 @@ def loaded(folder: Path) -> dict[str, Any]:
 def outcomes(tmp_path_factory: pytest.TempPathFactory, _object_server: ObjectServer) -> list[Mapping[str, str]]:
     """What came of each scenario, by process."""
     folder = tmp_path_factory.mktemp("other")
+    _object_server.reset()
     tasks = refused(folder, _object_server) | loaded(folder)
     (folder / "tasks.json").write_text(json.dumps(tasks))
     address = free_address()
@@ -138,7 +140,7 @@ def test_the_error_names_the_files(outcomes: list[Mapping[str, str]]) -> None:
         if scenario not in ("memory", *LOADED):
             first, other = message.split(f"process {OTHER} would")
             assert "-1/x" in first and ("-2/x" in other or "bit.safetensors" in other), (scenario, message)
-    assert "ETag" in outcomes[0]["url"]
+    assert "ETag" in outcomes[0]["url"] and "sampled content" in outcomes[0]["no ETag"]
     assert outcomes[0]["verified"].count("verified sha256 ") == 2
 
 
