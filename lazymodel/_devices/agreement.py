@@ -47,6 +47,7 @@ from lazymodel._errors import CheckpointError, LazyModelError
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.5  # seconds between two looks; it grows with the time waited so far
 _BETWEEN_CHECKS = 1.0  # seconds
+_FILES = 64  # of a stage's, at most, that an error can name
 _TEXT = 1024  # characters of an outcome that are quoted: enough for a message with paths in it
 
 
@@ -56,6 +57,8 @@ class Stage:
 
     outcome: str = ""  # what all processes must have come to; they compare all of it, an error quotes its beginning
     details: str = ""  # more that must be the same everywhere, and that nobody needs to read
+    # What is read: names, which may differ, and what tells the content from any other, which must not.
+    files: Sequence[tuple[str, str]] = ()
     _meeting: _Meeting | None = None
     _checked: float = dataclasses.field(default_factory=time.monotonic)
 
@@ -245,8 +248,9 @@ class _Meeting:
 
     def report(self, stage: Stage) -> None:
         """Says that this process got through."""
-        whole = f"{stage.outcome}\0{stage.details}".encode(errors="backslashreplace")
-        report = {"outcome": stage.outcome[:_TEXT], "checksum": f"{zlib.crc32(whole):08x}"}
+        whole = "\0".join((stage.outcome, stage.details, *(content for _, content in stage.files)))
+        checksum = f"{zlib.crc32(whole.encode(errors='backslashreplace')):08x}"
+        report = {"outcome": stage.outcome[:_TEXT], "checksum": checksum, "files": stage.files[:_FILES]}
         self._store.put(f"{self._folder()}reports/{self._store.process}", json.dumps(report))
 
     def fail(self, error: BaseException) -> None:
@@ -387,11 +391,14 @@ class _Meeting:
     def _nothing(self, what: str, why: str) -> str:
         return f"{what}, so nothing was {self._done} here either{why and ': ' + why}"
 
-    def _compare(self, reports: dict[int, dict[str, str]]) -> _Verdict:
+    def _compare(self, reports: dict[int, dict[str, Any]]) -> _Verdict:
         first = min(reports)
         for process, report in sorted(reports.items()):
             if report["checksum"] != reports[first]["checksum"]:
                 said = [reports[first]["outcome"], report["outcome"]]
+                files = zip(reports[first]["files"], report["files"], strict=False)
+                if said[0] == said[1] and (other := next((pair for pair in files if pair[0][1] != pair[1][1]), None)):
+                    said = [f"read {name} ({content})" for name, content in other]
                 if said[0] == said[1]:
                     said = [f"{each['outcome']} (checksum {each['checksum']})" for each in (reports[first], report)]
                 return _Verdict(

@@ -286,7 +286,7 @@ class From:
 
 def _groups(pattern: str, side: str) -> tuple[tuple[str, ...], ...]:
     groups: list[tuple[str, ...]] = []
-    if re.fullmatch(r"(\s*(\w+|\([\w\s]*\)))*\s*", side) is None:
+    if re.sub(r"\w+|\([\w\s]*\)", "", side).strip():
         raise LazyModelError(f"rearrange {pattern!r}: expected axis names and parentheses, found {side.strip()!r}")
     for token in re.findall(r"\w+|\([^()]*\)", side):
         names = tuple(name for name in token.strip("()").split() if name != "1")

@@ -1,7 +1,7 @@
 """Asking a store for something until it answers: which failures are worth another try, when, and how they are told of.
 
-The transport is obstore, whose errors repeat URLs with their signatures, and bodies of answers. None of that is shown:
-a message has what went wrong in our words, and the original error is not chained to it.
+The transport to buckets is obstore, whose errors repeat URLs with their signatures, and bodies of answers. None of that
+is shown: a message has what went wrong in our words, and the original error is not chained to it.
 
 A store that says that it is busy (429, 503) is left alone by all threads, for as long as it asks for in `Retry-After`
 (RFC 9110, section 10.2.3). obstore does not hand headers out, so one request for a single byte asks for it.
@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from lazymodel._errors import CheckpointError
 
@@ -27,9 +26,8 @@ ATTEMPTS = 8  # of one request: with the waits below about half a minute, which 
 FIRST_WAIT = 0.2  # seconds before the second attempt; each later wait is twice as long, less up to half by chance
 LONGEST_WAIT = 10.0  # seconds
 LONGEST_RETRY_AFTER = 120.0  # seconds; who asks for more is not waited for
-_PROBE_SECONDS = 10.0  # for the answer that has `Retry-After`
 _LOOK = 0.1  # seconds between two looks at whether an answer is still waited for
-_URL = re.compile(r"[a-z][a-z0-9+.-]*://\S+|https?%3A\S+", re.IGNORECASE)
+_MOST_TEXT = 8 << 10  # characters of an error that are looked at: it repeats the body that a server sent
 _STATUS = re.compile(r"status code: (\d{3})")
 _BUSY = (429, 503)
 _AGAIN = (408, 425, 429)  # statuses below 500 that are worth another try
@@ -61,9 +59,10 @@ REQUESTS = Counter()
 class Failure(Exception):
     """Why one attempt failed, in words that may be shown; `again` says whether another can succeed."""
 
-    def __init__(self, text: str, again: bool = False, status: int = 0) -> None:
+    def __init__(self, text: str, again: bool = False, status: int = 0, retry_after: float | None = None) -> None:
         super().__init__(text)
         self.again, self.status = again, status
+        self.retry_after = retry_after  # seconds for which the server asks to be left alone, if it was heard
 
 
 class Changed(Failure):
@@ -118,8 +117,8 @@ class Gate:
         while (seconds := self._until - time.monotonic()) > 0 and not stopped.wait(seconds):
             pass
 
-    def busy(self, key: str, seconds: float, stopped: threading.Event) -> None:
-        """An attempt found it busy: waits these seconds, and as long as it asks for."""
+    def busy(self, key: str, seconds: float, stopped: threading.Event, retry_after: float | None = None) -> None:
+        """An attempt found it busy: waits these seconds, and as long as it asks for, which may be known already."""
         self._until = max(self._until, time.monotonic() + seconds)
         if not self._asking.acquire(blocking=False):  # somebody asks already, and what comes of it holds for all
             while not stopped.is_set():
@@ -129,9 +128,11 @@ class Gate:
             self.wait(stopped)
             return
         try:
-            self.wait(stopped)
-            if not stopped.is_set() and (asked := self._retry_after(key)) is not None:
-                self._until = max(self._until, time.monotonic() + min(asked, LONGEST_RETRY_AFTER))
+            if retry_after is None:
+                self.wait(stopped)
+                retry_after = None if stopped.is_set() else self._retry_after(key)
+            if retry_after is not None:
+                self._until = max(self._until, time.monotonic() + min(retry_after, LONGEST_RETRY_AFTER))
         finally:
             self._asking.release()
         self.wait(stopped)
@@ -146,12 +147,14 @@ def attempt(
     stopped: threading.Event,
     *,
     verb: str = "read",
+    conditional: bool = False,
 ) -> Result:
     """Calls a function that asks a store for something until it succeeds; messages say that they cannot `verb` `what`.
 
     Raises:
         CheckpointError: It failed for good, or too often; the message has the number of attempts and the last cause.
-        Missing, Changed: As the function, or because that is what its error means.
+        Missing: As the function, or because that is what its error means.
+        Changed: Likewise, where what is asked for is `conditional`; a server can say so where it is not.
     """
     started = time.monotonic()
     number = 0
@@ -165,21 +168,19 @@ def attempt(
             return function()
         except CheckpointError:  # about what was asked of us
             raise
-        except Failure as error:
-            failure = error
         except Exception as error:
             failure = explained(error)
         # Outside of the handlers: what obstore raised must not be chained to what is shown.
         failure = failure.with_traceback(None)
         number += 1
-        if isinstance(failure, (Missing, Changed)):
+        if isinstance(failure, Missing) or (conditional and isinstance(failure, Changed)):
             raise failure
         if not failure.again or number >= retries.attempts or time.monotonic() - started > retries.timeout:
             attempts = f", after {number} attempts" if number > 1 else ""
             kind = Unavailable if failure.again else CheckpointError
             raise kind(f"cannot {verb} {what}: {failure}{attempts}")
         if failure.status in _BUSY:
-            gate.busy(key, retries.wait(number - 1), stopped)
+            gate.busy(key, retries.wait(number - 1), stopped, failure.retry_after)
         else:
             stopped.wait(retries.wait(number - 1))
 
@@ -214,15 +215,19 @@ def apart(function: Callable[[threading.Event], Result], given_up: Callable[[], 
 
 def explained(error: Exception) -> Failure:
     """What an error of obstore is, without any text that a server wrote."""
-    kind, text = type(error).__name__, _URL.sub("", str(error))  # a file's name can be anything, such as a status
+    if isinstance(error, Failure):
+        return error
+    # Without URLs: a file's name can be anything, such as a status.
+    words = (word for word in str(error)[:_MOST_TEXT].split() if "://" not in word and "%3a" not in word.lower())
+    kind, text = type(error).__name__, " ".join(words)
     if isinstance(error, FileNotFoundError):
         return Missing()
     if kind in ("PreconditionError", "AlreadyExistsError"):
         return Changed()
     found = _STATUS.search(text)
     status = int(found[1]) if found else 0
-    if kind in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403):
-        return Failure("the store refuses access; check the credentials and what they allow", status=status)
+    if kind in ("PermissionDeniedError", "UnauthenticatedError"):
+        status = status or 403
     if kind == "ValueError":
         return Failure("no object can have this name")
     if kind == "InvalidPathError":
@@ -230,7 +235,7 @@ def explained(error: Exception) -> Failure:
     if kind == "NotSupportedError":
         return Failure("the server does not serve ranges of files", False)
     if status:
-        return Failure(_status_text(status), status >= 500 or status in _AGAIN, status)
+        return failure_of_status(status)
     lowered = text.lower()
     for sign, words, again in _SIGNS:
         if sign in lowered:
@@ -238,11 +243,18 @@ def explained(error: Exception) -> Failure:
     return Failure(f"the request failed ({kind})")
 
 
-def _status_text(status: int) -> str:
-    reason = http.client.responses.get(status, "")
-    if 300 <= status < 400:
-        return f"the server redirects to where nothing may be read from (status {status})"
-    return f"the server answered {status} {reason}".rstrip()
+def failure_of_status(status: int, retry_after: str | None = None) -> Failure:
+    """What it means that a server answers with a status that is no success, and perhaps with `Retry-After`."""
+    if status in (404, 405):
+        return Missing()
+    if status == 412:
+        return Changed()
+    text = f"the server answered {status} {http.client.responses.get(status, '')}".rstrip()
+    if status in (401, 403):
+        text = "the store refuses access; check the credentials and what they allow"
+    elif 300 <= status < 400:
+        text = f"the server redirects to where nothing may be read from (status {status})"
+    return Failure(text, status >= 500 or status in _AGAIN, status, _parsed(retry_after))
 
 
 # What is told apart by obstore's wording alone, the first that fits; the debugging text after the message included.
@@ -268,27 +280,11 @@ _SIGNS = (
 )
 
 
-def retry_after(url: str, headers: Mapping[str, str]) -> float | None:
-    """The seconds for which a server that is still busy asks to be left alone; None if it says nothing of the kind."""
-    parts = urlsplit(url)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=_PROBE_SECONDS)
-    try:
-        target = f"{parts.path or '/'}{f'?{parts.query}' if parts.query else ''}"
-        # Of a kind with what was refused: limits, and signatures of URLs, can be for one method alone.
-        connection.request("GET", target, headers={**headers, "Range": "bytes=0-0"})
-        answer = connection.getresponse()
-        return None if answer.status not in _BUSY else _parsed(answer.headers.get("Retry-After"))
-    except (OSError, http.client.HTTPException, ValueError):
-        return None
-    finally:
-        connection.close()
-
-
 def _parsed(value: str | None) -> float | None:
+    """The seconds that `Retry-After` says; None if it says nothing of the kind."""
     if value is None:
         return None
-    if value.strip().isdigit():
+    if value.strip().isdecimal():
         return float(value)
     try:
         return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)

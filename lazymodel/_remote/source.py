@@ -7,6 +7,7 @@ fill the link. Whatever else is read is treated alike, a reading at a time.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 from collections.abc import Generator, Sequence
 from typing import BinaryIO, cast
@@ -17,11 +18,13 @@ from lazymodel._errors import CheckpointError
 from lazymodel._remote.ahead import AHEAD, GAP, ReadAhead, Stopped
 from lazymodel._remote.file import RemoteFile
 from lazymodel._remote.path import Location, RemotePath
+from lazymodel._remote.url import printable
 from lazymodel._tensors.boxes import Geometry, ranges_of
 from lazymodel._tensors.buffers import DType, Steps, Workspace
 from lazymodel._tensors.files import FileSource
-from lazymodel._tensors.source import Source
+from lazymodel._tensors.source import SAMPLE, SAMPLES, VERIFIED, Source, samples
 
+_MOST_ETAG = 128  # characters of one that are compared and shown; S3's have 34
 _ALONE = 64 << 20  # bytes in flight for a reading that nobody announced
 
 
@@ -41,6 +44,23 @@ class RemoteSource(Source):
         _, self.size = self.store.head(self.key)
         self._aheads: tuple[ReadAhead, ...] = ()
         self._lock = threading.Lock()
+
+    @property
+    def version(self) -> tuple[str, str] | None:
+        known = self.store.known(self.key)
+        return None if known is None or known.etag is None else (self.path, known.etag)
+
+    def fingerprint(self, count: int = SAMPLES) -> str:
+        if self.version is None:
+            spans = [(start, min(start + SAMPLE, self.size)) for start in samples(self.size, count)]
+            with RemoteFile(self.store, self.key, self.given_up) as file:
+                file.fetch_ahead(spans)
+        elif self.version not in VERIFIED:
+            # Two servers may give the same ETag to different files; what came when it was opened costs nothing.
+            head, etag = self.store.head(self.key)[0], self.version[1]
+            begins = hashlib.blake2b(head.tobytes(), digest_size=8).hexdigest()
+            return f"{self.size:,} bytes, ETag {printable(etag)[:_MOST_ETAG]}, beginning {begins}"
+        return super().fingerprint(count)
 
     def open_file(self) -> BinaryIO:
         return cast(BinaryIO, RemoteFile(self.store, self.key, self.given_up))

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import datetime
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,9 +34,9 @@ from lazymodel._remote.requests import (
     apart,
     attempt,
     explained,
-    retry_after,
 )
-from lazymodel._remote.url import Url, child, parse_url, quoted
+from lazymodel._remote.url import Url, child, parse_url
+from lazymodel._remote.web import Web
 from lazymodel._show.text import listed
 
 Result = TypeVar("Result")
@@ -52,6 +54,7 @@ _SMALL_TIMEOUT = "30s"  # of a request for little: until then, a server can send
 LIST_SECONDS = 60.0  # for the list of a folder: a million objects at 17 pages a second
 _MOST_LISTED = 1_000_000  # objects of a listing; a checkpoint has thousands
 _NO_SUCH_RANGE = 416  # a status
+_PROBE_SECONDS = "10s"  # for the answer that has `Retry-After`
 _SIGNED_SECONDS = 60  # for which the URL is good that asks for `Retry-After`
 
 
@@ -148,9 +151,9 @@ class Store:
             return self._objects[key]
         try:
             if not self.lists:  # what a signed URL is signed for is to get it
-                self._first(key)
+                self._same(key, lambda: self._first(key))
                 return self._objects[key]
-            meta = self._ask(key, lambda _: self._obstore.head(self._store(small=True), key))
+            meta = self._ask(key, lambda _: self._store(small=True).head(key))
         except Missing:
             return None
         return self._note(key, _object(meta))
@@ -256,16 +259,20 @@ class Store:
     def _told(self, key: str, function: Callable[[], Result]) -> Result:
         """What a function that asks for an object returns; that it is not there, or no longer, is a CheckpointError."""
         try:
-            return function()
+            return self._same(key, function)
         except Missing:
             found = "there is nothing any more" if key in self._objects else "there is nothing"
-            text = f"cannot read {self.shown(key)}: {found}, or nothing that may be read"
+        raise CheckpointError(f"cannot read {self.shown(key)}: {found}, or nothing that may be read")
+
+    def _same(self, key: str, function: Callable[[], Result]) -> Result:
+        try:
+            return function()
         except Changed:
-            text = (
-                f"{self.shown(key)} changed while it was being read: expected the object that was there when it was "
-                "opened, found another. Open the checkpoint again once nothing writes to it."
-            )
-        raise CheckpointError(text)
+            pass
+        raise CheckpointError(
+            f"{self.shown(key)} changed while it was being read: expected the object that was there when it was "
+            "opened, found another. Open the checkpoint again once nothing writes to it."
+        )
 
     def _first(self, key: str) -> np.ndarray:
         if key not in self._heads:
@@ -299,16 +306,17 @@ class Store:
             if known is not None and known.etag is not None and not known.etag.startswith("W/"):
                 options["if_match"] = known.etag  # which weak ones never match
             try:
-                result = self._obstore.get(self._store(small=stop - start <= HEAD), key, options=options)
+                with self._answer(key, options) as result:
+                    receive(result, known, stopped)
             except Exception as error:
                 if explained(error).status != _NO_SUCH_RANGE:
                     raise
-                result = None
-            if result is None:  # it ends before: what is empty has no ranges at all
-                if known is not None or start:
-                    raise Changed
-                self._note(key, Object(0, None, None))
-                return
+                if known is not None or start:  # it ends before
+                    raise Changed from None
+                self._note(key, Object(0, None, None))  # what is empty has no ranges at all
+
+        def receive(result: Any, known: Object | None, stopped: threading.Event) -> None:
+            nonlocal done
             found = _object(result.meta)
             if known is None and self._is_page(key, result):
                 raise Missing
@@ -326,9 +334,14 @@ class Store:
             if done < expected:
                 raise Failure(f"the server sent {done} of {expected} bytes", True)
 
-        self._ask(key, ask, stopped, given_up)
+        self._ask(key, ask, stopped, given_up, conditional=True)
         REQUESTS.add(nbytes=done)
         return done
+
+    def _answer(self, key: str, options: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        start, stop = options["range"]
+        answer = self._store(small=stop - start <= HEAD).get(key, options=options)
+        return answer if isinstance(answer, AbstractContextManager) else contextlib.nullcontext(answer)
 
     def _is_page(self, key: str, result: Any) -> bool:
         """Whether a web server answered with a page for people: a folder's index, a form to log in."""
@@ -345,7 +358,9 @@ class Store:
         """
         # What writes is not left by a Ctrl-C while it may still happen: its answer says what there is to undo.
         stopped = None if verb == "read" else threading.Event()
-        return self._ask(key, lambda _: function(self._obstore, self._store()), stopped, verb=verb)
+        return self._ask(
+            key, lambda _: function(self._obstore, self._store()), stopped, verb=verb, conditional=verb == "write"
+        )
 
     def open_for_parts(self, client: Mapping[str, Any]) -> tuple[Any, Any]:
         """obstore, and a store of its kind that tries parts of uploads again, with these defaults for its client."""
@@ -368,13 +383,12 @@ class Store:
         stopped: threading.Event | None = None,
         given_up: Callable[[], bool] = bool,
         retries: Retries | None = None,
-        *,
-        verb: str = "read",
+        **how: Any,
     ) -> Result:
         retries = retries or self.retries
 
         def ask(stopped: threading.Event) -> Result:
-            return attempt(self.shown(key), key, lambda: function(stopped), retries, self._gate, stopped, verb=verb)
+            return attempt(self.shown(key), key, lambda: function(stopped), retries, self._gate, stopped, **how)
 
         return apart(ask, given_up) if stopped is None else ask(stopped)
 
@@ -412,13 +426,12 @@ class Store:
             return self.url.root, {"Authorization": f"Basic {base64.b64encode(self.url.user.encode()).decode()}"}
         return self.repository.files_url(self._read_json), self.repository.headers
 
-    def _over_http(self, url: str, headers: Mapping[str, str], client_options: Mapping[str, Any]) -> Any:
+    def _over_http(self, url: str, headers: Mapping[str, str], client_options: Mapping[str, Any]) -> Web:
         client = dict(client_options)
-        if headers:
-            client["default_headers"] = {**client.get("default_headers", {}), **headers}
         if url.startswith("http://"):  # which `parse_url` allows to this machine only, unless asked for
             client["allow_http"] = True
-        return self._obstore.store.HTTPStore(url, client_options=client, retry_config={"max_retries": 0})
+        # obstore says whether the options are such, and writes them down in one way.
+        return Web(url, headers, self._obstore.store.HTTPStore(url, client_options=client).client_options)
 
     def _read_json(self, url: str, retries: Retries | None = None) -> bytes:
         """A small answer of a repository's server."""
@@ -428,22 +441,27 @@ class Store:
 
         def ask(_: threading.Event) -> bytes:
             data = bytearray()
-            for chunk in self._obstore.get(store, "").stream(min_chunk_size=PIECE):
-                data += chunk
-                if len(data) > hugging_face.MOST_JSON:
-                    raise Failure("the server's answer does not end")
+            with store.get("") as answer:
+                for chunk in answer.stream(min_chunk_size=PIECE):
+                    data += chunk
+                    if len(data) > hugging_face.MOST_JSON:
+                        raise Failure("the server's answer does not end")
             return bytes(data)
 
         return self._ask("", ask, retries=retries)
 
     def _retry_after(self, key: str) -> float | None:
+        """The seconds for which a bucket that is still busy asks to be left alone, where it says so."""
+        if self.repository is not None or not self.lists:
+            return None  # which the first answer would have said
         try:
-            if self.repository is not None or not self.lists:
-                base, headers = self.http()
-                root, mark, query = base.partition("?")
-                return retry_after(f"{root.rstrip('/')}/{quoted(key)}{mark}{query}", headers)
-            expires = datetime.timedelta(seconds=_SIGNED_SECONDS)
-            return retry_after(self._obstore.sign(self._store(), "GET", key, expires), {})
+            url = self._obstore.sign(self._store(), "GET", key, datetime.timedelta(seconds=_SIGNED_SECONDS))
+            web = self._over_http(url, {}, {**self._client, "timeout": _PROBE_SECONDS})
+            # Of a kind with what was refused: limits, and signatures of URLs, can be for one method alone.
+            with web.get("", options={"range": (0, 1)}):
+                return None
+        except Failure as error:
+            return error.retry_after
         except Exception:  # only ever a better guess at how long to wait
             return None
 

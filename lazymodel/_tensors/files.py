@@ -15,7 +15,7 @@ import os
 import signal
 import stat
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, BinaryIO, cast
 
 import numpy as np
@@ -95,8 +95,15 @@ class FileSource(Source):
             _close(self._fd)
             self._fd = -1
 
+    @property
+    def version(self) -> Hashable:
+        return self._stat
+
     def open_file(self) -> BinaryIO:
-        return open(self.path, "rb")
+        try:
+            return open(self.path, "rb")
+        except OSError as error:
+            raise CheckpointError(f"cannot open {self.path}: {error.strerror}") from error
 
     def peek(self, position: int, nbytes: int) -> bytes:
         return os.pread(self.descriptor(), nbytes, position)

@@ -8,6 +8,7 @@ Nothing is read through Orbax, whose checkpointers restore whole trees. tensorst
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import math
 import os
@@ -20,14 +21,14 @@ from typing import Any, cast
 import numpy as np
 
 from lazymodel._errors import CheckpointError, warn
-from lazymodel._remote.path import Location
+from lazymodel._remote.path import Location, RemotePath
 from lazymodel._remote.source import source_of
 from lazymodel._remote.tensorstore import kvstore
 from lazymodel._tensors.boxes import Box, box_shape, shift
 from lazymodel._tensors.buffers import Convert, Workspace, assign
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.leaves import ArrayLeaf, Leaf
-from lazymodel._tensors.source import Source
+from lazymodel._tensors.source import SAMPLES, Source
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._orbax_folder import DRIVERS, MANIFEST, METADATA, Tree, TreeLeaf, read_tree, require_complete
 from lazymodel.checkpoints._untrusted import check_pointer, files_inside, is_number
@@ -132,6 +133,17 @@ class _Store:
             "corrupt",
         )
 
+    def fingerprint(self, count: int = SAMPLES) -> str:
+        """What tells the files from those of another item, as `Source.fingerprint`."""
+        digest = hashlib.blake2b(digest_size=8)
+        for place in self.places:
+            known = place.store.known(place.key) if isinstance(place, RemotePath) else None
+            if known is not None and known.etag is not None:
+                digest.update(f"{known.size} {known.etag}\0".encode())
+            else:
+                digest.update(source_of(place).fingerprint(count // len(self.places)).encode())
+        return f"{len(self.places)} files, sampled content {digest.hexdigest()}"
+
     def _told(self, function: Callable[[], Any], failed: str, what: str) -> Any:
         try:
             return function()
@@ -187,6 +199,8 @@ class OrbaxCheckpoint(Checkpoint):
     ) -> None:
         first = [store.item / MANIFEST, store.item / METADATA, *store.places]
         source = source_of(next(file for file in first if file.exists()))
+        if source.path != str(store.item / MANIFEST):  # which names files that are written once
+            source.fingerprint = store.fingerprint
         super().__init__(path, [*names, *empty], [source])
         self._tensors.update(empty)
         self.item = str(store.item)

@@ -25,6 +25,7 @@ from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._remote.path import Location
 from lazymodel._show.text import first_lines, listed
 from lazymodel._tensors.files import FileSource
+from lazymodel._tensors.source import VERIFIED, Source
 from lazymodel.checkpoints._untrusted import read_at_most, reading
 
 Verify = bool | str | os.PathLike[str] | Mapping[str, str]
@@ -80,7 +81,16 @@ def verify_files(
         source.check_unchanged()
     if problems:
         raise CheckpointError("\n".join(first_lines(problems)))
+    note_verified(sources, hashes)
     return sources
+
+
+def note_verified(sources: Iterable[Source], hashes: Mapping[str, Sequence[Hash]]) -> None:
+    """Notes that files have the hashes that were stated for them, by which processes compare what they read."""
+    for source in sources:
+        longest = max(hashes[source.path], key=lambda each: (len(each.digest), each.algorithm))
+        if source.version is not None:
+            VERIFIED[source.version] = f"verified {longest.algorithm} {longest.digest}"
 
 
 def known_hashes(files: Sequence[str], verify: Verify, root: str | os.PathLike[str]) -> dict[str, list[Hash]]:

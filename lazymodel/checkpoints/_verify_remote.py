@@ -26,6 +26,7 @@ from lazymodel.checkpoints._verify import (
     mismatches,
     named,
     no_hash,
+    note_verified,
     read_manifest,
 )
 
@@ -41,6 +42,7 @@ def verify_objects(files: Sequence[str], verify: Verify, root: RemotePath) -> No
         raise CheckpointError(no_hash(lacking, verify))
     if problems := list(object_mismatches(hashes, root).values()):
         raise CheckpointError("\n".join(first_lines(problems)))
+    note_verified((RemoteSource(root / _name(file, root)) for file in files), hashes)
 
 
 def object_mismatches(hashes: Mapping[str, Sequence[Hash]], root: RemotePath) -> dict[str, str]:

@@ -6,6 +6,7 @@ that is an iterator is sent piece by piece, for as long as the client listens.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -69,7 +70,12 @@ def scripted(reply: Callable[[Asked], Reply]) -> Generator[str]:
 
         do_HEAD = do_GET
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            if not isinstance(sys.exc_info()[1], OSError):  # the client went away
+                super().handle_error(request, client_address)
+
+    with Server(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
         server.block_on_close = False
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

@@ -151,7 +151,7 @@ def test_a_verdict_that_others_gave_before_this_one_saw_trouble_holds(client: Cl
 
 
 def test_what_differs_is_quoted(client: Client):
-    reports = {0: {"outcome": "write 1", "checksum": "a"}, 1: {"outcome": "write 2", "checksum": "b"}}
+    reports = {n: {"outcome": f"write {n + 1}", "checksum": f"{n}", "files": []} for n in range(2)}
     assert meeting(client, 0, 2)._compare(reports).error == (
         "the processes' tensors differ: process 0 would write 1, process 1 would write 2. Save the same."
     )

@@ -278,19 +278,15 @@ def test_tied_tensors_and_little_memory(
 def test_an_object_that_is_replaced_is_an_error_in_every_process(
     stored: tuple[ObjectServer, dict[str, np.ndarray]], tmp_path: Path
 ) -> None:
-    """The first process' object is replaced; the second reads another one, which is not."""
+    """It is replaced once both have opened it, and one has read a part."""
     server, weights = stored
     server.reset()
-    for process in range(2):
-        save_file(weights, server.root / "source" / f"process-{process}.safetensors")
-    server.replace("source/process-0.safetensors", after=3)
-    address = free_address()
-    urls = [server.url(f"source/process-{process}.safetensors") for process in range(2)]
-    codes = run_workers(
-        CHANGED_WORKER, [(process, address, url) for process, url in enumerate(urls)], tmp_path, patience=40
-    )
+    save_file(weights, server.root / "source" / "replaced.safetensors")
+    server.replace("source/replaced.safetensors", after=3)
+    address, url = free_address(), server.url("source/replaced.safetensors")
+    codes = run_workers(CHANGED_WORKER, [(process, address, url) for process in range(2)], tmp_path, patience=40)
     assert None not in codes, printed(tmp_path, 2)
     found = [json.loads((tmp_path / f"log-{process}.txt").read_text().splitlines()[-1]) for process in range(2)]
     for error, _ in found:
-        assert "process-0.safetensors changed while it was being read" in error
+        assert "replaced.safetensors changed while it was being read" in error
     print(f"{abs(found[0][1] - found[1][1]):.2f} s between the errors of the two processes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 import lazymodel as lm
 from lazymodel._remote import store
@@ -234,8 +236,17 @@ def _zeros() -> Iterator[bytes]:
         yield bytes(1 << 16)
 
 
+STATUSES = (200, 204, 301, 302, 304, 400, 401, 403, 404, 405, 410, 412, 416, 418, 429, 500, 502, 503, 599)
+FRAMES: dict[str, dict[str, str]] = {
+    "long": {"Content-Length": str(8 << 30)},
+    "chunked": {"Transfer-Encoding": "chunked"},
+    "unsaid": {"Connection": "close"},
+}
+
+
 def test_memory_stays_bounded_whatever_is_sent() -> None:
     """A worker's own: other tests' memory would be in it."""
+    stored = save({"w": np.zeros(1 << 18, np.float32)})
     bomb = b'{"sha": "' + b"a" * 40 + b'", "siblings": [' + b"[" * 200_000
 
     def reply(asked: Asked) -> Reply:
@@ -247,6 +258,14 @@ def test_memory_stays_bounded_whatever_is_sent() -> None:
                 return 200, {}, bomb
             case "endless":
                 return 206, span | {"Content-Length": str(1 << 60)}, _zeros()
+            case "status" if not asked.path.endswith(".safetensors"):
+                return 404, {}, b""
+            case "status":
+                status, frame, when = asked.path.split("/")[2].split(".")[0].split("-")
+                if when == "later" and asked.range[0] == 0:
+                    return part(stored, asked, ETag='"1"')
+                pieces = (b"%x\r\n%s\r\n" % (len(piece), piece) for piece in _zeros())
+                return int(status), FRAMES[frame], pieces if frame == "chunked" else _zeros()
             case "chunked":
                 chunks = (b"%x\r\n%s\r\n" % (len(piece), piece) for piece in _zeros())
                 return 206, span | {"Transfer-Encoding": "chunked"}, chunks
@@ -261,6 +280,11 @@ def test_memory_stays_bounded_whatever_is_sent() -> None:
             "open": f"{origin}/x.safetensors",
             "hub bomb": "hf://owner/bomb",
             "hub endless": "hf://owner/endless",
+            **{
+                what: f"{origin}/status/{what}.safetensors"
+                for status, frame, when in itertools.product(STATUSES, FRAMES, ("first", "later"))
+                for what in [f"{status}-{frame}-{when}"]
+            },
         }
         child = subprocess.run(
             [sys.executable, "-m", "tests.core.remote._hostile_worker", json.dumps(urls)],
@@ -268,8 +292,8 @@ def test_memory_stays_bounded_whatever_is_sent() -> None:
             env=child_environment() | {"HF_ENDPOINT": origin, "HF_TOKEN": SECRET},
             capture_output=True,
             text=True,
-            check=True,
         )
+    assert child.returncode == 0, child.stderr
     assert SECRET not in child.stdout + child.stderr
     for what, (nbytes, error) in json.loads(child.stdout).items():
         assert error != "none", what
