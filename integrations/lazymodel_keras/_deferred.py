@@ -179,8 +179,7 @@ def _block(
             check_all_used(recording, what, strict=strict)
         abstract = from_skeleton(skeleton)
         if mesh is not None:
-            # Optimizer state of variables that have their values already, and so their place.
-            placed = {p: v for p, v in abstract.items() if v.follows == "" and v.sharding is not None and not v.reason}
+            placed = {path: variable for path, variable in abstract.items() if _has_its_place(variable)}
             abstract = abstract.shard(mesh, current, **sharding)
             abstract = abstract.with_variables({**abstract.variables, **placed})
             current = block_rules or rules  # of what is left, one model or not, there may be anything
@@ -198,6 +197,12 @@ def _block(
     materialize(None, None, only_own=False)
     if block_rules is not None and block_rules.unused and not one_model:
         warn(f"no model of the block has a variable that these rules match: {listed(map(repr, block_rules.unused))}")
+
+
+def _has_its_place(variable: AbstractVariable) -> bool:
+    """Whether rules do not move it: optimizer state of what has its values already, or made with a `layout`."""
+    of_placed = variable.follows == "" and variable.sharding is not None and variable.reason is None
+    return of_placed or (variable.reason is not None and variable.reason.kind == "metadata")
 
 
 class _BlockRules:
