@@ -55,10 +55,11 @@ def deferred(
     model is loaded and can be used; models and optimizers that were only built are initialized on leaving the block.
     All of them take URLs as `abstract_from_preset` does, and so does KerasHub's `from_preset` of tokenizers and
     preprocessors. Import `keras_hub` before entering it. An exception leaves Keras' global state as it was; models
-    built in the block are then unusable.
+    that were built and not loaded yet then have no values, and raise LazyModelError when they are used.
 
     Args:
-        mesh: Devices for every variable; None uses the active `keras.distribution`, or one device.
+        mesh: Devices for every variable, but for those made with a `layout` of their own; None uses the active
+            `keras.distribution`, or one device.
         rules: Sharding rules that go with the mesh; see `AbstractModel.shard`. They hold for every model of the block,
             so a pattern need not match in each; one that matched in none is warned about at the end.
         strict: As in `abstract_from_preset`: whether weights that the model they are loaded into has no variable for

@@ -1,8 +1,8 @@
 """Functions of which only the result says whether they are Keras factories: run once, traced and recorded together.
 
-Until it makes its first layer or optimizer, such a function is a JAX function like any other, of which only what is small
-is computed. From there on nothing is traced, and it runs as Keras' own factories do. What returns nothing of Keras' is
-traced to its end, for whoever builds what it returned.
+Until it makes its first layer or optimizer, such a function is traced like any other, and what is small is computed
+too. From there on nothing is traced, and it runs as Keras' own factories do. A result that is nothing of Keras' is for
+whoever else builds it.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ def may_be_keras(build: Any) -> bool:
 def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> AbstractModel[Any]:
     """What `build(*args, **kwargs)`, called `what` in messages, builds, whosever it is."""
     outcome: list[Callable[[], AbstractModel[Any]]] = []  # where it is Keras'
+    traces: list[ValuedTrace] = []
     inputs = any(isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((args, kwargs)))
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         run = functools.partial(build, *args, **kwargs)
         if inputs or recording_problem():
             return _traced(run, what)
-        result = _valued(run, what, outcome)
+        traces[:] = [ValuedTrace()]
+        result = _valued(run, what, traces[0], outcome)
         return () if outcome else result
 
     functools.update_wrapper(traced, build)
@@ -79,18 +81,20 @@ def _traced(run: Callable[[], Any], what: str) -> Any:
     return result
 
 
-def _valued(run: Callable[[], Any], what: str, outcome: list[Callable[[], AbstractModel[Any]]]) -> Any:
+def _valued(
+    run: Callable[[], Any], what: str, trace: ValuedTrace, outcome: list[Callable[[], AbstractModel[Any]]]
+) -> Any:
     """Runs a function that may be a Keras factory; if so, `outcome` gets what returns its abstract model, or raises."""
     recording = Recording()
 
     def made() -> None:
         if not trace.leave():
             raise LazyModelError(
-                f"{what} makes Keras layers, and computes with JAX before the first of them: more than is computed while "
-                f"it may be a JAX function, or with side effects. {_ANNOTATE}"
+                f"{what} makes Keras layers, but before computes arrays with JAX that are large or have side effects, "
+                f"while it may still be a JAX function. {_ANNOTATE}"
             )
 
-    with ValuedTrace() as trace:
+    with trace:
         recording.on_made = made
         try:
             result = recorded(recording, run, what, loads=False)
@@ -103,11 +107,13 @@ def _valued(run: Callable[[], Any], what: str, outcome: list[Callable[[], Abstra
             recording.on_made = None
     if _has_keras(result):
         outcome.append(functools.partial(finished, recording, run, result, what))
-    elif trace.left and (nbytes := sum(array.nbytes for array in _arrays(result))) > _LARGE_NBYTES:
-        warn(
-            f"{what} makes Keras layers and returns none of them, so the {format_bytes(nbytes)} of arrays that it returns "
-            "were computed whole. Return the layers, and all of them are built abstractly"
-        )
+    elif trace.left:
+        nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.Array))
+        if nbytes > _LARGE_NBYTES:
+            warn(
+                f"{what} makes Keras layers and returns none of them, so the {format_bytes(nbytes)} of arrays that it "
+                "returns were computed whole. Return the layers, and all of them are built abstractly"
+            )
     return result
 
 
@@ -115,10 +121,6 @@ def _has_keras(result: Any) -> bool:
     kinds = (keras.layers.Layer, keras.Variable)
     leaves = jax.tree.leaves(result, is_leaf=lambda leaf: isinstance(leaf, kinds))
     return any(isinstance(leaf, kinds) for leaf in leaves)
-
-
-def _arrays(result: Any) -> list[jax.Array]:
-    return [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.Array)]
 
 
 def _raise(error: Exception) -> AbstractModel[Any]:

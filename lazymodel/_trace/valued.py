@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import math
+from types import SimpleNamespace
 from typing import Any, Self, cast
 
 import jax
 from jax._src import core  # how a trace takes the place of another, nothing public says
 
+from lazymodel._programs.jaxprs import equations, inner_jaxprs
 from lazymodel._trace.inlined import keep_inlined
 
-# Bytes of all that is computed, so that a large model is built abstractly; tables and scalars that layers get are small.
+# Bytes of all that is computed. A large model is still built abstractly; the tables that layers are given are small.
 _COMPUTED_NBYTES = 32 << 20
-_ALWAYS_NBYTES = 1 << 10  # seeds and scalars
+_ALWAYS_NBYTES = 1 << 10  # of an array that always is: a seed, a scalar
 
 
 class ValuedTrace(core.Trace):
-    """Stands in for the trace that runs where this is made; used as a context manager.
+    """Stands in for the trace that runs where this is made; used as a context manager, and kept until that trace ends.
 
     An array with a value is an ordinary `jax.Array`, and known to the other trace as the result of what was traced.
     """
@@ -31,7 +33,7 @@ class ValuedTrace(core.Trace):
         # Objects of NNX may be changed only in the trace that they were made in.
         self._weakref, self.requires_low = self._trace._weakref, self._trace.requires_low
         self._available = _COMPUTED_NBYTES
-        self._others = len(self._trace.frame.tracing_eqns)  # equations whose results have no values, and what was before
+        self._passed = len(self._equations)  # how many were there before, or have values
         self._kept: list[tuple[Any, Any]] = []  # values, which are known by their `id`, and their tracers
         self._stack = contextlib.ExitStack()
         self.left = False
@@ -43,11 +45,15 @@ class ValuedTrace(core.Trace):
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    @property
+    def _equations(self) -> Any:
+        return self._trace.frame.tracing_eqns
+
     def leave(self) -> bool:
         """From here on JAX computes as if nothing were traced. False if something was traced that has no value."""
         if self.left or core.trace_ctx.trace is not self:
             return True
-        if len(self._trace.frame.tracing_eqns) > self._others:
+        if len(self._equations) > self._passed:
             return False
         self._stack.enter_context(keep_inlined(False))
         self._stack.enter_context(core.eval_context())
@@ -55,17 +61,21 @@ class ValuedTrace(core.Trace):
         return True
 
     def process_primitive(self, primitive: Any, args: Any, params: Any, /) -> Any:
-        before = len(self._trace.frame.tracing_eqns)
+        before = len(self._equations)
         traced = self._trace.process_primitive(primitive, args, params)
         results = traced if primitive.multiple_results else [traced]
-        nbytes = sum(_nbytes(result) for result in results)
-        if not results or nbytes > max(self._available, _ALWAYS_NBYTES) or any(isinstance(arg, core.Tracer) for arg in args):
+        if not results or any(isinstance(arg, core.Tracer) for arg in args):
+            return traced
+        nbytes = sum(map(_nbytes, results))
+        inner = (eqn for jaxpr in inner_jaxprs(SimpleNamespace(params=params)) for eqn in equations(jaxpr))
+        largest = max([nbytes, *(_size(var.aval) for eqn in inner for var in eqn.outvars)])
+        if largest > max(self._available, _ALWAYS_NBYTES):
             return traced
         with jax.ensure_compile_time_eval():
             computed = self._trace.process_primitive(primitive, args, params)
         values = computed if primitive.multiple_results else [computed]
         self._available -= nbytes
-        self._others += len(self._trace.frame.tracing_eqns) - before
+        self._passed += len(self._equations) - before
         self._kept += zip(values, results, strict=True)
         self._trace.frame.constid_to_tracer.update((id(value), result) for value, result in self._kept[-len(values) :])
         return computed
@@ -94,7 +104,11 @@ class ValuedTrace(core.Trace):
 
 
 def _nbytes(result: Any) -> float:
-    """Bytes of a traced array; infinitely many where it has its value, is no array, or comes of a side effect."""
-    if not isinstance(result, core.Tracer) or not isinstance(result.aval, core.ShapedArray):
+    """Bytes of a traced array; infinitely many where it has its value already, or comes of a side effect."""
+    if not isinstance(result, core.Tracer) or getattr(cast(Any, result).parent, "effects", None):
         return math.inf
-    return math.inf if getattr(cast(Any, result).parent, "effects", None) else result.size * result.dtype.itemsize
+    return _size(result.aval)
+
+
+def _size(aval: Any) -> float:
+    return aval.size * aval.dtype.itemsize if isinstance(aval, core.ShapedArray) else math.inf

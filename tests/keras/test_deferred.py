@@ -166,8 +166,11 @@ def test_an_exception_inside_leaves_keras_as_it_was(tmp_path: Path) -> None:
     assert seeded(small).weights[0]._value is not None
 
 
-def fail() -> None:
-    small()
+def fail(built: list[keras.Model] | None = None) -> None:
+    model = small()
+    model.compile("sgd", "mse")
+    if built is not None:
+        built.append(model)
     raise RuntimeError("no")
 
 
@@ -191,10 +194,10 @@ def assign_in_a_block(model: keras.Model) -> None:
 @pytest.mark.parametrize("use", USES)
 def test_models_of_a_block_that_failed_have_no_values(use: str, mesh8: Mesh) -> None:
     """Rather than values that are whole on one device."""
+    built: list[keras.Model] = []
     with pytest.raises(RuntimeError, match="no"), lk.deferred(mesh=mesh8, rules={".*": P()}):
-        model = small()
-        model.compile("sgd", "mse")
-        raise RuntimeError("no")
+        fail(built)
+    (model,) = built
     with pytest.raises(lm.LazyModelError, match="has no value.*[Bb]uild the model again"):
         USES[use](model)
     model.summary(print_fn=lambda *_, **__: None)

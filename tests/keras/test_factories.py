@@ -115,6 +115,22 @@ def test_layers_have_values_and_jax_functions_have_none() -> None:
     assert sum(array.nbytes for array in jax.live_arrays()) <= live + 1024
 
 
+def test_jax_functions_are_traced_though_small_arrays_have_values() -> None:
+    def build():
+        first, second = jax.random.split(jax.random.key(0))
+        w = jax.random.normal(first, (8, 4))
+        scale = 2.0 if w[0, 0] > 0 else 3.0
+        return {"w": w * scale, "s": jax.nn.softplus(jnp.arange(3.0)), "k": second, "c": jnp.asarray(np.ones(2))}
+
+    abstract = lm.build_abstract(build)
+    assert {path: variable.origin for path, variable in abstract.items()} == {
+        "w": "normal", "s": "init", "k": "value", "c": "constant"
+    }  # fmt: skip
+    found, expected = abstract.materialize(), build()
+    assert found.pop("k") == expected.pop("k")
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def dense(bias: float) -> Any:
     layer = keras.layers.Dense(2, bias_initializer=keras.initializers.Constant(bias))
     return keras.Sequential([keras.Input((3,)), layer, keras.layers.Dropout(0.5), keras.layers.Dense(2)])

@@ -62,7 +62,7 @@ class RecordedVariable:
     seed: np.ndarray | None = None  # that a stateful seed generator gave it, drawn when the variable was created
     value: Any = None  # assigned to it last, a lazy tensor or an array
 
-    def current_value(self, variable: Any) -> jax.Array:
+    def current_value(self, variable: Any) -> Any:
         """What stock Keras would have in the abstract variable now, whole; no generator is drawn from again."""
         dtype = _upstream.own_dtype(variable)
         with jax.ensure_compile_time_eval():  # a jitted function that reads it has the value, too
@@ -296,7 +296,7 @@ class Recording:
 
     def is_outermost(self) -> bool:
         """Whether the code that runs is in no scope that is nested in ours, such as where Keras traces a layer."""
-        if _upstream.current_scope() is None and active() is self:  # `keras.utils.clear_session` forgets that there is a scope
+        if _upstream.current_scope() is None and active() is self:  # after `keras.utils.clear_session`
             _upstream.set_scope(self.scope)
         return _upstream.current_scope() is self.scope
 

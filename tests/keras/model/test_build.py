@@ -146,7 +146,7 @@ def test_values_given_and_read_while_building(kind: str) -> None:
     def build():
         layer = READ[kind]()
         layer.build((None, 4))
-        after = keras.layers.Dense(2, kernel_initializer=getattr(layer, "inner", keras.layers.Dense(1)).kernel_initializer)
+        after = keras.layers.Dense(2)
         after.build((None, 4))
         return [layer, after]
 
@@ -160,8 +160,8 @@ def test_values_given_and_read_while_building(kind: str) -> None:
             assert a.dtype == b.dtype
 
 
-GIVEN = [np.arange(4.0), np.arange(4), np.arange(4) + 1j, np.arange(4, dtype="uint64"), np.float64(3), np.array(1 << 40)]
-GIVEN += [np.ones(3, "float16"), np.ones(3, bool), jnp.ones(3, "bfloat16"), [1, 2], (1.0, 2), 3, 3.0, True, 1j]
+GIVEN = [np.arange(4.0), np.arange(4), np.arange(4) + 1j, np.arange(4, dtype="uint64"), np.float64(3)]
+GIVEN += [np.array(1 << 40), np.ones(3, "float16"), np.ones(3, bool), jnp.ones(3, "bfloat16"), [1, 2], 3.0, True, 1j]
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=repr)
