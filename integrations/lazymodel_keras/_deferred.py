@@ -49,7 +49,7 @@ def deferred(
     compile: Compile | Sequence[Compile] | None = None,
     **options: Unpack[Placing],
 ) -> Generator[None]:
-    """Within the block, models are built abstractly and every variable is made directly on its devices.
+    """Within the block, this thread builds models abstractly, and every variable is made directly on its devices.
 
     When a `from_preset`, `load_weights`, `keras.saving.load_model` or `restore` call inside the block returns, that
     model is loaded and can be used; models and optimizers that were only built are initialized on leaving the block.

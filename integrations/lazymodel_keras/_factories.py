@@ -108,7 +108,7 @@ def _valued(
     if _has_keras(result):
         outcome.append(functools.partial(finished, recording, run, result, what))
     elif trace.left:
-        nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.Array))
+        nbytes = sum(leaf.nbytes for leaf in _leaves(result) if isinstance(leaf, jax.Array))
         if nbytes > _LARGE_NBYTES:
             warn(
                 f"{what} makes Keras layers and returns none of them, so the {format_bytes(nbytes)} of arrays that it "
@@ -118,9 +118,12 @@ def _valued(
 
 
 def _has_keras(result: Any) -> bool:
-    kinds = (keras.layers.Layer, keras.Variable)
-    leaves = jax.tree.leaves(result, is_leaf=lambda leaf: isinstance(leaf, kinds))
-    return any(isinstance(leaf, kinds) for leaf in leaves)
+    return any(isinstance(leaf, keras.layers.Layer | keras.Variable) for leaf in _leaves(result))
+
+
+def _leaves(result: Any) -> list[Any]:
+    # NNX modules are pytrees that may contain themselves.
+    return jax.tree.leaves(result, is_leaf=lambda leaf: not isinstance(leaf, tuple | list | dict))
 
 
 def _raise(error: Exception) -> AbstractModel[Any]:
