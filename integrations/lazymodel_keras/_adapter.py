@@ -32,11 +32,11 @@ class KerasAdapter:
     def matches(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether `build` is a Keras class, a method bound to one, or a factory that may return a Keras model.
 
-        A factory says so by being defined in Keras or KerasHub or with its return annotation. Of one that does not, and
-        takes no array (an init function takes a PRNG key), its result will say so; see `_factories`.
+        A factory says so by being defined in Keras or KerasHub or with its return annotation. Of one that does not, its
+        result will say so; see `_factories`.
         """
         known = _is_keras(build)
-        return _factories.may_be_keras(build, args, kwargs) if known is None else known
+        return _factories.may_be_keras(build) if known is None else known
 
     def build_abstract(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractModel[Any]:
         """Runs `build(*args, **kwargs)` with every variable left abstract."""

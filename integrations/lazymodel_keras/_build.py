@@ -137,9 +137,23 @@ def abstract_build(
     `abstract_from_preset`.
     """
     recording = Recording(verify, cast, RemoteFiles(storage_options))
+    result = recorded(recording, build, what, loads=loads)
+    return finished(recording, build, result, what, strict=strict, taken=loads)
+
+
+def finished(
+    recording: Recording, build: Callable[[], Any], result: Any, what: str, *, strict: bool = True, taken: bool = False
+) -> AbstractModel[Any]:
+    """The abstract model of what was recorded of `build`, which returned `result`; see `check_all_used`."""
+    check_all_used(recording, what, strict=strict, taken=taken)
+    return from_skeleton(KerasModel(build, recording, result))
+
+
+def recorded(recording: Recording, build: Callable[[], Any], what: str, *, loads: bool) -> Any:
+    """What `build` returns, recorded; failures are those of `abstract_build`."""
     try:
         with recording.explaining(what), session(recording):
-            result = build()
+            return build()
     except (ValueError, KeyError, OSError) as error:
         if not loads and not recording.files:
             raise
@@ -159,8 +173,6 @@ def abstract_build(
         layers = known_layers(str(error.args[0]), _indexed_names(recording.files.values())) if lacking else ""
         said = f"there is no {error}" if lacking else error
         raise CheckpointError(f"{what} failed{f' ({files})' if files else ''}: {said}{layers}") from error
-    check_all_used(recording, what, strict=strict, taken=loads)
-    return from_skeleton(KerasModel(build, recording, result))
 
 
 def _indexed_names(files: Iterable[OpenedFile]) -> list[str]:

@@ -49,16 +49,17 @@ def deferred(
     compile: Compile | Sequence[Compile] | None = None,
     **options: Unpack[Placing],
 ) -> Generator[None]:
-    """Within the block, models are built abstractly and every variable is made directly on its devices.
+    """Within the block, this thread builds models abstractly, and every variable is made directly on its devices.
 
     When a `from_preset`, `load_weights`, `keras.saving.load_model` or `restore` call inside the block returns, that
     model is loaded and can be used; models and optimizers that were only built are initialized on leaving the block.
     All of them take URLs as `abstract_from_preset` does, and so does KerasHub's `from_preset` of tokenizers and
     preprocessors. Import `keras_hub` before entering it. An exception leaves Keras' global state as it was; models
-    built in the block are then unusable.
+    that were built and not loaded yet then have no values, and raise LazyModelError when they are used.
 
     Args:
-        mesh: Devices for every variable; None uses the active `keras.distribution`, or one device.
+        mesh: Devices for every variable, but for those made with a `layout` of their own; None uses the active
+            `keras.distribution`, or one device.
         rules: Sharding rules that go with the mesh; see `AbstractModel.shard`. They hold for every model of the block,
             so a pattern need not match in each; one that matched in none is warned about at the end.
         strict: As in `abstract_from_preset`: whether weights that the model they are loaded into has no variable for
@@ -179,8 +180,7 @@ def _block(
             check_all_used(recording, what, strict=strict)
         abstract = from_skeleton(skeleton)
         if mesh is not None:
-            # Optimizer state of variables that have their values already, and so their place.
-            placed = {p: v for p, v in abstract.items() if v.follows == "" and v.sharding is not None and not v.reason}
+            placed = {path: variable for path, variable in abstract.items() if _has_its_place(variable)}
             abstract = abstract.shard(mesh, current, **sharding)
             abstract = abstract.with_variables({**abstract.variables, **placed})
             current = block_rules or rules  # of what is left, one model or not, there may be anything
@@ -198,6 +198,12 @@ def _block(
     materialize(None, None, only_own=False)
     if block_rules is not None and block_rules.unused and not one_model:
         warn(f"no model of the block has a variable that these rules match: {listed(map(repr, block_rules.unused))}")
+
+
+def _has_its_place(variable: AbstractVariable) -> bool:
+    """Whether rules do not move it: optimizer state of what has its values already, or made with a `layout`."""
+    of_placed = variable.follows == "" and variable.sharding is not None and variable.reason is None
+    return of_placed or (variable.reason is not None and variable.reason.kind == "metadata")
 
 
 class _BlockRules:

@@ -1,11 +1,8 @@
-"""Factories of which only the result says whether they are Keras': run once, traced and recorded at the same time.
+"""Functions of which only the result says whether they are Keras factories: run once, traced and recorded together.
 
-Until it makes its first layer or optimizer, a factory is a JAX function like any other, of which nothing is computed.
-From there on it leaves the trace and runs as Keras' own factories do. What returns no layer, and has made nothing of
-Keras', is traced to its end, for whoever builds what it returned.
-
-Two kinds are begun anew, and so run twice: what computed with JAX before its first layer, since a trace has no values
-to give to layers; and what makes something of Keras' and does not return it.
+Until it makes its first layer or optimizer, such a function is traced like any other, and what is small is computed
+too. From there on nothing is traced, and it runs as Keras' own factories do. A result that is nothing of Keras' is for
+whoever else builds it.
 """
 
 from __future__ import annotations
@@ -16,121 +13,117 @@ from typing import Any
 
 import jax
 import keras
-import numpy as np
 
 import lazymodel
-from lazymodel import AbstractModel
-from lazymodel._trace.leaving import WayOut
+from lazymodel import AbstractModel, LazyModelError
+from lazymodel._errors import warn
+from lazymodel._show.text import format_bytes
+from lazymodel._trace.valued import ValuedTrace
 from lazymodel_keras import _upstream
-from lazymodel_keras._build import abstract_build
+from lazymodel_keras._build import finished, recorded
 from lazymodel_keras._record.patches import active, while_recording
 from lazymodel_keras._record.recording import Recording
-from lazymodel_keras._record.session import require_jax
+from lazymodel_keras._record.session import recording_problem
 
 _TRACED = "_traced_by_lazymodel"
+_ANNOTATE = "Say that it builds a Keras model, `def build(...) -> keras.Model:`, and it is run as one from the start"
+_LARGE_NBYTES = 1 << 20
 
 
-class _Left(BaseException):  # no Exception: nothing on the way out of the trace may take it for a failure
-    """Ends a trace; `finish` says what was to come of it."""
-
-    def __init__(self, finish: Callable[[], AbstractModel[Any]]) -> None:
-        self.finish = finish
-
-
-class _Returned(BaseException):
-    """Ends a recording in which nothing of Keras' was made."""
-
-    def __init__(self, result: Any) -> None:
-        self.result = result
-
-
-def may_be_keras(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether it is a function that takes no array, in a place where Keras models can be built abstractly."""
+def may_be_keras(build: Any) -> bool:
+    """Whether it is a function, which may return a Keras model."""
     if not callable(build) or hasattr(build, "init") or hasattr(build, _TRACED):
         return False
-    if not jax.tree_util.all_leaves([build]):  # a model, of a framework whose models are pytrees
-        return False
-    arrays = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-    if any(isinstance(leaf, arrays) for leaf in jax.tree.leaves((args, kwargs))):
-        return False
-    return not keras.config.is_nnx_enabled() and active() is None
+    return jax.tree_util.all_leaves([build])  # others are models, of a framework whose models are pytrees
 
 
 def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> AbstractModel[Any]:
     """What `build(*args, **kwargs)`, called `what` in messages, builds, whosever it is."""
-
-    def as_keras() -> AbstractModel[Any]:
-        return abstract_build(functools.partial(build, *args, **kwargs), what=what, loads=False)
-
-    def as_other() -> AbstractModel[Any]:
-        return lazymodel.build_abstract(_named(lambda *args, **kwargs: build(*args, **kwargs), build), *args, **kwargs)
+    outcome: list[Callable[[], AbstractModel[Any]]] = []  # where it is Keras'
+    traces: list[ValuedTrace] = []
+    inputs = any(isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((args, kwargs)))
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        if not on_jax:
-            result = build(*args, **kwargs)
-            if any(isinstance(leaf, keras.layers.Layer) for leaf in jax.tree.leaves(result)):
-                require_jax()
-            return result
-        return _run(functools.partial(build, *args, **kwargs), what, as_keras, as_other)
+        run = functools.partial(build, *args, **kwargs)
+        if inputs or recording_problem():
+            return _traced(run, what)
+        traces[:] = [ValuedTrace()]
+        result = _valued(run, what, traces[0], outcome)
+        return () if outcome else result
 
-    on_jax = keras.backend.backend() == "jax"
+    functools.update_wrapper(traced, build)
+    traced.__name__ = getattr(build, "__name__", type(build).__name__)
+    setattr(traced, _TRACED, True)  # no adapter takes it for a Keras factory
+    model = lazymodel.build_abstract(traced, *args, **kwargs)
+    return outcome[0]() if outcome else model
+
+
+def _traced(run: Callable[[], Any], what: str) -> Any:
+    """Runs a function that cannot be recorded; what it returns may not be Keras'."""
+    outer: Recording | None = active()
+
+    def refuse() -> None:
+        raise LazyModelError(
+            recording_problem()
+            or f"{what} takes arrays of JAX and returns a Keras model, whose layers need their values. {_ANNOTATE}; or "
+            f"pass a function without arguments: build_abstract(lambda: {what}(...))"
+        )
+
+    if outer is not None:
+        outer.on_made = refuse
     try:
-        return lazymodel.build_abstract(_named(traced, build), *args, **kwargs)
-    except _Left as left:
-        finish = left.finish
-    return finish()  # out here, where no exception is being handled
+        result = run()
+    finally:
+        if outer is not None:
+            outer.on_made = None
+    if _has_keras(result):
+        refuse()
+    return result
 
 
-def _named(function: Any, build: Any) -> Any:
-    """A function in a factory's place, which no adapter takes for a Keras factory."""
-    functools.update_wrapper(function, build)
-    function.__name__ = getattr(build, "__name__", type(build).__name__)
-    setattr(function, _TRACED, True)
-    return function
-
-
-def _run(
-    build: Callable[[], Any],
-    what: str,
-    as_keras: Callable[[], AbstractModel[Any]],
-    as_other: Callable[[], AbstractModel[Any]],
+def _valued(
+    run: Callable[[], Any], what: str, trace: ValuedTrace, outcome: list[Callable[[], AbstractModel[Any]]]
 ) -> Any:
-    """Runs a factory under a trace, and returns what is no Keras model; for Keras models raises `_Left`."""
-    undo = _upstream.remembered_draws()
-
-    def again(finish: Callable[[], AbstractModel[Any]]) -> _Left:
-        undo()
-        return _Left(finish)
+    """Runs a function that may be a Keras factory; if so, `outcome` gets what returns its abstract model, or raises."""
+    recording = Recording()
 
     def made() -> None:
-        if not way_out.take():
-            raise again(as_keras)
+        if not trace.leave():
+            raise LazyModelError(
+                f"{what} makes Keras layers, but before computes arrays with JAX that are large or have side effects, "
+                f"while it may still be a JAX function. {_ANNOTATE}"
+            )
 
-    def recorded() -> Any:
-        if finished:  # another model like the first
-            return build()
-        recording: Recording = active()
+    with trace:
         recording.on_made = made
         try:
-            result = build()
+            result = recorded(recording, run, what, loads=False)
+        except Exception as error:
+            if not trace.left:
+                raise
+            outcome.append(functools.partial(_raise, error))  # there is nothing about a trace to explain
+            return None
         finally:
             recording.on_made = None
-        if any(isinstance(leaf, keras.layers.Layer) for leaf in jax.tree.leaves(result)):
-            return result
-        raise again(as_other) if way_out.left or recording.recorded else _Returned(result)
+    if _has_keras(result):
+        outcome.append(functools.partial(finished, recording, run, result, what))
+    elif trace.left:
+        nbytes = sum(leaf.nbytes for leaf in _leaves(result) if isinstance(leaf, jax.Array))
+        if nbytes > _LARGE_NBYTES:
+            warn(
+                f"{what} makes Keras layers and returns none of them, so the {format_bytes(nbytes)} of arrays that it "
+                "returns were computed whole. Return the layers, and all of them are built abstractly"
+            )
+    return result
 
-    finished = False
-    with WayOut() as way_out:
-        try:
-            model = abstract_build(recorded, what=what, loads=False)
-            finished = True
-        except _Returned as returned:
-            return returned.result
-        except Exception as error:
-            if way_out.left:
-                raise _Left(functools.partial(_raise, error)) from None  # nothing for the trace to explain
-            raise
-    raise _Left(lambda: model)
+
+def _has_keras(result: Any) -> bool:
+    return any(isinstance(leaf, keras.layers.Layer | keras.Variable) for leaf in _leaves(result))
+
+
+def _leaves(result: Any) -> list[Any]:
+    # NNX modules are pytrees that may contain themselves.
+    return jax.tree.leaves(result, is_leaf=lambda leaf: not isinstance(leaf, tuple | list | dict))
 
 
 def _raise(error: Exception) -> AbstractModel[Any]:
@@ -140,6 +133,7 @@ def _raise(error: Exception) -> AbstractModel[Any]:
 @while_recording(keras.Operation, "__new__")
 @while_recording(_upstream.OptimizerBase, "__init__")
 def _tell(recording: Recording, original: Any, *args: Any, **kwargs: Any) -> Any:
+    recording.is_outermost()
     if recording.on_made is not None:
         recording.on_made()
     return original(*args, **kwargs)

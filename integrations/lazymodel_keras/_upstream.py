@@ -19,6 +19,7 @@ from typing import Any
 
 import h5py
 import keras
+import numpy as np
 
 # The list of variables made in a StatelessScope and not initialized yet. Keras initializes it, whole and unsharded,
 # on leaving any outermost StatelessScope, so abstract variables must not stay on it.
@@ -37,6 +38,7 @@ from keras.src.utils.naming import to_snake_case
 _PENDING = "uninitialized_variables"
 _GLOBAL_SEED = "global_seed_generator"  # made when first drawn from, and part of no model
 _NAME_COUNTERS = "object_name_uids"  # how Keras numbers automatic names: dense, dense_1, …
+_SCOPE = "stateless_scope"
 
 # Where Keras looks up `convert_to_numpy`, which copies every value whole before it is saved.
 BACKEND = importlib.import_module("keras.src.backend")
@@ -65,10 +67,26 @@ VariableBase: Any = next(cls for cls in keras.Variable.__mro__ if "__init__" in 
 OptimizerBase: Any = next(cls for cls in keras.optimizers.Optimizer.__mro__ if "build" in vars(cls))
 
 # Of a variable: its array, or None where it is abstract (`Variable.value` would make one); the dtype of its array
-# (`Variable.dtype` is another where Keras casts automatically); what initializes it as long as it is abstract.
+# (`Variable.dtype` is another where Keras casts automatically); what initializes it as long as it is abstract;
+# the layout that it was given.
 value: Callable[[Any], Any] = operator.attrgetter("_value")
 own_dtype: Callable[[Any], str] = operator.attrgetter("_dtype")
 initializer: Callable[[Any], Any] = operator.attrgetter("_initializer")
+layout: Callable[[Any], Any] = operator.attrgetter("_layout")
+
+# Whether Keras computes the shapes of a layer's outputs, for which the values of variables do not matter.
+in_symbolic_scope: Callable[[], bool] = BACKEND.in_symbolic_scope
+
+
+def set_initializer(variable: Any, initializer: Any) -> None:
+    """Sets what is called, with shape and dtype, where the value of an abstract variable is read."""
+    variable._initializer = initializer
+
+
+def set_scope(scope: Any) -> None:
+    """Makes a StatelessScope the current one, with no pending variables."""
+    global_state.set_global_attribute(_SCOPE, scope)
+    global_state.set_global_attribute(_PENDING, [])
 
 
 def initialize(variable: Any, initializer: Any) -> None:
@@ -212,35 +230,35 @@ def global_seed_state() -> Any:
     return None if generator is None else generator.state
 
 
-def automatic_names() -> Any:
-    """How far Keras has counted automatic names."""
-    return copy.deepcopy(global_state.get_global_attribute(_NAME_COUNTERS) or collections.defaultdict(int))
-
-
 def remembered_draws() -> Callable[[], None]:
-    """Undoes, once called, what was taken since from process-wide sources: automatic names, and Python's random seeds.
+    """Remembers process-wide sources: automatic names, and the random generators of Python, NumPy and Keras.
 
-    For a build whose result is thrown away, or one more like an earlier, with the `automatic_names` of then.
+    What it returns puts them back to where they are now, as often as it is called.
     """
-    names, state = automatic_names(), random.getstate()
+    names = copy.deepcopy(global_state.get_global_attribute(_NAME_COUNTERS) or collections.defaultdict(int))
+    python, numpy = random.getstate(), np.random.get_state()
+    generator = global_state.get_global_attribute(_GLOBAL_SEED)
+    state = None if generator is None else generator.state._value
 
-    def undo() -> None:
-        random.setstate(state)
-        global_state.set_global_attribute(_NAME_COUNTERS, names)
+    def restore() -> None:
+        global_state.set_global_attribute(_NAME_COUNTERS, copy.deepcopy(names))
+        random.setstate(python)
+        np.random.set_state(numpy)
+        global_state.set_global_attribute(_GLOBAL_SEED, generator)
+        if generator is not None:
+            generator.state._value = state
 
-    return undo
+    return restore
 
 
 @contextlib.contextmanager
-def undone_draws(names: Any = None) -> Generator[None]:
-    """Undoes what building inside it takes, which goes on from `names`; see `remembered_draws`."""
-    undo = remembered_draws()
-    if names is not None:
-        global_state.set_global_attribute(_NAME_COUNTERS, copy.deepcopy(names))
+def undone_draws() -> Generator[None]:
+    """Undoes what building inside it takes; see `remembered_draws`."""
+    restore = remembered_draws()
     try:
         yield
     finally:
-        undo()
+        restore()
 
 
 def flat_layers(model: Any, *, include_self: bool = True) -> list[Any]:

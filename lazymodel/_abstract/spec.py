@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import jax
 import numpy as np
@@ -72,6 +72,18 @@ class ModelSpec(Mapping[str, AbstractVariable]):
         known.update(() if self.derived is None else self.derived.paths)
         if unknown := [path for path in self.variables if path not in known]:
             raise LazyModelError(f"no way to initialize {unknown[0]!r} ({len(unknown)} such variables); this is a bug")
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise LazyModelError(
+            f"{self.name} is an abstract model, which holds traced programs and cannot be pickled. Pickle the function "
+            "that builds it and its arguments, and call build_abstract where they arrive"
+        )
 
     def __getitem__(self, path: str) -> AbstractVariable:
         try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import jax
 import keras
 import keras_hub
 import numpy as np
@@ -164,9 +166,94 @@ def test_an_exception_inside_leaves_keras_as_it_was(tmp_path: Path) -> None:
     assert seeded(small).weights[0]._value is not None
 
 
-def fail() -> None:
-    small()
+def fail(built: list[keras.Model] | None = None) -> None:
+    model = small()
+    model.compile("sgd", "mse")
+    if built is not None:
+        built.append(model)
     raise RuntimeError("no")
+
+
+USES = {
+    "predict": lambda model: model.predict(np.ones((2, 4)), verbose=0),
+    "fit": lambda model: model.fit(np.ones((2, 4)), np.ones((2, 8)), verbose=0),
+    "call": lambda model: model(np.ones((2, 4))),
+    "jit": lambda model: jax.jit(model)(np.ones((2, 4))),
+    "get_weights": lambda model: model.get_weights(),
+    "assign": lambda model: model.weights[0].assign(np.ones((4, 8))),
+    "assign in another block": lambda model: assign_in_a_block(model),
+    "optimizer": lambda model: float(model.optimizer.learning_rate),
+}
+
+
+def assign_in_a_block(model: keras.Model) -> None:
+    with lk.deferred():
+        model.weights[0].assign(np.ones((4, 8)))
+
+
+@pytest.mark.parametrize("use", USES)
+def test_models_of_a_block_that_failed_have_no_values(use: str, mesh8: Mesh) -> None:
+    """Rather than values that are whole on one device."""
+    built: list[keras.Model] = []
+    with pytest.raises(RuntimeError, match="no"), lk.deferred(mesh=mesh8, rules={".*": P()}):
+        fail(built)
+    (model,) = built
+    with pytest.raises(lm.LazyModelError, match="has no value.*[Bb]uild the model again"):
+        USES[use](model)
+    model.summary(print_fn=lambda *_, **__: None)
+
+
+def test_clearing_the_session_inside(mesh8: Mesh) -> None:
+    def build() -> keras.Model:
+        first = keras.layers.Dense(8, name="first")
+        keras.utils.clear_session()
+        inputs = keras.Input((8,))
+        return keras.Model(inputs, keras.layers.Dense(16)(first(inputs)))
+
+    expected = seeded(build)
+
+    def inside() -> keras.Model:
+        with lk.deferred(mesh=mesh8, rules={".*/kernel": P(None, "model"), ".*": P()}):
+            return build()
+
+    model = seeded(inside)
+    assert [variable.path for variable in model.weights] == [variable.path for variable in expected.weights]
+    assert_same(expected, model, outputs=False)
+    assert [v.value.sharding.spec for v in model.weights] == [P(None, "model"), P()] * 2
+
+
+def test_layouts_of_variables_without_a_distribution(mesh8: Mesh) -> None:
+    """They hold as for stock Keras, in a block with other rules and for what an optimizer keeps, too."""
+    device_mesh = keras.distribution.DeviceMesh((8,), ["model"], keras.distribution.list_devices())
+
+    def build() -> Any:
+        layer = keras.layers.Layer()
+        layout = keras.distribution.TensorLayout(["model", None], device_mesh)
+        layer.random = keras.Variable(keras.initializers.GlorotUniform(), shape=(16, 8), layout=layout)
+        layer.given = keras.Variable(np.ones((8, 8)), layout=layout)
+        optimizer = keras.optimizers.Adam()
+        optimizer.build([layer.random, layer.given])
+        return layer, optimizer
+
+    def inside(**options: Any) -> Any:
+        with lk.deferred(**options):
+            return build()
+
+    def variables(built: Any) -> list[Any]:
+        return [*built[0].variables, *built[1].variables]
+
+    expected = variables(seeded(build))
+    assert expected[0].value.sharding.spec == P("model", None)
+    every = [
+        seeded(inside),
+        seeded(lambda: inside(mesh=mesh8, rules={".*": P()})),
+        seeded(lambda: lm.build_abstract(build).materialize()),
+    ]
+    for found in map(variables, every):
+        for a, b in zip(expected, found, strict=True):
+            np.testing.assert_array_equal(bits(a), bits(b))
+            assert type(a._layout) is type(b._layout) or a._layout is None, a.path
+            assert a._layout is None or a.value.sharding == b.value.sharding, a.path
 
 
 def save_broken(tmp_path: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import lazymodel as lm
+import lazymodel_keras as lk
 
 from .models import assert_same, seeded
 
@@ -113,28 +115,123 @@ def test_layers_have_values_and_jax_functions_have_none() -> None:
     assert sum(array.nbytes for array in jax.live_arrays()) <= live + 1024
 
 
-def test_what_is_computed_before_the_first_layer_has_values() -> None:
-    """Begun anew, drawing the same names and seeds as if it had run once."""
+def test_jax_functions_are_traced_though_small_arrays_have_values() -> None:
+    def build():
+        first, second = jax.random.split(jax.random.key(0))
+        w = jax.random.normal(first, (8, 4))
+        scale = 2.0 if w[0, 0] > 0 else 3.0
+        return {"w": w * scale, "s": jax.nn.softplus(jnp.arange(3.0)), "k": second, "c": jnp.asarray(np.ones(2))}
+
+    abstract = lm.build_abstract(build)
+    assert {path: variable.origin for path, variable in abstract.items()} == {
+        "w": "normal", "s": "init", "k": "value", "c": "constant"
+    }  # fmt: skip
+    found, expected = abstract.materialize(), build()
+    assert found.pop("k") == expected.pop("k")
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def dense(bias: float) -> Any:
+    layer = keras.layers.Dense(2, bias_initializer=keras.initializers.Constant(bias))
+    return keras.Sequential([keras.Input((3,)), layer, keras.layers.Dropout(0.5), keras.layers.Dense(2)])
+
+
+BEFORE: dict[str, Callable[[], Any]] = {
+    "keras.random": lambda: dense(float(keras.random.normal((3,))[0])),
+    "generator": lambda: dense(float(keras.random.normal((3,), seed=keras.random.SeedGenerator(3))[0])),
+    "jax": lambda: dense(float(jnp.ones(3).sum())),
+    "branch": lambda: dense(1.0 if jax.random.uniform(jax.random.key(1)) > 0.5 else 2.0),
+    "custom derivative": lambda: dense(float(jax.nn.softplus(jnp.arange(3.0))[1])),
+    "jit": lambda: dense(float(jax.jit(lambda x: x.at[0].set(3.0))(np.arange(3.0))[0])),
+    "numpy": lambda: dense(np.random.rand() + random.random()),
+    "table": lambda: keras.Sequential(
+        [keras.Input((2,)), keras.layers.Embedding(3, 2, weights=[jnp.linspace(0.0, 1.0, 6).reshape(3, 2)])]
+    ),
+}
+
+
+def draw() -> list[float]:
+    return [np.random.rand(), random.random(), *np.asarray(keras.random.normal((2,))).tolist()]
+
+
+@pytest.mark.parametrize("kind", BEFORE)
+def test_what_is_computed_before_the_first_layer_is_computed_once(kind: str) -> None:
+    """And more models of one factory draw nothing from the process-wide generators."""
+    calls = 0
 
     def build():
-        table = jnp.linspace(0.0, 1.0, 6).reshape(3, 2)
-        return keras.Sequential([keras.Input((2,), dtype="int32"), keras.layers.Embedding(3, 2, weights=[table])])
+        nonlocal calls
+        calls += 1
+        return BEFORE[kind]()
 
-    expected = seeded(build)
-    model = seeded(lambda: lm.build_abstract(build)).materialize()
-    np.testing.assert_array_equal(model.weights[0], np.linspace(0, 1, 6, dtype=np.float32).reshape(3, 2))
-    assert [v.path for v in model.weights] == [v.path for v in expected.weights]
+    expected = seeded(build, 7)
+    after = draw(), draw()
+    abstract = seeded(lambda: lm.build_abstract(build), 7)
+    assert calls == 2 and draw() == after[0]
+    for _ in range(2):
+        assert_same(expected, abstract.materialize(), outputs=False)
+    assert draw() == after[1]
+
+
+def test_what_is_too_large_to_be_computed_before_it_is_known_to_be_keras() -> None:
+    def build():
+        table = jnp.zeros((1 << 12, 1 << 12))
+        return keras.Sequential([keras.Input((2,)), keras.layers.Embedding(1 << 12, 1 << 12, weights=[table])])
+
+    with pytest.raises(lm.LazyModelError, match=r"build makes Keras layers.* -> keras\.Model"):
+        lm.build_abstract(build)
+    build.__annotations__["return"] = keras.Model
+    assert lm.build_abstract(build).nbytes == 64 << 20
 
 
 def test_functions_that_make_layers_and_return_arrays() -> None:
-    def build():
-        dense = keras.layers.Dense(3, kernel_initializer=keras.initializers.RandomNormal(seed=1))
+    """They run once as well, and what is large is said to have been computed whole."""
+    calls = 0
+
+    def build(units: int):
+        nonlocal calls
+        calls += 1
+        dense = keras.layers.Dense(units, kernel_initializer=keras.initializers.RandomNormal(seed=1))
         dense.build((None, 4))
         return {"w": dense.kernel.value, "b": jnp.ones(3)}
 
-    abstract = lm.build_abstract(build)
-    expected, found = build(), abstract.materialize()
+    abstract = lm.build_abstract(build, 3)
+    assert calls == 1
+    expected, found = build(3), abstract.materialize()
     jax.tree.map(np.testing.assert_array_equal, expected, found)
+    with pytest.warns(lm.LazyModelWarning, match=r"build makes Keras layers.* 1\.56 MiB"):
+        lm.build_abstract(build, 100_000 + 2400)
+
+
+def test_variables_alone_are_keras_too() -> None:
+    abstract = seeded(lambda: lm.build_abstract(lambda: mlp().variables))
+    assert [variable.shape for variable in abstract.values()] == [(4, 8), (8,), (8, 2), (2,)]
+    for found, expected in zip(abstract.materialize(), seeded(mlp).variables, strict=True):
+        np.testing.assert_array_equal(found.value, expected.value)
+
+
+def with_table(table: Any):
+    return keras.Sequential([keras.Input((2,)), keras.layers.Embedding(3, 2, weights=[table])])
+
+
+def test_arrays_as_arguments_of_a_factory() -> None:
+    table = np.arange(6, dtype="float32").reshape(3, 2)
+    np.testing.assert_array_equal(lm.build_abstract(with_table, table).materialize().weights[0].value, table)
+    with pytest.raises(lm.LazyModelError, match=r"with_table takes arrays of JAX.* -> keras\.Model"):
+        lm.build_abstract(with_table, jnp.asarray(table))
+
+
+@pytest.mark.parametrize("build", [lambda: mlp(), lambda: keras.layers.Dropout(0.5)])
+def test_where_nothing_can_be_recorded(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that returns arrays is traced there, too."""
+    with lk.deferred():
+        with pytest.raises(lm.LazyModelError, match="already being built abstractly"):
+            lm.build_abstract(build)
+        assert lm.build_abstract(lambda: {"w": jnp.ones(3)})["w"].shape == (3,)
+    monkeypatch.setattr(keras.config, "is_nnx_enabled", lambda: True)
+    with pytest.raises(lm.LazyModelError, match="NNX mode.*KERAS_NNX_ENABLED"):
+        lm.build_abstract(build)
+    assert lm.build_abstract(lambda: {"w": jnp.ones(3)})["w"].shape == (3,)
 
 
 def test_a_second_model_of_an_unannotated_factory() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from lazymodel import AbstractModel, AbstractVariable, CheckpointError, LazyTensor
 from lazymodel._abstract.paths import rule_path
 from lazymodel._abstract.spec import ModelSpec, Optimized
+from lazymodel._abstract.variable import Reason
 from lazymodel._errors import warn
 from lazymodel._programs.programs import InitRecipe
 from lazymodel._sharding.follow import follow, follow_weights
@@ -114,7 +115,8 @@ def _placed(
         if placed is None and reference is not None:
             placed = _upstream.value(reference)
         follows = "" if placed is not None else paths.get(id(reference), "")
-        slots[path] = dataclasses.replace(abstract[path], follows=follows, sharding=getattr(placed, "sharding", None))
+        slot = _with_layout(abstract[path], variable, None)
+        slots[path] = dataclasses.replace(slot, follows=follows, sharding=getattr(placed, "sharding", slot.sharding))
     variables |= slots
     if distribution is not None:
         # Published layout maps know no LoRA pairs and no quantization scales.
@@ -130,14 +132,15 @@ def _placed(
 
 
 def _with_layout(abstract: AbstractVariable, variable: Any, distribution: Any) -> AbstractVariable:
-    """The variable with the sharding that the active distribution gives it."""
-    if distribution is None:
-        return abstract
-    layout = distribution.get_variable_layout(variable)
+    """The variable with the sharding that it was made with, or that the active distribution gives it."""
+    layout = own = _upstream.layout(variable)
+    if own is None and distribution is not None:
+        layout = distribution.get_variable_layout(variable)
     sharding = getattr(layout, "backend_layout", layout)
     if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.Mesh):
         check_spec(abstract, sharding.spec, sharding.mesh)
-    return dataclasses.replace(abstract, sharding=sharding)
+    reason = None if own is None else Reason("metadata", "the layout that it was made with")
+    return dataclasses.replace(abstract, sharding=sharding, reason=reason)
 
 
 def has_layout(path: str, distribution: Any) -> bool:

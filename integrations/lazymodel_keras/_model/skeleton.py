@@ -155,10 +155,11 @@ class Skeleton(Framework):
         return recording, result
 
     def _another(self) -> Skeleton:
-        """The same object built anew, with the names, seeds and values of the first."""
+        """The same object built anew, with the names, seeds and values of the first; nothing is drawn for it."""
         if self.build is None:
             raise AssertionError("only models built by a function are built more than once")
-        with _upstream.undone_draws(self.recording.names):
+        with _upstream.undone_draws():
+            self.recording.restart()
             another = Skeleton(self.build, *record(self.build, self.recording.remote))
         # The order is what identifies a variable: names of the user's own making may differ.
         for (_, new), (_, first) in zip(another.variables.values(), self.variables.values(), strict=True):
@@ -181,8 +182,10 @@ def replace(variable: Any, array: jax.Array) -> None:
     distribution = keras.distribution.distribution()
     # Without a layout the next `assign` would put the whole value on the first device.
     layout: Any = array.sharding if isinstance(array.sharding, jax.sharding.NamedSharding) else None
-    if layout is not None and distribution is not None:
-        stock = distribution.get_variable_layout(variable)
+    if layout is not None:
+        stock = _upstream.layout(variable)
+        if stock is None and distribution is not None:
+            stock = distribution.get_variable_layout(variable)
         layout = stock if getattr(stock, "backend_layout", stock) == layout else layout
     _upstream.give_value(variable, array, layout)
 

@@ -7,6 +7,7 @@ hand out lazy tensors, is `_record/session`'s and `_record/weight_files`' matter
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import os
@@ -21,7 +22,7 @@ import jax
 import keras
 import numpy as np
 
-from lazymodel import CheckpointError, LazyTensor
+from lazymodel import CheckpointError, LazyModelError, LazyTensor
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, converted, refusal
 from lazymodel._tensors.files import FileSource
@@ -38,6 +39,7 @@ from lazymodel.checkpoints._decoded import DecodedCheckpoint
 from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel_keras import _upstream
 from lazymodel_keras._record.hugging_face import Leftovers, checkpoint_files, open_decoded
+from lazymodel_keras._record.patches import active
 from lazymodel_keras._record.remote import RemoteFiles
 
 
@@ -59,6 +61,46 @@ class RecordedVariable:
     initializer: Any  # what would initialize it, or a `GivenValue`
     seed: np.ndarray | None = None  # that a stateful seed generator gave it, drawn when the variable was created
     value: Any = None  # assigned to it last, a lazy tensor or an array
+
+    def current_value(self, variable: Any) -> Any:
+        """What stock Keras would have in the abstract variable now, whole; no generator is drawn from again."""
+        dtype = _upstream.own_dtype(variable)
+        with jax.ensure_compile_time_eval():  # a jitted function that reads it has the value, too
+            if self.value is not None:
+                return keras.ops.convert_to_tensor(np.asarray(self.value), dtype=dtype)
+            initializer = self.initializer
+            if self.seed is not None:
+                initializer = copy.copy(initializer)
+                initializer.seed = jax.numpy.asarray(self.seed)
+            value = keras.ops.convert_to_tensor(initializer(tuple(variable.shape), dtype=dtype), dtype=dtype)
+        if not isinstance(self.initializer, keras.initializers.Initializer):
+            self.value = value  # called again, it might return another
+        return value
+
+
+class _NoValue:
+    """The initializer of an abstract variable, which Keras calls where it reads the value outside of our scope."""
+
+    def __init__(self, recording: Recording, variable: Any, initializer: Any) -> None:
+        self._recording, self._variable = weakref.ref(recording), weakref.ref(variable)
+        self._given = initializer if isinstance(initializer, GivenValue) else None
+
+    def __call__(self, shape: Any, dtype: Any = None) -> Any:
+        recording, variable = self._recording(), self._variable()
+        if _upstream.in_symbolic_scope():  # shapes only
+            return jax.numpy.zeros(shape, dtype) if self._given is None else self._given(shape, dtype)
+        if recording is None or variable is None or active() is not recording:
+            raise has_no_value(variable)
+        recording.is_outermost()
+        return recording.scope.get_current_value(variable)
+
+
+def has_no_value(variable: Any) -> LazyModelError:
+    """The error where an abstract variable is used once what built it is over."""
+    return LazyModelError(
+        f"variable {getattr(variable, 'path', None)!r} has no value: it was built abstractly, and what built it ended "
+        "with an exception, or returned a model without it. Build the model again"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,9 +136,9 @@ class _RecordingScope(keras.StatelessScope):
     def get_current_value(self, variable: Any) -> Any:
         # Some models read a variable while they build (DINOv2 interpolates its position embeddings).
         recorded = self._recording.of(variable)
-        if recorded is None or recorded.value is None:
+        if recorded is None or (recorded.value is None and _upstream.value(variable) is not None):
             return None
-        return keras.ops.convert_to_tensor(np.asarray(recorded.value), dtype=_upstream.own_dtype(variable))
+        return recorded.current_value(variable)
 
 
 class Recording:
@@ -114,7 +156,7 @@ class Recording:
         on_made: Where it is wanted, called before a layer or an optimizer is made.
         loading: Whether a call that loads weights is running; only the outermost one counts.
         optimizers: The optimizers that were built, and for which variables, both weakly.
-        names: How far Keras had counted automatic names before.
+        restart: Puts back what is drawn from process-wide sources; see `_upstream.remembered_draws`.
         began: The moment of `time.perf_counter()` when what is built began to be, for timelines.
     """
 
@@ -130,7 +172,7 @@ class Recording:
         self.loading = False
         self.optimizers: list[tuple[weakref.ref[Any], list[weakref.ref[Any]]]] = []
         self.scope = _RecordingScope(self)
-        self.names = _upstream.automatic_names()
+        self.restart = _upstream.remembered_draws()
         self.began = time.perf_counter()
         self._hashed: dict[str, FileSource] = {}  # by absolute path, as they were when their hash was taken
         self._unverified: CheckpointError | None = None
@@ -237,6 +279,7 @@ class Recording:
     def add(self, variable: Any, initializer: Any) -> None:
         """Notes a variable that was just created without a value."""
         recorded = self._note(variable, initializer)
+        _upstream.set_initializer(variable, _NoValue(self, variable, initializer))
         if isinstance(getattr(initializer, "seed", None), keras.random.SeedGenerator):
             # Stock Keras draws when it creates the variable; drawing later would give every variable another seed.
             recorded.seed = np.asarray(initializer.seed.next())
@@ -251,6 +294,12 @@ class Recording:
         variable.assign = functools.partial(self._assign, recorded)
         return recorded
 
+    def is_outermost(self) -> bool:
+        """Whether the code that runs is in no scope that is nested in ours, such as where Keras traces a layer."""
+        if _upstream.current_scope() is None and active() is self:  # after `keras.utils.clear_session`
+            _upstream.set_scope(self.scope)
+        return _upstream.current_scope() is self.scope
+
     def holds_nothing_for(self, variable: Any) -> bool:
         """Whether a variable is recorded and nothing was assigned to it."""
         recorded = self.of(variable)
@@ -259,7 +308,9 @@ class Recording:
     def _assign(self, recorded: RecordedVariable, value: Any) -> Any:
         """What `variable.assign` does while the variable is abstract."""
         variable: Any = recorded.reference()
-        if _upstream.current_scope() is not self.scope:
+        if not self.is_outermost():
+            if _upstream.current_scope() is None or isinstance(_upstream.current_scope(), _RecordingScope):
+                raise has_no_value(variable)
             return type(variable).assign(variable, value)  # Keras is tracing: the value belongs to the nested scope
         if isinstance(value, keras.Variable):
             other = self.of(value)

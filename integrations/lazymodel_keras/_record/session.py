@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Generator
 from typing import Any
 
+import jax
 import keras
 
 from lazymodel import LazyModelError
@@ -17,13 +18,18 @@ from lazymodel_keras._record.recording import GivenValue, Recording
 from lazymodel_keras._record.remote import RemoteFiles
 
 
-def require_jax() -> None:
-    """Raises LazyModelError where Keras computes with something else."""
+def recording_problem() -> str:
+    """Why this thread's Keras code cannot be recorded; an empty string where it can be."""
     if keras.backend.backend() != "jax":
-        raise LazyModelError(
+        return (
             f"lazymodel needs Keras on JAX; the backend is {keras.backend.backend()!r}. "
             "Set KERAS_BACKEND=jax before Keras is imported."
         )
+    if keras.config.is_nnx_enabled():
+        return "Keras' NNX mode allocates every variable when it is created; unset KERAS_NNX_ENABLED"
+    if active() is not None:
+        return "models are already being built abstractly here; leave the outer block first"
+    return ""
 
 
 @contextlib.contextmanager
@@ -32,11 +38,8 @@ def session(recording: Recording) -> Generator[Recording]:
 
     Raises LazyModelError where another recording is running in this thread, or Keras cannot be recorded.
     """
-    require_jax()
-    if keras.config.is_nnx_enabled():
-        raise LazyModelError("Keras' NNX mode allocates every variable when it is created; unset KERAS_NNX_ENABLED")
-    if active() is not None:
-        raise LazyModelError("models are already being built abstractly here; leave the outer block first")
+    if problem := recording_problem():
+        raise LazyModelError(problem)
     try:
         with recording_patches.needed(), _upstream.no_pending_variables(), recording.scope, activated(recording):
             yield recording
@@ -67,14 +70,15 @@ def _initialize(
     *rest: Any,
     **options: Any,
 ) -> None:
-    ours = _upstream.current_scope() is recording.scope
+    ours = recording.is_outermost()
     if ours and not callable(initializer) and not isinstance(initializer, str):
         # Keras refuses to create a variable from an array in a StatelessScope; an initializer that returns it is fine.
         array = initializer.value if isinstance(initializer, keras.Variable) else initializer
         if not (hasattr(array, "shape") and hasattr(array, "dtype")):
             array = _upstream.as_tensor(self, array, dtype)
         initializer, shape = GivenValue(array), tuple(array.shape)
-        dtype = keras.backend.standardize_dtype(array.dtype) if dtype is None else dtype
+        if dtype is None:  # JAX has no 64 bits, unless it is asked for them
+            dtype = jax.dtypes.canonicalize_dtype(keras.backend.standardize_dtype(array.dtype)).name
     original(self, initializer, shape, dtype, *rest, **options)
     if ours or _upstream.value(self) is None:  # made while Keras traces a layer: abstract like all
         recording.add(self, _upstream.initializer(self))

@@ -1,8 +1,6 @@
-"""PRNG keys as data, and the way out of a trace."""
+"""PRNG keys as data."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +8,6 @@ import numpy as np
 import pytest
 
 from lazymodel._programs.keys import as_keys, is_key, key_data, pack_keys, stored_as, unpack_keys
-from lazymodel._trace.leaving import WayOut
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
@@ -31,40 +28,3 @@ def test_what_is_no_key_is_stored_as_it_is() -> None:
     assert stored_as((2, 3), np.dtype(np.float64)) == ((2, 3), np.float64)  # whatever jax_enable_x64 says
     array = np.ones(2)
     assert as_keys(array, array.dtype) is array and as_keys(array, None) is array
-
-
-def test_leaving_a_trace() -> None:
-    values: list[Any] = []
-
-    def leaves() -> jax.Array:
-        with WayOut() as way_out:
-            assert way_out.take() and way_out.left and way_out.take()
-            values.append(float(jnp.linspace(0.0, 1.0, 3)[1]))
-        return jnp.ones(3)
-
-    jaxpr = jax.make_jaxpr(leaves)()
-    assert values == [0.5]
-    assert [eqn.primitive.name for eqn in jaxpr.jaxpr.eqns] == ["broadcast_in_dim"]
-
-
-def test_nothing_that_was_traced_is_left_behind() -> None:
-    def stays() -> jax.Array:
-        with WayOut() as way_out:
-            traced = jnp.sin(jnp.ones(3))
-            assert not way_out.take() and not way_out.left
-        return traced
-
-    assert len(jax.make_jaxpr(stays)().jaxpr.eqns) == 2
-
-
-def test_a_trace_inside_is_not_left() -> None:
-    def outer() -> jax.Array:
-        with WayOut() as way_out:
-
-            def inner() -> jax.Array:
-                assert way_out.take() and not way_out.left
-                return jnp.ones(2)
-
-            return jnp.zeros(jax.eval_shape(inner).shape)
-
-    assert jax.make_jaxpr(outer)().out_avals[0].shape == (2,)

@@ -6,6 +6,7 @@ import functools
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -107,17 +108,70 @@ class ArrayValued(keras.layers.Layer):
         self.copy = keras.Variable(self.table, name="copy")
 
 
-@pytest.mark.parametrize("cls", [AssignsWhileBuilding, ArrayValued])
-def test_values_given_while_building(cls: Any) -> None:
-    def build() -> keras.layers.Layer:
-        layer = cls()
-        layer.build((None, 4))
-        return layer
+class WeightNorm(keras.layers.Layer):
+    """Reads a variable that it makes: at once, within a jitted function, and through another layer's call."""
 
-    expected, found = seeded(build), seeded(lambda: lm.build_abstract(build).materialize())
-    for a, b in zip(expected.variables, found.variables, strict=True):
-        np.testing.assert_array_equal(a.value, b.value, err_msg=a.path)
-        assert a.dtype == b.dtype
+    def __init__(self, initializer: Any = "glorot_uniform") -> None:
+        super().__init__()
+        self.inner = keras.layers.Dense(3, kernel_initializer=initializer)
+
+    def build(self, shape: Any) -> None:
+        self.inner.build(shape)
+        v = self.inner.kernel
+        self.g = self.add_weight(shape=(3,), initializer="ones", name="g")
+        self.g.assign(keras.ops.norm(v, axis=0))
+        self.total = self.add_weight(shape=(), initializer="zeros", name="total")
+        self.total.assign(jax.jit(lambda: jnp.sum(v.value))())
+        self.output_of_ones = self.add_weight(shape=(1, 3), initializer="zeros", name="output")
+        trainable, rest = self.inner.trainable_variables, self.inner.non_trainable_variables
+        self.output_of_ones.assign(self.inner.stateless_call(trainable, rest, np.ones((1, shape[-1])))[0])
+        self.after = self.add_weight(shape=(2, 2), initializer=self.inner.kernel_initializer, name="after")
+
+    def call(self, inputs: Any) -> Any:
+        return self.inner(inputs)
+
+
+READ: dict[str, Callable[[], keras.layers.Layer]] = {
+    "assigns": AssignsWhileBuilding,
+    "arrays": ArrayValued,
+    "unseeded": WeightNorm,
+    "generator": lambda: WeightNorm(keras.initializers.HeNormal(seed=keras.random.SeedGenerator(3))),
+    "numpy": lambda: WeightNorm(lambda shape, dtype=None: np.random.normal(size=shape)),
+    "random": lambda: WeightNorm(lambda shape, dtype=None: keras.random.normal(shape, dtype=dtype)),
+}
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_values_given_and_read_while_building(kind: str) -> None:
+    def build():
+        layer = READ[kind]()
+        layer.build((None, 4))
+        after = keras.layers.Dense(2)
+        after.build((None, 4))
+        return [layer, after]
+
+    expected = seeded(build)
+    drawn = np.random.rand(), np.asarray(keras.random.normal((2,))).tolist()
+    abstract = seeded(lambda: lm.build_abstract(build))
+    assert (np.random.rand(), np.asarray(keras.random.normal((2,))).tolist()) == drawn
+    for first, second in zip(expected, abstract.materialize(), strict=True):
+        for a, b in zip(first.variables, second.variables, strict=True):
+            np.testing.assert_array_equal(a.value, b.value, err_msg=a.path)
+            assert a.dtype == b.dtype
+
+
+GIVEN = [np.arange(4.0), np.arange(4), np.arange(4) + 1j, np.arange(4, dtype="uint64"), np.float64(3)]
+GIVEN += [np.array(1 << 40), np.ones(3, "float16"), np.ones(3, bool), jnp.ones(3, "bfloat16"), [1, 2], 3.0, True, 1j]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=repr)
+def test_the_dtype_of_a_variable_made_of_a_value(given: Any) -> None:
+    expected = keras.Variable(given)
+    with lk.deferred():
+        found = keras.Variable(given)
+        assert found.dtype == expected.dtype
+    assert found.dtype == expected.dtype and found.value.dtype == expected.value.dtype
+    np.testing.assert_array_equal(found.value, expected.value)
 
 
 def test_embedding_with_weights() -> None:
