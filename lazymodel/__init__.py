@@ -38,8 +38,8 @@ from lazymodel._errors import (
     ShardingError,
     TraceError,
 )
+from lazymodel._mapping.apply import map_checkpoint
 from lazymodel._mapping.entry import From
-from lazymodel._mapping.mapped import map_checkpoint
 from lazymodel._mapping.table import WeightMap
 from lazymodel._materialize.report import LoadReport
 from lazymodel._materialize.reshard import ReshardReport, reshard

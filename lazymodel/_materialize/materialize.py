@@ -26,7 +26,7 @@ from lazymodel._compile.lower import prepared
 from lazymodel._devices.agreement import Stage, agreement
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError
-from lazymodel._mapping.mapped import flat_checkpoint
+from lazymodel._mapping.given import flat_checkpoint
 from lazymodel._mapping.match import Choice, choose_and_warn
 from lazymodel._mapping.values import read_as
 from lazymodel._materialize.exchange import Exchange, exchanged, exchanges
@@ -49,7 +49,7 @@ from lazymodel._tensors.source import BYTES_READ
 
 def materialize(
     model: ModelSpec,
-    checkpoint: Mapping[str, Any] | None = None,
+    checkpoint: Any = None,
     *,
     initialize: str | None = None,
     strict: bool = True,
@@ -66,7 +66,8 @@ def materialize(
     Where several processes share the model's devices, all of them must call this, and it fails in all or in none.
 
     Args:
-        checkpoint: Path to tensor, such as `open_checkpoint` returns; None uses what the model was built with.
+        checkpoint: Path to tensor, such as `open_checkpoint` returns, or what `save` takes: a live model, another
+            abstract one, any pytree of arrays. None uses what the model was built with.
         initialize: `"missing"` initializes what the checkpoint lacks, `"nothing"` makes that an error, `"all"`
             ignores the checkpoint. None is `"missing"` with a warning that lists what a given checkpoint lacked.
         strict: Whether a checkpoint tensor that the model has no variable for, or that has another shape than its

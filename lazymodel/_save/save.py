@@ -20,8 +20,8 @@ from lazymodel._abstract.arrays import lazy_array, named_arrays
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._devices.agreement import agreement
 from lazymodel._errors import LazyModelError
+from lazymodel._mapping.given import model_values
 from lazymodel._mapping.table import WeightMap
-from lazymodel._mapping.values import lazy_values
 from lazymodel._remote.path import Location, remote_path
 from lazymodel._remote.url import is_url
 from lazymodel._save import hdf5, numpy, zarr
@@ -158,7 +158,7 @@ def _values(model: Any) -> tuple[Mapping[str, Any], list[Any]]:
     """What is saved, by path, and the shardings whose processes save it together."""
     if isinstance(model, ModelSpec):
         several = jax.process_count() > 1  # a single one may save what is planned for other devices
-        return lazy_values(model), [v.sharding for v in model.values() if several and v.sharding is not None]
+        return model_values(model), [v.sharding for v in model.values() if several and v.sharding is not None]
     arrays = named_arrays(model)
     return arrays, [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
 
