@@ -26,16 +26,20 @@ def named_arrays(model: Any, *, kinds: tuple[type, ...] = ARRAYS) -> dict[str, A
         # Not the path itself: of a signed URL it has a credential.
         of_path = "; a path is opened first: lm.open_checkpoint(path)" if isinstance(model, str | os.PathLike) else ""
         raise LazyModelError(f"there are no arrays in what was given, {type(model)}{of_path}")
+    refuse_deleted(found)
     return found
 
 
 def named_leaves(model: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
     """As `named_arrays`, of leaves of any kinds; there may be none."""
-    found = {path: leaf for path, leaf in _named(model, kinds).items() if isinstance(leaf, kinds)}
-    for name, array in found.items():
+    return {path: leaf for path, leaf in _named(model, kinds).items() if isinstance(leaf, kinds)}
+
+
+def refuse_deleted(arrays: Mapping[str, Any]) -> None:
+    """Raises LazyModelError for an array whose buffers are gone."""
+    for name, array in arrays.items():
         if isinstance(array, jax.Array) and array.is_deleted():
             raise LazyModelError(f"{name!r} was deleted or donated; use what the last step returned instead")
-    return found
 
 
 def _named(model: Any, kinds: tuple[type, ...]) -> dict[str, Any]:

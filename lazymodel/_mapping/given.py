@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import jax
 
-from lazymodel._abstract.arrays import ARRAYS, lazy_array, named_leaves
+from lazymodel._abstract.arrays import ARRAYS, lazy_array, named_leaves, refuse_deleted
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._errors import CheckpointError
 from lazymodel._mapping.values import lazy_values
@@ -36,6 +36,7 @@ def flat_checkpoint(checkpoint: Any) -> Mapping[str, Any] | None:
     if not found and not isinstance(checkpoint, Mapping):
         got = reprlib.repr(checkpoint)
         raise CheckpointError(f"a checkpoint is a mapping of path to tensor, or a pytree; got {got}, without arrays")
+    refuse_deleted(found)
     return {name: lazy_array(name, leaf) if isinstance(leaf, jax.Array) else leaf for name, leaf in found.items()}
 
 
