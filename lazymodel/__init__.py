@@ -53,6 +53,7 @@ from lazymodel._plan.search import smallest_topology
 from lazymodel._plan.what_if import WhatIf
 from lazymodel._restore import restore, training_state
 from lazymodel._save.save import save
+from lazymodel._save.steps import save_step
 from lazymodel._sharding.auto import auto
 from lazymodel._sharding.host import Host
 from lazymodel._sharding.roles import role
@@ -107,6 +108,7 @@ __all__ = [
     "restore",
     "role",
     "save",
+    "save_step",
     "smallest_topology",
     "statistics",
     "topology",

@@ -1,6 +1,6 @@
 """The verb `restore`: a step of training back into what an abstract model stands for, and where training was.
 
-Steps are written by `save`, and read by `materialize`; here are only the choice of the step, and the numbers of a
+Steps are written by `save_step`, and read by `materialize`; here are only the choice of the step, and the numbers of a
 training state that are no arrays.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 import jax
@@ -20,11 +19,9 @@ from lazymodel._abstract.paths import flatten_paths
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._mapping.mapped import MappedCheckpoint
-from lazymodel._remote.path import Location, remote_path
-from lazymodel._remote.url import is_url
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._open import open_checkpoint
-from lazymodel.checkpoints._steps import KEY, TrainingState, find_step, read_described
+from lazymodel.checkpoints._steps import KEY, TrainingState, find_step, read_described, steps_place
 from lazymodel.checkpoints._untrusted import read_json_object
 
 T_co = TypeVar("T_co", covariant=True)
@@ -53,7 +50,7 @@ def restore(
     Args:
         model: The abstract model of what was saved, with its optimizer: `build_abstract(…).with_optimizer(…)`, or of a
             function that returns both.
-        path: The folder that `save(…, step=…)` was given, of which the newest complete step is taken; a step's own
+        path: The folder that `save_step` was given, of which the newest complete step is taken; a step's own
             folder; or any checkpoint with the model's paths. Or the URL of one.
         step: The number of the step to take.
         storage_options: For a URL: as of `open_checkpoint`.
@@ -70,7 +67,7 @@ def restore(
 
     Example:
         >>> trained = sharded.with_optimizer(optax.adamw(1e-3))
-        >>> lm.save(trained.materialize(), "training", step=5, metadata={"loss": 0.5}, max_to_keep=3)
+        >>> lm.save_step(trained.materialize(), "training", 5, metadata={"loss": 0.5})
         >>> model, state = lm.restore(trained, "training")
         >>> lm.training_state("training").step
         5
@@ -79,7 +76,7 @@ def restore(
         got = type(model).__name__
         raise LazyModelError(f"restore takes the abstract model of what was saved, of build_abstract; got {got}")
     if step is not None:
-        path, storage_options = cast(Any, find_step(_located(path, storage_options), step)), None
+        path, storage_options = cast(Any, find_step(steps_place(path, storage_options), step)), None
     with open_checkpoint(path, storage_options) as checkpoint:
         numbers = {
             name: _number(checkpoint, name, number) for name, number in flatten_paths(model.tree, only=NUMBERS).items()
@@ -98,7 +95,7 @@ def _number(checkpoint: Checkpoint, name: str, number: Any) -> Any:
     if name not in checkpoint:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} has no tensor for the number {name!r} of the model; numbers are saved by "
-            "lm.save(…, step=…)"
+            "lm.save_step"
         )
     tensor, expected = checkpoint[name], np.asarray(number).dtype
     kind = next(each for each in (np.bool_, np.integer, np.floating) if jnp.issubdtype(expected, each))
@@ -127,7 +124,7 @@ def training_state(
         >>> lm.training_state("nothing yet") is None
         True
     """
-    folder = find_step(_located(path, storage_options), step)
+    folder = find_step(steps_place(path, storage_options), step)
     if folder is None:
         return None
     if not folder.name.isdecimal():
@@ -138,13 +135,3 @@ def training_state(
         ({}, None) if text is None else read_described(read_json_object(text.encode(), str(folder)), folder)
     )
     return TrainingState(str(folder), int(folder.name), metadata, data)
-
-
-def _located(path: Any, storage_options: Mapping[str, Any] | None) -> Location:
-    if not isinstance(path, str | os.PathLike):
-        raise LazyModelError(f"the path of a folder of steps is text or a pathlib.Path; got {path!r}")
-    if is_url(path):
-        return remote_path(cast(str, path), storage_options)
-    if storage_options:
-        raise CheckpointError(f"{os.fspath(path)}: storage_options are for URLs, found a path")
-    return Path(path)

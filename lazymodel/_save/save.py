@@ -7,7 +7,6 @@ NumPy on such tensors, and what is written is read out of them box by box, so th
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +16,10 @@ from typing import Any, TypeAlias, cast
 import jax
 import numpy as np
 
-from lazymodel._abstract.arrays import ARRAYS, NUMBERS, lazy_array, named_arrays
+from lazymodel._abstract.arrays import lazy_array, named_arrays
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._devices.agreement import agreement
-from lazymodel._errors import CheckpointError, LazyModelError, warn
+from lazymodel._errors import LazyModelError
 from lazymodel._mapping.given import model_values
 from lazymodel._mapping.table import WeightMap
 from lazymodel._remote.path import Location, remote_path
@@ -33,16 +32,14 @@ from lazymodel._save.numpy import NpyDestination, NpzDestination
 from lazymodel._save.orbax import save_orbax
 from lazymodel._save.remote import save_remote
 from lazymodel._save.safetensors import layout
-from lazymodel._save.steps import remove_old_steps, step_place
 from lazymodel._save.write import check_budget, write_files
 from lazymodel._save.zarr import OrbaxDestination
 from lazymodel._show.progress import Progress
-from lazymodel._show.text import closest, listed, parse_budget, parse_bytes
+from lazymodel._show.text import closest, parse_budget, parse_bytes
 from lazymodel._tensors.boxes import fresh_view, geometry_of
 from lazymodel._tensors.device import DeviceLeaf
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.leaves import ArrayLeaf
-from lazymodel.checkpoints._steps import KEY, described
 
 _SUFFIXES = {
     ".safetensors": "safetensors", ".weights.json": "hdf5", ".h5": "hdf5", ".hdf5": "hdf5", ".npz": "numpy",
@@ -62,13 +59,10 @@ def save(
     format: str | None = None,
     max_shard_size: int | str = "5GB",
     max_host_memory: int | str | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, str] | None = None,
     progress: bool | Progress | Callable[[int, int], object] | None = None,
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
-    step: int | None = None,
-    data: Any = None,
-    max_to_keep: int | None = None,
 ) -> None:
     """Writes a model's arrays, or any others, to a checkpoint; each shard is copied to the host once, in pieces.
 
@@ -86,14 +80,12 @@ def save(
 
     Args:
         model: A mapping of path to array, any pytree of arrays, or a model of a known framework. Paths are those of
-            `build_abstract`, and in a pair with an Optax state or an `nnx.Optimizer` those of `with_optimizer`. An
-            array in several places is stored under each path. Lazy tensors of another checkpoint are taken as well,
-            which converts it. An abstract model is initialized, or loaded from what it was built with, straight into
-            the files, and may be larger than the machine. PRNG keys are saved as their key data; what is no array is
-            left out, but for the numbers among the leaves of a step.
-        path: A file that ends with `.safetensors`, of any size; or a folder, which may hold other files. Either may be
-            a URL that begins with `s3://`, `gs://` or `az://`. On disks also `.weights.h5` or `.h5`, as Keras writes
-            them, `.weights.json` for shards of it, and NumPy's `.npz`; for Orbax and `.npy` files a folder.
+            `build_abstract`; in a pair with an Optax state or `nnx.Optimizer`, of `with_optimizer`. Arrays in several
+            places are under each path, PRNG keys are key data, what is no array is left out. Lazy tensors are converted.
+            An abstract model is initialized, or loaded from what it was built with, straight into the files.
+        path: A file that ends with `.safetensors`, or a folder, which may hold other files; on a disk, or a URL that
+            begins with `s3://`, `gs://` or `az://`. On disks also `.weights.h5` or `.h5`, as Keras writes them,
+            `.weights.json` for shards of it, and NumPy's `.npz`; for Orbax and `.npy` files a folder.
         mapping: The `WeightMap` that the model was loaded with, undone; or a function that takes path → `LazyTensor`
             and returns a flat dict of tensor name → lazy tensor or array, made with NumPy. None keeps the paths.
         format: `"safetensors"`, `"hdf5"`, `"numpy"`, or of folders `"npy"`, a file an array, and `"orbax"`; None goes
@@ -103,18 +95,11 @@ def save(
         max_host_memory: Ceiling for staging in bytes, or `"1GiB"`; None is 256 MiB, and more where something has to be
             initialized whole. Orbax takes what it takes.
         metadata: Strings to strings, for the header of every safetensors file. `{"format": "pt"}` is added unless
-            `format` is given: Hugging Face's loaders ask for it, and it says that names and layouts are PyTorch's. With
-            `step` a mapping of types that JSON has, which `training_state` returns.
+            `format` is given: Hugging Face's loaders ask for it, and it says that names and layouts are PyTorch's.
         progress: As for `materialize`, in bytes that this process writes.
         overwrite: Whether a checkpoint that is there already is replaced. One of another format never is, nor an Orbax
             folder with other files in it.
         storage_options: For URLs, as of `open_checkpoint`.
-        step: The number of a step of training, which is saved to the folder of that name in `path`, as safetensors.
-            `restore` and `open_checkpoint` of `path` take the newest complete step.
-        data: With `step`: the state of a data iterator, `iterator.get_state()`, bytes or of types that JSON has; what
-            `training_state` returns. Where several processes save, it is the same in all of them.
-        max_to_keep: With `step`: how many steps stay, the newest; None for all. What killed savers left in older steps
-            is removed as well.
 
     Raises:
         LazyModelError: There is a checkpoint already, or a saver at work on it; the format lacks a dtype, the mapping
@@ -126,12 +111,8 @@ def save(
         >>> lm.open_checkpoint("folder").files
         ['folder/model-00001-of-00002.safetensors', 'folder/model-00002-of-00002.safetensors']
     """
-    _check_steps(step, data, max_to_keep)
-    (arrays, shardings), format = _values(model, ARRAYS if step is None else ARRAYS + NUMBERS), _format(path, format)
-    folder = where = _located(path, storage_options, format)
-    if step is not None:
-        where = step_place(folder, step, format)
-        metadata = {KEY: json.dumps(described(metadata, data))}
+    (arrays, shardings), format = _values(model), _format(path, format)
+    where = _located(path, storage_options, format)
     tensors = mapped({name: lazy_array(name, array) for name, array in arrays.items()}, mapping)
     if format == "orbax":
         plain = {name: _plain(tensor) for name, tensor in tensors.items()}
@@ -150,23 +131,6 @@ def save(
         _save_files(tensors, where, shardings, options, format)
     else:
         save_remote(tensors, where, shardings, options)
-    if step is not None and max_to_keep is not None and jax.process_index() == 0:
-        try:
-            failures = remove_old_steps(folder, int(where.name), max_to_keep)
-        except CheckpointError as error:
-            failures = [str(error)]
-        if failures:
-            warn(
-                f"step {where.name} is saved, but not all of older ones could be removed: {listed(failures)}. The next "
-                "save tries again"
-            )
-
-
-def _check_steps(step: int | None, data: Any, max_to_keep: Any) -> None:
-    if step is None and (data is not None or max_to_keep is not None):
-        raise LazyModelError("data and max_to_keep are of a step of training: pass its number, step=…")
-    if max_to_keep is not None and (not isinstance(max_to_keep, int) or max_to_keep < 1):
-        raise LazyModelError(f"max_to_keep is a number of steps, from 1, or None for all; got {max_to_keep!r}")
 
 
 def _format(path: str | os.PathLike[str], format: str | None) -> str:
@@ -190,12 +154,12 @@ def _format(path: str | os.PathLike[str], format: str | None) -> str:
     return format or said or "safetensors"
 
 
-def _values(model: Any, kinds: tuple[type, ...]) -> tuple[Mapping[str, Any], list[Any]]:
+def _values(model: Any) -> tuple[Mapping[str, Any], list[Any]]:
     """What is saved, by path, and the shardings whose processes save it together."""
     if isinstance(model, ModelSpec):
         several = jax.process_count() > 1  # a single one may save what is planned for other devices
         return model_values(model), [v.sharding for v in model.values() if several and v.sharding is not None]
-    arrays = named_arrays(model, kinds=kinds)
+    arrays = named_arrays(model)
     return arrays, [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
 
 

@@ -9,17 +9,27 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from lazymodel._errors import CheckpointError, LazyModelError
-from lazymodel._remote.path import Location, RemotePath
+from lazymodel._remote.path import Location, RemotePath, remote_path
+from lazymodel._remote.url import is_url
 from lazymodel._show.text import listed
 from lazymodel.checkpoints._untrusted import read_json_file, reading, weight_map
 
 DECIDING = ("model.safetensors.index.json", "model.safetensors")  # files of which one makes a step count
 KEY = "lazymodel"  # in a checkpoint's metadata: what was said of the step, as JSON
 _BYTES = "base64"
+
+
+def is_nothing(place: Location) -> bool:
+    """Returns True where nothing was saved yet: there is nothing, or an empty folder. A web server does not tell."""
+    if isinstance(place, RemotePath):
+        return place.store.lists and not place.exists()
+    return not place.exists() or (place.is_dir() and not any(place.iterdir()))
 
 
 def step_folders(folder: Location) -> list[tuple[int, Location]]:
@@ -48,6 +58,17 @@ def newest_step(folder: Location) -> Location | None:
     return next((step for _, step in step_folders(folder) if is_complete(step)), None)
 
 
+def steps_place(path: Any, storage_options: Mapping[str, Any] | None) -> Location:
+    """The place that the path or URL of a folder of steps names; nothing need be there."""
+    if not isinstance(path, str | os.PathLike):
+        raise LazyModelError(f"the path of a folder of steps is text or a pathlib.Path; got {path!r}")
+    if is_url(path):
+        return remote_path(cast(str, path), storage_options)
+    if storage_options:
+        raise CheckpointError(f"{os.fspath(path)}: storage_options are for URLs, found a path")
+    return Path(cast("str | os.PathLike[str]", path))
+
+
 def find_step(where: Location, step: int | None) -> Location | None:
     """The folder of a step: of that number, or what `where` is itself, or the newest; None where there is none yet.
 
@@ -69,11 +90,11 @@ class TrainingState:
     Attributes:
         path: The folder of the step.
         step: The step's number.
-        metadata: What `save` was given besides.
-        data: The state of the data iterator that `save` was given, for its `set_state`; None if there was none.
+        metadata: What `save_step` was given.
+        data: The state of a data iterator that `save_step` was given, for its `set_state`; None if there was none.
 
     Example:
-        >>> lm.save(model, "run", step=100, metadata={"loss": 0.25})
+        >>> lm.save_step(model, "run", 100, metadata={"loss": 0.25})
         >>> lm.training_state("run")
         TrainingState(path='run/100', step=100, metadata={'loss': 0.25}, data=None)
     """
