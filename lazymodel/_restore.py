@@ -54,7 +54,8 @@ def restore(
             folder; or any checkpoint with the model's paths. Or the URL of one.
         step: The number of the step to take.
         storage_options: For a URL: as of `open_checkpoint`.
-        **options: Those of `materialize`, such as `max_host_memory` (bytes, or `"4GiB"`), `compile` and `report`.
+        **options: Those of `materialize`, such as `max_host_memory` (bytes, or `"4GiB"`), `compile` and `report`;
+            `initialize="missing"` starts what was not saved anew, such as the state of another optimizer.
 
     Returns:
         What `model.materialize` returns. Numbers that are no arrays, as `step` of a new Flax `TrainState`, have the
@@ -82,7 +83,7 @@ def restore(
             name: _number(checkpoint, name, number) for name, number in flatten_paths(model.tree, only=NUMBERS).items()
         }
         tensors = {name: checkpoint[name] for name in checkpoint if name not in numbers}
-        restored = model.materialize(MappedCheckpoint(tensors, checkpoint), initialize="nothing", **options)
+        restored = model.materialize(MappedCheckpoint(tensors, checkpoint), **{"initialize": "nothing", **options})
     if not numbers:
         return restored
     leaves, treedef = jax.tree.flatten(restored)

@@ -81,8 +81,8 @@ def save(
     Args:
         model: A mapping of path to array, any pytree of arrays, or a model of a known framework. Paths are those of
             `build_abstract`; in a pair with an Optax state or `nnx.Optimizer`, of `with_optimizer`. Arrays in several
-            places are under each path, PRNG keys are key data, what is no array is left out. Lazy tensors are converted.
-            An abstract model is initialized, or loaded from what it was built with, straight into the files.
+            places are under each path, PRNG keys are key data, what is no array is left out. An abstract model is
+            initialized, or loaded from what it was built with, straight into the files.
         path: A file that ends with `.safetensors`, or a folder, which may hold other files; on a disk, or a URL that
             begins with `s3://`, `gs://` or `az://`. On disks also `.weights.h5` or `.h5`, as Keras writes them,
             `.weights.json` for shards of it, and NumPy's `.npz`; for Orbax and `.npy` files a folder.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from lazymodel._remote.upload import delete
 from lazymodel._save.atomic import staging, writing
 from lazymodel._save.save import save
 from lazymodel._show.text import listed
-from lazymodel.checkpoints._open import weight_files
+from lazymodel.checkpoints._open import staging_folder, weight_files
 from lazymodel.checkpoints._orbax_folder import find_item
 from lazymodel.checkpoints._steps import DECIDING, KEY, described, is_complete, step_folders, steps_place
 
@@ -62,8 +62,8 @@ def save_step(
     Example:
         >>> trained = sharded.with_optimizer(optax.adamw(1e-3))
         >>> model, state = trained.materialize()
-        >>> lm.save_step((model, state), "run", 5, metadata={"loss": 0.5}, max_to_keep=3)
-        >>> model, state = lm.restore(trained, "run")
+        >>> lm.save_step((model, state), "steps", 5, metadata={"loss": 0.5}, max_to_keep=3)
+        >>> model, state = lm.restore(trained, "steps")
     """
     if unknown := [name for name in options if name in ("mapping", "format")]:
         raise LazyModelError(f"save_step takes no argument {unknown[0]}: steps are safetensors under the model's paths")
@@ -115,7 +115,7 @@ def _item(folder: Location) -> list[str]:
 
 
 def _remove_old(folder: Location, saved: int, most: int) -> list[str]:
-    """Removes complete steps beyond the newest, and what killed savers left in older ones.
+    """Removes complete steps beyond the newest, and what killed savers left in earlier ones.
 
     Returns what could not be removed, in words.
     """
@@ -124,25 +124,25 @@ def _remove_old(folder: Location, saved: int, most: int) -> list[str]:
     for number, step in step_folders(folder):
         complete = is_complete(step)
         kept += complete
-        if number != saved and (kept > most if complete else number < saved):
-            # What makes it count goes first, so that a step is never there without its shards.
-            names = *DECIDING, *(path.name for path in step.glob("model-*.safetensors"))
-            failures += _removed_remote(step, names) if isinstance(step, RemotePath) else _removed(step, names)
+        goes = number != saved and (kept > most if complete else number < saved)
+        # What makes it count goes first, so that a step is never there without its shards.
+        names = [*DECIDING, *(path.name for path in step.glob("model-*.safetensors"))] if goes else []
+        if isinstance(step, RemotePath):
+            deciding, shards = names[: len(DECIDING)], names[len(DECIDING) :]
+            failures += delete([step / name for name in deciding]) or delete([step / name for name in shards])
+        elif goes or (complete and staging_folder(step, inside=True).exists()):
+            failures += _removed(step, names)
     return failures
 
 
-def _removed_remote(step: RemotePath, names: tuple[str, ...]) -> list[str]:
-    deciding = len(DECIDING)
-    return delete([step / name for name in names[:deciding]]) or delete([step / name for name in names[deciding:]])
-
-
-def _removed(step: Path, names: tuple[str, ...]) -> list[str]:
+def _removed(step: Path, names: Sequence[str]) -> list[str]:
+    """Removes files of a step, and what a killed saver left there."""
     try:
         with writing(step):
             with staging(step, inside=True):  # so that nobody saves there meanwhile
                 for name in names:
                     (step / name).unlink(missing_ok=True)
-            if not os.listdir(step):  # no files of others
+            if not os.listdir(step):  # there may be files of others
                 step.rmdir()
     except LazyModelError as error:
         return [str(error)]
