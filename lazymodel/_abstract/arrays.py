@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from lazymodel._abstract.adapters import adapters
-from lazymodel._abstract.paths import OPTIMIZER, flatten_paths, is_trained_pair
+from lazymodel._abstract.paths import flatten_paths, is_trained_pair
 from lazymodel._errors import LazyModelError
 from lazymodel._programs.keys import is_key
 from lazymodel._tensors.device import DeviceLeaf
@@ -46,8 +46,8 @@ def _named(model: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
     for adapter in adapters():
         if (found := adapter.arrays(model)) is not None:
             return found
-    if is_trained_pair(model):
-        return _named(model[0], kinds) | {OPTIMIZER + path: leaf for path, leaf in _named(model[1], kinds).items()}
+        if is_trained_pair(model) and (found := adapter.arrays(model[0])) is not None:
+            return found | flatten_paths((None, model[1]), only=kinds)
     return flatten_paths(dict(model) if isinstance(model, Mapping) else model, only=kinds)
 
 

@@ -27,7 +27,7 @@ def path_text(path: Sequence[Any]) -> str:
 
 def is_trained_pair(tree: Any) -> TypeGuard[tuple[Any, Any]]:
     """Returns True for a pair of a model and an Optax state, such as `with_optimizer` materializes to."""
-    return type(tree) is tuple and len(tree) == 2 and type(tree[0]) is not type(tree[1]) and _is_state(tree[1])
+    return type(tree) is tuple and len(tree) == 2 and _is_state(tree[1]) and not _is_state(tree[0])
 
 
 def _is_state(tree: Any) -> bool:
