@@ -166,3 +166,17 @@ def test_paths_are_the_abstract_model_s_whatever_the_state(tmp_path: Path) -> No
         model = lm.build_abstract(init, jax.random.key(0))
         found = lm.map_checkpoint(checkpoint, lambda tensors: {path: tensors[path] for path in model})
         assert_same(model.materialize(found, initialize="nothing"), model.materialize())
+
+
+def test_another_optimizer_and_weights_alone(tmp_path: Path) -> None:
+    model = lm.build_abstract(init, jax.random.key(0))
+    state = train(model.with_optimizer(OPTIMIZER).materialize(), Batches(), 2)
+    lm.save_step(state, tmp_path, 2)
+    with pytest.raises(lm.CheckpointError, match="optimizer/0/trace"):
+        lm.restore(model.with_optimizer(optax.sgd(0.1, 0.9)), tmp_path)
+    with pytest.warns(lm.LazyModelWarning, match="optimizer/1/0/count"):
+        weights = lm.restore(model, tmp_path, strict=False)
+    assert_same(weights, state[0])
+    with pytest.warns(lm.LazyModelWarning, match="strict=False leaves out"):
+        other = lm.restore(model.with_optimizer(optax.sgd(0.1, 0.9)), tmp_path, strict=False, initialize="missing")
+    assert_same(other[0], state[0])
