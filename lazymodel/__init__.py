@@ -38,8 +38,8 @@ from lazymodel._errors import (
     ShardingError,
     TraceError,
 )
+from lazymodel._mapping.apply import map_checkpoint
 from lazymodel._mapping.entry import From
-from lazymodel._mapping.mapped import map_checkpoint
 from lazymodel._mapping.table import WeightMap
 from lazymodel._materialize.report import LoadReport
 from lazymodel._materialize.reshard import ReshardReport, reshard
@@ -51,7 +51,9 @@ from lazymodel._plan.fleet import Fleet
 from lazymodel._plan.plan import MemoryPlan
 from lazymodel._plan.search import smallest_topology
 from lazymodel._plan.what_if import WhatIf
+from lazymodel._restore import restore, training_state
 from lazymodel._save.save import save
+from lazymodel._save.steps import save_step
 from lazymodel._sharding.auto import auto
 from lazymodel._sharding.host import Host
 from lazymodel._sharding.roles import role
@@ -61,6 +63,7 @@ from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._transform.reinitialize import path_key
 from lazymodel._version import VERSION as _VERSION
 from lazymodel.checkpoints import Checkpoint, open_checkpoint
+from lazymodel.checkpoints._steps import TrainingState
 
 __version__ = _VERSION
 
@@ -85,6 +88,7 @@ __all__ = [
     "ReshardReport",
     "ShardingError",
     "TraceError",
+    "TrainingState",
     "WeightMap",
     "WhatIf",
     "arithmetic_mesh",
@@ -101,11 +105,14 @@ __all__ = [
     "open_checkpoint",
     "path_key",
     "reshard",
+    "restore",
     "role",
     "save",
+    "save_step",
     "smallest_topology",
     "statistics",
     "topology",
+    "training_state",
 ]
 
 _clock.imported("lazymodel")

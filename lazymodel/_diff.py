@@ -16,11 +16,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from lazymodel._abstract.arrays import lazy_array, named_arrays
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._errors import LazyModelError
-from lazymodel._mapping.mapped import described, flat_checkpoint
-from lazymodel._mapping.values import lazy_values
+from lazymodel._mapping.given import given_tensors
+from lazymodel._mapping.mapped import described
 from lazymodel._remote.source import reading_ahead
 from lazymodel._show.progress import Progress, ProgressTo, progress_for
 from lazymodel._show.table import Table, Tabled, shape_text
@@ -185,11 +184,12 @@ def diff(a: Any, b: Any, *, tolerance: float | None = None, progress: ProgressTo
 
 def _tensors(given: Any) -> tuple[dict[str, LazyTensor], str]:
     """Everything by name, and what to call it."""
+    tensors = given_tensors(given)
     if isinstance(given, ModelSpec):
-        return lazy_values(given), given.name
-    flat = (flat_checkpoint(given) or {}) if isinstance(given, Mapping | str) else named_arrays(given)
-    name = described(flat).removeprefix("checkpoint ") if hasattr(flat, "path") else f"the {type(given).__name__}"
-    return {path: lazy_array(path, array) for path, array in flat.items()}, name
+        return tensors, given.name
+    if isinstance(given, Mapping) and hasattr(given, "path"):
+        return tensors, described(given).removeprefix("checkpoint ")
+    return tensors, f"the {type(given).__name__}"
 
 
 def _both(texts: Sequence[str]) -> str:

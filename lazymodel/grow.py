@@ -18,12 +18,10 @@ from typing import Any, cast
 import jax.numpy as jnp
 import numpy as np
 
-from lazymodel._abstract.arrays import lazy_array, named_arrays
 from lazymodel._abstract.paths import Template
-from lazymodel._abstract.spec import ModelSpec
 from lazymodel._errors import LazyModelError
-from lazymodel._mapping.mapped import MappedCheckpoint, flat_checkpoint
-from lazymodel._mapping.values import lazy_values
+from lazymodel._mapping.given import given_tensors
+from lazymodel._mapping.mapped import MappedCheckpoint
 from lazymodel._show.text import closest
 from lazymodel._tensors.lazy import LazyTensor, lazy
 
@@ -75,7 +73,7 @@ def depth(
         >>> [float(large[f"layers/{i}/out"][0, 0]) for i in range(4)]
         [1.0, 1.0, 0.0, 0.0]
     """
-    tensors = _tensors(checkpoint)
+    tensors = given_tensors(checkpoint)
     template = Template(pattern)
     zeros = [Template(name) for name in ([zero] if isinstance(zero, str) else zero)]
     if ("layer" in template.captures) == (axis is not None):
@@ -144,7 +142,7 @@ def width(
     """
     if not 0 <= uneven < 1:
         raise LazyModelError(f"uneven is a number from 0 to below 1; got {uneven!r}")
-    tensors = _tensors(checkpoint)
+    tensors = given_tensors(checkpoint)
     axes: dict[str, tuple[int, bool]] = {}
     for table, leaves in ((incoming, False), (outgoing, True)):
         if not table:
@@ -212,7 +210,7 @@ def experts(checkpoint: Any, names: Mapping[str, str], experts: int, *, axis: in
     """
     if experts < 1:
         raise LazyModelError(f"experts: at least one is needed; got {experts}")
-    tensors = _tensors(checkpoint)
+    tensors = given_tensors(checkpoint)
     grown = dict(tensors)
     for pattern, new in names.items():
         template, target = Template(pattern), Template(new)
@@ -237,14 +235,6 @@ def experts(checkpoint: Any, names: Mapping[str, str], experts: int, *, axis: in
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-def _tensors(checkpoint: Any) -> dict[str, LazyTensor]:
-    """Everything by name; arrays on devices stay there."""
-    if isinstance(checkpoint, ModelSpec):
-        return lazy_values(checkpoint)
-    flat = (flat_checkpoint(checkpoint) or {}) if isinstance(checkpoint, Mapping) else named_arrays(checkpoint)
-    return {name: lazy_array(name, array) for name, array in flat.items()}
 
 
 def _matched(tensors: Mapping[str, LazyTensor], template: Template) -> dict[str, dict[str, str]]:

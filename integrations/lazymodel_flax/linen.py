@@ -18,7 +18,7 @@ from lazymodel import AbstractVariable, LazyModelError
 from lazymodel._abstract.framework import Framework, Optimizer, Training
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._trace.function import trace_function
-from lazymodel_flax._boxes import by_path, variable_path, with_logical_axes
+from lazymodel_flax._boxes import by_path, has_boxes, is_box, variable_path, with_logical_axes
 
 _PARAMS = "params/"  # how the paths of the collection that Flax trains begin
 
@@ -44,7 +44,7 @@ def build_abstract(module: linen.Module, args: tuple[Any, ...], kwargs: dict[str
 
     model = trace_function(module.init, args, kwargs, name=type(module).__name__, path_of=variable_path)
     tree = model.framework.structure({path: path for path in model})
-    boxes = [box for box in jax.tree.leaves(tree, is_leaf=_is_box) if isinstance(box, linen.Partitioned)]
+    boxes = [box for box in jax.tree.leaves(tree, is_leaf=is_box) if isinstance(box, linen.Partitioned)]
     model = with_logical_axes(model, {box.value: (box.names, getattr(box, "rules", None)) for box in boxes})
     trainable = {path: dataclasses.replace(model[path], trainable=path.startswith(_PARAMS)) for path in model}
 
@@ -64,12 +64,5 @@ class _Linen(Framework):
 
 
 def arrays(variables: Any) -> dict[str, Any] | None:
-    """The arrays of a variables dict by path, without the boxes; None for what has no boxes."""
-    leaves = jax.tree.leaves(variables, is_leaf=_is_box)
-    if not any(_is_box(leaf) for leaf in leaves):
-        return None
-    return by_path(variables)
-
-
-def _is_box(leaf: Any) -> bool:
-    return isinstance(leaf, linen.meta.AxisMetadata)
+    """The leaves of a tree by path, without the boxes; None for what has no boxes."""
+    return by_path(variables) if has_boxes(variables) else None

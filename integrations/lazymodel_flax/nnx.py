@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import types
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -21,13 +21,13 @@ from flax import nnx
 
 from lazymodel import AbstractVariable, LazyModelError, TraceError
 from lazymodel._abstract.framework import Framework, Optimizer, Training
-from lazymodel._abstract.paths import path_text
+from lazymodel._abstract.paths import OPTIMIZER, PathOf, is_trained_pair, path_text, trained_path
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._programs.jaxprs import with_weak_type
 from lazymodel._programs.keys import is_key
 from lazymodel._trace.escaped import cells_with_tracers, is_iterator, refuse_empty, refuse_escaped
 from lazymodel._trace.function import known_value, trace_function
-from lazymodel_flax._boxes import by_path, variable_path, with_logical_axes
+from lazymodel_flax._boxes import by_path, path_of_plain, variable_path, with_logical_axes
 from lazymodel_flax._variable_modes import (
     Modes,
     as_plain,
@@ -84,7 +84,7 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         closures.clear()
         leaves = jax.tree.leaves(result, is_leaf=lambda leaf: _is_node(leaf) or is_iterator(leaf))
         if not any(_is_node(leaf) for leaf in leaves):
-            built.append(_Built(None, None, (), {}, frozenset()))
+            built.append(_Built(None, None, (), {}, frozenset(), path_of_plain(result)))
             _check_plain(result, leaves, name)
             return result, after
         refuse_references(result)
@@ -92,17 +92,19 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         resolve_sharding(result)
         structure, found = nnx.split(result)
         flat, found_def = jax.tree_util.tree_flatten_with_path(found)
-        paths = tuple(variable_path(keys) for keys, _ in flat)
+        own = _own_path(result)
+        paths = tuple(own(variable_path(keys)) for keys, _ in flat)
         if not any(isinstance(leaf, (jax.Array, np.ndarray)) for _, leaf in flat):
             refuse_empty(result, list(zip(paths, (leaf for _, leaf in flat), strict=True)), name)
-        built.append(_Built(structure, found_def, paths, _axis_names(found), _params(found)))
+        axes = {own(path): names for path, names in _axis_names(found).items()}
+        built.append(_Built(structure, found_def, paths, axes, frozenset(map(own, _params(found)))))
         return [_as_count(leaf, known) for _, leaf in flat], after
 
     def path_of(keys: Sequence[Any]) -> str:
         if keys[0].idx == 1:
             return f"{_AFTER}{keys[1].idx}"
         paths = built[-1].paths
-        return paths[keys[1].idx] if built[-1].graphdef is not None else path_text(keys[1:])
+        return paths[keys[1].idx] if built[-1].graphdef is not None else built[-1].path_of(keys[1:])
 
     # None is a pytree without leaves, so the holes that nodes leave in `rest` trace to themselves.
     model = trace_function(pure, (rest, state), {}, name=name, path_of=path_of)
@@ -114,7 +116,17 @@ def arrays(model: Any) -> dict[str, Any] | None:
     """The arrays of a module, or of a pytree with NNX objects in it, by path; None for what has none."""
     if not any(_is_node(leaf) for leaf in jax.tree.leaves(model, is_leaf=_is_node)):
         return None
-    return by_path(nnx.split(as_plain(model))[1])
+    own = _own_path(model)
+    return {own(path): leaf for path, leaf in by_path(nnx.split(as_plain(model))[1]).items()}
+
+
+def _own_path(tree: Any) -> Callable[[str], str]:
+    """What makes the paths in the state of a tree those of its variables: in a pair of a module and its optimizer
+    they are as `with_optimizer` has them.
+    """
+    if type(tree) is tuple and len(tree) == 2 and type(tree[1]) is nnx.Optimizer:
+        return lambda path: trained_path(path).replace(f"{OPTIMIZER}opt_state/", OPTIMIZER, 1)
+    return trained_path if is_trained_pair(tree) else str
 
 
 def with_arrays(model: Any, arrays: Mapping[int, Any]) -> Any:
@@ -136,6 +148,7 @@ class _Built:
     paths: tuple[str, ...]  # a path for each leaf of the state
     axes: Mapping[str, tuple[Any, Any]]  # see `_axis_names`
     params: frozenset[str]  # the paths of what an `nnx.Param` holds
+    path_of: PathOf = path_text  # names what is in a result without NNX objects
 
 
 def _is_node(leaf: Any) -> bool:
@@ -248,6 +261,7 @@ def _as_module(model: ModelSpec, built: _Built, modes: Modes) -> ModelSpec:
         framework=_Results(model.framework) if built.graphdef is None else _Module(model.framework, built, modes),
         recipes=tuple(recipe.restricted_to(paths) for recipe, paths in kept if paths),
         sources={path: source for path, source in model.sources.items() if path in own},
+        aliases={other: path for other, path in model.aliases.items() if not other.startswith(_AFTER)},
     )
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import jax
 
 from lazymodel._errors import LazyModelError
 
 Captures: TypeAlias = "dict[str, str]"
+PathOf: TypeAlias = "Callable[[Sequence[Any]], str]"  # names a leaf from its `jax.tree_util` key path
+
+OPTIMIZER = "optimizer/"  # how the paths of optimizer state begin
 
 
 def path_text(path: Sequence[Any]) -> str:
@@ -20,6 +23,31 @@ def path_text(path: Sequence[Any]) -> str:
         names = (getattr(key, attribute) for attribute in ("key", "idx", "name") if hasattr(key, attribute))
         parts.append(str(next(names, key)))
     return "/".join(parts) or "value"
+
+
+def is_trained_pair(tree: Any) -> TypeGuard[tuple[Any, Any]]:
+    """Returns True for a pair of a model and an Optax state, such as `with_optimizer` materializes to."""
+    return type(tree) is tuple and len(tree) == 2 and _is_state(tree[1]) and not _is_state(tree[0])
+
+
+def _is_state(tree: Any) -> bool:
+    """Returns True for a named tuple that is called a state, as all of Optax are, and for a tuple that has one."""
+    if not isinstance(tree, tuple):
+        return False
+    if hasattr(cast(Any, tree), "_fields"):
+        return type(cast(Any, tree)).__name__.endswith("State")
+    return any(map(_is_state, cast("tuple[Any, ...]", tree)))
+
+
+def trained_path(path: str) -> str:
+    """The path in a pair of model and optimizer: `0/kernel` → `kernel`, `1/0/mu/kernel` → `optimizer/0/mu/kernel`."""
+    part, _, rest = path.partition("/")
+    return (OPTIMIZER if part == "1" else "") + (rest or "value")
+
+
+def path_of(tree: Any) -> PathOf:
+    """The function that names the leaves of a tree."""
+    return (lambda keys: trained_path(path_text(keys))) if is_trained_pair(tree) else path_text
 
 
 def unique_paths(paths: Sequence[str]) -> list[str]:
@@ -40,8 +68,9 @@ def rule_path(path: str) -> str:
 
 def flatten_paths(tree: Any, *, only: tuple[type, ...] = (object,)) -> dict[str, Any]:
     """A pytree's leaves by path, named as `build_abstract` names variables: keys and indexes joined by `/`."""
+    name = path_of(tree)
     leaves = [(keys, leaf) for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0] if isinstance(leaf, only)]
-    paths = unique_paths([path_text(keys) for keys, _ in leaves])
+    paths = unique_paths([name(keys) for keys, _ in leaves])
     return {path: leaf for path, (_, leaf) in zip(paths, leaves, strict=True)}
 
 

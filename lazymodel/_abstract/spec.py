@@ -50,6 +50,7 @@ class ModelSpec(Mapping[str, AbstractVariable]):
         derived: How to compute the variables that depend on the values of others, once these are there.
         optimized: What the optimizer that the model has trains; None without one.
         spent: What making it took: building, sharding.
+        aliases: Other paths of variables that occur in several places, as tied weights do, to the variable's path.
     """
 
     variables: Mapping[str, AbstractVariable]
@@ -64,10 +65,12 @@ class ModelSpec(Mapping[str, AbstractVariable]):
     derived: Derived | None = None
     optimized: Optimized | None = None
     spent: tuple[Span, ...] = ()
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "variables", MappingProxyType(dict(self.variables)))
         object.__setattr__(self, "sources", MappingProxyType(dict(self.sources)))
+        object.__setattr__(self, "aliases", MappingProxyType(dict(self.aliases)))
         known = {path for recipe in self.recipes for path in recipe.paths} | set(self.sources)
         known.update(() if self.derived is None else self.derived.paths)
         if unknown := [path for path in self.variables if path not in known]:

@@ -14,10 +14,12 @@ import numpy as np
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import CheckpointError, warn
+from lazymodel._mapping.lora import refuse_adapter
 from lazymodel._mapping.mapped import MappedCheckpoint, described
 from lazymodel._programs.programs import InitRecipe
 from lazymodel._show.text import closest, first_of, folded_names, listed
 from lazymodel._tensors.casting import SAFE, check_mode, refusal, weights
+from lazymodel._tensors.equal import equal_tensor
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.quantized import scales_beside
 from lazymodel._tensors.stored import MismatchedTensor, stored_tensors, where
@@ -99,14 +101,25 @@ def choose(
 
 def _match(model: ModelSpec, checkpoint: Mapping[str, Any], *, strict: bool) -> tuple[dict[str, Any], list[str]]:
     """The checkpoint's tensors by variable path, and the names of all others."""
-    unexpected = [name for name in checkpoint if name not in model.variables]
+    unexpected = [name for name in checkpoint if name not in model.variables and name not in model.aliases]
+    refuse_adapter(unexpected, described(checkpoint))
     if strict and unexpected:
         raise CheckpointError(
             f"{described(checkpoint)} has {len(unexpected)} tensors that {model.name} has no variable for: "
             f"{listed(map(repr, unexpected))}{closest(unexpected[0], list(model))}. "
             "Rename them (lm.WeightMap.suggest proposes how), or pass strict=False to leave them out."
         )
-    return {path: checkpoint[path] for path in model if path in checkpoint}, unexpected
+    names = {path: [path] if path in checkpoint else [] for path in model}
+    for other, path in model.aliases.items():
+        if other in checkpoint:
+            names[path].append(other)
+    return {path: _one(path, {n: checkpoint[n] for n in found}) for path, found in names.items() if found}, unexpected
+
+
+def _one(path: str, sources: Mapping[str, Any]) -> Any:
+    """What a variable is loaded from, of what a checkpoint has under each of its paths."""
+    first, *others = sources.values()
+    return equal_tensor(path, [lazy(source, name) for name, source in sources.items()]) if others else first
 
 
 def _mismatch(variable: AbstractVariable, source: Any) -> MismatchedTensor | None:

@@ -40,6 +40,11 @@ def suggest(tensors: Mapping[str, Shape], variables: Mapping[str, Shape], comput
     result = Suggestion()
     # Braces would be captures.
     tensors, variables = ({n: s for n, s in some.items() if not set(n) & set("{}")} for some in (tensors, variables))
+    if tensors and all(variables.get(name) == shape for name, shape in tensors.items()):  # a checkpoint of the model
+        result.entries = {family.template(): From(family.template()) for family in families(tensors)}
+        missing = {path: shape for path, shape in variables.items() if path not in tensors}
+        result.lacking = [f"{family.template()!r} {list(family.shape)}" for family in families(missing)]
+        return result
     buffers = {name: shape for name, shape in tensors.items() if name.endswith(_BUFFERS)}
     result.ignore = [family.template() for family in families(buffers)]
     left_out = set(computed)

@@ -21,9 +21,13 @@ from typing import Any, cast
 import numpy as np
 
 from lazymodel._abstract.paths import Captures, Template
+from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError
 from lazymodel._mapping.entry import From, Missing, Parts, Tensors, check_captures, read_entry, write_entry
+from lazymodel._mapping.given import given_checkpoint
+from lazymodel._mapping.lora import refuse_adapter
+from lazymodel._mapping.mapped import described
 from lazymodel._mapping.suggest import suggest
 from lazymodel._show.text import LISTED, closest, first_lines, fold, grouped_names, unnumbered
 from lazymodel._tensors.lazy import LazyTensor, lazy
@@ -120,7 +124,7 @@ class WeightMap:
         self._notes: tuple[tuple[str, list[str]], ...] = ()
 
     @staticmethod
-    def suggest(checkpoint: Mapping[str, Any], abstract: Mapping[str, AbstractVariable]) -> WeightMap:
+    def suggest(checkpoint: Any, abstract: Mapping[str, AbstractVariable]) -> WeightMap:
         """A table proposed from names and shapes, for you to correct; nothing is read.
 
         Names are matched by the words they share (`q_proj` and `wq` are a query), where the variable's shape can be
@@ -128,8 +132,16 @@ class WeightMap:
         joined. `str` of it is Python source to paste, with a comment above each entry that had a choice, and after it
         what nothing was found for; `unsure` has the former by path.
 
+        Args:
+            checkpoint: As of `map_checkpoint`.
+            abstract: The abstract model.
+
         Returns:
             A table that may not fit: `check` says whether it does, and only you whether it is right.
+
+        Raises:
+            CheckpointError: `checkpoint` is none, or a LoRA adapter, whose tensors do not say how it is scaled.
+            LazyModelError: `abstract` is no abstract model.
 
         Example:
             >>> weights = {"fc_up.weight": np.zeros((256, 64)), "fc_down.weight": np.zeros((64, 256))}
@@ -141,9 +153,11 @@ class WeightMap:
                 }
             )
         """
+        checkpoint, abstract = given_checkpoint(checkpoint), _abstract(abstract)
+        refuse_adapter((name for name in checkpoint if name not in abstract), described(checkpoint))
         variables = {path: variable.stored[0] for path, variable in abstract.items()}
         computed = [path for path, variable in abstract.items() if variable.is_key]
-        found = suggest({name: tuple(tensor.shape) for name, tensor in checkpoint.items()}, variables, computed)
+        found = suggest({name: np.shape(tensor) for name, tensor in checkpoint.items()}, variables, computed)
         mapping = WeightMap(found.entries, ignore=found.ignore)
         _, wrong = mapping.apply(checkpoint, abstract)
         for path, text in (wrong.misshapen | wrong.missing | wrong.ambiguous).items():
@@ -152,12 +166,12 @@ class WeightMap:
         mapping._notes = (("No tensor was found for", found.lacking), ("No variable was found for", found.unused))
         return mapping
 
-    def check(self, checkpoint: Mapping[str, Any], abstract: Mapping[str, AbstractVariable]) -> MappingReport:
-        """Compares the table with a checkpoint and an abstract model; reads headers only.
+    def check(self, checkpoint: Any, abstract: Mapping[str, AbstractVariable]) -> MappingReport:
+        """Compares the table with a checkpoint and an abstract model, given as to `suggest`; reads headers only.
 
-        Whether the model can be saved with the table as well, `one_way` of the report says.
+        `one_way` of the report says why a model cannot be saved with the table, where it cannot.
         """
-        report = self.apply(checkpoint, abstract)[1]
+        report = self.apply(given_checkpoint(checkpoint), _abstract(abstract))[1]
         if not report.ok:
             return report
         stored = {path: variable.stored for path, variable in abstract.items()}
@@ -205,6 +219,9 @@ class WeightMap:
         self, checkpoint: Mapping[str, Any], abstract: Mapping[str, AbstractVariable]
     ) -> tuple[dict[str, LazyTensor], MappingReport]:
         """The variables' values, lazy, as far as nothing is wrong with them, and what is wrong."""
+        ignored = {name for name in checkpoint if any(each.match(name) is not None for each in self._ignore)}
+        left = [name for name in checkpoint if name not in abstract and name not in ignored]
+        refuse_adapter(left, described(checkpoint))
         tensors, mapped, report = Tensors(checkpoint), dict[str, LazyTensor](), MappingReport()
         matched: set[str] = set()
         hint = _Hints()
@@ -229,7 +246,7 @@ class WeightMap:
         for name in checkpoint:
             if name in tensors.taken:
                 continue
-            if any(ignored.match(name) is not None for ignored in self._ignore):
+            if name in ignored:
                 report.ignored[name] = ""
             else:
                 report.unused[name] = hint("unused", name, names)
@@ -258,6 +275,14 @@ class WeightMap:
         for what, names in self._notes:
             lines += [f"# {what}:", *(f"#   {name}" for name in names)] if names else []
         return "\n".join(lines)
+
+
+def _abstract(given: Any) -> ModelSpec:
+    if not isinstance(given, ModelSpec):
+        raise LazyModelError(
+            f"a table is for an abstract model, which lm.build_abstract returns; got {type(given).__name__}"
+        )
+    return given
 
 
 def _quoted(text: str) -> str:

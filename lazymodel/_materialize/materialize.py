@@ -26,7 +26,7 @@ from lazymodel._compile.lower import prepared
 from lazymodel._devices.agreement import Stage, agreement
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError
-from lazymodel._mapping.mapped import flat_checkpoint
+from lazymodel._mapping.given import flat_checkpoint
 from lazymodel._mapping.match import Choice, choose_and_warn
 from lazymodel._mapping.values import read_as
 from lazymodel._materialize.exchange import Exchange, exchanged, exchanges
@@ -49,7 +49,7 @@ from lazymodel._tensors.source import BYTES_READ
 
 def materialize(
     model: ModelSpec,
-    checkpoint: Mapping[str, Any] | None = None,
+    checkpoint: Any = None,
     *,
     initialize: str | None = None,
     strict: bool = True,
@@ -66,7 +66,7 @@ def materialize(
     Where several processes share the model's devices, all of them must call this, and it fails in all or in none.
 
     Args:
-        checkpoint: Path to tensor, such as `open_checkpoint` returns; None uses what the model was built with.
+        checkpoint: An open checkpoint, or what `save` takes, a live model too; None is what the model was built with.
         initialize: `"missing"` initializes what the checkpoint lacks, `"nothing"` makes that an error, `"all"`
             ignores the checkpoint. None is `"missing"` with a warning that lists what a given checkpoint lacked.
         strict: Whether a checkpoint tensor that the model has no variable for, or that has another shape than its
@@ -88,7 +88,7 @@ def materialize(
             and compiled while the weights come; the first call, in the same context as this one, compiles nothing.
         progress: True or False for a bar, None for a bar when a person is watching, a callable
             `f(done_nbytes, total_nbytes)` or a `Progress` for your own. Bytes are those of the distinct shards of
-            this process; they are told of from several threads, one call at a time.
+            this process, told of from several threads, one call at a time.
         report: True prints a `LoadReport` once the model is complete; a callable, such as `reports.append`, is
             given it instead. A failure reports nothing but its error.
 

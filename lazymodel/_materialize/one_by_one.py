@@ -17,7 +17,7 @@ from lazymodel._abstract.placement import device_shardings, stays_on_host
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._devices.agreement import agreement
 from lazymodel._devices.hardware import require_live
-from lazymodel._mapping.mapped import flat_checkpoint
+from lazymodel._mapping.given import flat_checkpoint
 from lazymodel._mapping.match import Choice, choose_and_warn
 from lazymodel._mapping.values import initial_values, is_banded, read_as, refuse_derived
 from lazymodel._materialize.finish import finished
@@ -36,7 +36,7 @@ _BUDGET = 256 << 20  # bytes of the host's memory, within which variables are re
 
 def stream(
     model: ModelSpec,
-    checkpoint: Mapping[str, Any] | None = None,
+    checkpoint: Any = None,
     *,
     initialize: str | None = None,
     strict: bool = True,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -23,7 +23,7 @@ from lazymodel._devices.compiler import CompiledMemory
 from lazymodel._devices.hardware import device_memory as known_memory
 from lazymodel._devices.hardware import is_arithmetic, is_live
 from lazymodel._errors import DoesNotFitError, LazyModelError
-from lazymodel._mapping.mapped import flat_checkpoint
+from lazymodel._mapping.given import flat_checkpoint
 from lazymodel._mapping.match import Choice, choose, refused_casts
 from lazymodel._plan.compiled import compile_use
 from lazymodel._plan.fleet import Fleet, Traffic
@@ -37,7 +37,7 @@ from lazymodel._tensors.stored import is_initial, where
 
 def plan(
     model: ModelSpec,
-    checkpoint: Mapping[str, Any] | None = None,
+    checkpoint: Any = None,
     *,
     initialize: str | None = None,
     device_memory: int | str | None = None,

@@ -20,8 +20,8 @@ from lazymodel._abstract.arrays import lazy_array, named_arrays
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._devices.agreement import agreement
 from lazymodel._errors import LazyModelError
+from lazymodel._mapping.given import model_values
 from lazymodel._mapping.table import WeightMap
-from lazymodel._mapping.values import lazy_values
 from lazymodel._remote.path import Location, remote_path
 from lazymodel._remote.url import is_url
 from lazymodel._save import hdf5, numpy, zarr
@@ -80,12 +80,12 @@ def save(
 
     Args:
         model: A mapping of path to array, any pytree of arrays, or a model of a known framework. Paths are those of
-            `build_abstract`. Lazy tensors of another checkpoint are taken as well, which converts it. An abstract model
-            is initialized, or loaded from what it was built with, straight into the files, and may be larger than the
-            machine. PRNG keys are saved as their key data; what is no array is left out.
-        path: A file that ends with `.safetensors`, of any size; or a folder, which may hold other files. Either may be
-            a URL that begins with `s3://`, `gs://` or `az://`. On disks also `.weights.h5` or `.h5`, as Keras writes
-            them, `.weights.json` for shards of it, and NumPy's `.npz`; for Orbax and `.npy` files a folder.
+            `build_abstract`; in a pair with an Optax state or `nnx.Optimizer`, of `with_optimizer`. Arrays in several
+            places are under each path, PRNG keys are key data, what is no array is left out. An abstract model is
+            initialized, or loaded from what it was built with, straight into the files.
+        path: A file that ends with `.safetensors`, or a folder, which may hold other files; on a disk, or a URL that
+            begins with `s3://`, `gs://` or `az://`. On disks also `.weights.h5` or `.h5`, as Keras writes them,
+            `.weights.json` for shards of it, and NumPy's `.npz`; for Orbax and `.npy` files a folder.
         mapping: The `WeightMap` that the model was loaded with, undone; or a function that takes path → `LazyTensor`
             and returns a flat dict of tensor name → lazy tensor or array, made with NumPy. None keeps the paths.
         format: `"safetensors"`, `"hdf5"`, `"numpy"`, or of folders `"npy"`, a file an array, and `"orbax"`; None goes
@@ -158,7 +158,7 @@ def _values(model: Any) -> tuple[Mapping[str, Any], list[Any]]:
     """What is saved, by path, and the shardings whose processes save it together."""
     if isinstance(model, ModelSpec):
         several = jax.process_count() > 1  # a single one may save what is planned for other devices
-        return lazy_values(model), [v.sharding for v in model.values() if several and v.sharding is not None]
+        return model_values(model), [v.sharding for v in model.values() if several and v.sharding is not None]
     arrays = named_arrays(model)
     return arrays, [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
 

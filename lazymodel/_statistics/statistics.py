@@ -17,7 +17,7 @@ from lazymodel._abstract.placement import device_shardings
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import LazyModelError
-from lazymodel._mapping.mapped import flat_checkpoint
+from lazymodel._mapping.given import flat_checkpoint
 from lazymodel._mapping.match import choose_and_warn
 from lazymodel._mapping.values import lazy_values
 from lazymodel._materialize.one_by_one import stream
@@ -35,7 +35,7 @@ _IN_FLIGHT = 2  # programs dispatched before the first is waited for: one variab
 
 def statistics(
     model: Any,
-    checkpoint: Mapping[str, Any] | None = None,
+    checkpoint: Any = None,
     *,
     stacked: str | None = None,
     spectral: bool = True,

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
 
 from lazymodel._abstract.framework import Framework
 from lazymodel._abstract.host_arrays import is_host_variable
-from lazymodel._abstract.paths import path_text, unique_paths
+from lazymodel._abstract.paths import PathOf, unique_paths
+from lazymodel._abstract.paths import path_of as path_of_tree
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import TraceError
@@ -27,8 +28,6 @@ from lazymodel._trace.inlined import keep_inlined
 from lazymodel._trace.named_axes import named_axes
 from lazymodel._trace.program import Program, Value
 from lazymodel._trace.small import on_host
-
-PathOf: TypeAlias = "Callable[[Sequence[Any]], str]"
 
 
 def trace_function(
@@ -48,7 +47,7 @@ def trace_function(
     `jax.tree_util` key path, by default by the keys joined by `/`.
     """
     called: str = name or getattr(function, "__name__", type(function).__name__)
-    found, jaxpr, inputs = _trace(function, args, kwargs, path_of or path_text, called)
+    found, jaxpr, inputs = _trace(function, args, kwargs, path_of, called)
     with on_host():
         graph = Graph(jaxpr, inputs)
     variables: dict[str, AbstractVariable] = {}
@@ -80,7 +79,7 @@ def trace_function(
             variables[path] = dataclasses.replace(variables[path], origin=recipe.origin)
     for path, axes in found.axes.items():
         variables[path] = dataclasses.replace(variables[path], logical_axes=axes)
-    return ModelSpec(variables, recipes, sources, Framework(found.unflatten), name=called)
+    return ModelSpec(variables, recipes, sources, Framework(found.unflatten), name=called, aliases=found.aliases)
 
 
 def known_value(model: ModelSpec, path: str) -> np.ndarray[Any, Any] | None:
@@ -109,6 +108,7 @@ class Flat:
     others: list[tuple[str, Any]]  # path and leaf, of all that is no array
     treedef: Any
     axes: dict[str, tuple[str | None, ...]]  # path to the names of dimensions, of arrays that carry such
+    aliases: dict[str, str]  # other paths of an array that occurs twice, to its first one
 
     def unflatten(self, mapping: Mapping[str, Any]) -> Any:
         leaves = [mapping[leaf.path] if isinstance(leaf, _Slot) else leaf for leaf in self.leaves]
@@ -129,7 +129,7 @@ class Flat:
 def flattened(result: Any, path_of: PathOf, is_leaf: Callable[[Any], bool] | None = None) -> Flat:
     """A result as its leaves, named by their `jax.tree_util` key paths."""
     found, treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_leaf)
-    flat = Flat([], {}, [], treedef, {})
+    flat = Flat([], {}, [], treedef, {}, {})
     names = named_axes(result, is_leaf)
     slots: dict[int, _Slot] = {}
     for path, (_, leaf) in zip(unique_paths([path_of(keys) for keys, _ in found]), found, strict=True):
@@ -140,12 +140,14 @@ def flattened(result: Any, path_of: PathOf, is_leaf: Callable[[Any], bool] | Non
             flat.arrays[path] = leaf
             if any(axes := names.get(id(leaf), ())):
                 flat.axes[path] = axes
+        else:
+            flat.aliases[path] = slots[id(leaf)].path
         flat.leaves.append(slots.get(id(leaf), leaf))
     return flat
 
 
 def _trace(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], path_of: PathOf, name: str
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], path_of: PathOf | None, name: str
 ) -> tuple[Flat, Any, list[Any]]:
     """The result, its jaxpr of the array arguments to the distinct `jax.Array`s of the result, and these arguments."""
     arguments, in_tree = jax.tree.flatten((tuple(args), dict(kwargs)))
@@ -159,7 +161,7 @@ def _trace(
             filled[index] = array
         positional, named = jax.tree.unflatten(in_tree, filled)
         result = function(*positional, **named)
-        found = flattened(result, path_of, is_iterator)
+        found = flattened(result, path_of or path_of_tree(result), is_iterator)
         refuse_escaped(found.others, found.treedef)
         if not found.arrays:
             refuse_empty(result, found.others, name)

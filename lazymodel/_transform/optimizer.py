@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from lazymodel._abstract.framework import Derived, Framework, LoweredFunction, Optimizer, Training
-from lazymodel._abstract.paths import rule_path
+from lazymodel._abstract.paths import OPTIMIZER, rule_path
 from lazymodel._abstract.spec import AnyModel, ModelSpec, Optimized
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError
@@ -27,8 +27,6 @@ from lazymodel._sharding.follow import follow
 from lazymodel._show.text import closest
 from lazymodel._trace.errors import raise_explained
 from lazymodel._trace.function import Flat, flattened, trace_function
-
-PREFIX = "optimizer/"  # of the paths of all optimizer state
 
 
 def with_optimizer(
@@ -93,7 +91,7 @@ def with_optimizer(
         derived = AbstractVariable(path, shape, struct.dtype, origin="of parameters", weak_type=weak)
         variable = traced.variables.get(path, derived)
         origin = "value" if variable.origin == "constant" else variable.origin
-        follows = _parameter(rule_path(path.removeprefix(PREFIX)), found.training.parameters)
+        follows = _parameter(rule_path(path.removeprefix(OPTIMIZER)), found.training.parameters)
         state[path] = dataclasses.replace(variable, origin=origin, trainable=False, follows=follows)
     on_host = {path: source for path, source in traced.sources.items() if traced[path].on_host}
     constants = {path: source for path, source in traced.sources.items() if path not in on_host}
@@ -180,7 +178,7 @@ def _start(model: ModelSpec, optimizer: Optimizer, parameters: Mapping[str, jax.
 
     def flat(leaves: Mapping[str, Any]) -> list[Any]:
         training = start(leaves)
-        found = flattened(training.state, lambda keys: PREFIX + training.path_of(keys))
+        found = flattened(training.state, lambda keys: OPTIMIZER + training.path_of(keys))
         started.append((training, found.traced()))
         return list(found.arrays.values())
 

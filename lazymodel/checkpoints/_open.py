@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -186,6 +187,8 @@ def located(path: str | os.PathLike[str] | RemotePath, storage_options: Mapping[
     """
     if isinstance(path, RemotePath):
         return path
+    if not isinstance(cast(Any, path), str | os.PathLike):
+        raise CheckpointError(f"open_checkpoint takes a path or URL, text or a pathlib.Path; got {reprlib.repr(path)}")
     if not is_url(path):
         if storage_options:
             raise CheckpointError(f"{os.fspath(path)}: storage_options are for URLs, found a path")

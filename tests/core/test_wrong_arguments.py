@@ -67,6 +67,26 @@ def smallest(*args: Any, **options: Any) -> Callable[[], Any]:
         (plan(Path("model.safetensors")), "is a path, not a checkpoint"),
         (lambda: MODEL.materialize("folder"), "lm.open_checkpoint('folder')"),  # pyright: ignore
         (plan(MESH), "a checkpoint is a mapping of path to tensor, or a pytree; got AbstractMesh"),
+        (plan(3), "a checkpoint is a mapping of path to tensor, or a pytree; got 3"),
+        *(
+            (call, f"or a pytree; got {got}")
+            for call, got in (
+                (lambda: lm.map_checkpoint(None, dict), "None"),
+                (lambda: lm.WeightMap.suggest(None, MODEL), "None"),
+                (lambda: lm.WeightMap({}).check(len, MODEL), "<built-in"),
+                (lambda: lm.diff(None, {}), "None"),
+                (lambda: lm.grow.experts(None, {}, 2), "None"),
+            )
+        ),
+        (lambda: lm.map_checkpoint("x", dict), "'x' is a path, not a checkpoint; open it first"),
+        (lambda: lm.map_checkpoint({}, None, MODEL), "a mapping is a WeightMap or a function of the checkpoint"),  # pyright: ignore
+        (lambda: lm.map_checkpoint({}, lm.WeightMap({})), "pass map_checkpoint the abstract model too"),
+        (lambda: lm.map_checkpoint({}, lm.WeightMap({}), {}), "the abstract model too; got dict"),  # pyright: ignore
+        (lambda: lm.WeightMap.suggest({}, {"a": X}), "a table is for an abstract model ... got dict"),  # pyright: ignore
+        *(
+            (lambda path=path: lm.open_checkpoint(path), f"open_checkpoint takes a path or URL ... got {path!r}")  # pyright: ignore
+            for path in (None, 3, b"x", {})
+        ),
         (what_if(optimizer=ADAM), "with_optimizer() takes an optimizer itself, and a plan then counts its state"),
         (what_if(optimizer=optax.adam), "with_optimizer() takes an optimizer itself"),
         (what_if(optimizer=2.0), "optimizer is a name, a number of slots or their dtypes; got 2.0"),

@@ -158,7 +158,7 @@ def test_an_orbax_checkpoint_on_s3(s3: S3Server, trained: Any, tmp_path: Path, m
             obstore.put(store, f"saved/{path.relative_to(tmp_path / 'saved').as_posix()}", path)
     options = {name: value for name, value in s3.options().items() if "key" not in name}
     told = lk.training_state("s3://bucket/saved", storage_options=options)
-    assert told == lk.TrainingState("s3://bucket/saved/0", 0, 1, 0, {}, None)
+    assert told == lk.TrainingState("s3://bucket/saved/0", 0, {}, None, 1, 0)
     model = lk.restore(seeded(make_model), "s3://bucket/saved", storage_options=options)
     assert_same(trained, model)
     assert_same(trained, lk.load_model("s3://bucket/saved", storage_options=options), outputs=False)

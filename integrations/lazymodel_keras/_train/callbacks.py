@@ -6,28 +6,28 @@ and its steps do not say whether they count epochs or batches.
 
 from __future__ import annotations
 
-import base64
 import collections
 import contextlib
 import dataclasses
-import json
 import os
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import jax
 import keras
 
+import lazymodel
 from lazymodel import CheckpointError, LazyModelError, open_checkpoint
+from lazymodel._remote.path import remote_path
 from lazymodel._remote.url import is_url, shown
-from lazymodel.checkpoints._untrusted import read_json_file
+from lazymodel.checkpoints._steps import KEY, described, is_nothing, read_described
+from lazymodel.checkpoints._untrusted import read_json_file, read_json_object
 from lazymodel_keras._record.remote import RemoteFiles, check_storage_options, has_obstore
 from lazymodel_keras._train.restore import step_folder
 from lazymodel_keras._train.steps import RemoteSteps
 
-_KEY = "lazymodel"  # ours among what else may be in a checkpoint's custom metadata
-_BYTES = "base64"
 _Stock: Any = getattr(keras.callbacks, "OrbaxCheckpoint", keras.callbacks.Callback)
 
 
@@ -169,18 +169,10 @@ class TrainingCheckpoint(_Stock):
         super().wait_until_finished()
 
     def _describe(self) -> dict[str, Any]:
-        """What is saved besides the model."""
+        """What is saved besides the model: a step's metadata and data, as `lazymodel.save` has them."""
         given = self._metadata() if callable(self._metadata) else self._metadata
-        described: dict[str, Any] = {"epoch": self._epoch, "batch": self._batch, "metadata": dict(given or {})}
-        if self._states:
-            state = self._states[0][1]
-            is_bytes = isinstance(state, bytes | bytearray)
-            described["data"] = {_BYTES: base64.b64encode(state).decode()} if is_bytes else state
-        try:
-            json.dumps(described)
-        except (TypeError, ValueError) as error:
-            raise LazyModelError(f"metadata and data states are of types that JSON has, or bytes: {error}") from None
-        return {_KEY: described}
+        where = {"epoch": self._epoch, "batch": self._batch, "metadata": dict(given or {})}
+        return {KEY: described(where, self._states[0][1] if self._states else None)}
 
 
 class _Describing:
@@ -225,17 +217,15 @@ class _Describing:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingState:
-    """Where training was when a checkpoint was saved.
+class TrainingState(lazymodel.TrainingState):
+    """Where training was when a checkpoint was saved, as `lazymodel.TrainingState`, and by epochs.
+
+    The stock callback's `step` counts epochs from 0, or batches where `save_freq` is a number.
 
     Attributes:
-        path: The folder of the step.
-        step: The step's number. The stock callback counts epochs from 0, or batches where `save_freq` is a number.
         epoch: What to give `fit` as `initial_epoch`: the epochs that were completed. None where the stock callback
             saved it, and the number of updates does not tell.
         batch: Batches of the next epoch that were trained on already; 0 where epochs were saved.
-        metadata: What `TrainingCheckpoint` was given to save.
-        data: The state of its data iterator, for `set_state`; None if it had none.
 
     Example:
         >>> state = lk.training_state("checkpoints")  # saved as in the example of `TrainingCheckpoint`
@@ -243,16 +233,15 @@ class TrainingState:
         (2, 1, {'run': 3})
     """
 
-    path: str
-    step: int
     epoch: int | None
     batch: int
-    metadata: dict[str, Any]
-    data: Any
 
 
-def training_state(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> TrainingState:
-    """Where training was when a checkpoint was saved, by `TrainingCheckpoint` or the stock callback.
+def training_state(
+    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> TrainingState | None:
+    """Where training was when a checkpoint was saved, by `TrainingCheckpoint` or the stock callback; None where nothing
+    was saved yet, so that training begins.
 
     Args:
         path: The folder of a step, or one of steps, of which the newest complete one is taken; `~` is the home folder.
@@ -268,10 +257,15 @@ def training_state(path: str | os.PathLike[str], *, storage_options: Mapping[str
     """
     text = os.path.expanduser(os.fspath(path))
     check_storage_options(text, storage_options)
-    where = RemoteFiles(storage_options).located(text)
+    files = RemoteFiles(storage_options)
+    if files.serves(text) or not is_url(text):
+        place = remote_path(text, storage_options) if is_url(text) else Path(text)
+        if is_nothing(place):
+            return None
+    where = files.located(text)
     with open_checkpoint(where) as checkpoint:
-        described = (checkpoint.metadata or {}).get(_KEY)
-        item = checkpoint.files[0] if described is not None else getattr(checkpoint, "item", None)
+        text_of_step = (checkpoint.metadata or {}).get(KEY)
+        item = checkpoint.files[0] if text_of_step is not None else getattr(checkpoint, "item", None)
         folder = None if item is None else step_folder(where, str(item))
         number = "" if folder is None else folder.name.rpartition("_")[2]
         if folder is None or not number.isdecimal():
@@ -284,29 +278,21 @@ def training_state(path: str | os.PathLike[str], *, storage_options: Mapping[str
             if name.startswith("optimizer_variables/") and name.endswith("/iteration") and checkpoint[name].shape == ()
         ]
     step, file = int(number), folder / "_CHECKPOINT_METADATA"
+    if text_of_step is not None:
+        ours = read_json_object(text_of_step.encode(), str(folder))
+    else:
+        custom = read_json_file(file).get("custom_metadata") if file.exists() else None
+        ours = cast("dict[str, Any]", custom).get(KEY) if isinstance(custom, dict) else None
+    if ours is None:
+        return TrainingState(str(folder), step, {}, None, _stock_epoch(step, max(updates, default=0)), 0)
+    found, data = read_described(ours, folder)
     try:
-        if described is not None:
-            ours = json.loads(described)
-        else:
-            custom = read_json_file(file).get("custom_metadata") if file.exists() else None
-            ours = cast("dict[str, Any]", custom).get(_KEY) if isinstance(custom, dict) else None
-        if ours is None:
-            return TrainingState(str(folder), step, _stock_epoch(step, max(updates, default=0)), 0, {}, None)
-        data = _decode(ours["data"]) if "data" in ours else None
-        return TrainingState(str(folder), step, int(ours["epoch"]), int(ours["batch"]), dict(ours["metadata"]), data)
+        return TrainingState(str(folder), step, dict(found["metadata"]), data, int(found["epoch"]), int(found["batch"]))
     except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder}: expected epoch, batch and metadata under {_KEY!r}, found {error!r}"
-        ) from error
+        raise CheckpointError(f"{folder}: expected epoch, batch and metadata under {KEY!r}, found {error!r}") from error
 
 
 def _stock_epoch(step: int, updates: int) -> int | None:
     """The epochs that were completed, where the stock callback's step is an epoch's number from 0, not batches."""
     # Epochs have the same number of updates each, at least one.
     return step + 1 if updates > step and updates % (step + 1) == 0 else None
-
-
-def _decode(state: Any) -> Any:
-    if isinstance(state, dict) and list(cast("dict[str, Any]", state)) == [_BYTES]:
-        return base64.b64decode(cast("dict[str, str]", state)[_BYTES], validate=True)
-    return state

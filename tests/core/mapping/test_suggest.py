@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -180,3 +181,32 @@ def test_any_names_make_a_table_or_none(theirs: dict[str, tuple[int, ...]], ours
     assert entries(eval(str(found), {"lm": lm})) == entries(found)
     report = found.check(checkpoint, abstract)
     assert not report.missing and not report.misshapen and not report.unmatched
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "base_model.model.layers.0.q_proj.lora_A.weight",
+        "layers.0.q_proj.lora_B.default.weight",
+        "lora_A",
+        "embed/lora_embedding_A",
+    ],
+)
+def test_a_lora_adapter_is_refused(name: str) -> None:
+    abstract = lm.build_abstract(lambda: {"q": {"kernel": jnp.zeros((8, 8)), "lora_a": jnp.zeros((8, 2))}})
+    checkpoint = {"q/kernel": np.zeros((8, 8), "float32"), name: np.zeros((2, 8), "float32")}
+    table = lm.WeightMap({"q/kernel": "q/kernel", "q/lora_a": lm.From(name).T})
+    for call in (
+        lambda: lm.WeightMap.suggest(checkpoint, abstract),
+        lambda: lm.map_checkpoint(checkpoint, table, abstract, strict=False),
+        lambda: abstract.materialize(checkpoint, strict=False),
+        lambda: abstract.plan(checkpoint),
+    ):
+        with pytest.raises(lm.CheckpointError, match=rf"1 tensors of a LoRA adapter: '{name}'.*lora_alpha / r"):
+            call()
+    ignoring = lm.WeightMap({"q/kernel": "q/kernel"}, ignore=name)
+    assert ignoring.check(checkpoint, abstract).ok
+    merged = lm.map_checkpoint(checkpoint, lambda w: {"q/kernel": w["q/kernel"], "q/lora_a": w[name].T * 2})
+    abstract.materialize(merged, initialize="nothing")
+    own = lm.build_abstract(lambda: {"q": jnp.zeros((8, 8)), name: jnp.zeros((2, 8))})  # a variable of the model's own
+    own.materialize({"q": np.zeros((8, 8), "float32"), name: np.zeros((2, 8), "float32")}, initialize="nothing")

@@ -116,11 +116,51 @@ def test_pytrees_keys_and_ties(tmp_path: Path) -> None:
     tree = build(jax.random.key(1))
     lm.save(tree, tmp_path / "saved")
     abstract = lm.build_abstract(build, jax.random.key(0))
+    assert set(abstract) == {"head", "layers/1/w", "key"}
     with lm.open_checkpoint(tmp_path / "saved") as ckpt:
-        assert set(ckpt) == set(abstract) == {"head", "layers/1/w", "key"}, "what is tied is saved once"
+        assert set(ckpt) == {*abstract, "layers/0/w"}, "what is tied is saved under both names"
         model = abstract.materialize(ckpt, initialize="nothing")
     np.testing.assert_array_equal(model["layers"][0]["w"], tree["head"])
     assert jax.random.key_data(model["key"]).tolist() == jax.random.key_data(tree["key"]).tolist()
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "folder", "x.h5", "x.weights.json", "x.npz", "npy", "orbax"])
+def test_an_array_in_several_places_is_under_each_path(tmp_path: Path, mesh8: jax.sharding.Mesh, name: str) -> None:
+    def tied(key: jax.Array, other: float = 0) -> dict[str, Any]:
+        table = place(np.asarray(jax.random.normal(key, (16, 8))), mesh8, "model")
+        return {"embed": table, "lm_head": table + other if other else table, "bias": jnp.ones((3,))}
+
+    format = name if name in ("npy", "orbax") else None
+    if name == "orbax":
+        pytest.importorskip("orbax.checkpoint")
+    trees = tied(jax.random.key(1)), tied(jax.random.key(1), 1e-3)
+    for number, tree in enumerate(trees):
+        lm.save(tree, tmp_path / str(number) / name, format=format)
+        with lm.open_checkpoint(tmp_path / str(number) / name) as ckpt:
+            assert set(ckpt) == set(tree)
+            for path, array in tree.items():
+                assert ckpt[path].read().tobytes() == np.asarray(array).tobytes()
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        table = jax.random.normal(key, (16, 8))
+        return {"embed": table, "lm_head": table, "bias": jnp.ones((3,))}
+
+    abstract = lm.build_abstract(init, jax.random.key(0)).shard(mesh8, {"embed": P(None, "model"), "bias": P()})
+    assert set(abstract) == {"embed", "bias"}
+    for source in (trees[0], lm.open_checkpoint(tmp_path / "0" / name)):
+        model = abstract.materialize(source, initialize="nothing", max_host_memory="64KiB")
+        assert model["embed"] is model["lm_head"]
+        np.testing.assert_array_equal(model["embed"], trees[0]["embed"])
+    only = {"lm_head": trees[1]["lm_head"], "bias": trees[1]["bias"]}
+    np.testing.assert_array_equal(abstract.materialize(only)["embed"], only["lm_head"])
+    for source in (trees[1], lm.open_checkpoint(tmp_path / "1" / name)):
+        with pytest.raises(lm.CheckpointError, match="'embed' is one array in the model.*'lm_head'.*differ"):
+            abstract.materialize(source)
+    with pytest.raises(lm.CheckpointError, match=r"'lm_head' \(float64\[16, 8\]\).*differ"):
+        abstract.materialize({**trees[0], "lm_head": np.zeros((16, 8))})
+    lm.save(abstract, tmp_path / "abstract")
+    with lm.open_checkpoint(tmp_path / "abstract") as ckpt:
+        assert set(ckpt) == {"embed", "lm_head", "bias"}
 
 
 def test_a_table_and_a_function_write_what_was_read(tmp_path: Path, mesh8: jax.sharding.Mesh) -> None:

@@ -1,0 +1,138 @@
+"""The verb `restore`: a step of training back into what an abstract model stands for, and where training was.
+
+Steps are written by `save_step`, and read by `materialize`; here are only the choice of the step, and the numbers of a
+training state that are no arrays.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lazymodel._abstract.arrays import NUMBERS
+from lazymodel._abstract.paths import flatten_paths
+from lazymodel._abstract.spec import ModelSpec
+from lazymodel._errors import CheckpointError, LazyModelError
+from lazymodel._mapping.mapped import MappedCheckpoint
+from lazymodel.checkpoints._checkpoint import Checkpoint
+from lazymodel.checkpoints._open import open_checkpoint
+from lazymodel.checkpoints._steps import KEY, TrainingState, find_step, read_described, steps_place
+from lazymodel.checkpoints._untrusted import read_json_object
+
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
+
+
+class _Abstract(Protocol[T_co]):
+    """An abstract model of what materializes to a `T_co`."""
+
+    def materialize(self, checkpoint: Any = None, *, initialize: str | None = None) -> T_co: ...
+
+
+def restore(
+    model: _Abstract[T],
+    path: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> T:
+    """What was saved at a step of training, exactly: weights, optimizer state, counts and PRNG keys, bit for bit.
+
+    The mesh may be another than the one that saved, and memory that of devices or hosts: `model` says where each
+    variable goes, and a process reads only what its devices need.
+
+    Args:
+        model: The abstract model of what was saved, with its optimizer: `build_abstract(…).with_optimizer(…)`, or of a
+            function that returns both.
+        path: The folder that `save_step` was given, of which the newest complete step is taken; a step's own
+            folder; or any checkpoint with the model's paths. Or the URL of one.
+        step: The number of the step to take.
+        storage_options: For a URL: as of `open_checkpoint`.
+        **options: Those of `materialize`, such as `max_host_memory` (bytes, or `"4GiB"`), `compile` and `report`;
+            `initialize="missing"` starts what was not saved anew, such as the state of another optimizer.
+
+    Returns:
+        What `model.materialize` returns. Numbers that are no arrays, as `step` of a new Flax `TrainState`, have the
+        saved values, too.
+
+    Raises:
+        CheckpointError: There is no complete step, or none of this number; or it does not fit: a variable has no
+            tensor, a tensor has no variable, or shapes differ. Nothing was restored then.
+        LazyModelError: `model` is no abstract model.
+
+    Example:
+        >>> trained = sharded.with_optimizer(optax.adamw(1e-3))
+        >>> lm.save_step(trained.materialize(), "training", 5, metadata={"loss": 0.5})
+        >>> model, state = lm.restore(trained, "training")
+        >>> lm.training_state("training").step
+        5
+    """
+    if not isinstance(model, ModelSpec):
+        got = type(model).__name__
+        raise LazyModelError(f"restore takes the abstract model of what was saved, of build_abstract; got {got}")
+    if step is not None:
+        path, storage_options = cast(Any, find_step(steps_place(path, storage_options), step)), None
+    with open_checkpoint(path, storage_options) as checkpoint:
+        numbers = {
+            name: _number(checkpoint, name, number) for name, number in flatten_paths(model.tree, only=NUMBERS).items()
+        }
+        tensors = {name: checkpoint[name] for name in checkpoint if name not in numbers}
+        restored = model.materialize(MappedCheckpoint(tensors, checkpoint), **{"initialize": "nothing", **options})
+    if not numbers:
+        return restored
+    leaves, treedef = jax.tree.flatten(restored)
+    values = iter(numbers.values())
+    return jax.tree.unflatten(treedef, [next(values) if isinstance(leaf, NUMBERS) else leaf for leaf in leaves])
+
+
+def _number(checkpoint: Checkpoint, name: str, number: Any) -> Any:
+    """A number of a training state that is no array, of the type that it has in the abstract model."""
+    if name not in checkpoint:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} has no tensor for the number {name!r} of the model; numbers are saved by "
+            "lm.save_step"
+        )
+    tensor, expected = checkpoint[name], np.asarray(number).dtype
+    kind = next(each for each in (np.bool_, np.integer, np.floating) if jnp.issubdtype(expected, each))
+    if tensor.shape or not jnp.issubdtype(tensor.dtype, kind):
+        raise CheckpointError(
+            f"{name!r}: expected a number, {expected.name}[], found {tensor.dtype.name}{list(tensor.shape)} in "
+            f"{checkpoint.path}"
+        )
+    return type(number)(tensor.read().item())
+
+
+def training_state(
+    path: str | os.PathLike[str], *, step: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> TrainingState | None:
+    """Where training was when a step was saved; None where there is no complete step yet, so that training begins.
+
+    Args:
+        path: As of `restore`: a folder of steps, of which the newest complete one is taken, or a step's own; or a URL.
+        step: The number of the step to take.
+        storage_options: For a URL: as of `open_checkpoint`.
+
+    Raises:
+        CheckpointError: There is no complete step of the given number, or it cannot be read.
+
+    Example:
+        >>> lm.training_state("nothing yet") is None
+        True
+    """
+    folder = find_step(steps_place(path, storage_options), step)
+    if folder is None:
+        return None
+    if not folder.name.isdecimal():
+        raise CheckpointError(f"{folder}: expected a folder of steps, or a step, whose name is a number")
+    with open_checkpoint(cast(Any, folder)) as checkpoint:
+        text = (checkpoint.metadata or {}).get(KEY)
+    metadata, data = (
+        ({}, None) if text is None else read_described(read_json_object(text.encode(), str(folder)), folder)
+    )
+    return TrainingState(str(folder), int(folder.name), metadata, data)
