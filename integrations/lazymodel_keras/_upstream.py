@@ -41,6 +41,9 @@ _NAME_COUNTERS = "object_name_uids"  # how Keras numbers automatic names: dense,
 # Where Keras looks up `convert_to_numpy`, which copies every value whole before it is saved.
 BACKEND = importlib.import_module("keras.src.backend")
 
+# Where `global_seed_generator` is looked up, which has the seeds of all random numbers that are given none.
+SEED_GENERATORS = importlib.import_module("keras.src.random.seed_generator")
+
 # Where Keras' layers find the functions that they quantize with, and the operations that lay out the results. They take
 # arrays only, so lazy tensors need them replaced for a while, in every module that has their names.
 OPS = importlib.import_module("keras.src.ops")
@@ -65,15 +68,35 @@ VariableBase: Any = next(cls for cls in keras.Variable.__mro__ if "__init__" in 
 OptimizerBase: Any = next(cls for cls in keras.optimizers.Optimizer.__mro__ if "build" in vars(cls))
 
 # Of a variable: its array, or None where it is abstract (`Variable.value` would make one); the dtype of its array
-# (`Variable.dtype` is another where Keras casts automatically); what initializes it as long as it is abstract.
+# (`Variable.dtype` is another where Keras casts automatically); what initializes it as long as it is abstract;
+# the layout that it was given.
 value: Callable[[Any], Any] = operator.attrgetter("_value")
 own_dtype: Callable[[Any], str] = operator.attrgetter("_dtype")
 initializer: Callable[[Any], Any] = operator.attrgetter("_initializer")
+layout: Callable[[Any], Any] = operator.attrgetter("_layout")
 
 
 def initialize(variable: Any, initializer: Any) -> None:
     """Initializes a variable now."""
     variable._initialize_with_initializer(initializer)
+
+
+def initialized(variable: Any, initializer: Any) -> Any:
+    """The array that an abstract variable gets when Keras initializes it, where its layout or the distribution says."""
+    own = variable._layout
+    initialize(variable, initializer)
+    array, variable._value, variable._layout = variable._value, None, own
+    return array
+
+
+def set_initial(variable: Any, initializer: Any, shape: tuple[int, ...] | None) -> None:
+    """Gives an abstract variable another initializer, which is called whenever Keras traces what reads its value.
+
+    And another shape, as Keras does where an initializer returns one; None keeps its own.
+    """
+    variable._initializer = initializer
+    if shape is not None:
+        variable._shape, variable._ndim = shape, len(shape)
 
 
 def assign_directly(variable: Any, value: Any) -> None:
