@@ -68,12 +68,11 @@ VariableBase: Any = next(cls for cls in keras.Variable.__mro__ if "__init__" in 
 OptimizerBase: Any = next(cls for cls in keras.optimizers.Optimizer.__mro__ if "build" in vars(cls))
 
 # Of a variable: its array, or None where it is abstract (`Variable.value` would make one); the dtype of its array
-# (`Variable.dtype` is another where Keras casts automatically); what initializes it as long as it is abstract;
-# the layout that it was given.
+# (`Variable.dtype` is another where Keras casts automatically); what initializes it as long as it is abstract.
 value: Callable[[Any], Any] = operator.attrgetter("_value")
 own_dtype: Callable[[Any], str] = operator.attrgetter("_dtype")
 initializer: Callable[[Any], Any] = operator.attrgetter("_initializer")
-layout: Callable[[Any], Any] = operator.attrgetter("_layout")
+own_layout: Callable[[Any], Any] = operator.attrgetter("_layout")  # the one that it was given
 
 
 def initialize(variable: Any, initializer: Any) -> None:

@@ -44,7 +44,7 @@ class _InitialLeaf(Leaf):
     def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
         with self._lock:
             if self._value is None:
-                self._value = value_on_host(self._initial, self.shape, self.dtype.name)
+                self._value = value_on_host(self._initial, self.shape, self.dtype.name).astype(self.dtype)
             values = self._value
         assign(out, values[(*box, ...)], steps)
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lazymodel import LazyTensor, TraceError
+from lazymodel import LazyTensor
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._programs.jaxprs import CONFIG, uses_x64
@@ -174,7 +174,7 @@ InitialValue: TypeAlias = "GivenValue | TracedInitializer | KerasInitializer"
 def value_on_host(initial: InitialValue, shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
     """The whole initial value, bit for bit as a variable's devices would compute it."""
     if isinstance(initial, GivenValue):
-        return np.asarray(initial.value)
+        return np.asarray(initial.value, None if initial.computed else jnp.dtype(dtype))
     with on_host(), jax.ensure_compile_time_eval():
         return np.asarray(initial(shape, dtype))
 
@@ -199,7 +199,7 @@ def initial_value(variable: Any, initializer: Any) -> InitialValue:
         try:
             with _undone_if_not_traced():
                 return _computed(trace_function(run, (), {}), origin)
-        except TraceError:  # it needs the values of arrays
+        except Exception:  # it needs the values of arrays, or else it fails again
             twice = True
     with jax.ensure_compile_time_eval():  # whoever else traces
         return GivenValue(np.array(run()), origin, computed=True, twice=twice)
@@ -241,19 +241,19 @@ def _is_plain(value: Any) -> bool:
 
 def _takes_layout(variable: Any, initializer: Callable[..., Any]) -> bool:
     """Whether Keras gives an initializer the layout of a variable; those of Keras 3.14 and newer do."""
-    placed = _upstream.layout(variable) is not None or keras.distribution.distribution() is not None
+    placed = _upstream.own_layout(variable) is not None or keras.distribution.distribution() is not None
     return placed and "layout" in inspect.signature(initializer).parameters
 
 
 @contextlib.contextmanager
 def _undone_if_not_traced() -> Generator[None]:
-    """Undoes what an initializer draws inside the block if it ends with a TraceError."""
+    """Undoes what an initializer draws inside the block if that fails."""
     undo, numpys = _upstream.remembered_draws(), np.random.get_state()
     recording = active()
     recording.draws = []
     try:
         yield
-    except TraceError:
+    except Exception:
         undo()
         np.random.set_state(numpys)
         for state, value in reversed(recording.draws):
