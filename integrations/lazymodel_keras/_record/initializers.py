@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import inspect
 import math
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lazymodel import LazyTensor
+from lazymodel import LazyModelError, LazyTensor
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._programs.jaxprs import CONFIG, uses_x64
@@ -115,7 +116,7 @@ class KerasInitializer:
     """One of Keras' own initializers as it was when its turn came: a function of the seed, the shape and the dtype."""
 
     kind: type[Any]
-    attributes: Mapping[str, Any]  # all but the seed: numbers, strings, and tuples of them
+    attributes: Mapping[str, Any]  # all but the seed: numbers and strings, also in tuples and lists
     seed: np.ndarray[Any, Any] | None
 
     shape: ClassVar[None] = None  # the variable's own
@@ -201,8 +202,18 @@ def initial_value(variable: Any, initializer: Any) -> InitialValue:
                 return _computed(trace_function(run, (), {}), origin)
         except Exception:  # it needs the values of arrays, or else it fails again
             twice = True
-    with jax.ensure_compile_time_eval():  # whoever else traces
-        return GivenValue(np.array(run()), origin, computed=True, twice=twice)
+    error: Exception | None = None
+    try:
+        with jax.ensure_compile_time_eval():  # whoever else traces
+            values = run()
+            if not isinstance(values, jax.core.Tracer):
+                return GivenValue(np.array(values), origin, computed=True, twice=twice)
+    except jax.errors.UnexpectedTracerError as unexpected:
+        error = unexpected
+    raise LazyModelError(
+        f"{variable.path} {shape}: its initializer {origin} keeps an array of JAX from when it was traced for a "
+        f"variable of more than {LARGE >> 20} MiB. Have it keep a NumPy array, or compute it before the model is built"
+    ) from error
 
 
 def _computed(model: ModelSpec, origin: str) -> InitialValue:
@@ -229,12 +240,12 @@ def _keras_initializer(initializer: Any) -> KerasInitializer | None:
         seed = np.asarray(seed.next())
     elif seed is not None:
         seed = np.asarray([seed, 0], np.uint32)
-    return KerasInitializer(kind, attributes, seed)
+    return KerasInitializer(kind, copy.deepcopy(attributes), seed)
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value cannot change, and two of one representation are the same."""
-    if type(value) is tuple:
+    """Whether values of one representation are the same."""
+    if type(value) in (tuple, list):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, complex, str) or isinstance(value, np.number)
 
