@@ -29,7 +29,7 @@ from lazymodel import LazyModelError, LazyTensor
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._programs.jaxprs import CONFIG, uses_x64
-from lazymodel._programs.programs import InitRecipe
+from lazymodel._programs.programs import InitRecipe, given_recipe
 from lazymodel._tensors.device import DeviceLeaf
 from lazymodel._trace.function import trace_function
 from lazymodel._trace.small import on_host
@@ -87,9 +87,7 @@ class GivenValue:
         is_state = not jnp.issubdtype(array.dtype, jnp.inexact)
         if isinstance(array, LazyTensor) or array.nbytes > LARGE or is_state:
             return array, array.dtype
-        # A program, so that a checkpoint that has no value for the variable lacks one.
-        signature = ("lazymodel_keras.value", array.shape, array.dtype.name)
-        return InitRecipe((path,), signature, lambda values: (values,), (array,), self.origin), array.dtype
+        return given_recipe(path, array, self.origin), array.dtype
 
 
 @dataclasses.dataclass(frozen=True)

@@ -693,6 +693,22 @@ def test_large_ones_that_only_the_host_can_compute_are_named(mesh8: Mesh) -> Non
         assert warning.filename == __file__
 
 
+def test_mup_does_not_take_drawn_values_for_a_table() -> None:
+    """Of values that an initializer has computed nobody knows what they were drawn from."""
+
+    class Own(KI.HeNormal):
+        pass
+
+    def net(width: int) -> Any:
+        layers = [
+            keras.layers.Dense(n, kernel_initializer=Own(seed=1), name=k) for k, n in (("up", width), ("down", 4))
+        ]
+        return lm.build_abstract(lambda: keras.Sequential([keras.Input((8,)), *layers], name="net"))
+
+    with pytest.raises(lm.LazyModelError, match=r"net/\w+/kernel.*\(Own\).*normal or uniform"):
+        lm.mup(net(16), net(64))
+
+
 def test_a_large_one_that_keeps_an_array_is_refused() -> None:
     keras.backend.clear_session(free_memory=False)
     kept: list[Any] = []
