@@ -72,7 +72,7 @@ OptimizerBase: Any = next(cls for cls in keras.optimizers.Optimizer.__mro__ if "
 value: Callable[[Any], Any] = operator.attrgetter("_value")
 own_dtype: Callable[[Any], str] = operator.attrgetter("_dtype")
 initializer: Callable[[Any], Any] = operator.attrgetter("_initializer")
-own_layout: Callable[[Any], Any] = operator.attrgetter("_layout")  # the one that it was given
+layout: Callable[[Any], Any] = operator.attrgetter("_layout")  # the one that it was given
 
 
 def initialize(variable: Any, initializer: Any) -> None:

@@ -250,7 +250,7 @@ def _is_plain(value: Any) -> bool:
 
 def _takes_layout(variable: Any, initializer: Callable[..., Any]) -> bool:
     """Whether Keras gives an initializer the layout of a variable; those of Keras 3.14 and newer do."""
-    placed = _upstream.own_layout(variable) is not None or keras.distribution.distribution() is not None
+    placed = _upstream.layout(variable) is not None or keras.distribution.distribution() is not None
     return placed and "layout" in inspect.signature(initializer).parameters
 
 
