@@ -185,6 +185,7 @@ def _block(
             abstract = abstract.with_variables({**abstract.variables, **placed})
             current = block_rules or rules  # of what is left, one model or not, there may be anything
         abstract.materialize(compile=None if result is None else compile, **materializing)
+        recording.initialized.clear()  # nothing of the block is built again
         recording.began = time.perf_counter()  # of the next model of the block
 
     def materialize_loaded(result: Any, what: str, partly: bool) -> None:

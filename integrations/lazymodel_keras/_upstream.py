@@ -43,6 +43,9 @@ _SCOPE = "stateless_scope"
 # Where Keras looks up `convert_to_numpy`, which copies every value whole before it is saved.
 BACKEND = importlib.import_module("keras.src.backend")
 
+# Where `global_seed_generator` is looked up, which has the seeds of all random numbers that are given none.
+SEED_GENERATORS = importlib.import_module("keras.src.random.seed_generator")
+
 # Where Keras' layers find the functions that they quantize with, and the operations that lay out the results. They take
 # arrays only, so lazy tensors need them replaced for a while, in every module that has their names.
 OPS = importlib.import_module("keras.src.ops")
@@ -78,11 +81,6 @@ layout: Callable[[Any], Any] = operator.attrgetter("_layout")
 in_symbolic_scope: Callable[[], bool] = BACKEND.in_symbolic_scope
 
 
-def set_initializer(variable: Any, initializer: Any) -> None:
-    """Sets what is called, with shape and dtype, where the value of an abstract variable is read."""
-    variable._initializer = initializer
-
-
 def set_scope(scope: Any) -> None:
     """Makes a StatelessScope the current one, with no pending variables."""
     global_state.set_global_attribute(_SCOPE, scope)
@@ -92,6 +90,24 @@ def set_scope(scope: Any) -> None:
 def initialize(variable: Any, initializer: Any) -> None:
     """Initializes a variable now."""
     variable._initialize_with_initializer(initializer)
+
+
+def initialized(variable: Any, initializer: Any) -> Any:
+    """The array that an abstract variable gets when Keras initializes it, where its layout or the distribution says."""
+    own = variable._layout
+    initialize(variable, initializer)
+    array, variable._value, variable._layout = variable._value, None, own
+    return array
+
+
+def set_initial(variable: Any, initializer: Any, shape: tuple[int, ...] | None) -> None:
+    """Gives an abstract variable another initializer, which is called whenever Keras traces what reads its value.
+
+    And another shape, as Keras does where an initializer returns one; None keeps its own.
+    """
+    variable._initializer = initializer
+    if shape is not None:
+        variable._shape, variable._ndim = shape, len(shape)
 
 
 def assign_directly(variable: Any, value: Any) -> None:

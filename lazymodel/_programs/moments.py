@@ -17,7 +17,7 @@ import numpy as np
 
 from lazymodel._programs.jaxprs import CALLS, JIT, STRUCTURAL, equations, inner_jaxpr, opened, uses_x64
 from lazymodel._programs.keys import is_key
-from lazymodel._programs.programs import InitRecipe
+from lazymodel._programs.programs import InitRecipe, given_values
 
 _MOVES = STRUCTURAL | frozenset(
     ["convert_element_type", "optimization_barrier", "copy", "copy_p", "device_put", "stop_gradient", "nextafter"]
@@ -79,7 +79,9 @@ def moments(recipe: InitRecipe) -> tuple[Moments | None, ...]:
 
 
 def is_random(recipe: InitRecipe) -> bool:
-    """Whether the recipe draws random numbers."""
+    """Whether the recipe draws random numbers, or is given a matrix that may have been drawn."""
+    if recipe.function is given_values and recipe.inputs[0].ndim > 1:
+        return True
     names = {eqn.primitive.name for eqn in equations(jax.make_jaxpr(recipe.function)(*recipe.inputs))}
     return any(name.startswith(("random_", "rng_", "threefry")) for name in names)
 

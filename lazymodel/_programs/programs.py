@@ -85,6 +85,17 @@ class InitRecipe:
         )
 
 
+def given_values(values: jax.Array) -> tuple[jax.Array, ...]:
+    """The function of `given_recipe`."""
+    return (values,)
+
+
+def given_recipe(path: str, values: np.ndarray, origin: str) -> InitRecipe:
+    """A recipe of values that are known already: a checkpoint that lacks the variable lacks something."""
+    uniform = bool(values.size) and bool((values == values.flat[0]).all())
+    return InitRecipe((path,), ("given", uniform), given_values, (values,), origin)
+
+
 def scaled_recipe(recipe: InitRecipe, factors: Mapping[str, float]) -> InitRecipe:
     """The recipe with some of its variables multiplied, as `value * factor` would be eagerly; `factors` is by path.
 

@@ -22,7 +22,7 @@ from lazymodel._abstract.paths import OPTIMIZER, rule_path
 from lazymodel._abstract.spec import AnyModel, ModelSpec, Optimized
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError
-from lazymodel._programs.programs import InitRecipe
+from lazymodel._programs.programs import given_recipe
 from lazymodel._sharding.follow import follow
 from lazymodel._show.text import closest
 from lazymodel._trace.errors import raise_explained
@@ -94,12 +94,12 @@ def with_optimizer(
         follows = _parameter(rule_path(path.removeprefix(OPTIMIZER)), found.training.parameters)
         state[path] = dataclasses.replace(variable, origin=origin, trainable=False, follows=follows)
     on_host = {path: source for path, source in traced.sources.items() if traced[path].on_host}
-    constants = {path: source for path, source in traced.sources.items() if path not in on_host}
-
+    constants = ((path, np.asarray(source)) for path, source in traced.sources.items() if path not in on_host)
+    starts = (given_recipe(path, value, "value") for path, value in constants)
     return dataclasses.replace(
         model,
         variables={**model.variables, **follow(state, model.variables, memory_kind=memory_kind)},
-        recipes=(*model.recipes, *traced.recipes, *map(_recipe, constants.items())),
+        recipes=(*model.recipes, *traced.recipes, *starts),
         sources={**model.sources, **on_host},
         framework=_WithState(model, found),
         derived=found.derive(paths),
@@ -189,16 +189,6 @@ def _start(model: ModelSpec, optimizer: Optimizer, parameters: Mapping[str, jax.
     ((training, found),) = started
     derived = [path for path, depends in zip(found.arrays, _depend_on_inputs(closed.jaxpr), strict=True) if depends]
     return _Started(start, found, dict(zip(found.arrays, closed.out_avals, strict=True)), frozenset(derived), training)
-
-
-def _copy(value: jax.Array) -> tuple[jax.Array, ...]:  # a function of the module: equal ones are one program
-    return (value,)
-
-
-def _recipe(constant: tuple[str, Any]) -> InitRecipe:
-    """A recipe for a step count and the like: a checkpoint that lacks it lacks something, as with moments."""
-    path, value = constant
-    return InitRecipe((path,), "optimizer constant", _copy, (np.asarray(value),), origin="value")
 
 
 def _parameter(name: str, parameters: Mapping[str, str]) -> str:

@@ -20,9 +20,9 @@ from lazymodel._sharding.shard import check_spec
 from lazymodel._show.text import first_of, format_bytes, listed
 from lazymodel._show.timeline import Span
 from lazymodel_keras import _upstream
-from lazymodel_keras._model.initializers import initial_value
 from lazymodel_keras._model.skeleton import Skeleton
 from lazymodel_keras._model.training import optimizer_variables, slot_references, trained_variables
+from lazymodel_keras._record.initializers import LARGE, GivenValue
 
 _REPLICATED_NBYTES = 1 << 20
 
@@ -35,20 +35,24 @@ def from_skeleton(skeleton: Skeleton, *, quiet: bool = False, spent: Sequence[Sp
     """
     recipes: list[InitRecipe] = []
     sources: dict[str, Any] = {}
+    computed: dict[str, GivenValue] = {}
     abstract: dict[str, AbstractVariable] = {}
     refused: list[str] = []
     for path, (variable, recorded) in skeleton.variables.items():
-        value = initial_value(path, variable, recorded) if recorded.value is None else recorded.value
+        value, origin = recorded.value, "constant"
+        dtype = np.dtype(jax.dtypes.canonicalize_dtype(jax.numpy.dtype(_upstream.own_dtype(variable))))
+        if value is None:
+            assert recorded.initial is not None
+            value, dtype = recorded.initial.source(path, tuple(variable.shape), dtype)
+            origin = recorded.initial.origin
+            if isinstance(recorded.initial, GivenValue) and recorded.initial.computed:
+                computed[path] = recorded.initial
+        elif isinstance(value, LazyTensor):
+            origin = f"{value.file}:{value.name}" if value.file else "computed"
         if isinstance(value, InitRecipe):
             recipes.append(value)
-            origin = value.origin
-        elif isinstance(value, LazyTensor):
-            sources[path] = value
-            origin = f"{value.file}:{value.name}" if value.file else "computed"
         else:
-            sources[path] = np.asarray(value)
-            origin = "constant"
-        dtype = np.dtype(jax.dtypes.canonicalize_dtype(jax.numpy.dtype(_upstream.own_dtype(variable))))
+            sources[path] = value if isinstance(value, LazyTensor) else np.asarray(value)
         abstract[path] = AbstractVariable(
             path, tuple(variable.shape), dtype, origin=origin, trainable=bool(variable.trainable)
         )
@@ -60,6 +64,8 @@ def from_skeleton(skeleton: Skeleton, *, quiet: bool = False, spent: Sequence[Sp
     variables = _placed(skeleton, abstract, paths)
     if skeleton.distribution is not None and not quiet:
         _warn_replicated(variables.values())
+    if not quiet:
+        _warn_computed(computed)
     trained = trained_variables(skeleton.recording, paths)
     model = AbstractModel(
         variables=variables,
@@ -157,3 +163,18 @@ def _warn_replicated(variables: Iterable[AbstractVariable]) -> None:
             f"the active keras.distribution replicates {len(large)} variables of at least "
             f"{format_bytes(_REPLICATED_NBYTES)} on every device: {described}. Add them to its LayoutMap."
         )
+
+
+def _warn_computed(computed: Mapping[str, GivenValue]) -> None:
+    """Names what is large and could not be split over devices when it was initialized."""
+    large = {path: found for path, found in computed.items() if found.whole_nbytes > LARGE}
+    if not large:
+        return
+    described = listed(f"{path} {found.shape} {format_bytes(found.whole_nbytes)}" for path, found in large.items())
+    twice = [path for path, found in large.items() if found.twice]
+    warn(
+        f"{len(large)} variables of more than {format_bytes(LARGE)} are kept whole on the host, as their initializers "
+        f"make them of NumPy arrays: {described}. What keras.random, keras.ops and JAX make is made on devices"
+        + (f"; called twice, as they need values: {listed(twice)}" if twice else "")
+        + "."
+    )

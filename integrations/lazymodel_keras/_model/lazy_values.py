@@ -14,7 +14,7 @@ from lazymodel._tensors.boxes import Box
 from lazymodel._tensors.buffers import Convert, Workspace, assign
 from lazymodel._tensors.leaves import Leaf
 from lazymodel_keras import _upstream
-from lazymodel_keras._model.initializers import host_value
+from lazymodel_keras._record.initializers import value_on_host
 from lazymodel_keras._record.recording import RecordedVariable, Recording
 
 
@@ -33,9 +33,10 @@ class _InitialLeaf(Leaf):
     """The initial value of a variable that nothing was loaded into, computed whole when the first of it is needed."""
 
     def __init__(self, variable: Any, recorded: RecordedVariable) -> None:
+        assert recorded.initial is not None
         self.name, self.file, self.offset = variable.path, "", 0
         self.shape, self.dtype = tuple(variable.shape), jax.numpy.dtype(_upstream.own_dtype(variable))
-        self._make = host_value(variable, recorded)
+        self._initial = recorded.initial
         self._lock = threading.Lock()
         self._value: np.ndarray | None = None
         self.unit_nbytes = _INITIALIZING * math.prod(self.shape) * self.dtype.itemsize
@@ -43,7 +44,7 @@ class _InitialLeaf(Leaf):
     def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
         with self._lock:
             if self._value is None:
-                self._value = self._make()
+                self._value = value_on_host(self._initial, self.shape, self.dtype.name).astype(self.dtype)
             values = self._value
         assign(out, values[(*box, ...)], steps)
 

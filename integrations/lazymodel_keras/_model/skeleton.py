@@ -155,15 +155,15 @@ class Skeleton(Framework):
         return recording, result
 
     def _another(self) -> Skeleton:
-        """The same object built anew, with the names, seeds and values of the first; nothing is drawn for it."""
+        """The same object built anew, with the names and initial values of the first; nothing is drawn for it."""
         if self.build is None:
             raise AssertionError("only models built by a function are built more than once")
         with _upstream.undone_draws():
             self.recording.restart()
-            another = Skeleton(self.build, *record(self.build, self.recording.remote))
+            another = Skeleton(self.build, *record(self.build, self.recording))
         # The order is what identifies a variable: names of the user's own making may differ.
         for (_, new), (_, first) in zip(another.variables.values(), self.variables.values(), strict=True):
-            new.initializer, new.seed, new.value = first.initializer, first.seed, first.value
+            new.initial, new.value = first.initial, first.value
         another.variables = dict(zip(self.variables, another.variables.values(), strict=True))
         return another
 

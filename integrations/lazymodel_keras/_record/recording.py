@@ -7,14 +7,13 @@ hand out lazy tensors, is `_record/session`'s and `_record/weight_files`' matter
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import os
 import time
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,18 +38,9 @@ from lazymodel.checkpoints._decoded import DecodedCheckpoint
 from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel_keras import _upstream
 from lazymodel_keras._record.hugging_face import Leftovers, checkpoint_files, open_decoded
+from lazymodel_keras._record.initializers import GivenValue, InitialValue, initial_value, value_on_host
 from lazymodel_keras._record.patches import active
 from lazymodel_keras._record.remote import RemoteFiles
-
-
-class GivenValue:
-    """The initializer of a variable that was created from an array: returns that array."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __call__(self, shape: Any, dtype: Any = None) -> Any:
-        return keras.ops.convert_to_tensor(self.value, dtype=dtype)
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,24 +48,8 @@ class RecordedVariable:
     """What is known about one abstract variable."""
 
     reference: weakref.ref[Any]  # weakly: what Keras throws away while building is not materialized
-    initializer: Any  # what would initialize it, or a `GivenValue`
-    seed: np.ndarray | None = None  # that a stateful seed generator gave it, drawn when the variable was created
+    initial: InitialValue | None = None  # None until its turn has come, and for what is adopted
     value: Any = None  # assigned to it last, a lazy tensor or an array
-
-    def current_value(self, variable: Any) -> Any:
-        """What stock Keras would have in the abstract variable now, whole; no generator is drawn from again."""
-        dtype = _upstream.own_dtype(variable)
-        with jax.ensure_compile_time_eval():  # a jitted function that reads it has the value, too
-            if self.value is not None:
-                return keras.ops.convert_to_tensor(np.asarray(self.value), dtype=dtype)
-            initializer = self.initializer
-            if self.seed is not None:
-                initializer = copy.copy(initializer)
-                initializer.seed = jax.numpy.asarray(self.seed)
-            value = keras.ops.convert_to_tensor(initializer(tuple(variable.shape), dtype=dtype), dtype=dtype)
-        if not isinstance(self.initializer, keras.initializers.Initializer):
-            self.value = value  # called again, it might return another
-        return value
 
 
 class _NoValue:
@@ -135,10 +109,8 @@ class _RecordingScope(keras.StatelessScope):
 
     def get_current_value(self, variable: Any) -> Any:
         # Some models read a variable while they build (DINOv2 interpolates its position embeddings).
-        recorded = self._recording.of(variable)
-        if recorded is None or (recorded.value is None and _upstream.value(variable) is not None):
-            return None
-        return recorded.current_value(variable)
+        value = self._recording.known_value(variable)
+        return None if value is None else keras.ops.convert_to_tensor(value)
 
 
 class Recording:
@@ -157,10 +129,18 @@ class Recording:
         loading: Whether a call that loads weights is running; only the outermost one counts.
         optimizers: The optimizers that were built, and for which variables, both weakly.
         restart: Puts back what is drawn from process-wide sources; see `_upstream.remembered_draws`.
+        initialized: What variables are initialized with, by path, in order of creation.
+        draws: While an initializer is traced, the state of each generator that it has drawn from, and what it was.
         began: The moment of `time.perf_counter()` when what is built began to be, for timelines.
     """
 
-    def __init__(self, verify: Verify = False, cast: str = SAFE, remote: RemoteFiles | None = None) -> None:
+    def __init__(
+        self,
+        verify: Verify = False,
+        cast: str = SAFE,
+        remote: RemoteFiles | None = None,
+        initialized: Mapping[str, Sequence[InitialValue]] | None = None,
+    ) -> None:
         check_mode(cast)
         self.remote = remote or RemoteFiles()
         self.verify, self.cast = verify, cast
@@ -173,6 +153,10 @@ class Recording:
         self.optimizers: list[tuple[weakref.ref[Any], list[weakref.ref[Any]]]] = []
         self.scope = _RecordingScope(self)
         self.restart = _upstream.remembered_draws()
+        self.initialized: dict[str, list[InitialValue]] = {}
+        self.draws: list[tuple[Any, Any]] | None = None
+        self._initialized_before = {path: list(values) for path, values in (initialized or {}).items()}
+        self._waiting: list[tuple[Any, Any]] = []  # variables made while Keras traced, and their initializers
         self.began = time.perf_counter()
         self._hashed: dict[str, FileSource] = {}  # by absolute path, as they were when their hash was taken
         self._unverified: CheckpointError | None = None
@@ -183,6 +167,19 @@ class Recording:
         """What was recorded of a variable; None for all others."""
         recorded = self.recorded.get(id(variable))
         return recorded if recorded is not None and recorded.reference() is variable else None
+
+    def known_value(self, variable: Any) -> np.ndarray[Any, Any] | None:
+        """What a recorded variable holds, whole: what was assigned last, or its initial value; None for all others."""
+        recorded = self.of(variable)
+        if recorded is None or (recorded.value is None and _upstream.value(variable) is not None):
+            return None
+        if recorded.value is None and recorded.initial is None:  # read before its turn
+            self.initialize_waiting()
+        dtype = _upstream.own_dtype(variable)
+        if recorded.value is not None:
+            return np.asarray(recorded.value).astype(jax.numpy.dtype(dtype))
+        assert recorded.initial is not None
+        return value_on_host(recorded.initial, tuple(variable.shape), dtype)
 
     def variables(self) -> Iterator[tuple[Any, RecordedVariable]]:
         """The recorded variables that are alive and abstract, or adopted and assigned to, in order of creation."""
@@ -277,22 +274,38 @@ class Recording:
         return refusal(path, value, dtype, where(value), names)
 
     def add(self, variable: Any, initializer: Any) -> None:
-        """Notes a variable that was just created without a value."""
-        recorded = self._note(variable, initializer)
-        _upstream.set_initializer(variable, _NoValue(self, variable, initializer))
-        if isinstance(getattr(initializer, "seed", None), keras.random.SeedGenerator):
-            # Stock Keras draws when it creates the variable; drawing later would give every variable another seed.
-            recorded.seed = np.asarray(initializer.seed.next())
+        """Notes a variable that was just created without a value, and what it is initialized with.
+
+        What is created while Keras traces is initialized by `initialize_waiting`, as by Keras itself.
+        """
+        self._note(variable)
+        _upstream.set_initial(variable, _NoValue(self, variable, initializer), None)
+        self._waiting.append((variable, initializer))
+        if self.is_outermost() or self._initialized_before.get(variable.path):
+            self.initialize_waiting()
+
+    def initialize_waiting(self) -> None:
+        """Has the turn come of all variables that were created since."""
+        waiting, self._waiting = self._waiting, []
+        for variable, initializer in waiting:
+            known = self._initialized_before.get(variable.path)
+            try:
+                initial = known.pop(0) if known else initial_value(variable, initializer)
+            except BaseException:
+                self.forget(variable)
+                raise
+            self.initialized.setdefault(variable.path, []).append(initial)
+            _upstream.set_initial(variable, _NoValue(self, variable, initial), initial.shape)
+            self.recorded[id(variable)].initial = initial
 
     def adopt(self, variable: Any) -> None:
         """Notes what is assigned to a variable that has a value, instead of having it carried out."""
         if _upstream.value(variable) is not None and id(variable) not in self.recorded:
-            self._note(variable, None)
+            self._note(variable)
 
-    def _note(self, variable: Any, initializer: Any) -> RecordedVariable:
-        self.recorded[id(variable)] = recorded = RecordedVariable(weakref.ref(variable), initializer)
+    def _note(self, variable: Any) -> None:
+        self.recorded[id(variable)] = recorded = RecordedVariable(weakref.ref(variable))
         variable.assign = functools.partial(self._assign, recorded)
-        return recorded
 
     def is_outermost(self) -> bool:
         """Whether the code that runs is in no scope that is nested in ours, such as where Keras traces a layer."""
@@ -314,9 +327,10 @@ class Recording:
             return type(variable).assign(variable, value)  # Keras is tracing: the value belongs to the nested scope
         if isinstance(value, keras.Variable):
             other = self.of(value)
-            if other is not None and _upstream.value(value) is None and value.shape == variable.shape:
+            alike = (value.shape, _upstream.own_dtype(value)) == (variable.shape, _upstream.own_dtype(variable))
+            if other is not None and _upstream.value(value) is None and alike:
                 # Read from the same tensor, or initialized by the same program: the copy that it would be.
-                recorded.value, recorded.initializer, recorded.seed = other.value, other.initializer, other.seed
+                recorded.value, recorded.initial = other.value, other.initial
                 return value
             value = value.value
         value = value if hasattr(value, "shape") else np.asarray(value)

@@ -13,9 +13,9 @@ import keras
 
 from lazymodel import LazyModelError
 from lazymodel_keras import _upstream
+from lazymodel_keras._record.initializers import GivenValue
 from lazymodel_keras._record.patches import activated, active, recording_patches, while_recording
-from lazymodel_keras._record.recording import GivenValue, Recording
-from lazymodel_keras._record.remote import RemoteFiles
+from lazymodel_keras._record.recording import Recording
 
 
 def recording_problem() -> str:
@@ -43,19 +43,18 @@ def session(recording: Recording) -> Generator[Recording]:
     try:
         with recording_patches.needed(), _upstream.no_pending_variables(), recording.scope, activated(recording):
             yield recording
+            recording.initialize_waiting()
     finally:
         # A global seed generator that was first needed in here belongs to the process, not to the model.
         state = _upstream.global_seed_state()
-        if (recorded := recording.recorded.get(id(state))) is not None:
+        if (value := recording.known_value(state)) is not None:
             recording.forget(state)
-            _upstream.initialize(state, recorded.initializer)
-            if recorded.value is not None:
-                state.assign(recorded.value)
+            _upstream.initialize(state, GivenValue(value))
 
 
-def record(build: Callable[[], Any], remote: RemoteFiles | None = None) -> tuple[Recording, Any]:
-    """Runs a build function abstractly; `remote` has the files at URLs that it asked for before."""
-    with session(Recording(remote=remote)) as recording:
+def record(build: Callable[[], Any], first: Recording) -> tuple[Recording, Any]:
+    """Runs a build function abstractly once more, with the files at URLs and the initial values of its first run."""
+    with session(Recording(remote=first.remote, initialized=first.initialized)) as recording:
         return recording, build()
 
 
@@ -82,6 +81,13 @@ def _initialize(
     original(self, initializer, shape, dtype, *rest, **options)
     if ours or _upstream.value(self) is None:  # made while Keras traces a layer: abstract like all
         recording.add(self, _upstream.initializer(self))
+
+
+@while_recording(keras.StatelessScope, "__exit__")
+def _exit(recording: Recording, original: Any, self: Any, *exception: Any) -> None:
+    original(self, *exception)
+    if _upstream.current_scope() is recording.scope and self.initialize_variables:
+        recording.initialize_waiting()
 
 
 @while_recording(_upstream.OptimizerBase, "build")

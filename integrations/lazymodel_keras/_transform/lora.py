@@ -2,7 +2,7 @@
 
 Responsible for choosing the layers and for enabling LoRA on them as KerasHub does, on models whose variables are
 abstract and on finished ones. The pairs are ordinary variables of Keras' own making; how they are initialized is
-`_model/initializers`' matter, and how they are split the core's.
+`_record/initializers`' matter, and how they are split the core's.
 """
 
 from __future__ import annotations
