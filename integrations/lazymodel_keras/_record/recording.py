@@ -279,7 +279,6 @@ class Recording:
         What is created while Keras traces is initialized by `initialize_waiting`, as by Keras itself.
         """
         self._note(variable)
-        _upstream.set_initial(variable, _NoValue(self, variable, initializer), None)
         self._waiting.append((variable, initializer))
         if self.is_outermost() or self._initialized_before.get(variable.path):
             self.initialize_waiting()
@@ -297,6 +296,12 @@ class Recording:
             self.initialized.setdefault(variable.path, []).append(initial)
             _upstream.set_initial(variable, _NoValue(self, variable, initial), initial.shape)
             self.recorded[id(variable)].initial = initial
+
+    def end(self) -> None:
+        """Has variables whose turn did not come, since what builds them failed, raise where they are used."""
+        for variable, initializer in self._waiting:
+            _upstream.set_initial(variable, _NoValue(self, variable, initializer), None)
+        self._waiting = []
 
     def adopt(self, variable: Any) -> None:
         """Notes what is assigned to a variable that has a value, instead of having it carried out."""

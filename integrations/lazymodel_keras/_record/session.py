@@ -45,6 +45,7 @@ def session(recording: Recording) -> Generator[Recording]:
             yield recording
             recording.initialize_waiting()
     finally:
+        recording.end()
         # A global seed generator that was first needed in here belongs to the process, not to the model.
         state = _upstream.global_seed_state()
         if (value := recording.known_value(state)) is not None:

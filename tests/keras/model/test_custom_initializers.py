@@ -709,6 +709,7 @@ def test_mup_does_not_take_drawn_values_for_a_table() -> None:
         lm.mup(net(16), net(64))
 
 
+@pytest.mark.filterwarnings("ignore:.* left a traced")
 def test_a_large_one_that_keeps_an_array_is_refused() -> None:
     keras.backend.clear_session(free_memory=False)
     kept: list[Any] = []
