@@ -719,7 +719,7 @@ def test_a_large_one_that_keeps_an_array_is_refused() -> None:
         return kept[0]
 
     with pytest.raises(lm.LazyModelError, match=r"weight_1/kernel \(264, 1024\): its initializer own keeps"):
-        lm.build_abstract(lambda: chain(own, own, shape=LARGE, name="net"))
+        in_deferred(lambda: chain(own, own, shape=LARGE, name="net"))
 
 
 def test_what_a_checkpoint_holds_is_not_initialized() -> None:
