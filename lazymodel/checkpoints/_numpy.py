@@ -125,8 +125,8 @@ def open_npz(path: Location) -> NumpyCheckpoint:
         if not head.startswith(np.lib.format.MAGIC_PREFIX):
             if member.name.endswith(".npy"):
                 raise CheckpointError(
-                    f"{path}: expected an array in member {member.name!r}, found {head[:6]!r} as its first bytes; it is "
-                    "corrupt. Download or copy it again."
+                    f"{path}: expected an array in member {member.name!r}, found {head[:6]!r} as its first bytes; it "
+                    "is corrupt. Download or copy it again."
                 )
             continue
         name = member.name.removesuffix(".npy")
