@@ -168,14 +168,15 @@ def shard_path(index: Location, shard: Any) -> Location:
         raise CheckpointError(
             f"{index}: expected shards inside its folder, found {shard!r}; do not trust this checkpoint"
         )
-    path = index.parent / shard
-    if isinstance(path, RemotePath):
-        return path  # stores have no links
+    folder = index.parent
+    if isinstance(folder, RemotePath):
+        return folder / shard  # stores have no links
+    path = folder / shard
     try:
         if len(shard) > _MAX_PATH:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         is_link = stat.S_ISLNK(path.lstat().st_mode)
-        target = leads_out(path, index.parent.resolve()) if is_link or path.parent != index.parent else None
+        target = leads_out(path, folder.resolve()) if is_link or path.parent != folder else None
     except (FileNotFoundError, NotADirectoryError):
         return path
     except (OSError, RuntimeError) as error:
