@@ -160,7 +160,7 @@ class _Describer:
         attention = (
             _ATTENTION.search(name) is not None or not self._with_keys.isdisjoint(itertools.islice(_places(path), 2))
         ) and not _MLP.search(tail)
-        if n == 3 and not attention and self._biases.get(path) == (shape[0], shape[-1]):
+        if n == 3 and not attention and self._biases.get(path) == (shape[0], shape[-1]):  # an ensemble's
             return Described("other", ("members", "in", "out"), shape, told_from="its bias")
         is_leaf = _LEAF.search(name) or (attention and _LEAF_OF_ATTENTION.search(name))
         if not re.search(_WEIGHT, name) and not is_leaf:
@@ -240,8 +240,7 @@ class _Describer:
         source = "a guess: it is in attention, and its name says nothing known" if guess else "its name"
         if len(shape) == 2:
             turn = -1 if self._out_first(path) else 1
-            ordered = path in self._orders
-            source += "" if ordered else f"; {told_by(None)}"
+            source += "" if (ordered := path in self._orders) else f"; {told_by(None)}"
             size_in, size_out = shape[::turn]
             heads = self._heads_in(path, size_in if output else size_out)
             if output:
@@ -328,7 +327,7 @@ class _Describer:
 
     def _matrices_around(self, path: str) -> list[str]:
         """The other matrices of the layer that a weight, or the layer whose weight it is, lies in."""
-        home = _parent(_parent(path)) if re.search(rf"(^|/){_WEIGHT}", self._names[path]) else _parent(path)
+        home = _parent(_parent(path) if re.search(rf"(^|/){_WEIGHT}", self._names[path]) else path)
         return [o for o in self._layer(home) if home and o != path and len(self._inner(o)) == 2]
 
     def _is_one_of_several(self, path: str, shape: tuple[int, ...]) -> bool:
