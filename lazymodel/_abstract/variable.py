@@ -28,6 +28,7 @@ class Reason:
         labels: What each of its dimensions is, where that is known.
         tried: What was considered before and does not fit.
         told_from: What role and labels were told from, and where that is a guess; empty where nothing was inferred.
+        guessed: Whether a guess decided along which dimension it is split.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Reason:
     labels: tuple[str, ...] = ()
     tried: tuple[str, ...] = ()
     told_from: str = ""
+    guessed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

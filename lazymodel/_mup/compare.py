@@ -140,7 +140,9 @@ class Mup(Tabled, Mapping[str, MupVariable]):
         Args:
             tx: An Optax gradient transformation, which has its parameters by the model's own paths.
             rule: `"adam"` for optimizers that do not see how large a gradient is (Adam, AdamW, Lion, RMSProp),
-                `"sgd"` for those whose updates are as large as it. None tries which, on a few numbers.
+                `"sgd"` for those whose updates are as large as it. None tries which, on a few numbers. Those that scale
+                updates by the size of a parameter or of a whole matrix (LAMB, LARS, Adafactor, Muon, Shampoo) are
+                neither: Tensor Programs V has no table for them.
 
         Raises:
             LazyModelError: It is neither, or is given arrays that are no variables of the model.
@@ -202,7 +204,8 @@ def mup(
         model: The same at the size that is to be trained.
         axes: What the dimensions of variables are for that the names do not tell, or wrongly: path regex
             (`re.fullmatch`) to `"in"`, `"out"` or None (it counts layers or experts) for each dimension.
-        tied: Whether the embedding is the readout too; None says so of a model with an embedding and no readout.
+        tied: Whether the embedding is the readout too. None says so of a model with an embedding and no readout, and
+            not of one with a readout of as many words.
         head_dim: Sizes of an attention head in the base and in the model, where shapes do not tell.
         depth: For models that differ in depth, the power of depth by which residual branches shrink: 0.5 as in Tensor
             Programs VI, 1 as in CompleteP; the code then multiplies each branch by `scheme.branch_multiplier`. None
@@ -300,7 +303,7 @@ def _grown(base: ModelSpec, model: ModelSpec) -> dict[str, Grown]:
     if not after:
         raise LazyModelError(f"{model.name} has no floating-point variable that is trained")
     described = describe(after)
-    stds = [_deviations(spec, paths) for spec, paths in ((base, before), (model, after))]
+    known = [_moments(spec, paths) for spec, paths in ((base, before), (model, after))]
     found: dict[str, Grown] = {}
     for other, path in _pairs(before, after):
         if len(before[other].shape) != len(shape := after[path].shape):
@@ -310,15 +313,15 @@ def _grown(base: ModelSpec, model: ModelSpec) -> dict[str, Grown]:
             )
         follows = described[path].follows
         weight: Described | None = described.get(follows) if follows else None
-        pair = (stds[0].get(other), stds[1].get(path))
+        pair = (known[0].get(other), known[1].get(path))
         narrow = after[path].dtype.itemsize < 4
         found[path] = Grown(path, before[other].shape, shape, described[path], weight, pair, narrow)
     return {path: found[path] for path in after}
 
 
-def _deviations(model: ModelSpec, paths: Mapping[str, Any]) -> dict[str, float | None]:
-    """The standard deviation of initial values; None where nothing is drawn at random, NaN where it is not known."""
-    found: dict[str, float | None] = {}
+def _moments(model: ModelSpec, paths: Mapping[str, Any]) -> dict[str, Moments | None]:
+    """What initial values are drawn from; None where nothing is drawn at random, NaN where it is not known."""
+    found: dict[str, Moments | None] = {}
     known: dict[Hashable, tuple[Moments | None, ...]] = {}
     for recipe in model.recipes:
         if not any(path in paths for path in recipe.paths):
@@ -329,8 +332,7 @@ def _deviations(model: ModelSpec, paths: Mapping[str, Any]) -> dict[str, float |
             known[key] = moments(recipe)
             if None in known[key] and is_random(recipe):
                 known[key] = tuple(each or Moments(math.nan, math.nan) for each in known[key])
-        for path, each in zip(recipe.paths, known[key], strict=True):
-            found[path] = None if each is None else each.std
+        found.update(zip(recipe.paths, known[key], strict=True))
     return found
 
 
@@ -353,7 +355,8 @@ def _answers(grown: Mapping[str, Grown], axes: Mapping[str, Sequence[Side]]) -> 
 
 
 def _question(variable: Grown) -> str:
-    example = ", ".join(f'"{side}"' for side in (*("in",) * (len(variable.shape) - 1), "out"))
+    sides = ("None",) * (len(variable.shape) - 2) + ('"in"', '"out"')
+    example = ", ".join(sides) if len(variable.shape) > 1 else '"in",) of a readout, ("out",'
     path = re.sub(r"\d+", r"\\d+", re.escape(rule_path(variable.path)).replace(r"\-", "-"))
     return f"  {_growth(variable)}: axes={{r{path!r}: ({example})}}".replace("\\\\", "\\")
 
@@ -413,6 +416,12 @@ def _output_multiplier(
     tables = [path for path in tables if rows[path].kind == "input"]
     readouts = [path for path, row in rows.items() if row.kind == "output" and grown[path].described.role != "router"]
     if tied is None:
+        words = {grown[path].shape[0] for path in tables}
+        if tables and readouts and not any(words.intersection(grown[path].shape) for path in readouts):
+            raise LazyModelError(
+                f"is the embedding {tables[0]!r} {_growth(grown[tables[0]])} the readout too? No other one has as many "
+                f"words, and {readouts[0]!r} {_growth(grown[readouts[0]])} may be of another kind: tied=True or False tells"
+            )
         tied = bool(tables) and not readouts
     if not tied:
         return 1.0, []

@@ -7,14 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lazymodel._abstract.paths import path_text
 from lazymodel._errors import LazyModelError
 from lazymodel._mup.rules import Rule
 from lazymodel._show.text import closest
 
-_STEPS = 3  # of the trial; a schedule may begin with a rate of 0
-_SIZES = (1e-3, 1e-2)  # of the trial's gradients: small, since norms may be clipped, and large beside Adam's epsilon
+_STEPS = 8  # of the trial that count, after as many: schedules begin with a rate of 0, and RAdam as SGD
+# Sizes of gradients and parameters: gradients are large beside Adam's epsilon, and small, since norms may be clipped;
+# parameters are small beside gradients, to which decay may be added.
+_TRIALS = ((1e-2, 2e-3), (1e-1, 2e-3), (1e-2, 2e-2))
 _TOLERANCE = 0.05
 
 
@@ -51,27 +54,47 @@ def _path(keys: Sequence[Any], known: Mapping[str, float], name: str) -> str:
 
 
 def _tried(tx: Any) -> Rule:
-    """Which rule an optimizer follows: whether its updates grow with the gradient."""
+    """Which rule an optimizer follows, of its updates of a matrix whose gradient stays as it is.
+
+    Adam's are equally large for all elements and gradients, SGD's are the gradient times a number. Neither changes with
+    the size of the parameters, as those of LAMB and Adafactor do, nor depends on other elements, as Muon's do.
+    """
+    random = np.random.default_rng(0)
+    gradient = random.uniform(0.5, 1, (4, 4)) * random.choice([-1, 1], (4, 4))
+    params = random.uniform(0.5, 1, (4, 4))
     try:
-        small, large = (_last_update(tx, size) for size in _SIZES)
+        small, large, moved = (_update(tx, size * gradient, scale * params) for size, scale in _TRIALS)
     except Exception as error:
         raise LazyModelError(
             f'which learning rates has this optimizer? Trying it failed ({error}): pass rule="adam" or rule="sgd"'
         ) from error
-    ratio = large / small if small else 0.0
-    expected_ratios: dict[Rule, float] = {"adam": 1.0, "sgd": _SIZES[1] / _SIZES[0]}
-    for rule, expected in expected_ratios.items():
-        if abs(ratio / expected - 1) < _TOLERANCE:
-            return rule
+    growth = _TRIALS[1][0] / _TRIALS[0][0]
+    if _alike(moved, small) and np.any(small):
+        if _alike(large, small) and _alike(abs(small), np.mean(abs(small))):
+            return "adam"
+        if _alike(large, growth * small) and _alike(small / gradient, np.mean(small / gradient)):
+            return "sgd"
     raise LazyModelError(
-        f"updates of this optimizer are {ratio:.3g} times as large for gradients {_SIZES[1] / _SIZES[0]:g} times as "
-        'large, neither as Adam\'s (1) nor as SGD\'s: pass rule="adam" or rule="sgd"'
+        "updates of this optimizer are neither equally large for all gradients, as Adam's, nor the gradient times a "
+        "number, as SGD's, whatever the parameters are. There are no learning rates for it: LAMB, LARS, Muon and "
+        "Adafactor scale by the size of a parameter or of a whole matrix. Adafactor without "
+        'multiply_by_parameter_scale is as Adam. If it is as one of them, pass rule="adam" or rule="sgd"'
     )
 
 
-def _last_update(tx: Any, size: float) -> float:
-    params = {"trial": jnp.zeros((4, 4))}
-    state, update = tx.init(params), params
-    for _ in range(_STEPS):
-        update, state = tx.update({"trial": jnp.full((4, 4), size)}, state, params)
-    return float(jnp.abs(update["trial"]).max())
+def _update(tx: Any, gradient: Any, params: Any) -> Any:
+    """The sum of later updates, without what does not depend on the gradient's sign: weight decay."""
+    update, found = jax.jit(tx.update), []
+    tree = {"trial": jnp.asarray(params, jnp.float32)}
+    for sign in (1, -1):
+        given = {"trial": jnp.asarray(sign * gradient, jnp.float32)}
+        state, total = tx.init(tree), np.zeros(np.shape(gradient))
+        for step in range(2 * _STEPS):
+            updates, state = update(given, state, tree)
+            total += np.asarray(updates["trial"]) * (step >= _STEPS)
+        found.append(total)
+    return (found[0] - found[1]) / 2
+
+
+def _alike(found: Any, expected: Any) -> bool:
+    return bool(np.allclose(found, expected, rtol=_TOLERANCE, atol=0))

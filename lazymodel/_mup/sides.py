@@ -9,27 +9,34 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from lazymodel._abstract.paths import rule_path
+from lazymodel._programs.moments import Moments
 from lazymodel._sharding.describe import Described
 from lazymodel._sharding.roles import FUSED_HEADS, HEADS
 
-Side: TypeAlias = Literal["in", "out"] | None  # None is of a dimension that counts layers or experts
+Side: TypeAlias = Literal["in", "out"] | None  # None is of a dimension that counts layers, experts or words
 
 _OTHER: Mapping[Side, Side] = {"in": "out", "out": "in"}
-_COUNTED = ("layers", "experts", "blocks")
+_LOOKED_UP = ("vocabulary", "entries", "positions")  # of which one is taken, or as many given as the task has
+_COUNTED = ("layers", "experts", "blocks", "members", *_LOOKED_UP)
 _OF_ROLE: dict[str, dict[str, Side]] = {
-    "embedding": {"vocabulary": "in", "features": "out"},
-    "position_embedding": {"positions": "in", "features": "out"},
+    "embedding": {"features": "out"},
+    "lookup_table": {"features": "out"},
+    "position_embedding": {"features": "out"},
     "norm": {"dimension": "out"},
     "bias": {"dimension": "out", "of its weight": "out", "rank": "out"},
     "scale": {"dimension": "out"},
 }
-_OF_LABEL: dict[str, Side] = {"in": "in", "out": "out", "space": "in", "multiplier": "out", "vocabulary": "out"}
+_OF_LABEL: dict[str, Side] = {"in": "in", "out": "out", "space": "in", "multiplier": "out", "channels": "out"}
 _IN_HEADS = (HEADS, FUSED_HEADS, "head_dim", "parts")
+_READOUTS = ("output_head", "router")  # from the width to words or experts, in whichever order they are stored
 _DENSE = ("mlp_up", "mlp_down")
+# One number for each unit, however it is made, and tokens, which are added to the input.
+_VECTOR = re.compile(r"(scale|offset|shift|gain|bias|alpha|beta|gamma|token|embed(ding)?)$")
 # variance · fan-in of LeCun's, He's and PyTorch's initializers, by which these tell what they took for the fan-in.
 _FAN_IN_GAINS = (1.0, 2.0, 1 / 3)
 _BY_CHANCE = 2  # a fan-in of one or two, which standard normal numbers seem to be divided by
@@ -46,7 +53,7 @@ class Grown:
     shape: tuple[int, ...]
     described: Described
     weight: Described | None  # of the weight that it belongs to
-    stds: tuple[float | None, float | None]  # of the initial values in the base and in the model
+    moments: tuple[Moments | None, Moments | None]  # of initial values in both; None where nothing is drawn at random
     narrow: bool  # whether its numbers have 16 bits or fewer
 
     @property
@@ -59,9 +66,32 @@ class Grown:
         return frozenset(dim for dim, label in enumerate(self.labels) if label in _COUNTED)
 
     @property
+    def changed(self) -> list[int]:
+        return [dim for dim, (a, b) in enumerate(zip(self.base, self.shape, strict=True)) if a != b]
+
+    @property
     def growing(self) -> list[int]:
-        pairs = enumerate(zip(self.base, self.shape, strict=True))
-        return [dim for dim, (before, after) in pairs if before != after and dim not in self.counted]
+        return [dim for dim in self.changed if dim not in self.counted]
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether it is one number for each unit, and no readout of one number, which begins random or at zero."""
+        pairs = zip(self.shape, self.labels, strict=True)
+        if sum(size > 1 and label != "layers" for size, label in pairs) != 1:
+            return False
+        given = all(each is None or (each.std == 0 and each.mean) for each in self.moments)
+        return given or _VECTOR.search(rule_path(self.path)) is not None
+
+    @property
+    def stds(self) -> tuple[float | None, float | None]:
+        """The standard deviations of the initial values in the base and in the model."""
+        before, after = (None if each is None else each.std for each in self.moments)
+        return before, after
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the order of its dimensions is known: that of a LoRA factor is its weight's."""
+        return (self.weight if self.described.role == "lora" and self.weight else self.described).ordered
 
     def ratio(self, dim: int) -> float:
         return self.shape[dim] / self.base[dim]
@@ -80,24 +110,27 @@ class Sides:
         return math.prod((variable.ratio(dim) for dim, found in self.sides.items() if found == side), start=1.0)
 
 
+_NOT_GROWING = Sides({}, "no dimension grows")
+
+
 def find_sides(variable: Grown, given: Sequence[Side] | None) -> Sides | None:
     """The sides of the dimensions that grow; None where that is ambiguous. `given` is the user's own answer."""
-    growing = variable.growing
+    growing, role = variable.growing, variable.described.role
     if given is not None:
-        return Sides({dim: given[dim] for dim in growing if given[dim] is not None}, "axes")
-    if not growing:
-        return Sides({}, "no dimension grows")
-    if sum(size > 1 and label != "layers" for size, label in zip(variable.shape, variable.labels, strict=True)) == 1:
-        return Sides(dict.fromkeys(growing, "out"), "one dimension", vector=True)
-    role, leaf = variable.described.role, rule_path(variable.path).rpartition("/")[2]
-    named, drawn = _by_name(variable), _by_initializer(variable)
-    guessed = role in _DENSE and leaf != "kernel"  # kernels are (in, out); of other names the initializer knows better
-    if named is not None and not (guessed and drawn is not None and drawn != named):
-        source = "its name" if role in _DENSE else f"its name: {role.replace('_', ' ')}"
-        return Sides(named, source, vector=role in ("norm", "bias", "scale"))
+        return Sides({dim: side for dim in variable.changed if (side := given[dim]) is not None}, "axes")
+    named = f"its name: {role.replace('_', ' ')}"
+    if role in _READOUTS and not variable.ordered:
+        return Sides(dict.fromkeys(variable.changed, "in"), named) if len(variable.changed) == 1 else None
+    if not growing:  # of a table of which only the number of words grows, its name or the order of it is another
+        return None if any(variable.labels[dim] in _LOOKED_UP for dim in variable.changed) else _NOT_GROWING
+    known, drawn = _by_name(variable), _by_initializer(variable)
+    if known is not None and variable.ordered:
+        return Sides(known, "its name" if role in _DENSE else named, vector=role in ("norm", "bias", "scale"))
     if drawn is not None:
         return Sides(drawn, "its initializer's fan-in")
-    if len(growing) == 2 and math.isclose(*map(variable.ratio, growing)):
+    if variable.is_vector:
+        return Sides(dict.fromkeys(growing, "out"), "one number for each unit", vector=True)
+    if role not in _OF_ROLE and len(growing) == 2 and math.isclose(*map(variable.ratio, growing)):
         return Sides({growing[0]: "in", growing[1]: "out"}, "two dimensions that grow alike")
     return None
 
@@ -115,7 +148,7 @@ def _side(variable: Grown, dim: int) -> Side:
         along: set[Side] = {_label_side(variable.weight.labels, dim) for dim in dims}
         side = along.pop() if len(along) == 1 else None
         return _OTHER.get(side) if label == "rank" else side
-    if role == "bias" and len(variable.growing) > 1:
+    if role == "bias" and len(variable.growing) > 1 and variable.weight is None:
         return None  # a bias has one dimension for each unit; others may have its name
     if role in _OF_ROLE:
         return _OF_ROLE[role].get(label)
@@ -136,7 +169,7 @@ def _by_initializer(variable: Grown) -> dict[int, Side] | None:
     own = [dim for dim in range(len(variable.shape)) if dim not in variable.counted]
     tolerance = _TOLERANCE_16_BITS if variable.narrow else _TOLERANCE
     found: list[dict[int, Side]] = []
-    for count in range(1, len(own)):
+    for count in range(1, max(len(own), 2)):
         for dims in itertools.combinations(own, count):
             if math.prod(variable.shape[dim] for dim in dims) <= _BY_CHANCE:
                 continue

@@ -176,7 +176,8 @@ class _Placement:
     def parts(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
-    def proposal(self) -> tuple[PartitionSpec, Reason]:
+    def proposal(self, chosen: Sequence[str]) -> tuple[PartitionSpec, Reason]:
+        """The spec and why; along which dimension the axes `chosen` split it matters."""
         split = ", ".join(
             f"{label} ({size}) in {self.parts(axes)} parts over {_names(axes)}"
             for label, size, axes in zip(self.described.labels, self.shape, self.axes, strict=True)
@@ -184,8 +185,11 @@ class _Placement:
         )
         text = "; ".join(filter(None, (split, self.why)))
         spec = trimmed([axes[0] if len(axes) == 1 else axes or None for axes in self.axes])
-        told = self.described.told_from
-        return spec, Reason("proposed", text, self.described.role, self.described.labels, tuple(self.tried), told)
+        described = self.described
+        unsure = described.guessed or not described.ordered or described.role == "other"
+        guessed = unsure and any(axis in chosen for axes in self.axes for axis in axes)
+        told = described.told_from or ("a guess: nothing is known of its name and shape" if guessed else "")
+        return spec, Reason("proposed", text, described.role, described.labels, tuple(self.tried), told, guessed)
 
 
 @dataclasses.dataclass
@@ -202,7 +206,7 @@ class _Proposer:
         self.placed: dict[str, _Placement] = {}
 
     def proposal(self, path: str) -> tuple[PartitionSpec, Reason]:
-        return self._placement(path).proposal()
+        return self._placement(path).proposal((*self.tensor, *self.expert))
 
     def _placement(self, path: str) -> _Placement:
         """The placement of a variable, after that of the variable that it follows."""
@@ -280,7 +284,9 @@ class _Proposer:
             placed = placement.place(self.expert, dims(tensor))
             placed &= placement.place(self.tensor, dims((*tensor[1:], "experts")))
         else:
-            if expert and placement.described.bank:  # what each device's experts add to a token is summed once
+            if order.name == "lookup_table":  # what is looked up is far more than what is made of it
+                placement.place((*fsdp, *self.tensor), dims(tensor[:1]), apart=False)
+            elif expert and placement.described.bank:  # what each device's experts add to a token is summed once
                 placement.place((*self.tensor, *fsdp), dims(tensor[:1]), apart=False)
             elif expert and placement.parts(fsdp) > 1:  # used one by one: pieces of a stack would all be sent around
                 tensor, why = (tensor[1], tensor[0], tensor[2]), "each expert is split as any MLP is"
@@ -324,7 +330,7 @@ class _Proposer:
     def _anywhere(self, placement: _Placement) -> None:
         """Stores a large variable in pieces, along the largest dimension that divides; layers if no other does."""
         labels = placement.described.labels
-        dims = sorted(range(len(labels)), key=lambda dim: (-placement.shape[dim], dim))
+        dims = sorted(range(len(labels)), key=lambda dim: (-placement.shape[dim], -dim))  # columns of what is square
         for layers in (False, True):
             for axes in (self.tensor, (*self.fsdp, *self.expert)) if not any(placement.axes) else ():
                 placement.place(axes, [dim for dim in dims if (labels[dim] == "layers") == layers], whole_units=False)

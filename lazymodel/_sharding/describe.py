@@ -17,8 +17,9 @@ import numpy as np
 from lazymodel._abstract.paths import rule_path
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._sharding.axis_names import AXIS_NAMES, LAYERS, role_of_names
-from lazymodel._sharding.geometry import attention_labels, stacked_labels
-from lazymodel._sharding.roles import FUSED_HEADS, HEADS, ROLES
+from lazymodel._sharding.geometry import aligned, attention_labels, stacked_labels, told_by
+from lazymodel._sharding.order import biases, name_tells, orders
+from lazymodel._sharding.roles import FUSED_HEADS, HEADS, ROLES, Role
 
 _WEIGHT = r"(_?kernel|weight|weights|w|embeddings?)$"
 _ATTENTION = re.compile(r"(^|[/_])(\w*attention\w*|\w*attn\w*|mha|sdpa)(_\d+)?/")
@@ -51,6 +52,8 @@ class Described:
     follows: str | None = None  # the path of the variable that it belongs to and is split like, and
     dims: tuple[int | None, ...] = ()  # for each of its dimensions, which one of that variable, or None
     told_from: str = ""  # what it was told from, for people, and whether that is a guess
+    ordered: bool = True  # whether the order of its dimensions is known
+    guessed: bool = False  # whether its role is a guess
     bank: bool = False  # whether experts lie in a layer of their own, which runs all of them, and not beside a router
 
 
@@ -65,6 +68,9 @@ class _Describer:
         self._variables = variables
         self._names = {path: rule_path(path).lower() for path in variables}
         self._stacks = _stacks(variables, self._names)
+        inner = {path: self._inner(path) for path in variables}
+        self._biases = biases(self._names, inner)
+        self._orders = orders(self._names, inner, self._biases)
         self._children: dict[str, list[str]] = {}
         for path in variables:
             self._children.setdefault(_parent(path), []).append(path)
@@ -136,6 +142,10 @@ class _Describer:
         for row in ROLES.values():
             if row.within or n not in row.ndims or not re.search(row.pattern, name):
                 continue
+            if row.name == "embedding" and path in self._biases:
+                continue  # a layer with a bias is no table
+            if row.name == "embedding" and self._is_one_of_several(path, shape):
+                return self._labelled("lookup_table", path, shape, "another table of its shape in the same layer")
             if row.name in ("lora", "scale", "bias") and (found := self._follower(path, row.name, shape)) is not None:
                 return found
             if row.name.startswith("expert") and (found := self._stacked(path, shape, row.name)) is not None:
@@ -150,16 +160,20 @@ class _Describer:
         attention = (
             _ATTENTION.search(name) is not None or not self._with_keys.isdisjoint(itertools.islice(_places(path), 2))
         ) and not _MLP.search(tail)
+        if n == 3 and not attention and self._biases.get(path) == (shape[0], shape[-1]):  # an ensemble's
+            return Described("other", ("members", "in", "out"), shape, told_from="its bias")
         is_leaf = _LEAF.search(name) or (attention and _LEAF_OF_ATTENTION.search(name))
         if not re.search(_WEIGHT, name) and not is_leaf:
             return self._labelled("other", path, shape)
         if n < 5 and (attention or n == 3):
             for row in ROLES.values():
                 if row.within == "attention" and n in row.ndims and re.search(row.pattern, tail):
-                    return self._projection(row.name, path, shape)
+                    if row.labels != Role.labels:
+                        return self._labelled(row.name, path, shape)
+                    return self._projection(row.name, path, shape, known=attention)
             if n < 4 and attention:
-                fused = n == 2 and shape[1] == 3 * shape[0]
-                role = "fused_query_key_value" if fused else "query_key_value"
+                role = "fused_query_key_value" if n == 2 and shape[1] == 3 * shape[0] else "query_key_value"
+                role = "attention_output" if self._is_left_over(path) else role
                 return self._projection(role, path, shape, guess=True)
         if n >= 3:
             return self._labelled("other" if n == 3 else "convolution", path, shape)
@@ -195,36 +209,45 @@ class _Describer:
             return None
         out_first = tail.endswith(("weight", "weights")) and stack == "parts"
         labels, told = stacked_labels(shape, widths, stack, up=role.endswith("up"), out_first=out_first)
-        return Described(role, labels, shape, told_from=f"{source}; {_told(told)}")
+        ordered = told is not None or name_tells(tail)
+        return Described(role, labels, shape, told_from=f"{source}; {told_by(told)}", ordered=ordered)
 
-    def _labelled(self, role: str, path: str, shape: tuple[int, ...], source: str = "its name") -> Described:
+    def _labelled(
+        self, role: str, path: str, shape: tuple[int, ...], source: str = "its name", *, guess: bool = False
+    ) -> Described:
         """Roles whose dimensions follow from their number."""
         row = ROLES[role]
-        labels = row.label(len(shape), out_first=row.turns and self._out_first(path, shape))
+        labels = row.label(len(shape), out_first=row.turns and self._out_first(path))
         source = "" if role in ("other", "state") else source
-        return Described(role, labels, shape, told_from=source)
+        ordered = not row.turns or path in self._orders
+        source += "" if ordered else f"; {told_by(None)}"
+        return Described(role, labels, shape, told_from=source, ordered=ordered, guessed=guess)
 
     def _dense(self, path: str, shape: tuple[int, ...]) -> Described:
         """A matrix outside attention: by name, or else one that widens is `up` and one that narrows `down`."""
-        size_in, size_out = shape[::-1] if self._out_first(path, shape) else shape
+        size_in, size_out = shape[::-1] if self._out_first(path) else shape
         up, down = (bool(re.search(ROLES[name].pattern, self._tail(path))) for name in ("mlp_up", "mlp_down"))
         by_name = up != down and (size_in == size_out or not _NUMBERED.search(self._tail(path)))
         narrows = down if by_name else size_out < size_in
         source = "its name" if by_name else f"its shape, which {'narrows' if narrows else 'does not narrow'}"
-        return self._labelled("mlp_down" if narrows else "mlp_up", path, shape, source)
+        return self._labelled("mlp_down" if narrows else "mlp_up", path, shape, source, guess=not by_name)
 
-    def _projection(self, role: str, path: str, shape: tuple[int, ...], *, guess: bool = False) -> Described:
-        """A weight of attention: which dimension counts the heads."""
+    def _projection(
+        self, role: str, path: str, shape: tuple[int, ...], *, guess: bool = False, known: bool = True
+    ) -> Described:
+        """A weight of attention: which dimension counts the heads. `known` is whether it is in attention."""
         output, fused = role == "attention_output", role.startswith("fused")
         source = "a guess: it is in attention, and its name says nothing known" if guess else "its name"
         if len(shape) == 2:
-            turn = -1 if self._out_first(path, shape) else 1
+            turn = -1 if self._out_first(path) else 1
+            source += "" if (ordered := path in self._orders) else f"; {told_by(None)}"
             size_in, size_out = shape[::turn]
             heads = self._heads_in(path, size_in if output else size_out)
             if output:
-                return Described(role, (HEADS, "out")[::turn], (heads, size_out)[::turn], told_from=source)
-            labels, units = ("in", FUSED_HEADS if fused else HEADS), (size_in, 1 if fused else heads)
-            return Described(role, labels[::turn], units[::turn], told_from=source)
+                labels, units = (HEADS, "out"), (heads, size_out)
+            else:
+                labels, units = ("in", FUSED_HEADS if fused else HEADS), (size_in, 1 if fused else heads)
+            return Described(role, labels[::turn], units[::turn], told_from=source, ordered=ordered, guessed=guess)
         widths = self._widths_at(path, attention=True)
         labels, told = attention_labels(shape, widths, output=output, fused=fused)
         if guess and told is not None and shape[-1] == told != shape[0]:
@@ -233,7 +256,8 @@ class _Describer:
         if "head_dim" not in labels:
             sizes = zip(labels, shape, strict=True)
             units = tuple(self._heads_in(path, size) if label == HEADS else size for label, size in sizes)
-        return Described(role, labels, units, told_from=f"{source}; {_told(told)}")
+        source, ordered = f"{source}; {told_by(told)}", known and (told is not None or name_tells(self._names[path]))
+        return Described(role, labels, units, told_from=source, ordered=ordered, guessed=guess or not known)
 
     # --- neighbours ---
 
@@ -252,6 +276,8 @@ class _Describer:
             ]
             named = [other for other in weights if leaves[other] in (stem, f"_{stem}") and stem]
             for other in named or weights:
+                if role == "bias" and sum(n > 1 for n in shape) >= sum(n > 1 for n in self._inner(other)):
+                    continue  # a weight that is called `b`
                 if (dims := self._factor_dims(leaf, role, shape, other)) is not None:
                     own = "rank" if role == "lora" else "dimension"
                     labels = tuple(own if d is None else "of its weight" for d in dims)
@@ -270,8 +296,8 @@ class _Describer:
             # Two 4-bit numbers share a byte, and a group of them a scale: the same dimensions, of other extents.
             return (0, 1)
         embedding = "embedding" in self._names[other].split("/")[-1]
-        out_first = not embedding and len(weight) == 2 and self._out_first(other, weight)
-        return _aligned(shape, weight, from_left=embedding or out_first)
+        out_first = not embedding and len(weight) == 2 and self._out_first(other)
+        return aligned(shape, weight, from_left=embedding or out_first)
 
     def _slot(self, path: str, variable: AbstractVariable) -> Described | None:
         """An optimizer's slot: its path holds that of a variable, and its shape is the same or lacks a dimension."""
@@ -288,24 +314,32 @@ class _Describer:
             return None
         shape, other = variable.shape, self._variables[found].shape
         lacks = len(shape) < len(other)
-        dims = _aligned(shape, other, from_left="col" not in parts[-1]) if lacks else tuple(range(len(shape)))
+        dims = aligned(shape, other, from_left="col" not in parts[-1]) if lacks else tuple(range(len(shape)))
         if dims is None or not (lacks or shape == other):
             return None
         stack = int(path in self._stacks)
         inner = tuple(None if dim is None else dim - stack for dim in dims[stack:])
         return dataclasses.replace(self._labelled("optimizer_slot", path, shape[stack:]), follows=found, dims=inner)
 
-    def _out_first(self, path: str, shape: tuple[int, ...]) -> bool:
-        """Whether a weight is stored as (out, in), as PyTorch and Equinox do: it is called `weight`, not `kernel`.
+    def _out_first(self, path: str) -> bool:
+        """Whether a weight is stored as (out, in), as PyTorch and Equinox do where it is called `weight`."""
+        return self._orders.get(path, self._names[path].rpartition("/")[2] in ("weight", "weights"))
 
-        A bias beside it tells with certainty, unless the matrix is square.
-        """
-        leaf = self._names[path].split("/")[-1]
-        for other in self._children.get(_parent(path), ()) if shape[0] != shape[-1] else ():
-            bias = self._variables[other].shape[int(path in self._stacks) :]
-            if len(bias) == 1 and re.search(r"(^|_)(bias|b)$", self._names[other].split("/")[-1]):
-                return bias[0] == shape[0]
-        return leaf in ("weight", "weights")
+    def _matrices_around(self, path: str) -> list[str]:
+        """The other matrices of the layer that a weight, or the layer whose weight it is, lies in."""
+        home = _parent(_parent(path) if re.search(rf"(^|/){_WEIGHT}", self._names[path]) else path)
+        return [o for o in self._layer(home) if home and o != path and len(self._inner(o)) == 2]
+
+    def _is_one_of_several(self, path: str, shape: tuple[int, ...]) -> bool:
+        """Whether a table has another of its shape in the same layer, as those of PEER have: not the one of words."""
+        alike = (self._names[other] for other in self._matrices_around(path) if self._inner(other) == shape)
+        return any(re.search(ROLES["embedding"].pattern, name) for name in alike)
+
+    def _is_left_over(self, path: str) -> bool:
+        """Whether all other matrices of its attention are of queries, keys and values, by name: the output is left."""
+        patterns = [ROLES[name].pattern for name in ("fused_query_key_value", "query_key_value")]
+        found = [[re.search(each, self._tail(other)) for each in patterns] for other in self._matrices_around(path)]
+        return all(map(any, found)) and (len(found) >= 3 or any(fused for fused, _ in found))
 
     def _widths_at(self, path: str, *, attention: bool = False) -> list[int]:
         """What the model's width may be where the variable is, surest first: of norms, output projections, words."""
@@ -317,10 +351,8 @@ class _Describer:
     def _outputs_in(self, place: str) -> list[tuple[int, ...]]:
         """Shapes of the output projections in a layer that have a dimension of heads."""
         if place not in self._outputs:
-            shapes = {
-                self._inner(o): None for o in self._layer(place) if len(self._inner(o)) == 3 and self._is_output(o)
-            }
-            self._outputs[place] = list(shapes)
+            found = [self._inner(o) for o in self._layer(place) if len(self._inner(o)) == 3 and self._is_output(o)]
+            self._outputs[place] = list(dict.fromkeys(found))
         return self._outputs[place]
 
     def _is_output(self, path: str) -> bool:
@@ -412,7 +444,7 @@ class _Describer:
         """The columns of the matrices for queries, keys and values in a layer."""
         if place not in self._qkv_widths:
             shapes = (
-                self._inner(other)[:: -1 if self._out_first(other, self._inner(other)) else 1]
+                self._inner(other)[:: -1 if self._out_first(other) else 1]
                 for other in self._layer(place)
                 if len(self._inner(other)) == 2
                 and re.search(ROLES["query_key_value"].pattern, self._tail(other))
@@ -429,10 +461,6 @@ class _Describer:
         return self._variables[path].shape[int(path in self._stacks) :]
 
 
-def _told(width: int | None) -> str:
-    return f"the order of its dimensions is {'a guess' if width is None else f'told by the model width, {width}'}"
-
-
 def _parent(path: str) -> str:
     return path.rpartition("/")[0]
 
@@ -447,21 +475,6 @@ def _places(path: str) -> Iterator[str]:
 def _note(found: dict[str, set[int]], path: str, value: int) -> None:
     for place in _places(path):
         found.setdefault(place, set()).add(value)
-
-
-def _aligned(shape: tuple[int, ...], weight: tuple[int, ...], *, from_left: bool) -> tuple[int | None, ...] | None:
-    """For each dimension of `shape`, the one of `weight` that it runs along; None for those that are 1 or of its own.
-
-    Both are walked from the right (or left), so a bias takes the last dimension of a square kernel.
-    """
-    step = 1 if from_left else -1
-    free = list(range(len(weight)))[::step]
-    dims: list[int | None] = []
-    for size in shape[::step]:
-        match = next((position for position, dim in enumerate(free) if weight[dim] == size != 1), None)
-        dims.append(None if match is None else free[match])
-        free = free[0 if match is None else match + 1 :]
-    return tuple(dims[::step]) if any(dim is not None for dim in dims) else None
 
 
 def _stacks(variables: Mapping[str, AbstractVariable], names: Mapping[str, str]) -> frozenset[str]:

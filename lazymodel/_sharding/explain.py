@@ -30,7 +30,7 @@ def explain(model: ModelSpec, path: str | None = None) -> Explanation | Sharding
     Returns:
         Both print as text. For a variable: its spec, shard bytes, the rule or role that decided, and what else was
         considered. For the model: bytes on the fullest and emptiest device, what is replicated and why, what
-        `repair` mended, and rules that matched nothing.
+        `repair` mended, what `auto` guessed, and rules that matched nothing.
 
     Raises:
         KeyError: There is no such variable.
@@ -100,6 +100,7 @@ class ShardingReport:
     offloaded_nbytes: int  # bytes of these that a host holds for each device, at most
     unmatched: tuple[str, ...]  # paths that no rule matched
     repaired: Mapping[str, str]  # path and reason of what `repair` mended
+    guessed: Mapping[str, str]  # path, and from what `auto` guessed along which dimension to split it
     notes: tuple[str, ...]  # what is to be said of the rules: those that matched nothing
 
     @property
@@ -119,6 +120,7 @@ class ShardingReport:
             ("on the host", self.on_host, ""),
             ("in the host's memory", self.offloaded, f", {format_bytes(self.offloaded_nbytes)} for each device"),
             ("repaired", self.repaired, ""),
+            ("split by a guess", self.guessed, ", which rules by path may decide"),
             ("matched by no rule", dict.fromkeys(self.unmatched, ""), ""),
         ):
             if found:
@@ -150,6 +152,9 @@ def _explain_model(model: ModelSpec) -> ShardingReport:
         offloaded_nbytes=sum(map(offloaded_nbytes, offloaded)),
         unmatched=tuple(variable.path for variable in by_kind.get("unmatched", ())),
         repaired=_words(by_kind.get("repaired", ())),
+        guessed={
+            v.path: f"{v.shape}, {v.spec}: {v.reason.told_from}" for v in variables if v.reason and v.reason.guessed
+        },
         notes=model.sharding_notes,
     )
 

@@ -1,4 +1,4 @@
-"""What the dimensions of a weight are, from its shape and the model's width: attention, stacks of matrices, gates."""
+"""What the dimensions of a weight are, from its shape, the model's width, and the weight that it belongs to."""
 
 from __future__ import annotations
 
@@ -46,3 +46,23 @@ def stacked_labels(
     turned = out_first if told is None else (shape[last] if up else shape[first]) == told
     names = {0: stack, first: "out" if turned else "in", last: "in" if turned else "out"}
     return tuple(names.get(dim, "parts") for dim in range(len(shape))), told
+
+
+def aligned(shape: tuple[int, ...], weight: tuple[int, ...], *, from_left: bool) -> tuple[int | None, ...] | None:
+    """For each dimension of `shape`, the one of `weight` that it runs along; None for those that are 1 or of its own.
+
+    Both are walked from the right (or left), so a bias takes the last dimension of a square kernel.
+    """
+    step = 1 if from_left else -1
+    free = list(range(len(weight)))[::step]
+    dims: list[int | None] = []
+    for size in shape[::step]:
+        match = next((position for position, dim in enumerate(free) if weight[dim] == size != 1), None)
+        dims.append(None if match is None else free[match])
+        free = free[0 if match is None else match + 1 :]
+    return tuple(dims[::step]) if any(dim is not None for dim in dims) else None
+
+
+def told_by(width: int | None) -> str:
+    """What people are told of the order of dimensions."""
+    return f"the order of its dimensions is {'a guess' if width is None else f'told by the model width, {width}'}"

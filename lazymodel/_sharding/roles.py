@@ -65,7 +65,7 @@ _ROWS = (
     ),
     Role(
         "output_head",
-        r"reverse_embeddings$|(lm_head|logits|unembed|output_embedding)[^/]*(/.*)?(kernel|weight|w)$",
+        r"reverse_embeddings$|(lm_head|logits|unembed|output_embedding)[^/]*(/.*)?(kernel|weight|w)$|(^|/)(lm_head|unembed)$",
         (2,),
         labels=("in", "vocabulary"),
         turns=True,
@@ -75,11 +75,19 @@ _ROWS = (
     Role(
         "embedding",
         r"(token|word|vocab)[a-z_]*embeddings?(/embeddings?)?$|"
-        r"(^|/)([a-z\d_]*embeddings?|embed_tokens/weight|embedding_table|wte(/weight)?)$",
+        r"(^|/)([a-z\d_]*embeddings?|embedding_table|wte)$|"
+        r"(^|/)(?!\w*(patch|time))(\w+_)?(emb|embed|embedder|embeddings?|embed_tokens|wte)(_\d+)?/(weight|w|table)$",
         (2,),
         labels=("vocabulary", "features"),
         tensor=("vocabulary", "features"),
         why="each device looks its own tokens up",
+    ),
+    Role(
+        "lookup_table",  # told by its neighbours: one of several tables in a layer
+        labels=("entries", "features"),
+        tensor=("features", "entries"),
+        fsdp=("features", "entries"),
+        why="each device has a part of what each of many look-ups gives",
     ),
     Role(
         "router",
@@ -141,6 +149,27 @@ _ROWS = (
         why="each device computes its own channels",
     ),
     Role("bias", r"(^|/)([a-z\d_]*bias|b)$", (1, 2, 3, 4)),
+    # Multi-head latent attention: what is narrow lies between the two. Whole heads count less than few sums.
+    Role(
+        "latent_down",
+        r"(^|[/_])w?(q|k|v|kv)_?(a|down)(_|/|$)",
+        (2,),
+        "attention",
+        labels=("in", "out"),
+        turns=True,
+        tensor=("in", "out"),
+        why="split by rows: what is summed is narrow",
+    ),
+    Role(
+        "latent_up",
+        r"(^|[/_])w?(q|k|v|kv)_?(b|up)(_|/|$)",
+        (2,),
+        "attention",
+        labels=("in", "out"),
+        turns=True,
+        tensor=("out", "in"),
+        why="split by columns: each device computes its own",
+    ),
     # By the last parts of the path. Which dimension counts the heads is told from neighbours.
     Role(
         "fused_query_key_value",

@@ -182,6 +182,89 @@ def test_initializers_tell_where_names_do_not() -> None:
     assert lm.mup(*pair, axes={"a": ("out", None), "c": ("in", "out")})["a"].kind == "fixed"
 
 
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        (lambda w: {"value/kernel": (w, 1)}, OUTPUT),
+        (lambda w: {"value/weight": (1, w), "value/bias": (1,)}, OUTPUT),  # Equinox' "scalar"
+        (lambda w: {"to_mask/conv/kernel": (1, 1, w, 1)}, OUTPUT),
+        (lambda w: {"to_mask/conv/weight": (1, w, 3, 3), "to_mask/conv/bias": (1,)}, OUTPUT),
+        (lambda w: {"from_mask/conv/kernel": (3, 3, 1, w)}, INPUT),
+        (lambda w: {"critic/out/kernel": (5, w, 1), "critic/out/bias": (5, 1)}, OUTPUT),  # an ensemble of five
+        (lambda w: {"fc/kernel": (w, 7)}, OUTPUT),
+        (lambda w: {"fc/weight": (7, w), "fc/bias": (7,)}, OUTPUT),
+        (lambda w: {"fc/weight": (w, 7), "fc/bias": (w,)}, INPUT),
+        (lambda w: {"fc/weight": (500, w), "other/weight": (w, 7), "other/bias": (w,)}, OUTPUT),  # one way in a model
+        (lambda w: {"fc/weight": (w, 7), "other/weight": (8, w), "other/bias": (w,)}, OUTPUT),
+        (lambda w: {"fc1_weight": (7, w), "fc1_bias": (7,), "fc2_weight": (8, 9), "fc2_bias": (9,)}, OUTPUT),
+        (lambda w: {"lm_head/weight": (100, w)}, OUTPUT),
+        (lambda w: {"moe/gate/weight": (w, 8)}, OUTPUT),
+        (lambda w: {"embed/weight": (100, w)}, INPUT),
+        (lambda w: {"user_embeddings/weight": (100, w)}, INPUT),
+        (lambda w: {"model/embed_tokens/weight": (2 * w, w)}, INPUT),  # words may grow too: one is looked up
+        (lambda w: {"position_embedding/embedding": (w // 2, w)}, INPUT),
+        (lambda w: {"lm_head/kernel": (w, 3 * w)}, OUTPUT),
+        (lambda w: {"mixer/A_log": (w, 16)}, INPUT),
+        (lambda w: {"cls_token": (1, 1, w)}, VECTOR),
+        (lambda w: {"attention/value/bias": (w // 4, w // 16), "attention/value/kernel": (8, w // 4, w // 16)}, None),
+    ],
+)
+def test_readouts_and_vectors_and_tables(shapes: Shapes, expected: Any) -> None:
+    scheme = lm.mup(*both(shapes), tied=False)
+    path = next(iter(shapes(64)))
+    row = expectation(scheme, path)
+    assert row == expected if expected else row[0] == "vector"
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        lambda w: {"head": (w,)},
+        lambda w: {"head": (w, 1)},
+        lambda w: {"fc1/weight": (500, w)},
+        lambda w: {"fc1/w": (8, w)},
+        lambda w: {"b/x_proj": (2 * w, 48), "b/dt_bias": (2 * w,)},  # whose bias is another's
+        lambda w: {"value/kernel": (5, w, 1)},
+        lambda w: {"up_conv_transpose/kernel": (3, 3, 3, w)},
+        lambda w: {"embed/weight": (w, 8)},  # a layer of that name, since no words grow
+        lambda w: {"a/weight": (w, 8), "b/weight": (w, 7), "b/bias": (w,), "c/weight": (8, w), "c/bias": (w,)},
+    ],
+)
+def test_what_is_ambiguous_is_refused(shapes: Shapes) -> None:
+    path = next(iter(shapes(64)))
+    with pytest.raises(lm.LazyModelError, match="ambiguous .* of 1 variable") as raised:
+        lm.mup(*both(shapes))
+    assert path.split("/")[-1] in str(raised.value)
+    sides = (*(None,) * (len(shapes(64)[path]) - 1), "in")
+    given = lm.mup(*both(shapes), axes={path: sides if shapes(64)[path][-1] != 1 else (*sides[1:], None)})
+    assert given[path].kind in ("output", "fixed")
+
+
+def test_values_tell_a_vector_from_a_readout_of_one_number() -> None:
+    """As LeCun's, they are of a readout; the same number everywhere is no readout's, but for zero, which may be."""
+
+    def shapes(width: int) -> dict[str, tuple[int, ...]]:
+        return {"unit": (width,)}
+
+    def lecun(key: Any, shape: Any, dtype: Any) -> Any:
+        return jax.random.normal(key, shape, dtype) * shape[0] ** -0.5
+
+    assert expectation(lm.mup(*both(shapes, initializer=lecun)), "unit") == OUTPUT
+    assert expectation(lm.mup(*both(shapes, initializer=I.constant(0.5))), "unit") == VECTOR
+    with pytest.raises(lm.LazyModelError, match=r"axes={r'unit': \("):
+        lm.mup(*both(shapes, initializer=I.zeros))
+
+
+def test_whether_the_embedding_is_the_readout_is_asked_where_another_readout_is_there() -> None:
+    def scored(width: int) -> dict[str, tuple[int, ...]]:
+        return {"embed/embedding": (100, width), "score/kernel": (width, 1)}
+
+    with pytest.raises(lm.LazyModelError, match=r"'embed/embedding' .*'score/kernel' .*tied=True or False"):
+        lm.mup(*both(scored))
+    assert [lm.mup(*both(scored), tied=tied).output_multiplier for tied in (True, False)] == [1 / 4, 1]
+    assert lm.mup(*both(lambda width: {**scored(width), "out/kernel": (width, 100)})).output_multiplier == 1
+
+
 def test_a_small_dimension_is_no_fan_in_by_chance() -> None:
     """Standard normal numbers are as He's would be of a fan-in of two, such as keys and values."""
     pair = both(lambda width: {"kv": (2, width, 2, width // 4)}, initializer=I.normal(1.0))

@@ -39,8 +39,14 @@ def test_each_rule_is_told_from_what_the_optimizer_does(builds: Any) -> None:
     assert updates(scheme.optimizer(optax.sgd(1.0, momentum=0.9)), params) == {"up": -4, "down": -0.25}
     assert updates(scheme.optimizer(optax.adam(1.0), rule="sgd"), params) == {"up": -4, "down": -0.25}
     rooted = optax.stateless(lambda updates, params: jax.tree.map(jnp.sqrt, updates))
-    with pytest.raises(lm.LazyModelError, match=r'are 3.16 times as large .* pass rule="adam" or rule="sgd"'):
-        scheme.optimizer(rooted)
+    others = (optax.lamb(1.0), optax.lars(1.0), optax.contrib.muon(1.0), optax.adafactor(1.0), optax.novograd(1.0))
+    for tx in (rooted, *others):
+        with pytest.raises(lm.LazyModelError, match=r'pass rule="adam" or rule="sgd"'):
+            scheme.optimizer(tx)
+    adams = [optax.adafactor(1.0, multiply_by_parameter_scale=False), optax.radam(1.0), optax.rmsprop(1.0, momentum=0.9)]
+    adams += [optax.MultiSteps(optax.adam(1.0), 2).gradient_transformation(), optax.adamw(1.0, weight_decay=0.1)]
+    for tx in adams:
+        scheme.optimizer(tx)  # as Adam; RAdam begins as SGD
     with pytest.raises(lm.LazyModelError, match="takes an Optax gradient transformation; got 3"):
         scheme.optimizer(3)
     with pytest.raises(lm.LazyModelError, match="a rule is 'adam' or 'sgd'; got 'lion'"):

@@ -148,7 +148,7 @@ def test_repair_mends_what_does_not_fit_and_says_so(mesh8: Mesh) -> None:
         "fine": P("model"),
         "head": P(None, "model"),
         "table": P("model"),
-        "up": P("model"),
+        "up": P(None, "model"),
     }
     report = sharded.explain()
     assert set(report.repaired) == {"up", "table", "head"}
