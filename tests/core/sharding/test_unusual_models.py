@@ -124,7 +124,11 @@ def vision(output: str) -> tuple[Shapes, Callable[[Any, Any], Any]]:
 
 
 COLUMNS, ROWS = P("data", "model"), P("model", "data")
-BY_FEATURES = {".*_embed/.*": P(None, ("data", "model")), ".*queries.*": COLUMNS, ".*keys": P(None, None, None, "model")}
+BY_FEATURES = {
+    ".*_embed/.*": P(None, ("data", "model")),
+    ".*queries.*": COLUMNS,
+    ".*keys": P(None, None, None, "model"),
+}
 MODELS = {
     "peer": (peer("down_embed/embedding", "up_embed/embedding"), BY_FEATURES),
     "peer with weights": (peer("down_embed/weight", "up_embed/weight"), BY_FEATURES),
