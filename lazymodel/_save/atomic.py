@@ -220,8 +220,12 @@ def _uninterrupted() -> Generator[None]:
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
-    late: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *what: late.append(what))
+    late: list[tuple[int, Any]] = []
+
+    def note(number: int, frame: Any) -> None:
+        late.append((number, frame))
+
+    signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
