@@ -43,7 +43,11 @@ def test_each_rule_is_told_from_what_the_optimizer_does(builds: Any) -> None:
     for tx in (rooted, *others):
         with pytest.raises(lm.LazyModelError, match=r'pass rule="adam" or rule="sgd"'):
             scheme.optimizer(tx)
-    adams = [optax.adafactor(1.0, multiply_by_parameter_scale=False), optax.radam(1.0), optax.rmsprop(1.0, momentum=0.9)]
+    adams = [
+        optax.adafactor(1.0, multiply_by_parameter_scale=False),
+        optax.radam(1.0),
+        optax.rmsprop(1.0, momentum=0.9),
+    ]
     adams += [optax.MultiSteps(optax.adam(1.0), 2).gradient_transformation(), optax.adamw(1.0, weight_decay=0.1)]
     for tx in adams:
         scheme.optimizer(tx)  # as Adam; RAdam begins as SGD
