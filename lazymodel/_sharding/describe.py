@@ -243,19 +243,16 @@ class _Describer:
             source += "" if (ordered := path in self._orders) else f"; {told_by(None)}"
             size_in, size_out = shape[::turn]
             heads = self._heads_in(path, size_in if output else size_out)
-            if output:
-                labels, units = (HEADS, "out"), (heads, size_out)
-            else:
+            labels, units = (HEADS, "out"), (heads, size_out)
+            if not output:
                 labels, units = ("in", FUSED_HEADS if fused else HEADS), (size_in, 1 if fused else heads)
             return Described(role, labels[::turn], units[::turn], told_from=source, ordered=ordered, guessed=guess)
         widths = self._widths_at(path, attention=True)
         labels, told = attention_labels(shape, widths, output=output, fused=fused)
         if guess and told is not None and shape[-1] == told != shape[0]:
             role, (labels, told) = "attention_output", attention_labels(shape, widths, output=True, fused=False)
-        units = shape
-        if "head_dim" not in labels:
-            sizes = zip(labels, shape, strict=True)
-            units = tuple(self._heads_in(path, size) if label == HEADS else size for label, size in sizes)
+        joined, sizes = "head_dim" not in labels, zip(labels, shape, strict=True)
+        units = tuple(self._heads_in(path, size) if joined and label == HEADS else size for label, size in sizes)
         source, ordered = f"{source}; {told_by(told)}", known and (told is not None or name_tells(self._names[path]))
         return Described(role, labels, units, told_from=source, ordered=ordered, guessed=guess or not known)
 
@@ -427,8 +424,11 @@ class _Describer:
         """How many heads a dimension of so many columns holds, at least: what is unknown is not split.
 
         Without evidence, pieces of 128 columns hold whole heads of 16, 32, 64 and 128, which nearly all models have; of
-        64 where queries, keys and values are equally wide and have 1024 columns or fewer, as in BERT, T5 and ViT.
+        64 where queries, keys and values are equally wide and have 1024 columns or fewer, as in BERT, T5 and ViT. Heads
+        that are made of latents may be cut: adding up what latents give costs more.
         """
+        if any(re.search(ROLES["latent_up"].pattern, self._tail(other)) for other in self._matrices_around(path)):
+            return size
         for place in _places(path):
             head_dim, count = self._head_dims.get(place, size), self._head_counts.get(place)
             if head_dim < size and size % head_dim == 0:
