@@ -420,7 +420,7 @@ def _output_multiplier(
         if tables and readouts and not any(words.intersection(grown[path].shape) for path in readouts):
             raise LazyModelError(
                 f"is the embedding {tables[0]!r} {_growth(grown[tables[0]])} the readout too? No other one has as many "
-                f"words, and {readouts[0]!r} {_growth(grown[readouts[0]])} may be of another kind: pass tied=True or "
+                f"words, and {readouts[0]!r} {_growth(grown[readouts[0]])} may be something else: pass tied=True or "
                 "tied=False"
             )
         tied = bool(tables) and not readouts

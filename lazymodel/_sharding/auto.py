@@ -189,6 +189,10 @@ class _Placement:
         unsure = described.guessed or not described.ordered or described.role == "other"
         guessed = unsure and any(axis in chosen for axes in self.axes for axis in axes)
         told = described.told_from or ("a guess: nothing is known of its name and shape" if guessed else "")
+        if described.role == "convolution" and not guessed:
+            size_in, out = self.shape[described.labels.index("in")], described.labels.index("out")
+            if size_in > self.shape[out] and any(axis in chosen for axis in self.axes[out]):
+                guessed, told = True, f"{told}; it narrows, so that splitting what comes in may send less"
         return spec, Reason("proposed", text, described.role, described.labels, tuple(self.tried), told, guessed)
 
 

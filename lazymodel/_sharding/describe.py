@@ -23,7 +23,7 @@ from lazymodel._sharding.roles import FUSED_HEADS, HEADS, ROLES, Role
 
 _WEIGHT = r"(_?kernel|weight|weights|w|embeddings?)$"
 _ATTENTION = re.compile(r"(^|[/_])(\w*attention\w*|\w*attn\w*|mha|sdpa)(_\d+)?/")
-_MLP = re.compile(r"feed_?forward|mlp|ffw|ffn|intermediate")
+_MLP = re.compile(r"feed_?forward|mlp|ffw|ffn|intermediate|(^|/)(up|down|fc_?[12])(_proj)?(/|$)")
 _SLOT = re.compile(r"(^|/)(opt\w*|adam\w*|sgd|mu|nu|trace|ema\w*|momentum|velocity|acc\w*|v_row|v_col|avg\w*)/")
 _NORM_VECTOR = re.compile(r"(norm|(^|[/_])ln)[^/]*(/(scale|weight|w|gamma|bias|offset))?$")
 # Parameters that are called as layers are, without a `kernel` of their own.

@@ -259,7 +259,7 @@ def test_whether_the_embedding_is_the_readout_is_asked_where_another_readout_is_
     def scored(width: int) -> dict[str, tuple[int, ...]]:
         return {"embed/embedding": (100, width), "score/kernel": (width, 1)}
 
-    with pytest.raises(lm.LazyModelError, match=r"'embed/embedding' .*'score/kernel' .*tied=True or False"):
+    with pytest.raises(lm.LazyModelError, match=r"'embed/embedding' .*'score/kernel' .*tied=True or tied=False"):
         lm.mup(*both(scored))
     assert [lm.mup(*both(scored), tied=tied).output_multiplier for tied in (True, False)] == [1 / 4, 1]
     assert lm.mup(*both(lambda width: {**scored(width), "out/kernel": (width, 100)})).output_multiplier == 1

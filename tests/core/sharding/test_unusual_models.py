@@ -171,18 +171,28 @@ def test_a_guess_is_reported(mesh8: Mesh) -> None:
         "layers/0/mlp/Dense_0/kernel": (64, 256),  # up or down, by its shape
         "layers/0/attn/mystery/kernel": (64, 64),
         "layers/0/ffn/up/weight": (64, 64),  # as PyTorch stores it, or not
+        "layers/0/conv/kernel": (3, 3, 128, 64),  # which gathers more than it gives
         "layers/0/small/what": (2, 3),
+        "layers/0/conv_out/kernel": (3, 3, 64, 3),
     }
     placed = built(shapes).shard(mesh8, lm.auto(), large=LARGE)
     report = placed.explain()
-    assert set(report.guessed) == set(list(shapes)[1:5])
+    assert set(report.guessed) == set(list(shapes)[1:6])
     text = str(report)
-    assert "split by a guess: 4 variables" in text
-    for path in list(shapes)[1:5]:
+    assert "split by a guess: 5 variables" in text
+    for path in list(shapes)[1:6]:
         assert re.search(rf"{path} \({', '.join(map(str, shapes[path]))}\), P\(.*", text), path
         assert "told from: " in str(placed.explain(path))
     sure = built({"layers/0/mlp/up/kernel": (64, 256)}).shard(mesh8, lm.auto()).explain()
     assert sure.guessed == {} and "guess" not in str(sure)
+
+
+def test_an_mlp_beside_queries_and_keys_is_one(mesh8: Mesh) -> None:
+    shapes = {f"block/{name}/kernel": (64, 64) for name in ("query", "key", "value", "out")}
+    shapes |= {"block/up/kernel": (64, 256), "block/down/kernel": (256, 64)}
+    placed = built(shapes).shard(mesh8, lm.auto())
+    assert (placed["block/up/kernel"].spec, placed["block/down/kernel"].spec) == (P(None, "model"), P("model"))
+    assert placed.explain().guessed == {}
 
 
 def test_a_bias_that_is_another_weights_turns_none(mesh8: Mesh) -> None:
