@@ -33,6 +33,7 @@ from lazymodel._tensors.wanted import wanted
 _SLAB = 4 << 20  # bytes of a tensor that a thread reads at once
 _BLOCK = 1 << 16  # elements that are compared at once, in the caches
 _WORKSPACE = 16 << 20  # bytes of temporaries of a thread
+_LOW = 2**11 - 1  # the bits of a 64-bit integer that float64 may not have
 _MAX_ROWS = 40  # of a table
 
 
@@ -270,7 +271,7 @@ def _compare(pairs: Sequence[tuple[str, LazyTensor, LazyTensor]], found: _Found,
 def _job(job: _Job, buffers: list[np.ndarray], workspace: Workspace) -> list[tuple[int, float, float, int]]:
     a, b = job.pair
     common = _common(a.dtype, b.dtype)
-    if a.dtype != b.dtype:
+    if a.dtype != b.dtype and not any(map(_is_wide, (a.dtype, b.dtype))):
         a, b = a.astype(common), b.astype(common)
     arrays: list[np.ndarray] = []
     for index, tensor in enumerate((a, b)):
@@ -294,10 +295,29 @@ def _common(a: np.dtype[Any], b: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32 if small else np.float64)
 
 
+def _is_wide(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype has integers that float64 has not."""
+    return dtype.kind in "iu" and dtype.itemsize == 8
+
+
+def _gap(a: np.ndarray, b: np.ndarray, common: np.dtype[Any]) -> np.ndarray:
+    """By how much elements differ; 64-bit integers as a sum of two floats each, none of which is rounded."""
+    rest = 0
+    for values, sign in ((a, 1), (b, -1)):
+        if _is_wide(values.dtype):
+            rest = rest + sign * (values & _LOW).astype(np.float64)
+    x, y = ((each - (each & _LOW) if _is_wide(each.dtype) else each).astype(common, copy=False) for each in (a, b))
+    with np.errstate(all="ignore"):
+        return np.abs(x - y + rest if np.ndim(rest) else x - y)
+
+
 def _of_block(a: np.ndarray, b: np.ndarray, common: np.dtype[Any]) -> tuple[int, float, float, int]:
     """How many elements differ, by how much at most, absolutely and relatively, and how many beyond numbers."""
-    bits = np.dtype((np.void, a.itemsize)) if a.itemsize > 8 else np.dtype(f"u{a.itemsize}")
-    unequal = a.view(bits) != b.view(bits)
+    if a.dtype != b.dtype:
+        unequal = _gap(a, b, common) != 0
+    else:
+        bits = np.dtype((np.void, a.itemsize)) if a.itemsize > 8 else np.dtype(f"u{a.itemsize}")
+        unequal = a.view(bits) != b.view(bits)
     different = int(np.count_nonzero(unequal))
     if not different:
         return 0, 0.0, 0.0, 0
@@ -306,10 +326,10 @@ def _of_block(a: np.ndarray, b: np.ndarray, common: np.dtype[Any]) -> tuple[int,
     nonfinite = 0
     with np.errstate(all="ignore"):
         x, y = a.astype(common, copy=False), b.astype(common, copy=False)
-        gap = np.abs(x - y)
+        gap = _gap(a, b, common)
         if not np.isfinite(gap.max()):
-            x, y = (each.astype(np.promote_types(common, np.float64)) for each in (x, y))  # what overflows float32
-            gap = np.abs(x - y)
+            common = np.promote_types(common, np.float64)  # for what overflows float32
+            x, y, gap = a.astype(common), b.astype(common), _gap(a, b, common)
             apart = np.isfinite(gap)
             alike = (x == y) | (np.isnan(x) & np.isnan(y))
             nonfinite = int(np.count_nonzero(~apart & ~alike))

@@ -22,7 +22,7 @@ def finished(array: Any, variable: AbstractVariable) -> Any:
 
 def as_weak(array: Any, variable: AbstractVariable) -> Any:
     """The array weakly typed, in the same buffers."""
-    if isinstance(array, np.ndarray) or is_weak(jax.typeof(array)):
+    if isinstance(array, np.ndarray) or is_weak(jax.typeof(array)) or not array.size:
         return array
     placed = array.sharding if variable.layout is None else array.format
     with jax.enable_x64(True) if is_narrowed(array.dtype) else contextlib.nullcontext():

@@ -29,6 +29,7 @@ from lazymodel._devices.hardware import is_live
 from lazymodel._errors import LazyModelError, ShardingError
 from lazymodel._materialize.bits import as_moved, from_moved
 from lazymodel._materialize.stream import StreamItem, stream
+from lazymodel._programs.kernels import with_shards
 from lazymodel._programs.keys import as_keys, is_key
 from lazymodel._show.progress import Progress, ProgressTo, delivery, progress_for
 from lazymodel._show.table import Row, Table, Tabled, folded_table, placed_text, shape_text, spec_text
@@ -160,11 +161,11 @@ def reshard(
     start = time.perf_counter()
     limit = parse_bytes(max_device_memory, name="max_device_memory", at_least=1)
     deliver = delivery(cast(Any, report))
-    arrays, rebuild = _arrays(tree)
+    arrays, same, rebuild = _arrays(tree)
     terms = {"done": "resharded", "given": "models differ", "mend": "Move the same model in all processes"}
     sharings = [array.sharding for array in arrays.values()]
     with agreement(sharings, **terms) as stage:
-        moves = _moves(arrays, _targets(arrays, shardings))
+        moves = _moves(arrays, _targets(arrays, same, shardings))
         stage.outcome = f"move {len(moves)} arrays"
         stage.details = "\n".join(f"{move.path} {move.source.shape} {move.target}" for move in moves)
         counts = _Counts(arrays.values())
@@ -234,8 +235,10 @@ def _shard_nbytes(array: jax.Array, sharding: Sharding) -> int:
     return int(np.prod(sharding.shard_shape(array.shape), dtype=int)) * array.dtype.itemsize
 
 
-def _arrays(tree: Any) -> tuple[dict[str, jax.Array], Callable[[Mapping[int, Any]], Any]]:
-    """A model's arrays by path, each once, and what puts others, by the old ones' `id`, into their places."""
+def _arrays(tree: Any) -> tuple[dict[str, jax.Array], dict[str, str], Callable[[Mapping[int, Any]], Any]]:
+    """A model's arrays by path, each once; the path of each array by all of its paths; and what puts others, by the
+    old ones' `id`, into their places.
+    """
     for adapter in adapters():
         if (found := adapter.arrays(tree)) is not None:
             break
@@ -248,17 +251,18 @@ def _arrays(tree: Any) -> tuple[dict[str, jax.Array], Callable[[Mapping[int, Any
 
         return jax.tree.map(replaced, tree) if adapter is None else adapter.with_arrays(tree, moved)
 
-    distinct = {id(array): path for path, array in reversed(found.items()) if isinstance(array, jax.Array)}
-    arrays = {path: found[path] for path in found if distinct.get(id(found[path])) == path}
+    first = {id(array): path for path, array in reversed(found.items()) if isinstance(array, jax.Array)}
+    same = {path: first[id(array)] for path, array in found.items() if id(array) in first}
+    arrays = {path: found[path] for path in same if same[path] == path}
     if not arrays:
         raise LazyModelError(f"there are no arrays of JAX in what was given to move, {type(tree)}")
     for path, array in arrays.items():
         if array.is_deleted():
             raise LazyModelError(f"{path!r} was deleted or donated; move what the last step returned instead")
-    return arrays, rebuild
+    return arrays, same, rebuild
 
 
-def _targets(arrays: Mapping[str, jax.Array], shardings: Any) -> dict[str, Sharding]:
+def _targets(arrays: Mapping[str, jax.Array], same: Mapping[str, str], shardings: Any) -> dict[str, Sharding]:
     """The sharding that each array is to have, of those that are named."""
     if isinstance(shardings, Sharding):
         return dict.fromkeys(arrays, shardings)
@@ -271,9 +275,14 @@ def _targets(arrays: Mapping[str, jax.Array], shardings: Any) -> dict[str, Shard
         if not isinstance(value, leaf) or sharding is None:
             what = "has no sharding yet" if isinstance(value, AbstractVariable) else f"is {value!r}, no sharding"
             raise ShardingError(f"{path!r} {what}; give jax.sharding.NamedSharding(mesh, spec), or an abstract model")
-        if path not in arrays:
-            raise ShardingError(f"the model has no array {path!r}{closest(path, arrays)}")
-        targets[path] = sharding
+        if path not in same:
+            raise ShardingError(f"the model has no array {path!r}{closest(path, same)}")
+        first = same[path]
+        if not targets.setdefault(first, sharding).is_equivalent_to(sharding, arrays[first].ndim):
+            raise ShardingError(
+                f"{path!r} and {first!r} are one array: expected one sharding, found {sharding} and {targets[first]}; "
+                "give both the same, or copy the array"
+            )
     if not targets:
         raise ShardingError(f"there is no sharding in what was given as shardings, {type(shardings)}")
     return targets
@@ -343,7 +352,7 @@ def _through_devices(
         group = [by_path[path] for path in paths]
         counts.group(group, donate=donate)
         stage.meet()
-        arrays = stage.together(lambda group=group: [move.program[0](move.source) for move in group])
+        arrays = stage.together(lambda group=group: [with_shards(move.program[0](move.source)) for move in group])
         for move, array in zip(group, arrays, strict=True):
             yield from _moved(move, array, donate)
 

@@ -59,7 +59,7 @@ def make_hosts(
             shared = distinct.get((process, step.paths[0]), 0)
             computed = step.action == "initialize" or step.offloaded_nbytes
             held += step.nbytes * devices if computed else shared
-            peak = max(peak, held + away + step.temporary_nbytes * devices)
+            peak = max(peak, held + away + step.taken_nbytes(devices))
         staging = 0 if on_cpu else min(DEFAULT_BUDGET, sum(n for (p, _), n in distinct.items() if p == process))
         peak = (peak if on_cpu else staging + away) + on_host
         in_use = sum(kept[signature] * count for signature, count in signatures.items())

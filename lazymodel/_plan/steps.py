@@ -15,6 +15,7 @@ from lazymodel._abstract.spec import ModelSpec
 from lazymodel._mapping.match import Choice
 from lazymodel._plan.fleet import Traffic
 from lazymodel._plan.plan import PlanStep
+from lazymodel._programs.kernels import KernelProgram
 from lazymodel._programs.programs import AnyProgram, by_devices
 from lazymodel._show.text import grouped_by
 from lazymodel._tensors.lazy import LazyTensor
@@ -30,7 +31,8 @@ _CPU_NARROW_TEMPORARIES = 4 * 4
 class Step:
     """One program or one loaded variable: what it leaves on each device of its group, and takes meanwhile.
 
-    What it leaves in the host's memory for each device is `offloaded_nbytes`.
+    What it leaves in the host's memory for each device is `offloaded_nbytes`. If a single device computes it whole,
+    `whole_nbytes` are the bytes of that.
     """
 
     action: str
@@ -39,6 +41,14 @@ class Step:
     nbytes: int
     temporary_nbytes: int = 0
     offloaded_nbytes: int = 0
+    whole_nbytes: int = 0
+
+    def taken_nbytes(self, devices: int) -> int:
+        """Bytes that it takes meanwhile on so many devices of a host, beyond what it leaves on them."""
+        if not self.whole_nbytes or devices == 1:
+            return self.temporary_nbytes * devices
+        left = self.nbytes * devices
+        return max(self.nbytes + self.temporary_nbytes - left, self.whole_nbytes)
 
 
 def make_steps(
@@ -65,7 +75,8 @@ def make_steps(
             # On CPUs, results in either memory count as results.
             nbytes = max(program.output_nbytes - away, sum(shard[path] for path in recipe.paths))
             where = group[recipe.paths[0]]
-            computed.append(Step("initialize", recipe.paths, where, nbytes, program.temp_nbytes, away))
+            whole = sum(model[path].nbytes for path in recipe.paths) if isinstance(program, KernelProgram) else 0
+            computed.append(Step("initialize", recipe.paths, where, nbytes, program.temp_nbytes, away, whole))
     else:
         for recipe in choice.recipes:
             for paths in map(tuple, grouped_by(recipe.paths, group.__getitem__).values()):

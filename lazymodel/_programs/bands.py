@@ -134,6 +134,11 @@ def _run_band(jaxpr: Any, size: int, length: int, high: Any, low: Any, *inputs: 
     return jnp.broadcast_to(result, (length,))
 
 
+def _bound(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    results = eqn.primitive.bind(*operands, **eqn.params)
+    return results if eqn.primitive.multiple_results else [results]
+
+
 def _evaluate(jaxpr: Any, inputs: Sequence[Any], size: int, length: int, draw: Callable[..., Any]) -> list[Any]:
     """A jaxpr in which every value of `size` elements is a band of it, and every other one as it is."""
     body, consts = opened(jaxpr)
@@ -150,8 +155,7 @@ def _evaluate(jaxpr: Any, inputs: Sequence[Any], size: int, length: int, draw: C
         if name in JIT or name in CALLS:
             results = _evaluate(inner_jaxpr(eqn), operands, size, length, draw)
         elif all(var.aval.size != size for var in eqn.outvars) and not any(whole):
-            results = eqn.primitive.bind(*operands, **eqn.params)
-            results = results if eqn.primitive.multiple_results else [results]
+            results = _bound(eqn, operands)
         elif name == "random_bits" and eqn.invars[0].aval.size == 1:
             results = [draw(operands[0].reshape(()), eqn.params["bit_width"])]
         elif name == "broadcast_in_dim" and eqn.invars[0].aval.size == 1:
@@ -165,7 +169,7 @@ def _evaluate(jaxpr: Any, inputs: Sequence[Any], size: int, length: int, draw: C
                 each if ok or not np.ndim(each) else jnp.reshape(each, ())
                 for each, ok in zip(operands, whole, strict=True)
             ]
-            results = [eqn.primitive.bind(*flat, **eqn.params)]
+            results = _bound(eqn, flat)
         else:
             raise _NoBands
         known.update(zip(eqn.outvars, results, strict=True))

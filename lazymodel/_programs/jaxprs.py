@@ -56,7 +56,6 @@ ELEMENTWISE = (
         """
     )
 )
-_OVER_DEVICES = _names("shard_map xla_pmap mesh_cast reshard all_gather psum ppermute all_to_all")
 # Data movement: values are moved or repeated, never computed with.
 STRUCTURAL = _names(
     """
@@ -114,11 +113,12 @@ def is_dropped(var: Any) -> bool:
     return isinstance(var, jex.DropVar)
 
 
-def one_equation(eqn: Any, constant: Sequence[bool]) -> Any:
-    """An equation as a jaxpr of its own: operands in order, without those that are `constant` literals."""
-    invars = [atom if fixed else jex.Var(atom.aval) for atom, fixed in zip(eqn.invars, constant, strict=True)]
+def one_equation(eqn: Any, literals: Sequence[Any] | None = None) -> Any:
+    """An equation as a jaxpr of its own: operands in order, but for those that a literal takes the place of."""
+    pairs = zip(eqn.invars, literals or [None] * len(eqn.invars), strict=True)
+    invars = [jex.Var(atom.aval) if literal is None else literal for atom, literal in pairs]
     outvars = [jex.Var(var.aval) for var in eqn.outvars]
-    free = [var for var, fixed in zip(invars, constant, strict=True) if not fixed]
+    free = [atom for atom in invars if isinstance(atom, jex.Var)]
     info = jex.DebugInfo("lazymodel", eqn.primitive.name, ("",) * len(free), None)
     return jex.Jaxpr((), free, outvars, [eqn.replace(invars=invars, outvars=outvars)], eqn.effects, info)
 
@@ -314,9 +314,13 @@ def is_floating(aval: Any) -> bool:
     return not is_key(aval.dtype) and bool(jax.numpy.issubdtype(aval.dtype, np.inexact))
 
 
-def names_devices(jaxpr: Any) -> bool:
-    """Whether a computation says itself over which devices it is split."""
-    return any(eqn.primitive.name in _OVER_DEVICES for eqn in equations(jaxpr))
+def named_devices(jaxpr: Any) -> frozenset[tuple[Any, ...]]:
+    """The devices, in order, that a computation names itself: in `shard_map`, or in shardings of what it compiles."""
+    params = [value for eqn in equations(jaxpr) for value in eqn.params.values()]
+    each = [item for value in params for item in (cast(Any, value) if isinstance(value, tuple) else (value,))]
+    named = [item.mesh if isinstance(item, jax.sharding.NamedSharding) else item for item in each]
+    meshes = [mesh for mesh in named if isinstance(mesh, jax.sharding.Mesh) and not mesh.empty]
+    return frozenset(tuple(cast(Any, mesh.devices).flat) for mesh in meshes)
 
 
 def is_approximate(jaxpr: Any) -> bool:

@@ -6,6 +6,9 @@ So such a recipe is cut where eager execution ends one compiled kernel and begin
 its own, compiled once for the process, on one device of it, from operands that lie in memory as they would there; the
 results are then cut into shards. That device holds such a variable whole while it is computed, with its operands, which
 `KernelProgram.temp_nbytes` counts. Which recipes run this way is decided in `_trace/graph`.
+
+What names devices itself (`shard_map`) runs on these, and what follows from it where eager execution would run it: such
+a recipe is executed eagerly.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from lazymodel._programs.jaxprs import Interned
-from lazymodel._programs.keys import as_keys, is_key
+from lazymodel._programs.keys import as_keys, is_key, stored_as
 
 # Where a value comes from: ("input", number) or ("kernel", number, which of its results).
 Reference = tuple[Any, ...]
@@ -38,6 +41,7 @@ class Kernel:
     form: Hashable  # equal for kernels that compute the same function of operands of the same types
     function: Callable[..., list[Any]]  # traceable; of its operands, to a list of results
     operands: tuple[Reference, ...]  # the raw data for keys that are inputs of the recipe
+    alone: bool = False  # whether it is one equation, which eager execution runs by itself
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,6 +50,8 @@ class Kernels:
 
     kernels: tuple[Kernel, ...]
     outputs: tuple[Reference, ...]
+    devices: frozenset[tuple[Any, ...]] = frozenset()  # those that the recipe names, in order
+    partitionable: bool = False  # whether one program of it all gives the same values, over these devices
 
     def restricted_to(self, keep: Sequence[int]) -> Kernels:
         """Those of some outputs; kernels that are not needed are not run."""
@@ -55,7 +61,7 @@ class Kernels:
         """These, and a last one that takes their outputs and some of the recipe's inputs, and gives as many outputs."""
         kernel = Kernel(form, function, (*self.outputs, *(("input", number) for number in inputs)))
         outputs = tuple(("kernel", len(self.kernels), index) for index in range(len(self.outputs)))
-        return Kernels((*self.kernels, kernel), outputs)
+        return dataclasses.replace(self, kernels=(*self.kernels, kernel), outputs=outputs)
 
     def needed(self) -> list[int]:
         """The numbers of the kernels that the outputs depend on."""
@@ -78,7 +84,13 @@ class Line:
 
 
 def kernels_of(
-    lines: Sequence[Line], outputs: Sequence[tuple[Any, ...]], kept: Set[tuple[Any, ...]], kinds: Sequence[Any]
+    lines: Sequence[Line],
+    outputs: Sequence[tuple[Any, ...]],
+    kept: Set[tuple[Any, ...]],
+    kinds: Sequence[Any],
+    devices: frozenset[tuple[Any, ...]],
+    *,
+    partitionable: bool,
 ) -> Kernels:
     """Cuts a recipe into kernels.
 
@@ -87,6 +99,8 @@ def kernels_of(
         outputs: Where each of its outputs comes from.
         kept: Results that eager execution keeps, and so do the kernels that compute them, even if nothing uses them.
         kinds: For each of its inputs, the dtype of the keys that it is the data of, or None.
+        devices: As `Kernels` has them.
+        partitionable: As `Kernels` has it.
     """
     used = set(outputs) | kept
     for line in lines:  # what only its own function uses is no result of a kernel
@@ -109,7 +123,7 @@ def kernels_of(
         results = [place for place in sorted(within) if first.unit is None or place in used]
         kernels.append(_kernel(part, within, results, outside, kinds))
         where.update((place, ("kernel", len(kernels) - 1, index)) for index, place in enumerate(results))
-    return Kernels(tuple(kernels), tuple(outside(place) for place in outputs))
+    return Kernels(tuple(kernels), tuple(outside(place) for place in outputs), devices, partitionable)
 
 
 def _kernel(
@@ -119,7 +133,7 @@ def _kernel(
     outside: Callable[[tuple[Any, ...]], Reference],
     kinds: Sequence[Any],
 ) -> Kernel:
-    operands: dict[Reference, int] = {}
+    operands: dict[tuple[Any, ...], int] = {}  # two that hand on one value are two, as they are eagerly
     first = part[0][0]
 
     def local(place: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -127,11 +141,12 @@ def _kernel(
             return place
         if place in within:
             return ("own", place[1] - first, place[2])
-        return ("operand", operands.setdefault(outside(place), len(operands)))
+        return ("operand", operands.setdefault(place, len(operands)))
 
     body = [(line, tuple(local(place) for place in line.operands)) for _, line in part]
     outputs = tuple(local(place) for place in results)
-    wrapped = tuple(kinds[place[1]] if place[0] == "input" else None for place in operands)
+    references = tuple(map(outside, operands))
+    wrapped = tuple(kinds[place[1]] if place[0] == "input" else None for place in references)
     form = Interned((tuple((line.form, places) for line, places in body), outputs, wrapped))
 
     def function(*values: Any) -> list[Any]:
@@ -146,14 +161,14 @@ def _kernel(
             own.append(values_read if line.function is None else line.function(*values_read))
         return [read(place) for place in outputs]
 
-    return Kernel(form, function, tuple(operands))
+    return Kernel(form, function, references, alone=part[0][1].unit is None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Compiled:
-    """A compiled kernel: its executable, the types of its results, and its temporaries in bytes."""
+    """A kernel to run, the types of its results, and its temporaries in bytes."""
 
-    run: jax.stages.Compiled
+    run: Callable[..., Sequence[jax.Array]]
     results: tuple[jax.ShapeDtypeStruct, ...]
     temp_nbytes: int
 
@@ -180,11 +195,11 @@ class KernelProgram:
         with jax.enable_x64(self.x64):
             values: dict[int, Sequence[jax.Array]] = {}
             for compiled, operands, number, last_used in self.steps:
-                values[number] = compiled.run(*(_read(place, inputs, values) for place in operands))
+                values[number] = compiled.run(*(_operand(_read(place, inputs, values)) for place in operands))
                 for gone in last_used:
                     del values[gone]
             pairs = zip(self.outputs, self.shardings, strict=True)
-            return tuple(_placed(_read(place, inputs, values), sharding) for place, sharding in pairs)
+            return tuple(placed(_read(place, inputs, values), sharding) for place, sharding in pairs)
 
 
 def compile_kernels(
@@ -208,7 +223,8 @@ def compile_kernels(
     steps: list[_RunStep] = []
     for number in needed:
         kernel = kernels.kernels[number]
-        compiled = _shared(kernel, [_read(place, inputs, types) for place in kernel.operands], device, settings)
+        operands = [_read(place, inputs, types) for place in kernel.operands]
+        compiled = _eager(kernel, operands) if kernels.devices else _shared(kernel, operands, device, settings)
         types[number] = compiled.results
         steps.append((compiled, kernel.operands, number, last[number]))
     whole = [_read(place, inputs, types) for place in kernels.outputs]
@@ -229,6 +245,11 @@ def clear_kernels() -> None:
 # The compiled kernels of the process, the last used last.
 _compiled_kernels: collections.OrderedDict[Hashable, _Compiled] = collections.OrderedDict()
 _lock = threading.Lock()
+
+
+def _eager(kernel: Kernel, operands: Sequence[jax.ShapeDtypeStruct]) -> _Compiled:
+    function = kernel.function if kernel.alone else jax.jit(kernel.function)
+    return _Compiled(function, tuple(jax.eval_shape(kernel.function, *operands)), 0)
 
 
 def _shared(kernel: Kernel, operands: Sequence[jax.ShapeDtypeStruct], device: Any, settings: Hashable) -> _Compiled:
@@ -281,7 +302,21 @@ def _read(place: Reference, inputs: Sequence[Any], values: Mapping[int, Sequence
     return inputs[place[1]] if place[0] == "input" else values[place[1]][place[2]]
 
 
-def _placed(value: Any, sharding: Sharding) -> jax.Array:
+def _operand(value: Any) -> Any:
+    """A value as a compiled kernel takes it: JAX refuses arrays of less than a byte an element from another one."""
+    narrow = not is_key(value.dtype) and jax.dtypes.itemsize_bits(value.dtype) < 8
+    return np.asarray(value) if narrow else value
+
+
+def with_shards(array: jax.Array) -> jax.Array:
+    """The array as its sharding says: compiled programs return shards of other shapes if it has no elements."""
+    if array.size:
+        return array
+    shape, dtype = stored_as(array.shape, array.dtype)
+    return placed(as_keys(jax.numpy.empty(shape, dtype), array.dtype), array.sharding)
+
+
+def placed(value: Any, sharding: Sharding) -> jax.Array:
     """A whole array of this process, cut into the shards of its devices."""
     if isinstance(value, jax.Array) and value.sharding.is_equivalent_to(sharding, value.ndim):
         return value
@@ -289,7 +324,7 @@ def _placed(value: Any, sharding: Sharding) -> jax.Array:
         # Not aliased: a shard must not keep the whole array.
         return jax.device_put(value, sharding, may_alias=False)
     if is_key(value.dtype):
-        data = _placed(jax.random.key_data(value), sharding)  # of one more dimension, which no sharding names
+        data = placed(jax.random.key_data(value), sharding)  # of one more dimension, which no sharding names
         return as_keys(data, value.dtype)
     host = np.asarray(value)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))

@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from lazymodel._errors import warn
 from lazymodel._programs.jaxprs import CONFIG, depends_on_sharding, is_approximate, is_partitionable, uses_x64
-from lazymodel._programs.kernels import KernelProgram, Kernels, clear_kernels, compile_kernels
+from lazymodel._programs.kernels import KernelProgram, Kernels, clear_kernels, compile_kernels, with_shards
 
 # Programs kept for other models of the same process. A decoder has about ten; CPU executables are some 100 KiB each.
 _SHARED_PROGRAMS = 512
@@ -135,7 +135,7 @@ class InitProgram:
     def __call__(self, inputs: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
         """Runs it; returns at once, the arrays being computed in the background."""
         with _x64(self.x64):
-            return tuple(self.compiled(*inputs))
+            return tuple(map(with_shards, self.compiled(*inputs)))
 
 
 AnyProgram: TypeAlias = "InitProgram | KernelProgram"
@@ -294,14 +294,17 @@ def _x64(enabled: bool) -> contextlib.AbstractContextManager[Any]:
 def _compile(recipe: InitRecipe, shardings: tuple[Sharding, ...]) -> AnyProgram:
     structs = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in recipe.inputs]
     x64, dependent = _wants_x64(recipe), False
+    kernels = recipe.kernels
     with _x64(x64):
-        if recipe.kernels is not None:
-            return compile_kernels(recipe.kernels, structs, shardings, settings(recipe), x64=x64)
+        if kernels is not None and not _is_one_program(kernels, shardings):
+            return compile_kernels(kernels, structs, shardings, settings(recipe), x64=x64)
         traced = jax.jit(recipe.function, out_shardings=shardings).trace(*structs)
         if any(len(sharding.device_set) > 1 for sharding in shardings):
             partitionable = is_partitionable(traced.jaxpr)
             if partitionable and _has_ragged_rows(traced, shardings):
                 partitionable = not is_approximate(traced.jaxpr)
+            if not partitionable and kernels is not None:
+                return compile_kernels(kernels, structs, shardings, settings(recipe), x64=x64)
             if not partitionable:
                 whole = _run_whole(recipe.function, shardings)
                 traced = jax.jit(whole, out_shardings=shardings).trace(*structs)
@@ -311,6 +314,13 @@ def _compile(recipe: InitRecipe, shardings: tuple[Sharding, ...]) -> AnyProgram:
     memory = compiled.memory_analysis()
     left, temporaries = (0, 0) if memory is None else (memory.output_size_in_bytes, memory.temp_size_in_bytes)
     return InitProgram(compiled, int(left), int(temporaries), x64, dependent)
+
+
+def _is_one_program(kernels: Kernels, shardings: Sequence[Sharding]) -> bool:
+    """Whether all of it can be split over the devices that it names."""
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    here = frozenset(tuple(cast(Any, mesh.devices).flat) for mesh in meshes)
+    return kernels.partitionable and kernels.devices == here
 
 
 def _has_ragged_rows(traced: Any, shardings: tuple[Sharding, ...]) -> bool:

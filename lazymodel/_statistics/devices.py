@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -44,49 +44,66 @@ def _unplaced(array: jax.Array) -> jax.Array:
 
 def device_rows(path: str, array: jax.Array, measured: Any, *, layered: bool) -> Iterator[VariableStatistics]:
     """An array's statistics, or those of each of its layers, of what its program found."""
-    numbers, bidiagonal = jax.tree.map(np.asarray, measured)
+    found = [None if part is None else np.asarray(part) for part in measured]
     shape, dtype = tuple(array.shape), np.dtype(array.dtype).name
     names = [path]
     if layered:
-        names, shape = [f"{path}[{index}]" for index in range(len(numbers))], shape[1:]
+        names, shape = [f"{path}[{index}]" for index in range(shape[0])], shape[1:]
     else:
-        numbers = numbers[None]
-        bidiagonal = None if bidiagonal is None else bidiagonal[None]
+        found = [None if part is None else part[None] for part in found]
     for index, name in enumerate(names):
-        mean, std, low, high, nonfinite = numbers[index].tolist()
-        norm = None if bidiagonal is None else _largest(bidiagonal[index])
-        yield VariableStatistics(name, shape, dtype, mean, std, low, high, norm, int(nonfinite))
+        *numbers, bidiagonal = (None if part is None else part[index] for part in found)
+        exponent, mean, std, low, high, nonfinite = (cast(Any, number).item() for number in numbers)
+        mean, std = math.ldexp(mean, exponent), math.ldexp(std, exponent)
+        norm = None if bidiagonal is None else math.ldexp(_largest(bidiagonal), exponent)
+        yield VariableStatistics(name, shape, dtype, mean, std, low, high, norm, nonfinite)
 
 
 @functools.lru_cache(maxsize=64)
 def _program(layered: bool, spectral: bool, everywhere: NamedSharding | None) -> Any:
     """Compiled once for each shape, dtype and sharding that it is called with; results are on every device."""
 
-    def measure(values: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def measure(values: jax.Array) -> tuple[jax.Array | None, ...]:
         matrix = values.ndim > 1 and jnp.issubdtype(values.dtype, np.floating)
-        return _numbers(values), _bidiagonal(values) if spectral and matrix else None
+        exponent, *numbers = _numbers(values)
+        return exponent, *numbers, _bidiagonal(_computed(values, exponent)) if spectral and matrix else None
 
     return jax.jit(jax.vmap(measure) if layered else measure, out_shardings=everywhere)
 
 
-def _computed(values: jax.Array) -> jax.Array:
-    """As what sums are computed in; complex numbers by their size."""
+def _computed(values: jax.Array, exponent: Any) -> jax.Array:
+    """As what sums are computed in, divided by a power of two."""
+    values = values.astype(np.float64 if values.dtype.itemsize == 8 else np.float32)
+    return values * jnp.ldexp(jnp.ones((), values.dtype), -exponent)
+
+
+def _numbers(values: jax.Array) -> Sequence[jax.Array]:
+    """An exponent of two; of what is finite mean and deviation, divided by that power; smallest, largest; how many
+    are not finite.
+
+    The power is that of the largest size, so that no square or sum is beyond the type's range.
+    """
     if jnp.issubdtype(values.dtype, np.complexfloating):
         values = jnp.abs(values)
-    return values.astype(np.float64 if values.dtype.itemsize == 8 else np.float32)
-
-
-def _numbers(values: jax.Array) -> jax.Array:
-    """Mean, deviation, smallest, largest of what is finite, and how many elements are not."""
-    values = _computed(values)
-    finite = jnp.isfinite(values)
-    count = _sum(finite.astype(values.dtype))
-    mean = _sum(jnp.where(finite, values, 0)) / count
-    square = _sum(jnp.where(finite, jnp.square(values - mean), 0)) / count
-    low = jnp.min(jnp.where(finite, values, np.inf))
-    high = jnp.max(jnp.where(finite, values, -np.inf))
-    nonfinite = jnp.sum(~finite).astype(values.dtype)
-    return jnp.stack([mean, jnp.sqrt(square), low, high, nonfinite])
+    if not jnp.issubdtype(values.dtype, np.floating):
+        if values.dtype.itemsize == 1:  # truth values, and integers of less than a byte
+            values = values.astype(np.int32)
+        finite, low, high = jnp.ones((), bool), jnp.min(values), jnp.max(values)
+    else:
+        values = values.astype(np.float64 if values.dtype.itemsize == 8 else np.float32)
+        finite = jnp.isfinite(values)
+        low, high = jnp.min(jnp.where(finite, values, np.inf)), jnp.max(jnp.where(finite, values, -np.inf))
+    wide = np.float64 if values.dtype.itemsize == 8 else np.float32
+    size = jnp.maximum(jnp.abs(low.astype(wide)), jnp.abs(high.astype(wide)))
+    usable = jnp.isfinite(size) & (size > 0)
+    most = -int(jnp.finfo(wide).minexp)  # a power whose inverse is a normal number
+    exponent = jnp.where(usable, jnp.clip(jnp.frexp(jnp.where(usable, size, 1))[1] - 1, -most, most), 0)
+    scaled = _computed(values, exponent)
+    count = _sum(jnp.broadcast_to(finite, values.shape).astype(wide))
+    mean = _sum(jnp.where(finite, scaled, 0)) / count
+    square = _sum(jnp.where(finite, jnp.square(scaled - mean), 0)) / count
+    nonfinite = jnp.sum(~finite, dtype=np.uint32)
+    return exponent, mean, jnp.sqrt(square), low, high, nonfinite
 
 
 def _sum(values: jax.Array) -> jax.Array:
@@ -99,7 +116,6 @@ def _sum(values: jax.Array) -> jax.Array:
 
 def _bidiagonal(values: jax.Array) -> jax.Array:
     """The diagonal and the superdiagonal of Golub and Kahan's bidiagonalization, stacked: (2, iterations)."""
-    values = _computed(values)
     axis = cut(values.shape)
     left, right = values.shape[:axis], values.shape[axis:]
     iterations = min(ITERATIONS, math.prod(left), math.prod(right))

@@ -7,10 +7,11 @@ done block by block, while a block is in the caches.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +26,7 @@ _BLOCK = 1 << 16  # elements that are summed at once
 _SLAB = 1 << 22  # elements that a thread reads at once, where a variable is not held
 _PRODUCT = 1 << 18  # elements that are multiplied from both sides while they are in the caches
 _WORKSPACE = 16 << 20  # bytes of temporaries of a thread that reads
+_SQUARED = (1e-9, 1e9)  # sizes of numbers whose squares, and sums of billions of them, float32 has
 
 _Array: TypeAlias = "np.ndarray[Any, Any]"
 _T = TypeVar("_T")
@@ -37,32 +39,45 @@ def host_rows(path: str, tensor: LazyTensor, *, layered: bool, spectral: bool) -
     if layered:
         parts = [tensor[index] for index in range(tensor.shape[0])]
     for index, part in enumerate(parts):
-        numbers, norm = _measured(part, spectral=spectral)
-        count, mean, square, low, high, nonfinite = numbers
-        with np.errstate(invalid="ignore", divide="ignore"):
-            std = float(np.sqrt(np.float64(square) / count))
+        (_, mean, std, low, high, nonfinite), norm = _measured(part, spectral=spectral)
         name = f"{path}[{index}]" if layered else path
-        yield VariableStatistics(name, tuple(part.shape), dtype, mean, std, low, high, norm, int(nonfinite))
+        yield VariableStatistics(name, tuple(part.shape), dtype, mean, std, low, high, norm, nonfinite)
     tensor.leaf.release()
 
 
-def _measured(tensor: LazyTensor, *, spectral: bool) -> tuple[_Array, float | None]:
-    complex_ = jnp.issubdtype(tensor.dtype, np.complexfloating)
-    wide = tensor.dtype.itemsize == (16 if complex_ else 8)
-    dtype = np.dtype(np.float64 if wide else np.float32)
-    if spectral and tensor.ndim > 1 and jnp.issubdtype(tensor.dtype, np.floating):
-        values = _read(tensor.astype(dtype)).reshape(-1)
+class _Numbers(NamedTuple):
+    """Of what is finite: how many, mean, deviation, smallest, largest (exact for integers); and how many are not."""
+
+    size: int
+    mean: float
+    std: float
+    low: float
+    high: float
+    nonfinite: int
+
+
+def _measured(tensor: LazyTensor, *, spectral: bool) -> tuple[_Numbers, float | None]:
+    floating = jnp.issubdtype(tensor.dtype, np.floating)
+    if floating:
+        tensor = tensor.astype(np.dtype(np.float64 if tensor.dtype.itemsize >= 8 else np.float32))
+    elif tensor.dtype.kind not in "iuc":  # truth values, and integers of less than a byte
+        tensor = tensor.astype(np.dtype(np.int8))
+    if spectral and tensor.ndim > 1 and floating and tensor.size:
+        values = _read(tensor).reshape(-1)
         starts = range(0, values.size, _SLAB)
         numbers = _merged(_each(lambda start: _numbers(values[start : start + _SLAB]), starts))
-        if numbers[-1]:
+        if numbers.nonfinite:
             np.nan_to_num(values, copy=False, nan=0, posinf=0, neginf=0)  # would make everything else so
         rows = int(np.prod(tensor.shape[: cut(tensor.shape)]))
-        return numbers, _largest(values.reshape(rows, -1))
+        scale = _scale(numbers.low, numbers.high) if numbers.size else 1.0
+        if scale != 1:
+            values /= values.dtype.type(scale)
+        return numbers, scale * _largest(values.reshape(rows, -1))
 
-    def slab(box: Box) -> _Array:
-        values = empty_aligned(box_shape(box), tensor.dtype if complex_ else dtype)
-        fill(tensor if complex_ else tensor.astype(dtype), [box], [values], Workspace(_WORKSPACE))
-        return _numbers(np.abs(values).reshape(-1) if complex_ else values.reshape(-1))
+    def slab(box: Box) -> _Numbers:
+        values = empty_aligned(box_shape(box), tensor.dtype)
+        fill(tensor, [box], [values], Workspace(_WORKSPACE))
+        return _numbers((np.abs(values) if tensor.dtype.kind == "c" else values).reshape(-1))
 
     return _merged(_each(slab, slabs(tensor.shape, _SLAB))), None
 
@@ -89,35 +104,49 @@ def _each(function: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
         return list(pool.map(function, items))
 
 
-def _numbers(values: _Array) -> _Array:
-    """How many are finite, their mean, their squared deviations' sum, the smallest, the largest; how many are not."""
+def _numbers(values: _Array) -> _Numbers:
     return _merged([_of_block(values[start : start + _BLOCK]) for start in range(0, values.size, _BLOCK)])
 
 
-def _of_block(values: _Array) -> _Array:
+def _of_block(values: _Array) -> _Numbers:
     low, high = values.min(), values.max()
     nonfinite = 0
     if not np.isfinite(low) or not np.isfinite(high):
         finite = values[np.isfinite(values)]
         nonfinite, values = values.size - finite.size, finite
         if not values.size:
-            return np.array([0, np.nan, 0, np.inf, -np.inf, nonfinite])
+            return _Numbers(0, math.nan, math.nan, math.inf, -math.inf, nonfinite)
         low, high = values.min(), values.max()
+    scale = _scale(float(low), float(high))
+    low, high = low.item(), high.item()
+    if values.dtype.kind in "iu":
+        values = values.astype(np.float64)
+    if scale != 1:
+        values = values / values.dtype.type(scale)
     mean = values.mean()
     rest = values - mean
-    return np.array([values.size, mean, np.dot(rest, rest), low, high, nonfinite], np.float64)
+    std = math.sqrt(float(np.dot(rest, rest)) / values.size)
+    return _Numbers(values.size, scale * float(mean), scale * std, low, high, nonfinite)
 
 
-def _merged(parts: list[_Array]) -> _Array:
+def _scale(low: float, high: float) -> float:
+    """What numbers between these are divided by, so that no square of theirs, nor a sum, leaves float32's range."""
+    size = max(abs(low), abs(high))
+    return 1.0 if not size or _SQUARED[0] < size < _SQUARED[1] else 2.0 ** (math.frexp(size)[1] - 1)
+
+
+def _merged(parts: list[_Numbers]) -> _Numbers:
     """The numbers of parts as those of all (Chan, Golub and LeVeque 1979)."""
-    found = np.array(parts)
-    count, nonfinite = found[:, 0].sum(), found[:, 5].sum()
-    some = found[found[:, 0] > 0]
-    if not len(some):
-        return np.array([0, np.nan, np.nan, np.inf, -np.inf, nonfinite])
-    mean = some[:, 0] @ some[:, 1] / count
-    square = some[:, 2].sum() + some[:, 0] @ np.square(some[:, 1] - mean)
-    return np.array([count, mean, square, some[:, 3].min(), some[:, 4].max(), nonfinite])
+    nonfinite = sum(part.nonfinite for part in parts)
+    some = [part for part in parts if part.size]
+    if not some:
+        return _Numbers(0, math.nan, math.nan, math.inf, -math.inf, nonfinite)
+    low, high = min(part.low for part in some), max(part.high for part in some)
+    counts, means, deviations = (np.array([part[index] for part in some], np.float64) for index in range(3))
+    weights, scale = counts / counts.sum(), _scale(low, high)
+    mean = float(weights @ means)
+    square = weights @ (np.square(deviations / scale) + np.square((means - mean) / scale))
+    return _Numbers(int(counts.sum()), mean, scale * math.sqrt(square), low, high, nonfinite)
 
 
 def _largest(matrix: _Array) -> float:

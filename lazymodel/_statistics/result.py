@@ -23,7 +23,7 @@ _LOG_RATIO = 10  # between the largest and the smallest value, from which a plot
 
 @dataclasses.dataclass(frozen=True)
 class VariableStatistics:
-    """What was found of one variable.
+    """What was found of one variable; of complex numbers it is about their sizes, |z|.
 
     Attributes:
         path: Its path; with `[i]` at the end for one layer of a stack.
@@ -31,8 +31,8 @@ class VariableStatistics:
         dtype: Its dtype.
         mean: Mean of its elements.
         std: Standard deviation of its elements (the population's: divided by their number).
-        min: Smallest element.
-        max: Largest element.
+        min: Smallest element; of integers an exact int.
+        max: Largest element, likewise.
         spectral_norm: Largest singular value of it as a matrix; None where it has fewer than two dimensions or is no
             float.
         nonfinite: Number of elements that are NaN or infinite; the others are then those of what there is.

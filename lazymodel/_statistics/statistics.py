@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from lazymodel._abstract.arrays import named_arrays
 from lazymodel._abstract.placement import device_shardings
@@ -54,8 +55,10 @@ def statistics(
     has learned: Golub and Kahan 1965), from below, to about 1e-3 of its value, in 24 products with the matrix and 24
     with its transpose.
 
-    Sums are in float32, in float64 for float64 variables. For arrays of JAX temporaries on a device are up to five
-    times the largest shard in that type (on CPUs, whose compiler writes down what each sum is of).
+    Complex numbers are measured by their sizes, |z|. An array without elements has a mean and a deviation of NaN.
+    Sums are in float32, in float64 for float64 variables, of numbers scaled such that no square leaves its range. For
+    arrays of JAX temporaries on a device are up to five times the largest shard in that type (on CPUs, whose compiler
+    writes down what each sum is of).
     Where several processes share the arrays, all of them must call this, and all get the result.
 
     Args:
@@ -117,12 +120,13 @@ def _measured(
         return path, device_rows(path, array, measured, layered=path in layered)
 
     for path, array in arrays:
-        if isinstance(array, jax.Array):
+        if isinstance(array, jax.Array) and array.size:
             pending.append((path, array, dispatched(array, layered=path in layered, spectral=spectral)))
             if len(pending) >= in_flight:
                 yield first()
         else:
-            yield path, host_rows(path, lazy(array, path), layered=path in layered, spectral=spectral)
+            values = np.empty(array.shape, array.dtype) if isinstance(array, jax.Array) else array
+            yield path, host_rows(path, lazy(values, path), layered=path in layered, spectral=spectral)
         del array
     while pending:
         yield first()
@@ -147,4 +151,4 @@ def _measurable(model: Any, checkpoint: Mapping[str, Any] | None) -> tuple[dict[
 
 
 def _numbers(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return {path: array for path, array in arrays.items() if array.size and not is_key(array.dtype)}
+    return {path: array for path, array in arrays.items() if not is_key(array.dtype)}

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from lazymodel._errors import CheckpointError
 from lazymodel._tensors.boxes import Box, box_shape, checked_box, clip, intersect, shift, whole_box
 from lazymodel._tensors.buffers import Convert, DType, Steps, Workspace, empty_aligned
 from lazymodel._tensors.fill import fill, fill_parts
@@ -203,8 +204,19 @@ class LazyTensor(View, np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def lazy(array: Any, name: str = "array") -> LazyTensor:
-    """A lazy tensor over an array in memory, so that arrays and tensors go one way."""
-    return array if isinstance(array, LazyTensor) else LazyTensor(ArrayLeaf(np.asarray(array), name))
+    """A lazy tensor over an array in memory, so that arrays and tensors go one way.
+
+    Raises:
+        CheckpointError: It has elements that are no numbers, which NumPy would parse or replace: objects, text, dates,
+            records, masked elements.
+    """
+    if isinstance(array, LazyTensor):
+        return array
+    values = np.asarray(array)
+    if values.dtype.kind in "OSUMm" or values.dtype.type is np.void or np.ma.is_masked(array):
+        found = "masked elements" if np.ma.is_masked(array) else f"an array of dtype {values.dtype}"
+        raise CheckpointError(f"{name!r}: expected numbers, found {found}; convert it to an array of numbers first")
+    return LazyTensor(ArrayLeaf(values, name))
 
 
 _BASIC = (NoneType, EllipsisType, slice, int, np.integer)  # of indexing; a bool is a mask

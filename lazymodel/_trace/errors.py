@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -42,6 +43,18 @@ def raise_explained(error: Exception) -> NoReturn:
         f"{_user_line(error.__traceback__)} needs the value of an array, and tracing has only its shape and dtype: "
         f"{mend}. JAX says: {type(error).__name__}: {reason}"
     ) from error
+
+
+def refuse_negative(jaxpr: Any, paths: Sequence[str]) -> None:
+    """Raises TraceError where a function makes an array with a negative dimension, which JAX lets pass in a trace."""
+    for eqn in jaxpr.eqns:
+        for var in eqn.outvars:
+            if min(getattr(var.aval, "shape", ()), default=0) >= 0:
+                continue
+            path = next((repr(path) for out, path in zip(jaxpr.outvars, paths, strict=True) if out is var), "an array")
+            source = eqn.source_info.traceback
+            line = _user_line(source and source.as_python_traceback())
+            raise TraceError(f"{line} makes {path} of shape {var.aval.shape}: expected dimensions from 0 on")
 
 
 def _user_line(trace: TracebackType | None) -> str:

@@ -21,7 +21,7 @@ from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import TraceError
 from lazymodel._programs.jaxprs import is_weak
 from lazymodel._programs.keys import is_key
-from lazymodel._trace.errors import raise_explained
+from lazymodel._trace.errors import raise_explained, refuse_negative
 from lazymodel._trace.escaped import is_iterator, refuse_empty, refuse_escaped
 from lazymodel._trace.graph import Graph
 from lazymodel._trace.inlined import keep_inlined
@@ -173,4 +173,5 @@ def _trace(
             jaxpr = jax.make_jaxpr(flat)(*inputs)
     except Exception as error:
         raise_explained(error)
+    refuse_negative(jaxpr.jaxpr, [path for path, array in outputs[-1].arrays.items() if array is None])
     return outputs[-1], jaxpr, inputs

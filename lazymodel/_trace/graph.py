@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import numpy as np
+from jax.extend.core.primitives import copy_p
 
 from lazymodel._errors import TraceError
 from lazymodel._programs.jaxprs import (
     CALLS,
     CONTROL,
+    ELEMENTWISE,
     JIT,
     Canonical,
     Interned,
@@ -30,7 +33,7 @@ from lazymodel._programs.jaxprs import (
     is_partitionable,
     is_weak,
     live_part,
-    names_devices,
+    named_devices,
     one_equation,
     opened,
     uses_x64,
@@ -77,7 +80,8 @@ class Graph:
             if hasattr(atom, "val"):  # a literal
                 value = _host_value(atom, atom.val)
                 # Only scalars were fixed in an eager kernel's own code; larger literals are inputs of the program.
-                value.fixed = not atom.aval.shape and (unit is not None or not is_floating(atom.aval))
+                if not atom.aval.shape and (unit is not None or not is_floating(atom.aval)):
+                    value.literal = atom
                 return value
             return env[atom]
 
@@ -94,8 +98,10 @@ class Graph:
         if all(value.data is not None for value in operands) and _is_small(eqn, unit):
             results = evaluate(eqn, [value.data for value in operands])
             return [Value(var.aval, data, evaluated=True) for var, data in zip(eqn.outvars, results, strict=True)]
-        if unit is None and (name in JIT or name in CALLS or name in CONTROL):
-            operands = [value.at_run_time() for value in operands]
+        if unit is None and name not in ELEMENTWISE:
+            if name in JIT or name in CALLS or name in CONTROL:
+                operands = [value.at_run_time() for value in operands]
+            operands = self._distinct(operands)
         if name in CALLS or (name in JIT and sum(not is_dropped(var) for var in eqn.outvars) > 1):
             inner = opened(inner_jaxpr(eqn))
             if name not in JIT or unit is not None:
@@ -108,6 +114,25 @@ class Graph:
         step.results = tuple(Value(var.aval, step=step, index=index) for index, var in enumerate(eqn.outvars))
         self.steps.append(step)
         return step.results
+
+    def _distinct(self, operands: Sequence[Value]) -> list[Value]:
+        """The operands of an eager kernel: one that is given twice is two of its parameters."""
+        found: list[Value] = []
+        latest: dict[Value, Value] = {}
+        for value in operands:
+            again = is_floating(value.aval) and value in latest
+            latest[value] = self._copy(latest[value]) if again else value
+            found.append(latest[value])
+        return found
+
+    def _copy(self, value: Value) -> Value:
+        if value.step is None:
+            return Value(value.aval, value.data)
+        eqn = jex.new_jaxpr_eqn([jex.Var(value.aval)], [jex.Var(value.aval)], copy_p, {}, jex.no_effects)
+        step = Step(eqn, [value], None, len(self.steps))
+        step.results = (Value(value.aval, step=step),)
+        self.steps.append(step)
+        return step.results[0]
 
     def _comes_apart(self, eqn: Any) -> bool:
         if eqn.primitive.name not in JIT:
@@ -147,7 +172,9 @@ class Graph:
     def _recipe(self, group: Sequence[tuple[str, Value]]) -> InitRecipe:
         values = [value for _, value in group]
         steps = needed_steps(values)
-        by_kernel = not all(is_partitionable(step.jaxpr()) or names_devices(step.jaxpr()) for step in steps)
+        devices = frozenset[Any]().union(*(named_devices(step.jaxpr()) for step in steps if not step.moves))
+        partitionable = all(is_partitionable(step.jaxpr()) for step in steps)
+        by_kernel = bool(devices) or not partitionable
         if by_kernel:
             values = self._compiled.completed(values)
             steps = needed_steps(values)
@@ -167,7 +194,7 @@ class Graph:
         form: list[tuple[Any, tuple[tuple[Place, bool], ...]]] = []
         for number, step in enumerate(steps):
             references = [
-                (self._constant(value), False) if value.fixed else (refer(value), step.hides(value))
+                (self._constant(value), False) if value.literal is not None else (refer(value), step.hides(value))
                 for value in step.operands
             ]
             where.update((value, ("step", number, index)) for index, value in enumerate(step.results))
@@ -185,7 +212,8 @@ class Graph:
         if by_kernel:
             pairs = zip(steps, form, strict=True)
             lines = [step.line(own, [place for place, _ in references]) for step, (own, references) in pairs]
-            kernels = kernels_of(lines, outputs, {where[value] for value in values if value in where}, kinds)
+            kept = {where[value] for value in values if value in where}
+            kernels = kernels_of(lines, outputs, kept, kinds, devices, partitionable=partitionable)
         return InitRecipe(
             paths=tuple(path for path, _ in group),
             signature=Interned((tuple(form), outputs, types, uses_zero, weak)),
@@ -252,7 +280,7 @@ def _join(step: Step) -> None:
 
 def _cut(step: Step, value: Value) -> Step:
     """The part of a scan that computes one of its results."""
-    whole = one_equation(step.eqn, [operand.fixed for operand in step.operands])
+    whole = one_equation(step.eqn, [operand.literal for operand in step.operands])
     jaxpr, used = live_part(whole, value.index)
     operands = [operand for operand, use in zip(step.free, used, strict=True) if use]
     part = Step(step.eqn, operands, step.unit, step.order)

@@ -24,7 +24,7 @@ import numpy as np
 from jax._src import core  # the class of the trace of eager execution is not exported
 from jax._src.interpreters import partial_eval  # the table of rules is not exported
 
-from lazymodel._programs.jaxprs import CALLS, JIT, inner_jaxprs, is_partitionable, opened, rounds
+from lazymodel._programs.jaxprs import CALLS, JIT, equations, inner_jaxprs, is_partitionable, opened, rounds
 
 _jit: Any = getattr(primitives, "jit_p", None)
 _rules = cast("dict[Any, Any]", partial_eval.custom_staging_rules)
@@ -51,7 +51,8 @@ def comes_apart(eqn: Any) -> bool:
     """Whether an equation is a function that JAX would have inlined, and its equations one by one give the same bits.
 
     They do if no more than one of them rounds, so that the compiler has nothing to fuse or reassociate, and that one
-    is elementwise, without a constant that it might be rewritten for.
+    is elementwise, without a constant that it might be rewritten for. A bool that becomes a float is one as well: its
+    product with a number is compiled as a choice, of the number or of zero.
     """
     if eqn.primitive.name not in JIT or not eqn.params["name"].startswith(INLINED):
         return False
@@ -59,6 +60,8 @@ def comes_apart(eqn: Any) -> bool:
     if len(jaxpr.eqns) == 1 and not _has_constant(jaxpr.eqns[0]):
         return jaxpr.eqns[0].primitive.name not in JIT
     rounding = list(_rounding(jaxpr))
+    if rounding and any(map(_is_of_bool, equations(jaxpr))):
+        return False
     return is_partitionable(jaxpr) and len(rounding) <= 1 and not any(map(_has_constant, rounding))
 
 
@@ -69,6 +72,10 @@ def _rounding(jaxpr: Any) -> Iterator[Any]:
                 yield from _rounding(inner)
         elif rounds(eqn):
             yield eqn
+
+
+def _is_of_bool(eqn: Any) -> bool:
+    return eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == np.bool_
 
 
 def _has_constant(eqn: Any) -> bool:

@@ -3,8 +3,9 @@
 Values are those of *eager* execution, bit for bit. Executed eagerly, every top-level equation is a kernel of its own,
 whose scalars are run-time values; `jax.jit` of the whole function would fuse multiplications into additions, fold
 constants and reassociate, each of which may change the last bit. So a program takes top-level scalars as inputs (which
-also lets layers with different scales share one program) and hides what flows from one kernel to the next behind an
-exclusive or with a run-time zero, which no compiler can see through and every compiler can fuse. That is enough where
+also lets layers with different scales share one program) and hides what flows from one kernel to the next behind the
+addition of a run-time zero to its bits, which no compiler can see through and every compiler can fuse. What a kernel is
+given twice is copied, and a copy is hidden once more, so that it is another value to the compiler. That is enough where
 each element is computed by itself. What adds up, multiplies or factorizes computed floats is cut into eager execution's
 own kernels (`_programs/kernels`), which one device runs; functions that JAX would inline are kept together for that
 (`_trace/inlined`), as are the results of one compiled function that share floats (`_trace/units`).
@@ -47,7 +48,7 @@ class Value:
     step: Step | None = None  # what computes it; None for arguments, constants and what is known
     index: int = 0  # which result of the step it is
     evaluated: bool = False  # whether its data is the result of an equation, rather than a constant or an argument
-    fixed: bool = False  # whether it is a literal inside a compiled function, and so a constant of the program
+    literal: Any = None  # the literal that it is, inside a compiled function, and so a constant of the program
     heavy: bool = False  # whether it holds, or derives from, a large result that is costly to compute
     parent: Value | None = None  # of the union-find forest that groups leaves; None at a root
 
@@ -65,7 +66,7 @@ class Value:
 
     def at_run_time(self) -> Value:
         """As an operand of a compiled function or a loop: eagerly a run-time input of it, even if it is a literal."""
-        return Value(self.aval, self.data) if self.fixed else self
+        return self if self.literal is None else Value(self.aval, self.data)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -86,27 +87,30 @@ class Step:
     @property
     def free(self) -> list[Value]:
         """Its operands without the constants."""
-        return [value for value in self.operands if not value.fixed]
+        return [value for value in self.operands if value.literal is None]
 
     def hides(self, value: Value) -> bool:
         """Whether a float comes to it from another eager kernel, with which the compiler might fuse it."""
-        if value.step is None or self.name in STRUCTURAL or self.name in _PLACEMENT or not is_floating(value.aval):
+        passes = self.name in STRUCTURAL or (self.name in _PLACEMENT and self.name != "copy")
+        if value.step is None or passes or not is_floating(value.aval):
             return False
         return self.unit is None or value.step.unit != self.unit
 
     def jaxpr(self) -> Any:
-        """Itself as a jaxpr of the operands that are not fixed."""
-        return self.part if self.part is not None else one_equation(self.eqn, [v.fixed for v in self.operands])
+        """Itself as a jaxpr of its `free` operands."""
+        return self.part if self.part is not None else one_equation(self.eqn, [v.literal for v in self.operands])
 
     def run(self, *operands: Any) -> list[Any]:
-        """Its results, of the operands that are not fixed."""
-        return list(operands) if self._moves() else run_jaxpr(self.jaxpr(), operands)
+        """Its results, of its `free` operands."""
+        return list(operands) if self.moves else run_jaxpr(self.jaxpr(), operands)
 
     def line(self, form: Hashable, places: Sequence[Place]) -> Line:
         """Itself for `kernels_of`, with the form that the program's signature has of it."""
-        return Line(self.unit, form, None if self._moves() else self.run, tuple(places), len(self.results))
+        return Line(self.unit, form, None if self.moves else self.run, tuple(places), len(self.results))
 
-    def _moves(self) -> bool:
+    @property
+    def moves(self) -> bool:
+        """Whether it only hands its operands on."""
         return self.name in _PLACEMENT and len(self.free) == len(self.results)
 
 
@@ -173,4 +177,4 @@ def _hide(value: Any, zero: Any) -> Any:
         # contracts other multiplications and additions.
         value = jax.lax.optimization_barrier(value)
     raw = jax.lax.bitcast_convert_type(value, bits)
-    return jax.lax.bitcast_convert_type(raw ^ jax.lax.convert_element_type(zero, bits), value.dtype)
+    return jax.lax.bitcast_convert_type(raw + jax.lax.convert_element_type(zero, bits), value.dtype)

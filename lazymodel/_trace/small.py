@@ -50,7 +50,7 @@ def evaluate(eqn: Any, values: Sequence[Array]) -> list[Array]:
         as_keys(unpack_keys(value), atom.aval.dtype) if is_key(atom.aval.dtype) else value
         for atom, value in zip(eqn.invars, values, strict=True)
     ]
-    results = run_jaxpr(one_equation(eqn, [False] * len(eqn.invars)), operands)
+    results = run_jaxpr(one_equation(eqn), operands)
     return [to_host(result, result.dtype) for result in results]
 
 

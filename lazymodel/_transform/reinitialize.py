@@ -280,8 +280,13 @@ def _initial(variable: AbstractVariable, choice: _Choice, key: jax.Array) -> Any
     expected = f"{variable.dtype.name}{list(variable.shape)}"
     try:
         value = initializer(key, variable.shape, variable.dtype, **_wanted(variable, initializer, known))
-    except LazyModelError:
-        raise
+    except (LazyModelError, jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+        raise  # of what cannot be traced
+    except (TypeError, ValueError) as error:
+        raise LazyModelError(
+            f"{variable.path!r}: its initializer cannot make {expected}: {type(error).__name__}: {error} Give it "
+            "another one, such as jax.nn.initializers.zeros or normal(stddev)"
+        ) from error
     except Exception as error:
         error.add_note(f"while initializing {variable.path!r}, {expected}")
         raise

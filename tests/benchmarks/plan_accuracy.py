@@ -139,6 +139,30 @@ def bert_safetensors(folder: Path) -> Any:
     return abstract, lm.open_checkpoint(file)
 
 
+def orthogonal(folder: Path) -> Any:
+    """Square matrices, each of which one device factorizes whole."""
+    import jax
+
+    import lazymodel as lm
+
+    make = jax.nn.initializers.orthogonal()
+    return lm.build_abstract(
+        lambda key: {str(i): make(jax.random.fold_in(key, i), (2048, 2048)) for i in range(3)}, jax.random.key(0)
+    ), None
+
+
+def convolutions(folder: Path) -> Any:
+    """Kernels of convolutions in float32, initialized."""
+    import jax
+
+    import lazymodel as lm
+
+    make = jax.nn.initializers.lecun_normal()
+    return lm.build_abstract(
+        lambda key: {str(i): make(jax.random.fold_in(key, i), (3, 3, 512, 1024)) for i in range(16)}, jax.random.key(0)
+    ), None
+
+
 def rule(variable: Any) -> Any:
     """The first dimension that divides, over all devices: the plan is what is tested here, not the sharding."""
     from jax.sharding import PartitionSpec
@@ -156,6 +180,8 @@ MODELS = {
     "mixture of experts": mixture_of_experts,
     "Flax NNX": flax_nnx,
     "BERT, safetensors": bert_safetensors,
+    "orthogonal": orthogonal,
+    "convolutions": convolutions,
 }
 
 

@@ -96,6 +96,17 @@ def test_what_is_beyond_float32_is_no_infinity() -> None:
     assert found.largest == 2 * float(most) and found.nonfinite == 0
 
 
+@pytest.mark.parametrize("other", ["int64", "uint64", "float64", "float32", "complex128", "int32"])
+@pytest.mark.parametrize("wide", ["int64", "uint64"])
+def test_64_bit_integers_are_compared_exactly(wide: str, other: str) -> None:
+    for number in (2**30, 2**53, 2**62, 2**63 - 2**40):  # in all of these types, or clipped to the largest
+        number = min(number, 2**30) if other == "int32" else number
+        a, b = np.array([number, 5], wide), np.array([number, 5], other)
+        assert not lm.diff({"w": a}, {"w": b}, tolerance=0)
+        (found,) = lm.diff({"w": a + np.array([1, 0], wide)}, {"w": b}, tolerance=0).beyond
+        assert (found.different, found.largest) == (1, 1.0)
+
+
 def test_models_there_and_not_there(tmp_path: Path) -> None:
     abstract = lm.build_abstract(lambda key: {"w": jax.random.normal(key, (64, 48))}, jax.random.key(0))
     assert not lm.diff(abstract, abstract.materialize())

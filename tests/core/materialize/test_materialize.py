@@ -208,6 +208,25 @@ def test_a_mapping_of_arrays_is_a_checkpoint(mesh42: Mesh) -> None:
     assert_tree(values, abstract.materialize(flat))
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([1, None, 2.5], object),
+        np.array(["1", "2", "3"]),
+        np.array([b"1", b"2", b"3"]),
+        np.array([1, 2, 3], "M8[s]"),
+        np.zeros(3, [("a", "f4")]),
+        np.ma.masked_array([1.0, 2.0, 3.0], [False, True, False]),
+    ],
+    ids=lambda value: "masked" if np.ma.is_masked(value) else value.dtype.kind,
+)
+@pytest.mark.parametrize("cast", ["safe", "unsafe"])
+def test_what_is_no_array_of_numbers_is_refused(value: np.ndarray, cast: str) -> None:
+    abstract = lm.build_abstract(lambda key: {"b": jax.random.normal(key, (3,))}, jax.random.key(0))
+    with pytest.raises(lm.CheckpointError, match="'b': expected numbers, found "):
+        abstract.materialize({"b": value}, cast=cast)
+
+
 def test_prng_keys_initialize_and_load(mesh8: Mesh) -> None:
     def keyed(key: jax.Array) -> dict[str, jax.Array]:
         return {"key": jax.random.split(key, 8), "w": jax.random.normal(key, (8, 8))}

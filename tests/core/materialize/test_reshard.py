@@ -105,6 +105,49 @@ def test_programs_are_shared_and_an_equal_sharding_moves_nothing(meshes: dict[st
     assert all(same[name] is tree[name] for name in tree)
 
 
+def test_one_array_at_two_places_has_one_sharding(meshes: dict[str, Mesh]) -> None:
+    array = put(values("float"), NamedSharding(meshes["trainer"], P("data")))
+    tied = {"embed": array, "head": {"kernel": array}}
+    columns, rows = (NamedSharding(meshes["sampler"], spec) for spec in (P(None, "model"), P("model")))
+    after = lm.reshard(tied, {"embed": columns, "head": {"kernel": columns}})
+    assert after["embed"] is after["head"]["kernel"] and after["embed"].sharding == columns
+    assert lm.reshard(tied, {"head": {"kernel": rows}})["embed"].sharding == rows
+    with pytest.raises(lm.ShardingError, match="'head/kernel' and 'embed' are one array"):
+        lm.reshard(tied, {"embed": columns, "head": {"kernel": rows}})
+
+
+@pytest.mark.parametrize("there", ["sampler", "four"])
+def test_arrays_without_elements(there: str, meshes: dict[str, Mesh]) -> None:
+    made = jax.jit(lambda: jnp.zeros((0, 3, 16)), out_shardings=NamedSharding(meshes["trainer"], P(None, None, "data")))
+    keys = jax.random.split(jax.random.key(0), (0, 16))
+    target = NamedSharding(meshes[there], P(None, None, "model"))
+    after = lm.reshard({"made": made(), "keys": keys}, {"made": target, "keys": NamedSharding(target.mesh, P())})
+    assert {shard.data.shape for shard in after["made"].addressable_shards} == {(0, 3, 4)}
+    assert np.asarray(after["made"] + 1).shape == (0, 3, 16) and after["keys"].shape == (0, 16)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_moves(seed: int, meshes: dict[str, Mesh]) -> None:
+    rng = np.random.default_rng(seed)
+
+    def placed(shape: tuple[int, ...]) -> NamedSharding:
+        mesh = meshes[str(rng.choice(list(meshes)))]
+        axes: list[Any] = [None] * len(shape)
+        for name in rng.permutation(mesh.axis_names):
+            fits = [axis for axis in range(len(shape)) if axes[axis] is None and shape[axis] % mesh.shape[name] == 0]
+            if fits and rng.random() < 0.8:
+                axes[rng.choice(fits)] = str(name)
+        return NamedSharding(mesh, P(*axes))
+
+    shapes = [tuple(rng.choice([0, 1, 3, 8, 16, 24], rng.integers(0, 5))) for _ in range(6)]
+    before = {str(i): jax.device_put(rng.normal(size=shape), placed(shape)) for i, shape in enumerate(shapes)}
+    targets = {path: placed(array.shape) for path, array in before.items()}
+    after = lm.reshard(before, targets, max_device_memory=int(rng.integers(1, 1 << 16)))
+    for path, array in after.items():
+        assert array.sharding.is_equivalent_to(targets[path], array.ndim)
+        assert np.asarray(array).tobytes() == np.asarray(before[path]).tobytes()
+
+
 def test_rules_come_with_an_abstract_model(meshes: dict[str, Mesh]) -> None:
     abstract = lm.build_abstract(lambda key: {"w": jax.random.normal(key, (64, 32))}, jax.random.key(0))
     live = abstract.shard(meshes["trainer"], {"w": P("data")}).materialize()

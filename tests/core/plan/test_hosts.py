@@ -52,6 +52,16 @@ def test_devices_and_hosts_are_counted_apart(mesh8: Mesh) -> None:
     assert whole.offloaded_nbytes == 0 and whole.host_memory is None and "host memory:" not in str(whole)
 
 
+def test_what_one_device_computes_whole_counts_once(mesh8: Mesh) -> None:
+    make = jax.nn.initializers.orthogonal()
+    abstract = lm.build_abstract(lambda key: {"w": make(key, (256, 256))}, jax.random.key(0))
+    one = abstract.plan().hosts[0].peak_nbytes
+    for spec in (P("model"), P(None, "model")):
+        plan = abstract.shard(mesh8, {"w": spec}).plan()
+        # A kernel's temporaries on the first device; later the whole beside its shards on all of them.
+        assert plan.hosts[0].peak_nbytes == max(one, 2 * 256 * 256 * 4) <= plan.peak_nbytes + 8 * 256 * 32 * 4
+
+
 def test_a_host_that_has_too_little_does_not_fit() -> None:
     trained = abstract_model().with_optimizer(optax.adam(1e-3), memory_kind="pinned_host")
     plan = trained.shard(lm.arithmetic_mesh("v5e-8"), RULES).plan(host_memory="20MiB")

@@ -102,7 +102,45 @@ def test_dtypes() -> None:
     assert found["mask"].mean == 0.5
     assert found["double"].std == pytest.approx(random((16, 16)).std(), rel=1e-6)  # float32 would have lost it
     assert found["complex"].max == 5
-    assert set(found) == {"half", "counts", "mask", "double", "complex"}
+    assert set(found) == {"half", "counts", "mask", "double", "complex", "empty"}
+
+
+@pytest.mark.parametrize("place", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("size", [1e-40, 1e-30, 1e-18, 1.0, 1e18, 1e30, 3e38])
+def test_numbers_of_every_size(size: float, place: Any) -> None:
+    if size == 1e-40 and place is jnp.asarray:
+        pytest.skip("XLA's CPUs take subnormal numbers for zero")
+    values = np.clip(random((24, 40)) * np.float32(size / 8), -size, size).astype(np.float32)
+    found, wide = lm.statistics({"w": place(values)})["w"], values.astype(np.float64)
+    assert [found.min, found.max] == [wide.min(), wide.max()]
+    expected = [wide.mean(), wide.std(), np.linalg.norm(wide, 2)]
+    np.testing.assert_allclose([found.mean, found.std, found.spectral_norm], expected, 2e-3)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int4", "int8", "uint8", "int16", "int32", "uint32", "int64", "uint64"])
+def test_ends_of_integers_are_exact(dtype: str) -> None:
+    ends = (0, 1) if dtype == "bool" else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    values = np.array(ends, dtype)
+    with jax.enable_x64(True):
+        found = lm.statistics({"host": values, "device": jnp.asarray(values), "none": jnp.zeros((0, 8), dtype)})
+    for row in (found["host"], found["device"]):
+        assert [row.min, row.max] == [int(values[0]), int(values[1])]
+        assert row.std == pytest.approx(values.astype(float).std())
+    assert np.isnan(found["none"].mean)
+
+
+@pytest.mark.parametrize(
+    "init",
+    [
+        lambda: {"x": jnp.ones((4,)) * 2},
+        lambda: {"x": jnp.tril(jnp.ones((8, 8)))},
+        lambda: {"x": (jnp.arange(12.0) > 3) * 0.5},
+        lambda: {"x": jax.lax.optimization_barrier(jnp.ones((16, 16))) / 3},
+    ],
+)
+def test_what_is_initialized_in_bands_without_random_numbers(init: Any) -> None:
+    values = np.asarray(init()["x"])
+    check(lm.statistics(lm.build_abstract(init), spectral=False)["x"], values)
 
 
 def test_what_is_not_finite_is_counted_and_left_out() -> None:

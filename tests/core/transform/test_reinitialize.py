@@ -198,6 +198,7 @@ def test_errors_name_the_variable_and_the_mend() -> None:
     fails(r"not a regular expression", "(", I.zeros)
     fails(r"all its answers are None", lambda variable: None)
     fails(r"a mapping of patterns has its own", {"count": I.zeros}, I.zeros)
+    fails(r"'layers/0/bias'.*float32\[.*ValueError", "layers/0/bias", I.lecun_normal())  # of two dimensions
     fails(r"got uint32\[2\]. Raw keys become typed", "count", I.zeros, key=jnp.zeros(2, jnp.uint32))
     with pytest.raises(ZeroDivisionError) as raised:
         abstract.reinitialize("count", lambda key, shape, dtype: 1 / 0)
