@@ -36,7 +36,7 @@ _IN_HEADS = (HEADS, FUSED_HEADS, "head_dim", "parts")
 _READOUTS = ("output_head", "router")  # from the width to words or experts, in whichever order they are stored
 _DENSE = ("mlp_up", "mlp_down")
 # One number for each unit, however it is made, and tokens, which are added to the input.
-_VECTOR = re.compile(r"(scale|offset|shift|gain|bias|alpha|beta|gamma|token|embed(ding)?)$")
+_VECTOR = re.compile(r"(scale|offset|shift|gain|bias|alpha|beta|gamma|a_log|decay|token|embed(ding)?)$")
 # variance · fan-in of LeCun's, He's and PyTorch's initializers, by which these tell what they took for the fan-in.
 _FAN_IN_GAINS = (1.0, 2.0, 1 / 3)
 _BY_CHANCE = 2  # a fan-in of one or two, which standard normal numbers seem to be divided by
@@ -75,12 +75,12 @@ class Grown:
 
     @property
     def is_vector(self) -> bool:
-        """Whether it is one number for each unit, and no readout of one number, which begins random or at zero."""
+        """Whether it is one number for each unit, and no readout of one number, which begins at zero or differently."""
         pairs = zip(self.shape, self.labels, strict=True)
         if sum(size > 1 and label != "layers" for size, label in pairs) != 1:
             return False
-        given = all(each is None or (each.std == 0 and each.mean) for each in self.moments)
-        return given or _VECTOR.search(rule_path(self.path)) is not None
+        alike = all(each is not None and each.std == 0 and each.mean for each in self.moments)
+        return alike or _VECTOR.search(rule_path(self.path).lower()) is not None
 
     @property
     def stds(self) -> tuple[float | None, float | None]:

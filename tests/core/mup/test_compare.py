@@ -206,6 +206,7 @@ def test_initializers_tell_where_names_do_not() -> None:
         (lambda w: {"lm_head/kernel": (w, 3 * w)}, OUTPUT),
         (lambda w: {"mixer/A_log": (w, 16)}, INPUT),
         (lambda w: {"cls_token": (1, 1, w)}, VECTOR),
+        (lambda w: {"mixer/A_log": (w,)}, VECTOR),
         (lambda w: {"attention/value/bias": (w // 4, w // 16), "attention/value/kernel": (8, w // 4, w // 16)}, None),
     ],
 )
@@ -251,8 +252,9 @@ def test_values_tell_a_vector_from_a_readout_of_one_number() -> None:
 
     assert expectation(lm.mup(*both(shapes, initializer=lecun)), "unit") == OUTPUT
     assert expectation(lm.mup(*both(shapes, initializer=I.constant(0.5))), "unit") == VECTOR
-    with pytest.raises(lm.LazyModelError, match=r"axes={r'unit': \("):
-        lm.mup(*both(shapes, initializer=I.zeros))
+    for unclear in (I.zeros, lambda key, shape, dtype: jnp.linspace(0, 1, *shape)):
+        with pytest.raises(lm.LazyModelError, match=r"axes={r'unit': \("):
+            lm.mup(*both(shapes, initializer=unclear))
 
 
 def test_whether_the_embedding_is_the_readout_is_asked_where_another_readout_is_there() -> None:
