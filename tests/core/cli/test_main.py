@@ -240,6 +240,39 @@ def test_plan_of_what_is_not_there(factory, capsys):
     assert "there is no module 'no_such_module'" in capsys.readouterr().err
 
 
+BROKEN = {
+    "raises": "def make():\n    return helper()\n\ndef helper():\n    raise ValueError('mine')\n",
+    "chained": "def make():\n    try:\n        {}['a']\n    except KeyError as e:\n        raise ValueError('mine') from e\n",
+    "exits": "import sys\n\ndef make():\n    sys.exit(0)\n",
+    "operation": "import jax.numpy as jnp\n\ndef make():\n    return jnp.ones((2, 3)) @ jnp.ones((4, 5))\n",
+    "recursion": "def make():\n    return make()\n",
+    "import": "1 / 0\n",
+    "syntax": "def make(:\n",
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_an_exception_in_what_was_given_is_exit_status_2(how, checkpoint, monkeypatch, capsys):
+    """With the traceback of the user's own code, whichever command runs it; 1 would say that it does not fit."""
+    module = f"broken_by_{how}"
+    (checkpoint.parent / f"{module}.py").write_text(BROKEN[how].replace("make(", "make(tensors=None"))
+    monkeypatch.chdir(checkpoint.parent)
+    commands = ["plan", f"{module}:make"], ["convert", str(checkpoint), "x.npz", "--map", f"{module}:make"]
+    for command in commands:
+        sys.modules.pop(module, None)
+        assert main(command) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert f"{module}.py" in err and ("Traceback" in err) == (how != "syntax")
+        assert str(Path(lazymodel.__file__).parent) not in err and "importlib" not in err
+
+
+def test_a_mistake_of_ours_is_exit_status_2_and_shows_where(checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr("lazymodel._cli.inspect.inspect_checkpoint", None)
+    assert main(["inspect", str(checkpoint)]) == 2
+    assert os.path.join("_cli", "inspect.py") in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
