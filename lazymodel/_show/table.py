@@ -21,13 +21,12 @@ from typing import Any
 
 import jax
 
-from lazymodel._show.text import fold, format_bytes, longest_piece, printable, unnumbered, wrapped
+from lazymodel._show.text import fold, format_bytes, grouped_names, longest_piece, printable, unnumbered, wrapped
 
 _MAX_ROWS = 40  # rows of a table before the smallest are only counted
 _FALLBACK_WIDTH = 120  # columns, where no terminal says how wide it is
 _MIN_WIDTH = 40
 _MIN_COLUMN = 12  # columns that paths and origins have, however short they are
-_MIN_FOLDED = 24  # columns that folded paths and origins keep; with fewer they read worse than on a line of their own
 _GAP = _INDENT = "  "  # between columns; before a row's second line
 
 ACTIONS = {"load": "loaded", "initialize": "initialized"}  # and "constant", of plans and loads
@@ -68,7 +67,7 @@ class Table:
             size = max(map(cell_len, cells))
             if index in (0, len(self.columns) - 1) and name not in self.right:  # a path, an origin
                 natural.append(max(size, _MIN_COLUMN))
-                least.append(min(natural[-1], max(_MIN_FOLDED, *map(longest_piece, cells))))
+                least.append(max(min(natural[-1], width) // 2, *map(longest_piece, cells)))  # some two lines
             else:
                 natural.append(size)
                 least.append(size)
@@ -183,13 +182,19 @@ class Group:
     @property
     def note(self) -> str:
         """All notes as one."""
-        return fold(list(dict.fromkeys(row.note for row in self.rows)))
+        most, *others = sorted(grouped_names(dict.fromkeys(row.note for row in self.rows)), key=len, reverse=True)
+        return fold(most) + (f" and {sum(map(len, others)):,} more" if others else "")
 
 
 def grouped(rows: Iterable[Row]) -> list[Group]:
     """Rows folded into groups, in the order in which each group first appears."""
     members: dict[Hashable, list[Row]] = {}
-    template = functools.cache(unnumbered)  # of notes, such as a file's name, of which there are few
+
+    @functools.cache  # there are few notes, such as a file's name
+    def template(note: str) -> str:
+        """Without numbers and the underscores before them: Keras calls layers `block`, `block_1`, `block_2`."""
+        return "".join(part.rstrip("_") for part in unnumbered(note))
+
     for row in rows:
         members.setdefault((unnumbered(row.path), row.cells, template(row.note)), []).append(row)
     return [Group(group, len(group), group[0].cells, sum(row.nbytes for row in group)) for group in members.values()]

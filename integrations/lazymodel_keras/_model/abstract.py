@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ def from_skeleton(skeleton: Skeleton, *, quiet: bool = False, spent: Sequence[Sp
             origin = value.origin
         elif isinstance(value, LazyTensor):
             sources[path] = value
-            origin = f"{value.file}:{value.name}" if value.file else "computed"
+            origin = f"{value.name} of {os.path.basename(value.file)}" if value.file else "computed"
         else:
             sources[path] = np.asarray(value)
             origin = "constant"
