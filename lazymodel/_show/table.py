@@ -27,6 +27,7 @@ _MAX_ROWS = 40  # rows of a table before the smallest are only counted
 _FALLBACK_WIDTH = 120  # columns, where no terminal says how wide it is
 _MIN_WIDTH = 40
 _MIN_COLUMN = 12  # columns that paths and origins have, however short they are
+_MIN_FOLDED = 20  # columns that folded paths and origins keep, or a third of their own: narrower ones read worse
 _GAP = _INDENT = "  "  # between columns; before a row's second line
 
 ACTIONS = {"load": "loaded", "initialize": "initialized"}  # and "constant", of plans and loads
@@ -67,7 +68,7 @@ class Table:
             size = max(map(cell_len, cells))
             if index in (0, len(self.columns) - 1) and name not in self.right:  # a path, an origin
                 natural.append(max(size, _MIN_COLUMN))
-                least.append(max(min(natural[-1], width) // 2, *map(longest_piece, cells)))  # some two lines
+                least.append(min(natural[-1], max(_MIN_FOLDED, natural[-1] // 3, *map(longest_piece, cells))))
             else:
                 natural.append(size)
                 least.append(size)

@@ -114,7 +114,7 @@ def printable(text: str) -> str:
 # Where a line may end, best first; never within a number, nor between it and its unit.
 _BREAKS = (
     re.compile(r"(?<=\S\s)(?=\S)(?![KMGTP]?i?B\b)"),
-    re.compile(r"(?<=[/_])|(?<=[.:,;=|-])(?![\d.])"),
+    re.compile(r"(?<=[/_])|(?<=[.:,;=|-])(?![\d.…])"),
 )
 
 
