@@ -73,6 +73,7 @@ blocks = json.load(sys.stdin)
 if any("keras_hub" in block for block in blocks):
     import keras_hub, lazymodel_keras
 warnings.filterwarnings("ignore", message=".*fork")
+warnings.simplefilter("error", lazymodel.LazyModelWarning)  # who copies an example is not told that it is wrong
 sys.path.append(sys.argv[1])  # for servers of tests; at the end, so that packages are those that are installed
 results = []
 for number, block in enumerate(blocks):

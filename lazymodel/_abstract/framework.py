@@ -167,11 +167,11 @@ class Framework:
 
     def quantize(self, model: Any, how: Any, filters: Any) -> Any:
         """The quantized model; see `AbstractModel.quantize`."""
-        _refuse("quantized", "quantize='int8'")
+        _refuse(model, "quantized", "quantize='int8'")
 
     def lora(self, model: Any, rank: int, targets: str | None) -> Any:
         """The model with LoRA pairs; see `AbstractModel.lora`."""
-        _refuse("given LoRA pairs", "lora_rank=8")
+        _refuse(model, "given LoRA pairs", "lora_rank=8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,8 +181,8 @@ class _Place:
     path: str
 
 
-def _refuse(what: str, stated: str) -> NoReturn:
+def _refuse(model: Any, what: str, stated: str) -> NoReturn:
     raise LazyModelError(
-        f"only Keras models are {what} as a step: a plain pytree has no layers to change. Build the model with such "
-        f"layers; plan(what_if=lazymodel.WhatIf({stated})) says what they would take"
+        f"only Keras models are {what} as a step, and {model.name} is not one: build it with layers that are {what} "
+        f"already. plan(what_if=lazymodel.WhatIf({stated})) says what they would take"
     )

@@ -2,7 +2,8 @@
 
 A model has thousands of variables and a person reads about forty lines, so rows whose paths differ only in numbers are
 folded into one (`block_{0..25}/query/kernel`, 26 of them). What names hold reaches a terminal without control
-characters and markup, and HTML escaped; rich's own tables show in a notebook as preformatted text, so HTML is ours.
+characters and markup, and HTML escaped. Rich's tables cut numbers where a terminal is narrow, and show in a notebook as
+preformatted text, so both are ours.
 """
 
 from __future__ import annotations
@@ -11,21 +12,23 @@ import dataclasses
 import functools
 import heapq
 import html
-import io
+import itertools
 import os
 import shutil
 import sys
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from lazymodel._show.text import fold, format_bytes, printable, unnumbered
+from lazymodel._show.text import fold, format_bytes, grouped_names, longest_piece, printable, unnumbered, wrapped
 
 _MAX_ROWS = 40  # rows of a table before the smallest are only counted
 _FALLBACK_WIDTH = 120  # columns, where no terminal says how wide it is
-_MIN_WIDTH = 60
-_MIN_COLUMN = 12  # columns that a folded path or origin keeps, however narrow the terminal
+_MIN_WIDTH = 40
+_MIN_COLUMN = 12  # columns that paths and origins have, however short they are
+_MIN_FOLDED = 20  # columns that folded paths and origins keep, or a third of their own: narrower ones read worse
+_GAP = _INDENT = "  "  # between columns; before a row's second line
 
 ACTIONS = {"load": "loaded", "initialize": "initialized"}  # and "constant", of plans and loads
 
@@ -37,7 +40,7 @@ class Table:
     title: str
     columns: tuple[str, ...]  # headings; the first and the last are of columns that may be cut into lines
     rows: Sequence[Sequence[str]]
-    right: frozenset[str] = frozenset()  # columns that are aligned to the right
+    right: frozenset[str] = frozenset()  # columns that are aligned to the right, and never cut into lines
     lines: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -46,36 +49,44 @@ class Table:
         object.__setattr__(self, "lines", tuple(map(printable, self.lines)))
 
     def text(self) -> str:
-        """For a terminal, as wide as it; no colours."""
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table as Grid
-        from rich.text import Text
+        """For a terminal, as wide as it; no colours.
 
-        width = max(shutil.get_terminal_size((_FALLBACK_WIDTH, 24)).columns, _MIN_WIDTH)
-        out = io.StringIO()
-        console = Console(
-            file=out, width=width, color_system=None, force_terminal=False, force_jupyter=False, legacy_windows=False
-        )
-        console.print(Text(self.title))
-        if self.rows:
-            grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-            for name in self.columns:
-                # A path and an origin may be cut into lines; nothing else is worth reading in pieces.
-                foldable = name in (self.columns[0], self.columns[-1])
-                grid.add_column(
-                    name,
-                    justify="right" if name in self.right else "left",
-                    overflow="fold",
-                    no_wrap=not foldable,
-                    min_width=_MIN_COLUMN if foldable else None,
-                )
-            for row in self.rows:
-                grid.add_row(*(Text(cell, overflow="fold") for cell in row))
-            console.print(grid)
-        for line in self.lines:
-            console.print(Text(line))
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        Where there is no room, names are folded at separators; what still has none goes to a second line of each row.
+        """
+        width = terminal_width()
+        lines = wrapped(self.title, width) + (self._grid(width) if self.rows else [])
+        lines += [line for text in self.lines for line in wrapped(text, width)]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _grid(self, width: int) -> list[str]:
+        from rich.cells import cell_len
+
+        rows = [self.columns, *self.rows]
+        natural, least = [], []
+        for index, name in enumerate(self.columns):
+            cells = [row[index] for row in rows]
+            size = max(map(cell_len, cells))
+            if index in (0, len(self.columns) - 1) and name not in self.right:  # a path, an origin
+                natural.append(max(size, _MIN_COLUMN))
+                least.append(min(natural[-1], max(_MIN_FOLDED, natural[-1] // 3, *map(longest_piece, cells))))
+            else:
+                natural.append(size)
+                least.append(size)
+        groups = _groups(natural, least, width)
+
+        def printed(row: Sequence[str]) -> Iterable[str]:
+            for place, widths in enumerate(groups):
+                columns = [wrapped(row[index], widths[index]) for index in widths]
+                for texts in itertools.zip_longest(*columns, fillvalue=""):
+                    blanks = [" " * (size - cell_len(text)) for size, text in zip(widths.values(), texts, strict=True)]
+                    right = [self.columns[index] in self.right for index in widths]
+                    cells = (b + t if r else t + b for b, t, r in zip(blanks, texts, right, strict=True))
+                    if any(texts):
+                        yield _INDENT * (place > 0) + _GAP.join(cells)
+
+        heading, *body = map(printed, rows)
+        rule = max(_total(widths) + len(_INDENT) * (place > 0) for place, widths in enumerate(groups))
+        return [*heading, "─" * rule, *itertools.chain.from_iterable(body)]
 
     def html(self) -> str:
         """For a notebook: self-contained, without colours of its own, so that it reads on light and dark pages."""
@@ -97,6 +108,35 @@ class Table:
         if self.lines:
             parts.append(f"<p>{'<br/>'.join(map(html.escape, self.lines))}</p>")
         return f"<div>{''.join(parts)}</div>"
+
+
+def terminal_width() -> int:
+    """Columns of the terminal, or of what is printed where there is none."""
+    return max(shutil.get_terminal_size((_FALLBACK_WIDTH, 24)).columns, _MIN_WIDTH)
+
+
+def _groups(natural: Sequence[int], least: Sequence[int], width: int) -> list[dict[int, int]]:
+    """Widths of the columns, by their places: in one line if narrow columns make them fit, or else in several."""
+    sizes = {index: min(size, width) for index, size in enumerate(natural)}
+    while _total(sizes) > width:
+        wide = [index for index, size in sizes.items() if size > least[index]]
+        if not wide:
+            break
+        sizes[max(wide, key=sizes.__getitem__)] -= 1
+    else:
+        return [sizes]
+    groups: list[dict[int, int]] = [{}]
+    for index, size in enumerate(natural):
+        indent = len(_INDENT) * (len(groups) > 1)
+        size = min(size, width - len(_INDENT))
+        if groups[-1] and indent + _total({**groups[-1], index: size}) > width:
+            groups.append({})
+        groups[-1][index] = size
+    return groups
+
+
+def _total(sizes: Mapping[int, int]) -> int:
+    return sum(sizes.values()) + len(_GAP) * (len(sizes) - 1)
 
 
 class Tabled:
@@ -143,13 +183,19 @@ class Group:
     @property
     def note(self) -> str:
         """All notes as one."""
-        return fold(list(dict.fromkeys(row.note for row in self.rows)))
+        most, *others = sorted(grouped_names(dict.fromkeys(row.note for row in self.rows)), key=len, reverse=True)
+        return fold(most) + (f" and {sum(map(len, others)):,} more" if others else "")
 
 
 def grouped(rows: Iterable[Row]) -> list[Group]:
     """Rows folded into groups, in the order in which each group first appears."""
     members: dict[Hashable, list[Row]] = {}
-    template = functools.cache(unnumbered)  # of notes, such as a file's name, of which there are few
+
+    @functools.cache  # there are few notes, such as a file's name
+    def template(note: str) -> str:
+        """Without numbers and the underscores before them: Keras calls layers `block`, `block_1`, `block_2`."""
+        return "".join(part.rstrip("_") for part in unnumbered(note))
+
     for row in rows:
         members.setdefault((unnumbered(row.path), row.cells, template(row.note)), []).append(row)
     return [Group(group, len(group), group[0].cells, sum(row.nbytes for row in group)) for group in members.values()]

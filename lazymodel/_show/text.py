@@ -109,6 +109,40 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+# Wrapping -------------------------------------------------------------------------------------------------------------
+
+# Where a line may end, best first; never within a number, nor between it and its unit.
+_BREAKS = (
+    re.compile(r"(?<=\S\s)(?=\S)(?![KMGTP]?i?B\b)"),
+    re.compile(r"(?<=[/_])|(?<=[.:,;=|-])(?![\d.…])"),
+)
+
+
+def wrapped(text: str, width: int, breaks: Sequence[re.Pattern[str]] = _BREAKS) -> list[str]:
+    """Lines of at most so many columns: broken between words, long words at separators, and the rest where it must."""
+    from rich.cells import cell_len, chop_cells
+
+    if cell_len(text) <= width:
+        return [text]
+    if not breaks:
+        return chop_cells(text, width)
+    lines = [""]
+    for piece in breaks[0].split(text):
+        if cell_len(lines[-1] + piece.rstrip()) <= width:
+            lines[-1] += piece
+        else:
+            lines += wrapped(piece.rstrip(), width, breaks[1:])
+            lines[-1] += piece[len(piece.rstrip()) :]
+    return [line.rstrip() for line in lines if line]
+
+
+def longest_piece(text: str) -> int:
+    """Columns of the longest part that `wrapped` keeps whole if it can."""
+    from rich.cells import cell_len
+
+    return max(cell_len(piece.rstrip()) for word in _BREAKS[0].split(text) for piece in _BREAKS[1].split(word))
+
+
 # Folding --------------------------------------------------------------------------------------------------------------
 
 # Longer runs of digits are text: Python may refuse to read more of them as an int, and a hostile name may have them.

@@ -15,10 +15,10 @@ from typing import Any, Self, overload
 from lazymodel._show import clock
 from lazymodel._show.figures import PALETTE, bar, empty_figure, finished_figure
 from lazymodel._show.page import Spans
-from lazymodel._show.table import Table, Tabled
+from lazymodel._show.table import Table, Tabled, terminal_width
 from lazymodel._show.text import grouped_by, printable
 
-_WIDTH = 48  # columns of a bar in a terminal
+_WIDTH = 48  # columns of a bar in a terminal, where it has so many
 _BLOCK, _EARLIER = "█", "◂"
 _LEAST = 0.005  # seconds; a row of less would say 0.00
 _IDLE = 5.0  # seconds without a span that a picture shows in any case
@@ -121,11 +121,9 @@ class Timeline(Tabled, Sequence[Span]):
         columns = ("seconds since the process started", "from", "to", "took", "")
         if not clock.START_IS_KNOWN:
             columns = ("seconds since lazymodel was imported", *columns[1:])
-        rows = [
-            (label, *_numbers(spans), "".join(_cells(spans, begin, end)).rstrip())
-            for label, spans in self._rows().items()
-        ]
-        return Table("", columns, rows, frozenset(columns[1:4]))
+        width = min(_WIDTH, terminal_width() - 2)
+        rows = [(label, *_numbers(spans), _cells(spans, begin, end, width)) for label, spans in self._rows().items()]
+        return Table("", columns, rows, frozenset(columns[1:]))
 
     def _repr_html_(self) -> str:
         return self.html()
@@ -207,15 +205,15 @@ def _covered(spans: Sequence[Span], begin: float) -> list[tuple[float, float]]:
     return pieces
 
 
-def _cells(spans: Sequence[Span], begin: float, end: float) -> list[str]:
-    """A row's bar in a terminal: every span has a column at least."""
+def _cells(spans: Sequence[Span], begin: float, end: float, width: int) -> str:
+    """A row's bar in a terminal, so many columns wide: every span has a column at least."""
     pieces = _covered(spans, begin)
-    cells = [" "] * _WIDTH
+    cells = [" "] * width
     for start, stop in pieces:
-        first = min(int((start - begin) / (end - begin) * _WIDTH), _WIDTH - 1)
-        last = max(round((stop - begin) / (end - begin) * _WIDTH), first + 1)
+        first = min(int((start - begin) / (end - begin) * width), width - 1)
+        last = max(round((stop - begin) / (end - begin) * width), first + 1)
         cells[first:last] = _BLOCK * (last - first)
-    return cells if pieces else [_EARLIER]
+    return "".join(cells) if pieces else _EARLIER.ljust(width)
 
 
 def _colour(label: str) -> str:

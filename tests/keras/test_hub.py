@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,14 @@ def test_causal_lm_generates_the_same(tmp_path: Path, mesh8: Mesh) -> None:
     ours.compile(sampler="greedy")
     assert ours.generate("the quick", max_length=10) == expected
     assert int(ours.optimizer.iterations.value) == 0
+
+
+@pytest.mark.parametrize("save", [save_preset, save_hugging_face])
+def test_a_table_has_a_row_for_all_layers(save: Callable[..., Path], tmp_path: Path) -> None:
+    abstract = lk.abstract_from_preset(keras_hub.models.Backbone, str(save(tmp_path / "llama3", "llama3")))
+    layers = [path for path in abstract if "layer_" in path]
+    counts = [row[1] for row in abstract.table().rows if "layer_" in row[0]]
+    assert counts == ["2"] * (len(layers) // 2) != []
 
 
 def test_a_report_on_a_preset(tmp_path: Path, mesh8: Mesh) -> None:

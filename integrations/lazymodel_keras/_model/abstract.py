@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ def from_skeleton(skeleton: Skeleton, *, quiet: bool = False, spent: Sequence[Sp
             if isinstance(recorded.initial, GivenValue) and recorded.initial.computed:
                 computed[path] = recorded.initial
         elif isinstance(value, LazyTensor):
-            origin = f"{value.file}:{value.name}" if value.file else "computed"
+            origin = f"{value.name} of {os.path.basename(value.file)}" if value.file else "computed"
         if isinstance(value, InitRecipe):
             recipes.append(value)
         else:

@@ -169,6 +169,17 @@ def test_equal_paths_of_other_shapes_are_other_rows():
     assert "l2/w" in text
 
 
+def test_origins_that_differ_in_numbers_are_one_row():
+    """Keras calls layers `block`, `block_1`, `block_2` where variables are of block_0, block_1, block_2."""
+    names = [f"layers/block{f'_{i}' * (i > 0)}/vars/0 of model.weights.h5" for i in range(3)]
+    variables = [AbstractVariable(f"block_{i}/kernel", (8,), BF16, None, name) for i, name in enumerate(names)]
+    other = AbstractVariable("block_3/kernel", (8,), BF16, None, "Zeros")
+    (folded, zeros) = AbstractModel.table(FakeModel([*variables, other])).rows
+    assert (folded[0], folded[1]) == ("block_{0..2}/kernel", "3")
+    assert folded[-1] == "layers/block_{1..2}/vars/0 of model.weights.h5 and 1 more"
+    assert (zeros[0], zeros[-1]) == ("block_3/kernel", "Zeros")
+
+
 def test_thousands_of_unfoldable_variables_end_in_a_count():
     letters = "abcdefghijklmnopqrstuvwxyz"
     variables = [AbstractVariable(f"{a}{b}{c}", (2,), BF16) for a in letters for b in letters for c in letters[:8]]

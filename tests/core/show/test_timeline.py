@@ -24,7 +24,7 @@ HOSTILE = "a[red]\x1b[31m<script>alert('x')</script>\n$&amp;"
 def bars(timeline: Timeline) -> dict[str, str]:
     """Label → bar, as a terminal shows them."""
     rows = timeline.table().rows
-    return {row[0]: row[-1] for row in rows}
+    return {row[0]: row[-1].rstrip() for row in rows}
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system says nowhere when a process started")

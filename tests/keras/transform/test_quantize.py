@@ -328,9 +328,12 @@ def test_an_abstract_model_stays_as_it_is() -> None:
 
 
 def test_what_no_layers_has() -> None:
+    def make() -> Any:
+        return {"w": jax.numpy.ones((8, 4))}
+
     for step in (lambda a: a.quantize("int8"), lambda a: a.lora(8)):
-        with pytest.raises(lm.LazyModelError, match="only Keras models .* plain pytree has no layers.*WhatIf"):
-            step(lm.build_abstract(lambda: {"w": jax.numpy.ones((8, 4))}))
+        with pytest.raises(lm.LazyModelError, match="only Keras models .*, and make is not one.*WhatIf"):
+            step(lm.build_abstract(make))
         with pytest.raises(lm.LazyModelError, match=r"changes one keras\.Model; this is Dense"):
             step(lm.build_abstract(keras.layers.Dense, 4))
 
