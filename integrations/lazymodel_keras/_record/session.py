@@ -53,9 +53,10 @@ def session(recording: Recording) -> Generator[Recording]:
             _upstream.initialize(state, GivenValue(value))
 
 
-def record(build: Callable[[], Any], first: Recording) -> tuple[Recording, Any]:
-    """Runs a build function abstractly once more, with the files at URLs and the initial values of its first run."""
-    with session(Recording(remote=first.remote, initialized=first.initialized)) as recording:
+def record(build: Callable[[], Any], first: Recording | None = None) -> tuple[Recording, Any]:
+    """Runs a build function abstractly; if it ran before, with the files at URLs and the initial values of that run."""
+    again = {} if first is None else {"remote": first.remote, "initialized": first.initialized}
+    with session(Recording(**again)) as recording:
         return recording, build()
 
 
