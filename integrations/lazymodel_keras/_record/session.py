@@ -55,8 +55,8 @@ def session(recording: Recording) -> Generator[Recording]:
 
 def record(build: Callable[[], Any], first: Recording | None = None) -> tuple[Recording, Any]:
     """Runs a build function abstractly; if it ran before, with the files at URLs and the initial values of that run."""
-    again = {} if first is None else {"remote": first.remote, "initialized": first.initialized}
-    with session(Recording(**again)) as recording:
+    new = Recording() if first is None else Recording(remote=first.remote, initialized=first.initialized)
+    with session(new) as recording:
         return recording, build()
 
 
