@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,7 +42,8 @@ def plan_model(
             would be loaded; none are needed. Of a preset that is not on this machine the configuration is fetched
             only, and, at a URL, headers of its weights.
         cls: The name of a KerasHub class, such as `Gemma3CausalLM`; None is the backbone that the configuration names.
-        dtype: The dtype policy, such as `bfloat16`; None is what `from_preset` would take.
+        dtype: The dtype policy, such as `bfloat16`; None is what a Hugging Face configuration says (`dtype` or
+            `torch_dtype`), or else what `from_preset` would take.
         storage_options: For a URL: as in `lazymodel.open_checkpoint`.
 
     Raises:
@@ -102,31 +104,44 @@ def _from_url(
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_bytes(read_at_most(where, MAX_JSON, "JSON"))
             return _from_folder(target, folder, shown(url), False, options)
-    _check_config(where / "config.json", shown(url))
+    _read_config(where / "config.json", shown(url), options)
     loads = bool(weight_files(where))
     return _planned(target, url, shown(url), loads, {**options, "storage_options": storage_options})
 
 
-def _from_folder(target: Any, folder: str, source: str, load: bool, options: Mapping[str, Any]) -> AbstractModel[Any]:
-    _check_config(Path(folder, "config.json"), source)
+def _from_folder(target: Any, folder: str, source: str, load: bool, options: dict[str, Any]) -> AbstractModel[Any]:
+    _read_config(Path(folder, "config.json"), source, options)
     try:
         return _planned(target, folder, source, load, options)
     except CheckpointError as error:
         raise CheckpointError(str(error).replace(folder, source)) from error
 
 
-def _check_config(path: Location, source: str) -> None:
-    """Raises CheckpointError for a file that is there and describes no model."""
-    if path.exists():
-        try:
-            config = json.loads(read_at_most(path, MAX_JSON, "JSON").decode("utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{source} is not JSON: {error}") from error
-        if not isinstance(config, dict) or not {"registered_name", "model_type", "architecture"} & set(config):
-            raise CheckpointError(
-                f"{source} is not a model's configuration: it has none of the keys registered_name (KerasHub), "
-                "model_type (Hugging Face) and architecture (timm)"
-            )
+def _read_config(path: Location, source: str, options: dict[str, Any]) -> None:
+    """Adds the dtype that a Hugging Face configuration states to options without one.
+
+    Raises CheckpointError for a file that is there and describes no model.
+    """
+    if not path.exists():
+        return
+    try:
+        config = json.loads(read_at_most(path, MAX_JSON, "JSON").decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{source} is not JSON: {error}") from error
+    if not isinstance(config, dict) or not {"registered_name", "model_type", "architecture"} & set(config):
+        raise CheckpointError(
+            f"{source} is not a model's configuration: it has none of the keys registered_name (KerasHub), "
+            "model_type (Hugging Face) and architecture (timm)"
+        )
+    stated = config.get("dtype") or config.get("torch_dtype")
+    if "dtype" in options or "model_type" not in config or stated not in ("bfloat16", "float16", "float32"):
+        return
+    options["dtype"] = stated
+    if stated != keras.config.floatx():
+        said = (
+            f"planned in {stated}, as the configuration of {source} states; from_preset takes {keras.config.floatx()}"
+        )
+        print(f"lazymodel: {said} unless dtype={stated!r} is given", file=sys.stderr)
 
 
 def _planned(target: Any, preset: str, source: str, load: bool, options: Mapping[str, Any]) -> AbstractModel[Any]:

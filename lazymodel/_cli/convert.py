@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from lazymodel._abstract.adapters import named
-from lazymodel._cli.imported import imported
+from lazymodel._cli.imported import dtype_name, imported
 from lazymodel._cli.storage import add_storage_options, storage_options
 from lazymodel._errors import LazyModelError
 from lazymodel._mapping.table import WeightMap
@@ -61,7 +61,9 @@ def add_convert_parser(commands: Any) -> None:
         choices=("safetensors", "orbax", "hdf5", "numpy", "npy", "preset", "huggingface"),
         help="format of DST where its name does not say it; the last two with --cls",
     )
-    parser.add_argument("--dtype", metavar="NAME", help="what floating-point tensors become, such as bfloat16")
+    parser.add_argument(
+        "--dtype", type=dtype_name, metavar="NAME", help="what floating-point tensors become, such as bfloat16"
+    )
     parser.add_argument("--shard-size", metavar="BYTES", help="of tensors in a file; default: 5GB, with --cls 10GiB")
     parser.add_argument("--include", action="append", metavar="GLOB", help="convert tensors of such names only")
     parser.add_argument("--exclude", action="append", metavar="GLOB", help="leave tensors of such names out")

@@ -1,4 +1,4 @@
-"""`module:name`, what a command line says of something in Python."""
+"""What a command line says of something in Python: `module:name`, and dtypes by their short names."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from typing import Any
 
 from lazymodel._errors import LazyModelError
 from lazymodel._show.text import closest
+
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
+
+
+def dtype_name(text: str) -> str:
+    """The name that NumPy has for a dtype, also of one that is said in short, as `bf16`; anything else as it is."""
+    return _SHORT_DTYPES.get(text.lower(), text)
 
 
 def is_imported(text: str) -> bool:

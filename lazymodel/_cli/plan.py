@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import math
 import os
@@ -25,7 +26,7 @@ from rich.markup import escape
 
 from lazymodel._abstract.adapters import named
 from lazymodel._abstract.memory import PINNED_HOST
-from lazymodel._cli.imported import imported, is_imported
+from lazymodel._cli.imported import dtype_name, imported, is_imported
 from lazymodel._cli.output import check_page, show
 from lazymodel._cli.storage import add_storage_options, storage_options
 from lazymodel._compile.compile import Compile
@@ -33,6 +34,7 @@ from lazymodel._devices.topology import arithmetic_mesh, libtpu_environment
 from lazymodel._devices.topology import topology as compiled_mesh
 from lazymodel._errors import LazyModelError, LazyModelWarning
 from lazymodel._model import AbstractModel, build_abstract
+from lazymodel._plan.activations import REMATS
 from lazymodel._plan.compare import compare_plans
 from lazymodel._plan.fleet import Fleet
 from lazymodel._plan.plan import MemoryPlan
@@ -85,7 +87,13 @@ def add_plan_parser(commands: Any) -> None:
     parser.add_argument(
         "--mesh", action="append", metavar="AXES", help="such as model=8 or data=2,model=4; default: one axis, model"
     )
-    parser.add_argument("--dtype", action="append", metavar="POLICY", help="such as bfloat16; default: the preset's")
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        type=dtype_name,
+        metavar="POLICY",
+        help="such as bfloat16 or bf16; default: the preset's, or the configuration's torch_dtype",
+    )
     parser.add_argument("--quantize", choices=("int8", "int4"), help="quantize after loading")
     parser.add_argument("--lora-rank", type=int, metavar="RANK", help="train LoRA pairs instead of the parameters")
     parser.add_argument("--optimizer", metavar="NAME", help="plan training with it, such as adamw")
@@ -95,8 +103,23 @@ def add_plan_parser(commands: Any) -> None:
         help="regex of variables that lie in the hosts' memory, such as '.*embeddings'",
     )
     parser.add_argument("--optimizer-on-host", action="store_true", help="the optimizer's slots lie there")
-    parser.add_argument("--batch", type=int, metavar="N", help="batch size of what is compiled")
-    parser.add_argument("--sequence", type=int, metavar="N", help="sequence length of what is compiled")
+    parser.add_argument(
+        "--moments", type=dtype_name, metavar="DTYPE", help="dtype of the optimizer's moments; default: the parameters'"
+    )
+    parser.add_argument(
+        "--master-weights", type=dtype_name, metavar="DTYPE", help="the optimizer updates a copy of this dtype: float32"
+    )
+    parser.add_argument(
+        "--batch",
+        type=int,
+        metavar="N",
+        help="batch size of what is compiled; without --compile, activations of a "
+        "dense transformer are estimated for it and --sequence",
+    )
+    parser.add_argument("--sequence", type=int, metavar="N", help="sequence length, likewise")
+    parser.add_argument(
+        "--remat", choices=REMATS, help="what training computes again in the estimate; flash attention is attention"
+    )
     parser.add_argument(
         "--compile", choices=("init", "forward", "train"), help="compile it, and take the compiler's numbers"
     )
@@ -140,13 +163,19 @@ def _stated(arguments: argparse.Namespace) -> tuple[WhatIf, Compile | None]:
     if arguments.optimizer_on_host and arguments.optimizer is None:
         raise LazyModelError("--optimizer-on-host is for --optimizer; name it")
     check_page(arguments.html)
-    sized = arguments.batch is not None or arguments.sequence is not None
-    if sized and arguments.compile not in ("forward", "train"):
-        raise LazyModelError("--batch and --sequence are for --compile forward or train")
-    kind = PINNED_HOST if arguments.optimizer_on_host else None
-    what_if = WhatIf(arguments.optimizer, arguments.lora_rank, quantize=arguments.quantize, memory_kind=kind)
-    compile = arguments.compile and Compile(arguments.compile, batch=arguments.batch, sequence=arguments.sequence)
-    return what_if, compile
+    sizes = {"batch": arguments.batch, "sequence": arguments.sequence}
+    compiled = arguments.compile in ("forward", "train")
+    what_if = WhatIf(
+        arguments.optimizer,
+        arguments.lora_rank,
+        quantize=arguments.quantize,
+        memory_kind=PINNED_HOST if arguments.optimizer_on_host else None,
+        moments=arguments.moments,
+        master_weights=arguments.master_weights,
+        remat=arguments.remat,
+        **({} if compiled else sizes),
+    )
+    return what_if, arguments.compile and Compile(arguments.compile, **(sizes if compiled else {}))
 
 
 def _fleet(arguments: argparse.Namespace) -> Fleet | None:
@@ -167,7 +196,7 @@ def _plans(
     # What KerasHub builds is built quantized, with the pairs that it then has; of others it is arithmetic.
     built = WhatIf()
     if what_if.quantize is not None and not is_imported(source):
-        built, what_if = what_if, WhatIf(what_if.optimizer, memory_kind=what_if.memory_kind)
+        built, what_if = what_if, dataclasses.replace(what_if, quantize=None, lora_rank=None)
     with _status() as say:
         for dtype in arguments.dtype or [None]:
             say(f"building {shown(source)}{f' in {dtype}' if dtype else ''}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from lazymodel._errors import LazyModelError
 from lazymodel._plan.plan import MemoryPlan
+from lazymodel._plan.what_if import ACTIVATIONS
 from lazymodel._show.page import Grid, Section, Text, save_page
 from lazymodel._show.table import Table, Tabled
 from lazymodel._show.text import format_bytes, plural
@@ -44,12 +45,16 @@ class PlanComparison(Tabled):
         def cells(name: str, plan: MemoryPlan) -> tuple[str, ...]:
             memory = "–" if plan.device_memory is None else format_bytes(plan.device_memory)
             amounts = (plan.device_nbytes, plan.peak_nbytes, plan.used_nbytes)
-            return (name, f"{plan.num_devices:,}", *map(format_bytes, amounts), memory, plan.verdict())
+            verdict = plan.verdict().replace(f" {verdicts}", "")  # said once
+            return (name, f"{plan.num_devices:,}", *map(format_bytes, amounts), memory, verdict)
 
-        columns = ("plan", "devices", "resident/device", "peak materializing", "in use", "device memory", "verdict")
+        bare = not any(ACTIVATIONS in plan.parts for plan in self.plans.values())
+        verdicts = "without activations" if bare else "verdict"
+        columns = ("plan", "devices", "resident/device", "peak materializing", "in use", "device memory", verdicts)
         names = sorted({plan.name for plan in self.plans.values()})
         title = f"{', '.join(names)}: {plural(len(self.plans), 'plan')}"
-        return Table(title, columns, [cells(*item) for item in self.plans.items()], frozenset(columns[1:6]))
+        lines = list(dict.fromkeys(plan.counted_text() for plan in self.plans.values()))
+        return Table(title, columns, [cells(*item) for item in self.plans.items()], frozenset(columns[1:6]), lines)
 
 
 def compare_plans(plans: Mapping[str, MemoryPlan]) -> PlanComparison:
@@ -62,10 +67,12 @@ def compare_plans(plans: Mapping[str, MemoryPlan]) -> PlanComparison:
         >>> meshes = {name: lm.arithmetic_mesh(name) for name in ("v5e-1", "v5e-8")}
         >>> lm.compare_plans({name: abstract.shard(mesh, "auto").plan() for name, mesh in meshes.items()})
         init: 2 plans
-        plan          devices  resident/device  peak materializing      in use  device memory  verdict
+        plan          devices  resident/device  peak materializing      in use  device memory  without activations
         ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
         v5e-1               1       128.00 KiB          128.00 KiB  128.00 KiB      15.75 GiB  fits, 15.75 GiB to spare
         v5e-8               8        16.00 KiB           16.00 KiB   16.00 KiB      15.75 GiB  fits, 15.75 GiB to spare
+        counted: parameters (float32); not counted: activations (plan(compile=…) counts and WhatIf(batch=…, sequence=…)
+        estimates them)
     """
     given: Any = plans
     values: Any = given.values() if isinstance(given, Mapping) else [None]

@@ -25,10 +25,8 @@ from lazymodel._compile.compile import Compile
 from lazymodel._compile.lower import lower
 from lazymodel._devices.compiler import CompiledMemory, compile_lowered, compile_memory, memory_of
 from lazymodel._errors import LazyModelError
+from lazymodel._plan.activations import DATA_AXES
 from lazymodel._plan.what_if import Use
-
-# Names of mesh axes over which a batch is split; any other axis splits what is inside the model.
-_DATA_AXES = ("data", "batch", "dp", "fsdp", "replica")
 
 
 def compile_use(model: ModelSpec, use: Use, compile: Compile) -> tuple[CompiledMemory, str]:
@@ -141,7 +139,7 @@ def _own(model: ModelSpec, compile: Compile) -> PlannedFunction:
         )
     meshes = (v.sharding.mesh for v in model.values() if isinstance(v.sharding, NamedSharding))
     mesh = cast("Mesh | None", next(meshes, None))
-    axes = [axis for axis in ([] if mesh is None else mesh.shape) if axis in _DATA_AXES]
+    axes = [axis for axis in ([] if mesh is None else mesh.shape) if axis in DATA_AXES]
     parts = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
     size = parts if compile.batch is None else compile.batch
     planned = _without_optimizer(model).framework.forward(compile.what, batch=size, sequence=compile.sequence)

@@ -25,6 +25,7 @@ from lazymodel._devices.hardware import is_arithmetic, is_live
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._mapping.mapped import flat_checkpoint
 from lazymodel._mapping.match import Choice, choose, refused_casts
+from lazymodel._plan.activations import estimate_activations
 from lazymodel._plan.compiled import compile_use
 from lazymodel._plan.fleet import Fleet, Traffic
 from lazymodel._plan.hosts import make_hosts, offloaded_to, read_anywhere
@@ -60,8 +61,7 @@ def plan(
         checkpoint: What `materialize` would be given. A tensor of another shape than its variable is no error here; the
             variable's row says so.
         initialize: As for `materialize`.
-        device_memory: Bytes of one device, or `"16GiB"`; None is what the devices say or are known to have, and CPUs
-            have no limit.
+        device_memory: Bytes of one device, or `"16GiB"`; None is what devices say or are known to have (no limit: CPU).
         host_memory: Bytes of one host, likewise; they count where something is offloaded to it (`lazymodel.Host`).
         what_if: What the model does not have, by arithmetic: `lazymodel.WhatIf(optimizer="adamw", lora_rank=8)`.
         compile: What the compiler is asked, for devices that need not be here: `lazymodel.Compile("train", batch=8)`.
@@ -69,8 +69,8 @@ def plan(
         fleet: Hosts and what comes to each in a second. Without a checkpoint, variables count as if they lay in one.
 
     Raises:
-        LazyModelError: An argument is none of these; there is no function, or no device, to compile for; or an
-            optimizer or LoRA was stated for a model that has an optimizer.
+        LazyModelError: An argument is none of these; there is no function or device to compile for; or an optimizer or
+            LoRA was stated for a model that has an optimizer; or activations of no transformer were asked for.
 
     Example:
         >>> sharded.plan(lm.open_checkpoint("model.safetensors"), device_memory="16GiB").read_nbytes
@@ -89,7 +89,7 @@ def plan(
     steps, programs = make_steps(model, choice, placement, traffic, devices.platform, compile_programs=compiles)
     signature, resident = placement.fullest(use.shard_nbytes)
     timeline = tuple(make_timeline(steps, signature))
-    parts, compiled, compiled_notes, found = _in_use(model, use, placement, compile)
+    parts, compiled, said, found = _in_use(model, use, placement, compile, what_if)
     estimated = devices.platform if not programs and any(step.action == "initialize" for step in steps) else None
     notes = [*use.notes, *_notes(refused_casts(model, checkpoint, choice), estimated, imagined=traffic.imagined)]
     hosts = make_hosts(model, choice, placement, traffic, steps, use.offloaded, on_cpu=devices.platform == "cpu")
@@ -105,6 +105,7 @@ def plan(
         device_memory=next((each for each in (limit, found, devices.memory) if each is not None), None),
         programs=programs,
         parts=parts,
+        counted={kind: use.dtypes[kind] for kind in parts},
         timeline=timeline,
         hosts=hosts,
         ways=traffic.ways(),
@@ -113,7 +114,7 @@ def plan(
         compiled=compiled,
         offloaded_nbytes=offloaded.nbytes,
         host_memory=offloaded.memory if host_limit is None else host_limit,
-        notes=(*notes, *compiled_notes, *offloaded.notes),
+        notes=(*notes, *said, *offloaded.notes),
     )
 
 
@@ -135,6 +136,8 @@ def _checked(model: ModelSpec, what_if: WhatIf | None, compile: Compile | None, 
             f"{what} compiles the model as it is, and quantize={what_if.quantize!r} is arithmetic; plan them one by "
             "one, or build the quantized model"
         )
+    if compile.is_use and what_if.batch is not None:
+        raise LazyModelError(f"{what} counts activations, and batch={what_if.batch} estimates them; leave one out")
     if compile.is_called and what_if.lora_rank is not None:
         raise LazyModelError(
             f"{what} compiles the model as it is, and lora_rank={what_if.lora_rank} states pairs that it lacks; "
@@ -174,15 +177,27 @@ def _devices(placement: Placement) -> _Devices:
 
 
 def _in_use(
-    model: ModelSpec, use: Use, placement: Placement, compile: Compile | None
+    model: ModelSpec, use: Use, placement: Placement, compile: Compile | None, what_if: WhatIf
 ) -> tuple[dict[str, int], CompiledMemory | None, Sequence[str], int | None]:
     """What the device holds that holds most while the model is used, by kind; and of what is compiled, if anything,
     what the compiler said, a note, and the limit of a device that it does not fit.
     """
     parts = _parts(use, placement)
+    if what_if.batch is not None and what_if.sequence is not None:
+        parts[ACTIVATIONS], note = estimate_activations(
+            model,
+            placement.shardings,
+            batch=what_if.batch,
+            sequence=what_if.sequence,
+            remat=what_if.remat,
+            training=bool(use.trained),
+        )
+        use.notes.append(note)
+        use.dtypes[ACTIVATIONS] = "estimated"
     if compile is None or not compile.is_use:
         return parts, None, (), None
     compiled, parts[ACTIVATIONS], note, found = _compiled(model, use, compile)
+    use.dtypes[ACTIVATIONS] = "compiled"
     parts.pop(GRADIENTS if compile.is_step or compile.what == "train" else "", None)  # among its temporaries
     return parts, compiled, (note,), found
 

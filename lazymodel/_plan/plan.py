@@ -106,6 +106,8 @@ class MemoryPlan(Tabled):
         parts: What a device holds while the model is used, on the fullest device, by kind: `"parameters"`, `"LoRA"`,
             `"optimizer state"`, `"gradients"`, `"activations"` (with all other temporaries of what was compiled, of a
             training step its gradients too).
+        counted: Of each kind in `parts` the dtypes of what was counted, or how activations were. What lacks in it was
+            not counted, activations first of all.
         timeline: The steps of materializing, in order.
         hosts: One a process; empty for a mesh without devices.
         ways: `"read"` and `"exchange"`, each with what every host reads and exchanges where several hold the same, and
@@ -133,6 +135,7 @@ class MemoryPlan(Tabled):
     device_memory: int | None
     programs: int
     parts: Mapping[str, int]
+    counted: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     timeline: tuple[PlanStep, ...] = ()
     hosts: tuple[HostPlan, ...] = ()
     ways: Mapping[str, Way] = dataclasses.field(default_factory=dict[str, Way])
@@ -160,7 +163,7 @@ class MemoryPlan(Tabled):
 
     @property
     def fits(self) -> bool | None:
-        """Whether what is needed fits devices, and hosts where these count; None where that is not known."""
+        """Whether what was `counted` fits devices, and hosts where these count; None where that is not known."""
         if self._host_short() > 0:
             return False
         return None if self.device_memory is None else self.needed_nbytes <= self.device_memory
@@ -317,11 +320,14 @@ class MemoryPlan(Tabled):
     def to_dict(self) -> dict[str, Any]:
         """Everything as lists, dicts, strings and numbers that `json.dumps` takes and gives back equal."""
         plain = dataclasses.asdict(
-            dataclasses.replace(self, rows=(), mesh=dict(self.mesh), parts=dict(self.parts), ways={})
+            dataclasses.replace(
+                self, rows=(), mesh=dict(self.mesh), parts=dict(self.parts), counted=dict(self.counted), ways={}
+            )
         )
         del plain["rows"]
         return {
             "fits": self.fits,
+            "not_counted": [] if ACTIVATIONS in self.parts else [ACTIVATIONS],
             "needed_nbytes": self.needed_nbytes,
             "needed_host_nbytes": self.needed_host_nbytes,
             "used_nbytes": self.used_nbytes,
@@ -355,11 +361,11 @@ class MemoryPlan(Tabled):
             f"{device}: {format_bytes(self.device_nbytes)} resident, "
             f"{format_bytes(self.peak_nbytes)} at the peak while materializing"
         )
+        yield self.counted_text()
         if len(self.parts) > 1 or self.used_nbytes != self.device_nbytes:
             yield f"in use: {format_bytes(self.used_nbytes)}: {self._listed_parts()}"
         if self.device_memory is not None:
-            verdict = _verdict(self.needed_nbytes, self.device_memory)
-            yield f"device memory: {format_bytes(self.device_memory)}; {verdict}"
+            yield f"device memory: {format_bytes(self.device_memory)}; {self._device_verdict(self.device_memory)}"
             if self.needed_nbytes > self.device_memory:
                 yield f"largest on a device: {self._largest(_LARGEST)}"
                 yield self.mend(self.device_memory)
@@ -395,7 +401,19 @@ class MemoryPlan(Tabled):
         fits_device = self.device_memory is None or self.needed_nbytes <= self.device_memory
         if fits_device and (short := self._host_short()) > 0:
             return f"does not fit a host, {format_bytes(short)} short"
-        return "unknown" if self.device_memory is None else _verdict(self.needed_nbytes, self.device_memory)
+        return "unknown" if self.device_memory is None else self._device_verdict(self.device_memory)
+
+    def _device_verdict(self, limit: int) -> str:
+        without = "" if ACTIVATIONS in self.parts else " without activations"
+        return _verdict(self.needed_nbytes, limit).replace("fits,", f"fits{without},")
+
+    def counted_text(self) -> str:
+        """What was counted of devices, with its dtypes, and what was not."""
+        counted = ", ".join(f"{kind} ({how})" for kind, how in self.counted.items())
+        if ACTIVATIONS in self.parts:
+            return f"counted: {counted}"
+        how = "plan(compile=…) counts and WhatIf(batch=…, sequence=…) estimates them"
+        return f"counted: {counted}; not counted: activations ({how})"
 
     def _repr_html_(self) -> str:
         modules = self.by_module(depth=2)

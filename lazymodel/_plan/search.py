@@ -42,6 +42,7 @@ class TopologyRow:
     compiled_nbytes: int | None  # the same as the compiler says; None where it was not asked
     fits: bool  # whether it fits by the best knowledge there is
     reason: str = ""  # why not; empty where it fits
+    counted: str = ""  # what was counted, with its dtypes, and what was not; empty where no plan was made
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -69,7 +70,8 @@ class TopologyTable(Tabled):
         title = f"{self.model} on devices of {format_bytes(self.device_memory)}"
         columns = ("topology", "devices", "mesh", "arithmetic", "compiled", "fits")
         right = frozenset(("devices", "arithmetic", "compiled"))
-        return Table(title, columns, list(map(cells, self.rows)), right)
+        lines = list(filter(None, dict.fromkeys(row.counted for row in self.rows)))
+        return Table(title, columns, list(map(cells, self.rows)), right, lines)
 
 
 def smallest_topology(
@@ -196,7 +198,7 @@ def _confirm(
 def _judged(row: TopologyRow, found: MemoryPlan, limit: int, **nbytes: int) -> TopologyRow:
     short, fits = found.needed_nbytes - limit, bool(found.fits)
     reason = f"{format_bytes(short)} too little" if short > 0 else "" if fits else found.verdict()
-    return dataclasses.replace(row, fits=fits, reason=reason, **nbytes)
+    return dataclasses.replace(row, fits=fits, reason=reason, counted=found.counted_text(), **nbytes)
 
 
 def _nowhere(abstract: ModelSpec, device: str, limit: int, max_devices: int, rows: list[TopologyRow]) -> str:

@@ -7,11 +7,12 @@ says is `_plan/compiled`'s matter.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -22,6 +23,7 @@ from lazymodel._abstract.memory import in_memory, is_offloaded
 from lazymodel._abstract.placement import offloaded_nbytes, resident_nbytes, stays_on_host
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._errors import LazyModelError
+from lazymodel._plan.activations import REMATS
 from lazymodel._sharding.describe import describe
 from lazymodel._sharding.follow import lora_shardings
 from lazymodel._show.text import closest, plural
@@ -60,6 +62,14 @@ class WhatIf:
         lora_targets: Regex of the paths that get a pair; None is the query and value projections, as in KerasHub.
         quantize: `"int8"` or `"int4"`: what quantizing the materialized model leaves.
         memory_kind: Where the optimizer's slots lie, as for `with_optimizer`: `"pinned_host"`, or None for devices.
+        moments: Dtype of the slots of an optimizer that is named, such as `"float32"`; None is each parameter's own,
+            as Optax and Keras make them.
+        master_weights: Dtype of a copy of each trained parameter that the optimizer updates, such as `"float32"`, for
+            those that have another one; they are among the optimizer's state. None is no copy.
+        batch: Batch size, and `sequence` the tokens of each: activations of a dense transformer are estimated, of a
+            training step if there is an optimizer, or else of a forward pass. See `lazymodel._plan.activations`.
+        remat: What a training step computes again: `"attention"` the scores of attention, which flash attention does
+            not keep either, `"full"` whole layers; None is nothing.
 
     Raises:
         LazyModelError: One is none of these, or there are targets and no rank.
@@ -74,14 +84,37 @@ class WhatIf:
     lora_targets: str | None = None
     quantize: str | None = None
     memory_kind: str | None = None
+    moments: str | None = None
+    master_weights: str | None = None
+    batch: int | None = None
+    sequence: int | None = None
+    remat: str | None = None
 
     def __post_init__(self) -> None:
         if self.optimizer is not None:
             slot_dtypes(self.optimizer)
+        for name in ("memory_kind", "moments", "master_weights"):
+            if (given := getattr(self, name)) is not None:
+                if self.optimizer is None:
+                    raise LazyModelError(f"{name} was given without optimizer, whose state it is of; say both")
+                if name != "memory_kind":
+                    _float_dtype(name, given)
+        if self.moments is not None and not isinstance(self.optimizer, str | int):
+            raise LazyModelError(
+                f"moments={self.moments!r} and the slots' dtypes {self.optimizer!r} were given; say one"
+            )
+        for name in ("batch", "sequence"):
+            given = getattr(self, name)
+            if given is not None and (type(given) is not int or given < 1):
+                raise LazyModelError(f"{name} is a positive number; got {given!r}")
+        if (self.batch is None) != (self.sequence is None):
+            raise LazyModelError("activations are estimated for a batch and a sequence; say both")
+        if self.remat is not None and (self.remat not in REMATS or self.batch is None or self.optimizer is None):
+            raise LazyModelError(
+                f"remat is {' or '.join(map(repr, REMATS))}, with optimizer, batch and sequence; got {self.remat!r}"
+            )
         if self.lora_rank is not None and (type(self.lora_rank) is not int or self.lora_rank < 1):
             raise LazyModelError(f"lora_rank is a positive number; got {self.lora_rank!r}")
-        if self.memory_kind is not None and self.optimizer is None:
-            raise LazyModelError("memory_kind was given without optimizer, whose slots it is for; say both")
         if self.lora_targets is not None and self.lora_rank is None:
             raise LazyModelError("lora_targets was given without lora_rank; say both")
         try:
@@ -114,10 +147,25 @@ class Use:
         # The dtypes of a stated optimizer's slots, None for the parameter's own; None without one.
         self.slots = None if what_if.optimizer is None else slot_dtypes(what_if.optimizer)
         self._slots_memory = what_if.memory_kind
+        self._moments = None if what_if.moments is None else _float_dtype("moments", what_if.moments)
+        self._master = None if what_if.master_weights is None else _float_dtype("master", what_if.master_weights)
         self.trained = self._trained(
             model, shardings
         )  # path to what the optimizer updates: its own struct, or its pair
-        stated = {path: tuple(itertools.chain(*slots)) for path, slots in self.slot_structs().items() if self.slots}
+        stated = {path: tuple(itertools.chain(*slots)) for path, slots in self.slot_structs().items()}
+        stated = {path: slots for path, slots in stated.items() if slots}
+        own = {path: model[path].dtype.name for path in model}
+        self.dtypes = {  # of each kind, largest first; of activations how they are counted
+            PARAMETERS: _dtypes((own[path], model[path].nbytes) for path in model if model[path].follows is None),
+            LORA: _dtypes(map(_dtype_of, itertools.chain(*self.pairs.values()))),
+            OPTIMIZER: _dtypes(
+                itertools.chain(
+                    ((own[path], model[path].nbytes) for path in self.state),
+                    map(_dtype_of, itertools.chain(*stated.values())),
+                )
+            ),
+            GRADIENTS: _dtypes(map(_dtype_of, itertools.chain(*self.trained.values()))),
+        }
         away = {path: [slot for slot in slots if is_offloaded(slot.sharding)] for path, slots in stated.items()}
         for path, nbytes in _nbytes({path: slots for path, slots in away.items() if slots}).items():
             self.offloaded[path] = self.offloaded.get(path, 0) + nbytes
@@ -135,7 +183,9 @@ class Use:
         """Path to a stated optimizer's slots for each of what is trained there."""
 
         def slots(s: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
-            dtypes = [dtype or s.dtype for dtype in self.slots or ()]
+            dtypes = [dtype or self._moments or s.dtype for dtype in self.slots or ()]
+            if self._master not in (None, s.dtype):
+                dtypes.append(self._master)
             sharding = in_memory(s.sharding, self._slots_memory, "optimizer state")
             return tuple(jax.ShapeDtypeStruct(s.shape, dtype, sharding=sharding) for dtype in dtypes)
 
@@ -174,6 +224,7 @@ class Use:
             self.notes.append(
                 f"training: {plural(len(self.slots), 'optimizer slot')} for each of "
                 f"{sum(map(len, trained.values())):,} trainable variables"
+                f"{'' if self._master is None else f', and master weights in {self._master.name}'}"
             )
         else:
             self.notes.append(
@@ -203,6 +254,7 @@ class Use:
             held = self.offloaded if path in self.offloaded else self.parts[PARAMETERS]
             held[path] = -(-math.prod(shard) * _QUANTIZED_BITS[mode] // 8) + columns * _SCALE_NBYTES
             count += 1
+        self.dtypes[PARAMETERS] = f"{mode}, {self.dtypes[PARAMETERS]}"
         self.notes.append(
             f"{mode}: {count} matrices are quantized after they are materialized, one by one, with a scale a column"
         )
@@ -252,6 +304,28 @@ def _pairs(model: ModelSpec, shardings: Mapping[str, Sharding], rank: int, targe
             "set lora_targets to a regex of whole paths"
         )
     return pairs
+
+
+def _float_dtype(name: str, given: Any) -> Any:
+    try:
+        dtype = jax.numpy.dtype(given)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jax.numpy.issubdtype(dtype, np.floating):
+        raise LazyModelError(f"{name} is a floating-point dtype such as 'float32' or 'bfloat16'; got {given!r}")
+    return dtype
+
+
+def _dtype_of(struct: Any) -> tuple[str, int]:
+    return struct.dtype.name, struct.size * struct.dtype.itemsize
+
+
+def _dtypes(sizes: Iterable[tuple[str, int]]) -> str:
+    """The dtypes, of these and bytes, that have a hundredth of the bytes or more, largest first."""
+    totals: collections.Counter[str] = collections.Counter()
+    for name, nbytes in sizes:
+        totals[name] += nbytes
+    return ", ".join(name for name, nbytes in totals.most_common() if 100 * nbytes >= totals.total())
 
 
 def _nbytes(structs: Mapping[str, Sequence[jax.ShapeDtypeStruct]]) -> dict[str, int]:

@@ -60,6 +60,56 @@ def test_a_bare_configuration(config: str, capsys: Any) -> None:
     assert whole["device_nbytes"] >= 2 * found["device_nbytes"]  # float32, unless something else is said
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_dtype_that_a_configuration_states(key: str, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**GEMMA2, key: "bfloat16"}))
+    for source in (path, tmp_path):
+        assert main(["plan", str(source), "--json"]) == 0
+        out, err = capsys.readouterr()
+        assert {row["dtype"] for row in json.loads(out)["variables"]} == {"bfloat16"}
+        assert err.count("\n") == 1 and "bfloat16" in err and "from_preset takes float32" in err
+    floats = plan(capsys, str(path), "--dtype", "f32")
+    assert floats["counted"] == {"parameters": "float32"}
+
+
+# Llama 3 70B, as its config.json has it.
+LLAMA_70B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def test_training_70_billion_parameters_on_eight_cards(tmp_path: Path, capsys: Any) -> None:
+    """What seems to fit in bfloat16 does not with moments, master weights and activations as people train."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_70B))
+    options = (str(path), "--topology", "H100:8", "--dtype", "bf16", "--optimizer", "adamw")
+    found = plan(capsys, *options)
+    parameters = 70_553_706_496 * 2 / 8
+    assert found["fits"] and found["not_counted"] == ["activations"]
+    assert found["counted"] == dict.fromkeys(("parameters", "optimizer state", "gradients"), "bfloat16")
+    assert found["parts"]["parameters"] == pytest.approx(parameters, rel=1e-3)
+    mixed = (*options, "--moments", "float32", "--master-weights", "fp32")
+    found = plan(capsys, *mixed, status=1)
+    assert found["parts"]["optimizer state"] == pytest.approx(6 * parameters, rel=1e-3)
+    found = plan(capsys, *mixed, "--batch", "8", "--sequence", "4096", "--remat", "full", status=1)
+    tokens, layer = 8 * 4096, 2 * (2 * 8192 + (8192 + 2 * 1024 + 8192 + 2 * 28672) / 8) + 4 * 4096 * 64 / 8
+    expected = tokens * (80 * 8192 * 2 + layer + 128256 / 8 * 8)
+    assert found["parts"]["activations"] == pytest.approx(expected, rel=1e-6)
+    assert found["used_nbytes"] == pytest.approx(parameters * 8 + expected, rel=1e-3)
+    assert found["counted"]["activations"] == "estimated" and found["not_counted"] == []
+
+
 def test_a_preset_says_what_would_be_loaded(tmp_path: Path, capsys: Any) -> None:
     folder = str(save_preset(tmp_path / "gemma", "gemma"))
     found = plan(capsys, folder, "--mesh", "model=2")

@@ -166,7 +166,7 @@ def test_plan(factory, capsys):
     assert err == ""
     assert "make: plan for 1 variable, 1.00 MiB" in out
     assert "each of 8 devices, on the fullest: 128.00 KiB resident" in out
-    assert "device memory: 1.00 MiB; fits, 896.00 KiB to spare" in out
+    assert "device memory: 1.00 MiB; fits without activations, 896.00 KiB to spare" in out
     assert main(["plan", factory, "--mesh", "model=8", "--device-memory", "100KiB"]) == 1
     assert "does not fit, 28.00 KiB short" in capsys.readouterr().out
     assert main(["plan", factory]) == 0  # nothing is known of the device
@@ -189,7 +189,23 @@ def test_plan_knows_devices_that_are_not_here(factory, capsys):
     plan = json.loads(capsys.readouterr().out)
     assert (plan["num_devices"], plan["fits"], plan["mesh"]) == (8, True, {"model": 8})
     assert plan["parts"] == {"parameters": 2**17, "optimizer state": 2**18, "gradients": 2**17}
+    assert plan["counted"] == dict.fromkeys(plan["parts"], "float32")
     assert plan["device_memory"] > 15 * 2**30
+    options = [
+        "--topology",
+        "v5e:2x4",
+        "--optimizer",
+        "adam",
+        "--moments",
+        "bf16",
+        "--master-weights",
+        "fp32",
+        "--json",
+    ]
+    assert main(["plan", factory, *options]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["parts"] == dict.fromkeys(plan["parts"], 2**17)
+    assert plan["counted"]["optimizer state"] == "bfloat16"
 
 
 def test_plan_compares(factory, capsys, tmp_path):
@@ -217,7 +233,9 @@ def test_plan_compares(factory, capsys, tmp_path):
         (["--device-memory", "lots"], "cannot read 'lots' as bytes"),
         (["--optimizer", "adams"], "optimizer 'adams' is not known; closest: 'adam'"),
         (["--lora-rank", "4", "--optimizer", "adam"], "no variable of make is a LoRA target"),
-        (["--batch", "4"], "--batch and --sequence are for --compile forward or train"),
+        (["--batch", "4"], "a batch and a sequence; say both"),
+        (["--batch", "4", "--sequence", "8"], "activations are estimated for dense transformers"),
+        (["--moments", "bf16"], "moments was given without optimizer"),
         (["--compile", "forward", "--mesh", "model=512"], "has 512 devices and this machine"),
         (["--compile", "forward", "--mesh", "model=1"], "needs a function and its inputs"),
         (["--dtype", "bfloat16"], "a factory decides for itself"),

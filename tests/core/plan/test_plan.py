@@ -31,6 +31,7 @@ def make_plan(rows: list[PlanRow], **changes: Any) -> MemoryPlan:
         device_memory=16 * GIB,
         programs=7,
         parts={"parameters": 3 * GIB},
+        counted={"parameters": "bfloat16"},
     )
     return dataclasses.replace(made, **changes)
 
@@ -51,9 +52,10 @@ def test_plan_text_summarizes_what_fits():
     ]  # fmt: skip
     (head,) = [line for line in lines if line.startswith("head")]
     assert head.rstrip().endswith("initialized: normal")
-    assert lines[-4:] == [
-        "each of 8 devices, on the fullest: 3.00 GiB resident, 4.00 GiB at the peak while materializing",
-        "device memory: 16.00 GiB; fits, 12.00 GiB to spare",
+    assert lines[-6] == "each of 8 devices, on the fullest: 3.00 GiB resident, 4.00 GiB at the peak while materializing"
+    assert lines[-5].startswith("counted: parameters (bfloat16); not counted: activations")
+    assert lines[-3:] == [
+        "device memory: 16.00 GiB; fits without activations, 12.00 GiB to spare",
         "loaded: 12 variables, 24.00 MiB; this process reads 20.00 GiB, its largest shard in host memory is 1.00 GiB",
         "initialized: 1 variable, 2.00 MiB; 7 compiled programs",
     ]
@@ -72,7 +74,7 @@ def test_plan_text_says_what_use_takes_and_how_numbers_came_to_be():
     lines = repr(plan).splitlines()
     assert "mesh: data=2, model=4 of TPU v5 lite" in lines
     assert "in use: 12.00 GiB: 3.00 GiB parameters, 6.00 GiB optimizer state, 3.00 GiB gradients" in lines
-    assert "device memory: 16.00 GiB; fits, 4.00 GiB to spare" in lines
+    assert "device memory: 16.00 GiB; fits without activations, 4.00 GiB to spare" in lines
     assert "each of 2 hosts, at most: 5.00 GiB of host memory while materializing" in lines
     assert lines[-1] == "estimated"
     assert (plan.used_nbytes, plan.needed_nbytes) == (12 * GIB, 12 * GIB)
@@ -99,7 +101,7 @@ def test_html_is_well_formed_and_escaped():
     for page in (Page(shown._repr_html_()) for shown in (plan, plan.by_module(2), comparison)):
         assert "script" not in page.tags
         assert "\x1b" not in page.text
-    assert "fits, 12.00 GiB to spare" in Page(plan._repr_html_()).text
+    assert "fits without activations, 12.00 GiB to spare" in Page(plan._repr_html_()).text
 
 
 def test_modules_are_a_tree_that_sums_up():
@@ -131,8 +133,10 @@ def test_a_comparison_is_a_row_a_plan():
     comparison = compare_plans(plans)
     lines = repr(comparison).splitlines()
     assert lines[0] == "GemmaBackbone: 3 plans"
-    rows = [re.split(r"\s{2,}", line.strip()) for line in lines[-3:]]
+    rows = [re.split(r"\s{2,}", line.strip()) for line in lines[3:6]]
+    assert re.split(r"\s{2,}", lines[1])[-1] == "without activations"
     assert rows[0] == ["v5e:2x4", "8", "3.00 GiB", "4.00 GiB", "3.00 GiB", "16.00 GiB", "fits, 12.00 GiB to spare"]
+    assert lines[6].startswith("counted: parameters (bfloat16); not counted: activations")
     assert rows[1][-1] == "does not fit, 9.00 GiB short"
     assert rows[2][-2:] == ["–", "unknown"]
     assert comparison.fitting == ("v5e:2x4",)

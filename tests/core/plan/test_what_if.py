@@ -60,6 +60,33 @@ def test_as_much_as_the_same_optimizer_by_its_name() -> None:
     assert own.used_nbytes == stated.used_nbytes + 4
 
 
+def test_moments_and_master_weights_have_dtypes_of_their_own() -> None:
+    """Master weights are of what has another dtype: the table, in bfloat16."""
+    kernels = 2 * (KERNEL + BIAS)
+    plan = model().plan(what_if=lm.WhatIf(optimizer="adamw", moments="float32", master_weights="float32"))
+    assert plan.parts["optimizer state"] == 2 * kernels + 3 * 2 * TABLE
+    assert plan.counted == {
+        "parameters": "float32, bfloat16", "optimizer state": "float32", "gradients": "float32, bfloat16"
+    }  # fmt: skip
+    half = model().plan(what_if=lm.WhatIf(optimizer="adamw", moments="bfloat16"))
+    assert half.parts["optimizer state"] == kernels + 2 * TABLE
+    assert half.counted["optimizer state"] == "bfloat16"
+    copies = model().plan(what_if=lm.WhatIf(optimizer="sgd", master_weights="float32"))
+    assert copies.parts["optimizer state"] == 2 * TABLE
+    away = model().plan(what_if=lm.WhatIf(optimizer="sgd", master_weights="float32", memory_kind="pinned_host"))
+    assert away.parts["optimizer state"] == 0 and away.offloaded_nbytes >= 2 * TABLE
+
+
+def test_compiled_master_weights_are_held(mesh8: Mesh) -> None:
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    found = {}
+    for master in (None, "float32"):
+        what_if = lm.WhatIf(optimizer="sgd", master_weights=master)
+        found[master] = model(mesh=mesh8).plan(what_if=what_if, compile=lm.Compile("train", loss, x))
+    one, two = (plan.compiled for plan in found.values())
+    assert one is not None and two is not None and two.argument_nbytes == one.argument_nbytes + 2 * TABLE
+
+
 def test_a_model_with_an_optimizer_gets_no_other() -> None:
     for optimizer, kept in ((optax.adamw(1e-3), "11 variables of state, such as 'optimizer/0/count'"),
                             (optax.sgd(0.1), "no state")):  # fmt: skip
