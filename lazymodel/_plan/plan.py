@@ -231,10 +231,8 @@ class MemoryPlan(Tabled):
             whole = f"{format_bytes(replicated)} are replicated on every device, which no number of devices mends"
             return f"{whole}: shard these further, or use a smaller dtype."
         if fixed >= device_memory:
-            same = (
-                f"{format_bytes(fixed)} of a device do not shrink with more devices (activations, replicated variables)"
-            )
-            return f"{same}: use a smaller batch or sequence."
+            same = f"{format_bytes(fixed)} of a device are activations or replicated variables"
+            return f"{same}: use a smaller batch or sequence, or split the batch over more devices."
         split = (self.needed_nbytes - fixed) * self.num_devices
         devices = 1 << max(math.ceil(split / (device_memory - fixed)) - 1, 0).bit_length()
         wide = any(row.dtype.itemsize >= 4 and jax.numpy.issubdtype(row.dtype, jax.numpy.floating) for row in self.rows)
