@@ -148,13 +148,14 @@ class Web:
         target = parts._replace(scheme="", netloc="", path=parts.path or "/", fragment="").geturl()
         if proxy is not None and parts.scheme == "http":
             target, headers = parts._replace(fragment="").geturl(), {**headers, **_proxy_headers(proxy)}
-        connection, reusable = self._connected(parts, proxy, until), False
+        connection, reusable = self._idle_connection(parts), False
         try:
             with _explained():
-                sock = _Timed(connection.sock, self._read_seconds, until)
-                connection.response_class = lambda _, **given: http.client.HTTPResponse(sock, **given)  # pyright: ignore
-                connection.request(method, target, headers=headers)
-                response = connection.getresponse()
+                response = connection and self._asked(connection, method, target, headers, until, used=True)
+                if response is None:
+                    connection = self._new(parts, proxy, until)
+                    response = self._asked(connection, method, target, headers, until)
+            assert response is not None
             yield response
             if (response.length or 0) <= _MOST_ERROR and not response.chunked:
                 with contextlib.suppress(OSError, http.client.HTTPException):
@@ -163,20 +164,40 @@ class Web:
         finally:
             with self._lock:
                 idle = self._idle.setdefault((parts.scheme, parts.netloc), [])
-                if reusable and len(idle) < _IDLE:
+                if connection is not None and reusable and len(idle) < _IDLE:
                     idle.append(connection)
                     connection = None
             if connection is not None:
                 connection.close()
 
-    def _connected(self, parts: SplitResult, proxy: SplitResult | None, until: float) -> http.client.HTTPConnection:
+    def _asked(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        until: float,
+        *,
+        used: bool = False,
+    ) -> http.client.HTTPResponse | None:
+        """The answer; None if the connection was used before and the server has closed it since."""
+        sock = _Timed(connection.sock, self._read_seconds, until)
+        connection.response_class = lambda _, **given: http.client.HTTPResponse(sock, **given)  # pyright: ignore
+        try:
+            connection.request(method, target, headers=headers)
+            return connection.getresponse()
+        except ConnectionError:
+            connection.close()
+            if used:
+                return None
+            raise
+
+    def _idle_connection(self, parts: SplitResult) -> http.client.HTTPConnection | None:
         while True:
             with self._lock:
                 idle = self._idle.get((parts.scheme, parts.netloc))
                 connection = idle.pop() if idle else None
-            if connection is None:
-                return self._new(parts, proxy, until)
-            if not select.select([connection.sock], [], [], 0)[0]:
+            if connection is None or not select.select([connection.sock], [], [], 0)[0]:
                 return connection
             connection.close()  # the server did, or says what nobody asked for
 

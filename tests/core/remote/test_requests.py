@@ -30,7 +30,7 @@ QUICK: dict[str, Any] = {"client_options": {"read_timeout": "200ms"}, "retry_con
 
 @pytest.fixture(scope="module")
 def stored(_object_server: ObjectServer) -> ObjectServer:
-    (_object_server.root / "faults").mkdir()
+    (_object_server.root / "faults").mkdir(exist_ok=True)
     (_object_server.root / "faults" / "w.bin").write_bytes(DATA)
     return _object_server
 

@@ -26,7 +26,7 @@ KEY = base64.b64encode(SECRET.encode()).decode()
 @pytest.fixture(scope="module")
 def stored(_object_server: ObjectServer) -> ObjectServer:
     folder = _object_server.root / "secrets" / "model"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     save_file({"w": np.arange(60_000, dtype=np.float32)}, folder / "w.safetensors")
     return _object_server
 

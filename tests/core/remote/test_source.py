@@ -45,7 +45,7 @@ NBYTES = 48 << 20
 def stored(_object_server: ObjectServer) -> tuple[ObjectServer, dict[str, np.ndarray]]:
     rng = np.random.default_rng(0)
     folder = _object_server.root / "source"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     weights = {f"w{n}": rng.integers(0, 1 << 30, (1024, 1536), np.int32) for n in range(8)}
     save_file(weights, folder / "w.safetensors")
     save_file({"w": weights["w0"]}, folder / "one.safetensors")
@@ -219,7 +219,7 @@ def test_ctrl_c_ends_what_hangs(stored: tuple[ObjectServer, dict[str, np.ndarray
 def places(_object_server: ObjectServer) -> tuple[str, Path]:
     _object_server.reset()  # of the faults of the test before
     folder = _object_server.root / "boxes"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "w").write_bytes(np.random.default_rng(1).integers(0, 100, 1 << 13, np.uint8).tobytes())
     return _object_server.url("boxes/w"), folder / "w"
 

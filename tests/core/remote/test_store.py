@@ -44,7 +44,7 @@ def read(url: str, options: dict[str, Any] = QUICK, stop: int = 100_000) -> byte
 
 @pytest.fixture(scope="module")
 def stored(_object_server: ObjectServer) -> ObjectServer:
-    (_object_server.root / "hostile").mkdir()
+    (_object_server.root / "hostile").mkdir(exist_ok=True)
     (_object_server.root / "hostile" / "w.bin").write_bytes(DATA)
     (_object_server.root / "hostile" / "empty.bin").write_bytes(b"")
     return _object_server
