@@ -254,7 +254,7 @@ class Use:
             held = self.offloaded if path in self.offloaded else self.parts[PARAMETERS]
             held[path] = -(-math.prod(shard) * _QUANTIZED_BITS[mode] // 8) + columns * _SCALE_NBYTES
             count += 1
-        self.dtypes[PARAMETERS] = f"{mode}, {self.dtypes[PARAMETERS]}"
+        self.dtypes[PARAMETERS] = f"{mode}, {self.dtypes[PARAMETERS]}" if count else self.dtypes[PARAMETERS]
         self.notes.append(
             f"{mode}: {count} matrices are quantized after they are materialized, one by one, with a scale a column"
         )
