@@ -12,6 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import errno
+import gc
 import importlib
 import io
 import itertools
@@ -216,9 +217,11 @@ class Accidents:
         for module in (builtins, io):
             patch(module, "open", self._open(module.open))
         patch(atomic, "exchange", self._counted("exchange", atomic.exchange) if exchanges else lambda *_: False)
+        gc.disable()  # an interrupt in a callback of the collector, such as hypothesis', is lost
         try:
             yield
         finally:
+            gc.enable()
             for module, name, original in patches:
                 setattr(module, name, original)
 
