@@ -1,4 +1,4 @@
-"""Has the reference read `Example:` in a docstring as what it calls `Examples:`, a section of code."""
+"""Makes the reference treat `Example:` in a docstring like `Examples:`, a section of code."""
 
 import re
 

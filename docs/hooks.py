@@ -1,8 +1,8 @@
-"""Builds the site from pages that read as well in a clone: what they link to outside of `docs/` is part of it.
+"""Builds the site from pages that can also be read in a clone: linked files outside of `docs/` become part of the site.
 
-The reference is made of what packages export and of the steps of `AbstractModel`. A link to a program,
-`../examples/grow_model.py`, leads to a page that shows it; one to a Markdown file to that file as a page; one to a
-picture to the picture; one to a notebook to it as a page. What an example goes on from stands above it, folded.
+The reference lists the exports of the packages and the steps of `AbstractModel`. A link to a program,
+`../examples/grow_model.py`, becomes a link to a page that shows it. Linked Markdown files and notebooks become pages,
+and pictures are copied. The code that an example continues from is shown above it, folded.
 """
 
 import importlib
@@ -20,7 +20,7 @@ OUTSIDE = re.compile(r"\]\((?:\.\./)+([\w./-]+?)(#[\w-]+)?\)")
 
 
 def on_files(files: Files, config) -> Files:
-    """Adds what pages link to outside of the folder."""
+    """Adds files outside of the folder to which pages link."""
     linked = {match[1] for file in files.documentation_pages() for match in OUTSIDE.finditer(file.content_string)}
     for name in sorted(linked):
         path = ROOT / name
@@ -39,7 +39,7 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, page, config, files) -> str:
-    """Leads links there."""
+    """Changes links to these files."""
     up = "../" * page.file.src_uri.count("/")
 
     def target(match: re.Match[str]) -> str:
@@ -51,13 +51,13 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
 
 
 def _folded(match: re.Match[str]) -> str:
-    """What an example goes on from, as a block that opens."""
+    """The code that an example continues from, as a block that opens."""
     code = textwrap.indent(f"```python\n{textwrap.dedent(match[2])}```", "    ")
-    return textwrap.indent(f'??? example "What this goes on from"\n\n{code}\n', match[1])
+    return textwrap.indent(f'??? example "The code before this"\n\n{code}\n', match[1])
 
 
 def _notebook(path: Path) -> str:
-    """A notebook's cells and what they show."""
+    """A notebook's cells and their output."""
     lines: list[str] = []
     for cell in json.loads(path.read_text())["cells"]:
         source = "".join(cell["source"])
@@ -75,12 +75,12 @@ def _notebook(path: Path) -> str:
 
 
 def _inner(path: Path) -> str:
-    """A Markdown file without links of its own, which lead elsewhere from where it stands."""
+    """A Markdown file without its own links, which would be wrong on the new page."""
     return re.sub(r"(?<!!)\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", path.read_text())
 
 
 def _reference(package: str) -> str:
-    """A page of what a package exports."""
+    """A page with the exports of a package."""
     module = importlib.import_module(package)
     lines = [f"# {package}", "", f"::: {package}", "    options: {members: false, show_root_heading: false}", ""]
     for name in sorted(module.__all__, key=str.lower):
@@ -88,7 +88,7 @@ def _reference(package: str) -> str:
         path = value.__name__ if inspect.ismodule(value) else f"{package}.{name}"
         lines += [f"::: {path}", "    options: {heading_level: 2}", ""]
         if name == "AbstractModel":  # its steps are functions of other modules
-            for verb, function in vars(value).items():
-                if inspect.isfunction(function) and verb[0] != "_" and function.__module__ != value.__module__:
+            for method, function in vars(value).items():
+                if inspect.isfunction(function) and method[0] != "_" and function.__module__ != value.__module__:
                     lines += [f"::: {function.__module__}.{function.__name__}", "    options: {heading_level: 3}", ""]
     return "\n".join(lines)

@@ -11,25 +11,24 @@
     >>> mesh = Mesh(np.array(jax.devices()), ("model",))
     >>> abstract = lm.build_abstract(init, jax.random.key(0))  # shapes only
     >>> sharded = abstract.shard(mesh, {"up/kernel": P(None, "model"), "down/kernel": P("model")})
-    >>> sharded.plan().device_nbytes  # before any is spent
+    >>> sharded.plan().device_nbytes  # before any memory is spent
     16384
-    >>> model = sharded.materialize()  # with a checkpoint, what it holds is streamed in, and the rest initialized
+    >>> model = sharded.materialize()  # a checkpoint's tensors would be streamed in, and the rest initialized
     >>> lm.save(model, "model.safetensors")
 
-Examples of docstrings go on from here, on eight devices. The core knows JAX only. Flax and Keras have their own
+Examples in docstrings continue from here, on eight devices. The core knows JAX only. Flax and Keras have their own
 packages, `lazymodel_flax` and `lazymodel_keras`, which `build_abstract` finds by itself once their framework is
 imported.
 """
 
-from lazymodel._show import clock as _clock  # first: it knows when this began
+from lazymodel._show import clock as _clock  # first: it records when the import began
 
 # isort: split
-from lazymodel import grow, initializers
+from lazymodel import research
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._compile.compile import Compile
 from lazymodel._devices.hardware import device_memory
 from lazymodel._devices.topology import arithmetic_mesh, topology
-from lazymodel._diff import diff
 from lazymodel._errors import (
     CheckpointError,
     DoesNotFitError,
@@ -38,32 +37,36 @@ from lazymodel._errors import (
     ShardingError,
     TraceError,
 )
-from lazymodel._mapping.apply import map_checkpoint
 from lazymodel._mapping.entry import From
-from lazymodel._mapping.table import WeightMap
+from lazymodel._mapping.table import WeightMap, map_checkpoint
 from lazymodel._materialize.report import LoadReport
 from lazymodel._materialize.reshard import ReshardReport, reshard
 from lazymodel._model import AbstractModel, build_abstract
-from lazymodel._mup.compare import Mup, mup
-from lazymodel._mup.coordinate_check import CoordinateCheck, coordinate_check
-from lazymodel._plan.compare import compare_plans
 from lazymodel._plan.fleet import Fleet
-from lazymodel._plan.plan import MemoryPlan
+from lazymodel._plan.plan import MemoryPlan, compare_plans
 from lazymodel._plan.search import smallest_topology
 from lazymodel._plan.what_if import WhatIf
 from lazymodel._restore import restore, training_state
 from lazymodel._save.save import save
 from lazymodel._save.steps import save_step
 from lazymodel._sharding.auto import auto
-from lazymodel._sharding.host import Host
-from lazymodel._sharding.roles import role
+from lazymodel._sharding.roles import Host, role
 from lazymodel._show.progress import Progress
-from lazymodel._statistics.statistics import statistics
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._transform.reinitialize import path_key
 from lazymodel._version import VERSION as _VERSION
 from lazymodel.checkpoints import Checkpoint, open_checkpoint
 from lazymodel.checkpoints._steps import TrainingState
+from lazymodel.research import (
+    CoordinateCheck,
+    Mup,
+    coordinate_check,
+    diff,
+    grow,
+    initializers,
+    mup,
+    statistics,
+)
 
 __version__ = _VERSION
 
@@ -104,6 +107,7 @@ __all__ = [
     "mup",
     "open_checkpoint",
     "path_key",
+    "research",
     "reshard",
     "restore",
     "role",

@@ -1,4 +1,4 @@
-"""`python -m lazymodel`: the command line where its script is not on the path."""
+"""`python -m lazymodel`: the command line, if its script is not on the path."""
 
 from lazymodel._cli.main import main
 

@@ -5,9 +5,9 @@
     ├── ShardingError      rules or meshes that do not fit the model
     ├── CheckpointError    missing, corrupt, hostile or mismatching weights
     └── DoesNotFitError    a plan that exceeds the device's memory
-    LazyModelWarning       what works, but is probably not what was meant
+    LazyModelWarning       code that works, but is probably a mistake
 
-Every message names what it is about (variable path, file), what was expected, what was found, and the mend.
+Every message names its subject (variable path, file), what was expected, what was found, and the fix.
 """
 
 import re
@@ -15,13 +15,13 @@ import sys
 import warnings
 
 _OURS = ("lazymodel", "lazymodel_flax", "lazymodel_keras")
-# What may stand between a user's line and ours: frameworks that call us back, `with` statements, decorated functions.
+# Modules possible between a user's line and ours: frameworks that call us, `with` statements, decorated functions.
 _BETWEEN = frozenset((*_OURS, "flax", "jax", "keras", "keras_hub", "optax", "orbax", "contextlib", "functools"))
 _WORD, _LINE = 400, 4000  # characters; paths are shorter, while a file may give a tensor a name of megabytes
 
 
 def shortened(text: str) -> str:
-    """The text, without the middle of its longest words and lines: what files say is quoted in messages."""
+    """The text, without the middle of its longest words and lines: messages quote contents of files."""
     lines = (re.sub(r"\S+", lambda word: _ends(word[0], _WORD), line) for line in text.split("\n"))
     return "\n".join(_ends(line, _LINE) for line in lines)
 
@@ -46,7 +46,7 @@ class LazyModelError(Exception):
 
 
 class TraceError(LazyModelError):
-    """An init function cannot be traced abstractly; names the operation and what to do about it.
+    """An init function cannot be traced abstractly; names the operation and how to fix it.
 
     Example:
         >>> lm.build_abstract(lambda key: np.asarray(jax.random.normal(key, (8,))), jax.random.key(0))
@@ -76,11 +76,11 @@ class CheckpointError(LazyModelError):
 
 
 class DoesNotFitError(LazyModelError):
-    """A plan needs more memory than a device has; names the largest offenders.
+    """A plan needs more memory than a device has; names the largest variables.
 
     Attributes:
-        needed_nbytes: Bytes that one device would need, where known.
-        limit_nbytes: Bytes that it has, where known.
+        needed_nbytes: Bytes that one device would need, if known.
+        limit_nbytes: Bytes that it has, if known.
 
     Example:
         >>> sharded.plan().check("8KiB")
@@ -107,13 +107,13 @@ class LazyModelWarning(UserWarning):
 
 
 for _public in (LazyModelError, TraceError, ShardingError, CheckpointError, DoesNotFitError, LazyModelWarning):
-    _public.__module__ = "lazymodel"  # as users write it, and read it in tracebacks
+    _public.__module__ = "lazymodel"  # the name that users import, and see in tracebacks
 
 
 def warn(message: str, category: type[Warning] = LazyModelWarning) -> None:
-    """A warning of the user's own line: the first one outside of this repository and the frameworks.
+    """Warns about the user's own line: the first one outside of this repository and the frameworks.
 
-    What is going to be removed warns with `DeprecationWarning`, and names what takes its place.
+    Deprecated features warn with `DeprecationWarning`, and name the replacement.
     """
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]  # documented, and 100 times as fast as inspect
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:

@@ -1,6 +1,6 @@
-"""`build_abstract`, and what it returns: the model as data with a method for every step of the flow.
+"""`build_abstract`, and its result: the model as data with a method for every step.
 
-A verb is written and documented once, in the room of its stage, and is a method here by assignment.
+Each of these methods is written and documented once, in the package of its stage, and assigned here.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ import time
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
-from lazymodel._abstract.adapters import adapters
+from lazymodel._abstract.arrays import adapters
 from lazymodel._abstract.placement import device_nbytes, resident_nbytes, stays_on_host
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError
-from lazymodel._materialize.materialize import materialize
-from lazymodel._materialize.one_by_one import stream
+from lazymodel._materialize.materialize import materialize, stream
 from lazymodel._plan.make import plan
 from lazymodel._sharding.explain import explain
 from lazymodel._sharding.shard import shard
-from lazymodel._show.table import Row, Table, Tabled, folded_table, placed_text, shape_text, spec_text
+from lazymodel._show.table import Column, Table, Tabled, placed_text, shape_text, spec_text
 from lazymodel._show.text import format_bytes, plural
 from lazymodel._show.timeline import Span
-from lazymodel._trace.escaped import watched
+from lazymodel._trace.errors import watched
 from lazymodel._trace.function import trace_function
 from lazymodel._transform.layers import lora, quantize
 from lazymodel._transform.optimizer import with_optimizer
@@ -35,20 +34,20 @@ BuiltT = TypeVar("BuiltT", covariant=True)
 Arguments = ParamSpec("Arguments")
 
 
-def _built(verb: Callable[Concatenate[Any, Arguments], Any]) -> Callable[Concatenate[AbstractModel[T], Arguments], T]:
-    """The verb, for type checkers one that returns what is built."""
-    return verb
+def _built(method: Callable[Concatenate[Any, Arguments], Any]) -> Callable[Concatenate[AbstractModel[T], Arguments], T]:
+    """The method; for type checkers, it returns the built object."""
+    return method
 
 
 def _with_state(
-    verb: Callable[Concatenate[Any, Arguments], Any],
+    method: Callable[Concatenate[Any, Arguments], Any],
 ) -> Callable[Concatenate[AbstractModel[T], Arguments], AbstractModel[tuple[T, Any]]]:
-    """The verb, for type checkers one after which a pair is built."""
-    return verb
+    """The method; for type checkers, its result builds a pair."""
+    return method
 
 
 class _Initializes(Protocol):
-    """What has an init function that is run: a Linen module, a Haiku pair."""
+    """An object with an init function: a Linen module, a Haiku pair."""
 
     @property
     def init(self) -> Callable[..., Any]: ...
@@ -62,7 +61,7 @@ class AbstractModel(Tabled, ModelSpec, Generic[BuiltT]):
     """A model of shapes and dtypes, an immutable mapping of paths to `AbstractVariable`.
 
     Made by `lazymodel.build_abstract`, or by an integration's own functions; its attributes are those of `ModelSpec`.
-    Every step returns another model, and changes nothing. `AbstractModel[T]` is of what materializes to a `T`.
+    Every step returns another model, and changes nothing. An `AbstractModel[T]` materializes to a `T`.
 
     Example:
         >>> abstract
@@ -91,7 +90,7 @@ class AbstractModel(Tabled, ModelSpec, Generic[BuiltT]):
         return spec if isinstance(spec, cls) else cls(**fields)
 
     def table(self) -> Table:
-        """A row for variables that differ only in numbers, largest first where there are too many."""
+        """A row for variables that differ only in numbers of their paths; the largest ones if there are too many."""
         sharded = any(variable.sharding is not None for variable in self.values())
         counts = plural(len(self), "variable"), plural(self.num_parameters, "parameter"), format_bytes(self.nbytes)
         title = f"{self.name}: {', '.join(counts)}"
@@ -100,18 +99,19 @@ class AbstractModel(Tabled, ModelSpec, Generic[BuiltT]):
             anywhere = sum(resident_nbytes(variable) for variable in self.values() if variable.sharding is None)
             title += f", {format_bytes(max(held.values()) + anywhere)} per device on {plural(len(held), 'device')}"
 
-        def row(variable: AbstractVariable) -> Row:
-            cells = (shape_text(variable.shape), variable.dtype.name)
+        def cells(variable: AbstractVariable) -> tuple[Any, ...]:
+            first = (variable.path, shape_text(variable.shape), variable.dtype.name)
             if not sharded:
-                return Row(variable.path, cells, variable.nbytes, variable.origin)
+                return *first, variable.nbytes, variable.origin
             other = None if variable.sharding is None else type(variable.sharding).__name__
             known = variable.spec is not None or other is None
             spec = placed_text(spec_text(variable.spec) if known else other, variable.memory_kind)
             spec = "on the host" if stays_on_host(variable) else spec
-            return Row(variable.path, (*cells, spec), resident_nbytes(variable), variable.origin)
+            return *first, spec, resident_nbytes(variable), variable.origin
 
-        headings = ("shape", "dtype", *(("spec", "bytes/device") if sharded else ("bytes",)), "origin")
-        return folded_table(title, headings, map(row, self.values()))
+        placed = (Column("spec"), Column.nbytes("bytes/device")) if sharded else (Column.nbytes("bytes"),)
+        columns = (Column.names("variable"), Column("shape"), Column("dtype"), *placed, Column.notes("origin"))
+        return Table(title, columns, [*map(cells, self.values())])
 
 
 @overload
@@ -123,19 +123,19 @@ def build_abstract(build: Any, /, *args: Any, **kwargs: Any) -> AbstractModel[An
 
     Args:
         build: A JAX function that returns any pytree of arrays; a Flax NNX module class or factory, a Flax Linen
-            module; a Haiku `Transformed` pair or another object with `init` and `apply`, of which `init` is run; a
+            module; a Haiku `Transformed` pair or another object with `init` and `apply`, whose `init` is run; a
             Keras class, factory or bound `from_preset` method.
-        *args: Its arguments. For JAX functions, `jax.Array`s (PRNG keys first of all) are run-time inputs of the init
+        *args: Its arguments. For JAX functions, `jax.Array`s (PRNG keys above all) are run-time inputs of the init
             programs; everything else, NumPy arrays too, is a constant of the build.
         **kwargs: Its keyword arguments.
 
     Returns:
-        The abstract model; `shard`, `plan` and `materialize` take it from there.
+        The abstract model, for `shard`, `plan` and `materialize`.
 
     Raises:
-        TraceError: The function cannot be traced with shapes alone; the message names the operation. Or what it returns
-            has arrays in objects that are no pytrees, or no arrays where it should; the message names the place.
-        LazyModelError: `build` is nothing that builds a model.
+        TraceError: The function cannot be traced with shapes alone; the message names the operation. Or its result has
+            arrays in objects that are not pytrees, or no arrays where it should; the message names the place.
+        LazyModelError: `build` does not build a model.
 
     Warns:
         LazyModelWarning: The function left traced arrays in an argument, a global or a closure.
@@ -165,19 +165,19 @@ def _build(build: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _init_function(build: Any) -> tuple[Callable[..., Any], str | None]:
-    """What is run to build a model that no adapter knows, and what to call it; None for its own name."""
+    """The function that builds a model that no adapter knows, and its name for messages; None for its own name."""
     if not isinstance(build, type) and callable(init := getattr(build, "init", None)):
-        if callable(getattr(build, "apply", None)):  # as Haiku has it
+        if callable(getattr(build, "apply", None)):  # as in Haiku
             return init, type(build).__name__
-        if callable(getattr(build, "update", None)):  # as Optax has it
+        if callable(getattr(build, "update", None)):  # as in Optax
             raise LazyModelError(
                 "build_abstract got an optimizer: build the model, and `abstract.with_optimizer(optimizer)` adds its "
                 "state; or pass `optimizer.init` and parameters"
             )
     if callable(build):
         return build, None
-    mend = ". Pass the function that makes it, not what it returns"
+    hint = ". Pass the function that makes it, not what it returns"
     if isinstance(build, tuple) and callable(next(iter(cast("tuple[Any, ...]", build)), None)):
-        mend = "; of an (init, apply) pair pass `init`, the first of them"
+        hint = "; for an (init, apply) pair pass `init`, the first of them"
     what = "build_abstract takes something that builds a model, then its arguments"
-    raise LazyModelError(f"{what}; got {type(build).__name__} {reprlib.repr(build)}{mend}")
+    raise LazyModelError(f"{what}; got {type(build).__name__} {reprlib.repr(build)}{hint}")

@@ -1,7 +1,7 @@
-"""The verb `restore`: a step of training back into what an abstract model stands for, and where training was.
+"""The function `restore`: reads a step of training into the object of an abstract model; also the state of training.
 
-Steps are written by `save_step`, and read by `materialize`; here are only the choice of the step, and the numbers of a
-training state that are no arrays.
+`save_step` writes steps, and `materialize` reads them; this module only chooses the step, and reads the numbers of a
+training state that are not arrays.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from lazymodel._abstract.arrays import NUMBERS
 from lazymodel._abstract.paths import flatten_paths
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._errors import CheckpointError, LazyModelError
-from lazymodel._mapping.mapped import MappedCheckpoint
+from lazymodel._mapping.match import MappedCheckpoint
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._open import open_checkpoint
-from lazymodel.checkpoints._steps import KEY, TrainingState, find_step, read_described, steps_place
+from lazymodel.checkpoints._steps import KEY, TrainingState, find_step, place_of, read_described
 from lazymodel.checkpoints._untrusted import read_json_object
 
 T_co = TypeVar("T_co", covariant=True)
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class _Abstract(Protocol[T_co]):
-    """An abstract model of what materializes to a `T_co`."""
+    """An abstract model that materializes to a `T_co`."""
 
     def materialize(self, checkpoint: Any = None, *, initialize: str | None = None) -> T_co: ...
 
@@ -42,29 +42,29 @@ def restore(
     storage_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> T:
-    """What was saved at a step of training, exactly: weights, optimizer state, counts and PRNG keys, bit for bit.
+    """Restores a step of training exactly: weights, optimizer state, counts and PRNG keys, bit for bit.
 
-    The mesh may be another than the one that saved, and memory that of devices or hosts: `model` says where each
-    variable goes, and a process reads only what its devices need.
+    The mesh may differ from the one that saved, and the memory may be that of devices or hosts: `model` defines where
+    each variable is placed, and a process reads only what its devices need.
 
     Args:
-        model: The abstract model of what was saved, with its optimizer: `build_abstract(…).with_optimizer(…)`, or of a
-            function that returns both.
-        path: The folder that `save_step` was given, of which the newest complete step is taken; a step's own
-            folder; or any checkpoint with the model's paths. Or the URL of one.
-        step: The number of the step to take.
-        storage_options: For a URL: as of `open_checkpoint`.
-        **options: Those of `materialize`, such as `max_host_memory` (bytes, or `"4GiB"`), `compile` and `report`;
-            `initialize="missing"` starts what was not saved anew, such as the state of another optimizer.
+        model: The abstract model of the saved object, with its optimizer: `build_abstract(…).with_optimizer(…)`, or
+            that of a function that returns both.
+        path: The folder that was passed to `save_step`, from which the newest complete step is used; the folder of a
+            step; or any checkpoint with the model's paths. Or the URL of one.
+        step: The number of the step to restore.
+        storage_options: For a URL: as for `open_checkpoint`.
+        **options: Options of `materialize`, such as `max_host_memory` (bytes, or `"4GiB"`), `compile` and `report`;
+            `initialize="missing"` initializes what was not saved, such as the state of another optimizer.
 
     Returns:
-        What `model.materialize` returns. Numbers that are no arrays, as `step` of a new Flax `TrainState`, have the
-        saved values, too.
+        The result of `model.materialize`. Numbers that are not arrays, such as `step` of a new Flax `TrainState`, also
+            have the saved values.
 
     Raises:
-        CheckpointError: There is no complete step, or none of this number; or it does not fit: a variable has no
-            tensor, a tensor has no variable, or shapes differ. Nothing was restored then.
-        LazyModelError: `model` is no abstract model.
+        CheckpointError: There is no complete step, or none with this number; or it does not match: a variable has no
+            tensor, a tensor has no variable, or shapes differ. Then nothing was restored.
+        LazyModelError: `model` is not an abstract model.
 
     Example:
         >>> trained = sharded.with_optimizer(optax.adamw(1e-3))
@@ -77,7 +77,7 @@ def restore(
         got = type(model).__name__
         raise LazyModelError(f"restore takes the abstract model of what was saved, of build_abstract; got {got}")
     if step is not None:
-        path, storage_options = cast(Any, find_step(steps_place(path, storage_options), step)), None
+        path, storage_options = cast(Any, find_step(place_of(path, storage_options), step)), None
     with open_checkpoint(path, storage_options) as checkpoint:
         numbers = {
             name: _number(checkpoint, name, number) for name, number in flatten_paths(model.tree, only=NUMBERS).items()
@@ -92,7 +92,7 @@ def restore(
 
 
 def _number(checkpoint: Checkpoint, name: str, number: Any) -> Any:
-    """A number of a training state that is no array, of the type that it has in the abstract model."""
+    """A number of a training state that is not an array, with its type in the abstract model."""
     if name not in checkpoint:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} has no tensor for the number {name!r} of the model; numbers are saved by "
@@ -111,12 +111,13 @@ def _number(checkpoint: Checkpoint, name: str, number: Any) -> Any:
 def training_state(
     path: str | os.PathLike[str], *, step: int | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> TrainingState | None:
-    """Where training was when a step was saved; None where there is no complete step yet, so that training begins.
+    """The state of training when a step was saved; None if there is no complete step yet, so that training begins.
 
     Args:
-        path: As of `restore`: a folder of steps, of which the newest complete one is taken, or a step's own; or a URL.
-        step: The number of the step to take.
-        storage_options: For a URL: as of `open_checkpoint`.
+        path: As for `restore`: a folder of steps, from which the newest complete one is used, or that of a step; or a
+            URL.
+        step: The number of the step.
+        storage_options: For a URL: as for `open_checkpoint`.
 
     Raises:
         CheckpointError: There is no complete step of the given number, or it cannot be read.
@@ -125,7 +126,7 @@ def training_state(
         >>> lm.training_state("nothing yet") is None
         True
     """
-    folder = find_step(steps_place(path, storage_options), step)
+    folder = find_step(place_of(path, storage_options), step)
     if folder is None:
         return None
     if not folder.name.isdecimal():

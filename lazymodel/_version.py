@@ -1,3 +1,3 @@
-"""The version, in the one place that the build, `lazymodel --version` and `lazymodel.__version__` take it from."""
+"""The version, the single source for the build, `lazymodel --version` and `lazymodel.__version__`."""
 
 VERSION = "0.1.0"

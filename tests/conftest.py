@@ -15,12 +15,13 @@ _DEVICES = "--xla_force_host_platform_device_count=8"
 # Compiling is most of the suite's time, and LLVM most of that: unoptimized it takes a third. What it then compiles to
 # would multiply and add in one instruction in some programs and not in others, so tests that compare bits have it do so
 # nowhere, on a CPU without that instruction. XLA's newer generator of fused loops, which JAX 0.10 may do without and
-# later ones may not, takes three times as long as the older. A quarter of what is left is splitting programs for many
+# 0.12 may not, takes three times as long as the older. A quarter of what is left is splitting programs for many
 # compiling threads, and workers have one core each. `.ci/run` sets the level, and what it runs like that is compiled as
 # users' programs are.
+_JAXLIB = importlib.metadata.version("jaxlib")
 _LEVEL = "--xla_backend_optimization_level"
 _OF_JAXLIB = (
-    "--xla_cpu_use_fusion_emitters=false",
+    *(("--xla_cpu_use_fusion_emitters=false",) if _JAXLIB.startswith("0.10.") else ()),
     "--xla_cpu_parallel_codegen_split_count=1",
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_max_isa=AVX",
@@ -32,7 +33,7 @@ if not any(flag.startswith(_DEVICES.partition("=")[0]) for flag in _flags):
     _flags.append(_DEVICES)
 if os.environ["JAX_PLATFORMS"] == "cpu" and not any(flag.startswith(_LEVEL) for flag in _flags):
     # Of others it is not known which flags they take; the second level multiplies and adds alike everywhere.
-    known = importlib.metadata.version("jaxlib").startswith("0.10.") and platform.machine() == "x86_64"
+    known = _JAXLIB.startswith(("0.10.", "0.12.")) and platform.machine() == "x86_64"
     _flags += [f"{_LEVEL}=0", *_OF_JAXLIB] if known else [f"{_LEVEL}=2"]
 os.environ[_ALL] = os.environ["XLA_FLAGS"] = " ".join(_flags)
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -51,6 +52,8 @@ if _OF_JAXLIB[0] in _flags:
     os.environ["XLA_FLAGS"] = " ".join(flag for flag in _flags if flag not in _OF_JAXLIB)
 
 ROOT = Path(__file__).parent.parent
+HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
+needs_libtpu = pytest.mark.skipif(not HAS_LIBTPU, reason='needs libtpu: pip install "lazymodel[tpu]"')
 
 # Folder or file under tests/ → the modules that its tests import at the top.
 _NEEDS = {"keras": ("keras", "keras_hub"), "flax": ("flax",), "others": ("flax",), "others/test_tunix.py": ("tunix",)}

@@ -14,6 +14,7 @@ import ctypes
 import dataclasses
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,8 +24,8 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from lazymodel._tensors import shards
-from lazymodel._tensors.shards import boxes_for
+from lazymodel._tensors.buffers import empty_aligned
+from lazymodel._tensors.shards import MEMORIES, boxes_for
 
 _NONSENSE = 0xA5
 
@@ -33,7 +34,7 @@ _NONSENSE = 0xA5
 def foreign_memory(seed: int = 0) -> Iterator[Transfers]:
     """CPU devices have memory of their own until the end of the `with` block; at its end no buffer may be wrong."""
     with Transfers(seed) as transfers, pytest.MonkeyPatch.context() as patch:
-        patch.setitem(shards.MEMORIES, "cpu", "own")
+        patch.setitem(MEMORIES, "cpu", "own")
         boxes_for.cache_clear()
         put, ready = jax.device_put, jax.block_until_ready
 
@@ -52,6 +53,8 @@ def foreign_memory(seed: int = 0) -> Iterator[Transfers]:
             transfers.wait(tree)
             return ready(tree)
 
+        for module in ("stream", "chunked_transfer"):
+            patch.setattr(f"lazymodel._materialize.{module}.empty_aligned", transfers.buffers.empty)
         patch.setattr(jax, "device_put", device_put)
         patch.setattr(jax, "make_array_from_callback", make_array)
         patch.setattr(jax, "block_until_ready", block_until_ready)
@@ -60,6 +63,42 @@ def foreign_memory(seed: int = 0) -> Iterator[Transfers]:
         finally:
             boxes_for.cache_clear()
     assert not transfers.wrongs, transfers.wrongs[0]
+
+
+@contextlib.contextmanager
+def unknown_memory() -> Iterator[None]:
+    """CPU devices are of a platform that nothing is known of until the end of the `with` block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(MEMORIES, "cpu")
+        boxes_for.cache_clear()
+        try:
+            yield
+        finally:
+            boxes_for.cache_clear()
+
+
+class Buffers:
+    """The buffers that a stream allocates: how many, and bytes of those that anybody holds at a time, at most."""
+
+    def __init__(self) -> None:
+        self.made = self.nbytes = self.most_nbytes = 0
+        self._lock = threading.Lock()
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """As `empty_aligned`, counted."""
+        buffer = empty_aligned(shape, dtype)
+        base = buffer
+        while isinstance(base.base, np.ndarray):
+            base = base.base
+        weakref.finalize(base, self._add, -buffer.nbytes)
+        self.made += 1
+        self._add(buffer.nbytes)
+        return buffer
+
+    def _add(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes += nbytes
+            self.most_nbytes = max(self.most_nbytes, self.nbytes)
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,6 +117,7 @@ class Transfers:
     Attributes:
         started: How many there were.
         most_nbytes: Bytes of the NumPy buffers of those that were under way at a time, at most, each counted once.
+        buffers: The NumPy buffers that the stream made.
         wrongs: What happened to buffers that must not have.
         held: Whether none is done before someone waits for it.
         on_start: Called with the number of each before it starts; what it raises, starting it raises.
@@ -86,6 +126,7 @@ class Transfers:
 
     def __init__(self, seed: int) -> None:
         self.started = self.most_nbytes = self.done = 0
+        self.buffers = Buffers()
         self.wrongs: list[str] = []
         self.held = False
         self.on_start: Callable[[int], object] = lambda number: None

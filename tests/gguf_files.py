@@ -10,12 +10,23 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 
-from lazymodel._quantized.ggml import TYPES
+from lazymodel._quantized.ggml import GRIDS, TYPES, grid
 
 NUMBERS = {type.name: number for number, type in TYPES.items()}
 # Those that the package decodes.
 QUANTIZED = [name for name in NUMBERS if name not in ("Q8_1", "Q8_K", "Q1_0") and TYPES[NUMBERS[name]].dtype is None]
+WITH_GRIDS = list(GRIDS)  # for which the package is asked
 PLAIN = [type.name for type in TYPES.values() if type.dtype is not None]
+
+
+def columns(type: str, blocks: int = 3) -> int:
+    """Numbers in so many blocks."""
+    return blocks * TYPES[NUMBERS[type]].size
+
+
+def forget_grids() -> None:
+    """The next tensor of a type with a grid asks the package for it."""
+    grid.cache_clear()
 
 
 class Stored(NamedTuple):

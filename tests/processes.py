@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,24 @@ def printed(folder: Path, processes: int) -> str:
     return "\n".join(f"--- process {number}\n{log}" for number, log in enumerate(logs))
 
 
-def join(process: int, processes: int, address: str, devices: int, *, heartbeat: int = 10) -> None:
-    """Makes a worker one of several processes of so many devices each; warnings are errors from here on."""
+def join(
+    process: int,
+    processes: int,
+    address: str,
+    devices: int,
+    *,
+    heartbeat: int = 10,
+    silence: float | None = None,
+    between_checks: float | None = None,
+) -> None:
+    """Makes a worker one of several processes of so many devices each; warnings are errors from here on.
+
+    `silence` are the seconds after which a process that was at work counts as dead; `between_checks` those between two
+    looks at whether another one has failed.
+    """
+    for name, seconds in (("SILENCE", silence), ("_BETWEEN_CHECKS", between_checks)):
+        if seconds is not None:
+            setattr(_collective(), name, seconds)
     jax.config.update("jax_num_cpu_devices", devices)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
@@ -80,6 +96,23 @@ def join(process: int, processes: int, address: str, devices: int, *, heartbeat:
         shutdown_timeout_seconds=10,
     )
     warnings.simplefilter("error")
+
+
+def published() -> dict[str, str]:
+    """What processes have published for one another at the stages of their work."""
+    return _collective().run_store().folder("lazymodel/stages/")
+
+
+@contextlib.contextmanager
+def checking_always() -> Iterator[None]:
+    """Within the block, this process looks at every opportunity whether another one has failed."""
+    before, _collective()._BETWEEN_CHECKS = _collective()._BETWEEN_CHECKS, 0.0
+    yield
+    _collective()._BETWEEN_CHECKS = before
+
+
+def _collective() -> Any:
+    return importlib.import_module("lazymodel._devices.collective")
 
 
 @functools.cache
@@ -144,13 +177,17 @@ def _serve() -> tuple[str, list[str]]:
 
 
 if __name__ == "__main__":
-    for name in ("jax.numpy", "safetensors.numpy", "lazymodel.checkpoints"):  # most of what the workers import
+    for name in (
+        "jax.numpy",
+        "safetensors.numpy",
+        "lazymodel.checkpoints",
+        "lazymodel._devices.collective",
+    ):  # most of what the workers import
         importlib.import_module(name)
-    coordination: Any = importlib.import_module("lazymodel._devices.coordination")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*fork")  # JAX has no threads before it has devices
         script, arguments = _serve()
-    coordination._PID = os.getpid()  # a worker takes leave of the others at its end, unlike what programs fork
+    _collective()._PID = os.getpid()  # a worker takes leave of the others at its end, unlike what programs fork
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(__file__).parents[1]))
     runpy.run_path(script, run_name="__main__")

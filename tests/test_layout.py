@@ -16,7 +16,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-MOST_LINES = 500
+MOST_LINES = 700
 MOST_LINES_OF_A_FUNCTION = 80
 MOST_FLOORS = 9
 EVERYWHERE = {"lazymodel._errors"}  # what every file may import
@@ -254,6 +254,6 @@ def test_the_rules_can_fail(crooked: House) -> None:
     assert late(crooked) == ["lazymodel._high.two:3 imports lazymodel._low._three late"]
     assert borrowed(crooked) == ["lazymodel._high.two:1 lazymodel._low.one._name"]
     assert twice_private(crooked) == ["lazymodel._low._three"]
-    assert too_long(crooked) == ["lazymodel._low._three: 501 lines", "lazymodel._low._three.long: 501 lines"]
+    assert too_long(crooked) == ["lazymodel._low._three: 701 lines", "lazymodel._low._three.long: 701 lines"]
     assert entered_conditions(crooked) == ["lazymodel._low.four:4 enters self.c"]
     assert floors([("a", "b"), ("b", "c"), ("a", "c")]) == {"c": 1, "b": 2, "a": 3}

@@ -28,11 +28,14 @@ NAMES = {
         AbstractModel AbstractVariable Checkpoint CheckpointError Compile CoordinateCheck DoesNotFitError Fleet From
         Host LazyModelError LazyModelWarning LazyTensor LoadReport MemoryPlan Mup Progress ReshardReport ShardingError
         TraceError TrainingState WeightMap WhatIf arithmetic_mesh auto build_abstract compare_plans coordinate_check
-        device_memory diff grow initializers map_checkpoint mup open_checkpoint path_key reshard restore role save
-        save_step smallest_topology statistics topology training_state
+        device_memory diff grow initializers map_checkpoint mup open_checkpoint path_key research reshard restore role
+        save save_step smallest_topology statistics topology training_state
     """,
     "lazymodel.checkpoints": """
         Checkpoint SafetensorsFile open_checkpoint
+    """,
+    "lazymodel.research": """
+        CoordinateCheck Mup coordinate_check diff grow initializers mup statistics
     """,
     "lazymodel_flax": """
         adapter tunix
@@ -51,6 +54,7 @@ names = [module.name for module in pkgutil.walk_packages(lazymodel.__path__, "la
 assert "lazymodel._abstract.spec" in names
 for name in names: importlib.import_module(name)
 """,
+    "measured": "import numpy; lazymodel.statistics([numpy.ones(3)])",
     # A stand-in module: the check looks at sys.modules, and every environment can run this.
     "stand-in": "import types; sys.modules['keras'] = types.ModuleType('keras')",
     "h5py": """
@@ -77,6 +81,7 @@ def test_import_loads_no_framework(imported: dict[str, list[str]]):
 
 def test_every_core_module_loads_no_framework(imported: dict[str, list[str]]):
     assert set(imported["modules"]) <= {"rich"}  # the command draws with it
+    assert "matplotlib" not in imported["measured"]
 
 
 def test_that_check_notices_a_framework(imported: dict[str, list[str]]):
@@ -116,7 +121,10 @@ def test_wheel_contains_the_packages_and_nothing_else(tmp_path: Path):
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
-    info = f"lazymodel-{lazymodel.__version__}.dist-info"
+        info = f"lazymodel-{lazymodel.__version__}.dist-info"
+        scripts = archive.read(f"{info}/entry_points.txt").decode()
+    (command,) = metadata.entry_points(group="console_scripts", name="lazymodel")  # which `tests/command.py` runs
+    assert f"lazymodel = {command.value}\n" in scripts
     found = {name for name in names if not name.startswith(f"{info}/")}
     expected = {
         str(Path(package) / file.relative_to(folder))

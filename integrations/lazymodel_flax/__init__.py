@@ -1,6 +1,6 @@
 """lazymodel for Flax: NNX modules and Linen modules, built abstractly.
 
-`lazymodel.build_abstract` finds this package by itself once Flax is imported; everything else is the core's. `tunix`
+`lazymodel.build_abstract` finds this package by itself once Flax is imported; the core does everything else. `tunix`
 has tables that load Hugging Face checkpoints into Tunix' models.
 
     >>> import jax, lazymodel as lm

@@ -1,4 +1,4 @@
-"""The adapter that `lazymodel.build_abstract` finds for Flax: which of its two interfaces a build belongs to."""
+"""The adapter that `lazymodel.build_abstract` finds for Flax: chooses between Linen and NNX."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import jax
 
 from lazymodel._abstract.spec import ModelSpec
-from lazymodel._trace.escaped import watched
+from lazymodel._trace.errors import watched
 from lazymodel_flax import linen, nnx
 
 
 class FlaxAdapter:
     """Recognizes Linen modules, NNX classes, and functions, which may return an NNX module.
 
-    A function that returns none is traced as the core would trace it, so matching it costs nothing.
+    If a function does not return one, it is traced as the core would trace it, so matching it costs nothing.
 
     Example:
         >>> list(lm.build_abstract(nnx.Linear, 8, 16, rngs=nnx.Rngs(0)))
@@ -34,7 +34,7 @@ class FlaxAdapter:
 
     def arrays(self, model: Any) -> dict[str, Any] | None:
         found = nnx.arrays(model)
-        return linen.arrays(model) if found is None else found
+        return linen.by_path(model) if found is None and linen.has_boxes(model) else found
 
     def with_arrays(self, model: Any, arrays: Mapping[int, Any]) -> Any:
         if nnx.arrays(model) is not None:

@@ -1,10 +1,10 @@
 """Flax NNX: a module class or a factory and its arguments → the module that it would build.
 
-The `nnx.Rngs` among the arguments become run-time inputs: their keys are traced, so another seed compiles nothing.
-The module's structure (its graph definition) is static, its state leaves are the variables, with paths such as
-`layers/0/attention/kernel`. A module that is used twice is one set of variables, as `nnx.split` has it.
-The axis names of `nnx.with_partitioning` are the variables' `logical_axes`. What is trained is every `nnx.Param`.
-How variables are kept (`nnx.var_defaults`, eager sharding) is `_variable_modes`' matter.
+The `nnx.Rngs` among the arguments become run-time inputs: their keys are traced, so another seed compiles nothing. The
+module's structure (its graph definition) is static, the leaves of its state are the variables, with paths such as
+`layers/0/attention/kernel`. A module that is used twice is one set of variables, as in `nnx.split`. The axis names of
+`nnx.with_partitioning` are the variables' `logical_axes`. Every `nnx.Param` is trainable. `nnx` itself decides how
+variables are kept (`nnx.var_defaults`, eager sharding).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import types
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -23,23 +23,119 @@ from lazymodel import AbstractVariable, LazyModelError, TraceError
 from lazymodel._abstract.framework import Framework, Optimizer, Training
 from lazymodel._abstract.paths import OPTIMIZER, PathOf, is_trained_pair, path_text, trained_path
 from lazymodel._abstract.spec import ModelSpec
-from lazymodel._programs.jaxprs import with_weak_type
+from lazymodel._programs.jaxprs import CONFIG, with_weak_type
 from lazymodel._programs.keys import is_key
-from lazymodel._trace.escaped import cells_with_tracers, is_iterator, refuse_empty, refuse_escaped
+from lazymodel._trace.errors import cells_with_tracers, is_iterator, refuse_empty, refuse_escaped
 from lazymodel._trace.function import known_value, trace_function
-from lazymodel_flax._boxes import by_path, path_of_plain, variable_path, with_logical_axes
-from lazymodel_flax._variable_modes import (
-    Modes,
-    as_plain,
-    refuse_references,
-    resolve_sharding,
-    suspend_sharding,
-    update_counts,
-)
+from lazymodel_flax.linen import by_path, path_of_plain, variable_path, with_logical_axes
+
+# The ways in which NNX keeps variables: plain, as references or as hijax objects, and put on a mesh at once or not.
+#
+# Only plain variables without a mesh can be traced: JAX returns no references from a trace, hijax variables trace to
+# equations with effects, and a mesh need not exist yet. So a module is built of plain variables, and is converted to
+# the result of eager construction when it is rebuilt.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Later:
+    """Replaces `eager_sharding` in a variable's metadata while it is built: it is false, and holds the final value.
+
+    A variable whose own code set `eager_sharding` has a bool instead.
+    """
+
+    value: bool
+
+    def __bool__(self) -> bool:
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Modes:
+    """The way in which new variables are kept."""
+
+    hijax: bool  # as hijax objects
+    ref: bool  # their arrays as references
+    eager: bool  # variables with axis names on the mesh of the context
+
+    @classmethod
+    def current(cls) -> _Modes:
+        """The current state of `nnx.var_defaults` and `nnx.use_eager_sharding`."""
+        defaults = nnx.var_defaults()
+        return cls(bool(defaults.hijax), bool(defaults.ref), bool(nnx.using_eager_sharding()))
+
+    @contextlib.contextmanager
+    def suspended(self) -> Generator[None]:
+        """Keeps new variables plain, and on no mesh; `_resolve_sharding` and `applied` convert them later."""
+        later = cast(bool, _Later(self.eager))
+        with nnx.var_defaults(hijax=False, ref=False), nnx.use_eager_sharding(later), _own_traces():
+            yield
+
+    def applied(self, module: Any) -> Any:
+        """A module of plain variables, converted to variables that are kept in this way."""
+        if not (self.hijax or self.ref):
+            return module
+        return nnx.with_vars(module, hijax=self.hijax, ref=self.ref, allow_duplicates=True)
+
+
+def _as_plain(nodes: Any) -> Any:
+    """NNX objects with plain variables; the objects themselves if they have only these."""
+    return nnx.with_vars(nodes, hijax=False, ref=False, allow_duplicates=True) if _is_special(nodes) else nodes
+
+
+def _is_special(nodes: Any) -> bool:
+    return any(node.hijax or node.ref for node in _variables(nodes))
+
+
+def _variables(nodes: Any) -> Iterator[Any]:
+    return (node for _, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Variable))
+
+
+def _counts(nodes: Any) -> list[Any]:
+    """The state of NNX objects that is known after a build: counts. Keys do not change, the rest is materialized."""
+    return [node for node in _variables(nodes) if isinstance(node, nnx.RngCount)]
+
+
+def _suspend_sharding(nodes: Any) -> None:
+    """Marks variables that would be put on a mesh, so that they and variables made like them are not for now."""
+    for node in _variables(nodes):
+        if node.get_metadata("eager_sharding", False) is True:
+            node.set_metadata(eager_sharding=_Later(True))
+
+
+def _resolve_sharding(nodes: Any) -> None:
+    """Sets for every variable if variables made like it are put on a mesh, as eager construction would have."""
+    for node in _variables(nodes):
+        if isinstance(mode := node.get_metadata("eager_sharding", False), _Later):
+            node.set_metadata(eager_sharding=mode.value)
+
+
+def _refuse_references(result: Any) -> None:
+    """Raises LazyModelError if the code of a variable makes it a reference or a hijax object."""
+    for path, node in nnx.iter_graph(result):
+        if isinstance(node, nnx.Variable) and (node.hijax or node.ref):
+            kind = "hijax" if node.hijax else "ref"
+            raise LazyModelError(
+                f"{'/'.join(map(str, path))!r} is made with {kind}=True of its own, and such variables cannot be "
+                f"traced: build the whole model under nnx.var_defaults({kind}=True) instead"
+            )
+
+
+@contextlib.contextmanager
+def _own_traces() -> Generator[None]:
+    """Separates the traces of jitted functions in the block from all other traces.
+
+    `nnx.jit` caches the module that a function returned, with its metadata, so another call could get variables that
+    are not put on a mesh, or we could get variables that are. The default device is a part of the cache key of traces,
+    and has no other effect on a trace.
+    """
+    device, first = CONFIG.jax_default_device, jax.local_devices()[0]
+    other = first if device is None else None if device == first else device
+    with jax.default_device(cast(Any, other)):
+        yield
 
 
 def matches(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this is an NNX class, is given NNX objects such as `nnx.Rngs`, or is a function, which may return one."""
+    """Returns True for an NNX class, for NNX objects such as `nnx.Rngs` in the arguments, and for other functions."""
     if isinstance(build, type):
         return issubclass(build, nnx.Pytree)
     if _is_node(build):
@@ -49,14 +145,14 @@ def matches(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelSpec:
-    """What `build(*args, **kwargs)` would build: a module, or any pytree with NNX objects in it, or without.
+    """The abstract model of `build(*args, **kwargs)`: a module, or any pytree, with NNX objects or without.
 
-    NNX objects among the arguments are left as eager construction would leave them: the counts of an `nnx.Rngs` have
-    advanced, so the next module built with it gets other keys.
+    NNX objects among the arguments change as in eager construction: the counts of an `nnx.Rngs` have advanced, so the
+    next module built with it gets other keys.
 
     Raises:
-        TraceError: As `trace_function`.
-        LazyModelError: `build` is built already, or makes a variable a reference on its own.
+        TraceError: As for `trace_function`.
+        LazyModelError: `build` is built already, or its code makes a variable a reference.
     """
     if _is_node(build):
         raise LazyModelError(f"build_abstract got a {type(build).__name__} that is built already: pass its class")
@@ -64,32 +160,32 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
     where = [index for index, leaf in enumerate(leaves) if _is_node(leaf)]
     given = tuple(leaves[index] for index in where)
-    modes = Modes.current()
-    # Split together, so that one object given twice stays one.
-    graphdef, counts, state = nnx.split(as_plain(given), nnx.RngCount, ...)
+    modes = _Modes.current()
+    # Split together, so that one object given twice stays one object.
+    graphdef, counts, state = nnx.split(_as_plain(given), nnx.RngCount, ...)
     rest = [None if _is_node(leaf) else leaf for leaf in leaves]
     built: list[_Built] = []
     closures: list[tuple[str, types.CellType]] = []
 
     def pure(rest: list[Any], state: Any) -> Any:
-        # Counts are known, so they count in NumPy. Traced, each would be compared by its sharding, for which some JAX
-        # versions search the whole trace: quadratic in the number of layers.
+        # Counts are known, so they count in NumPy. If traced, each would be compared by its sharding, for which some
+        # JAX versions search the whole trace: quadratic in the number of layers.
         nodes = nnx.merge(graphdef, jax.tree.map(_count, counts), state)
         placed = dict(zip(where, nodes, strict=True))
         args, kwargs = jax.tree.unflatten(treedef, [placed.get(index, leaf) for index, leaf in enumerate(rest)])
         with modes.suspended():
             result = build(*args, **kwargs)
-        known: dict[int, jax.Array] = {}  # a count that two places hold stays one array
-        after = [_as_count(leaf, known) for leaf in jax.tree.leaves(nnx.state(nodes))]
+        known: dict[int, jax.Array] = {}  # a count in two places stays one array
+        after = [_as_count(node.get_value(), known) for node in _counts(nodes)]
         closures.clear()
         leaves = jax.tree.leaves(result, is_leaf=lambda leaf: _is_node(leaf) or is_iterator(leaf))
         if not any(_is_node(leaf) for leaf in leaves):
             built.append(_Built(None, None, (), {}, frozenset(), path_of_plain(result)))
             _check_plain(result, leaves, name)
             return result, after
-        refuse_references(result)
+        _refuse_references(result)
         after += _mark_buffers(result, closures)
-        resolve_sharding(result)
+        _resolve_sharding(result)
         structure, found = nnx.split(result)
         flat, found_def = jax.tree_util.tree_flatten_with_path(found)
         own = _own_path(result)
@@ -97,7 +193,8 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if not any(isinstance(leaf, (jax.Array, np.ndarray)) for _, leaf in flat):
             refuse_empty(result, list(zip(paths, (leaf for _, leaf in flat), strict=True)), name)
         axes = {own(path): names for path, names in _axis_names(found).items()}
-        built.append(_Built(structure, found_def, paths, axes, frozenset(map(own, _params(found)))))
+        params = frozenset(map(own, by_path(nnx.filter_state(found, nnx.Param))))
+        built.append(_Built(structure, found_def, paths, axes, params))
         return [_as_count(leaf, known) for _, leaf in flat], after
 
     def path_of(keys: Sequence[Any]) -> str:
@@ -106,23 +203,23 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         paths = built[-1].paths
         return paths[keys[1].idx] if built[-1].graphdef is not None else built[-1].path_of(keys[1:])
 
-    # None is a pytree without leaves, so the holes that nodes leave in `rest` trace to themselves.
+    # None is a pytree without leaves, so the places of nodes in `rest` trace to None.
     model = trace_function(pure, (rest, state), {}, name=name, path_of=path_of)
     _advance(given, model, closures)
     return with_logical_axes(_as_module(model, built[-1], modes), built[-1].axes)
 
 
 def arrays(model: Any) -> dict[str, Any] | None:
-    """The arrays of a module, or of a pytree with NNX objects in it, by path; None for what has none."""
+    """The arrays of a module, or of a pytree with NNX objects, by path; None without NNX objects."""
     if not any(_is_node(leaf) for leaf in jax.tree.leaves(model, is_leaf=_is_node)):
         return None
     own = _own_path(model)
-    return {own(path): leaf for path, leaf in by_path(nnx.split(as_plain(model))[1]).items()}
+    return {own(path): leaf for path, leaf in by_path(nnx.split(_as_plain(model))[1]).items()}
 
 
 def _own_path(tree: Any) -> Callable[[str], str]:
-    """What makes the paths in the state of a tree those of its variables: in a pair of a module and its optimizer
-    they are as `with_optimizer` has them.
+    """A function that turns paths in the state of a tree into those of its variables: for a pair of a module and its
+    optimizer, the paths of `with_optimizer`.
     """
     if type(tree) is tuple and len(tree) == 2 and type(tree[1]) is nnx.Optimizer:
         return lambda path: trained_path(path).replace(f"{OPTIMIZER}opt_state/", OPTIMIZER, 1)
@@ -130,25 +227,25 @@ def _own_path(tree: Any) -> Callable[[str], str]:
 
 
 def with_arrays(model: Any, arrays: Mapping[int, Any]) -> Any:
-    """A module, or a pytree with NNX objects in it, with other arrays in the places of some, by their `id`."""
+    """A module, or a pytree with NNX objects, with some arrays replaced, by their `id`."""
     graphdef, state = nnx.split(model)
     return nnx.merge(graphdef, jax.tree.map(lambda leaf: arrays.get(id(leaf), leaf), state))
 
 
-# Paths of what the given NNX objects hold once `build` has run; no variables of the model.
+# Paths of the state of given NNX objects after `build` has run; these are not variables of the model.
 _AFTER = "\0after/"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Built:
-    """What tracing found."""
+    """Findings of a trace."""
 
-    graphdef: Any  # the result's graph definition; None where there are no NNX objects in it
+    graphdef: Any  # the result's graph definition; None if it contains no NNX objects
     state_def: Any  # the structure of its state
     paths: tuple[str, ...]  # a path for each leaf of the state
     axes: Mapping[str, tuple[Any, Any]]  # see `_axis_names`
-    params: frozenset[str]  # the paths of what an `nnx.Param` holds
-    path_of: PathOf = path_text  # names what is in a result without NNX objects
+    params: frozenset[str]  # the paths of values of `nnx.Param`
+    path_of: PathOf = path_text  # names the leaves of a result without NNX objects
 
 
 def _is_node(leaf: Any) -> bool:
@@ -156,7 +253,7 @@ def _is_node(leaf: Any) -> bool:
 
 
 class _Count(np.ndarray[Any, Any]):
-    """A count that hands out copies: NNX counts in place, and a trace would keep a view of it."""
+    """A count whose items are copies: NNX counts in place, and a trace would keep a view of it."""
 
     def __getitem__(self, index: Any) -> Any:
         return _count(super().__getitem__(index))
@@ -167,19 +264,15 @@ def _count(value: Any) -> _Count:
 
 
 def _as_count(leaf: Any, known: dict[int, jax.Array]) -> Any:
-    """A count as the array that it is in eager execution, with its value."""
+    """A count as an array with its value, as in eager execution."""
     if not isinstance(leaf, _Count):
         return leaf
     with jax.ensure_compile_time_eval():
         return known.setdefault(id(leaf), jax.numpy.asarray(np.array(leaf, subok=False)))
 
 
-def _params(state: Any) -> frozenset[str]:
-    return frozenset(by_path(nnx.filter_state(state, nnx.Param)))
-
-
 def _axis_names(state: Any) -> dict[str, tuple[Any, Any]]:
-    """Path to the axis names of each variable that has some, and its own rules for them or None."""
+    """Path → axis names of each variable that has some, and its own rules for them or None."""
     found = by_path(state, is_leaf=lambda node: isinstance(node, nnx.Variable))
     metadata = {path: variable.get_metadata() for path, variable in found.items() if isinstance(variable, nnx.Variable)}
     named = {path: given for path, given in metadata.items() if given.get("out_sharding") is not None}
@@ -187,7 +280,7 @@ def _axis_names(state: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def _check_plain(result: Any, leaves: Sequence[Any], name: str) -> None:
-    """Checks a result without NNX objects as the core would; what it has besides arrays is checked there."""
+    """Checks that a result without NNX objects has arrays; the core checks the arrays themselves."""
     if not any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves):
         flat, treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_iterator)
         named = [(path_text(keys), leaf) for keys, leaf in flat]
@@ -196,22 +289,22 @@ def _check_plain(result: Any, leaves: Sequence[Any], name: str) -> None:
 
 
 def _mark_buffers(result: Any, closures: list[tuple[str, types.CellType]]) -> list[Any]:
-    """Marks plain arrays that modules hold as data, which NNX does by itself for concrete arrays only.
+    """Marks plain arrays that modules hold as data, which NNX itself only does for concrete arrays.
 
-    Otherwise they would count as static, and the tracers would escape in the graph definition. Arrays that functions
-    among the attributes close over, such as the scale of an initializer that a layer keeps, are taken out and given
-    back; `closures` gets their cells, for `_advance` to fill once there are values. What else such a function closes
-    over, of the types of the result's modules, is one of them as it was built, which `nnx.merge` leaves there as well.
+    Otherwise they would count as static, and the tracers would leak in the graph definition. Arrays in closures of
+    functions among the attributes, such as the scale of an initializer that a layer keeps, are taken out and returned;
+    `closures` gets their cells, which `_advance` fills once there are values. If such a function closes over an object
+    with the type of one of the result's modules, it is that module as it was built, and `nnx.merge` leaves it there.
 
     Raises:
-        TraceError: One is elsewhere in an attribute that is static for NNX, and so lost.
+        TraceError: A traced array is elsewhere in an attribute that is static for NNX, and would be lost.
     """
     nodes = list(nnx.iter_graph(result))
     own, taken = {type(node) for _, node in nodes if isinstance(node, nnx.Module)}, list[Any]()
     for path, node in nodes:
         if not isinstance(node, nnx.Pytree):
             continue
-        data = getattr(node, "_pytree__nodes", {})  # what NNX goes into by itself
+        data = getattr(node, "_pytree__nodes", {})  # attributes that NNX traverses itself
         for name, value in list(vars(node).items()):
             if isinstance(value, jax.Array):
                 setattr(node, name, nnx.data(value))
@@ -225,22 +318,18 @@ def _mark_buffers(result: Any, closures: list[tuple[str, types.CellType]]) -> li
     return taken
 
 
-# What NNX itself keeps in a module, its trace among them.
+# Attributes that NNX itself keeps in a module, its trace state among them.
 _OF_NNX = ("_pytree__state", "_pytree__nodes")
 
 
 def _advance(given: tuple[Any, ...], model: ModelSpec, closures: Sequence[tuple[str, types.CellType]]) -> None:
-    """Updates the counts of the user's own `nnx.Rngs`, as building eagerly would have, and fills closures."""
+    """Updates the counts of the user's own `nnx.Rngs`, as building eagerly would, and fills closures."""
     _, after = model.framework.structure({path: path for path in model})
-    state = nnx.state(as_plain(given))
-    leaves, treedef = jax.tree.flatten(state)
-    updated: list[Any] = []
-    for path, leaf in zip(after, leaves, strict=False):  # after them, what closures held
-        # Only counts: keys do not change, and other state is not known before it is materialized.
-        value = known_value(model, path) if leaf.dtype == np.uint32 else None
-        updated.append(leaf if value is None else jax.numpy.asarray(value))
-    update_counts(given, jax.tree.unflatten(treedef, updated))
-    for path, (place, cell) in zip(after[len(leaves) :], closures, strict=True):
+    counts = _counts(given)
+    for node, path in zip(counts, after, strict=False):  # the values of closures follow
+        if (value := known_value(model, path)) is not None:
+            node.set_value(jax.numpy.asarray(value))
+    for path, (place, cell) in zip(after[len(counts) :], closures, strict=True):
         if (value := known_value(model, path)) is None or is_key(model[path].dtype):
             raise TraceError(
                 f"a function that the module keeps at {place!r} closes over a traced {model[path].dtype.name}"
@@ -249,16 +338,18 @@ def _advance(given: tuple[Any, ...], model: ModelSpec, closures: Sequence[tuple[
         cell.cell_contents = with_weak_type(jax.numpy.asarray(value), model[path].weak_type)
 
 
-def _as_module(model: ModelSpec, built: _Built, modes: Modes) -> ModelSpec:
-    """The model without what is not the module's own, rebuilding the module itself."""
+def _as_module(model: ModelSpec, built: _Built, modes: _Modes) -> ModelSpec:
+    """The model without variables that are not the module's own; it rebuilds the module itself."""
     own = {path: variable for path, variable in model.items() if not path.startswith(_AFTER)}
+    parts = model.framework, [path for path in model if path not in own]
+    framework = _Results(*parts) if built.graphdef is None else _Module(*parts, built, modes)
     if built.graphdef is not None:
         own = {path: dataclasses.replace(own[path], trainable=path in built.params) for path in own}
     kept = ((recipe, [path for path in recipe.paths if path in own]) for recipe in model.recipes)
     return dataclasses.replace(
         model,
         variables=own,
-        framework=_Results(model.framework) if built.graphdef is None else _Module(model.framework, built, modes),
+        framework=framework,
         recipes=tuple(recipe.restricted_to(paths) for recipe, paths in kept if paths),
         sources={path: source for path, source in model.sources.items() if path in own},
         aliases={other: path for other, path in model.aliases.items() if not other.startswith(_AFTER)},
@@ -266,17 +357,17 @@ def _as_module(model: ModelSpec, built: _Built, modes: Modes) -> ModelSpec:
 
 
 class _Results(Framework):
-    """What a function returned, without what comes after it."""
+    """The result of a function, without the state that follows it."""
 
-    def __init__(self, traced: Framework) -> None:
-        super().__init__(lambda leaves: traced.structure(_Filled(leaves))[0])
+    def __init__(self, traced: Framework, after: Sequence[str]) -> None:
+        super().__init__(lambda leaves: traced.structure({**dict.fromkeys(after), **leaves})[0])
 
 
 class _Module(_Results):
     """NNX modules, split and merged again."""
 
-    def __init__(self, traced: Framework, built: _Built, modes: Modes) -> None:
-        super().__init__(traced)
+    def __init__(self, traced: Framework, after: Sequence[str], built: _Built, modes: _Modes) -> None:
+        super().__init__(traced, after)
         self._built, self._modes = built, modes
 
     def structure(self, leaves: Mapping[str, Any]) -> Any:
@@ -289,14 +380,14 @@ class _Module(_Results):
         return self._modes.applied(self._merged(arrays))
 
     def outline(self, struct: jax.ShapeDtypeStruct) -> Any:
-        return struct  # as `nnx.eval_shape` has it; of a `jax.Array` NNX asks the type, which only real ones have
+        return struct  # like `nnx.eval_shape`; NNX checks the type of a `jax.Array`, which only real ones have
 
     @contextlib.contextmanager
     def outlined(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> Generator[Any]:
         if self._modes.hijax or self._modes.ref:
             raise LazyModelError(
                 "a model whose variables are references or hijax objects (nnx.var_defaults) cannot be described by "
-                "shapes alone, which compiling before it is there needs; load it without compile"
+                "shapes alone, as compiling before loading requires; load it without compile"
             )
         yield self._merged(structs)
 
@@ -305,12 +396,12 @@ class _Module(_Results):
     ) -> Training:
         structs = {path: dataclasses.replace(v, sharding=None, layout=None).struct for path, v in variables.items()}
         trained = nnx.Param if frozenset(leaves) == self._built.params else _Trained(frozenset(leaves))
-        module, own_modes = self._merged({**structs, **leaves}), Modes.current()
-        # State takes over the axis names of its parameters, and would be put on a mesh right here too.
-        suspend_sharding(module)
+        module, own_modes = self._merged({**structs, **leaves}), _Modes.current()
+        # State takes over the axis names of its parameters, and would also be put on a mesh here.
+        _suspend_sharding(module)
         with own_modes.suspended():
             started = nnx.Optimizer(module, cast(Any, optimizer), wrt=trained)
-        resolve_sharding(started)
+        _resolve_sharding(started)
         graphdef, state = nnx.split(started)
 
         def finish(module: Any, state: Any) -> Any:
@@ -330,13 +421,5 @@ class _Trained:
 
 
 def _state_path(keys: Sequence[Any]) -> str:
-    """The path of a leaf of an `nnx.Optimizer`, without the attribute that it keeps Optax' state in."""
+    """The path of a leaf of an `nnx.Optimizer`, without the attribute in which it keeps Optax' state."""
     return variable_path(keys).removeprefix("opt_state/")
-
-
-class _Filled(dict[str, Any]):
-    """A mapping with None for what comes after the build."""
-
-    def __missing__(self, path: str) -> None:
-        if not path.startswith(_AFTER):
-            raise KeyError(path)

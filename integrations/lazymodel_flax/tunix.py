@@ -1,8 +1,8 @@
 """Hugging Face checkpoints in Tunix' models: a `WeightMap` for each family, from the model's own config.
 
-Tables say what Tunix' own safetensors loaders do (`tunix.models.*.params`, google-tunix 0.1.7). The tensors stay lazy:
-every device reads its own shards, of checkpoints in any form that lazymodel opens, and `lm.save(model, folder,
-mapping=table)` writes Hugging Face's names again. Tunix itself is not imported.
+The tables do the same as Tunix' own safetensors loaders (`tunix.models.*.params`, google-tunix 0.1.7). The tensors stay
+lazy: every device reads its own shards, from checkpoints in any format that lazymodel opens, and `lm.save(model,
+folder, mapping=table)` writes Hugging Face's names again. Tunix itself is not imported.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from lazymodel import From, WeightMap
 
 __all__ = ["gemma3", "llama3", "qwen3"]
 
-_QUERY = "(heads dim) model -> model heads dim"  # the variable's shape says how many heads there are
+_QUERY = "(heads dim) model -> model heads dim"  # the variable's shape gives the number of heads
 _EINSUM = "(heads dim) model -> heads model dim"
 _OUT = "model (heads dim) -> heads dim model"
 
 
 def llama3(config: Any) -> WeightMap:
-    """The table for `tunix.models.llama3.model.Llama3(config)`, also of Llama 3.1 and 3.2.
+    """The table for `tunix.models.llama3.model.Llama3(config)`, also for Llama 3.1 and 3.2.
 
     Args:
         config: Its `ModelConfig`.
@@ -33,7 +33,7 @@ def llama3(config: Any) -> WeightMap:
 
 
 def qwen3(config: Any) -> WeightMap:
-    """The table for `tunix.models.qwen3.model.Qwen3(config)`, dense or with experts, which the model has in one array.
+    """The table for `tunix.models.qwen3.model.Qwen3(config)`, dense or with experts, which the model stacks.
 
     Args:
         config: Its `ModelConfig`.
@@ -63,9 +63,9 @@ def gemma3(config: Any, prefix: str | None = None) -> WeightMap:
 
     Args:
         config: Its `ModelConfig`.
-        prefix: What names of the language model begin with: `model`, or `language_model.model` in checkpoints with
-            vision, which are the defaults of configs without and with it. The vision of a checkpoint is left out where
-            the model has none.
+        prefix: The prefix of names of the language model: `model`, or `language_model.model` in checkpoints with
+            vision; these are the defaults for configs without and with vision. If the model has no vision encoder, that
+            of a checkpoint is omitted.
 
     Example:
         >>> from types import SimpleNamespace
@@ -130,7 +130,7 @@ def _mlp(theirs: str = "model.layers.{layer}") -> dict[str, From | str | None]:
 
 
 def _llama_like(others: dict[str, From | str | None], *, tied: bool) -> WeightMap:
-    """What Llama 3 and Qwen 3 have in common, and besides it the MLP and the norms of queries and keys."""
+    """Entries that Llama 3 and Qwen 3 have in common, and others: the MLP and the norms of queries and keys."""
     layer, theirs = "layers/{layer}", "model.layers.{layer}"
     entries: dict[str, From | str | None] = {
         "embedder/input_embedding": "model.embed_tokens.weight",

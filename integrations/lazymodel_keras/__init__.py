@@ -7,29 +7,28 @@
     >>> keras_hub.models.GemmaBackbone(**config).save_to_preset("preset")
     >>> mesh = Mesh(np.array(jax.devices()), ("model",))
     >>> model = lk.from_preset(keras_hub.models.GemmaBackbone, "preset", mesh=mesh, rules=lm.auto())
-    >>> abstract = lk.abstract_from_preset(keras_hub.models.GemmaBackbone, "preset")  # stopped before any weight
-    >>> with lk.deferred():  # unchanged code goes the same way
+    >>> abstract = lk.abstract_from_preset(keras_hub.models.GemmaBackbone, "preset")  # reads no weights
+    >>> with lk.deferred():  # the same for unchanged code
     ...     model = keras_hub.models.GemmaBackbone.from_preset("preset")
     >>> def make_model():
     ...     model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(8)])
     ...     model.compile("adam", "mse")
     ...     return model
 
-Examples of docstrings go on from here.
+Examples in docstrings continue from here.
 `lazymodel.build_abstract` takes Keras classes, factories and bound `from_preset` methods.
 """
 
-from lazymodel_keras._began import BEGAN as _BEGAN  # before what takes its time
+from lazymodel_keras._began import BEGAN as _BEGAN  # before slow imports
 
 # isort: split
-from lazymodel_keras import _versions as _versions  # first: what follows fails obscurely with versions that are too old
+from lazymodel_keras import _versions as _versions  # first: with older versions, later imports fail with unclear errors
 
 # isort: split
 from lazymodel._show import clock as _clock
 from lazymodel_keras._adapter import adapter
 from lazymodel_keras._deferred import deferred, load_model
 from lazymodel_keras._model.training import distribution
-from lazymodel_keras._record import kerashub as kerashub
 from lazymodel_keras._train.callbacks import TrainingCheckpoint, TrainingState, training_state
 from lazymodel_keras._train.presets import save_preset
 from lazymodel_keras._train.restore import restore

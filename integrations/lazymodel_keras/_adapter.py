@@ -2,26 +2,210 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import json
+import os
+import sys
+import tempfile
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import keras
 
-from lazymodel import AbstractModel, LazyModelError
+from lazymodel import AbstractModel, CheckpointError, LazyModelError
 from lazymodel._abstract.paths import unique_paths
-from lazymodel_keras import _factories, _upstream
-from lazymodel_keras._build import abstract_build
-from lazymodel_keras._config import plan_model
-from lazymodel_keras._convert import convert_model
-from lazymodel_keras._keywords import check_constructor, check_from_preset, ours
-from lazymodel_keras._model.skeleton import model_variables, replace
+from lazymodel._mapping.given import lazy_values
+from lazymodel._remote.path import Location
+from lazymodel._remote.url import shown
+from lazymodel._save.convert import differences, forget
+from lazymodel._show.progress import progress_for
+from lazymodel._show.quiet import quiet_tensorflow
+from lazymodel._show.text import closest
+from lazymodel.checkpoints._open import located, weight_files
+from lazymodel.checkpoints._untrusted import MAX_JSON, read_at_most
+from lazymodel_keras import _factories
+from lazymodel_keras._build import Keywords, abstract_build
+from lazymodel_keras._gguf.folder import is_gguf
+from lazymodel_keras._model.keras_object import model_variables, replace
+from lazymodel_keras._record.remote import RemoteFiles, check_storage_options
+from lazymodel_keras._train.presets import save_preset
+from lazymodel_keras.hub import abstract_from_preset
+
+
+def _convert_model(
+    cls: str,
+    source: str,
+    destination: str,
+    *,
+    to: str | None = None,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    verify: bool = False,
+    source_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[str]:
+    """Saves a model's folder as another one; returns the differences that `verify` found.
+
+    Args:
+        cls: The name of a class of KerasHub, such as `Gemma3CausalLM`.
+        source: What the class's `from_preset` takes, with `source_options` for a URL.
+        destination: A folder on a disk.
+        to: As for `save_preset`, like further options; None means a preset.
+        dtype: The dtype policy of the new model; None keeps that of the source.
+        quantize: `"int8"` or `"int4"`, as Keras quantizes.
+        verify: True reads everything back and compares it with the source. A Hugging Face folder is always verified:
+            for some shapes, KerasHub's exporters write a layout from which its own importer, and transformers, read
+            other values.
+
+    Raises:
+        LazyModelError: As for `abstract_from_preset` and `save_preset`; KerasHub has no such class.
+    """
+    target = _hub_class(cls)
+    if "://" in destination:
+        raise LazyModelError(f"{destination}: expected the path of a folder, found a URL")
+    if os.path.realpath(source) == os.path.realpath(destination):
+        raise LazyModelError(f"{destination} is what is converted; convert to another path")
+    given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    abstract = abstract_from_preset(target, source, storage_options=source_options, **given)
+    if quantize is not None:
+        # Tokenizers are layers of a task that are never built, and Keras raises if it quantizes them.
+        abstract = abstract.quantize(quantize, filters=lambda layer: layer.built)
+    save_preset(abstract, destination, to=to or "preset", **options)
+    if not verify and to != "huggingface":
+        return []
+    forget([entry.path for entry in os.scandir(destination)])
+    expected = lazy_values(abstract)
+    if to == "huggingface":  # an exported configuration names no task, and has weights only
+        backbone = getattr(target, "backbone_cls", target)
+        try:
+            found = lazy_values(abstract_from_preset(backbone, destination, **given))
+        except CheckpointError as error:
+            return [f"KerasHub, which wrote it, cannot read it: {error}"]
+        found = {path: tensor for path, tensor in found.items() if jnp.issubdtype(tensor.dtype, jnp.floating)}
+    else:  # matched by order, since Keras renumbers some names; presets have no random states
+        found = lazy_values(abstract_from_preset(target, destination, **given))
+        found = {path: one for path, one in zip(expected, found.values(), strict=True) if one.file}
+    expected = {path: tensor for path, tensor in expected.items() if path in found}
+    return list(differences(expected, found, progress_for(options.get("progress")), options.get("max_host_memory")))
+
+
+def _plan_model(
+    source: str,
+    *,
+    cls: str | None = None,
+    dtype: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> AbstractModel[Any]:
+    """The abstract model that a preset or a configuration describes.
+
+    Args:
+        source: A preset's name or URI, the folder of a KerasHub preset or of a Hugging Face model, a GGUF file, a JSON
+            file like their `config.json`, or the URL of such a folder or file. Weights in the folder are what would be
+            loaded; none are needed. For a preset that is not on this machine, only the configuration is fetched, and
+            for a URL also the headers of its weights.
+        cls: The name of a KerasHub class, such as `Gemma3CausalLM`; None is the backbone that the configuration names.
+        dtype: The dtype policy, such as `bfloat16`; None takes it from a Hugging Face configuration (`dtype` or
+            `torch_dtype`), otherwise the default of `from_preset`.
+        storage_options: For a URL: as in `lazymodel.open_checkpoint`.
+
+    Raises:
+        CheckpointError: There is no such preset, file or folder, or KerasHub cannot read it.
+        LazyModelError: KerasHub has no such class.
+    """
+    target = _hub_class(cls or "Backbone")
+    options: dict[str, Any] = {}
+    if not issubclass(target, _hub_class("Backbone")):
+        options["preprocessor"] = None  # it needs vocabularies, and a plan needs no texts
+    if dtype is not None:
+        options["dtype"] = dtype
+        try:
+            keras.dtype_policies.get(dtype)
+        except (TypeError, ValueError) as error:
+            raise LazyModelError(f"{dtype!r} is not a dtype policy of Keras: {error}") from error
+    check_storage_options(source, storage_options)
+    if is_gguf(source):
+        return _planned(target, source, True, {**options, "storage_options": storage_options})
+    if os.path.exists(source) or RemoteFiles().serves(source):
+        where = located(source, storage_options)
+        if not where.is_file():
+            _read_config(where / "config.json", shown(source), options)
+            return _planned(target, source, bool(weight_files(where)), {**options, "storage_options": storage_options})
+        with tempfile.TemporaryDirectory() as folder:
+            config = Path(folder, "config.json")
+            config.write_bytes(read_at_most(where, MAX_JSON, "JSON"))
+            _read_config(config, shown(source), options)
+            try:
+                return _planned(target, folder, False, options)
+            except CheckpointError as error:
+                raise CheckpointError(str(error).replace(folder, shown(source))) from error
+    try:
+        return abstract_from_preset(target, source, load_weights=False, **options)
+    except (CheckpointError, LazyModelError):
+        raise
+    except Exception as error:  # each of KerasHub's hubs has its own errors
+        raise CheckpointError(
+            f"cannot get the configuration of preset {source!r} ({type(error).__name__}: {error}). It is fetched from "
+            "the network unless it was before; give a folder or a config.json instead"
+        ) from error
+
+
+def _hub_class(name: str) -> Any:
+    """Returns KerasHub's class of this name; raises LazyModelError if there is none, or KerasHub is not installed."""
+    try:
+        with quiet_tensorflow():
+            import keras_hub
+    except ModuleNotFoundError as error:
+        raise LazyModelError(
+            f"presets and configurations are read by KerasHub, and {error.name} is not installed: "
+            "pip install 'lazymodel[keras]'"
+        ) from error
+    models: Any = keras_hub.models
+    if (found := getattr(models, name, None)) is None:
+        raise LazyModelError(f"keras_hub.models has no class {name!r}{closest(name, vars(models))}")
+    return found
+
+
+def _read_config(path: Location, source: str, options: dict[str, Any]) -> None:
+    """Adds the dtype of a Hugging Face configuration to options without one.
+
+    Raises CheckpointError if the file exists and does not describe a model.
+    """
+    if not path.exists():
+        return
+    try:
+        config = json.loads(read_at_most(path, MAX_JSON, "JSON").decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{source} is not JSON: {error}") from error
+    if not isinstance(config, dict) or not {"registered_name", "model_type", "architecture"} & set(config):
+        raise CheckpointError(
+            f"{source} is not a model's configuration: it has none of the keys registered_name (KerasHub), "
+            "model_type (Hugging Face) and architecture (timm)"
+        )
+    stated = config.get("dtype") or config.get("torch_dtype")
+    if "dtype" in options or "model_type" not in config or stated not in ("bfloat16", "float16", "float32"):
+        return
+    options["dtype"] = stated
+    if stated != keras.config.floatx():
+        stating = (
+            f"planned in {stated}, as the configuration of {source} states; from_preset takes {keras.config.floatx()}"
+        )
+        print(f"lazymodel: {stating} unless dtype={stated!r} is given", file=sys.stderr)
+
+
+def _planned(target: Any, preset: str, load: bool, options: Mapping[str, Any]) -> AbstractModel[Any]:
+    try:
+        return abstract_from_preset(target, preset, load_weights=load, **options)
+    except (TypeError, AttributeError, IndexError) as error:  # a configuration with values of wrong types
+        raise CheckpointError(f"KerasHub cannot build a model from {shown(preset)}: {error}") from error
 
 
 class KerasAdapter:
-    """Builds Keras classes, bound methods of them such as `from_preset`, and factories that return Keras models.
+    """Builds Keras classes, their bound methods such as `from_preset`, and factories that return Keras models.
 
     Example:
         >>> abstract = lm.build_abstract(keras_hub.models.GemmaBackbone, **config)
@@ -30,10 +214,10 @@ class KerasAdapter:
     """
 
     def matches(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether `build` is a Keras class, a method bound to one, or a factory that may return a Keras model.
+        """Returns True if `build` is a Keras class, a method bound to one, or a function that may build a Keras model.
 
-        A factory says so by being defined in Keras or KerasHub or with its return annotation. Of one that does not, its
-        result will say so; see `_factories`.
+        A function of Keras or KerasHub, or one with a return annotation, is known before it runs. For any other, its
+        result shows it; see `_factories`.
         """
         known = _is_keras(build)
         return _factories.may_be_keras(build) if known is None else known
@@ -43,16 +227,23 @@ class KerasAdapter:
         name = getattr(build, "__qualname__", type(build).__name__)
         if isinstance(build, keras.layers.Layer):
             raise LazyModelError(
-                f"build_abstract got {build.name!r}, a {name} whose variables are there already: pass the class and "
-                "its arguments, or a function that builds it. lm.reshard moves a model that is there"
+                f"build_abstract got {build.name!r}, a {name} whose variables exist already: pass the class and its "
+                "arguments, or a function that builds it. lm.reshard moves an existing model"
             )
         if _is_keras(build) is None:
             return _factories.build_abstract(build, args, kwargs, name)
-        _check_keywords(build, args, kwargs)
-        return abstract_build(functools.partial(build, *args, **kwargs), what=name, loads=False)
+        run = functools.partial(build, *args, **kwargs)  # merges nested partial functions
+        keywords = Keywords(run.keywords.keys(), "", "lazymodel_keras.from_preset")
+        if getattr(run.func, "__name__", "") == "from_preset":
+            keywords = dataclasses.replace(keywords, method=".from_preset")
+            cls: Any = getattr(run.func, "__self__", None)
+            keywords.check_ours(cls)
+            # `from_preset` is looked up while recording, when it is patched.
+            run = functools.partial(lambda *args, **kwargs: cls.from_preset(*args, **kwargs), *run.args, **run.keywords)
+        return abstract_build(run, what=name, loads=False, keywords=keywords)
 
-    from_config = staticmethod(plan_model)
-    convert = staticmethod(convert_model)
+    from_config = staticmethod(_plan_model)
+    convert = staticmethod(_convert_model)
 
     def arrays(self, model: Any) -> dict[str, Any] | None:
         """The values of the variables of a model or layer, its optimizer's and metrics' included."""
@@ -63,27 +254,15 @@ class KerasAdapter:
         return dict(zip(unique_paths([variable.path for variable in variables]), values, strict=True))
 
     def with_arrays(self, model: Any, arrays: Mapping[int, Any]) -> Any:
-        """The model itself, changed in place."""
+        """Sets the arrays in place; returns the model."""
         for variable in model_variables(model):
             if (array := arrays.get(id(variable.value))) is not None:
                 replace(variable, array)
         return model
 
 
-def _check_keywords(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises LazyModelError where a class of KerasHub, or its `from_preset`, would drop a keyword argument."""
-    while isinstance(build, functools.partial):
-        build, args, kwargs = build.func, (*build.args, *args), {**build.keywords, **kwargs}
-    check_constructor(build, kwargs)
-    cls = getattr(build, "__self__", None)
-    if inspect.isclass(cls) and build.__name__ == "from_preset" and _upstream.hub_models() is not None:
-        preset = args[0] if args else kwargs.get("preset")
-        given = [name for name in kwargs if name != "preset" or args]
-        check_from_preset(cls, preset, given, ours(taker="lazymodel_keras.from_preset"))
-
-
 def _is_keras(build: Any) -> bool | None:
-    """Whether something builds Keras models; None for a function that does not say."""
+    """Returns True if something builds Keras models; None for a function that does not show it."""
     while isinstance(build, functools.partial):
         build = build.func
     owner = build if inspect.isclass(build) else getattr(build, "__self__", None)

@@ -1,4 +1,4 @@
-"""When this package began to be imported, for timelines; the first that its `__init__` imports."""
+"""The time at which the import of this package began, for timelines; `__init__` imports this module first."""
 
 import time
 

@@ -1,8 +1,8 @@
-"""Functions of which only the result says whether they are Keras factories: run once, traced and recorded together.
+"""Functions that only their result identifies as Keras factories: they run once, traced and recorded together.
 
-Until it makes its first layer or optimizer, such a function is traced like any other, and what is small is computed
-too. From there on nothing is traced, and it runs as Keras' own factories do. A result that is nothing of Keras' is for
-whoever else builds it.
+Until it creates its first layer or optimizer, such a function is traced like any other, and small arrays are also
+computed. From then on nothing is traced, and it runs like Keras' own factories. If the result is not of Keras, another
+adapter handles it.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ from lazymodel._trace.valued import ValuedTrace
 from lazymodel_keras import _upstream
 from lazymodel_keras._build import finished, recorded
 from lazymodel_keras._record.patches import active, while_recording
-from lazymodel_keras._record.recording import Recording
-from lazymodel_keras._record.session import recording_problem
+from lazymodel_keras._record.recording import Recording, recording_problem
 
 _TRACED = "_traced_by_lazymodel"
-_ANNOTATE = "Say that it builds a Keras model, `def build(...) -> keras.Model:`, and it is run as one from the start"
+_ANNOTATE = "Annotate it as `def build(...) -> keras.Model:`, and it runs as a Keras factory from the start"
 _LARGE_NBYTES = 1 << 20
 
 
 def may_be_keras(build: Any) -> bool:
-    """Whether it is a function, which may return a Keras model."""
+    """Returns True for a function, which may return a Keras model."""
     if not callable(build) or hasattr(build, "init") or hasattr(build, _TRACED):
         return False
-    return jax.tree_util.all_leaves([build])  # others are models, of a framework whose models are pytrees
+    return jax.tree_util.all_leaves([build])  # others are models of a framework whose models are pytrees
 
 
 def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> AbstractModel[Any]:
-    """What `build(*args, **kwargs)`, called `what` in messages, builds, whosever it is."""
-    outcome: list[Callable[[], AbstractModel[Any]]] = []  # where it is Keras'
+    """Returns the abstract model of `build(*args, **kwargs)`, for any framework; `what` names it in messages."""
+    outcome: list[Callable[[], AbstractModel[Any]]] = []  # filled if it is Keras'
     traces: list[ValuedTrace] = []
     inputs = any(isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((args, kwargs)))
 
@@ -53,16 +52,16 @@ def build_abstract(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wh
 
     functools.update_wrapper(traced, build)
     traced.__name__ = getattr(build, "__name__", type(build).__name__)
-    setattr(traced, _TRACED, True)  # no adapter takes it for a Keras factory
+    setattr(traced, _TRACED, True)  # `may_be_keras` is then False
     model = lazymodel.build_abstract(traced, *args, **kwargs)
     return outcome[0]() if outcome else model
 
 
 def _traced(run: Callable[[], Any], what: str) -> Any:
-    """Runs a function that cannot be recorded; what it returns may not be Keras'."""
+    """Runs a function that cannot be recorded; raises if it returns a Keras object."""
     outer: Recording | None = active()
 
-    def refuse() -> None:
+    def reject() -> None:
         raise LazyModelError(
             recording_problem()
             or f"{what} takes arrays of JAX and returns a Keras model, whose layers need their values. {_ANNOTATE}; or "
@@ -70,21 +69,21 @@ def _traced(run: Callable[[], Any], what: str) -> Any:
         )
 
     if outer is not None:
-        outer.on_made = refuse
+        outer.on_made = reject
     try:
         result = run()
     finally:
         if outer is not None:
             outer.on_made = None
     if _has_keras(result):
-        refuse()
+        reject()
     return result
 
 
 def _valued(
     run: Callable[[], Any], what: str, trace: ValuedTrace, outcome: list[Callable[[], AbstractModel[Any]]]
 ) -> Any:
-    """Runs a function that may be a Keras factory; if so, `outcome` gets what returns its abstract model, or raises."""
+    """Runs a function that may be a Keras factory; if so, `outcome` gets a callable that builds the model or raises."""
     recording = Recording()
 
     def made() -> None:
@@ -101,7 +100,7 @@ def _valued(
         except Exception as error:
             if not trace.left:
                 raise
-            outcome.append(functools.partial(_raise, error))  # there is nothing about a trace to explain
+            outcome.append(functools.partial(_raise, error))  # outside of the trace, which would explain it
             return None
         finally:
             recording.on_made = None
@@ -132,7 +131,7 @@ def _raise(error: Exception) -> AbstractModel[Any]:
 
 @while_recording(keras.Operation, "__new__")
 @while_recording(_upstream.OptimizerBase, "__init__")
-def _tell(recording: Recording, original: Any, *args: Any, **kwargs: Any) -> Any:
+def _notify(recording: Recording, original: Any, *args: Any, **kwargs: Any) -> Any:
     recording.is_outermost()
     if recording.on_made is not None:
         recording.on_made()

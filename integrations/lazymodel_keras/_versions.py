@@ -1,6 +1,6 @@
-"""The oldest Keras and KerasHub that this package works with, checked before anything of theirs is used.
+"""The oldest Keras and KerasHub that this package works with, checked before anything of them is used.
 
-Older ones lack the private parts in `_upstream`, and would fail in ways that say nothing to whoever has them installed.
+In older versions private parts that `_upstream` uses are missing, and errors would not show the reason.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(text, name=error.name) from error
 
 # As declared in `pyproject.toml`; the oldest with which the tests pass.
-OLDEST_KERAS = "3.13.2"  # earlier ones read sharded weight files in another way
+OLDEST_KERAS = "3.13.2"  # earlier ones read sharded weight files differently
 OLDEST_KERAS_HUB = "0.26"
 
 
 def _parts(version: str) -> tuple[int, ...]:
-    """The numbers of a release; what comes after them, `rc1` or `.dev2026`, does not count."""
+    """The numbers of a release; suffixes such as `rc1` or `.dev2026` do not count."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
@@ -35,7 +35,7 @@ def _require(name: str, found: str, oldest: str) -> None:
 
 _require("Keras", keras.__version__, OLDEST_KERAS)
 try:
-    # Importing KerasHub takes its time, and plain Keras models do without it.
+    # Importing KerasHub is slow, and plain Keras models do not need it.
     _keras_hub = metadata.version("keras-hub")
 except metadata.PackageNotFoundError:
     pass

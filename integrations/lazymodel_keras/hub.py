@@ -1,11 +1,12 @@
-"""KerasHub presets: KerasHub builds and converts, the values are streamed to where they belong.
+"""KerasHub presets: KerasHub builds and converts, and the values are streamed to their devices.
 
-`from_preset` is the drop-in for `cls.from_preset`; `abstract_from_preset` is the same stopped before any byte of a
-weight was read. KerasHub's own constructors, preset loaders and converters run unchanged.
+`from_preset` replaces `cls.from_preset`; `abstract_from_preset` does the same without reading any weight. KerasHub's
+own constructors, preset loaders and converters run unchanged.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,17 +14,18 @@ from typing import Any, TypeVar
 
 import jax
 
-from lazymodel import AbstractModel, CheckpointError, Compile, Progress
+from lazymodel import AbstractModel, CheckpointError, Compile, LazyModelError, Progress
 from lazymodel._remote.url import shown
 from lazymodel._sharding.rules import Rules
 from lazymodel._show.progress import ReportTo
 from lazymodel._show.text import closest
-from lazymodel.checkpoints._foreign import foreign
+from lazymodel.checkpoints._open import foreign
 from lazymodel.checkpoints._verify import Verify
-from lazymodel_keras._build import abstract_build, require_rules
+from lazymodel_keras import _upstream
+from lazymodel_keras._build import Keywords, abstract_build, require_rules
 from lazymodel_keras._gguf.folder import is_gguf
-from lazymodel_keras._keywords import check_class, check_from_preset, ours
 from lazymodel_keras._record.patches import collecting_patches
+from lazymodel_keras._record.recording import LoadOptions
 from lazymodel_keras._record.remote import check_storage_options
 
 T = TypeVar("T")
@@ -48,29 +50,29 @@ def from_preset(
     report: ReportTo = None,
     **kwargs: Any,
 ) -> T:
-    """Does what `cls.from_preset(preset, load_weights, **kwargs)` does, with nothing ever whole on one device.
+    """Does what `cls.from_preset(preset, load_weights, **kwargs)` does, but never holds the model whole on one device.
 
-    The result is an ordinary Keras model, equal bit for bit to what the stock call returns. It is short for
-    `abstract_from_preset(…).shard(mesh, rules).materialize()`; to quantize the model, or to give it LoRA pairs, say
-    these steps.
+    The result is an ordinary Keras model, equal bit for bit to that of the stock call. It is short for
+    `abstract_from_preset(…).shard(mesh, rules).materialize()`; use these steps to quantize the model, or to add LoRA
+    pairs.
 
     Args:
-        cls: See `abstract_from_preset`, as for `preset`, `load_weights`, `strict`, `verify`, `storage_options` and what
-            KerasHub takes.
+        cls: See `abstract_from_preset`, also for `preset`, `load_weights`, `strict`, `verify`, `storage_options` and
+            arguments of KerasHub.
         mesh: The devices; None uses the active `keras.distribution` if there is one, else one device.
         rules: Sharding rules that go with `mesh`; see `AbstractModel.shard`.
-        on_unmatched: What to do about large variables without a rule, likewise.
-        max_host_memory: See `AbstractModel.materialize`, as for `replicas`, `progress` and `report`.
-        compile: What will be called, compiled while the weights come, one or a list: `lm.Compile("generate", batch=1,
+        on_unmatched: Handling of large variables without a rule, likewise.
+        max_host_memory: See `AbstractModel.materialize`, also for `replicas`, `progress` and `report`.
+        compile: What to compile while the weights are loaded, one or a list: `lm.Compile("generate", batch=1,
             sequence=256)`, with the `max_length` and number of prompts of the call, `lm.Compile("predict", batch=8)`,
-            `lm.Compile("train", batch=8)`, which builds the optimizer as well, or a jitted function of yours. See
-            `lazymodel.Compile`, and docs/cold_start.md for what Keras compiles when. True and False are KerasHub's own:
-            whether a task gets its default optimizer, loss and sampler.
+            `lm.Compile("train", batch=8)`, which builds the optimizer as well, or your own jitted function. See
+            `lazymodel.Compile`, and docs/cold_start.md for what Keras compiles when. True and False are KerasHub's own
+            option: True gives a task its default optimizer, loss and sampler.
 
     Raises:
-        CheckpointError: As `abstract_from_preset`, and so is LazyModelError.
+        CheckpointError: As for `abstract_from_preset`, and so is LazyModelError.
         ShardingError: The rules do not fit.
-        DoesNotFitError: What is compiled does not fit the devices; see `AbstractModel.materialize`.
+        DoesNotFitError: A compiled program does not fit the devices; see `AbstractModel.materialize`.
 
     Example:
         >>> model = lk.from_preset(keras_hub.models.GemmaBackbone, "preset", mesh=mesh, rules="auto", dtype="bfloat16")
@@ -85,14 +87,10 @@ def from_preset(
     require_rules(mesh, rules)
     if isinstance(compile, bool):
         kwargs, compile = {**kwargs, "compile": compile}, None
-    given = ours(
-        *("on_unmatched", "mesh", "rules", "max_host_memory", "replicas", "compile", "progress", "report"),
-        *("strict", "verify", "storage_options"),
-    )
-    options = {"strict": strict, "verify": verify, "storage_options": storage_options}
     streaming: Any = {"max_host_memory": max_host_memory, "replicas": replicas, "progress": progress, "report": report}
     with collecting_patches.needed():
-        abstract = _abstract(cls, preset, load_weights, kwargs, given, **options)
+        options = LoadOptions(strict, verify=verify, storage_options=storage_options)
+        abstract = _abstract(cls, preset, load_weights, options, kwargs)
         if mesh is not None:
             abstract = abstract.shard(mesh, rules, on_unmatched=on_unmatched)
         return abstract.materialize(compile=compile, **streaming)
@@ -109,85 +107,101 @@ def abstract_from_preset(
     storage_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> AbstractModel[T]:
-    """The abstract model of what `cls.from_preset(preset, load_weights, **kwargs)` returns; it carries its checkpoint.
+    """The abstract model of `cls.from_preset(preset, load_weights, **kwargs)`, together with its checkpoint.
 
     `print(abstract.plan())` shows what would be loaded and initialized. Shardings are those of the active
-    `keras.distribution` if there is one; `shard` gives others.
+    `keras.distribution` if there is one; `shard` assigns others.
 
     Args:
         cls: A KerasHub backbone or task class.
         preset: Anything that KerasHub resolves: a preset's name or URI, a preset folder, a Hugging Face folder. Or a
-            GGUF file of a model that llama.cpp and KerasHub both know, vocabulary included; see docs/keras.md. Or the
+            GGUF file of a model that both llama.cpp and KerasHub know, vocabulary included; see docs/keras.md. Or the
             URL of such a folder or file: `gs://`, `s3://`, `az://`, `https://` or
-            `hf://owner/name[@revision][/folder]`. Of a folder at a URL, the configuration, vocabularies and other small
-            files that KerasHub asks for (256 MiB at most) are fetched into a temporary folder, and weights are streamed
-            from where they are. Without obstore (`pip install 'lazymodel[remote]'`), KerasHub downloads `hf://` and
-            `gs://` as it does by itself.
-        load_weights: Whether to load weights; if not, every variable is initialized on its devices.
-        strict: Whether weights that the model has no variable for are an error; if not, they are left out with a
-            warning that lists them. Of a Hugging Face or timm folder, this is what KerasHub's converter did not ask
-            for, in all shards, but for what converters leave out on purpose: buffers such as rotary tables, tied
-            weights that are stored twice, heads of other tasks. Scales and other parts of quantized weights that
-            nothing takes are an error even then.
-        cast: As in `AbstractModel.materialize`: `"safe"` makes it an error where a tensor of a file could lose what it
-            means in its variable's dtype, which stock Keras casts in silence; `"unsafe"` casts as Keras does.
-        verify: Whether to hash the weight files that are opened, and the index and shards that belong to them, before
-            anything of them is used; as in `lazymodel.open_checkpoint`, with names relative to their folder. Other
-            files of a preset, such as its configuration and vocabulary, are not hashed; nor is anything at a URL, of
-            which this is an error.
+            `hf://owner/name[@revision][/folder]`. From a folder at a URL, the configuration, vocabularies and other
+            small files that KerasHub requests (256 MiB at most) are fetched into a temporary folder, and weights are
+            streamed from the URL. Without obstore (`pip install 'lazymodel[remote]'`), KerasHub downloads `hf://` and
+            `gs://` by itself.
+        load_weights: True loads weights; False initializes every variable on its devices.
+        strict: True raises for weights that the model has no variable for; False omits them, with a warning that lists
+            them. For a Hugging Face or timm folder, these are weights in any shard that KerasHub's converter did not
+            request, except what converters omit on purpose: buffers such as rotary tables, tied weights that are
+            stored twice, heads of other tasks. Unused scales and other parts of quantized weights always raise.
+        cast: As in `AbstractModel.materialize`: `"safe"` raises if a tensor of a file could lose its meaning in its
+            variable's dtype, which stock Keras casts silently; `"unsafe"` casts like Keras.
+        verify: True hashes the weight files that are opened, and the index and shards that belong to them, before they
+            are used; as in `lazymodel.open_checkpoint`, with names relative to their folder. Other files of a preset,
+            such as its configuration and vocabulary, are not hashed; neither are files at a URL, for which this raises.
         storage_options: For a URL: as in `lazymodel.open_checkpoint`.
-        **kwargs: Passed on to KerasHub, such as `dtype` or `num_classes`. What neither its loader nor the class takes
-            is an error; KerasHub would leave it out in silence.
+        **kwargs: Passed on to KerasHub, such as `dtype` or `num_classes`. An argument that neither its loader nor the
+            class takes raises; KerasHub would drop it silently.
 
     Raises:
-        CheckpointError: The preset, or a file or tensor of it, is missing, corrupt, quantized in a way that is not
-            read, or does not match the model, or has what the model has no variable for (with `strict`); with `verify`,
-            also a file whose content has another hash, or whose hash nobody states.
-        LazyModelError: Nobody takes an argument.
+        CheckpointError: The preset, or a file or tensor of it, is missing, corrupt, quantized in an unknown way, does
+            not match the model, or is unexpected (with `strict`); with `verify`, also if the hash of a file differs or
+            no hash is stated.
+        LazyModelError: An argument is unknown.
 
     Example:
         >>> abstract = lk.abstract_from_preset(keras_hub.models.GemmaBackbone, "preset")
         >>> abstract.shard(mesh, lm.auto()).plan().read_nbytes == abstract.nbytes
         True
     """
-    given = ours("strict", "cast", "verify", "storage_options")
-    options = {"strict": strict, "cast": cast, "verify": verify, "storage_options": storage_options}
-    return _abstract(cls, preset, load_weights, kwargs, given, **options)
+    return _abstract(cls, preset, load_weights, LoadOptions(strict, cast, verify, storage_options), kwargs)
 
 
 def _abstract(
-    cls: Any, preset: Any, load_weights: bool, kwargs: dict[str, Any], given: dict[str, str], **options: Any
+    cls: Any, preset: Any, load_weights: bool, options: LoadOptions, kwargs: dict[str, Any]
 ) -> AbstractModel[Any]:
-    check_class(cls)
-    preset = os.fspath(preset)  # KerasHub takes strings only
-    check_storage_options(preset, options["storage_options"])
+    _check_class(cls)
+    preset = os.fspath(preset)  # KerasHub only takes strings
+    check_storage_options(preset, options.storage_options)
     check_preset(preset)
-
-    def build() -> Any:
-        # Within the recording, which knows how to read what is at a URL.
-        check_from_preset(cls, preset, kwargs, given)
-        return cls.from_preset(preset, load_weights, **kwargs)
-
+    keywords = Keywords(kwargs.keys())
+    keywords.check_ours(cls)
+    what = f"{cls.__name__}.from_preset({shown(preset)!r})"
     try:
-        return abstract_build(build, what=f"{cls.__name__}.from_preset({shown(preset)!r})", loads=True, **options)
+        return abstract_build(
+            lambda: cls.from_preset(preset, load_weights, **kwargs),  # looked up while recording
+            what=what,
+            loads=True,
+            options=options,
+            keywords=keywords,
+        )
     except CheckpointError as error:
         if not (hint := _hint(preset, error)):
             raise
         raise CheckpointError(f"{str(error).rstrip('.')}; {hint}") from error
 
 
+def _check_class(cls: Any) -> None:
+    """Raises LazyModelError for anything but a class with `from_preset`, such as the name of one."""
+    if inspect.isclass(cls) and callable(getattr(cls, "from_preset", None)):
+        return
+    models: Any = _upstream.hub_models()
+    names = [] if models is None else [name for name in vars(models) if inspect.isclass(getattr(models, name))]
+    if isinstance(cls, str) and (name := cls.rpartition(".")[2]) in names:
+        hint = f"pass the class itself, keras_hub.models.{name}"
+    elif isinstance(cls, str):
+        hint = f"pass the class itself, not a name{closest(cls, names)}"
+    elif inspect.isclass(type(cls)) and hasattr(type(cls), "from_preset"):
+        hint = f"pass its class, {type(cls).__name__}"
+    else:
+        hint = "pass a class that has from_preset"
+    raise LazyModelError(f"expected a KerasHub class, such as keras_hub.models.GemmaCausalLM; got {cls!r}: {hint}")
+
+
 def _hint(preset: str, error: CheckpointError) -> str:
-    """What to do about a preset whose weights are in a form that is not read, or whose hub does not answer."""
+    """A hint for a preset whose weights have an unsupported form, or whose hub does not answer."""
     if os.path.isdir(preset):
         return foreign(os.listdir(preset)).strip() if "safetensors` doesn't exist" in str(error) else ""
-    # requests' errors are an OSError; KerasHub takes a hub that does not answer for one without the file.
+    # requests' errors are an OSError; KerasHub treats a hub that does not answer like one without the file.
     unanswered = isinstance(error.__cause__, OSError) or "has no config.json" in str(error)
-    said = "if the hub cannot be reached from here, download the preset elsewhere, and pass its folder"
-    return said if unanswered and _OF_A_HUB.match(preset) else ""
+    fix = "if the hub cannot be reached from here, download the preset elsewhere, and pass its folder"
+    return fix if unanswered and _OF_A_HUB.match(preset) else ""
 
 
 def check_preset(preset: str) -> None:
-    """Raises CheckpointError for a preset folder that is not there or not a preset, before anything is built."""
+    """Raises CheckpointError for a preset folder that does not exist or is not a preset, before anything is built."""
     if "://" in preset or is_gguf(preset):
         return
     if os.path.isdir(preset):
@@ -201,7 +215,7 @@ def check_preset(preset: str) -> None:
         raise CheckpointError(f"{preset} is a file; a preset is a folder with a config.json")
     if preset.startswith((".", "~")) or os.sep in preset:
         named = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", preset)
-        of_hub = f"; of the Hugging Face hub it is 'hf://{preset}'" if named else ""
+        of_hub = f"; on the Hugging Face hub it is 'hf://{preset}'" if named else ""
         raise CheckpointError(f"preset folder {preset} does not exist{of_hub}")
     import keras_hub
 

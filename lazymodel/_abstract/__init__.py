@@ -1,1 +1,1 @@
-"""The model as data: variables, their paths, who holds them, and the adapters of frameworks."""
+"""The model as data: variables, their paths and placement, and the adapters of frameworks."""

@@ -1,6 +1,6 @@
-"""What a framework does for an abstract model, and the types in which it says so.
+"""The interface between a framework and an abstract model.
 
-Responsible for the interface and for how plain pytrees answer it; Flax and Keras derive their own from `Framework`.
+Responsible for the interface and its implementation for plain pytrees; Flax and Keras derive theirs from `Framework`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,38 @@ from typing import Any, NoReturn, Protocol
 import jax
 from jax.sharding import Sharding
 
-from lazymodel._abstract.memory import on_device
-from lazymodel._abstract.outline import Outline
 from lazymodel._abstract.paths import path_text
-from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._abstract.variable import AbstractVariable, on_device
 from lazymodel._errors import LazyModelError
+
+# Arrays that do not exist yet: everything that JAX traces and lowers by, without values.
+#
+# `jax.ShapeDtypeStruct` has the same, but is not a `jax.Array`, and code that sorts a model's leaves checks for arrays:
+# Equinox' `filter_jit` and `partition` would treat a struct as static, which it is not when the function is called.
+
+
+class _Outline(jax.Array):
+    """A `jax.ShapeDtypeStruct` in place of an array; for lowering, it is an array that is committed to its sharding,
+    or, without one, an array that is not committed.
+    """
+
+    def __init__(self, struct: jax.ShapeDtypeStruct) -> None:
+        self._struct = struct
+
+    shape: Any = property(lambda self: self._struct.shape)
+    dtype: Any = property(lambda self: self._struct.dtype)
+    ndim: Any = property(lambda self: self._struct.ndim)
+    size: Any = property(lambda self: self._struct.size)
+    weak_type: Any = property(lambda self: self._struct.weak_type)
+    sharding: Any = property(lambda self: self._struct.sharding)
+    format: Any = property(lambda self: self._struct.format)
+
+    def __repr__(self) -> str:
+        return f"Outline({self._struct})"
 
 
 class Optimizer(Protocol):
-    """What `with_optimizer` takes: an Optax `GradientTransformation`, or another object with its `init`."""
+    """An optimizer: an Optax `GradientTransformation`, or another object with its `init`."""
 
     @property
     def init(self) -> Callable[[Any], Any]:
@@ -31,57 +54,57 @@ class Optimizer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """The start of an optimizer, in the form that a framework gives it."""
+    """The start of an optimizer, in the form of a framework."""
 
     state: Any  # the optimizer's state, any pytree
-    finish: Callable[[Any, Any], Any]  # of the finished model and state, to what `materialize` is to return
+    finish: Callable[[Any, Any], Any]  # (finished model, state) → the result of `materialize`
     path_of: Callable[[Sequence[Any]], str]  # names a leaf of the state from its `jax.tree_util` key path
-    parameters: Mapping[str, str]  # where in a tree of parameters each is, as `path_of` says, to its variable's path
+    parameters: Mapping[str, str]  # path in a tree of parameters, named by `path_of` → path of the variable
 
 
 @dataclasses.dataclass(frozen=True)
 class Derived:
-    """State that is computed from the values of parameters, and so after them, whether loaded or initialized."""
+    """State that is computed from the values of parameters, and so after them, loaded or initialized."""
 
     paths: tuple[str, ...]
-    parameters: tuple[str, ...]  # the paths of those that it takes
+    parameters: tuple[str, ...]  # the paths of the parameters that it needs
     function: Callable[[Mapping[str, Any]], Mapping[str, Any]]  # path → parameter to path → state; traceable
 
     def compute(
-        self, wanted: Sequence[str], arrays: Mapping[str, jax.Array], shardings: Mapping[str, Sharding]
+        self, paths: Sequence[str], arrays: Mapping[str, jax.Array], shardings: Mapping[str, Sharding]
     ) -> dict[str, jax.Array]:
-        """Some of it, each shard directly on its device, in buffers of its own."""
+        """The state at these paths, each shard directly on its device, in separate buffers."""
 
         def some(parameters: Mapping[str, Any]) -> dict[str, Any]:
             found = self.function({path: on_device(each, shardings[path]) for path, each in parameters.items()})
-            # A parameter that is returned as it is would be the parameter's own buffer, which training gives away.
-            return {path: jax.numpy.copy(found[path]) for path in wanted}
+            # A parameter that is returned unchanged would be the parameter's own buffer, which training donates.
+            return {path: jax.numpy.copy(found[path]) for path in paths}
 
-        placed = {path: shardings[path] for path in wanted}
+        placed = {path: shardings[path] for path in paths}
         return jax.jit(some, out_shardings=placed)({path: arrays[path] for path in self.parameters})
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedFunction:
-    """A forward pass or loss that a framework knows of."""
+    """A forward pass or loss that a framework provides."""
 
-    function: Callable[..., Any]  # of the model's own pytree and the inputs; a training step's returns the scalar loss
+    function: Callable[..., Any]  # takes the model's own pytree and the inputs; for training, returns the scalar loss
     inputs: tuple[Any, ...]  # pytrees of `jax.ShapeDtypeStruct`; the first dimension of each is the batch
-    description: str  # what it computes, for people
+    description: str  # what it computes, as text
 
 
 @dataclasses.dataclass(frozen=True)
 class LoweredFunction:
     """A program that will be run, not compiled yet."""
 
-    description: str  # what it computes, for people, such as "predict: gemma of 1 × 128 int32"
+    description: str  # what it computes, as text, such as "predict: gemma of 1 × 128 int32"
     lowered: jax.stages.Lowered
-    # Given the compiled program, compiles small ones that are run with it, such as by running them on zeros.
+    # Takes the compiled program, and compiles small ones that are run with it, for example by running them on zeros.
     besides: Callable[[jax.stages.Compiled], object] | None = None
 
 
 class Framework:
-    """What the framework of a model does with it; as it is, for a model that is a plain pytree.
+    """The operations of a framework on its models; this class is for a model that is a plain pytree.
 
     `unflatten` takes a mapping of path to anything and returns it in the user's own pytree structure.
     """
@@ -94,29 +117,29 @@ class Framework:
         return self._unflatten(leaves)
 
     def check_placed(self, variables: Mapping[str, AbstractVariable]) -> None:
-        """Raises ShardingError, before anything is made, where the user's object could not work with its variables."""
+        """Raises ShardingError, before anything is created, if the user's object could not use its variables there."""
 
     def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
-        """The user's object, of path → finished array."""
+        """The user's object, from path → finished array."""
         return self.structure(arrays)
 
     def outline(self, struct: jax.ShapeDtypeStruct) -> Any:
-        """What stands for an array in what a jitted function is lowered with."""
-        return Outline(struct)
+        """The placeholder of an array for lowering a jitted function."""
+        return _Outline(struct)
 
     @contextlib.contextmanager
     def outlined(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> Generator[Any]:
-        """What `rebuild` returns, with an `outline` in the place of each array: what a jitted function is lowered with.
+        """The model with an `outline` in place of each array, to lower a jitted function with.
 
-        `structs` say of every path what the finished array will be: its sharding (None for a NumPy array), layout and
-        weak type. The object holds the outlines for as long as the context lasts.
+        `structs` describe the finished array of every path: its sharding (None for a NumPy array), layout and
+        weak type. The object holds the outlines only in the context.
         """
         yield self.structure({path: self.outline(struct) for path, struct in structs.items()})
 
     def prepared(
         self, model: Any, what: str, *, inputs: Sequence[Any] = (), batch: int | None, sequence: int | None
     ) -> Any:
-        """The abstract model with the variables that one of its own functions makes on its first call, such as an
+        """The abstract model with the variables that one of its own functions creates on its first call, such as an
         optimizer's state; arguments are as for `lowered`, before which this is called.
         """
         return model
@@ -130,18 +153,18 @@ class Framework:
         batch: int | None,
         sequence: int | None,
     ) -> Sequence[LoweredFunction]:
-        """What the model's own functions will run, traced and lowered, so that compiling it leaves their first call
-        nothing to compile.
+        """The programs of the model's own functions, traced and lowered; once they are compiled, the first call of the
+        functions compiles nothing.
 
         Args:
             what: `"predict"`, `"train"` or `"generate"`.
             structs: As for `outlined`.
-            inputs: What it will be called with; empty where the framework is to tell.
-            batch: Batch size; None is what the framework takes for usual.
+            inputs: Arguments of the future call; empty if the framework can infer them.
+            batch: Batch size; None is the framework's default.
             sequence: Sequence length; None likewise.
 
         Raises:
-            LazyModelError: The model has no such function, or does not say what it takes.
+            LazyModelError: The model has no such function, or does not define its inputs.
         """
         raise LazyModelError(
             f"only Keras models have functions of their own to compile, and {what!r} is one of those: pass the jitted "
@@ -151,7 +174,7 @@ class Framework:
     def start_training(
         self, variables: Mapping[str, AbstractVariable], optimizer: Optimizer, leaves: Mapping[str, Any]
     ) -> Training:
-        """Starts an optimizer on the model's own tree, with None in place of everything that is not trained.
+        """Starts an optimizer on the model's own tree, with None in place of variables that are not trained.
 
         `leaves` is path → array of the parameters that are trained; called while tracing.
         """
@@ -162,7 +185,7 @@ class Framework:
         return Training(state, lambda model, state: (model, state), path_text, places)
 
     def forward(self, what: str, *, batch: int, sequence: int | None) -> PlannedFunction | None:
-        """The model's own forward pass (`what="forward"`) or loss (`"train"`), where the framework knows one."""
+        """The model's own forward pass (`what="forward"`) or loss (`"train"`), if the framework provides one."""
         return None
 
     def quantize(self, model: Any, how: Any, filters: Any) -> Any:
@@ -184,5 +207,5 @@ class _Place:
 def _refuse(model: Any, what: str, stated: str) -> NoReturn:
     raise LazyModelError(
         f"only Keras models are {what} as a step, and {model.name} is not one: build it with layers that are {what} "
-        f"already. plan(what_if=lazymodel.WhatIf({stated})) says what they would take"
+        f"already. plan(what_if=lazymodel.WhatIf({stated})) shows their memory"
     )

@@ -1,9 +1,9 @@
-"""Paths of variables: from a pytree's keys, made unique, as rules see them, and patterns of them with captures."""
+"""Paths of variables: from a pytree's keys, made unique, in the form for rules, and patterns of paths with captures."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard, cast
 
 import jax
@@ -13,7 +13,7 @@ from lazymodel._errors import LazyModelError
 Captures: TypeAlias = "dict[str, str]"
 PathOf: TypeAlias = "Callable[[Sequence[Any]], str]"  # names a leaf from its `jax.tree_util` key path
 
-OPTIMIZER = "optimizer/"  # how the paths of optimizer state begin
+OPTIMIZER = "optimizer/"  # prefix of the paths of optimizer state
 
 
 def path_text(path: Sequence[Any]) -> str:
@@ -31,7 +31,7 @@ def is_trained_pair(tree: Any) -> TypeGuard[tuple[Any, Any]]:
 
 
 def _is_state(tree: Any) -> bool:
-    """Returns True for a named tuple that is called a state, as all of Optax are, and for a tuple that has one."""
+    """Returns True for a named tuple whose name ends in `State`, as all of Optax' do, and for a tuple with one."""
     if not isinstance(tree, tuple):
         return False
     if hasattr(cast(Any, tree), "_fields"):
@@ -53,7 +53,7 @@ def path_of(tree: Any) -> PathOf:
 def unique_paths(paths: Sequence[str]) -> list[str]:
     """Makes repeated paths unique, in order: `a`, `a` → `a`, `a#2`."""
     unique = list(paths)
-    while len(set(unique)) != len(unique):  # once is not enough where "a#2" is someone's own name
+    while len(set(unique)) != len(unique):  # once is not enough if "a#2" is another variable's own name
         seen: dict[str, int] = {}
         for index, path in enumerate(unique):
             seen[path] = seen.get(path, 0) + 1
@@ -62,8 +62,17 @@ def unique_paths(paths: Sequence[str]) -> list[str]:
 
 
 def rule_path(path: str) -> str:
-    """The path without the `#2` that keeps equal paths apart."""
+    """The path without the `#2` that distinguishes equal paths."""
     return re.sub(r"#\d+$", "", path)
+
+
+def matched_paths(pattern: str, paths: Iterable[str], error: type[Exception], what: str) -> list[str]:
+    """The paths that a regular expression matches completely; raises `error`, naming `what`, if it is not one."""
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, TypeError) as problem:
+        raise error(f"{what}={pattern!r} is not a regular expression: {problem}") from problem
+    return [path for path in paths if compiled.fullmatch(rule_path(path))]
 
 
 def flatten_paths(tree: Any, *, only: tuple[type, ...] = (object,)) -> dict[str, Any]:
@@ -77,7 +86,7 @@ def flatten_paths(tree: Any, *, only: tuple[type, ...] = (object,)) -> dict[str,
 class Template:
     """A name with captures: `{layer}` stands for text without `/` and `.`, `{rest...}` for any text.
 
-    With `regex`, what stands outside of captures is a regular expression, whose own braces have numbers in them.
+    With `regex`, the text outside of captures is a regular expression, whose own braces contain numbers.
     """
 
     def __init__(self, text: str, *, regex: bool = False) -> None:
@@ -104,12 +113,12 @@ class Template:
             raise LazyModelError(f"pattern {text!r} is not a regular expression: {error}") from error
 
     def match(self, name: str) -> Captures | None:
-        """What each capture stands for; None where the name is another."""
+        """The text of each capture; None if the name does not match."""
         found = self._regex.fullmatch(name)
         return None if found is None else found.groupdict("")
 
     def fill(self, captures: Mapping[str, str]) -> str:
-        """The name, with those captures filled in that are known."""
+        """The name, with the known captures filled in."""
         return "".join(captures.get(_name(part), part) if index % 2 else part for index, part in enumerate(self._parts))
 
 

@@ -1,6 +1,6 @@
-"""Who holds what: the sharding of every variable, the devices that hold it, and the bytes on each.
+"""Placement: the sharding of every variable, the devices that hold it, and the bytes on each.
 
-Devices may be here, only be compiled for, or be mere numbers of a mesh. What one has room for is not asked here.
+Devices may exist, be compile-only, or be mere numbers of a mesh. Their free memory is not considered here.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
-from lazymodel._abstract.memory import is_offloaded
-from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._abstract.variable import AbstractVariable, is_offloaded
 
 Signature: TypeAlias = "frozenset[Hashable]"
 
 
 def device_shardings(variables: Mapping[str, AbstractVariable]) -> dict[str, Sharding]:
-    """The sharding that each variable will be materialized with; one default device where none was assigned."""
+    """The sharding that each variable will be materialized with; the default device if none was assigned."""
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return {path: variable.sharding or default for path, variable in variables.items()}
 
 
 def is_narrowed(dtype: Any) -> bool:
-    """Whether arrays of a NumPy dtype lose bits on their way to a device."""
+    """Returns True if arrays of a NumPy dtype lose bits on their way to a device."""
     return bool(np.dtype(dtype) != jax.dtypes.canonicalize_dtype(dtype))
 
 
 def stays_on_host(variable: AbstractVariable) -> bool:
-    """Whether a variable is materialized as a NumPy array, and no device holds any of it."""
+    """Returns True if a variable is materialized as a NumPy array, and no device holds any of it."""
     if not variable.on_host:
         return False
     split = variable.sharding is not None and not variable.sharding.is_fully_replicated
@@ -39,16 +38,16 @@ def stays_on_host(variable: AbstractVariable) -> bool:
 
 
 class Placement:
-    """The devices of shardings, told apart only where they differ in what they can hold.
+    """The devices of shardings, grouped by what they hold.
 
     Every device of a mesh holds as many bytes of a variable as any other, so thousands of variables on thousands of
-    devices come down to one group.
+    devices form one group.
 
     Attributes:
-        group: Path to what stands for its devices, a mesh or a set.
-        devices: Device to the groups that it belongs to; numbers stand for the devices of a mesh that has none.
-        signatures: How many devices belong to the same groups.
-        meshes: The meshes of the shardings that have one.
+        group: Path → the key of its devices, a mesh or a set.
+        devices: Device → the groups that it belongs to; numbers stand for the devices of a mesh that has none.
+        signatures: The number of devices that belong to the same groups.
+        meshes: The meshes of all shardings that have one.
     """
 
     def __init__(self, shardings: Mapping[str, Sharding]) -> None:
@@ -66,14 +65,14 @@ class Placement:
         self.meshes: list[Any] = [g for g in dict.fromkeys(self.group.values()) if not isinstance(g, frozenset)]
 
     def held(self, amounts: Mapping[str, int]) -> dict[Signature, int]:
-        """How many of these bytes by path each kind of device holds."""
+        """Bytes on each kind of device, from bytes by path."""
         by_group: collections.Counter[Hashable] = collections.Counter()
         for path, nbytes in amounts.items():
             by_group[self.group[path]] += nbytes
         return {signature: sum(by_group[group] for group in signature) for signature in self.signatures}
 
-    def fullest(self, amounts: Mapping[str, int]) -> tuple[Signature, int]:
-        """The kind of device that holds most of these bytes, and how many."""
+    def most_loaded(self, amounts: Mapping[str, int]) -> tuple[Signature, int]:
+        """The kind of device with most of these bytes, and their number."""
         return max(self.held(amounts).items(), key=lambda item: item[1], default=(frozenset[Hashable](), 0))
 
 
@@ -85,7 +84,7 @@ def _members(group: Any) -> Iterator[Any]:
 
 
 def device_nbytes(variables: Iterable[AbstractVariable]) -> dict[Any, int]:
-    """Bytes of variables on each device that holds any of those with a sharding."""
+    """Bytes on each device that holds any of these variables, for variables with a sharding."""
     placed = {variable.path: variable for variable in variables if variable.sharding is not None}
     placement = Placement({path: cast("Sharding", variable.sharding) for path, variable in placed.items()})
     held = placement.held({path: resident_nbytes(variable) for path, variable in placed.items()})

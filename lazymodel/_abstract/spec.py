@@ -1,7 +1,7 @@
-"""The abstract model as data: its variables, how each comes to be, and nothing allocated.
+"""The abstract model as data: its variables and the sources of their values; nothing is allocated.
 
-Every stage takes a `ModelSpec` and returns one of the same class with other fields; it knows no framework but by the
-`Framework` that an adapter gave it, and decides nothing itself.
+Every stage takes a `ModelSpec` and returns one of the same class with other fields. It knows a framework only through
+the `Framework` of an adapter, and decides nothing itself.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from lazymodel._tensors.stored import MismatchedTensor, StoredTensor
 
 @dataclasses.dataclass(frozen=True)
 class Optimized:
-    """What an optimizer that a model has trains."""
+    """The variables that a model's optimizer trains."""
 
     paths: tuple[str, ...]  # of the parameters
-    model: ModelSpec | None = None  # as it was without the optimizer; None where the user's own object holds both
-    memory_kind: str | None = None  # where the parameters' state lies; None is the devices' own memory
+    model: ModelSpec | None = None  # the model without the optimizer; None if the user's own object holds both
+    memory_kind: str | None = None  # kind of memory of the parameters' state; None is the devices' own memory
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ModelSpec(Mapping[str, AbstractVariable]):
-    """The model as data: what is known of it, with no step to take.
+    """The model as data, without methods for further steps.
 
     Attributes:
         variables: Path to variable, in the model's own order.
         recipes: How to compute the variables that come from an initializer; each path in at most one recipe.
-        sources: Path to the value of variables that were given one while building: a constant, or a tensor of the
-            checkpoint that the model was built with.
-        framework: What the model's framework does with it: the user's object of finished arrays, and further steps.
+        sources: Path to the value of variables that got one while building: a constant, or a tensor of the checkpoint
+            that the model was built with.
+        framework: The framework's part: builds the user's object from finished arrays, and has further steps.
         programs: Compiled init programs, shared by every model derived from the same `build_abstract`.
-        name: What the model calls itself, for tables.
-        unused: Tensors of the checkpoint that the model was built with which no variable takes, for the load report.
-        mismatched: Those that were left out for their shapes, likewise.
-        sharding_notes: What `shard` had to say of the rules besides what it says of each variable.
-        derived: How to compute the variables that depend on the values of others, once these are there.
-        optimized: What the optimizer that the model has trains; None without one.
-        spent: What making it took: building, sharding.
-        aliases: Other paths of variables that occur in several places, as tied weights do, to the variable's path.
+        name: The model's name, for tables.
+        unused: Tensors of the checkpoint that the model was built with and that no variable uses, for the load report.
+        mismatched: Tensors that were left out because of their shapes, likewise.
+        sharding_notes: Notes of `shard` on the rules.
+        derived: How to compute variables that depend on the values of others, once these exist.
+        optimized: The variables that the model's optimizer trains; None without one.
+        spent: Time spent on making it: building, sharding.
+        aliases: Other paths of variables that occur in several places, as tied weights do → the variable's path.
     """
 
     variables: Mapping[str, AbstractVariable]
@@ -85,7 +85,7 @@ class ModelSpec(Mapping[str, AbstractVariable]):
     def __reduce__(self) -> NoReturn:
         raise LazyModelError(
             f"{self.name} is an abstract model, which holds traced programs and cannot be pickled. Pickle the function "
-            "that builds it and its arguments, and call build_abstract where they arrive"
+            "that builds it and its arguments, and call build_abstract after unpickling"
         )
 
     def __getitem__(self, path: str) -> AbstractVariable:
@@ -107,12 +107,12 @@ class ModelSpec(Mapping[str, AbstractVariable]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all variables, each counted once however many devices hold it."""
+        """Bytes of all variables, each counted once, however many devices hold it."""
         return sum(variable.nbytes for variable in self.values())
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements of the model's own floating-point or complex variables: no counters, masks, keys."""
+        """Number of elements of the model's own floating-point or complex variables: without counters, masks, keys."""
         own = (variable for variable in self.values() if variable.follows is None)
         return sum(variable.size for variable in own if jax.numpy.issubdtype(variable.dtype, np.inexact))
 
@@ -121,4 +121,4 @@ class ModelSpec(Mapping[str, AbstractVariable]):
         return dataclasses.replace(self, variables=variables)
 
 
-AnyModel = TypeVar("AnyModel", bound=ModelSpec)  # a step returns a model of the class that it was given
+AnyModel = TypeVar("AnyModel", bound=ModelSpec)  # a step returns a model of the same class

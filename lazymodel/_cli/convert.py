@@ -1,7 +1,7 @@
-"""`lazymodel convert`: a checkpoint as another one, of any format.
+"""`lazymodel convert`: converts a checkpoint to another one, of any format.
 
-Responsible for what the command takes and prints. Converting is `_save/convert`'s matter; for models of KerasHub it is
-Keras' adapter's, which is asked only with --cls.
+Responsible for the command's arguments and output. `_save/convert` converts; models of KerasHub are converted by
+Keras' adapter, which is only used with --cls.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 
 import jax
 
-from lazymodel._abstract.adapters import named
-from lazymodel._cli.imported import dtype_name, imported
-from lazymodel._cli.storage import add_storage_options, storage_options
+from lazymodel._abstract.arrays import named
+from lazymodel._cli.output import STORAGE_OPTION, add_command, dtype_name, imported, storage_options
 from lazymodel._errors import LazyModelError
 from lazymodel._mapping.table import WeightMap
 from lazymodel._programs.jaxprs import CONFIG
@@ -27,10 +26,10 @@ from lazymodel._show.table import print_text
 from lazymodel._show.text import listed
 
 _DESCRIPTION = """\
-Converts a checkpoint, a piece of a tensor at a time: it needs neither devices nor memory for the model. What is
-quantized is decoded. The destination is complete or is what it was before, whatever happens.
-With --cls, a model of KerasHub, its configuration and tokenizer become a preset of KerasHub, or a folder that Hugging
-Face's transformers load.
+Converts a checkpoint, a chunk of a tensor at a time: it needs neither devices nor memory for the model. Quantized
+tensors are decoded. The destination is complete or unchanged, whatever happens.
+With --cls, converts a model of KerasHub, its configuration and tokenizer to a preset of KerasHub, or to a folder that
+Hugging Face's transformers load.
 Exit status: 0 done; 1 --verify found a difference; 2 wrong usage, or it cannot be done.
 """
 _EXAMPLE = """\
@@ -41,50 +40,40 @@ example:
 
 def add_convert_parser(commands: Any) -> None:
     """Adds the command to `lazymodel`."""
-    parser = commands.add_parser(
-        "convert",
-        help="a checkpoint as another one, of any format",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    option = add_command(
+        commands, "convert", _convert, "convert a checkpoint to another one, of any format", _DESCRIPTION, _EXAMPLE
     )
-    parser.add_argument("source", metavar="SRC", help="a file, a folder or a URL, as for lazymodel.open_checkpoint")
-    parser.add_argument(
+    option("source", "SRC", "a file, a folder or a URL, as for lazymodel.open_checkpoint")
+    option(
         "destination",
-        metavar="DST",
-        help="x.safetensors, a folder (of safetensors, unless --to is orbax or npy), x.weights.h5, x.weights.json (and "
-        "shards beside it) or x.npz; safetensors also as the URL of a bucket",
+        "DST",
+        "x.safetensors, a folder (of safetensors, unless --to is orbax or npy), x.weights.h5, x.weights.json (and "
+        "shards next to it) or x.npz; safetensors also as the URL of a bucket",
     )
-    add_storage_options(parser)
-    parser.add_argument(
-        "--to",
-        choices=("safetensors", "orbax", "hdf5", "numpy", "npy", "preset", "huggingface"),
-        help="format of DST where its name does not say it; the last two with --cls",
-    )
-    parser.add_argument(
-        "--dtype", type=dtype_name, metavar="NAME", help="what floating-point tensors become, such as bfloat16"
-    )
-    parser.add_argument("--shard-size", metavar="BYTES", help="of tensors in a file; default: 5GB, with --cls 10GiB")
-    parser.add_argument("--include", action="append", metavar="GLOB", help="convert tensors of such names only")
-    parser.add_argument("--exclude", action="append", metavar="GLOB", help="leave tensors of such names out")
-    parser.add_argument(
+    option(*STORAGE_OPTION, action="append")
+    formats = ("safetensors", "orbax", "hdf5", "numpy", "npy", "preset", "huggingface")
+    option("--to", formats, "format of DST, if its name does not determine it; the last two with --cls")
+    option("--dtype", "NAME", "convert floating-point tensors to this dtype, such as bfloat16", type=dtype_name)
+    option("--shard-size", "BYTES", "maximum of tensors in a file; default: 5GB, with --cls 10GiB")
+    option("--include", "GLOB", "convert only tensors with such names", action="append")
+    option("--exclude", "GLOB", "omit tensors with such names", action="append")
+    option(
         "--map",
-        metavar="MODULE:NAME",
-        help="a lazymodel.WeightMap that a checkpoint with the paths of a model is written with, or a function that "
-        "takes and returns tensors by name",
+        "MODULE:NAME",
+        "a lazymodel.WeightMap with which a checkpoint with the paths of a model is written, or a function that takes "
+        "and returns tensors by name",
     )
-    parser.add_argument("--cls", "--class", metavar="NAME", help="a model class of KerasHub, such as Gemma3CausalLM")
-    parser.add_argument("--quantize", choices=("int8", "int4"), help="quantize the model of --cls, as Keras does")
-    parser.add_argument("--max-host-memory", metavar="BYTES", help="for tensors on their way; default: 256MiB")
-    parser.add_argument("--verify", action="store_true", help="read everything back and compare")
-    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is there already")
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
-    parser.set_defaults(run=_convert)
+    option("--cls --class", "NAME", "a model class of KerasHub, such as Gemma3CausalLM")
+    option("--quantize", ("int8", "int4"), "quantize the model of --cls, as Keras does")
+    option("--max-host-memory", "BYTES", "limit for tensors in transit; default: 256MiB")
+    option("--verify", None, "read everything back and compare")
+    option("--overwrite", None, "replace an existing checkpoint")
+    option("--quiet", None, "show no progress")
 
 
 def _convert(arguments: argparse.Namespace) -> int:
     if CONFIG.jax_platforms is None:
-        # Nothing runs here: an accelerator that another process uses, or that takes long to wake, is left alone.
+        # Nothing runs on devices: an accelerator that another process uses, or that starts slowly, is not touched.
         jax.config.update("jax_platforms", "cpu")
     given = storage_options(arguments)
     if given and not (is_url(arguments.source) or is_url(arguments.destination)):
@@ -109,7 +98,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 def _tensors(arguments: argparse.Namespace, given: dict[str, Any] | None, options: dict[str, Any]) -> list[str]:
     if arguments.quantize or arguments.to in ("preset", "huggingface"):
         what = f"--quantize {arguments.quantize}" if arguments.quantize else f"--to {arguments.to}"
-        raise LazyModelError(f"{what} is for models of KerasHub; say which with --cls, such as --cls Gemma3CausalLM")
+        raise LazyModelError(f"{what} is for models of KerasHub; name one with --cls, such as --cls Gemma3CausalLM")
     mapping: WeightMap | Callable[..., Any] | None = None if arguments.map is None else imported(arguments.map)
     if mapping is not None and not isinstance(mapping, WeightMap) and not callable(mapping):
         raise LazyModelError(f"--map {arguments.map}: expected a WeightMap or a function, found {type(mapping)}")

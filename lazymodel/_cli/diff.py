@@ -1,6 +1,6 @@
-"""`lazymodel diff`: what is different between two checkpoints.
+"""`lazymodel diff`: compares two checkpoints.
 
-Responsible for what the command takes and prints; what is found is `_diff`'s matter.
+Responsible for the command's arguments and output; `research/_diff` compares.
 """
 
 from __future__ import annotations
@@ -9,39 +9,36 @@ import argparse
 import contextlib
 from typing import Any
 
-from lazymodel._cli.output import show
-from lazymodel._cli.storage import add_storage_options, storage_options
-from lazymodel._diff import diff
+from lazymodel._cli.output import JSON, STORAGE_OPTION, add_command, show, storage_options
 from lazymodel._remote.url import is_url
 from lazymodel.checkpoints import open_checkpoint
+from lazymodel.research._diff import diff
 
 
 def add_diff_parser(commands: Any) -> None:
     """Adds the command to `lazymodel`."""
-    parser = commands.add_parser(
-        "diff",
-        help="what is different between two checkpoints",
-        description="Compares names, shapes, dtypes and values, reading both slab by slab. Exit status, as of diff: 0 "
-        "they are the same, 1 they differ, 2 one cannot be read.",
-        epilog="example: lazymodel diff before.safetensors after/ --tolerance 0.01",
+    description = (
+        "Compares names, shapes, dtypes and values, reading both chunk by chunk. Exit status, as of diff: 0 they are "
+        "the same, 1 they differ, 2 one cannot be read."
     )
-    for name in ("a", "b"):
-        parser.add_argument(name, metavar=name.upper(), help="a file, a folder or a URL, as for open_checkpoint")
-    add_storage_options(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
-    parser.add_argument(
+    example = "example: lazymodel diff before.safetensors after/ --tolerance 0.01"
+    option = add_command(commands, "diff", _diff, "compare two checkpoints", description, example)
+    option("a", "A", "a file, a folder or a URL, as for open_checkpoint")
+    option("b", "B", "likewise")
+    option(*STORAGE_OPTION, action="append")
+    option(*JSON)
+    option(
         "--tolerance",
+        "RELATIVE",
+        "treat elements as equal that differ by no more than this times the larger of the two, such as 0.01, and "
+        "ignore dtypes; by default, dtypes and bytes must be the same",
         type=float,
-        metavar="RELATIVE",
-        help="take elements for equal that differ by no more than this times the larger of the two, such as 0.01, and "
-        "dtypes for a matter of storage; without, dtypes and bytes must be the same",
     )
-    parser.set_defaults(run=_diff)
 
 
 def _diff(arguments: argparse.Namespace) -> int:
     options, paths = storage_options(arguments), (arguments.a, arguments.b)
-    needless = not any(map(is_url, paths))  # which opening says
+    needless = not any(map(is_url, paths))  # then opening raises for options
     with contextlib.ExitStack() as stack:
         a, b = (open_checkpoint(path, options if needless or is_url(path) else None) for path in paths)
         stack.enter_context(a)

@@ -1,6 +1,6 @@
-"""`lazymodel doctor`: what is installed and what is not, devices, memory and caches; for a first look and for reports.
+"""`lazymodel doctor`: lists packages, devices, memory and caches; for a first overview and for bug reports.
 
-Nothing is read over a network, and nothing but JAX is imported: packages are asked for by their metadata.
+Nothing is read over a network, and only JAX is imported: other packages are found by their metadata.
 """
 
 from __future__ import annotations
@@ -12,41 +12,32 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from lazymodel._cli.output import print_json
+from lazymodel._cli.output import JSON, add_command, print_json
 from lazymodel._devices.hardware import device_memory
 from lazymodel._devices.topology import libtpu_environment
 from lazymodel._programs.jaxprs import CONFIG
-from lazymodel._show.table import Table, print_text
+from lazymodel._show.table import Column, Table, print_text
 from lazymodel._show.text import format_bytes, plural
 from lazymodel._tensors.buffers import available_memory, cores, default_budget
 from lazymodel._version import VERSION
 
-
-class _Feature(NamedTuple):
-    """What a package of others makes possible."""
-
-    what: str
-    package: str
-    extra: str  # of lazymodel, or the package itself
-
-
-_FEATURES = (
-    _Feature("Keras models", "keras", "lazymodel[keras]"),
-    _Feature("KerasHub presets, Hugging Face folders of theirs", "keras-hub", "lazymodel[keras]"),
-    _Feature("Keras' weight files", "h5py", "lazymodel[keras]"),
-    _Feature("Flax models", "flax", "lazymodel[flax]"),
-    _Feature("Orbax checkpoints", "orbax-checkpoint", "lazymodel[orbax]"),
-    _Feature("buckets and hubs", "obstore", "lazymodel[remote]"),
-    _Feature("plans by the TPU compiler", "libtpu", "lazymodel[tpu]"),
-    _Feature("optimizer state", "optax", "optax"),
-    _Feature("GGUF files of types IQ1 to IQ3", "gguf", "lazymodel[gguf]"),
-    _Feature("plots", "matplotlib", "matplotlib"),
-    _Feature("plans as pages", "plotly", "lazymodel[page]"),
-    _Feature("completion in shells", "shtab", "lazymodel[completion]"),
+_FEATURES = (  # (feature, the package that it needs, the extra of lazymodel or the package to install)
+    ("Keras models", "keras", "lazymodel[keras]"),
+    ("KerasHub presets, Hugging Face folders of theirs", "keras-hub", "lazymodel[keras]"),
+    ("Keras' weight files", "h5py", "lazymodel[keras]"),
+    ("Flax models", "flax", "lazymodel[flax]"),
+    ("Orbax checkpoints", "orbax-checkpoint", "lazymodel[orbax]"),
+    ("buckets and hubs", "obstore", "lazymodel[remote]"),
+    ("plans by the TPU compiler", "libtpu", "lazymodel[tpu]"),
+    ("optimizer state", "optax", "optax"),
+    ("GGUF files of types IQ1 to IQ3", "gguf", "lazymodel[gguf]"),
+    ("plots", "matplotlib", "matplotlib"),
+    ("plans as pages", "plotly", "lazymodel[page]"),
+    ("completion in shells", "shtab", "lazymodel[completion]"),
 )
 _ALWAYS = ("jax", "jaxlib", "numpy", "ml_dtypes", "rich")
 _SETTINGS = ("JAX_PLATFORMS", "XLA_FLAGS", "KERAS_BACKEND", "HF_HUB_OFFLINE", "HF_ENDPOINT", "LAZYMODEL_WAIT_SECONDS")
@@ -54,15 +45,12 @@ _SETTINGS = ("JAX_PLATFORMS", "XLA_FLAGS", "KERAS_BACKEND", "HF_HUB_OFFLINE", "H
 
 def add_doctor_parser(commands: Any) -> None:
     """Adds the command to `lazymodel`."""
-    parser = commands.add_parser(
-        "doctor",
-        help="versions, devices, memory, caches, and what is missing for which feature",
-        description="Prints what there is to work with: versions, devices and their memory, caches, settings, and "
-        "which package is missing for which feature. Starts JAX' devices. Exit status: 0; 1 if JAX finds no device.",
-        epilog="example: lazymodel doctor --json > report.json",
+    help = "show versions, devices, memory, caches, and packages missing for features"
+    description = (
+        "Prints versions, devices and their memory, caches, settings, and which package is missing for which feature. "
+        "Starts JAX' devices. Exit status: 0; 1 if JAX finds no device."
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
-    parser.set_defaults(run=_doctor)
+    add_command(commands, "doctor", _doctor, help, description, "example: lazymodel doctor --json > report.json")(*JSON)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -83,8 +71,8 @@ def _found() -> dict[str, Any]:
         "system": platform.platform(),
         "packages": {"lazymodel": VERSION, **{name: _version(name) for name in _ALWAYS}},
         "features": [
-            {"feature": each.what, "package": each.package, "version": _version(each.package), "install": each.extra}
-            for each in _FEATURES
+            {"feature": feature, "package": package, "version": _version(package), "install": extra}
+            for feature, package, extra in _FEATURES
         ],
         "devices": devices,
         "trouble": trouble,
@@ -98,7 +86,7 @@ def _devices() -> tuple[list[dict[str, Any]], str | None]:
     try:
         with libtpu_environment():
             found = jax.devices()
-    except RuntimeError as error:  # a platform that was asked for and is not there, a chip that is taken
+    except RuntimeError as error:  # a requested platform is missing, or a chip is in use
         return [], str(error).splitlines()[0]
     kinds = collections.Counter((device.platform, device.device_kind, device_memory(device)) for device in found)
     return [
@@ -135,8 +123,8 @@ def _tables(found: dict[str, Any]) -> list[Table]:
         for each in found["features"]
     ]  # fmt: skip
     return [
-        Table("what there is", ("", "found"), about),
-        Table("what works", ("feature", "package", "there"), rows),
+        Table("what there is", (Column(""), Column("found")), about),
+        Table("what works", tuple(map(Column, ("feature", "package", "there"))), rows),
     ]
 
 

@@ -1,6 +1,6 @@
-"""`lazymodel inspect`: what is in a checkpoint, and what is wrong with it.
+"""`lazymodel inspect`: lists the content of a checkpoint, and its problems.
 
-Responsible for what the command takes and prints; what is found is `checkpoints._inspect`'s matter.
+Responsible for the command's arguments and output; `checkpoints._inspect` inspects.
 """
 
 from __future__ import annotations
@@ -8,33 +8,29 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from lazymodel._cli.output import check_page, show
-from lazymodel._cli.storage import add_storage_options, storage_options
+from lazymodel._cli.output import JSON, STORAGE_OPTION, add_command, check_page, show, storage_options
 from lazymodel.checkpoints._inspect import inspect_checkpoint
 
 
 def add_inspect_parser(commands: Any) -> None:
     """Adds the command to `lazymodel`."""
-    parser = commands.add_parser(
-        "inspect",
-        help="what is in a checkpoint, and what is wrong with it",
-        description="Lists a checkpoint's files, tensors and metadata and everything that is wrong with it. Reads "
-        "headers only. Exit status: 0 all is well, 1 problems were found, 2 there is no checkpoint.",
-        epilog="example: lazymodel inspect model.safetensors --verify",
+    help = "list the content of a checkpoint, and its problems"
+    description = (
+        "Lists a checkpoint's files, tensors and metadata and all of its problems. Reads headers only. "
+        "Exit status: 0 no problems, 1 problems were found, 2 there is no checkpoint."
     )
-    parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a file, a folder or a URL, as for lazymodel.open_checkpoint"
-    )
-    add_storage_options(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
-    parser.add_argument(
+    example = "example: lazymodel inspect model.safetensors --verify"
+    option = add_command(commands, "inspect", _inspect, help, description, example)
+    option("checkpoint", "CHECKPOINT", "a file, a folder or a URL, as for lazymodel.open_checkpoint")
+    option(*STORAGE_OPTION, action="append")
+    option(*JSON)
+    option(
         "--verify",
-        action="store_true",
-        help="hash the files, too, and compare with the hashes that a Hugging Face cache or download, or a manifest "
-        "such as SHA256SUMS, states; reads every file once",
+        None,
+        "also hash the files, and compare with the hashes of a Hugging Face cache or download, or of a manifest such "
+        "as SHA256SUMS; reads every file once",
     )
-    parser.add_argument("--html", metavar="FILE", help="write a page, too")
-    parser.set_defaults(run=_inspect)
+    option("--html", "FILE", "also write a page")
 
 
 def _inspect(arguments: argparse.Namespace) -> int:

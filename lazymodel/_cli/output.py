@@ -1,19 +1,115 @@
-"""What commands print for programs: one JSON document that names its schema, see docs/command_line.md."""
+"""Shared by commands: declaring options and printing results.
+
+With --json, the result is one JSON document with the name of its schema, see docs/command_line.md.
+"""
 
 from __future__ import annotations
 
 import argparse
 import errno
+import functools
+import importlib
 import json
 import os
+import re
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lazymodel._errors import LazyModelError
 from lazymodel._show.page import plotly_source
 from lazymodel._show.table import print_text
+from lazymodel._show.text import closest
 
-VERSION = 1  # of every schema: grows when a key goes or changes its meaning, not when one is added
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
+
+
+def dtype_name(text: str) -> str:
+    """NumPy's name of a dtype, also for a short name such as `bf16`; anything else unchanged."""
+    return _SHORT_DTYPES.get(text.lower(), text)
+
+
+def is_imported(text: str) -> bool:
+    """Returns True if a text is a name for `imported`, and not a file."""
+    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", text) is not None and not os.path.exists(text)
+
+
+def imported(text: str) -> Any:
+    """Imports `module:name`; also finds modules in the current folder, like `python -m`."""
+    module_name, _, name = text.partition(":")
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", text):
+        raise LazyModelError(f"expected MODULE:NAME, such as mappings:gemma, found {text!r}")
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise LazyModelError(f"there is no module {error.name!r} (looking for {text})") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if not hasattr(module, name):
+        raise LazyModelError(f"module {module_name} has no function {name!r}{closest(name, vars(module))}")
+    return getattr(module, name)
+
+
+def add_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str, description: str, example: str
+) -> Callable[..., None]:
+    """Adds a command to `lazymodel`; returns a function that adds options to it, as `_add_option`."""
+    formatter = argparse.RawDescriptionHelpFormatter if "\n" in description else argparse.HelpFormatter
+    parser = commands.add_parser(name, help=help, description=description, epilog=example, formatter_class=formatter)
+    parser.set_defaults(run=run)
+    return functools.partial(_add_option, parser)
+
+
+def _add_option(
+    parser: argparse.ArgumentParser, flag: str, value: str | Sequence[str] | None, help: str, **more: Any
+) -> None:
+    """Adds an option; `flag` may have several names. `value` is a placeholder, the choices, or None for a flag."""
+    if value is None:
+        parser.add_argument(flag, action="store_true", help=help)
+    elif isinstance(value, str):
+        parser.add_argument(*flag.split(), metavar=value, help=help, **more)
+    else:
+        parser.add_argument(flag, choices=value, help=help, **more)
+
+
+# Arguments of `_add_option` for options that several commands have.
+JSON = ("--json", None, "print one JSON document instead of tables")
+STORAGE_OPTION = (
+    "--storage-option",
+    "KEY=VALUE",
+    "for a URL: one of the storage_options of lazymodel.open_checkpoint, such as region=eu-west-1 or "
+    "client_options.allow_http=true; may be given several times. Keep credentials in the environment instead, "
+    "where obstore finds them and nobody else sees them",
+)
+
+
+def storage_options(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """The given options as a mapping; a dot in a key leads into an inner one. None if there are none.
+
+    Raises:
+        LazyModelError: It is not a key and a value, or two of them conflict. Values, which may be secrets, are not
+            shown.
+    """
+    options: dict[str, Any] = {}
+    for text in arguments.storage_option or ():
+        key, equals, value = text.partition("=")
+        *outer, last = key.split(".")
+        if not equals or not all((*outer, last)):
+            raise LazyModelError("cannot read a --storage-option; write name and value, such as region=eu-west-1")
+        inner = options
+        for name in outer:
+            inner = inner.setdefault(name, {})
+            if not isinstance(inner, dict):
+                raise LazyModelError(f"--storage-option {key!r} and one for {name!r} itself were given; leave one out")
+        if last in inner:
+            raise LazyModelError(f"--storage-option {key!r} was given twice; leave one out")
+        inner[last] = {"true": True, "false": False}.get(value.lower(), value)
+    return options or None
+
+
+VERSION = 1  # of every schema: grows if a key is removed or changes its meaning, not if one is added
 
 
 def print_json(command: str, document: dict[str, Any]) -> None:
@@ -22,7 +118,7 @@ def print_json(command: str, document: dict[str, Any]) -> None:
 
 
 def show(arguments: argparse.Namespace, command: str, found: Any) -> None:
-    """Prints what a command found, as text or with --json, and writes its page where the command has --html."""
+    """Prints the result of a command, as text or with --json, and writes its page with --html."""
     if getattr(arguments, "html", None):
         found.save(arguments.html)
     if arguments.json:
@@ -32,7 +128,7 @@ def show(arguments: argparse.Namespace, command: str, found: Any) -> None:
 
 
 def check_page(path: str | None) -> None:
-    """That a page cannot be written there is said before any work is done for it."""
+    """Raises LazyModelError early if a page cannot be written to a path."""
     if path is None:
         return
     plotly_source()

@@ -1,1 +1,1 @@
-"""What will be called with a model: lowered before it is there, and compiled while its weights are read."""
+"""Functions that will be called with a model: lowered before it exists, and compiled while its weights are read."""

@@ -1,6 +1,6 @@
-"""What is to be compiled for a model: said once, for a plan and for materializing.
+"""Functions to compile for a model: defined once, for a plan and for materializing.
 
-Responsible for the object and for what is wrong with it by itself. How it is lowered is in `_compile/lower`.
+Responsible for the object and for checking it by itself. `_compile/lower` lowers it.
 """
 
 from __future__ import annotations
@@ -16,49 +16,49 @@ from lazymodel._errors import LazyModelError
 
 INIT, FORWARD, PREDICT, TRAIN, GENERATE = "init", "forward", "predict", "train", "generate"
 _NAMED = (INIT, FORWARD, PREDICT, TRAIN, GENERATE)
-_OWN = (PREDICT, TRAIN, GENERATE)  # what a model's own functions may be called with is given in words of its own
+_OWN = (PREDICT, TRAIN, GENERATE)  # a model's own functions, whose arguments are given as examples or sizes
 _SIZES = ("batch", "sequence")
 
 
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class Compile:
-    """What will be called: `materialize` compiles it while weights are read, a plan asks the compiler what it takes.
+    """A function that will be called: `materialize` compiles it while weights are read, a plan shows its memory.
 
     `Compile(step, *inputs, **keywords)` is a jitted function that will be called as `step(model, *inputs, **keywords)`,
-    `model` being what `materialize` returns. It is traced and lowered before a byte is read, and compiled beside the
-    stream; its first call then compiles nothing. `Compile(step, …).of(split)` is one that will be called as
-    `step(*split(model), *inputs, **keywords)`.
+    where `model` is the result of `materialize`. It is traced and lowered before any data is read, and compiled
+    alongside the stream; its first call then compiles nothing. `Compile(step, …).of(split)` is one that will be called
+    as `step(*split(model), *inputs, **keywords)`.
 
-    `Compile("predict")`, `"train"` and `"generate"` are what `predict`, `fit` and `generate` of a Keras or KerasHub
-    model run. What they will be called with is told by `batch` and `sequence`; or by an example, as the model's own
-    methods take it: `Compile("train", x, y)`, `Compile("generate", ["Once upon"], sequence=64)`.
+    `Compile("predict")`, `"train"` and `"generate"` are the programs of `predict`, `fit` and `generate` of a Keras or
+    KerasHub model. Their arguments are described by `batch` and `sequence`, or by an example, in the form of the
+    model's own methods: `Compile("train", x, y)`, `Compile("generate", ["Once upon"], sequence=64)`.
 
-    Besides, for plans alone, which need no devices (`lazymodel.topology`) and jit by themselves: `Compile("init")`, the
-    init programs; and `Compile("forward", function, *inputs)` or `Compile("train", function, *inputs)`, where
-    `function(tree, *inputs)` returns the outputs, or the loss, around which goes a training step with the model's own
-    optimizer, the one of `WhatIf`, or without either plain gradient descent.
+    The following are for plans only, which need no devices (`lazymodel.topology`) and jit by themselves:
+    `Compile("init")`, the init programs; and `Compile("forward", function, *inputs)` or
+    `Compile("train", function, *inputs)`, where `function(tree, *inputs)` returns the outputs, or the loss. The loss
+    becomes a training step with the model's own optimizer, that of `WhatIf`, or without both plain gradient descent.
 
     Args:
-        what: A jitted function (of `jax.jit`, `nnx.jit`, `equinox.filter_jit`: what has a method `lower`), or one of
-            the names.
-        *inputs: What it will be called with besides: arrays, or `jax.ShapeDtypeStruct`s. What will be committed to
-            devices then (by `jax.device_put` to a sharding, or as another function's result) says so now, as an array
-            or by the struct's sharding; NumPy arrays, and what `jnp.asarray` or `jax.random.key` makes, have none.
-        **options: Keywords that the function will be called with, static ones too. For a name without a function
-            `batch` and `sequence`: the sizes of what the model's own functions will be called with. In a plan None is
+        what: A jitted function (of `jax.jit`, `nnx.jit`, `equinox.filter_jit`: any object with a method `lower`), or
+            one of the names.
+        *inputs: The further arguments of the call: arrays, or `jax.ShapeDtypeStruct`s. An input that will be committed
+            to devices (by `jax.device_put` to a sharding, or as another function's result) must be so now, as an array
+            or by the struct's sharding; NumPy arrays, and results of `jnp.asarray` or `jax.random.key`, are not.
+        **options: Keywords of the call, also static ones. For a name without a function
+            `batch` and `sequence`: the sizes of the arguments of the model's own functions. In a plan None is
             one for each part of the mesh's data axes, and 1024 or the most that the model takes.
 
     Attributes:
         what: The name; `"step"` for a jitted function.
         function: The function; None for the model's own.
         inputs: A tuple of pytrees.
-        keywords: Those of a jitted function.
+        keywords: The keywords of a jitted function.
         batch: Batch size for the model's own functions, or None.
         sequence: Their sequence length, or None.
-        split: What a step is called with of the model, as a tuple; None is the model itself.
+        split: Returns the arguments of a step from the model, as a tuple; None is the model itself.
 
     Raises:
-        LazyModelError: One is none of these, or does not go with the others.
+        LazyModelError: An argument is invalid, or does not fit the others.
 
     Example:
         >>> step = jax.jit(lambda tree, x: x @ tree["up"]["kernel"] @ tree["down"]["kernel"])
@@ -103,15 +103,15 @@ class Compile:
         self._check(options)
 
     def of(self, split: Callable[[Any], tuple[Any, ...]]) -> Self:
-        """The same for a function that takes the model in other parts: as `step(*split(model), *inputs, **keywords)`.
+        """The same for a function that takes parts of the model: `step(*split(model), *inputs, **keywords)`.
 
         Args:
-            split: Takes what `materialize` returns, with `jax.ShapeDtypeStruct`s in the place of arrays, to a tuple of
-                pytrees: `nnx.split`, `lambda model: (model["params"],)`, or `lambda both: both` of a model and an
-                optimizer's state.
+            split: Takes the result of `materialize`, with `jax.ShapeDtypeStruct`s in place of arrays, and returns a
+                tuple of pytrees: `nnx.split`, `lambda model: (model["params"],)`, or `lambda both: both` for a model
+                and an optimizer's state.
 
         Raises:
-            LazyModelError: It is no function, or what is compiled is none that is called with the model.
+            LazyModelError: It is not a function, or the compiled function is not called with the model.
 
         Example:
             >>> step = jax.jit(lambda kernel, x: x @ kernel)
@@ -130,22 +130,22 @@ class Compile:
 
     @property
     def is_use(self) -> bool:
-        """Whether it is the model in use, rather than what makes its variables."""
+        """Returns True if it is the model in use, and not an init program."""
         return self.what != INIT
 
     @property
     def is_called(self) -> bool:
-        """Whether it is what a call of a function runs, and not what a plan makes of a forward pass or a loss."""
+        """Returns True if a call of a function runs it; False if a plan builds it from a forward pass or a loss."""
         return self.is_step or (self.function is None and self.what in (PREDICT, GENERATE))
 
     @property
     def is_step(self) -> bool:
-        """Whether it is a function that is called with the model."""
+        """Returns True if it is a function that is called with the model."""
         return self.what == "step"
 
     @property
     def name(self) -> str:
-        """What to call it, for people."""
+        """Its name, as text."""
         if self.function is None:
             return self.what
         return getattr(self.function, "__name__", None) or type(self.function).__name__
@@ -177,7 +177,7 @@ class Compile:
         if self.function is not None and not callable(self.function):
             raise LazyModelError(f"a function is called with the model, then the inputs; got {self.function!r}")
         if self.function is not None and self.what in (PREDICT, GENERATE):
-            raise LazyModelError(f"{self.what!r} is the model's own; a jitted function of yours goes without a name")
+            raise LazyModelError(f"{self.what!r} is the model's own; pass a jitted function without a name")
         if self.function is not None and sizes:
             raise LazyModelError("batch and sequence are for a model's own functions; give inputs of that shape")
         if self.inputs and self.batch is not None:
@@ -185,7 +185,7 @@ class Compile:
 
 
 def _text(given: Any) -> str:
-    """An input, without its values."""
+    """An input as text, without its values."""
 
     def short(leaf: Any) -> Any:
         return jax.typeof(leaf) if hasattr(leaf, "dtype") else leaf
@@ -194,7 +194,7 @@ def _text(given: Any) -> str:
 
 
 def _is_input(given: Any) -> bool:
-    """Whether it is a pytree of arrays, structs and numbers, and no shape."""
+    """Returns True for a pytree of arrays, structs and numbers that is not a shape."""
     leaves: list[Any] = jax.tree.leaves(given)
     shape = isinstance(given, list | tuple) and given and all(type(size) is int for size in cast("list[Any]", given))
     return not shape and all(hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex) for leaf in leaves)

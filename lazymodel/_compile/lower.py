@@ -1,8 +1,8 @@
-"""From what will be called to programs: traced and lowered on a model of which there are shapes alone.
+"""Traces and lowers functions that will be called with a model, while the model consists of shapes only.
 
-Responsible for lowering as the later call will, so that this call finds what was compiled: with the shardings, layouts
-and weak types that arrays will have, in the thread and the context (mesh, default precision) of the caller. Compiling
-is `_compile/beside`'s matter, or a plan's.
+Responsible for lowering like the later call, so that this call finds the compiled program: with the future shardings,
+layouts and weak types of arrays, in the thread and the context (mesh, default precision) of the caller.
+`_compile/background`, or a plan, compiles.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lazymodel._show.timeline import Timeline
 
 
 def checked(compile: Compile | Sequence[Compile] | None) -> tuple[Compile, ...]:
-    """What is to be compiled beside the stream; LazyModelError for what is nothing of the kind, or for plans alone."""
+    """Checks the functions to compile in the background; raises LazyModelError for others, and those for plans only."""
     given: Any = () if compile is None else compile
     found: tuple[Any, ...] = (*given,) if isinstance(given, list | tuple) else (given,)
     for each in found:
@@ -32,14 +32,14 @@ def checked(compile: Compile | Sequence[Compile] | None) -> tuple[Compile, ...]:
             )
         if not each.is_step and (each.function is not None or each.what in (INIT, FORWARD)):
             raise LazyModelError(
-                f"Compile({each.what!r}{', function' if each.function else ''}) is for a plan, which makes a program "
-                "of its own of it. To compile beside the stream, pass the jitted function that will be called with the "
-                "model, Compile(step, batch), or a Keras model's own 'predict', 'train' or 'generate'"
+                f"Compile({each.what!r}{', function' if each.function else ''}) is for a plan, which builds its own "
+                "program from it. To compile alongside the stream, pass the jitted function that will be called with "
+                "the model, Compile(step, batch), or a Keras model's own 'predict', 'train' or 'generate'"
             )
         if each.is_step and not callable(getattr(each.function, "lower", None)):
             raise LazyModelError(
                 f"{each.name} is not jitted, so nothing that is compiled for it would be found when it is called: pass "
-                "the very function that will be called, as jax.jit, nnx.jit or equinox.filter_jit returned it"
+                "the same function that will be called, as jax.jit, nnx.jit or equinox.filter_jit returned it"
             )
     return found
 
@@ -47,19 +47,19 @@ def checked(compile: Compile | Sequence[Compile] | None) -> tuple[Compile, ...]:
 def prepared(
     model: AnyModel, compile: Compile | Sequence[Compile] | None, timeline: Timeline
 ) -> tuple[AnyModel, tuple[Compile, ...]]:
-    """What is to be compiled beside the stream, `checked`, and the model with what its own functions would make on
-    their first call, such as an optimizer's state.
+    """Returns the functions to compile in the background, `checked`, and the model with the variables that its own
+    functions would create on their first call, such as an optimizer's state.
     """
     compiles = checked(compile)
     for each in compiles:
         if not each.is_step:
             with timeline.span("lower", "preparing"):
-                model = model.framework.prepared(model, each.what, **_told(each))
+                model = model.framework.prepared(model, each.what, **_call_options(each))
     return model, compiles
 
 
 def arriving(model: ModelSpec, shardings: Mapping[str, Sharding]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Path → what the finished array will be; `shardings` are those that it is materialized with."""
+    """Path → struct of the finished array; `shardings` are those that it is materialized with."""
     structs: dict[str, jax.ShapeDtypeStruct] = {}
     for path, variable in model.items():
         struct = variable.struct
@@ -78,11 +78,11 @@ def lower(model: ModelSpec, compile: Compile, shardings: Mapping[str, Sharding])
 
     Raises:
         LazyModelError: The model has no such function of its own, or cannot be outlined.
-        Exception: Whatever tracing the function raises, with a note that says where it comes from.
+        Exception: Any exception from tracing the function, with a note on its origin.
     """
     structs = arriving(model, shardings)
     if not compile.is_step:
-        return model.framework.lowered(compile.what, structs, **_told(compile))
+        return model.framework.lowered(compile.what, structs, **_call_options(compile))
     function: Any = compile.function
     if not callable(getattr(function, "lower", None)):
         function = jax.jit(function)
@@ -99,17 +99,17 @@ def lower(model: ModelSpec, compile: Compile, shardings: Mapping[str, Sharding])
                 "(compile=); no weights were read. Its first call would fail like this."
             )
             raise
-    # Flax' and Equinox' are wrappers of JAX' own.
+    # Results of Flax and Equinox are wrappers of JAX' own.
     return [LoweredFunction(compile.name, getattr(lowered, "lowered", lowered))]
 
 
-def _told(compile: Compile) -> dict[str, Any]:
-    """What is said of the calls of a model's own function."""
+def _call_options(compile: Compile) -> dict[str, Any]:
+    """Keywords that describe the call of a model's own function."""
     return {"inputs": compile.inputs, "batch": compile.batch, "sequence": compile.sequence}
 
 
 def _outlined(tree: Any, model: ModelSpec) -> Any:
-    """Inputs with outlines in the place of structs; themselves where they have none."""
+    """Inputs with outlines in place of structs; unchanged if they have none."""
 
     def outline(leaf: Any) -> Any:
         return model.framework.outline(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
@@ -122,7 +122,7 @@ def _parts(split: Callable[[Any], Any], model: Any) -> tuple[Any, ...]:
     parts = split(model)
     if not isinstance(parts, list | tuple):
         raise LazyModelError(
-            f"of() takes a function that returns a tuple of what the step takes of the model; it returned "
+            f"of() takes a function that returns a tuple of the step's arguments from the model; it returned "
             f"{type(parts).__name__}. For one part return (part,)"
         )
     return (*parts,)

@@ -1,1 +1,1 @@
-"""Devices, here or not: their memory, their topologies, what compilers say, and how processes agree."""
+"""Devices, here or not: their memory, their topologies, reports of compilers, and agreement between processes."""

@@ -1,7 +1,7 @@
-"""What the compiler says of a program: its memory on each device.
+"""Memory of a program on each device, as the compiler reports it.
 
-Responsible for compiling a function of shapes, for devices that are here or only compiled for, and for reading the
-compiler's refusals. Nothing is run. Which programs to compile is decided in `_plan/`.
+Compiles a function of shapes, for devices that are here or for compile-only devices, and parses the compiler's errors.
+Nothing is run. `_plan/` decides which programs to compile.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from lazymodel._devices.hardware import is_arithmetic
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._show.text import format_bytes
 
-_LISTED = 5  # allocations that a refusal names
+_LISTED = 5  # allocations that an error names
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledMemory:
-    """Memory of one compiled program, in bytes on each device; where that has none of its own, on its host too.
+    """Memory of one compiled program, in bytes on each device; for devices without own memory, on their hosts too.
 
     Attributes:
-        argument_nbytes: Its arguments' shards.
-        output_nbytes: Its results' shards, those that take a donated argument's place included.
-        temporary_nbytes: What it needs besides while it runs.
-        alias_nbytes: Results that take a donated argument's place.
+        argument_nbytes: Shards of its arguments.
+        output_nbytes: Shards of its results, including those that reuse a donated argument's memory.
+        temporary_nbytes: Additional memory while it runs.
+        alias_nbytes: Results that reuse a donated argument's memory.
         code_nbytes: The program itself.
-        seconds: Time that tracing, lowering and compiling took.
-        host_nbytes: Arguments, results and temporaries in the host's memory, for each device, where they count apart.
+        seconds: Time for tracing, lowering and compiling.
+        host_nbytes: Arguments, results and temporaries in the host's memory per device, if counted separately.
     """
 
     argument_nbytes: int
@@ -45,52 +45,52 @@ class CompiledMemory:
 
     @property
     def peak_nbytes(self) -> int:
-        """Most bytes that a device holds: XLA sets aside arguments, results and temporaries for the whole run."""
+        """Most bytes that a device holds: XLA reserves arguments, results and temporaries for the whole run."""
         held = self.argument_nbytes + self.output_nbytes - self.alias_nbytes
         return held + self.temporary_nbytes + self.code_nbytes
 
 
 def compile_memory(function: Callable[..., Any], *args: Any, donate: Sequence[int] = ()) -> CompiledMemory:
-    """Compiles `function(*args)` for the devices of its arguments and returns what it needs on each.
+    """Compiles `function(*args)` for the devices of its arguments and returns the memory that it needs on each.
 
     Args:
         function: A traceable function.
-        *args: Pytrees of `jax.ShapeDtypeStruct` with shardings over one mesh, which may be one of `topology`. Structs
-            without a sharding go where the compiler puts them.
-        donate: Numbers of the arguments whose memory the results may take.
+        *args: Pytrees of `jax.ShapeDtypeStruct` with shardings over one mesh, which may be one of `topology`. The
+            compiler places structs without a sharding.
+        donate: Numbers of the arguments whose memory the results may reuse.
 
     Raises:
         DoesNotFitError: The compiler finds that the program cannot fit a device. Its `needed_nbytes` and
             `limit_nbytes` are the compiler's numbers, which it rounds to hundredths of a unit.
-        LazyModelError: The compiler refuses the program for another reason, or a mesh is one for arithmetic.
+        LazyModelError: The compiler rejects the program for another reason, or a mesh is one for arithmetic.
     """
     if any(is_arithmetic(getattr(leaf, "sharding", None)) for leaf in jax.tree.leaves(args)):
         raise LazyModelError(
-            "a program is compiled for devices, and an argument is sharded over a mesh without any (as "
+            "expected arguments that are sharded over devices, found one on a mesh without devices (as "
             "lazymodel.arithmetic_mesh makes); make the mesh with lazymodel.topology"
         )
     start = time.perf_counter()
-    # What the function leaves unused is on the device all the same.
+    # Arguments that the function does not use are on the device nevertheless.
     lowered = jax.jit(function, donate_argnums=tuple(donate), keep_unused=True).lower(*args)
     compiled = compile_lowered(lowered, getattr(function, "__name__", "the program"))
     return memory_of(compiled, time.perf_counter() - start)
 
 
 def compile_lowered(lowered: jax.stages.Lowered, name: str) -> jax.stages.Compiled:
-    """The compiled program; what the compiler refuses is an error as `compile_memory` raises it."""
+    """The compiled program. Raises the errors of `compile_memory` if the compiler rejects it."""
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             raise out_of_memory(str(error), name) from error
-        raise LazyModelError(f"the compiler refuses {name}: {str(error).splitlines()[0]}") from error
+        raise LazyModelError(f"the compiler rejects {name}: {str(error).splitlines()[0]}") from error
 
 
 def memory_of(compiled: jax.stages.Compiled, seconds: float) -> CompiledMemory:
-    """A program's memory; LazyModelError where the backend does not say."""
+    """A program's memory. Raises LazyModelError if the backend does not report it."""
     memory = compiled.memory_analysis()
     if memory is None:
-        raise LazyModelError("this backend's compiler does not say how much memory a program needs; leave compile out")
+        raise LazyModelError("this backend's compiler does not report how much memory a program needs; omit compile")
     return CompiledMemory(
         argument_nbytes=int(memory.argument_size_in_bytes),
         output_nbytes=int(memory.output_size_in_bytes),
@@ -107,11 +107,11 @@ def memory_of(compiled: jax.stages.Compiled, seconds: float) -> CompiledMemory:
     )
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 _AMOUNT = r"(\d+(?:\.\d+)?)([KMGT]?)i?B?\b"
-# libtpu 0.0.52 writes the first, when sizes alone do not fit; the others come from its allocator and from older ones.
-_REFUSALS = (
+# libtpu 0.0.52 writes the first if sizes alone do not fit; the others come from its allocator and from older versions.
+_OUT_OF_MEMORY = (
     re.compile(rf"total memory required for [\w ]+ \({_AMOUNT}\) exceeds available \w+ \({_AMOUNT}\)"),
     re.compile(rf"Used {_AMOUNT} of {_AMOUNT}"),
     re.compile(rf"[Rr]equired {_AMOUNT}.{{0,80}}? (?:available|limit)\D{{0,20}}{_AMOUNT}"),
@@ -121,13 +121,13 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def out_of_memory(message: str, name: str) -> DoesNotFitError:
-    """The error for what a compiler wrote about memory when it was given `name`, its numbers read."""
-    found = next((match for pattern in _REFUSALS if (match := pattern.search(message))), None)
+    """The error for a compiler's message about memory of the program `name`, with the numbers parsed from it."""
+    found = next((match for pattern in _OUT_OF_MEMORY if (match := pattern.search(message))), None)
     if found is None:
-        return DoesNotFitError(f"{name} does not fit, says the compiler: {message.splitlines()[0]}")
+        return DoesNotFitError(f"{name} does not fit, according to the compiler: {message.splitlines()[0]}")
     needed, limit = _amount(found[1], found[2]), _amount(found[3], found[4])
-    text = f"{name} needs {format_bytes(needed)} on a device, says the compiler, and programs can use "
-    text += format_bytes(limit) + (f", {format_bytes(needed - limit)} too little." if needed > limit else ".")
+    text = f"{name} needs {format_bytes(needed)} on a device, according to the compiler, and programs can use "
+    text += format_bytes(limit) + (f", {format_bytes(needed - limit)} less." if needed > limit else ".")
     largest: list[str] = []
     for match in list(_ALLOCATION.finditer(message))[:_LISTED]:
         shape = re.search(r"Shape: (\S+?)(?:\{|\s|$)", match[3])

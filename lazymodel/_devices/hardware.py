@@ -1,8 +1,7 @@
-"""Devices, here or not: how much memory each has, what there is of every TPU generation, and whether any can run.
+"""Devices, here or not: how much memory each has, the slices of every TPU generation, and whether a device can run.
 
-Responsible for the one table of TPU generations and cards, for reading the names under which devices go, and for
-telling devices that run from those of planning meshes. How slices are named and meshed is decided in
-`_devices/topology`.
+Contains the only table of TPU generations and GPUs, parses the names of devices, and distinguishes devices that run
+from those of planning meshes. `_devices/topology` defines how slices are named and meshed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Shape = tuple[int, ...]
 _MIB = 2**20
 _SQUARES = ((2, 2), (4, 4), (8, 8), (8, 16), (16, 16))
 _SMALL_SQUARES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-# Smaller than a cube of 4×4×4 chips, the unit from which the optical switches compose anything larger.
+# Smaller than a cube of 4×4×4 chips, the unit of which the optical switches compose all larger slices.
 _PART_CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _CUBE = 4
 
@@ -33,30 +32,30 @@ class Generation:
     """One TPU generation.
 
     Sizes and names: https://cloud.google.com/tpu/docs/v2 and its siblings v3, v4, v5e, v5p, v6e and tpu7x. A device of
-    v2, v3 or v7x is one of the chip's two cores and has half of the chip's memory; one of v4 or v5p is the chip, its
-    two cores acting as one ("megacore"). Data sheets: https://cloud.google.com/tpu/docs/system-architecture
+    v2, v3 or v7x is one of the chip's two cores and has half of the chip's memory. A device of v4 or v5p is the chip,
+    whose two cores act as one ("megacore"). Data sheets: https://cloud.google.com/tpu/docs/system-architecture
     """
 
-    name: str  # as clouds call it, and libtpu unless `libtpu` says otherwise
-    kind: str  # as `jax.Device.device_kind` has it
+    name: str  # as clouds use it, and libtpu unless `libtpu` is set
+    kind: str  # as in `jax.Device.device_kind`
     # The largest array, in MiB, for which libtpu 0.0.52 compiles an update in place on one device, found by bisection.
-    # What the compiler prints as available is about 3 MiB more, which the program itself takes; the data sheet has more
-    # than that, because the runtime reserves some.
+    # The available memory that the compiler prints is about 3 MiB more, which the program itself needs. The data sheet
+    # has a larger number, because the runtime reserves some memory.
     mib: int
     devices_per_chip: int
     num_cores: int  # of one JAX device
-    # GiB of memory of a host of four chips; machines of one and of eight chips have as much for each chip, or more.
+    # GiB of memory of a host of four chips; machines with one or eight chips have as much for each chip, or more.
     # https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus and the pages of each generation
     host_gib: int
-    shapes: tuple[Shape, ...]  # slices that exist, in chips, by size, where they are few; else those below a cube
-    max_chips: int = 0  # of the largest slice where shapes are composed of cubes; 0 where all are listed
-    aliases: tuple[str, ...] = ()  # other names, lower-cased and without "tpu" in front
-    libtpu: str = ""  # as `get_topology_desc` wants it, where that is not the name
-    chip_config: str = "default"  # how libtpu is to see the chip's cores
+    shapes: tuple[Shape, ...]  # slices that exist, in chips, by size, if they are few; else those below a cube
+    max_chips: int = 0  # of the largest slice if shapes are composed of cubes; 0 if all are listed
+    aliases: tuple[str, ...] = ()  # other names, lower-case and without the prefix "tpu"
+    libtpu: str = ""  # name for `get_topology_desc`, if different
+    chip_config: str = "default"  # how libtpu presents the chip's cores
 
     @property
     def cores_per_chip(self) -> int:
-        """What the number in a name such as `v4-8` counts, for each chip."""
+        """Cores per chip as counted by the number in a name such as `v4-8`."""
         return self.devices_per_chip * self.num_cores
 
     def exists(self, shape: Shape) -> bool:
@@ -66,7 +65,7 @@ class Generation:
 
     @functools.cached_property
     def candidates(self) -> tuple[Shape, ...]:
-        """One shape for each number of chips, the most cubic, smallest first."""
+        """One shape for each number of chips, the most cubic one, smallest first."""
         best = {math.prod(shape): shape for shape in self.shapes}
         units = self.max_chips // _CUBE**3
         for a in range(1, math.isqrt(units) + 1):
@@ -74,14 +73,14 @@ class Generation:
                 for c in range(b, units // (a * b) + 1):
                     shape = (_CUBE * a, _CUBE * b, _CUBE * c)
                     chips = math.prod(shape)
-                    # Rings longer than 24 hops are offered by no generation.
+                    # No generation offers rings longer than 24 hops.
                     if shape[-1] <= 24 and sum(shape) < sum(best.get(chips, (chips,) * 3)):
                         best[chips] = shape
         return tuple(best[chips] for chips in sorted(best))
 
     @property
     def sizes(self) -> frozenset[int]:
-        """Numbers of devices that slices have."""
+        """Numbers of devices of the slices."""
         return frozenset(map(self.num_devices, self.candidates))
 
     def slice_name(self, shape: Shape) -> str:
@@ -94,13 +93,13 @@ class Generation:
         return math.prod(shape) * self.devices_per_chip
 
     def host_bounds(self, shape: Shape) -> Shape:
-        """Chips of one host. Hosts have four; v5e and v6e also come as one chip, and as eight in one host."""
+        """Chips of one host. Hosts have four; v5e and v6e also exist with one chip, and with eight in one host."""
         if len(shape) == 2 and math.prod(shape) <= 8:
             return (*shape, 1)
         return (1, 1, 1) if math.prod(shape) == 1 else (2, 2, 1)
 
     def chips_per_host(self, chips: int) -> int:
-        """The same as a number, of a slice of so many chips."""
+        """Number of chips of one host, for a slice of so many chips."""
         return chips if len(self.shapes[0]) == 2 and chips <= 8 else min(chips, 4)
 
 
@@ -120,7 +119,7 @@ GENERATIONS = {
         ),  # of 96 GiB: half of a chip's 192
     )
 }
-# TPU v4 without megacore, as `get_topology_desc` makes it unless told otherwise.
+# TPU v4 without megacore, the default of `get_topology_desc`.
 _TPU_V4_CORE = 15613
 
 
@@ -134,11 +133,11 @@ _TPU_NAMES = {
     for alias in (generation.name, _bare(generation.kind), *generation.aliases)
 }
 
-# A card as people write it, a pattern of its names, and its whole memory in MiB as `nvidia-smi` and `rocm-smi` total
-# it, with error correction on where it can be. The first pattern found in the lower-cased name counts. Where a card is
-# sold in two sizes and the name does not say which, it is the smaller. A device of MI250 is one of the card's two dies.
-# AMD's totals are 16 MiB less than the card has: so MI300X shows it, and so it is taken to be for the others.
-_CARDS = (
+# GPUs: common name, a pattern of their names, and total memory in MiB as `nvidia-smi` and `rocm-smi` report it, with
+# error correction on if there is any. The first pattern that is found in the lower-cased name counts. If a GPU is sold
+# in two sizes and the name does not contain one, the smaller is taken. A device of MI250 is one of the GPU's two dies.
+# AMD's totals are 16 MiB less than the GPU has: MI300X reports this, and it is assumed for the others.
+_GPUS = (
     ("B300", r"\bb300\b", 275040),
     ("GB200", r"\bgb200\b", 189471),
     ("B200", r"\bb200\b", 183359),
@@ -169,18 +168,18 @@ _CARDS = (
     ("MI355X", r"\bmi35[05]x\b", 294896),
 )
 
-CARDS = tuple(name for name, _, _ in _CARDS)
+GPUS = tuple(name for name, _, _ in _GPUS)
 
 
 def device_memory(device: Any) -> int | None:
-    """Bytes of memory that programs can use on one device, or None where nothing is known (CPUs, unknown names).
+    """Bytes of memory that programs can use on one device, or None if nothing is known (CPUs, unknown names).
 
     Args:
-        device: A `jax.Device`, or a name: a device kind as JAX has it (`"TPU v5 lite"`, `"NVIDIA H100 80GB HBM3"`), a
-            TPU generation (`"v5e"`), a slice of one (`"v5e:2x4"`, `"v5e-8"`), or a card (`"A100-80GB"`).
+        device: A `jax.Device`, or a name: a device kind as in JAX (`"TPU v5 lite"`, `"NVIDIA H100 80GB HBM3"`), a
+            TPU generation (`"v5e"`), a slice of one (`"v5e:2x4"`, `"v5e-8"`), or a GPU (`"A100-80GB"`).
 
-    A live device says itself what its allocator may take, which on GPUs is a fraction of the card
-    (`XLA_PYTHON_CLIENT_MEM_FRACTION`, three quarters unless set); names give the whole card.
+    A live device reports how much its allocator may use, which on GPUs is a fraction of the memory
+    (`XLA_PYTHON_CLIENT_MEM_FRACTION`, three quarters by default). For a name, it is the whole memory.
 
     Raises:
         LazyModelError: It is neither.
@@ -192,10 +191,10 @@ def device_memory(device: Any) -> int | None:
     if isinstance(device, str):
         return _known(device)
     if not hasattr(device, "memory_stats"):
-        raise LazyModelError(f"a device is a jax.Device or a name such as 'v5e' or 'H100'; got {device!r}")
+        raise LazyModelError(f"expected a jax.Device or a name such as 'v5e' or 'H100', got {device!r}")
     try:
         stats = device.memory_stats()
-    except RuntimeError:  # JAX's, for a device of another process or one that is only compiled for
+    except RuntimeError:  # raised by JAX for a device of another process or a compile-only device
         stats = None
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
@@ -205,7 +204,7 @@ def device_memory(device: Any) -> int | None:
 
 
 def devices_per_host(kind: str, num_devices: int) -> int | None:
-    """How many devices of a TPU slice of so many share a host; None for what is no TPU."""
+    """Devices of a TPU slice of so many devices that share a host; None if it is not a TPU."""
     if (generation := tpu_generation(kind)) is None:
         return None
     chips = max(num_devices // generation.devices_per_chip, 1)
@@ -213,7 +212,7 @@ def devices_per_host(kind: str, num_devices: int) -> int | None:
 
 
 def host_memory(kind: str, num_devices: int) -> int | None:
-    """Bytes of memory of one host of a TPU slice of so many devices, as it is rented; None for what is no TPU."""
+    """Bytes of memory of one host of a TPU slice of so many devices, as it is rented; None if it is not a TPU."""
     generation, count = tpu_generation(kind), devices_per_host(kind, num_devices)
     if generation is None or count is None:
         return None
@@ -221,31 +220,31 @@ def host_memory(kind: str, num_devices: int) -> int | None:
 
 
 def tpu_generation(name: str) -> Generation | None:
-    """The generation of a device kind, generation or slice of a TPU; None for any other name."""
+    """The generation that belongs to a TPU's device kind, generation or slice; None for any other name."""
     return _TPU_NAMES.get(re.sub(r"(?::[\dx]+|-\d+)$", "", _bare(name)))
 
 
 def _known(name: str) -> int | None:
     if (generation := tpu_generation(name)) is not None:
         return generation.mib * _MIB
-    # `A100-80GB`, `NVIDIA_H100` and `rtx4090` are ways to write the same as `A100 80GB` …
+    # `A100-80GB`, `NVIDIA_H100` and `rtx4090` are other spellings of `A100 80GB` …
     text = re.sub(r"\brtx(?=\d)", "rtx ", re.sub(r"[_\-]+", " ", name[:200].lower()))
-    return next((size * _MIB for _, pattern, size in _CARDS if re.search(pattern, text)), None)
+    return next((size * _MIB for _, pattern, size in _GPUS if re.search(pattern, text)), None)
 
 
 def is_live(device: Any) -> bool:
-    """Whether a device can run anything, and not only be compiled for."""
+    """Returns True if a device can run programs; False if it is a compile-only device."""
     return "CompileOnly" not in type(device.client).__name__
 
 
 def is_arithmetic(sharding: Any) -> bool:
-    """Whether a sharding is over a mesh without devices, for which nothing can even be compiled."""
+    """Returns True if a sharding is over a mesh without devices, for which nothing can be compiled."""
     return isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
 
 
 def require_live(variables: Mapping[str, Any]) -> None:
-    """Checks that every variable's devices are here, or in another process of this program."""
-    known: set[Any] = set()  # few meshes serve many variables
+    """Raises LazyModelError unless every variable's devices are here, or in another process of this program."""
+    known: set[Any] = set()  # many variables share few meshes
     for path, variable in variables.items():
         sharding: Sharding | None = variable.sharding
         holder: Any = sharding.mesh if isinstance(sharding, NamedSharding) else sharding

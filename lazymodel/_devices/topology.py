@@ -1,7 +1,7 @@
-"""Devices that are not here: meshes of TPU slices to plan for and to compile for.
+"""Devices that are not here: meshes of TPU slices for planning and compiling.
 
-Responsible for the names of slices, for getting compile-only devices from libtpu on a machine without a TPU, and for
-meshes of bare numbers where arithmetic is enough. What slices exist is in `_devices/hardware`.
+Parses the names of slices, gets compile-only devices from libtpu on a machine without a TPU, and makes meshes without
+devices for arithmetic. `_devices/hardware` lists the slices that exist.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
-from lazymodel._devices.hardware import CARDS, GENERATIONS, Generation, Shape, device_memory, tpu_generation
+from lazymodel._devices.hardware import GENERATIONS, GPUS, Generation, Shape, device_memory, tpu_generation
 from lazymodel._errors import LazyModelError
 from lazymodel._show.text import closest
 
@@ -30,33 +30,33 @@ def topology(name: str, axes: Mapping[str, int] | None = None) -> Mesh:
     """A mesh of TPU devices that need not be here: for sharding, planning and compiling, not for running.
 
     Args:
-        name: Generation and chips, `"v5e:2x4"`, `"v5p:4x4x4"`, or the name under which clouds rent it: `"v5e-8"`
-            counts chips, as does `v6e`; `"v2-8"`, `"v4-8"`, `"v5p-8"`, `"v7x-8"` count cores, two a chip. Generations
+        name: Generation and chips, `"v5e:2x4"`, `"v5p:4x4x4"`, or the name under which clouds rent it: `"v5e-8"` and
+            `"v6e-8"` count chips; `"v2-8"`, `"v4-8"`, `"v5p-8"` and `"v7x-8"` count cores, two per chip. Generations
             are v2, v3, v4, v5e, v5p, v6e and v7x.
-        axes: Axis name to size, whose product is the number of devices; one size may be -1. None is one axis,
-            `"model"`, over all. A v2, v3 or v7x chip is two devices, any other is one.
+        axes: Axis name to size. Their product is the number of devices; one size may be -1. None is one axis,
+            `"model"`, over all devices. A v2, v3 or v7x chip is two devices, any other chip is one.
 
     Returns:
-        A mesh with Auto axes. Asked twice for a slice, its devices are the same objects.
+        A mesh with Auto axes. Repeated calls for a slice return the same device objects.
 
     Raises:
-        LazyModelError: No such slice, axes of another product, or libtpu is not installed.
+        LazyModelError: There is no such slice, the axes have another product, or libtpu is not installed.
 
     Example:
         >>> mesh = lm.topology("v5e:2x4", {"batch": 2, "model": 4})
         >>> abstract.shard(mesh, lm.auto()).plan(compile=lm.Compile("init")).programs
         2
     """
-    if _is_cards(name):
+    if _is_gpus(name):
         raise LazyModelError(
-            f"{name!r} are cards, and no compiler is here for cards that are not; plan for them by arithmetic, on "
-            f"lazymodel.arithmetic_mesh({name!r})"
+            f"{name!r} are GPUs, and programs can be compiled only for GPUs that are here; plan for them by "
+            f"arithmetic, on lazymodel.arithmetic_mesh({name!r})"
         )
     generation, shape = _parse(name)
     sizes = _axis_sizes(axes, generation.num_devices(shape), generation.slice_name(shape))
     devices = list(_devices(generation, shape))
     try:
-        # As jax.make_mesh orders them on live devices: neighbours along an axis are neighbours on the torus.
+        # In the order of jax.make_mesh on live devices: neighbours along an axis are neighbours on the torus.
         grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
     except (NotImplementedError, ValueError):  # a size that the torus has no factor for
         grid = np.array(devices).reshape(tuple(sizes.values()))
@@ -66,24 +66,24 @@ def topology(name: str, axes: Mapping[str, int] | None = None) -> Mesh:
 def arithmetic_mesh(name: str, axes: Mapping[str, int] | None = None) -> AbstractMesh:
     """The same mesh without devices: shardings and plans can be computed on it, nothing can be compiled.
 
-    Needs no libtpu, and takes a number of cards too.
+    Needs no libtpu, and accepts a number of GPUs, too.
 
     Args:
-        name: As for `topology`, or a card and how many, `"H100:8"`.
+        name: As for `topology`, or a GPU and their number, `"H100:8"`.
         axes: As for `topology`.
 
     Raises:
-        LazyModelError: No such slice or card, or axes of another product.
+        LazyModelError: There is no such slice or GPU, or the axes have another product.
 
     Example:
         >>> abstract.shard(lm.arithmetic_mesh("H100:8"), lm.auto()).plan().device_nbytes
         16384
     """
-    if _is_cards(name):
-        card, _, count = name.strip().partition(":")
-        num_devices, device = int(count), AbstractDevice(card, None, "gpu")
+    if _is_gpus(name):
+        gpu, _, count = name.strip().partition(":")
+        num_devices, device = int(count), AbstractDevice(gpu, None, "gpu")
         if num_devices < 1:
-            raise LazyModelError(f"{name!r} has no devices; write {card}:1 or more")
+            raise LazyModelError(f"{name!r} has no devices; write {gpu}:1 or more")
         sizes = _axis_sizes(axes, num_devices, name)
     else:
         generation, shape = _parse(name)
@@ -103,24 +103,24 @@ def topology_names(device: str) -> list[str]:
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-def _is_cards(name: Any) -> bool:
-    """Whether it is a card and how many, such as `H100:8`."""
+def _is_gpus(name: Any) -> bool:
+    """Returns True for a GPU and their number, such as `H100:8`."""
     if not isinstance(name, str):
-        raise LazyModelError(f"a slice is named, such as 'v5e:2x4' or 'v5e-8'; got {name!r}")
-    card, _, count = name.strip().partition(":")
-    known = tpu_generation(card) is None and device_memory(card) is not None
+        raise LazyModelError(f"expected the name of a slice, such as 'v5e:2x4' or 'v5e-8', got {name!r}")
+    gpu, _, count = name.strip().partition(":")
+    known = tpu_generation(gpu) is None and device_memory(gpu) is not None
     if known and not count:
-        base, _, number = card.rpartition("-")  # as slices of TPUs are counted
-        many = f"{base}:{number}" if number.isdecimal() and device_memory(base) is not None else f"{card}:8"
-        raise LazyModelError(f"{name!r} is a card; say how many, such as '{many}'")
+        base, _, number = gpu.rpartition("-")  # the way in which TPU slices are counted
+        many = f"{base}:{number}" if number.isdecimal() and device_memory(base) is not None else f"{gpu}:8"
+        raise LazyModelError(f"{name!r} is a GPU without a number; write how many, such as '{many}'")
     return known and count.isdecimal() and len(count) < 7
 
 
 def _generation(name: str) -> Generation:
     found = tpu_generation(name)
     if found is None:
-        near = closest(name[:40], (*GENERATIONS, *CARDS))
-        raise LazyModelError(f"{name[:40]!r} is no TPU generation{near}; known are {', '.join(GENERATIONS)}")
+        near = closest(name[:40], (*GENERATIONS, *GPUS))
+        raise LazyModelError(f"{name[:40]!r} is not a TPU generation{near}; known are {', '.join(GENERATIONS)}")
     return found
 
 
@@ -131,9 +131,9 @@ def _parse(name: str) -> tuple[Generation, Shape]:
         generation = tpu_generation(name)
         examples = generation or GENERATIONS["v5e"]
         shape = examples.shapes[min(2, len(examples.shapes) - 1)]
-        near = "" if generation else closest(re.split("[:-]", name[:40])[0], (*GENERATIONS, *CARDS))
+        near = "" if generation else closest(re.split("[:-]", name[:40])[0], (*GENERATIONS, *GPUS))
         raise LazyModelError(
-            f"{name[:40]!r} is no TPU slice{near}; write a generation and its chips, such as "
+            f"{name[:40]!r} is not a TPU slice{near}; write a generation and its chips, such as "
             f"{examples.slice_name(shape)!r} or {examples.rented_name(shape)!r}"
         )
     generation = _generation(match[1])
@@ -144,7 +144,7 @@ def _parse(name: str) -> tuple[Generation, Shape]:
             shape = shape[1:]  # 2x4x1 of a generation with two dimensions
         elif len(shape) < dimensions:
             shape = (1, *shape)
-        # Slices are named with sizes ascending, but for those one chip thick.
+        # The sizes in a slice's name are ascending, except if the slice is one chip thick.
         shape = (*shape[1:], 1) if dimensions == 3 and shape[0] == 1 else shape
         chips = math.prod(shape)
     else:
@@ -162,14 +162,14 @@ def _no_such_slice(name: str, generation: Generation, chips: int) -> str:
     below = [shape for shape in sizes if math.prod(shape) <= chips][-1:]
     above = [shape for shape in sizes if math.prod(shape) > chips][:1]
     nearest = " and ".join(f"{generation.slice_name(s)} ({generation.rented_name(s)})" for s in (*below, *above))
-    counted = "cores, two a chip" if generation.cores_per_chip == 2 else "chips"
+    counted = "cores, two per chip" if generation.cores_per_chip == 2 else "chips"
     return f"there is no TPU slice {name.strip()[:40]!r}; nearest: {nearest}. {generation.name}-N counts {counted}."
 
 
 def check_axes(axes: Any) -> None:
     named = isinstance(axes, Mapping) and all(isinstance(axis, str) for axis in cast("Mapping[Any, Any]", axes))
     if axes is not None and not named:
-        raise LazyModelError(f"axes is a mapping of axis name to size, such as {{'model': 8}}; got {axes!r}")
+        raise LazyModelError(f"expected axes as a mapping of axis name to size, such as {{'model': 8}}, got {axes!r}")
 
 
 def _axis_sizes(axes: Mapping[str, int] | None, num_devices: int, name: str) -> dict[str, int]:
@@ -180,14 +180,14 @@ def _axis_sizes(axes: Mapping[str, int] | None, num_devices: int, name: str) -> 
     sizes = dict(axes)
     wrong = {axis: size for axis, size in sizes.items() if type(size) is not int or (size < 1 and size != -1)}
     if wrong or not sizes or list(sizes.values()).count(-1) > 1:
-        raise LazyModelError(f"axes are names with positive sizes, one of which may be -1; got {sizes}")
+        raise LazyModelError(f"expected axes with positive sizes, one of which may be -1, got {sizes}")
     rest = math.prod(size for size in sizes.values() if size != -1)
     if -1 in sizes.values():
         if num_devices % rest == 0:
             return {axis: num_devices // rest if size == -1 else size for axis, size in sizes.items()}
     elif rest == num_devices:
         return sizes
-    # The last axis takes what divisors of the sizes asked for leave, or the one whose size was left open.
+    # The last axis, or the axis of size -1, takes the devices that remain after divisors of the requested sizes.
     taker = next((axis for axis, size in sizes.items() if size == -1), list(sizes)[-1])
     nearest, left = dict(sizes), num_devices
     for axis, size in sizes.items():
@@ -200,7 +200,7 @@ def _axis_sizes(axes: Mapping[str, int] | None, num_devices: int, name: str) -> 
 
 # --- libtpu ----------------------------------------------------------------------------------------------------------
 
-# Read by libtpu when it is loaded. Without a TPU it would ask the cloud's metadata server for what is set here, take a
+# Read by libtpu when it is loaded. Without a TPU and these variables it would query the cloud's metadata server, take a
 # lock file that allows one process on the machine, log to stderr and leave files under /tmp/tpu_logs.
 _LIBTPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -215,7 +215,7 @@ _LIBTPU_ENVIRONMENT = {
 
 @contextlib.contextmanager
 def libtpu_environment() -> Generator[None]:
-    """Sets the variables above where they are not set, for JAX loads libtpu too, and no TPU is here to open later."""
+    """Sets these variables if they are not set: JAX loads libtpu too, and there is no TPU here that it could use."""
     here = glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*")
     added = {} if here else {name: value for name, value in _LIBTPU_ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(added)
@@ -227,18 +227,16 @@ def libtpu_environment() -> Generator[None]:
 
 
 def has_libtpu() -> bool:
-    """Whether TPU programs can be compiled here."""
+    """Returns True if TPU programs can be compiled here."""
     return bool(os.environ.get("TPU_LIBRARY_PATH")) or importlib.util.find_spec("libtpu") is not None
 
 
 @functools.cache
 def _devices(generation: Generation, shape: Shape) -> tuple[Any, ...]:
-    """The devices of a slice. Each call of libtpu makes new ones, unequal to the last; so they are kept."""
+    """The devices of a slice. Each call of libtpu makes new ones, unequal to the last, so they are cached."""
     name = generation.slice_name(shape)
     if not has_libtpu():
-        raise LazyModelError(
-            f'devices of {name} come from libtpu, which is not installed: pip install "lazymodel[tpu]"'
-        )
+        raise LazyModelError(f'devices of {name} need libtpu, which is not installed: pip install "lazymodel[tpu]"')
     try:
         with libtpu_environment():
             description = topologies.get_topology_desc(
@@ -251,14 +249,14 @@ def _devices(generation: Generation, shape: Shape) -> tuple[Any, ...]:
         message = str(error).splitlines()[0]
         if "lockfile" in message:
             message = (
-                "another process holds libtpu, as one that uses this machine's TPU does; wait for it, or set "
-                "ALLOW_MULTIPLE_LIBTPU_LOAD=1 to compile beside it"
+                "another process holds libtpu, such as one that uses this machine's TPU; wait for it, or set "
+                "ALLOW_MULTIPLE_LIBTPU_LOAD=1 to compile at the same time"
             )
-        raise LazyModelError(f"libtpu gives no devices for {name}: {message}") from error
+        raise LazyModelError(f"libtpu provides no devices for {name}: {message}") from error
     devices = tuple(description.devices)
     if len(devices) != generation.num_devices(shape):
         raise LazyModelError(
-            f"libtpu gives {len(devices)} devices for {name}, expected {generation.num_devices(shape)}; "
-            "this libtpu sees the chips otherwise than the one that lazymodel was tested with"
+            f"expected {generation.num_devices(shape)} devices for {name}, libtpu provides {len(devices)}; "
+            "this libtpu divides chips differently from the one that lazymodel was tested with"
         )
     return devices

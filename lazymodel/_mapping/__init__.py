@@ -1,1 +1,1 @@
-"""Which tensor becomes which variable."""
+"""The mapping from tensors to variables."""

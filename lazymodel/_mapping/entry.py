@@ -1,9 +1,9 @@
 # pyright: reportPrivateUsage=false
-# `From` is the user's: its parts are read by the classes below, and by nobody else.
-"""What a variable is made of: `From`, the steps of an entry of a `WeightMap`, and how each is done and undone.
+# `From` is for users: its private parts are only read by the classes below.
+"""Sources of variables: `From`, the steps of an entry of a `WeightMap`, each with its inverse.
 
-Every step can be undone from the variable's shape alone, which is what makes the way back automatic. Values are
-`LazyTensor`s on their way in and out, so nothing here reads or holds one.
+Every step can be undone from the variable's shape alone, so the inverse direction is automatic. Values are
+`LazyTensor`s in both directions, so nothing here reads or holds one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -20,7 +20,9 @@ import jax
 import numpy as np
 
 from lazymodel._abstract.paths import Captures, Template
-from lazymodel._errors import LazyModelError
+from lazymodel._errors import CheckpointError, LazyModelError
+from lazymodel._mapping.match import described
+from lazymodel._show.text import closest
 from lazymodel._tensors.lazy import LazyTensor, lazy
 
 _Groups: TypeAlias = "tuple[tuple[str, ...], ...]"
@@ -32,7 +34,7 @@ _Extents: TypeAlias = "list[tuple[int, tuple[str, ...]]]"  # the extent of each 
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """A step that is done and undone by itself; those that are written alike are equal."""
+    """A step with a function and its inverse; steps with equal text are equal."""
 
     text: str
     apply: Callable[[Any], Any] = dataclasses.field(compare=False)
@@ -63,29 +65,29 @@ class _Rearrange:
     pattern: str
     before: _Groups
     after: _Groups
-    sizes: tuple[tuple[str, int], ...]  # those that were given
+    sizes: tuple[tuple[str, int], ...]  # given sizes
 
     def apply(self, values: Any, shape: _Shape | None = None) -> Any:
-        """The result; `shape` is the one that it should have, which may say how an axis is split."""
-        wanted = [] if shape is None or len(shape) != len(self.after) else list(zip(shape, self.after, strict=True))
-        return self._turned(values, self.before, self.after, wanted)
+        """The result; `shape` is its expected shape, which may determine how an axis is split."""
+        target = [] if shape is None or len(shape) != len(self.after) else list(zip(shape, self.after, strict=True))
+        return self._turned(values, self.before, self.after, target)
 
     def undo(self, values: Any) -> Any:
         return self._turned(values, self.after, self.before, [])
 
-    def _turned(self, values: Any, before: _Groups, after: _Groups, wanted: _Extents) -> Any:
-        sizes = self._solved(values.shape, before, wanted)
+    def _turned(self, values: Any, before: _Groups, after: _Groups, expected: _Extents) -> Any:
+        sizes = self._solved(values.shape, before, expected)
         source, target = sum(before, ()), sum(after, ())
         values = np.reshape(values, tuple(sizes[name] for name in source))
         values = np.transpose(values, [source.index(name) for name in target])
         return np.reshape(values, tuple(math.prod(sizes[name] for name in group) for group in after))
 
-    def _solved(self, shape: _Shape, groups: _Groups, wanted: _Extents) -> dict[str, int]:
-        """The extent of every named axis: given, or what the shape leaves for it, or the one that is wanted."""
+    def _solved(self, shape: _Shape, groups: _Groups, expected: _Extents) -> dict[str, int]:
+        """The size of every named axis: given, implied by the shape, or implied by the expected result."""
         if len(shape) != len(groups):
             raise ValueError(f"rearrange {self.pattern!r} needs {len(groups)} dimensions, found {list(shape)}")
         sizes, own = dict(self.sizes), list(zip(shape, groups, strict=True))
-        while (found := _one_unknown(own, sizes) or _one_unknown(wanted, sizes)) is not None:
+        while (found := _one_unknown(own, sizes) or _one_unknown(expected, sizes)) is not None:
             sizes.update([found])
         for extent, group in own:
             unknown = [name for name in group if name not in sizes]
@@ -101,7 +103,7 @@ class _Rearrange:
 
 
 def _one_unknown(groups: _Extents, sizes: Mapping[str, int]) -> tuple[str, int] | None:
-    """An axis whose extent the others of its group leave no choice for."""
+    """An axis whose size is determined by the others of its group."""
     for extent, group in groups:
         unknown = [name for name in group if name not in sizes]
         known = math.prod(sizes[name] for name in group if name in sizes)
@@ -131,7 +133,7 @@ class _Part:
         return values[(*(slice(None),) * axis, slice(start, start + of[self.index]))]
 
     def join(self, parts: Sequence[Any]) -> Any:
-        """The whole, of which these are all parts."""
+        """The whole tensor, from all of its parts."""
         extents = [part.shape[_axis(self.axis, part.ndim)] for part in parts]
         expected = [extents[0]] * len(parts) if isinstance(self.of, int) else list(self.of)
         if extents != expected:
@@ -161,11 +163,11 @@ def _axis(axis: int, ndim: int) -> int:
 
 
 def _check_alike(tensors: Sequence[Any], shapes: Sequence[tuple[int, ...]], what: str) -> None:
-    """What NumPy is to raise for lazy tensors, it would read them for; so it is checked before they are joined."""
+    """Checks tensors before they are joined: NumPy would read them before it raises."""
     for index, shape in enumerate(shapes):
         if shape != shapes[0]:
             raise ValueError(f"tensors {what} differ in shape: {list(shapes[0])}, and number {index} is {list(shape)}")
-    # Joined by NumPy, integers and floats would become floats that need not have all of the integers.
+    # NumPy would join integers and floats to floats, which may not represent all of the integers.
     dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
     if len({bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact)) for dtype in dtypes}) > 1:
         names = " and ".join(dtype.name for dtype in dtypes)
@@ -173,15 +175,15 @@ def _check_alike(tensors: Sequence[Any], shapes: Sequence[tuple[int, ...]], what
 
 
 class From:
-    """What a variable is made of: the names of one or several tensors, and steps, applied from left to right.
+    """The source of a variable: the names of one or several tensors, and steps, applied from left to right.
 
-    Names may have captures: `{layer}` is whatever the entry's path has there, or counts up where it is stacked.
+    Names may have captures: `{layer}` is the text at this place of the entry's path, or counts up if it is stacked.
     Objects are immutable; every method returns a new one.
 
     Args:
-        *names: Name of the tensor, or of several, which are joined along `axis` before anything else.
-        axis: That axis.
-        sizes: Their extents along it. Only needed to write them again: without, nothing says where one ends.
+        *names: Name of the tensor, or of several, which are joined along `axis` first.
+        axis: The axis along which they are joined.
+        sizes: Their sizes along it. Only needed to write them again: without, it is unknown where each one ends.
 
     Example:
         >>> lm.From("h.{layer}.attn.weight").T.part(1, of=3, axis=1).stack("layer")
@@ -206,7 +208,7 @@ class From:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names, captures and all."""
+        """The names, including captures."""
         return tuple(template.text for template in self._templates)
 
     @property
@@ -225,13 +227,13 @@ class From:
         """Splits, reorders and merges axes by name, such as `"(heads dim) model -> model heads dim", heads=8`.
 
         Args:
-            pattern: The axes before and after, `1` for one of extent 1; those in parentheses are one axis together.
-                A plain reshape is not offered: it does not say what shape it came from, so nothing could undo it.
-            **sizes: Extents that neither the tensor's shape nor the variable's gives: where `heads` and `dim` are axes
-                of the variable, both are known. The way back knows the variable's alone.
+            pattern: The axes before and after, `1` for one of size 1; axes in parentheses form one axis together.
+                A plain reshape is not offered: its original shape is unknown, so it could not be inverted.
+            **sizes: Sizes that are implied neither by the tensor's shape nor by the variable's: if `heads` and `dim`
+                are axes of the variable, both are known. The inverse direction only knows the variable's shape.
 
         Raises:
-            LazyModelError: The pattern has no arrow, names an axis twice or on one side alone, or lacks one of `sizes`.
+            LazyModelError: The pattern has no arrow, has an axis twice or on one side only, or has no axis of `sizes`.
         """
         sides = [_groups(pattern, side) for side in pattern.split("->")]
         if len(sides) != 2:
@@ -245,18 +247,18 @@ class From:
         return self._then(_Rearrange(pattern, before, after, tuple(sizes.items())))
 
     def scale(self, factor: float) -> From:
-        """Multiplies by a number; written divided by it, which restores every bit where it is a power of two."""
+        """Multiplies by a number; writing divides by it, which restores every bit if it is a power of two."""
         if not factor or not math.isfinite(factor):
             raise LazyModelError(f"scale takes a finite number that is not 0; got {factor!r}")
         return self._then(_Step(f".scale({float(factor)})", partial(_times, factor), partial(_over, factor)))
 
     def part(self, index: int, of: int | Sequence[int], axis: int = 0) -> From:
-        """One part of a fused tensor along an axis; other entries take the others.
+        """One part of a fused tensor along an axis; other entries use the others.
 
         Args:
-            index: Which, from 0.
-            of: How many equal parts there are, or the extent of each.
-            axis: Along which axis.
+            index: The number of the part, from 0.
+            of: The number of equal parts, or the size of each.
+            axis: The axis along which the tensor is split.
 
         Raises:
             LazyModelError: There is no such part.
@@ -268,13 +270,15 @@ class From:
         return self._then(step)
 
     def stack(self, capture: str, axis: int = 0) -> From:
-        """Stacks what has the numbers 0, 1, … in the place of a capture along a new axis, as a scanned model does."""
+        """Stacks tensors with the numbers 0, 1, … in place of a capture along a new axis, as in a scanned model."""
         if not any(capture in template.captures for template in self._templates):
             raise LazyModelError(f"stack({capture!r}): there is no {{{capture}}} in {', '.join(self.names)}")
         return self._then(_Stack(capture, axis))
 
     def unsaved(self) -> From:
-        """The same, but left out on the way back: for a tensor that another entry writes, such as a tied embedding."""
+        """The same, but not written in the inverse direction: for a tensor that another entry writes, such as a tied
+        embedding.
+        """
         return self._then(read_only=True)
 
     def __repr__(self) -> str:
@@ -297,7 +301,7 @@ def _groups(pattern: str, side: str) -> tuple[tuple[str, ...], ...]:
 
 
 def check_captures(source: From, path: Template) -> None:
-    """Raises LazyModelError where a capture of the names is neither in the entry's path nor stacked, or both."""
+    """Raises LazyModelError for a capture of the names that is neither in the entry's path nor stacked, or both."""
     stacked = {step.capture for step in source._steps if isinstance(step, _Stack)}
     for name in source._templates:
         if unknown := set(name.captures) - set(path.captures) - stacked:
@@ -310,43 +314,64 @@ def check_captures(source: From, path: Template) -> None:
         raise LazyModelError(f"entry {path.text!r}: {{{sorted(twice)[0]}}} is stacked, so it cannot be in the path")
 
 
-# In -------------------------------------------------------------------------------------------------------------------
+# Reading --------------------------------------------------------------------------------------------------------------
 
 
-class Missing(Exception):
-    """The checkpoint lacks a tensor of this name."""
+class Missing(CheckpointError):
+    """A tensor is missing from the checkpoint."""
+
+    def __init__(self, name: str, checkpoint: Mapping[str, Any]) -> None:
+        super().__init__(name)
+        self.name, self._checkpoint = name, checkpoint
+
+    def __str__(self) -> str:  # comparing names takes long, so it is done on demand
+        return f"{described(self._checkpoint)} has no tensor {self.name!r}{closest(self.name, self._checkpoint)}"
 
 
-class Tensors:
-    """A checkpoint's tensors, and which of them were taken."""
+class Tensors(Mapping[str, LazyTensor]):
+    """A checkpoint, and the names of its tensors that were used."""
 
     def __init__(self, checkpoint: Mapping[str, Any]) -> None:
-        self.checkpoint = checkpoint
+        self._checkpoint = checkpoint
         self.taken: set[str] = set()
         self._counts: dict[Any, dict[Any, int]] = {}
 
-    def take(self, name: str) -> LazyTensor:
-        if name not in self.checkpoint:
-            raise Missing(name)
+    def __getitem__(self, name: str) -> LazyTensor:
+        try:
+            tensor = self._checkpoint[name]
+        except KeyError:
+            raise Missing(name, self._checkpoint) from None
         self.taken.add(name)
-        return lazy(self.checkpoint[name], name)
+        return lazy(tensor, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._checkpoint
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkpoint)
+
+    def __len__(self) -> int:
+        return len(self._checkpoint)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return default if name not in self._checkpoint else self[name]  # Mapping's own expects a KeyError
 
     def count(self, template: Template, capture: str, captures: Captures) -> int:
-        """One more than the highest number in a capture's place; a number that is left out is missed when taken."""
+        """One more than the highest number in a capture's place; a missing number raises when its tensor is used."""
         known = tuple(sorted(set(captures).intersection(template.captures)))
         key = (template.text, capture, known)
         if key not in self._counts:
             counts = self._counts[key] = {}
-            for name in self.checkpoint:
+            for name in self:
                 found = template.match(name)
                 if found is not None and re.fullmatch(r"0|[1-9]\d{0,8}", found.get(capture, "")):
-                    # A number beyond that of all tensors leaves one out, which is missed before it is counted up to.
-                    number = min(int(found[capture]), len(self.checkpoint))
+                    # A number above the count of tensors implies a missing one, which raises first.
+                    number = min(int(found[capture]), len(self))
                     values = tuple(found[name] for name in known)
                     counts[values] = max(counts.get(values, 0), number + 1)
         count = self._counts[key].get(tuple(captures[name] for name in known), 0)
         if not count:
-            raise Missing(template.fill(captures | {capture: "0"}))
+            raise Missing(template.fill(captures | {capture: "0"}), self._checkpoint)
         return count
 
 
@@ -357,16 +382,16 @@ def read_entry(
     shape: _Shape | None,
     steps: Sequence[_AnyStep] | None = None,
 ) -> Any:
-    """The value of an entry's variable, after all steps or only the first ones; ValueError where shapes do not fit.
+    """The value of an entry's variable, after all steps or only the first ones; ValueError if shapes do not match.
 
-    `shape` is the one that it should then have, as far as that is known; whether it has is the caller's to see.
+    `shape` is the expected shape of the result, as far as known; the caller checks the result.
     """
     steps = source._steps if steps is None else steps
     if not steps:
-        return _joined(source, [tensors.take(template.fill(captures)) for template in source._templates])
+        return _joined(source, [tensors[template.fill(captures)] for template in source._templates])
     *before, step = steps
-    asked = any(isinstance(other, _Rearrange) for other in before)  # no other step looks at its shape
-    earlier = _shape_before(step, shape) if asked and shape is not None else None
+    needed = any(isinstance(other, _Rearrange) for other in before)  # no other step uses its shape
+    earlier = _shape_before(step, shape) if needed and shape is not None else None
     if not isinstance(step, _Stack):
         value = read_entry(source, captures, tensors, earlier, before)
         return step.apply(value, shape) if isinstance(step, _Rearrange) else step.apply(value)
@@ -378,7 +403,7 @@ def read_entry(
 
 
 def _shape_before(step: _AnyStep, shape: _Shape) -> _Shape | None:
-    """The shape that a step makes this one of, if it can be told."""
+    """The shape from which a step makes this one; None if unknown."""
     try:
         if isinstance(step, _Step | _Rearrange):
             return step.undo(lazy(np.broadcast_to(np.zeros((), np.float32), shape), "a shape")).shape
@@ -389,28 +414,28 @@ def _shape_before(step: _AnyStep, shape: _Shape) -> _Shape | None:
     return (*shape[:axis], *whole, *shape[axis + 1 :])
 
 
-def _joined(source: From, pieces: Sequence[Any]) -> Any:
-    if len(pieces) == 1:
-        return pieces[0]
-    axis = _axis(source._axis, pieces[0].ndim)
-    _check_alike(pieces, [(*piece.shape[:axis], *piece.shape[axis + 1 :]) for piece in pieces], "beside the axis")
-    found = tuple(piece.shape[axis] for piece in pieces)
+def _joined(source: From, tensors: Sequence[Any]) -> Any:
+    if len(tensors) == 1:
+        return tensors[0]
+    axis = _axis(source._axis, tensors[0].ndim)
+    _check_alike(tensors, [(*each.shape[:axis], *each.shape[axis + 1 :]) for each in tensors], "apart from the axis")
+    found = tuple(each.shape[axis] for each in tensors)
     if source._sizes is not None and found != source._sizes:
         raise ValueError(f"the tensors have extents {found} along axis {source._axis}, not {source._sizes}")
-    return np.concatenate(pieces, axis)
+    return np.concatenate(tensors, axis)
 
 
-# Out ------------------------------------------------------------------------------------------------------------------
+# Writing --------------------------------------------------------------------------------------------------------------
 
 
 class Parts:
-    """Tensors on their way out, some of them in parts that are not all there yet."""
+    """Tensors to be written, some of them in parts that are not complete yet."""
 
     def __init__(self) -> None:
         self.finished: dict[str, Any] = {}
         self._writers: dict[str, str] = {}
         self._parts: dict[Any, dict[int, tuple[_Part, Any, str]]] = {}
-        self.path = ""  # the variable at hand
+        self.path = ""  # the current variable
 
     def finish(self, name: str, value: Any) -> None:
         if name in self.finished:
@@ -424,7 +449,7 @@ class Parts:
         )
 
     def add(self, whole: Any, part: _Part, value: Any) -> Any:
-        """The whole, once all its parts have been added."""
+        """Adds a part; returns the whole tensor once all its parts have been added, otherwise None."""
         parts = self._parts.setdefault((whole, part.of, part.axis), {})
         if part.index in parts:
             self._refuse_second(parts[part.index][2], f"part {part.index} of {whole[0]!r}")
@@ -437,9 +462,9 @@ class Parts:
     def check_complete(self) -> None:
         for (whole, _, axis), parts in self._parts.items():
             part, _, path = next(iter(parts.values()))
-            lacking = [str(index) for index in range(part.count) if index not in parts]
+            absent = [str(index) for index in range(part.count) if index not in parts]
             raise LazyModelError(
-                f"{path!r} is a part of {whole[0]!r} (axis {axis}), and no variable gives part {', '.join(lacking)} of "
+                f"{path!r} is a part of {whole[0]!r} (axis {axis}), and no variable gives part {', '.join(absent)} of "
                 f"its {part.count}. Give each an entry with the same steps before .part"
             )
 
@@ -447,15 +472,15 @@ class Parts:
 def write_entry(
     source: From, value: Any, captures: Captures, parts: Parts, steps: Sequence[_AnyStep] | None = None
 ) -> None:
-    """Adds the tensors that an entry makes of its variable's value, all steps or only the first ones undone.
+    """Adds the tensors that an entry makes of its variable's value, with all steps or only the first ones undone.
 
-    Raises ValueError or IndexError where a step cannot be undone.
+    Raises ValueError or IndexError if a step cannot be undone.
     """
     steps = source._steps if steps is None else steps
     names = [template.fill(captures) for template in source._templates]
     if not steps:
-        for name, piece in zip(names, _split(source, names[0], value), strict=True):
-            parts.finish(name, piece)
+        for name, tensor in zip(names, _split(source, names[0], value), strict=True):
+            parts.finish(name, tensor)
         return
     *before, step = steps
     if isinstance(step, _Stack):
@@ -465,13 +490,13 @@ def write_entry(
             write_entry(source, value[(*index, number)], known, parts, before)
     elif not isinstance(step, _Part):
         write_entry(source, step.undo(value), captures, parts, before)
-    # What the parts are parts of is known by its names and by the steps that led to it.
+    # A whole tensor is identified by its names and by the steps before its parts.
     elif (joined := parts.add((*names, tuple(before)), step, value)) is not None:
         write_entry(source, joined, captures, parts, before)
 
 
 def _split(source: From, name: str, value: Any) -> Sequence[Any]:
-    """The tensors that were joined."""
+    """Splits a value into the tensors that were joined."""
     if len(source.names) == 1:
         return [value]
     axis = _axis(source._axis, value.ndim)

@@ -1,12 +1,13 @@
-"""Loaded or initialized: what is done for each variable, for `materialize` and for a plan alike.
+"""The decision for each variable to load or to initialize it, for `materialize` and for a plan alike.
 
-Responsible for deciding and for checking that what is loaded fits. Nothing is read here.
+Responsible for deciding and for checking that loaded tensors match. Nothing is read here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,59 +15,98 @@ import numpy as np
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import CheckpointError, warn
-from lazymodel._mapping.lora import refuse_adapter
-from lazymodel._mapping.mapped import MappedCheckpoint, described
 from lazymodel._programs.programs import InitRecipe
 from lazymodel._show.text import closest, first_of, folded_names, listed
-from lazymodel._tensors.casting import SAFE, check_mode, refusal, weights
-from lazymodel._tensors.equal import equal_tensor
+from lazymodel._tensors.casting import SAFE, check_mode, refusal, scales_beside, weights
+from lazymodel._tensors.decoded import equal_tensor
 from lazymodel._tensors.lazy import LazyTensor, lazy
-from lazymodel._tensors.quantized import scales_beside
 from lazymodel._tensors.stored import MismatchedTensor, stored_tensors, where
+
+_ADAPTER = re.compile(r"(?:.*[./])?lora_(?:embedding_)?[AB](?:[./].*)?", re.DOTALL)  # PEFT's names
+
+
+def refuse_adapter(names: Iterable[str], what: str) -> None:
+    """Raises CheckpointError if names of tensors, which no variable has, are those of a LoRA adapter."""
+    if found := [name for name in names if _ADAPTER.fullmatch(name)]:
+        raise CheckpointError(
+            f"{what} has {len(found)} tensors of a LoRA adapter: {listed(map(repr, found))}. They add to a weight "
+            "lora_alpha / r times their product, and neither number is among the tensors. Merge the adapter first "
+            "(PEFT: merge_and_unload), or give lm.map_checkpoint a function that returns W + lora_alpha / r * B @ A"
+        )
+
+
+class MappedCheckpoint(Mapping[str, LazyTensor]):
+    """A checkpoint by variable path: variable path → lazy tensor. Made by `map_checkpoint`."""
+
+    def __init__(self, tensors: Mapping[str, LazyTensor], source: Any, unused: Sequence[str] = ()) -> None:
+        path = getattr(source, "path", None)
+        self._tensors = dict(tensors)
+        self.path: str | None = path if isinstance(path, str) else None  # of the original checkpoint
+        self.source = source  # the original checkpoint
+        self.unused = tuple(unused)  # names of the source's tensors that were not used
+
+    def __getitem__(self, path: str) -> LazyTensor:
+        return self._tensors[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        where = "" if self.path is None else f" from {self.path}"
+        return f"MappedCheckpoint({len(self)} variables{where})"
+
+
+def described(checkpoint: Mapping[str, Any]) -> str:
+    """The name of a checkpoint in errors."""
+    path = getattr(checkpoint, "path", None)
+    return "the checkpoint" if path is None else f"checkpoint {path}"
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """Where every variable's value comes from."""
+class LoadPlan:
+    """The source of every variable's value."""
 
-    recipes: tuple[InitRecipe, ...]  # the init recipes to run, restricted to what is needed
-    sources: Mapping[str, Any]  # path to tensor or array, for everything that is not computed
-    given: frozenset[str] = frozenset()  # the paths among these that the checkpoint has
-    lacking: tuple[str, ...] = ()  # variables that it has no tensor for
-    unused: tuple[str, ...] = ()  # names of its tensors that no variable takes
-    # Its tensors that are left out, as if it lacked them, because of their shapes.
+    recipes: tuple[InitRecipe, ...]  # the init recipes to run, restricted to the needed variables
+    sources: Mapping[str, Any]  # path to tensor or array, for every value that is not computed
+    given: frozenset[str] = frozenset()  # the paths of these that come from the checkpoint
+    missing: tuple[str, ...] = ()  # variables without a tensor in the checkpoint
+    unused: tuple[str, ...] = ()  # names of its tensors that no variable uses
+    # Its tensors that are left out, as if missing, because of their shapes.
     mismatched: tuple[MismatchedTensor, ...] = ()
-    cast: str = SAFE  # how values become their variables' dtypes; see `_tensors/casting`
+    cast: str = SAFE  # how values are converted to their variables' dtypes; see `_tensors/casting`
 
     def from_file(self, path: str) -> bool:
-        """Whether a value is read from a file, or given as if it were; the user's own code made any other in memory."""
+        """True if a value is read from a file, or given as if it were; otherwise the user's own code created it."""
         source = self.sources[path]
         return path in self.given or (isinstance(source, LazyTensor) and bool(source.file))
 
 
-def choose(
+def resolve(
     model: ModelSpec,
     checkpoint: Mapping[str, Any] | None,
     *,
     initialize: str | None = None,
     strict: bool = True,
     cast: str = SAFE,
-) -> Choice:
-    """Decides for every variable whether it is loaded or initialized, and checks that what is loaded fits.
+) -> LoadPlan:
+    """Decides for every variable if it is loaded or initialized, and checks that loaded tensors match.
 
-    The checkpoint is one of `flat_checkpoint`, the rest is as for `materialize`, errors too. What was left out or is
-    lacking is noted in the choice, not warned about.
+    The checkpoint is a result of `flat_checkpoint`; the other arguments and errors are as for `materialize`. Tensors
+    that are left out or missing are recorded in the result, without a warning.
     """
     if initialize not in (None, "missing", "nothing", "all"):
         raise CheckpointError(f"initialize is 'missing', 'nothing', 'all' or None; got {initialize!r}")
     check_mode(cast)
     sources = dict(model.sources)
     given: dict[str, Any] = {}
-    lacking: list[str] = []
+    missing: list[str] = []
     unused: list[str] = []
     mismatched: list[MismatchedTensor] = []
     if initialize == "all":
-        # Constants have no other way to come to be; what a checkpoint gave does.
+        # Constants have no other source; values from a checkpoint do.
         by_recipe = {path for recipe in model.recipes for path in recipe.paths}
         sources = {path: source for path, source in sources.items() if path not in by_recipe}
         unused = list(checkpoint or ())
@@ -78,14 +118,14 @@ def choose(
             del given[mismatch.path]
         sources.update(given)
         left_out = {mismatch.path for mismatch in mismatched}
-        lacking = [path for path in model if path not in sources and path not in left_out]
+        missing = [path for path in model if path not in sources and path not in left_out]
     needed = {path for path in model if path not in sources}
     if initialize == "nothing" and needed:
         first = next(path for path in model if path in needed)
         if checkpoint is None:
             raise CheckpointError(f"there is no checkpoint, and initialize='nothing' leaves {first!r} without a value")
         raise CheckpointError(
-            f"{_lacks(model, checkpoint, lacking)}{closest(first, checkpoint)}. "
+            f"{_missing_text(model, checkpoint, missing)}{closest(first, checkpoint)}. "
             "Pass initialize='missing' to initialize them."
         )
     for path, source in sources.items():
@@ -93,9 +133,9 @@ def choose(
             raise CheckpointError(f"{mismatch}; is this the checkpoint of another configuration?")
     kept = ([path for path in recipe.paths if path in needed] for recipe in model.recipes)
     recipes = tuple(recipe.restricted_to(paths) for recipe, paths in zip(model.recipes, kept, strict=True) if paths)
-    choice = Choice(recipes, sources, frozenset(given), tuple(lacking), tuple(unused), tuple(mismatched), cast)
+    choice = LoadPlan(recipes, sources, frozenset(given), tuple(missing), tuple(unused), tuple(mismatched), cast)
     if cast == SAFE and (refused := refused_casts(model, checkpoint, choice)):
-        raise CheckpointError(f"{first_of(refused, 'tensors are refused')}.")
+        raise CheckpointError(f"{first_of(refused, 'tensors are rejected')}.")
     return choice
 
 
@@ -117,23 +157,23 @@ def _match(model: ModelSpec, checkpoint: Mapping[str, Any], *, strict: bool) -> 
 
 
 def _one(path: str, sources: Mapping[str, Any]) -> Any:
-    """What a variable is loaded from, of what a checkpoint has under each of its paths."""
+    """Returns the tensor of a variable, from those that a checkpoint has under its paths."""
     first, *others = sources.values()
     return equal_tensor(path, [lazy(source, name) for name, source in sources.items()]) if others else first
 
 
 def _mismatch(variable: AbstractVariable, source: Any) -> MismatchedTensor | None:
-    """What is wrong with the shape of what a variable is loaded from."""
+    """The mismatch in shape between a variable and its tensor; None if they match."""
     (expected, _), found, path = variable.stored, tuple(np.shape(source)), variable.path
     return None if found == expected else MismatchedTensor(path, stored_tensors(source, path)[0], expected, found)
 
 
-def refused_casts(model: ModelSpec, checkpoint: Mapping[str, Any] | None, choice: Choice) -> list[str]:
-    """What is wrong with the dtypes of the tensors that variables take, and with the scales that none takes."""
+def refused_casts(model: ModelSpec, checkpoint: Mapping[str, Any] | None, choice: LoadPlan) -> list[str]:
+    """Problems with the dtypes of tensors, and with scales that no variable uses."""
     mapped = isinstance(checkpoint, MappedCheckpoint)
     names = {*(checkpoint or ()), *(checkpoint.source if mapped else ())}
     refused: list[str] = []
-    taken: dict[str, np.dtype[Any]] = {}  # quantized tensors by name, as they are stored
+    taken: dict[str, np.dtype[Any]] = {}  # quantized tensors by name → stored dtype
     for path, source in choice.sources.items():
         if not choice.from_file(path):
             continue
@@ -141,49 +181,49 @@ def refused_casts(model: ModelSpec, checkpoint: Mapping[str, Any] | None, choice
         if tensor.dtype != expected and (why := refusal(path, tensor, expected, where(source), names)):
             refused.append(why)
         if path in choice.given:
-            taken |= {leaf.name: leaf.dtype for leaf in weights(tensor) if leaf.dtype == tensor.dtype}
+            taken |= {source.name: source.dtype for source in weights(tensor) if source.dtype == tensor.dtype}
     left = {name for name in checkpoint or () if name not in choice.given} | set(checkpoint.unused if mapped else ())
     for name, dtype in taken.items():
         if scales := scales_beside(name, left):
             refused.append(
-                f"{described(checkpoint or {})}: tensor {name!r} is {dtype.name} and {scales[0]!r} is beside it, which "
-                f"{model.name} has no variable for: quantized numbers, which mean nothing without their scale. Give it "
+                f"{described(checkpoint or {})}: tensor {name!r} is {dtype.name}, with a scale {scales[0]!r}, which "
+                f"{model.name} has no variable for: quantized numbers mean nothing without their scale. Give it "
                 "a variable, or load a dequantized copy; cast='unsafe' takes the bare numbers"
             )
     return refused
 
 
-def choose_and_warn(
+def resolve_and_warn(
     model: ModelSpec,
     checkpoint: Mapping[str, Any] | None,
     *,
     initialize: str | None = None,
     strict: bool = True,
     cast: str = SAFE,
-) -> Choice:
-    """As `choose`, having warned of what the checkpoint lacks or has besides."""
-    choice = choose(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
+) -> LoadPlan:
+    """Like `resolve`, and warns about missing and unexpected tensors of the checkpoint."""
+    choice = resolve(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
     if checkpoint is not None and initialize != "all":
         _warn_of_rest(model, checkpoint, choice, initialize)
     return choice
 
 
-def _warn_of_rest(model: ModelSpec, checkpoint: Mapping[str, Any], choice: Choice, initialize: str | None) -> None:
-    """Warns of what a checkpoint has too much and, unless that was said to be meant, too little."""
+def _warn_of_rest(model: ModelSpec, checkpoint: Mapping[str, Any], choice: LoadPlan, initialize: str | None) -> None:
+    """Warns about unexpected tensors of a checkpoint and, unless `initialize` is given, about missing ones."""
     left_out: list[str] = []
     if choice.unused:
         names = listed(map(repr, choice.unused))
         left_out.append(f"{len(choice.unused)} tensors that {model.name} has no variable for: {names}")
     if choice.mismatched:
         texts = listed(map(str, choice.mismatched))
-        left_out.append(f"{len(choice.mismatched)} tensors of another shape, as if they were lacking: {texts}")
+        left_out.append(f"{len(choice.mismatched)} tensors of another shape, as if they were missing: {texts}")
     if left_out:
         warn(f"{described(checkpoint)}: strict=False leaves out {'; and '.join(left_out)}")
-    if choice.lacking and initialize is None:
-        lacks = _lacks(model, checkpoint, choice.lacking)
-        warn(f"{lacks}. They are initialized; say initialize='missing' if that is meant.")
+    if choice.missing and initialize is None:
+        text = _missing_text(model, checkpoint, choice.missing)
+        warn(f"{text}. They are initialized; pass initialize='missing' if that is intended.")
 
 
-def _lacks(model: ModelSpec, checkpoint: Mapping[str, Any], lacking: Sequence[str]) -> str:
-    what = f"{described(checkpoint)} has no tensor for {len(lacking)} of {len(model)} variables"
-    return f"{what}: {listed(folded_names(lacking))}"
+def _missing_text(model: ModelSpec, checkpoint: Mapping[str, Any], missing: Sequence[str]) -> str:
+    what = f"{described(checkpoint)} has no tensor for {len(missing)} of {len(model)} variables"
+    return f"{what}: {listed(folded_names(missing))}"

@@ -1,65 +1,361 @@
-"""A table proposed for a checkpoint and a model, from names and shapes alone: for a person to correct.
+"""A table proposed for a checkpoint and a model, from names and shapes alone, for the user to correct.
 
-Families of names that differ in indexes alone are matched by the words they share, where one's shape can be made of
-the other's: stacked, transposed, split into heads, cut from a fused tensor, joined. Whatever had a choice is said to
-be unsure, and why.
+Families of names that differ only in indexes are matched by the words they share, if one's shape can be turned into
+the other's: stacked, transposed, split into heads, cut from a fused tensor, joined. `q_proj`, `query` and `wq` are the
+same word here, `ln_1` and `input_layernorm` the same words. Every ambiguous match is listed as unsure, with the reason;
+nothing is loaded by these guesses alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
-from lazymodel._mapping.arrangements import Arrangement, Shape, Way, arrangements, ways
 from lazymodel._mapping.entry import From
-from lazymodel._mapping.names import Family, families
 
-_ALIKE = 0.5  # of the words of two names shared: less is said to be little
-_CLOSE = 0.08  # of a score: another that is no further off is named
-_LEAST = 0.25  # of a score, below which names have nothing in common, unless nothing else has such a shape
-# Buffers that a model computes, which checkpoints of PyTorch hold as well.
+# A component that is a number, or a number after a word for one of many parts.
+_INDEX = re.compile(r"(?:(?:^|[/.])|(?:layer|block|stage|expert|cell)s?_?)(\d{1,9})(?=[/.]|$)", re.IGNORECASE)
+# Names of captures, by the word before the number.
+_CAPTURES: dict[str, str] = {"h": "layer", "resblocks": "block", "branches": "branch"}
+
+# Phrases, replaced before names are split. The norms of a block are named by the part before or after them.
+_PHRASES = (
+    (r"c_attn|wqkv|qkv(_proj|_einsum)?|query_key_value|in_proj", "query key value attention"),
+    (r"kv_(einsum|proj)", "key value attention"),
+    (r"gate_up(_proj)?|gating_einsum", "gate up mlp"),
+    (r"gate_?proj", "gate mlp"),
+    (r"attn_vec(_einsum)?|c_proj|out_proj|o_proj|wo|resid_proj", "out"),
+    (r"embed_tokens|wte|tok_embeddings?|word_embeddings?|token_embed(ding|der)?s?|input_embeddings?", "token embed"),
+    (r"(absolute_)?pos(ition)?(al)?_?(embed(ding)?s?)|wpe", "position embed"),
+    (r"token_type_embeddings?|segment(s|_embeddings?)?", "segment embed"),
+    (r"lm_head|unembed(ding)?|embed_out", "head"),
+    (r"(input|attention|attn|pre_attention|self_attn)_(layer_?)?norm|(ln|norm|layer_?norm)_?1", "pre attention norm"),
+    (r"(pre_(feed_?forward|ffw|ffn|mlp)|ffn|ffw|mlp)_(layer_?)?norm|(ln|norm|layer_?norm)_?2", "pre mlp norm"),
+    (r"post_attention_(layer_?)?norm", "post attention norm"),
+    (r"post_(feed_?forward|ffw|ffn|mlp)_(layer_?)?norm", "post mlp norm"),
+    (r"ln_f|final_(layer_?)?norm|(encoder|decoder|output|post)_(layer_?)?norm", "final norm"),
+    (r"(^|(?<=model[/.]))norm(?=[/.])", "final norm"),
+    (r"feed_?forward|intermediate", "mlp up"),
+)
+_PHRASE = [(re.compile(rf"(?<![a-z\d])(?:{pattern})(?![a-z\d])"), f" {words} ") for pattern, words in _PHRASES]
+_EXPERT_GATE = re.compile(r"(?<=[/._])gate(?=[.]$)")
+_WORDS: dict[str, str] = {
+    **dict.fromkeys(("q", "wq"), "query"),
+    **dict.fromkeys(("k", "wk"), "key"),
+    **dict.fromkeys(("v", "wv"), "value"),
+    **dict.fromkeys(("o", "output"), "out"),
+    **dict.fromkeys(("attn", "mha", "sdpa", "selfattention"), "attention"),
+    **dict.fromkeys(("ffn", "ffw", "ff", "moe"), "mlp"),
+    **dict.fromkeys(("fc", "fc1", "w3", "wi", "intermediate"), "up"),
+    **dict.fromkeys(("fc2", "w2"), "down"),
+    **dict.fromkeys(("w1", "gating"), "gate"),
+    **dict.fromkeys(("ln", "layernorm", "rmsnorm", "batchnorm", "bn", "groupnorm"), "norm"),
+    **dict.fromkeys(("embedding", "embeddings", "embedder"), "embed"),
+    **dict.fromkeys(("tokens", "word", "words"), "token"),
+    **dict.fromkeys(("pos", "positions"), "position"),
+    **dict.fromkeys(("logits", "classifier"), "head"),
+    "experts": "expert",
+}
+_KINDS: dict[str, str] = {
+    **dict.fromkeys(("bias", "b", "beta"), "bias"),
+    **dict.fromkeys(("mean", "running_mean", "moving_mean"), "mean"),
+    **dict.fromkeys(("var", "variance", "running_var", "moving_variance", "moving_var"), "variance"),
+}
+_LEAVES = {"weight", "weights", "kernel", "w", "scale", "gamma", "table"}
+_ENDINGS = {"bias", "kernel", "weight", "scale"}
+_NOISE = {
+    *("proj", "projection", "model", "module", "transformer", "layer", "layers", "block", "blocks", "h", "self", "c"),
+    *("dense", "linear", "einsum", "params", "net", "conv1d"),
+}
+_ROLES = ("query", "key", "value", "gate", "up")  # a fused weight has several of these, in this order
+
+
+@dataclasses.dataclass(frozen=True)
+class _Family:
+    """Names that differ only in indexes, and the shape of all of them."""
+
+    text: tuple[str, ...]  # the text around the indexes that differ
+    indexes: tuple[tuple[str, ...], ...]  # of each name
+    shape: tuple[int, ...]
+    kind: str  # weight, bias, mean or variance
+    words: frozenset[str]  # normalized as in this module
+    spelled: frozenset[str]  # as spelled
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(role for role in _ROLES if role in self.words)
+
+    def template(self, captures: Iterable[str] | None = None) -> str:
+        """The names as one pattern, with these captures; by default named after the words before them."""
+        names = self.captures() if captures is None else tuple(captures)
+        return self.text[0] + "".join(f"{{{name}}}{text}" for name, text in zip(names, self.text[1:], strict=True))
+
+    @property
+    def layer(self) -> str:
+        """The part of the names that a kernel and its bias share."""
+        return re.sub(r"(^|[/.])[^/.]*$", "", self.template())
+
+    def captures(self) -> tuple[str, ...]:
+        """A name for each index."""
+        names: list[str] = []
+        for text in self.text[:-1]:
+            words: list[str] = re.findall(r"[A-Za-z]+", text)
+            word = words[-1].lower() if words else "n"
+            name = _CAPTURES.get(word, word.removesuffix("s"))
+            names.append(name if name not in names else f"{name}_{len(names)}")
+        return tuple(names)
+
+
+def _families(shapes: Mapping[str, tuple[int, ...]]) -> list[_Family]:
+    """Families of names and shapes, in the order in which each first appears."""
+    groups: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {}
+    for name in shapes:
+        places = [match.span(1) for match in _INDEX.finditer(name)]
+        ends = [0, *(end for _, end in places)]
+        text = tuple(name[end:start] for end, (start, _) in zip(ends, [*places, (len(name), 0)], strict=True))
+        groups.setdefault(text, []).append((tuple(name[start:end] for start, end in places), name))
+    experts = any("expert" in name for name in shapes)
+    # If the norm before the MLP has its own name, "post attention" is literal; otherwise it is the norm before the MLP.
+    pre_mlp = any(re.search(r"pre_(feed_?forward|ffw|ffn|mlp)", name) for name in shapes)
+    return [
+        _family(text, members, shapes, experts, pre_mlp)
+        for whole, group in groups.items()
+        for text, members in _uniform(whole, group, shapes)
+    ]
+
+
+def _uniform(
+    text: tuple[str, ...], group: list[tuple[tuple[str, ...], str]], shapes: Mapping[str, tuple[int, ...]]
+) -> list[tuple[tuple[str, ...], list[tuple[tuple[str, ...], str]]]]:
+    """The group split into parts of one shape each, by turning an index into text; the last index if possible."""
+    columns = list(zip(*(index for index, _ in group), strict=True))
+    for column, values in enumerate(columns):
+        if len(set(values)) == 1:  # a model with one layer, or a number that is not an index
+            joined = (*text[:column], text[column] + values[0] + text[column + 1], *text[column + 2 :])
+            return _uniform(joined, [((*i[:column], *i[column + 1 :]), name) for i, name in group], shapes)
+    if len({shapes[name] for _, name in group}) == 1:
+        return [(text, group)]
+
+    def split(column: int) -> list[list[tuple[tuple[str, ...], str]]]:
+        parts: dict[str, list[tuple[tuple[str, ...], str]]] = {}
+        for index, name in group:
+            parts.setdefault(index[column], []).append((index, name))
+        return list(parts.values())
+
+    orders = range(len(columns) - 1, -1, -1)
+    alike = (c for c in orders if all(len({shapes[name] for _, name in part}) == 1 for part in split(c)))
+    return [found for part in split(next(alike, len(columns) - 1)) for found in _uniform(text, part, shapes)]
+
+
+def _family(
+    text: tuple[str, ...],
+    members: list[tuple[tuple[str, ...], str]],
+    shapes: Mapping[str, tuple[int, ...]],
+    experts: bool,
+    pre_mlp: bool,
+) -> _Family:
+    whole = re.sub(r"([a-z\d])([A-Z])", r"\1_\2", ".".join(text)).lower()
+    leaf = re.split(r"[/.]", whole)[-1]
+    spelled = frozenset(re.findall(r"[a-z]+\d*|\d+", whole))
+    if leaf not in _KINDS and leaf.rpartition("_")[2] in _ENDINGS:  # `k_bias`
+        leaf = leaf.rpartition("_")[2]
+    phrased = whole.removesuffix(leaf) if leaf in _LEAVES or leaf in _KINDS else whole
+    phrased = _EXPERT_GATE.sub(" router ", phrased) if experts else phrased
+    for pattern, words in _PHRASE:
+        phrased = pattern.sub(words, phrased)
+    spoken: list[str] = re.findall(r"[a-z]+\d*", phrased)
+    found = [_WORDS.get(word, word) for word in spoken]
+    words = set(found) - _NOISE
+    if not pre_mlp and {"post", "attention", "norm"} <= words:
+        words = words - {"post", "attention"} | {"pre", "mlp"}
+    if "down" in words:
+        words |= {"out", "mlp"}
+    index = tuple(index for index, _ in members)
+    return _Family(text, index, shapes[members[0][1]], _KINDS.get(leaf, "weight"), frozenset(words), spelled)
+
+
+# Ways to turn one shape into another: axes reordered, split or merged, and numbered tensors stacked.
+
+
+_Shape: TypeAlias = "tuple[int, ...]"
+_Groups: TypeAlias = "tuple[tuple[int, ...], ...]"
+_MOST_AXES = 6  # limit for arrangements: more would be too many, and no network has them
+_KERNELS = {3: (2, 1, 0), 4: (2, 3, 1, 0), 5: (2, 3, 4, 1, 0)}  # of convolutions: PyTorch's order as (…, in, out)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arrangement:
+    """Groups of axes of the tensor and of the variable; the side with fewer axes has some merged in one group."""
+
+    before: _Groups
+    after: _Groups
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """The order of the tensor's axes, if none is split or merged."""
+        if any(len(group) != 1 for group in (*self.before, *self.after)):
+            return None
+        return tuple(self.before.index(group) for group in self.after)
+
+    def add(self, source: From, v: _Family, shape: _Shape) -> From:
+        """The source with the steps of this arrangement added."""
+        if (order := self.order) is None:
+            names = self._names(v)
+            sides = [
+                " ".join(_group([names[axis] for axis in group]) for group in side)
+                for side in (self.before, self.after)
+            ]
+            # Axes that are merged in the variable cannot be separated again without their sizes.
+            known = {
+                names[axis]: shape[self.before.index((axis,))] for g in self.after if len(g) > 1 for axis in g[:-1]
+            }
+            return source.rearrange(" -> ".join(sides), **known)
+        if order == tuple(range(len(order))):
+            return source
+        return source.T if order == tuple(reversed(range(len(order)))) else source.transpose(*order)
+
+    def _names(self, v: _Family) -> list[str]:
+        axes = sum(len(group) for group in self.before)
+        wide = [group for group in (*self.before, *self.after) if len(group) > 1]
+        if len(wide) == 1 and v.words & {"query", "key", "value", "out", "attention"} and len(wide[0]) in (2, 3):
+            called = dict(zip(wide[0], ("parts", "heads", "dim")[-len(wide[0]) :], strict=True))
+            if axes - len(called) <= 1:
+                return [called.get(axis, "model") for axis in range(axes)]
+        return [chr(ord("a") + axis) for axis in range(axes)]
+
+    def out_first(self, v: _Family) -> bool:
+        """Returns True if the first of two axes of the tensor is the kernel's output.
+
+        A kernel's last axis is; heads of queries, keys and values are; heads of the output projection are not.
+        """
+        first = self.before[0]
+        heads = next((group for group in self.before if len(group) > 1), None)
+        if heads is not None and v.words & {"query", "key", "value"}:
+            return first == heads
+        if heads is not None and "out" in v.words:
+            return first != heads
+        return self.after[-1][-1] in first
+
+    def usual(self, v: _Family) -> bool:
+        """Returns True if this is the usual arrangement of tables, and of kernels of convolutions."""
+        order = self.order
+        if v.kind == "weight" and "embed" not in v.words and order is not None and len(order) in _KERNELS:
+            return order == _KERNELS[len(order)]
+        return [axis for group in self.before for axis in group] == [axis for group in self.after for axis in group]
+
+
+def _group(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"({' '.join(names)})" if names else "1"
+
+
+@functools.lru_cache(maxsize=4096)
+def _arrangements(shape: _Shape, target: _Shape) -> list[_Arrangement]:
+    """Every arrangement of a tensor of one shape as a variable of another; groups keep the order of their axes."""
+    if math.prod(shape) != math.prod(target) or max(len(shape), len(target)) > _MOST_AXES:
+        return []
+    if len(shape) == len(target):
+        orders = itertools.permutations(range(len(shape)))
+        fit = (order for order in orders if tuple(shape[axis] for axis in order) == target)
+        single = tuple((axis,) for axis in range(len(shape)))
+        return [_Arrangement(single, tuple((axis,) for axis in order)) for order in fit]
+    split = len(target) > len(shape)
+    fine, coarse = (target, shape) if split else (shape, target)
+    single = tuple((axis,) for axis in range(len(fine)))
+    found: list[_Arrangement] = []
+    for places in itertools.product(range(len(coarse)), repeat=len(fine)):
+        groups = tuple(tuple(axis for axis, at in enumerate(places) if at == place) for place in range(len(coarse)))
+        if all(math.prod(fine[axis] for axis in group) == size for group, size in zip(groups, coarse, strict=True)):
+            found.append(_Arrangement(groups, single) if split else _Arrangement(single, groups))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """A correspondence between the indexes of a variable's names and those of tensors."""
+
+    captures: tuple[str, ...]  # a name for each index of the tensors
+    stacked: tuple[str, ...]  # those of them that the variable stacks
+    axis: int  # the axis of the stack, or the first of several
+    target: _Shape  # shape of the variable without them
+
+
+def _ways(v: _Family, t: _Family) -> list[_Way]:
+    """Every correspondence, likeliest first: indexes in the same order, and all stacked axes in front."""
+    found: list[_Way] = []
+    own, numbers = v.captures(), set(v.indexes)
+    columns = range(len(t.text) - 1)
+    for kept in itertools.permutations(columns, len(own)):
+        rest = [column for column in columns if column not in kept]
+        if {tuple(index[column] for column in kept) for index in t.indexes} != numbers:
+            continue
+        counts = tuple(len({index[column] for index in t.indexes}) for column in rest)
+        complete = all(
+            {index[column] for index in t.indexes} == {str(n) for n in range(count)}
+            for column, count in zip(rest, counts, strict=True)
+        )
+        if not complete or len(t.indexes) != len(numbers) * math.prod(counts):
+            continue
+        names = dict(zip(kept, own, strict=True))
+        for column in rest:
+            name = t.captures()[column]
+            names[column] = name if name not in own else f"{name}_{column}"
+        captures, stacked = tuple(names[c] for c in columns), tuple(names[c] for c in rest)
+        for axis in range(len(v.shape) if len(counts) == 1 else 1):
+            if v.shape[axis : axis + len(counts)] == counts:
+                target = (*v.shape[:axis], *v.shape[axis + len(counts) :])
+                found.append(_Way(captures, stacked, axis, target))
+    return found
+
+
+_ALIKE = 0.5  # share of common words below which names have little in common
+_CLOSE = 0.08  # difference of scores up to which another candidate is named
+_LEAST = 0.25  # score below which names have nothing in common, unless nothing else has such a shape
+# Buffers that a model computes, but checkpoints of PyTorch contain.
 _BUFFERS = ("inv_freq", "position_ids", "masked_bias", "num_batches_tracked")
 
 
 @dataclasses.dataclass
 class Suggestion:
-    """Entries of a `WeightMap`, and what is to be said of them."""
+    """Entries of a `WeightMap`, and notes on them."""
 
     entries: dict[str, From | None] = dataclasses.field(default_factory=dict[str, "From | None"])
     unsure: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # path → why
     ignore: list[str] = dataclasses.field(default_factory=list[str])
-    lacking: list[str] = dataclasses.field(default_factory=list[str])  # variables that nothing was found for
-    unused: list[str] = dataclasses.field(default_factory=list[str])  # tensors likewise
+    missing: list[str] = dataclasses.field(default_factory=list[str])  # variables without a match
+    unused: list[str] = dataclasses.field(default_factory=list[str])  # tensors without a match
 
 
-def suggest(tensors: Mapping[str, Shape], variables: Mapping[str, Shape], computed: Iterable[str]) -> Suggestion:
-    """Proposes a table from names and shapes; `computed` are paths of variables that no checkpoint has, as keys are."""
+def suggest(tensors: Mapping[str, _Shape], variables: Mapping[str, _Shape], computed: Iterable[str]) -> Suggestion:
+    """Proposes a table from names and shapes; `computed`: paths of variables that no checkpoint has, such as keys."""
     result = Suggestion()
-    # Braces would be captures.
+    # Names with braces are skipped: they would be captures.
     tensors, variables = ({n: s for n, s in some.items() if not set(n) & set("{}")} for some in (tensors, variables))
-    if tensors and all(variables.get(name) == shape for name, shape in tensors.items()):  # a checkpoint of the model
-        result.entries = {family.template(): From(family.template()) for family in families(tensors)}
+    if tensors and all(variables.get(name) == shape for name, shape in tensors.items()):  # a checkpoint of this model
+        result.entries = {family.template(): From(family.template()) for family in _families(tensors)}
         missing = {path: shape for path, shape in variables.items() if path not in tensors}
-        result.lacking = [f"{family.template()!r} {list(family.shape)}" for family in families(missing)]
+        result.missing = [f"{family.template()!r} {list(family.shape)}" for family in _families(missing)]
         return result
     buffers = {name: shape for name, shape in tensors.items() if name.endswith(_BUFFERS)}
-    result.ignore = [family.template() for family in families(buffers)]
+    result.ignore = [family.template() for family in _families(buffers)]
     left_out = set(computed)
     keys, ours = (
-        families({path: shape for path, shape in variables.items() if (path in left_out) == out})
+        _families({path: shape for path, shape in variables.items() if (path in left_out) == out})
         for out in (True, False)
     )
     result.entries = {family.template(): None for family in keys}
-    matcher = _Matcher(ours, families({name: shape for name, shape in tensors.items() if name not in buffers}), result)
+    matcher = _Matcher(ours, _families({name: shape for name, shape in tensors.items() if name not in buffers}), result)
     matcher.match_one_to_one({"weight"})
     matcher.match_one_to_one({"bias", "mean", "variance"})
     matcher.cut_fused()
     matcher.join_separate()
     matcher.reuse_tied()
-    result.lacking, result.unused = (
+    result.missing, result.unused = (
         [f"{family.template()!r} {list(family.shape)}" for family in left] for left in (matcher.ours, matcher.theirs)
     )
     order = {family.template(): place for place, family in enumerate(ours)}
@@ -68,25 +364,29 @@ def suggest(tensors: Mapping[str, Shape], variables: Mapping[str, Shape], comput
 
 
 class _Matcher:
-    """What is left to match, and what was."""
+    """Tensors and variables that are still to be matched, and the matches."""
 
-    def __init__(self, ours: list[Family], theirs: list[Family], result: Suggestion) -> None:
+    def __init__(self, ours: list[_Family], theirs: list[_Family], result: Suggestion) -> None:
         self.ours, self.theirs, self._result = list(ours), theirs, result
-        # A word that many names have says little; one that a single kind of weight has says all.
+        # A word that many names have means little; a word of a single kind of weight means a lot.
         counts = Counter(word for family in (*ours, *theirs) for word in family.words)
         self._weight = {word: 1 / (1 + math.log(count)) for word, count in counts.items()}
         self._tables = [t for t in theirs if {"token", "embed"} <= t.words]
-        self._layers: dict[str, str] = {}  # of variables whose weight was matched → of its tensor
-        self._out_first = any(t.text[-1].endswith(".weight") for t in theirs)  # whether kernels are (out, in),
-        self._certain = False  # and whether any kernel here says so
+        self._layers: dict[str, str] = {}  # layer of each variable whose weight was matched → layer of its tensor
+        self._out_first = any(t.text[-1].endswith(".weight") for t in theirs)  # True if kernels are (out, in)
+        self._certain = False  # True if a kernel here confirmed it
 
     def match_one_to_one(self, kinds: set[str]) -> None:
-        """A family for a family, so that they are alike all in all; biases go with their kernels, matched before."""
+        """Matches families one to one, with the best total score; biases follow their kernels, matched before."""
         ours, theirs = ([f for f in some if f.kind in kinds] for some in (self.ours, self.theirs))
         scores, pairs = self._assigned(ours, theirs)
-        if "weight" in kinds and (voted := self._voted([(ours[row], theirs[column]) for row, column in pairs])):
-            self._out_first = voted[True] >= voted[False]
-            self._certain = True
+        votes = Counter[bool]()  # how many kernels are (out, in), from unambiguous shapes
+        for v, t in ((ours[row], theirs[column]) for row, column in pairs if "weight" in kinds):
+            found = [a for way in _ways(v, t) for a in _arrangements(t.shape, way.target)]
+            if len(found) == 1 and len(t.shape) == 2 and "embed" not in v.words:
+                votes[found[0].out_first(v)] += 1
+        if votes:
+            self._out_first, self._certain = votes[True] >= votes[False], True
             scores, pairs = self._assigned(ours, theirs)
         columns = range(len(theirs))
         for row, column in pairs:
@@ -100,9 +400,9 @@ class _Matcher:
             self.ours.remove(v)
             self.theirs.remove(t)
 
-    def _assigned(self, ours: list[Family], theirs: list[Family]) -> tuple[list[list[float]], list[tuple[int, int]]]:
-        """All scores, and which pairs are taken: rows are variables, columns tensors."""
-        # It comes with JAX, and importing it takes long for the little that is used.
+    def _assigned(self, ours: list[_Family], theirs: list[_Family]) -> tuple[list[list[float]], list[tuple[int, int]]]:
+        """All scores, and the selected pairs: rows are variables, columns tensors."""
+        # JAX depends on scipy; importing it takes long, so it is imported here.
         from scipy import optimize  # pyright: ignore[reportMissingTypeStubs]
 
         if not ours or not theirs:
@@ -118,17 +418,17 @@ class _Matcher:
         return scores, pairs
 
     def cut_fused(self) -> None:
-        """Several variables from parts of one tensor: queries, keys and values, or a gate and what it gates."""
+        """Several variables from parts of one tensor: queries, keys and values, or a gate and its factor."""
         for t in [t for t in self.theirs if len(t.roles) > 1]:
-            members = self._of_roles(t, [(v, ways(v, t)) for v in self.ours])
+            members = self._of_roles(t, [(v, _ways(v, t)) for v in self.ours])
             if members is None:
                 continue
-            sizes = [math.prod(found[0].wanted) for _, found in members]
+            sizes = [math.prod(found[0].target) for _, found in members]
             for axis in range(len(t.shape)) if self._out_first else reversed(range(len(t.shape))):
                 rest = max(math.prod(t.shape) // max(t.shape[axis], 1), 1)
                 extents = [size // rest for size in sizes]
                 parts = [(*t.shape[:axis], extent, *t.shape[axis + 1 :]) for extent in extents]
-                fit = all(arrangements(part, w[0].wanted) for part, (_, w) in zip(parts, members, strict=True))
+                fit = all(_arrangements(part, w[0].target) for part, (_, w) in zip(parts, members, strict=True))
                 if sum(extents) == t.shape[axis] and fit:
                     of = len(extents) if len(set(extents)) == 1 else extents
                     why = f"taken to be {', '.join(t.roles)} one after the other; some models interleave them by head"
@@ -139,30 +439,32 @@ class _Matcher:
                     break
 
     def join_separate(self) -> None:
-        """One variable from several tensors, the other way round."""
+        """One variable from several tensors, the inverse of `cut_fused`."""
         for v in [v for v in self.ours if len(v.roles) > 1]:
-            members = self._of_roles(v, [(t, ways(v, t)) for t in self.theirs])
+            members = self._of_roles(v, [(t, _ways(v, t)) for t in self.theirs])
             tensors = [t for t, _ in members or ()]
             if not tensors or any(t.indexes != tensors[0].indexes for t in tensors):
                 continue
             axis = self._joining_axis(tensors[0])
             shape = list(tensors[0].shape)
             shape[axis] = sum(t.shape[axis] for t in tensors)
-            if any(arrangements(tuple(shape), way.wanted) for way in ways(v, tensors[0])):
+            if any(_arrangements(tuple(shape), way.target) for way in _ways(v, tensors[0])):
                 self._add(v, tensors, tuple(shape), f"joined in the order {', '.join(v.roles)}")
                 self.ours.remove(v)
                 self.theirs = [t for t in self.theirs if t not in tensors]
 
     def reuse_tied(self) -> None:
-        """A head without a tensor of its own: many models use the table of words for it."""
+        """A head without its own tensor: many models use the table of tokens for it."""
         for v in [v for v in self.ours if "head" in v.words]:
-            if t := next((t for t in self._tables if arrangements(t.shape, v.shape)), None):
-                self._add(v, [t], t.shape, "there is no tensor of this name: tied to the words' table?", tied=True)
+            if t := next((t for t in self._tables if _arrangements(t.shape, v.shape)), None):
+                self._add(v, [t], t.shape, "there is no tensor of this name: tied to the table of tokens?", tied=True)
                 self.ours.remove(v)
 
-    def _of_roles(self, fused: Family, found: list[tuple[Family, list[Way]]]) -> list[tuple[Family, list[Way]]] | None:
-        """For each role of a fused weight, what has it alone and shares most with it otherwise."""
-        members: list[tuple[Family, list[Way]]] = []
+    def _of_roles(
+        self, fused: _Family, found: list[tuple[_Family, list[_Way]]]
+    ) -> list[tuple[_Family, list[_Way]]] | None:
+        """For each role of a fused weight, the family of this role alone that shares most words with it."""
+        members: list[tuple[_Family, list[_Way]]] = []
         for role in fused.roles:
             fit = [(f, w) for f, w in found if f.roles == (role,) and f.kind == fused.kind and w]
             if not fit:
@@ -170,57 +472,51 @@ class _Matcher:
             members.append(max(fit, key=lambda one: self._shared(one[0], fused)))
         return members
 
-    def _joining_axis(self, t: Family) -> int:
+    def _joining_axis(self, t: _Family) -> int:
         return 0 if self._out_first else len(t.shape) - 1
 
-    def _shared(self, v: Family, t: Family) -> float:
-        """How much of what two names say both of them say."""
+    def _shared(self, v: _Family, t: _Family) -> float:
+        """The weighted share of words that two names have in common."""
         total, common = (
             sum(self._weight[word] for words in some for word in words)
             for some in ((v.words, t.words), (v.words & t.words,) * 2)
         )
         return common / total if total else 0.0
 
-    def _score(self, v: Family, t: Family) -> float:
-        """How likely a variable is a tensor, from 0, where it cannot be, to 1, and more beside what was matched."""
+    def _score(self, v: _Family, t: _Family) -> float:
+        """The likelihood of a match: 0 if impossible, up to 1, and more if the layer was matched before."""
         if v.kind != t.kind or math.prod(v.shape) * len(v.indexes) != math.prod(t.shape) * len(t.indexes):
             return 0.0
-        found = [a for way in ways(v, t) for a in arrangements(t.shape, way.wanted)]
+        found = [a for way in _ways(v, t) for a in _arrangements(t.shape, way.target)]
         if not found:
             return 0.0
         spelled = 2 * len(v.spelled & t.spelled) / max(len(v.spelled) + len(t.spelled), 1)
-        beside = 0.5 * (self._layers.get(v.layer) == t.layer)
+        same_layer = 0.5 * (self._layers.get(v.layer) == t.layer)
         kernel = self._certain and len(t.shape) == 2 and "embed" not in v.words
         turned = 0.3 * (kernel and all(a.out_first(v) != self._out_first for a in found))
-        return 0.02 + max(0.78 * self._shared(v, t) + 0.2 * spelled + beside - turned, 0)
-
-    def _voted(self, pairs: list[tuple[Family, Family]]) -> Counter[bool]:
-        """How many kernels are (out, in), told from those whose shapes leave no choice."""
-        votes = Counter[bool]()
-        for v, t in pairs:
-            found = [a for way in ways(v, t) for a in arrangements(t.shape, way.wanted)]
-            if len(found) == 1 and len(t.shape) == 2 and "embed" not in v.words:
-                votes[found[0].out_first(v)] += 1
-        return votes
+        return 0.02 + max(0.78 * self._shared(v, t) + 0.2 * spelled + same_layer - turned, 0)
 
     def _add(
         self,
-        v: Family,
-        tensors: Sequence[Family],
-        shape: Shape,
+        v: _Family,
+        tensors: Sequence[_Family],
+        shape: _Shape,
         why: str,
         *,
         part: tuple[int, int | list[int], int] | None = None,
         tied: bool = False,
     ) -> None:
-        """An entry: the variable from these tensors, or a part of one, which then has this shape."""
-        fitting = [(way, found) for way in ways(v, tensors[0]) if (found := arrangements(shape, way.wanted))]
+        """Adds an entry: the variable from these tensors, or from a part of one, which then has this shape."""
+        fitting = [(way, found) for way in _ways(v, tensors[0]) if (found := _arrangements(shape, way.target))]
         way, found = fitting[0]
-        chosen, reasons = self._chosen(v, shape, way, found), [why] if why else []
+        # Tables of tokens as they are, kernels like most kernels of this checkpoint.
+        usual = "embed" in v.words or len(shape) != 2
+        likely = (a for a in found if (a.usual(v) if usual else a.out_first(v) == self._out_first))
+        chosen, reasons = next(likely, found[0]), [why] if why else []
         if len(found) > 1 and "embed" not in v.words:
             stored = ("(out, in)" if self._out_first else "(in, out)") if len(shape) == 2 else "as is usual"
             like = ", as others here are" if len(shape) == 2 and self._certain else ""
-            ways_text = f"{list(shape)} can become {list(way.wanted)} in {len(found)} ways"
+            ways_text = f"{list(shape)} can become {list(way.target)} in {len(found)} ways"
             reasons.append(f"{ways_text}; taken to be {stored}{like}")
         if len(fitting) > 1:
             reasons.append("its indexes could be exchanged")
@@ -234,9 +530,3 @@ class _Matcher:
         self._result.entries[v.template()] = source.unsaved() if tied else source
         if reasons:
             self._result.unsure[v.template()] = "; ".join(reasons)
-
-    def _chosen(self, v: Family, shape: Shape, way: Way, found: list[Arrangement]) -> Arrangement:
-        """The likeliest of them: tables of words as they are, kernels as most of this checkpoint are stored."""
-        if "embed" in v.words or len(shape) != 2:
-            return next((a for a in found if a.usual(v)), found[0])
-        return next((a for a in found if a.out_first(v) == self._out_first), found[0])

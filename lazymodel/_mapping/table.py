@@ -1,7 +1,7 @@
-"""`WeightMap`: a table of which tensors become which variables, usable in both directions.
+"""`WeightMap`: a table that maps tensors to variables, usable in both directions.
 
-Values are `LazyTensor`s throughout, so nothing here reads one. A table has an entry for each variable path, or for a
-pattern of paths:
+All values are `LazyTensor`s, so nothing is read here. A table has an entry for each variable path, or for a pattern of
+paths:
 
     WeightMap({
         "embed/embedding": "model.embed_tokens.weight",
@@ -15,50 +15,49 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from lazymodel._abstract.paths import Captures, Template
+from lazymodel._abstract.paths import Captures, Template, flatten_paths
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
-from lazymodel._errors import LazyModelError
+from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._mapping.entry import From, Missing, Parts, Tensors, check_captures, read_entry, write_entry
 from lazymodel._mapping.given import given_checkpoint
-from lazymodel._mapping.lora import refuse_adapter
-from lazymodel._mapping.mapped import described
+from lazymodel._mapping.match import MappedCheckpoint, described, refuse_adapter
 from lazymodel._mapping.suggest import suggest
 from lazymodel._show.text import LISTED, closest, first_lines, fold, grouped_names, unnumbered
 from lazymodel._tensors.lazy import LazyTensor, lazy
 
-_PERMUTED = 5  # dimensions up to which permutations are tried for a suggestion: 120 of them
+_PERMUTED = 5  # maximum of dimensions for which permutations are tried for a suggestion: 120 of them
 
 
 @dataclasses.dataclass(frozen=True)
 class MappingReport:
-    """What a table makes of a checkpoint and a model, found without reading a tensor.
+    """The mapping that a table gives for a checkpoint and a model, found without reading a tensor.
 
-    Each maps the names or paths that were found to what is to be said of them.
+    Each field maps names or paths to further text.
     """
 
-    unused: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # tensors that no entry takes
-    missing: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # paths whose tensors are lacking
+    unused: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # tensors that no entry uses
+    missing: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # paths whose tensors are missing
     ambiguous: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # paths that several entries match
     misshapen: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # paths that get another shape
     unmatched: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # entries that match no path
     unmapped: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # paths without an entry: initialized
     left_out: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # paths whose entry is None: likewise
     ignored: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # tensors that the table ignores
-    one_way: str = ""  # why `save` cannot undo a table that fits; empty where it can
+    one_way: str = ""  # why `save` cannot invert a table that matches; empty if it can
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong; what has no entry, or is left out on purpose, is not counted."""
+        """Returns True without problems; variables without an entry, or left out on purpose, are not problems."""
         return not self.problems()
 
     def problems(self) -> list[str]:
-        """One text a kind of finding, unmapped variables left out."""
+        """One text for each kind of finding, except unmapped variables."""
         kinds = (
             ("variables that several entries match", self.ambiguous),
             ("variables whose tensors the checkpoint lacks", self.missing),
@@ -80,7 +79,7 @@ class MappingReport:
 
 
 def _findings(kind: str, found: Mapping[str, str]) -> str:
-    """A line for all that differ in numbers only, with what is to be said of the first."""
+    """A line for each group of names that differ only in numbers, with the text of the first."""
     lines: list[str] = []
     for names in grouped_names(found):
         text = found[names[0]]
@@ -96,7 +95,7 @@ class WeightMap:
     Args:
         entries: Variable path → `From`, or just a tensor's name, or None for a variable that checkpoints do not have.
             Paths may have captures: `{layer}` matches text without `/` and `.`, `{rest...}` any text. A path without
-            captures goes before patterns; a variable that two patterns match is an error.
+            captures takes precedence over patterns; a variable that two patterns match raises.
         ignore: Names of tensors, with captures or without, that may be left unused.
 
     Raises:
@@ -109,7 +108,7 @@ class WeightMap:
     """
 
     def __init__(self, entries: Mapping[str, From | str | None], *, ignore: Iterable[str] = ()) -> None:
-        self.unsure: dict[str, str] = {}  # entries that `suggest` had a choice for: path → why
+        self.unsure: dict[str, str] = {}  # ambiguous entries of `suggest`: path → why
         self._ignore = tuple(Template(name) for name in ([ignore] if isinstance(ignore, str) else ignore))
         self._entries: dict[str, tuple[Template, From | None]] = {}
         for path, entry in entries.items():
@@ -127,21 +126,21 @@ class WeightMap:
     def suggest(checkpoint: Any, abstract: Mapping[str, AbstractVariable]) -> WeightMap:
         """A table proposed from names and shapes, for you to correct; nothing is read.
 
-        Names are matched by the words they share (`q_proj` and `wq` are a query), where the variable's shape can be
-        made of the tensor's: transposed, split into heads, stacked over layers or experts, cut from a fused tensor or
-        joined. `str` of it is Python source to paste, with a comment above each entry that had a choice, and after it
-        what nothing was found for; `unsure` has the former by path.
+        Names are matched by the words they share (`q_proj` and `wq` are a query), if the tensor's shape can be turned
+        into the variable's: transposed, split into heads, stacked over layers or experts, cut from a fused tensor or
+        joined. `str` of it is Python source to paste, with a comment above each ambiguous entry, followed by tensors
+        and variables without a match; `unsure` has the comments by path.
 
         Args:
-            checkpoint: As of `map_checkpoint`.
+            checkpoint: As for `map_checkpoint`.
             abstract: The abstract model.
 
         Returns:
-            A table that may not fit: `check` says whether it does, and only you whether it is right.
+            A table that may not match: `check` shows mismatches, but only you know if it is right.
 
         Raises:
-            CheckpointError: `checkpoint` is none, or a LoRA adapter, whose tensors do not say how it is scaled.
-            LazyModelError: `abstract` is no abstract model.
+            CheckpointError: `checkpoint` is not one, or is a LoRA adapter, whose tensors do not contain its scale.
+            LazyModelError: `abstract` is not an abstract model.
 
         Example:
             >>> weights = {"fc_up.weight": np.zeros((256, 64)), "fc_down.weight": np.zeros((64, 256))}
@@ -163,13 +162,13 @@ class WeightMap:
         for path, text in (wrong.misshapen | wrong.missing | wrong.ambiguous).items():
             found.unsure.setdefault(mapping._find(path)[0][0], f"does not fit:{text}")
         mapping.unsure = found.unsure
-        mapping._notes = (("No tensor was found for", found.lacking), ("No variable was found for", found.unused))
+        mapping._notes = (("No tensor was found for", found.missing), ("No variable was found for", found.unused))
         return mapping
 
     def check(self, checkpoint: Any, abstract: Mapping[str, AbstractVariable]) -> MappingReport:
         """Compares the table with a checkpoint and an abstract model, given as to `suggest`; reads headers only.
 
-        `one_way` of the report says why a model cannot be saved with the table, where it cannot.
+        `one_way` of the report is the reason why a model cannot be saved with the table, if it cannot.
         """
         report = self.apply(given_checkpoint(checkpoint), _abstract(abstract))[1]
         if not report.ok:
@@ -183,19 +182,19 @@ class WeightMap:
         return report
 
     def write(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Tensors by name from arrays by variable path: the way back. Lazy tensors stay lazy.
+        """Tensors by name from arrays by variable path: the inverse direction. Lazy tensors stay lazy.
 
         Raises:
-            LazyModelError: A variable has no entry or several, or its entry cannot be undone; names it.
+            LazyModelError: A variable has no entry or several, or its entry cannot be inverted; names it.
         """
         parts = Parts()
         for path, array in arrays.items():
-            found = self._find(path)
-            if len(found) != 1:
-                what = f"has no entry in the table{closest(path, self._entries)}; give it one, None to leave it out"
-                if found:
-                    what = f"matches {' and '.join(repr(entry) for entry, _, _ in found)}; leave one of them out"
-                raise LazyModelError(f"variable {path!r} {what}")
+            if not (found := self._find(path)):
+                hint = f"{closest(path, self._entries)}; give it one, None to leave it out"
+                raise LazyModelError(f"variable {path!r} has no entry in the table{hint}")
+            if len(found) > 1:
+                both = " and ".join(repr(entry) for entry, _, _ in found)
+                raise LazyModelError(f"variable {path!r} matches {both}; leave one of them out")
             ((_, source, captures),) = found
             if source is None or source.read_only:
                 continue
@@ -218,13 +217,22 @@ class WeightMap:
     def apply(
         self, checkpoint: Mapping[str, Any], abstract: Mapping[str, AbstractVariable]
     ) -> tuple[dict[str, LazyTensor], MappingReport]:
-        """The variables' values, lazy, as far as nothing is wrong with them, and what is wrong."""
+        """The values of variables without problems, as lazy tensors, and a report."""
         ignored = {name for name in checkpoint if any(each.match(name) is not None for each in self._ignore)}
         left = [name for name in checkpoint if name not in abstract and name not in ignored]
         refuse_adapter(left, described(checkpoint))
         tensors, mapped, report = Tensors(checkpoint), dict[str, LazyTensor](), MappingReport()
         matched: set[str] = set()
-        hint = _Hints()
+        hinted: dict[str, set[tuple[str, ...]]] = {}
+
+        def hint(kind: str, name: str, names: Iterable[str]) -> str:
+            """The closest names, for findings that are listed: comparing all of many thousand takes long."""
+            groups, group = hinted.setdefault(kind, set()), unnumbered(name)
+            if group in groups or len(groups) >= LISTED:
+                return ""
+            groups.add(group)
+            return closest(name, names)
+
         for path, variable in abstract.items():
             found = self._find(path)
             matched.update(pattern for pattern, _, _ in found)
@@ -238,8 +246,7 @@ class WeightMap:
                 try:
                     mapped[path] = _value(variable, source, found[0][2], tensors)
                 except Missing as error:
-                    (name,) = error.args
-                    report.missing[path] = f" takes {name!r}{hint('missing', name, checkpoint)}"
+                    report.missing[path] = f" takes {error.name!r}{hint('missing', error.name, checkpoint)}"
                 except ValueError as error:
                     report.misshapen[path] = str(error)
         names = [name for _, source in self._entries.values() if source is not None for name in source.names]
@@ -262,16 +269,13 @@ class WeightMap:
         return f"WeightMap({len(self)} entries)"
 
     def __str__(self) -> str:
-        """Python source of the table, `lm` being this package."""
+        """Python source of the table; `lm` is this package."""
         lines = ["lm.WeightMap(", "    {"]
         for path, (_, source) in self._entries.items():
-            if path in self.unsure:
-                lines.append(f"        # unsure: {self.unsure[path]}")
+            lines += [f"        # unsure: {self.unsure[path]}"] if path in self.unsure else []
             lines.append(f"        {_quoted(repr(path))}: {'None' if source is None else _source(source)},")
-        lines.append("    }," if self._ignore else "    }")
-        if self._ignore:
-            lines.append(f"    ignore=[{', '.join(_quoted(repr(name.text)) for name in self._ignore)}],")
-        lines.append(")")
+        ignored = ", ".join(_quoted(repr(name.text)) for name in self._ignore)
+        lines += ["    },", f"    ignore=[{ignored}],", ")"] if ignored else ["    }", ")"]
         for what, names in self._notes:
             lines += [f"# {what}:", *(f"#   {name}" for name in names)] if names else []
         return "\n".join(lines)
@@ -286,7 +290,7 @@ def _abstract(given: Any) -> ModelSpec:
 
 
 def _quoted(text: str) -> str:
-    """A name or a source as Python, in double quotes where that is all there is to it."""
+    """A name or a source as Python, in double quotes if no escapes are needed."""
     plain = '"' not in text and "\\" not in text
     return text.replace("'", '"') if plain else text
 
@@ -297,36 +301,21 @@ def _source(source: From) -> str:
 
 
 def _value(variable: AbstractVariable, source: From, captures: Captures, tensors: Tensors) -> LazyTensor:
-    """One variable's value; ValueError says what is wrong with its shape."""
+    """One variable's value; ValueError describes a mismatch of its shape."""
     expected, _ = variable.stored
     try:
         value = read_entry(source, captures, tensors, expected)
     except ValueError as error:
         raise ValueError(f" from {source}: {error}") from error
-    found = tuple(value.shape)
-    if found != expected:
+    if (found := tuple(value.shape)) != expected:
         hint = _shape_hint(found, expected)
         raise ValueError(f" expects {list(expected)}, found {list(found)} from {source}{hint}")
     return value
 
 
-class _Hints:
-    """The closest names, for those findings that are listed: comparing all of many thousand takes long."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, set[tuple[str, ...]]] = {}
-
-    def __call__(self, kind: str, name: str, names: Iterable[str]) -> str:
-        seen, group = self._seen.setdefault(kind, set()), unnumbered(name)
-        if group in seen or len(seen) >= LISTED:
-            return ""
-        seen.add(group)
-        return closest(name, names)
-
-
 def _shape_hint(found: tuple[int, ...], expected: tuple[int, ...]) -> str:
     if found[::-1] == expected:
-        return "; the shape matches if transposed: add .T, or remove the one that is there"
+        return "; the shape matches if transposed: add .T, or remove the existing one"
     if len(found) == len(expected) <= _PERMUTED and sorted(found) == sorted(expected):
         orders = itertools.permutations(range(len(found)))
         order = next(order for order in orders if tuple(found[axis] for axis in order) == expected)
@@ -337,3 +326,62 @@ def _shape_hint(found: tuple[int, ...], expected: tuple[int, ...]) -> str:
     if len(found) != len(expected) or len(other) != 1 or not expected[other[0]] or found[other[0]] % expected[other[0]]:
         return ""
     return f"; is it fused? Take .part(…, of={found[other[0]] // expected[other[0]]}, axis={other[0]})"
+
+
+_ReadFunction: TypeAlias = "Callable[[Mapping[str, LazyTensor]], Any]"
+
+
+def map_checkpoint(
+    checkpoint: Any,
+    mapping: WeightMap | _ReadFunction,
+    abstract: ModelSpec | None = None,
+    *,
+    strict: bool = True,
+) -> MappedCheckpoint:
+    """A checkpoint under a model's own paths; nothing is read before a device requests it.
+
+    Args:
+        checkpoint: Tensor name → lazy tensor or array, such as `open_checkpoint` returns; or a model, live or abstract,
+            or another pytree of arrays, with the names that `save` gives.
+        mapping: A `WeightMap`; or a function of the checkpoint that returns the model's structure, or a flat dict of
+            paths, built from its tensors with NumPy: `w.T`, `w.reshape`, slices, `np.split`, `np.stack`,
+            `np.concatenate`, `astype` and arithmetic with a scalar are computed while shards are read. Other functions
+            of NumPy work too, and read that one tensor whole. None in its result leaves a variable out.
+        abstract: The model. A table requires it; a function does not use it.
+        strict: True raises for anything that `WeightMap.check` finds wrong. False leaves it out with
+            a warning. A variable without an entry is neither: `materialize` decides how it gets a value.
+
+    Returns:
+        A mapping for `plan` and `materialize`.
+
+    Raises:
+        CheckpointError: The table does not match, the function uses a missing tensor, or `checkpoint` is not a
+            checkpoint.
+        LazyModelError: A table without an abstract model, or `mapping` is neither a table nor a function.
+
+    Example:
+        >>> weights = {"up.weight": np.zeros((256, 64), "float32")}
+        >>> lm.map_checkpoint(weights, lambda w: {"up": {"kernel": w["up.weight"].T}})["up/kernel"].shape
+        (64, 256)
+    """
+    checkpoint = given_checkpoint(checkpoint)
+    if not isinstance(mapping, WeightMap):
+        if not callable(cast(Any, mapping)):
+            raise LazyModelError(f"a mapping is a WeightMap or a function of the checkpoint; got {mapping!r}")
+        tensors = Tensors(checkpoint)
+        flat = flatten_paths(mapping(tensors))
+        unused = [name for name in checkpoint if name not in tensors.taken]
+        return MappedCheckpoint({name: lazy(value, name) for name, value in flat.items()}, checkpoint, unused)
+    if not isinstance(abstract, ModelSpec):
+        got = "" if abstract is None else f"; got {type(cast(Any, abstract)).__name__}"
+        raise LazyModelError(f"a WeightMap is applied for a model: pass map_checkpoint the abstract model too{got}")
+    mapped, report = mapping.apply(checkpoint, abstract)
+    if not report.ok:
+        text = f"{described(checkpoint)} does not fit {abstract.name} as mapped.\n" + "\n".join(report.problems())
+        if strict:
+            raise CheckpointError(
+                f"{text}\nFix the table (its `ignore` names tensors that no variable needs), or pass "
+                "strict=False to leave these out."
+            )
+        warn(text)
+    return MappedCheckpoint(mapped, checkpoint, list(report.unused))

@@ -1,1 +1,1 @@
-"""Values onto devices: the verb `materialize`, the stream, the report."""
+"""Puts values onto devices: the method `materialize`, the stream, the report."""

@@ -1,11 +1,11 @@
-"""The exchange: each process reads a part of what several hold, and devices bring the parts together.
+"""The exchange: each process reads a part of a variable that several hold, and devices combine the parts.
 
-Responsible for which variables are exchanged, for the programs that do it, and for how many are under way at a time.
-Who reads which part is in `_tensors/division`, how it is read in `_materialize/stream`, and how processes wait for one
-another in `_devices/agreement`.
+Responsible for selecting the variables to exchange, for the compiled identities that move arrays from one sharding to
+another, and for how many of these are in flight. `_tensors/read_partition` decides who reads which part,
+`_materialize/stream` reads it, and processes wait for one another in `_devices/collective`.
 
-A program has collective operations in it, so all processes run the same ones in the same order: what is exchanged
-follows from shapes, shardings and files, of which the processes have agreed that they are the same everywhere.
+A program contains collective operations, so all processes run the same programs in the same order: the selection
+depends only on shapes, shardings and files, and the processes have verified that these are the same everywhere.
 """
 
 from __future__ import annotations
@@ -13,80 +13,88 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, Sharding
 
-from lazymodel._devices.agreement import Stage
+from lazymodel._devices.collective import CollectiveScope
 from lazymodel._errors import CheckpointError
-from lazymodel._materialize.bits import from_moved, moved_dtype
 from lazymodel._materialize.stream import StreamItem, in_file_order
+from lazymodel._programs.keys import is_key
 from lazymodel._show.text import listed
 from lazymodel._show.timeline import Timeline
-from lazymodel._tensors import division as dividing
-from lazymodel._tensors.division import (
-    Division,
-    PartsLeaf,
+from lazymodel._tensors import read_partition
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.read_partition import (
+    ReadPartition,
     check_replicas,
     divide,
     grouped,
     is_exchanged,
     mesh_processes,
 )
-from lazymodel._tensors.lazy import LazyTensor
 
-# Arrays of one program, where so many are alike: each program is a round over the network for every process; more would
-# make a group of large arrays longer than it need be.
-_TOGETHER = 8
+
+def through(
+    array: jax.Array, shardings: Iterable[Sharding], finish: Callable[[jax.Array], jax.Array] | None = None
+) -> jax.Array:
+    """While tracing: an array moved through shardings one after the other, then cut; equal bit for bit.
+
+    The array is moved as integers of the same bits: XLA may move small floats through wider ones, which changes
+    signalling NaNs.
+    """
+    dtype, bits = array.dtype, 0
+    if not is_key(dtype) and np.dtype(dtype).kind not in "biuc" and dtype.itemsize < 4:
+        bits = jax.dtypes.itemsize_bits(dtype)
+        array = jax.lax.bitcast_convert_type(array, f"uint{bits}").astype(f"uint{max(bits, 8)}")
+    for sharding in shardings:
+        array = jax.lax.with_sharding_constraint(array, sharding)
+    if finish is not None:
+        array = finish(array)
+    return jax.lax.bitcast_convert_type(array.astype(f"uint{bits}"), dtype) if bits else array
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """How one variable is read and exchanged."""
+    """A variable that is read in parts and exchanged."""
 
     item: StreamItem
-    division: Division
+    partition: ReadPartition
 
     @property
     def part(self) -> StreamItem:
-        """What is read of it: the parts of all devices."""
-        dtype = moved_dtype(self.item.dtype)
-        leaf = PartsLeaf(cast(LazyTensor, self.item.tensor).astype(self.item.dtype), self.division, dtype)
-        mesh = _auto(self.division.mesh)
-        sharding = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
-        return StreamItem(self.item.path, LazyTensor(leaf), leaf.shape, dtype, sharding)
+        """The item to read: the parts of all devices."""
+        tensor = self.partition.padded(cast(LazyTensor, self.item.tensor).astype(self.item.dtype))
+        sharding = NamedSharding(_auto(self.partition.mesh), self.partition.specs[0])
+        return dataclasses.replace(self.item, tensor=tensor, shape=tensor.shape, sharding=sharding)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a device that its part and exchanging it take, besides what it holds in the end."""
-        return self.division.spent_elements * self.item.dtype.itemsize
+        """Bytes of a device for its part and for exchanging it, in addition to its final bytes."""
+        return self.partition.spent_elements * self.item.dtype.itemsize
 
-    def own_nbytes(self) -> int:
-        """Bytes that this process reads."""
-        return int(self.division.all_own_elements()[self._here()].sum()) * self.item.dtype.itemsize
+    def arriving_nbytes(self) -> int:
+        """Bytes that the devices of this process get from others."""
+        here = np.flatnonzero(mesh_processes(self.partition.mesh) == jax.process_index())
+        own = int(self.partition.own_elements()[here].sum())
+        return max(len(here) * self.partition.box_elements - own, 0) * self.item.dtype.itemsize
 
-    def held_nbytes(self) -> int:
-        """Bytes that the devices of this process hold in the end."""
-        return len(self._here()) * self.division.box_elements * self.item.dtype.itemsize
-
-    def _here(self) -> np.ndarray:
-        """The positions of this process's devices in the mesh."""
-        return np.flatnonzero(mesh_processes(self.division.mesh) == jax.process_index())
-
-    @property
-    def signature(self) -> tuple[Division, np.dtype[Any]]:
-        """What has the same program."""
-        return self.division, self.item.dtype
+    def whole(self, part: jax.Array) -> jax.Array:
+        """The variable, from the parts that all devices have read; a collective operation."""
+        with jax.set_mesh(_auto(self.partition.mesh)):  # the user's current mesh may differ
+            array = _program(self.partition)(part)
+        shards = [shard.data for shard in array.addressable_shards]
+        return jax.make_array_from_single_device_arrays(self.item.shape, self.item.sharding, shards)
 
 
 def exchanges(items: Iterable[StreamItem], replicas: str | None) -> dict[str, Exchange]:
-    """What is exchanged of what is to be read, by path, in the order in which a stream yields it.
+    """Path → variable to exchange, in the order in which a stream yields the variables.
 
     Args:
-        items: What is read; tensors are lazy.
-        replicas: `"exchange"`, `"read"`, or None for what comes over a network.
+        items: The items to read; tensors are lazy.
+        replicas: `"exchange"`, `"read"`, or None to exchange only what comes over a network.
     """
     check_replicas(replicas)
     found: dict[str, Exchange] = {}
@@ -95,106 +103,75 @@ def exchanges(items: Iterable[StreamItem], replicas: str | None) -> dict[str, Ex
         if not is_exchanged(tensor, replicas) or jax.process_count() == 1:
             continue
         mesh = item.sharding.mesh if isinstance(item.sharding, NamedSharding) else None
-        # A process without devices of the mesh has no part in its programs.
+        # A process without devices of the mesh does not take part in its programs.
         if not isinstance(mesh, Mesh) or not item.sharding.addressable_devices:
             continue
-        division = divide(tensor, item.sharding, mesh_processes(mesh))
-        if division is not None:
-            found[item.path] = Exchange(item, division)
+        partition = divide(tensor, item.sharding, mesh_processes(mesh))
+        if partition is not None:
+            found[item.path] = Exchange(item, partition)
     return found
 
 
 def exchanged(
-    arriving: Iterator[tuple[str, jax.Array]], exchanges: Mapping[str, Exchange], stage: Stage, timeline: Timeline
+    arriving: Iterator[tuple[str, jax.Array]],
+    exchanges: Mapping[str, Exchange],
+    stage: CollectiveScope,
+    timeline: Timeline,
 ) -> Generator[tuple[str, jax.Array]]:
-    """What a stream yields, (path, array), with the parts of variables exchanged for the variables, group by group.
+    """Yields the (path, array) pairs of a stream, with parts exchanged for their variables, group by group.
 
-    The processes of the stage meet before each group: an exchange that only some of them begin has no end.
+    The processes of the stage meet before each group: an exchange that only some of them begin would never end.
 
     Raises:
-        CheckpointError: Exchanging failed, as when another process was killed meanwhile, or the stage failed elsewhere;
-            and whatever the stream raises.
+        CheckpointError: Exchanging failed, for example because another process was killed, or the stage failed
+            elsewhere; also every error of the stream.
     """
-    group: dict[str, jax.Array] = {}
-    ends = {paths[-1] for paths in grouped({path: each.nbytes for path, each in exchanges.items()}, dividing.GROUP)}
+    parts: dict[str, jax.Array] = {}
+    nbytes = {path: each.nbytes for path, each in exchanges.items()}
+    ends = {paths[-1] for paths in grouped(nbytes, read_partition.GROUP)}
     for path, array in arriving:
         if path not in exchanges:
             yield path, array
             continue
-        group[path] = array
+        parts[path] = array
         del array
         if path in ends:
             stage.meet()
-            yield from _exchange(group, exchanges, stage, timeline)
-    assert not group
+            paths = list(parts)
 
+            def run(paths: Sequence[str] = paths) -> list[jax.Array]:
+                return [exchanges[path].whole(parts.pop(path)) for path in paths]
 
-def _exchange(
-    group: dict[str, jax.Array], exchanges: Mapping[str, Exchange], stage: Stage, timeline: Timeline
-) -> Iterator[tuple[str, jax.Array]]:
-    """Exchanges a group, and empties it."""
-    alike: dict[Any, list[str]] = {}
-    for path in group:
-        alike.setdefault(exchanges[path].signature, []).append(path)
-    for (division, dtype), paths in alike.items():
-        while paths:
-            count = _TOGETHER if len(paths) >= _TOGETHER else 1
-            now, paths = paths[:count], paths[count:]
-            parts = [group.pop(path) for path in now]
             try:
-                # Waited for, because each program has its temporaries.
+                # Wait, because each program has temporaries.
                 with timeline.span("exchange"):
-                    arrays = stage.together(functools.partial(_run, division, dtype, parts))
+                    arrays = stage.together(run)
             except jax.errors.JaxRuntimeError as error:
                 raise CheckpointError(
-                    f"what processes had read could not be exchanged between them ({listed(map(repr, now))}): {error}"
+                    f"what processes had read could not be exchanged between them ({listed(map(repr, paths))}): {error}"
                 ) from error
-            del parts
-            for path, array in zip(now, arrays, strict=True):
-                item = exchanges[path].item
-                shards = [shard.data for shard in array.addressable_shards]
-                yield path, jax.make_array_from_single_device_arrays(item.shape, item.sharding, shards)
-
-
-def _run(division: Division, dtype: np.dtype[Any], parts: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    with jax.set_mesh(_auto(division.mesh)):  # the user's own may be another one
-        return _program(division, dtype, len(parts))(*parts)
+            yield from zip(paths, arrays, strict=True)
+            del arrays
+    assert not parts
 
 
 @functools.lru_cache(maxsize=256)
-def _program(division: Division, dtype: np.dtype[Any], count: int) -> Callable[..., Sequence[jax.Array]]:
-    """The program that exchanges arrays which are divided alike: their parts to themselves."""
-    mesh = _auto(division.mesh)
-    entries = {axis: division.axes[position] or None for position, axis in enumerate(division.order)}
-    whole = PartitionSpec(*(entries[axis] for axis in range(len(entries))))
+def _program(partition: ReadPartition) -> Callable[[jax.Array], jax.Array]:
+    """The program that exchanges an array: the identity, apart from the padding of its parts."""
+    shardings = [NamedSharding(_auto(partition.mesh), spec) for spec in partition.specs]
+    axis, shape = partition.axis, partition.padded_shape
 
-    def exchange(*parts: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(_exchange_part(part, division, dtype) for part in parts)
+    def cut(padded: jax.Array) -> jax.Array:
+        groups = padded.reshape(*shape[:axis], partition.shards, partition.padded_rows, *shape[axis + 1 :])
+        return jax.lax.slice_in_dim(groups, 0, partition.rows, axis=axis + 1).reshape(partition.shape)
 
-    mapped = jax.shard_map(
-        exchange,
-        mesh=mesh,
-        in_specs=(PartitionSpec(tuple(mesh.axis_names)),) * count,
-        out_specs=(whole,) * count,
-        check_vma=False,  # what an all-gather returns is the same everywhere, which is not seen through all-to-all
-    )
-    return jax.jit(mapped)
+    def exchange(parts: jax.Array) -> jax.Array:
+        return through(parts, shardings, cut if partition.padded_rows > partition.rows else None)
 
-
-def _exchange_part(part: jax.Array, division: Division, dtype: np.dtype[Any]) -> jax.Array:
-    """A device's shard of an array, of its part of it."""
-    # From the innermost members outward, so that rows come to lie in their order.
-    for position in reversed(division.spread):
-        along = 1 + position - division.lead
-        part = jax.lax.all_to_all(part, division.axes[position], split_axis=along, concat_axis=0, tiled=True)
-    if division.gathered:
-        part = jax.lax.all_gather(part, division.gathered, axis=0, tiled=True)
-    rows = part[: division.num_rows].reshape(division.box)
-    values = rows.transpose([division.order.index(axis) for axis in range(rows.ndim)])
-    return from_moved(values, dtype)
+    return jax.jit(exchange, out_shardings=shardings[-1])
 
 
 @functools.lru_cache(maxsize=64)
 def _auto(mesh: Mesh) -> Mesh:
-    """The same devices without anything that the user's own mesh says of how programs are written."""
+    """The same devices with automatic axes, without settings of the user's own mesh."""
     return Mesh(mesh.devices, mesh.axis_names)

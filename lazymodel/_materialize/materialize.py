@@ -1,39 +1,44 @@
-"""Materializing: initialize what has no weights, stream what has, hand the arrays back.
+"""Materializing: initializes variables without weights, streams the others, and returns arrays all at once or in turn.
 
-What is done for each variable is decided in `_mapping/match`, how one is computed is in `_programs/programs`, how a
-tensor is read in `_materialize/stream`. What was done is measured here, and described in `_materialize/report`.
+`_mapping/match` decides between loading and initializing, `_programs/programs` computes initial values, and
+`_materialize/stream` reads tensors. This module measures, and `_materialize/report` describes the result.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
+import random
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental.layout import Format
 from jax.sharding import Sharding
 
-from lazymodel._abstract.host_arrays import host_array
-from lazymodel._abstract.placement import device_shardings, stays_on_host
+from lazymodel._abstract.arrays import host_array
+from lazymodel._abstract.placement import device_shardings, is_narrowed, stays_on_host
 from lazymodel._abstract.spec import ModelSpec
-from lazymodel._compile.beside import Compiling
+from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._compile.background import Compiling
 from lazymodel._compile.compile import Compile
 from lazymodel._compile.lower import prepared
-from lazymodel._devices.agreement import Stage, agreement
+from lazymodel._devices.collective import CollectiveScope, agreement
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError
-from lazymodel._mapping.given import flat_checkpoint
-from lazymodel._mapping.match import Choice, choose_and_warn
-from lazymodel._mapping.values import read_as
+from lazymodel._mapping.given import flat_checkpoint, initial_values, is_chunked, read_as, refuse_derived
+from lazymodel._mapping.match import LoadPlan, resolve_and_warn
 from lazymodel._materialize.exchange import Exchange, exchanged, exchanges
-from lazymodel._materialize.finish import as_weak, in_layout
 from lazymodel._materialize.report import Costs, make_report
-from lazymodel._materialize.stream import StreamItem, stream
-from lazymodel._materialize.tell import tell
+from lazymodel._materialize.stream import StreamItem
+from lazymodel._materialize.stream import stream as read
+from lazymodel._programs.jaxprs import is_weak, with_weak_type
 from lazymodel._programs.keys import as_keys
 from lazymodel._programs.programs import run_recipes
 from lazymodel._remote.requests import REQUESTS
@@ -41,10 +46,17 @@ from lazymodel._remote.url import is_url
 from lazymodel._show.progress import Progress, ProgressTo, ReportTo, delivery, progress_for
 from lazymodel._show.text import listed, parse_budget
 from lazymodel._show.timeline import Timeline
+from lazymodel._tensors.buffers import default_budget
+from lazymodel._tensors.byte_reader import BYTES_READ, SAMPLE, SAMPLES, ByteReader
 from lazymodel._tensors.casting import SAFE
-from lazymodel._tensors.lazy import lazy
-from lazymodel._tensors.shards import boxes_for
-from lazymodel._tensors.source import BYTES_READ
+from lazymodel._tensors.lazy import LazyTensor, lazy
+from lazymodel._tensors.shards import boxes_for, on_host
+from lazymodel._tensors.tensor_source import ArrayTensor, CompositeSource, TensorSource
+from lazymodel._tensors.threads import parallel
+
+_STREAM_BUDGET = 256 << 20  # bytes of the host's memory, within which `stream` reads variables ahead
+_SMALL = 64 * 2**10  # bytes of an array in memory up to which it is compared whole: states of generators, tables, steps
+_READERS = 8  # files that are sampled at a time: the work is waiting for a disk
 
 
 def materialize(
@@ -60,45 +72,45 @@ def materialize(
     progress: ProgressTo = None,
     report: ReportTo = None,
 ) -> Any:
-    """Makes every variable on its own devices, and the user's object from them.
+    """Creates every variable on its own devices, and builds the user's object from them.
 
-    Nothing is handed to the user's object before every array is complete, so a failure leaves nothing half-written.
-    Where several processes share the model's devices, all of them must call this, and it fails in all or in none.
+    The user's object gets no array before all are complete, so a failure leaves nothing half-written. If several
+    processes share the model's devices, all of them must call this, and it fails in all or in none.
 
     Args:
-        checkpoint: An open checkpoint, or what `save` takes, a live model too; None is what the model was built with.
-        initialize: `"missing"` initializes what the checkpoint lacks, `"nothing"` makes that an error, `"all"`
-            ignores the checkpoint. None is `"missing"` with a warning that lists what a given checkpoint lacked.
-        strict: Whether a checkpoint tensor that the model has no variable for, or that has another shape than its
-            variable, is an error. If not, such tensors are left out with a warning that lists them, and a
-            variable whose tensor was left out is treated like one that the checkpoint lacks. With
-            `initialize="nothing"` another shape is an error all the same.
-        cast: `"safe"` makes it an error where a tensor's values could lose what they mean in its variable's dtype:
+        checkpoint: An open checkpoint, or any argument of `save`; None is the one that the model was built with.
+        initialize: `"missing"` initializes what is missing in the checkpoint, `"nothing"` raises for it, `"all"`
+            ignores the checkpoint. None is `"missing"` with a warning that lists what is missing in a given checkpoint.
+        strict: True raises for a checkpoint tensor that the model has no variable for, or whose shape differs from its
+            variable's. False leaves such tensors out, with a warning that lists them, and treats a variable whose
+            tensor was left out as missing. With `initialize="nothing"` a different shape always raises.
+        cast: `"safe"` raises if a tensor's values could lose their meaning in its variable's dtype:
             floats into integers, numbers into bool, complex into real, quantized numbers (integers or eight-bit
-            floats with a scale beside them) into floats. Floats become other floats, narrower ones too, and beyond
-            their range infinite; integers anything that has all values of their dtype, and if they are few enough
-            (16 MiB) anything that has all their values. `"unsafe"` casts as `ndarray.astype` does. What a mapping
-            casts with `astype` was asked for.
-        max_host_memory: Ceiling of staging, in bytes or as `"4GiB"`; None is that, or an eighth of available memory.
-        replicas: How bytes reach several processes that hold the same: with `"read"` each of them reads them, with
-            `"exchange"` one does, and devices exchange them, which takes up to 1 GiB more of a device for a moment
-            (a larger variable alone: as much as a device holds of it, twice). None exchanges what comes over a network.
-            Variables of less than 64 KiB are read by all.
-        compile: What will be called with the model, one `lazymodel.Compile` or several: lowered before a byte is read,
-            and compiled while the weights come; the first call, in the same context as this one, compiles nothing.
-        progress: True or False for a bar, None for a bar when a person is watching, a callable
-            `f(done_nbytes, total_nbytes)` or a `Progress` for your own. Bytes are those of the distinct shards of
-            this process, told of from several threads, one call at a time.
-        report: True prints a `LoadReport` once the model is complete; a callable, such as `reports.append`, is
-            given it instead. A failure reports nothing but its error.
+            floats with their own scale) into floats. Floats may become other floats, also narrower ones, with infinity
+            beyond their range; integers any dtype that has all values of their dtype or, if they are few enough
+            (16 MiB), all of their values. `"unsafe"` casts as `ndarray.astype` does. Casts of a mapping with `astype`
+            are requested, and never raise.
+        max_host_memory: Limit of staging, in bytes or as `"4GiB"`; None is 4 GiB or an eighth of available memory.
+        replicas: How several processes get bytes that all of them hold: with `"read"` each of them reads them, with
+            `"exchange"` one does, and devices exchange them, which temporarily takes up to 1 GiB more of a device
+            (for a single larger variable: twice its bytes on the device). None exchanges only what comes over a
+            network. Variables of less than 64 KiB are read by all.
+        compile: Functions that will be called with the model, one `lazymodel.Compile` or several: lowered before any
+            data is read, and compiled while the weights are loaded; the first call, in the same context as this one,
+            compiles nothing.
+        progress: True or False for a bar, None for a bar in a terminal or notebook, a callable
+            `f(done_nbytes, total_nbytes)` or your own `Progress`. Bytes are those of the distinct shards of
+            this process, reported from several threads, one call at a time.
+        report: True prints a `LoadReport` once the model is complete; a callable, such as `reports.append`, gets it
+            instead. After a failure there is no report.
 
     Raises:
         LazyModelError: The model is sharded over devices that are only planned for.
         CheckpointError: A tensor is missing (with `initialize="nothing"`), unexpected or of another shape (with
-            `strict`), would lose what it means in its variable's dtype (unless `cast="unsafe"`), or cannot be read, in
-            this or another process; or the processes' checkpoints have other tensors.
-        DoesNotFitError: What is compiled does not fit the devices; where it may not, it is known after a fifth of it.
-        Exception: Whatever a callable given as `progress` or `report` raises, and what tracing raises.
+            `strict`), could lose its meaning in its variable's dtype (unless `cast="unsafe"`), or cannot be read, in
+            this or another process; or the processes' checkpoints have different tensors.
+        DoesNotFitError: A compiled program does not fit the devices; raised at the latest after a fifth of the data.
+        Exception: Any exception of a callable given as `progress` or `report`, and of tracing.
 
     Example:
         >>> model = sharded.materialize(lm.open_checkpoint("model.safetensors"), max_host_memory="64MiB")
@@ -107,21 +119,21 @@ def materialize(
     """
     start, timeline = time.perf_counter(), Timeline.after_imports(model.spent)
     (model, compiles), matching = prepared(model, compile, timeline), time.perf_counter()
-    _check_placed(model)
-    shardings = device_shardings(model.variables)
-    assigned = [variable.sharding for variable in model.values()]
-    # Before the first program runs: one that only some processes run can wait forever for the rest.
+    require_live(model.variables)
+    model.framework.check_placed(model.variables)
+    shardings, assigned = device_shardings(model.variables), [variable.sharding for variable in model.values()]
+    # Before the first program runs: a program that only some processes run could wait forever for the others.
     with agreement(assigned) as stage:
         deliver = delivery(report)
         checkpoint = flat_checkpoint(checkpoint)
-        choice = choose_and_warn(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
-        reading = Reading.of(model, choice, shardings, max_host_memory, replicas)
+        choice = resolve_and_warn(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
+        reading = _Reading.of(model, choice, shardings, parse_budget(max_host_memory, default_budget()), replicas)
         timeline.add("match", matching, time.perf_counter())
-        compiling = Compiling.of(model, compiles, shardings, timeline)
-        tell(stage, choice, compiling.names, itertools.chain(reading.details(), compiling.details))
-    with agreement(assigned) as stage, compiling.beside():
-        told = progress_for(progress)
-        arrays, costs = make_arrays(model, choice, shardings, reading, compiling, told, stage, timeline)
+        compiling = Compiling(model, compiles, shardings, timeline)
+        _publish_fingerprint(stage, choice, compiling.names, itertools.chain(reading.details(), compiling.details))
+    with agreement(assigned) as stage, compiling.in_background():
+        bar = progress_for(progress)
+        arrays, costs = _make_arrays(model, choice, shardings, reading, compiling, bar, stage, timeline)
     with timeline.span("rebuild"):
         result = model.framework.rebuild(arrays)
     if deliver is not None:
@@ -129,118 +141,170 @@ def materialize(
     return result
 
 
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """What is read, and how."""
+def stream(
+    model: ModelSpec,
+    checkpoint: Any = None,
+    *,
+    initialize: str | None = None,
+    strict: bool = True,
+    cast: str = SAFE,
+    max_host_memory: int | str | None = None,
+) -> Iterator[tuple[str, Any]]:
+    """Yields (path, array) one variable at a time, initialized or loaded, and keeps none: the model may be larger than
+    the machine.
 
-    items: Sequence[StreamItem]
-    max_host_memory: int | None
-    exchanges: Mapping[str, Exchange]  # of those items that are read in parts, by path
+    Each array equals the variable of `materialize`, bit for bit, with the same sharding. On CPU devices at most two
+    variables exist at once, the yielded one and the next, plus what is read ahead within the budget. Values that cannot
+    be initialized in chunks (factorizations, sums, rows that do not fill vector registers) take about four times their
+    bytes.
+
+    The order is the same in every process and run: first what is initialized, then what is loaded, in the order of its
+    files. If several processes share the devices, all of them call this and take equally many arrays; each reads its
+    own shards.
+
+    Args:
+        checkpoint: As for `materialize`.
+        initialize: As for `materialize`.
+        strict: As for `materialize`.
+        cast: As for `materialize`.
+        max_host_memory: As for `materialize`, in bytes, or `"1GiB"`; None is 256 MiB.
+
+    Raises:
+        LazyModelError: At once: the model is sharded over devices that are only planned for, or a variable is computed
+            from the values of others, as some optimizer state is.
+        CheckpointError: At once, for errors that `materialize` finds before it reads; while iterating, if a tensor
+            cannot be read.
+
+    Example:
+        >>> for path, array in sharded.stream():
+        ...     print(path, array.shape, array.sharding.spec)
+        down/kernel (256, 64) P('model',)
+        up/kernel (64, 256) P(None, 'model')
+    """
+    require_live(model.variables)
+    shardings = device_shardings(model.variables)
+    budget = parse_budget(max_host_memory, _STREAM_BUDGET)
+    with agreement([variable.sharding for variable in model.values()], done="streamed") as stage:
+        checkpoint = flat_checkpoint(checkpoint)
+        choice = resolve_and_warn(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
+        refuse_derived(model, choice)
+        _publish_fingerprint(stage, choice)
+        return _each(model, choice, shardings, budget)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reading:
+    """Items to read, the budget, and how parts are exchanged."""
+
+    items: Sequence[StreamItem]  # or their parts
+    budget: int  # bytes of the host's memory
+    exchanges: Mapping[str, Exchange]  # items that are read in parts, by path
 
     @classmethod
     def of(
         cls,
         model: ModelSpec,
-        choice: Choice,
+        choice: LoadPlan,
         shardings: Mapping[str, Sharding],
-        max_host_memory: int | str | None,
+        budget: int,
         replicas: str | None,
-    ) -> Reading:
-        """As the arguments of `materialize` say it."""
-        budget = None if max_host_memory is None else parse_budget(max_host_memory)
-        items = _items(model, choice, shardings)
-        return cls(items, budget, exchanges(items, replicas))
+    ) -> _Reading:
+        tensors = {path: read_as(model[path], source, choice) for path, source in choice.sources.items()}
+        items = _items(model, tensors, shardings)
+        found = exchanges(items, replicas)
+        return cls([found[item.path].part if item.path in found else item for item in items], budget, found)
 
     def details(self) -> Iterator[str]:
-        """The programs by which parts are exchanged, in order: the same in all processes."""
-        return (f"exchange {path} {exchange.division}" for path, exchange in self.exchanges.items())
+        """The programs that exchange parts, in order: the same in all processes."""
+        return (f"exchange {path} {exchange.partition}" for path, exchange in self.exchanges.items())
 
-    def arrays(self, watcher: _Watcher, stage: Stage, timeline: Timeline) -> Generator[tuple[str, jax.Array]]:
-        """The arrays as they are complete; what cannot be read at all is refused at once."""
-        parts = [self.exchanges[item.path].part if item.path in self.exchanges else item for item in self.items]
-        arriving = stream(parts, max_host_memory=self.max_host_memory, on_bytes=watcher.advance, hold=watcher.hold)
+    def arrays(self, watcher: _Watcher, stage: CollectiveScope, timeline: Timeline) -> Generator[tuple[str, jax.Array]]:
+        """Yields the arrays as they are completed; raises at once if something cannot be read at all."""
+        arriving = read(self.items, max_host_memory=self.budget, on_bytes=watcher.advance, hold=watcher.hold)
         return exchanged(arriving, self.exchanges, stage, timeline) if self.exchanges else arriving
 
 
-def make_arrays(
+def _make_arrays(
     model: ModelSpec,
-    choice: Choice,
+    choice: LoadPlan,
     shardings: Mapping[str, Sharding],
-    reading: Reading,
+    reading: _Reading,
     compiling: Compiling,
-    progress: Progress,
-    stage: Stage,
+    bar: Progress,
+    stage: CollectiveScope,
     timeline: Timeline,
 ) -> tuple[dict[str, Any], Costs]:
-    """Runs the init programs, the stream, and what is computed from other variables, as `choice` says of each.
+    """Runs the init programs, the stream, and what is computed from other variables, according to `choice`.
 
-    Returns path to finished array, of JAX or (see `_abstract/host_arrays`) of NumPy, and what it cost. Init programs
-    come first: their temporaries are spent while the devices are still empty. With every piece of work it is asked
-    whether the stage has failed elsewhere or something cannot be compiled, which ends it.
+    Returns path → finished array, of JAX or (see `_abstract/arrays`) of NumPy, and the cost. Init programs run first:
+    their temporaries are needed while the devices are still empty. With every unit of work it checks if the stage has
+    failed elsewhere or something cannot be compiled, and then raises.
     """
-    # Of all distinct shards that this process's devices hold.
+    # Bytes of all distinct shards that this process's devices hold.
     nbytes = {path: sum(boxes_for(shardings[path], v.shape).sizes) * v.dtype.itemsize for path, v in model.items()}
-    own = {path: exchange.own_nbytes() for path, exchange in reading.exchanges.items()}
-    nbytes |= {path: max(nbytes[path], own[path]) for path in own}
+    read = {
+        item.path: sum(boxes_for(item.sharding, item.shape).sizes) * item.dtype.itemsize
+        for item in reading.items
+        if item.path in reading.exchanges
+    }
+    nbytes |= {path: max(nbytes[path], read[path]) for path in read}
     arrays: dict[str, Any] = {}
-    watcher = _Watcher(progress, stage.check, compiling, sum(nbytes.values()))
-    progress.start(sum(nbytes.values()), f"{model.name}: materializing {len(model)} variables{_from_where(choice)}")
+    watcher = _Watcher(bar, stage.check, compiling, sum(nbytes.values()))
+    bar.start(sum(nbytes.values()), f"{model.name}: materializing {len(model)} variables{_from_where(choice)}")
     try:
         arriving = reading.arrays(watcher, stage, timeline)
         with timeline.span("initialize", "compiling"):
             computed = run_recipes(choice.recipes, shardings, model.programs)
         with timeline.span("initialize", "running"):
             for path, array in computed:
-                arrays[path] = in_layout(array, model[path])
+                arrays[path] = _in_layout(array, model[path])
                 watcher.advance(nbytes[path], path)
-        started, read, asked = time.perf_counter(), BYTES_READ.count, REQUESTS.so_far()
-        with contextlib.closing(arriving):  # what fails here ends its threads at once
+        started, bytes_before, requests_before = time.perf_counter(), BYTES_READ.count, REQUESTS.so_far()
+        with contextlib.closing(arriving):  # a failure here ends its threads at once
             for path, array in arriving:
-                arrays[path] = in_layout(as_keys(array, model[path].dtype), model[path])
-                watcher.advance(nbytes[path] - own[path] if path in own else 0, path)
+                arrays[path] = _in_layout(as_keys(array, model[path].dtype), model[path])
+                watcher.advance(nbytes[path] - read[path] if path in read else 0, path)
         for path, array in _rest(model, choice, arrays, shardings):
             arrays[path] = array
             watcher.advance(nbytes[path], path)
-        # In the model's order, since every process has to run a program for all at the same turn.
-        arrays.update({path: as_weak(arrays[path], model[path]) for path in model if model[path].weak_type})
+        # In the model's order, since every process has to run a program for all in the same order.
+        arrays.update({path: _as_weak(arrays[path], model[path]) for path in model if model[path].weak_type})
         jax.block_until_ready([arrays[item.path] for item in reading.items])
         timeline.add("stream", started, time.perf_counter())
         with timeline.span("initialize", "running"):
-            jax.block_until_ready(list(arrays.values()))  # the init programs, which ran on while files were read
+            jax.block_until_ready(list(arrays.values()))  # the init programs, which ran while files were read
         if compiling.unfinished:
             watcher.advance(0, f"compiling {listed(compiling.unfinished)}")
         compiled = compiling.finished(stage.check)
-        arrived = sum(max(each.held_nbytes() - own[path], 0) for path, each in reading.exchanges.items())
-        fetched, requests, retries = (now - before for now, before in zip(REQUESTS.so_far(), asked, strict=True))
-        costs = Costs(BYTES_READ.count - read, arrived, fetched, requests, retries, compiled, compiling.wait_seconds)
+        arrived = sum(each.arriving_nbytes() for each in reading.exchanges.values())
+        counts = zip(REQUESTS.so_far(), requests_before, strict=True)
+        fetched, requests, retries = (now - before for now, before in counts)
+        costs = Costs(
+            BYTES_READ.count - bytes_before, arrived, fetched, requests, retries, compiled, compiling.wait_seconds
+        )
         return arrays, costs
     except CheckpointError:
         if watcher.error is not None:
             raise watcher.error from None
         raise
     finally:
-        progress.finish()
+        bar.finish()
 
 
-def _check_placed(model: ModelSpec) -> None:
-    require_live(model.variables)
-    model.framework.check_placed(model.variables)
-
-
-def _items(model: ModelSpec, choice: Choice, shardings: Mapping[str, Sharding]) -> list[StreamItem]:
-    """What is to be read, or copied from memory, onto devices."""
+def _items(model: ModelSpec, tensors: Mapping[str, Any], shardings: Mapping[str, Sharding]) -> list[StreamItem]:
+    """Tensors to read, or arrays to copy from memory, onto devices."""
     return [
         # Keys are read as their key data, whose trailing dimension no spec names.
-        StreamItem(path, lazy(read_as(model[path], source, choice), path), *model[path].stored, shardings[path])
-        for path, source in choice.sources.items()
+        StreamItem(path, lazy(tensor, path), *model[path].stored, shardings[path])
+        for path, tensor in tensors.items()
         if not stays_on_host(model[path])
     ]
 
 
 def _rest(
-    model: ModelSpec, choice: Choice, arrays: Mapping[str, Any], shardings: Mapping[str, Sharding]
+    model: ModelSpec, choice: LoadPlan, arrays: Mapping[str, Any], shardings: Mapping[str, Sharding]
 ) -> Iterator[tuple[str, Any]]:
-    """What stays on the host, and what depends on the values of others."""
+    """Yields variables that stay on the host, and those that depend on the values of others."""
     for path, source in choice.sources.items():
         if stays_on_host(model[path]):
             yield path, host_array(model[path], read_as(model[path], source, choice))
@@ -248,16 +312,16 @@ def _rest(
     derived = [path for path in model if path not in computed and path not in choice.sources]
     if derived and model.derived is not None:
         for path, array in model.derived.compute(derived, arrays, shardings).items():
-            yield path, in_layout(array, model[path])
+            yield path, _in_layout(array, model[path])
 
 
 class _Watcher:
-    """Tells of progress from several threads, one call at a time; `error` is what the receiver or a check raised,
-    which the stream would otherwise take for a failure of its own.
+    """Reports progress from several threads, one call at a time. `error` is an exception of the receiver or of a check,
+    which the stream would otherwise treat as its own failure.
     """
 
-    def __init__(self, progress: Progress, check: Callable[[], None], compiling: Compiling, total_nbytes: int) -> None:
-        self._progress, self._check, self._compiling = progress, check, compiling
+    def __init__(self, bar: Progress, check: Callable[[], None], compiling: Compiling, total_nbytes: int) -> None:
+        self._bar, self._check, self._compiling = bar, check, compiling
         self._lock = threading.Lock()
         self._done, self._total = 0, total_nbytes
         self.error: Exception | None = None
@@ -265,12 +329,12 @@ class _Watcher:
     def advance(self, nbytes: int, path: str | None = None) -> None:
         with self._lock, self._noted():
             self._done += nbytes
-            self._progress.advance(nbytes, path)
+            self._bar.advance(nbytes, path)
             self._compiling.check()
             self._check()
 
     def hold(self, stopped: Callable[[], bool]) -> None:
-        """Waits where nothing should be read before it is known whether programs fit; in the stream's threads."""
+        """Waits in the stream's threads, if nothing should be read before it is known that programs fit."""
 
         def unless() -> bool:
             self._check()
@@ -288,8 +352,115 @@ class _Watcher:
             raise
 
 
-def _from_where(choice: Choice) -> str:
-    """For whom it may concern: the bucket or server that weights come from."""
+def _from_where(choice: LoadPlan) -> str:
+    """Text for progress: the bucket or server of the weights."""
     files = (getattr(source, "file", "") for source in choice.sources.values())
     folders = list(dict.fromkeys(file.rpartition("/")[0] for file in files if is_url(file)))
     return f" from {listed(folders, most=1)}" if folders else ""
+
+
+def _each(
+    model: ModelSpec, choice: LoadPlan, shardings: Mapping[str, Sharding], budget: int
+) -> Generator[tuple[str, Any]]:
+    tensors = {path: read_as(model[path], source, choice) for path, source in choice.sources.items()}
+    for recipe in choice.recipes:
+        here = all(on_host(device) for path in recipe.paths for device in shardings[path].device_set)
+        if here and is_chunked(recipe):
+            tensors = initial_values(model, recipe) | tensors
+            continue
+        for path, array in run_recipes([recipe], shardings, model.programs):
+            done = jax.block_until_ready(_finished(array, model[path]))
+            del array
+            yield path, done
+            del done
+    order = {path: index for index, path in enumerate(model)}
+    ordered = {path: tensors[path] for path in sorted(tensors, key=order.__getitem__)}
+    with contextlib.closing(read(_items(model, ordered, shardings), max_host_memory=budget)) as arriving:
+        for path, array in arriving:
+            done = _finished(as_keys(array, model[path].dtype), model[path])
+            del array  # only the caller holds it, so that it can be freed before the next one
+            yield path, done
+            del done
+    for path, tensor in tensors.items():
+        if stays_on_host(model[path]):
+            yield path, host_array(model[path], tensor)
+
+
+def _finished(array: Any, variable: AbstractVariable) -> Any:
+    """The array in the layout of its variable, and weakly typed if the variable is."""
+    array = _in_layout(array, variable)
+    return _as_weak(array, variable) if variable.weak_type else array
+
+
+def _as_weak(array: Any, variable: AbstractVariable) -> Any:
+    """The array weakly typed, in the same buffers."""
+    if isinstance(array, np.ndarray) or is_weak(jax.typeof(array)) or not array.size:
+        return array
+    placed = array.sharding if variable.layout is None else array.format
+    with jax.enable_x64(True) if is_narrowed(array.dtype) else contextlib.nullcontext():
+        return jax.jit(_weakened, donate_argnums=0, out_shardings=placed)(array)
+
+
+def _weakened(array: jax.Array) -> jax.Array:  # one function, so that JAX caches its programs
+    return with_weak_type(array, True)
+
+
+def _in_layout(array: jax.Array, variable: AbstractVariable) -> jax.Array:
+    """The array with its bytes in the variable's order, as far as its devices have such orders."""
+    if variable.layout is None:
+        return array
+    return jax.device_put(array, Format(variable.layout, array.sharding), donate=True)
+
+
+def _publish_fingerprint(
+    stage: CollectiveScope, choice: LoadPlan, programs: Iterable[str] = (), details: Iterable[str] = ()
+) -> None:
+    """Publishes what this process initializes (with its keys and seeds) and loads (tensors and their files).
+
+    Args:
+        programs: Names of the programs that are compiled meanwhile, for messages.
+        details: Further texts that must be equal in all processes, in order; not computed for a single process.
+    """
+    initialized = [path for recipe in choice.recipes for path in recipe.paths]
+    stage.outcome = f"load {len(choice.sources)} variables and initialize {len(initialized)}"
+    if initialized:
+        drawn = zlib.crc32(b"".join(_content(each) for recipe in choice.recipes for each in recipe.inputs))
+        stage.outcome += f" (of keys and seeds {drawn:08x}): {', '.join(initialized)}"
+    if jax.process_count() == 1:
+        return
+    loaded: list[str] = []
+    files: dict[ByteReader, None] = {}
+    for path, value in sorted(choice.sources.items()):
+        parts = [value] if not isinstance(value, LazyTensor) else [*_origins(value.source)]
+        files |= dict.fromkeys(part.origin for part in parts if isinstance(part, ByteReader))
+        content = b"".join(map(_content, parts)).hex()
+        loaded.append(f"{path} {getattr(value, 'dtype', '')} {np.shape(value)} {getattr(value, 'offset', 0)} {content}")
+    with parallel(lambda file: file.fingerprint(), files, _READERS, "fingerprint") as contents:
+        stage.files = [(file.path, content) for file, content in zip(files, contents, strict=True)]
+    stage.outcome += "".join(f", compile {program}" for program in programs)
+    stage.details = "\n".join([*loaded, *details])
+
+
+def _origins(source: TensorSource) -> Iterator[Any]:
+    """The files and arrays in memory that a tensor consists of."""
+    if isinstance(source, ArrayTensor):
+        yield source.array
+    elif isinstance(source, CompositeSource):
+        for piece in source.pieces:
+            yield from _origins(piece.source)
+    else:
+        yield from source.readers()
+
+
+def _content(value: object) -> bytes:
+    """A hash of an array in memory; for a large array, a hash of samples."""
+    if not isinstance(value, np.ndarray) or value.dtype.hasobject:
+        return b""
+    if value.nbytes <= _SMALL:
+        return zlib.crc32(np.ascontiguousarray(value).tobytes()).to_bytes(4)
+    digest, generator = hashlib.blake2b(digest_size=8), random.Random(value.size)
+    length = max(SAMPLE // value.itemsize, 1)
+    for _ in range(SAMPLES):
+        *index, last = (generator.randrange(extent) for extent in value.shape)
+        digest.update(value[(*index, slice(last, last + length))].tobytes())
+    return digest.digest()

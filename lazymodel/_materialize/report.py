@@ -1,14 +1,13 @@
-"""The load report: what a materialization did with every variable, and what it cost this process.
+"""The load report: what a materialization did with every variable, and its cost in this process.
 
-In plain values that outlive the checkpoint: a report holds no tensor, array or device. What is loaded is decided, and
-what it costs measured, in `_materialize/materialize`.
+It consists of plain values that outlive the checkpoint: a report holds no tensor, array or device.
+`_materialize/materialize` decides what is loaded, and measures the cost.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -17,10 +16,10 @@ import jax
 from jax.sharding import Sharding
 
 from lazymodel._abstract.spec import ModelSpec
-from lazymodel._compile.beside import CompiledProgram
-from lazymodel._mapping.match import Choice
-from lazymodel._show.page import Grid, Nbytes, Section, Text, Treemap, modules, save_page
-from lazymodel._show.table import ACTIONS, Row, Table, Tabled, folded_table, shape_text
+from lazymodel._compile.background import CompiledProgram
+from lazymodel._mapping.match import LoadPlan
+from lazymodel._show.page import Grid, Nbytes, Section, Treemap
+from lazymodel._show.table import ACTIONS, Column, Report, Table, shape_text
 from lazymodel._show.text import folded_names, format_bytes, listed, plural
 from lazymodel._show.timeline import Timeline
 from lazymodel._tensors.lazy import LazyTensor
@@ -37,7 +36,7 @@ from lazymodel._tensors.stored import (
 
 @dataclasses.dataclass(frozen=True)
 class LoadRow:
-    """What became of one variable.
+    """One variable's row of the report.
 
     Attributes:
         path: The variable's path.
@@ -46,8 +45,8 @@ class LoadRow:
         nbytes: Bytes of the whole variable, over all devices, counted once.
         action: `"load"` from a checkpoint, `"initialize"` by a program, or `"constant"`, a value that it was built
             with.
-        initializer: What initialized it, where something did.
-        tensors: What it was loaded from: one tensor, or those that were joined into it.
+        initializer: The initializer of its value, if any.
+        tensors: The tensors that it was loaded from: one, or those that were joined into it.
         needed_nbytes: Bytes, as stored in files, of its distinct shards in this process.
     """
 
@@ -62,39 +61,39 @@ class LoadRow:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class LoadReport(Tabled):
-    """What materializing a model did, in this process.
+class LoadReport(Report):
+    """The report of materializing a model, in this process.
 
-    `print(report)` shows a table in which variables that differ only in numbers share a row; `to_dict` has it all.
+    `print(report)` shows a table in which variables that differ only in numbers share a row; `to_dict` has everything.
 
     Attributes:
         name: The model's name.
-        process_index: Which of the processes this is, from 0.
-        process_count: How many there are.
-        rows: One a variable, in the model's order.
-        unused: Tensors of the checkpoint that no variable took. For Keras presets, tensors of the weight files that
-            were opened and that KerasHub did not ask for.
-        mismatched: Tensors that were left out for their shapes; their variables are not among the loaded ones.
-        files: Path to size in bytes of every file that was loaded from; None for what is not a single file.
+        process_index: The index of this process, from 0.
+        process_count: The number of processes.
+        rows: One row per variable, in the model's order.
+        unused: Tensors of the checkpoint that no variable used. For Keras presets, tensors of the opened weight files
+            that KerasHub did not request.
+        mismatched: Tensors that were left out because of their shapes; their variables are not among the loaded ones.
+        files: Path → size in bytes of every file that was loaded from; None if it is not a single file.
         needed_nbytes: Bytes, as stored in files, of all distinct shards of this process. A tensor that two variables
-            are loaded from counts twice; what several devices hold alike counts once.
-        read_nbytes: Tensor bytes that this process read from files meanwhile. More than needed where reading through
-            a gap is faster than seeking over it, or where a file can only be read in whole chunks; less where
-            processes exchange what several of them hold.
+            are loaded from counts twice; a shard that several devices hold counts once.
+        read_nbytes: Tensor bytes that this process read from files meanwhile. More than needed if reading through
+            a gap is faster than seeking over it, or if a file can only be read in whole chunks; less if
+            processes exchange bytes that several of them hold.
         fetched_nbytes: Bytes that this process fetched over a network meanwhile, headers and repeated ones included.
-        requests: Requests that it took, failed ones included; `retries` are those of them that repeated another.
+        requests: Number of these requests, failed ones included; `retries` is how many of them repeated another.
         seconds: Wall-clock seconds of the whole call.
-        initialize_seconds: Seconds of it that initializing took by itself: until every init program was compiled and
-            started, and after streaming until the last of them was done. What devices compute while files are read
-            takes no time of its own.
+        initialize_seconds: Seconds spent only on initializing: until every init program was compiled and started, and
+            after streaming until the last one was done. Time in which devices compute while files are read does not
+            count.
         stream_seconds: Seconds in between, until every array that is loaded was complete on its devices.
-        exchanged_nbytes: Bytes that came to this process's devices from other devices instead of files.
-        compiled: What was compiled beside, in the order in which it was given.
-        lower_seconds: Seconds of the call that tracing and lowering it took, before anything was read.
-        compile_seconds: Seconds of the call that compiling it took by itself, after everything else was done.
-        timeline: What took how long since the process started, as a sequence of spans (`name`, `start`, `stop`,
-            `detail`): imports, what the model was built with, and each part of the call. `timeline.span(name)` adds
-            what you do with the model, such as its first step, which `plot` and the text then show.
+        exchanged_nbytes: Bytes that this process's devices got from other devices instead of files.
+        compiled: The programs compiled alongside, in the order in which they were given.
+        lower_seconds: Seconds of the call spent on tracing and lowering them, before anything was read.
+        compile_seconds: Seconds of the call spent only on compiling them, after everything else was done.
+        timeline: The durations of all steps since the process started, as a sequence of spans (`name`, `start`, `stop`,
+            `detail`): imports, building the model, and each part of the call. `timeline.span(name)` adds further steps,
+            such as the model's first call, which `plot` and the text then show.
 
     Example:
         >>> reports = []
@@ -145,15 +144,14 @@ class LoadReport(Tabled):
 
     @property
     def gb_per_second(self) -> float | None:
-        """Bytes read, in units of 10⁹, a second of streaming; None where nothing was read."""
+        """Gigabytes (10⁹) read per second of streaming; None if nothing was read."""
         if not self.read_nbytes or self.stream_seconds <= 0:
             return None
         return self.read_nbytes / 1e9 / self.stream_seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as lists, dicts, strings and numbers that `json.dumps` takes and gives back equal."""
-        more = {"timeline": self.timeline.to_dict(), "gb_per_second": self.gb_per_second}
-        return json.loads(json.dumps(dataclasses.asdict(self) | more))
+        """Everything as lists, dicts, strings and numbers, which `json` writes and reads back equal."""
+        return super().to_dict() | {"gb_per_second": self.gb_per_second}
 
     def plot(self, path: Any = None) -> Any:
         """Draws the timeline; returns a `matplotlib.figure.Figure`.
@@ -167,9 +165,9 @@ class LoadReport(Tabled):
         return self.timeline.plot(self.table().title, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the report as a page: one HTML file that needs no network; needs plotly.
+        """Writes the report as a page: one HTML file that works offline; needs plotly.
 
-        It shows the timeline, modules by size, and of every variable where its value came from.
+        It shows the timeline, modules by size, and the source of every variable's value.
 
         Raises:
             LazyModelError: plotly is not installed, or the file cannot be written.
@@ -177,46 +175,55 @@ class LoadReport(Tabled):
         Example:
             >>> model = sharded.materialize(report=lambda report: report.save("load.html"))
         """
-        table, timeline = self.table(), self.timeline.section()
-        sections: list[Section] = [Text(table.lines), *([timeline] if timeline.spans else [])]
-        sections.append(Treemap("Modules by bytes", modules({row.path: row.nbytes for row in self.rows})))
-        columns = ("variable", "shape", "dtype", "bytes", "value", "file", "read for this process")
-        rows = [(*_cells(row), Nbytes(row.needed_nbytes)) for row in self.rows]
-        sections.append(Grid("Variables", columns, rows))
+        super().save(path)
+
+    def sections(self) -> list[Section]:
+        """Sections of its page."""
+        sections = super().sections()
         if self.unused:
             unused = [(each.name, each.dtype, Nbytes(each.nbytes or 0), each.file) for each in self.unused]
             sections.append(Grid("Unused tensors", ("tensor", "dtype", "bytes", "file"), unused))
         if self.mismatched:
+            columns = ("variable", "expected", "found", "tensor", "file")
             other = [
-                (each.path, shape_text(each.expected), shape_text(each.found), each.tensor.name, each.tensor.file)
+                (each.path, *map(shape_text, (each.expected, each.found)), each.tensor.name, each.tensor.file)
                 for each in self.mismatched
             ]
-            sections.append(Grid("Did not match", ("variable", "expected", "found", "tensor", "file"), other))
-        save_page(path, table.title, sections)
+            sections.append(Grid("Did not match", columns, other))
+        return sections
+
+    def charts(self) -> list[Section]:
+        """Sections of its page between the summary and the table."""
+        timeline = self.timeline.section()
+        sizes = {row.path: row.nbytes for row in self.rows}
+        return [*([timeline] if timeline.spans else []), Treemap("Modules by bytes", sizes)]
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\n{self.timeline}" if self.timeline else super().__repr__()
 
     def _repr_html_(self) -> str:
-        return super()._repr_html_() + self.timeline.html()
+        return super()._repr_html_() + (self.timeline._repr_html_() if self.timeline else "")
 
     def table(self) -> Table:
-        """What is shown."""
+        """The tables."""
         title = (
             f"{self.name}: materialized {plural(len(self.rows), 'variable')}, "
             f"{format_bytes(sum(row.nbytes for row in self.rows))}, in {self.seconds:.2f} s"
         )
         if self.process_count > 1:
             title += f", by process {self.process_index} of {self.process_count}"
-        return folded_table(title, ("shape", "dtype", "bytes", "value"), map(_row, self.rows), self._lines())
+        columns = (
+            Column.names("variable"), Column("shape"), Column("dtype"), Column.nbytes("bytes"), Column.notes("value"),
+            Column.in_pages("file"), Column.nbytes("read for this process", page=True),
+        )  # fmt: skip
+        return Table(title, columns, [*map(_cells, self.rows)], self._lines())
 
     def _lines(self) -> list[str]:
         lines: list[str] = []
         for rows in (self.loaded, self.initialized, self.constants):
             if rows:
-                action = ACTIONS.get(rows[0].action, rows[0].action)
-                nbytes = format_bytes(sum(row.nbytes for row in rows))
-                lines.append(f"{action}: {plural(len(rows), 'variable')}, {nbytes}")
+                action, nbytes = ACTIONS.get(rows[0].action, rows[0].action), sum(row.nbytes for row in rows)
+                lines.append(f"{action}: {plural(len(rows), 'variable')}, {format_bytes(nbytes)}")
         if self.needed_nbytes or self.read_nbytes:
             rate = "" if self.gb_per_second is None else f", {self.gb_per_second:.2f} GB/s"
             read, needed = format_bytes(self.read_nbytes), format_bytes(self.needed_nbytes)
@@ -246,7 +253,7 @@ class LoadReport(Tabled):
         return lines
 
 
-def _row(row: LoadRow) -> Row:
+def _cells(row: LoadRow) -> tuple[Any, ...]:
     note, dtype = ACTIONS.get(row.action, row.action), row.dtype
     if row.action == "initialize":
         note += f": {row.initializer}"
@@ -254,25 +261,15 @@ def _row(row: LoadRow) -> Row:
         first, *others = row.tensors
         note += f": {first.name}" + (f" of {os.path.basename(first.file)}" if first.file else "")
         note += f" and {len(others):,} more" if others else ""
-        stored = dict.fromkeys(tensor.dtype for tensor in row.tensors)
-        if list(stored) != [dtype]:
-            dtype = f"{', '.join(stored)} → {dtype}"
-    return Row(row.path, (shape_text(row.shape), dtype), row.nbytes, note)
-
-
-def _cells(row: LoadRow) -> tuple[str | Nbytes, ...]:
-    """A variable in a page."""
-    stored = ", ".join(dict.fromkeys(tensor.dtype for tensor in row.tensors)) or row.dtype
-    dtype = row.dtype if stored == row.dtype else f"{stored} → {row.dtype}"
-    origin = row.initializer or listed(tensor.name for tensor in row.tensors)
-    value = ": ".join(filter(None, (ACTIONS.get(row.action, row.action), origin)))
+        stored = ", ".join(dict.fromkeys(tensor.dtype for tensor in row.tensors))
+        dtype = dtype if stored == dtype else f"{stored} → {dtype}"
     files = listed(dict.fromkeys(tensor.file for tensor in row.tensors))
-    return row.path, shape_text(row.shape), dtype, Nbytes(row.nbytes), value, files
+    return row.path, shape_text(row.shape), dtype, row.nbytes, note, files, row.needed_nbytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What `_materialize/materialize` measured: see the attributes of the same names in `LoadReport`."""
+    """Measurements of `_materialize/materialize`: see the attributes with the same names in `LoadReport`."""
 
     read_nbytes: int
     exchanged_nbytes: int
@@ -285,14 +282,14 @@ class Costs:
 
 def make_report(
     model: ModelSpec,
-    choice: Choice,
+    choice: LoadPlan,
     checkpoint: Mapping[str, Any] | None,
     shardings: Mapping[str, Sharding],
     costs: Costs,
     timeline: Timeline,
     seconds: float,
 ) -> LoadReport:
-    """The report on a model that was materialized from these choices; `seconds` are those of everything."""
+    """The report on a model that was materialized according to `choice`; `seconds` is the total time."""
     initializers = {path: recipe.origin for recipe in choice.recipes for path in recipe.paths}
     rows: list[LoadRow] = []
     for path, variable in model.items():
@@ -309,7 +306,7 @@ def make_report(
     files = dict.fromkeys(tensor.file for row in rows for tensor in row.tensors if tensor.file)
     remote = remote_sizes(choice.sources.values())
     given = {} if checkpoint is None else checkpoint
-    # What a mapping took nothing from, where the checkpoint is what `map_checkpoint` made of another one.
+    # For a checkpoint from `map_checkpoint`, also the tensors that the mapping did not use.
     unmapped = unused_tensors(getattr(given, "source", {}), getattr(given, "unused", ()))
     return LoadReport(
         name=model.name,
@@ -330,7 +327,7 @@ def make_report(
 
 
 def _size(file: str) -> int | None:
-    """Bytes of a file; None for a folder, or what is no longer there."""
+    """Bytes of a file; None for a folder, or a file that no longer exists."""
     try:
         return os.path.getsize(file) if os.path.isfile(file) else None
     except OSError:

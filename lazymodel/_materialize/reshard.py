@@ -1,7 +1,7 @@
-"""The verb `reshard`: a live model moves to other shardings, or to other devices.
+"""The function `reshard`: moves a live model to other shardings, or to other devices.
 
-Arrays whose devices stay the same are moved by a compiled identity, from device to device; others pass through the host
-in pieces, as if the old devices were a checkpoint. Which array of a framework's model is which is its adapter's matter.
+A compiled identity moves arrays whose devices stay the same, from device to device; others pass through the host in
+chunks, as if the old devices were a checkpoint. The adapter of a framework finds the arrays of its models.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,43 +18,42 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from lazymodel._abstract.adapters import adapters
-from lazymodel._abstract.memory import in_memory, is_offloaded, on_device
+from lazymodel._abstract.arrays import adapters
 from lazymodel._abstract.paths import flatten_paths
 from lazymodel._abstract.spec import ModelSpec
-from lazymodel._abstract.variable import AbstractVariable
-from lazymodel._devices.agreement import Stage, agreement
+from lazymodel._abstract.variable import AbstractVariable, in_memory, is_offloaded, on_device
+from lazymodel._devices.collective import CollectiveScope, agreement
 from lazymodel._devices.hardware import is_live
 from lazymodel._errors import LazyModelError, ShardingError
-from lazymodel._materialize.bits import as_moved, from_moved
+from lazymodel._materialize.exchange import through
 from lazymodel._materialize.stream import StreamItem, stream
 from lazymodel._programs.kernels import with_shards
 from lazymodel._programs.keys import as_keys, is_key
 from lazymodel._show.progress import Progress, ProgressTo, delivery, progress_for
-from lazymodel._show.table import Row, Table, Tabled, folded_table, placed_text, shape_text, spec_text
+from lazymodel._show.table import Column, Report, Table, placed_text, shape_text, spec_text
 from lazymodel._show.text import closest, format_bytes, parse_bytes, plural
-from lazymodel._tensors.device import DeviceLeaf
-from lazymodel._tensors.division import grouped
 from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.read_partition import grouped
+from lazymodel._tensors.shards import DeviceTensor
 
-# With donation, a group takes at most this part of what the fullest device holds: the peak stays near the model's own
-# bytes, however small it is, and so many waits take no time that counts.
+# With donation, a group takes at most this fraction of the bytes on the most loaded device: the peak stays near the
+# model's own bytes, however small it is, and the time for so many waits is negligible.
 _PART = 16
-_LEAST_HOST = 16 << 20  # bytes of host memory below which reading in pieces becomes slow
+_LEAST_HOST = 16 << 20  # bytes of host memory below which reading in chunks becomes slow
 
 
 @dataclasses.dataclass(frozen=True)
 class ReshardRow:
-    """What became of one variable.
+    """One variable's row of the report.
 
     Attributes:
         path: Its path.
         shape: Its global shape.
         dtype: The name of its dtype.
         nbytes: Bytes of the whole variable, counted once.
-        before: Its partition spec, or sharding, as text, and its kind of memory unless that is devices' own.
-        after: The same of what it has now.
-        way: `"kept"`, `"devices"` where it went from device to device, or `"host"` where it passed through this host.
+        before: Its partition spec, or sharding, as text, and its kind of memory unless that is the devices' own.
+        after: The same for its new sharding.
+        way: `"kept"`, `"devices"` if it moved from device to device, or `"host"` if it passed through this host.
     """
 
     path: str
@@ -68,16 +66,16 @@ class ReshardRow:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class ReshardReport(Tabled):
-    """What moving a model to other shardings took.
+class ReshardReport(Report):
+    """The report of moving a model to other shardings.
 
     Attributes:
-        rows: One a variable, in the model's order.
+        rows: One row per variable, in the model's order.
         moved_nbytes: Bytes of the variables that moved, each counted once.
-        held_nbytes: Bytes of the model on the fullest device before, and after.
-        peak_nbytes: Most bytes that a device held meanwhile, by what the compiler said of temporaries.
-        num_groups: In how many steps they moved.
-        seconds: Wall-clock seconds of it all.
+        held_nbytes: Bytes of the model on the most loaded device before, and after.
+        peak_nbytes: Most bytes that a device held meanwhile, with the compiler's numbers for temporaries.
+        num_groups: The number of steps in which they moved.
+        seconds: Wall-clock seconds of the whole call.
 
     Example:
         >>> reports = []
@@ -93,27 +91,21 @@ class ReshardReport(Tabled):
     num_groups: int
     seconds: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as lists, dicts, strings and numbers."""
-        plain = dataclasses.asdict(self)
-        return plain | {"held_nbytes": list(self.held_nbytes), "rows": [dict(row) for row in plain["rows"]]}
-
     def table(self) -> Table:
-        """What is shown."""
+        """The rows, one for each variable."""
         title = (
             f"resharded {plural(len(self.rows), 'variable')}, {format_bytes(sum(row.nbytes for row in self.rows))}, "
             f"in {self.seconds:.2f} s"
         )
-        rows = [
-            Row(row.path, (shape_text(row.shape), row.dtype, row.before, row.after), row.nbytes, row.way)
-            for row in self.rows
-        ]
+        same = map(Column, ("shape", "dtype", "before", "after"))
+        columns = (Column.names("variable"), *same, Column.nbytes("bytes"), Column.notes("way"))
+        rows = [(r.path, shape_text(r.shape), r.dtype, r.before, r.after, r.nbytes, r.way) for r in self.rows]
         before, after = map(format_bytes, self.held_nbytes)
         lines = [
             f"moved: {format_bytes(self.moved_nbytes)} in {plural(self.num_groups, 'group')}",
-            f"fullest device: {before} before, {after} after, {format_bytes(self.peak_nbytes)} at the peak",
+            f"most loaded device: {before} before, {after} after, {format_bytes(self.peak_nbytes)} at the peak",
         ]
-        return folded_table(title, ("shape", "dtype", "before", "after", "bytes", "way"), rows, lines)
+        return Table(title, columns, rows, lines)
 
 
 def reshard(
@@ -127,30 +119,30 @@ def reshard(
 ) -> Any:
     """Moves a live model to other shardings, on the same devices or others, group by group; equal bit for bit.
 
-    From a trainer's layout to a sampler's, say, from eight devices to four of them, or to the hosts' memory and back
-    (shardings with a `memory_kind`). Arrays whose devices stay the same go from device to device, in one process or
-    many, all of which must call this. Others pass through this host's memory in pieces, and must be on devices of this
-    process before and after.
+    For example from a trainer's layout to a sampler's, from eight devices to four of them, or to the hosts' memory and
+    back (shardings with a `memory_kind`). Arrays whose devices stay the same move from device to device, in one process
+    or many, all of which must call this. Others pass through this host's memory in chunks, and must be on devices of
+    this process before and after.
 
     Args:
-        tree: Any pytree of arrays, or a model of a known framework. What is no `jax.Array` is left as it is.
-        shardings: A sharding for all; a mapping of path to sharding, with paths as `build_abstract` gives them; a
-            pytree of shardings with the arrays' places; or an abstract model that was sharded, which is how rules are
-            given. Variables that it does not name stay where they are.
-        max_device_memory: Bytes of a device, or `"1GiB"`, that a group of variables may take in their new places while
+        tree: Any pytree of arrays, or a model of a known framework. Leaves other than `jax.Array` are left unchanged.
+        shardings: One sharding for all; a mapping of path to sharding, with paths as in `build_abstract`; a
+            pytree of shardings with the arrays' structure; or an abstract model that was sharded, which is the way to
+            use rules. Variables without a sharding stay where they are.
+        max_device_memory: Bytes of a device, or `"1GiB"`, that the new arrays of a group of variables may take while
             they move, temporaries included, and that pass through the host at a time. A variable that takes more moves
             alone.
-        donate: Whether the arrays are given up as they move: each is deleted once it is in its new place. Groups are
-            then at most a sixteenth of the model. If not, a device holds both in the end.
+        donate: True deletes each array once its copy is in place. Groups are then at most a sixteenth of the model.
+            With False, a device holds both in the end.
         progress: As for `materialize`, in bytes of whole variables.
-        report: True prints a `ReshardReport` in the end; a callable is given it instead.
+        report: True prints a `ReshardReport` in the end; a callable gets it instead.
 
     Returns:
         A model of the same structure; a Keras model is changed in place, and returned.
 
     Raises:
-        ShardingError: A path is not there, or a sharding does not divide its variable.
-        LazyModelError: An array is deleted, devices are not this process's or only planned for, or a process failed.
+        ShardingError: A path does not exist, or a sharding does not divide its variable.
+        LazyModelError: An array is deleted, devices are not of this process or only planned for, or a process failed.
 
     Example:
         >>> sampler = Mesh(np.array(jax.devices()[:4]), ("model",))
@@ -162,7 +154,7 @@ def reshard(
     limit = parse_bytes(max_device_memory, name="max_device_memory", at_least=1)
     deliver = delivery(cast(Any, report))
     arrays, same, rebuild = _arrays(tree)
-    terms = {"done": "resharded", "given": "models differ", "mend": "Move the same model in all processes"}
+    terms = {"done": "resharded", "given": "models differ", "hint": "Move the same model in all processes"}
     sharings = [array.sharding for array in arrays.values()]
     with agreement(sharings, **terms) as stage:
         moves = _moves(arrays, _targets(arrays, same, shardings))
@@ -175,34 +167,41 @@ def reshard(
         moved = _move_all(moves, limit, donate, progress_for(progress), stage, counts)
     result = rebuild(moved)
     if deliver is not None:
-        deliver(cast(Any, _report(arrays, moves, counts, moved, time.perf_counter() - start)))
+        seconds, ways = time.perf_counter() - start, {move.path: move.compiled for move in moves}
+        rows: list[ReshardRow] = []
+        for path, source in arrays.items():
+            texts = _text(source.sharding), _text(moved.get(id(source), source).sharding)
+            way = {True: "devices", False: "host", None: "kept"}[ways.get(path)]
+            rows.append(ReshardRow(path, tuple(source.shape), source.dtype.name, source.nbytes, *texts, way))
+        moving, held = sum(move.source.nbytes for move in moves), (counts.held, counts.now())
+        deliver(cast(Any, ReshardReport(tuple(rows), moving, held, counts.peak, counts.groups, seconds)))
     return result
 
 
 @dataclasses.dataclass(frozen=True)
 class _Move:
-    """An array, where it goes, and how."""
+    """An array, its target, and how it moves."""
 
     path: str
     source: jax.Array
     target: Sharding
-    compiled: bool  # whether it goes from device to device
+    compiled: bool  # True if it moves from device to device
 
     @functools.cached_property
     def program(self) -> tuple[Any, int]:
-        """The compiled program, and bytes of a device that it takes."""
+        """The compiled program, and the bytes of a device that it needs."""
         return _program(self.source.shape, self.source.dtype, self.source.sharding, self.target)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a device that its new place takes, and moving it there."""
+        """Bytes of a device for the new array and for moving it."""
         if self.compiled:
             return self.program[1]
         return 0 if is_offloaded(self.target) else _shard_nbytes(self.source, self.target)
 
 
 class _Counts:
-    """What devices hold, from move to move."""
+    """Bytes that devices hold, from move to move."""
 
     def __init__(self, arrays: Any) -> None:
         self._devices: collections.Counter[Any] = collections.Counter()
@@ -212,11 +211,11 @@ class _Counts:
         self.groups = 0
 
     def now(self) -> int:
-        """Bytes of the fullest device."""
+        """Bytes of the most loaded device."""
         return max(self._devices.values(), default=0)
 
     def group(self, moves: Sequence[_Move], *, donate: bool) -> None:
-        """Notes the bytes of a group that moves."""
+        """Counts the bytes of a group that moves."""
         self.groups += 1
         for move in moves:
             self._add(move.source, move.target, 1)
@@ -236,8 +235,8 @@ def _shard_nbytes(array: jax.Array, sharding: Sharding) -> int:
 
 
 def _arrays(tree: Any) -> tuple[dict[str, jax.Array], dict[str, str], Callable[[Mapping[int, Any]], Any]]:
-    """A model's arrays by path, each once; the path of each array by all of its paths; and what puts others, by the
-    old ones' `id`, into their places.
+    """A model's arrays by path, each once; all paths → the path under which the array is listed; and a function that
+    replaces arrays, by the `id` of the old ones.
     """
     for adapter in adapters():
         if (found := adapter.arrays(tree)) is not None:
@@ -263,7 +262,7 @@ def _arrays(tree: Any) -> tuple[dict[str, jax.Array], dict[str, str], Callable[[
 
 
 def _targets(arrays: Mapping[str, jax.Array], same: Mapping[str, str], shardings: Any) -> dict[str, Sharding]:
-    """The sharding that each array is to have, of those that are named."""
+    """The target sharding of each array that is named."""
     if isinstance(shardings, Sharding):
         return dict.fromkeys(arrays, shardings)
     leaf = (Sharding, AbstractVariable)
@@ -273,7 +272,7 @@ def _targets(arrays: Mapping[str, jax.Array], same: Mapping[str, str], shardings
     for path, value in found.items():
         sharding = value.sharding if isinstance(value, AbstractVariable) else value
         if not isinstance(value, leaf) or sharding is None:
-            what = "has no sharding yet" if isinstance(value, AbstractVariable) else f"is {value!r}, no sharding"
+            what = "has no sharding yet" if isinstance(value, AbstractVariable) else f"is {value!r}, not a sharding"
             raise ShardingError(f"{path!r} {what}; give jax.sharding.NamedSharding(mesh, spec), or an abstract model")
         if path not in same:
             raise ShardingError(f"the model has no array {path!r}{closest(path, same)}")
@@ -289,9 +288,9 @@ def _targets(arrays: Mapping[str, jax.Array], same: Mapping[str, str], shardings
 
 
 def _moves(arrays: Mapping[str, jax.Array], targets: Mapping[str, Sharding]) -> list[_Move]:
-    """What is to move, in the model's order."""
+    """Arrays that move, in the model's order."""
     moves: list[_Move] = []
-    misfits: list[str] = []
+    wrong: list[str] = []
     for path, source in arrays.items():
         target = targets.get(path)
         if target is None or target.is_equivalent_to(source.sharding, source.ndim):
@@ -299,26 +298,26 @@ def _moves(arrays: Mapping[str, jax.Array], targets: Mapping[str, Sharding]) -> 
         try:
             target.shard_shape(source.shape)
         except ValueError as error:
-            misfits.append(f"{path!r}: {target} does not divide {tuple(source.shape)}: {error}")
+            wrong.append(f"{path!r}: {target} does not divide {tuple(source.shape)}: {error}")
             continue
         if planned := [device for device in cast(Any, target).device_set if not is_live(device)]:
             raise LazyModelError(f"{path!r} would go to {planned[0]}, which is only planned for")
-        # Programs are for devices in an order, which two meshes of the same devices need not have.
+        # Programs depend on the order of devices, which two meshes of the same devices may not share.
         compiled = _devices(source.sharding) == _devices(target)
         if not compiled and not (source.is_fully_addressable and target.is_fully_addressable):
             raise LazyModelError(
-                f"{path!r}: some of its devices, before or after, are those of other processes, and only where the "
-                "devices and their order stay the same can it move between processes. Use a mesh of the same devices "
+                f"{path!r}: some of its devices, before or after, are those of other processes, and it can only move "
+                "between processes if the devices and their order stay the same. Use a mesh of the same devices "
                 "in the same order, or save it and load it there"
             )
         moves.append(_Move(path, source, target, compiled))
-    if misfits:
-        raise ShardingError("; ".join(misfits[:3]) + (f" ({len(misfits)} variables)" if len(misfits) > 3 else ""))
+    if wrong:
+        raise ShardingError("; ".join(wrong[:3]) + (f" ({len(wrong)} variables)" if len(wrong) > 3 else ""))
     return moves
 
 
 def _devices(sharding: Sharding) -> Sequence[Any]:
-    """The devices of a sharding in its own order; something of its own where that is not known."""
+    """The devices of a sharding in its order; the sharding itself if the order is unknown."""
     if isinstance(sharding, NamedSharding):
         return tuple(cast(Any, sharding.mesh).devices.flat)
     devices = tuple(cast(Any, sharding).device_set)
@@ -326,82 +325,67 @@ def _devices(sharding: Sharding) -> Sequence[Any]:
 
 
 def _move_all(
-    moves: Sequence[_Move], limit: int, donate: bool, progress: Progress, stage: Stage, counts: _Counts
+    moves: Sequence[_Move], limit: int, donate: bool, bar: Progress, stage: CollectiveScope, counts: _Counts
 ) -> dict[int, jax.Array]:
-    """Moves everything; returns new arrays by the `id` of the old ones."""
+    """Moves everything; returns `id` of the old array → new array."""
     moved: dict[int, jax.Array] = {}
-    progress.start(sum(move.source.nbytes for move in moves), f"resharding {plural(len(moves), 'variable')}")
+    bar.start(sum(move.source.nbytes for move in moves), f"resharding {plural(len(moves), 'variable')}")
     try:
-        for move, array in itertools.chain(
-            _through_devices([move for move in moves if move.compiled], limit, donate, stage, counts),
-            _through_host([move for move in moves if not move.compiled], limit, donate, counts),
-        ):
+        for move, array in _arriving(moves, limit, donate, stage, counts):
+            jax.block_until_ready(array)
+            if donate:
+                move.source.delete()
             moved[id(move.source)] = array
-            progress.advance(move.source.nbytes, move.path)
+            bar.advance(move.source.nbytes, move.path)
             stage.check()
     finally:
-        progress.finish()
+        bar.finish()
     return moved
 
 
-def _through_devices(
-    moves: Sequence[_Move], limit: int, donate: bool, stage: Stage, counts: _Counts
+def _arriving(
+    moves: Sequence[_Move], limit: int, donate: bool, stage: CollectiveScope, counts: _Counts
 ) -> Iterator[tuple[_Move, jax.Array]]:
+    """Yields each move with its new array: moves between devices in groups, then those through the host."""
     by_path = {move.path: move for move in moves}
-    for paths in grouped({move.path: move.nbytes for move in moves}, limit):
+    for paths in grouped({move.path: move.nbytes for move in moves if move.compiled}, limit):
         group = [by_path[path] for path in paths]
         counts.group(group, donate=donate)
         stage.meet()
         arrays = stage.together(lambda group=group: [with_shards(move.program[0](move.source)) for move in group])
-        for move, array in zip(group, arrays, strict=True):
-            yield from _moved(move, array, donate)
-
-
-def _through_host(
-    moves: Sequence[_Move], limit: int, donate: bool, counts: _Counts
-) -> Iterator[tuple[_Move, jax.Array]]:
-    by_path = {move.path: move for move in moves}
+        yield from zip(group, arrays, strict=True)
+        del arrays
     items: list[StreamItem] = []
     for move in moves:
-        data = jax.random.key_data(move.source) if is_key(move.source.dtype) else move.source
-        tensor = LazyTensor(DeviceLeaf(move.path, data))
-        items.append(StreamItem(move.path, tensor, tensor.shape, tensor.dtype, move.target))
+        if not move.compiled:
+            data = jax.random.key_data(move.source) if is_key(move.source.dtype) else move.source
+            tensor = LazyTensor(DeviceTensor(move.path, data))
+            items.append(StreamItem(move.path, tensor, tensor.shape, tensor.dtype, move.target))
     for path, array in stream(items, max_host_memory=max(limit, _LEAST_HOST)):
-        move = by_path[path]
-        counts.group([move], donate=donate)
-        yield from _moved(move, as_keys(array, move.source.dtype), donate)
-
-
-def _moved(move: _Move, array: jax.Array, donate: bool) -> Iterator[tuple[_Move, jax.Array]]:
-    jax.block_until_ready(array)
-    if donate:
-        move.source.delete()
-    yield move, array
+        counts.group([by_path[path]], donate=donate)
+        yield by_path[path], as_keys(array, by_path[path].source.dtype)
 
 
 @functools.lru_cache(maxsize=1024)
 def _program(shape: tuple[int, ...], dtype: Any, source: Sharding, target: Sharding) -> tuple[Any, int]:
-    """The program that moves arrays of a kind, and bytes of a device that it takes, its result included."""
+    """The program that moves arrays of a kind, and the bytes of a device that it needs, its result included."""
     here, there = (cast(Sharding, in_memory(sharding, None, "")) for sharding in (source, target))
 
     def move(array: jax.Array) -> jax.Array:
-        array = on_device(array, source)  # where bits are computed with, and devices send
-        bits = array if is_key(dtype) else as_moved(array)
-        for sharding in (here, _finest(there, shape), there):
-            bits = jax.lax.with_sharding_constraint(bits, sharding)
-        return bits if is_key(dtype) else from_moved(bits, np.dtype(dtype))
+        # In device memory, where JAX computes with bits and devices can send.
+        return through(on_device(array, source), (here, _finest(there, shape), there))
 
     struct = jax.ShapeDtypeStruct(shape, dtype, sharding=source)
     program = jax.jit(move, out_shardings=target)
-    memory = program.lower(struct).compile().memory_analysis()  # which calling it finds
+    memory = program.lower(struct).compile().memory_analysis()  # the later call reuses it
     return program, int(memory.output_size_in_bytes + memory.temp_size_in_bytes) if memory else 0
 
 
 def _finest(target: Sharding, shape: tuple[int, ...]) -> Sharding:
-    """The sharding that splits what the target replicates, as far as it divides.
+    """The sharding that also splits what the target replicates, as far as it divides.
 
-    Every device then receives its part of what it will hold, and gathers the rest. Without this stop on the way XLA's
-    partitioner may gather the whole array on every device.
+    Every device then receives its part of its final shard, and gathers the rest. Without this intermediate sharding,
+    XLA's partitioner may gather the whole array on every device.
     """
     if not isinstance(target, NamedSharding) or not isinstance(target.mesh, Mesh):
         return target
@@ -415,23 +399,6 @@ def _finest(target: Sharding, shape: tuple[int, ...]) -> Sharding:
                 entries[axis] = (*names, name)
                 break
     return NamedSharding(target.mesh, PartitionSpec(*entries))
-
-
-def _report(
-    arrays: Mapping[str, jax.Array],
-    moves: Sequence[_Move],
-    counts: _Counts,
-    moved: Mapping[int, jax.Array],
-    seconds: float,
-) -> ReshardReport:
-    ways = {move.path: "devices" if move.compiled else "host" for move in moves}
-    rows: list[ReshardRow] = []
-    for path, source in arrays.items():
-        texts = _text(source.sharding), _text(moved.get(id(source), source).sharding)
-        about = ReshardRow(path, tuple(source.shape), source.dtype.name, source.nbytes, *texts, ways.get(path, "kept"))
-        rows.append(about)
-    moving = sum(move.source.nbytes for move in moves)
-    return ReshardReport(tuple(rows), moving, (counts.held, counts.now()), counts.peak, counts.groups, seconds)
 
 
 def _text(sharding: Sharding) -> str:

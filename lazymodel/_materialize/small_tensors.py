@@ -1,8 +1,8 @@
-"""Groups of small tensors: neighbours in a file that the stream reads, converts and hands over together.
+"""Groups of small tensors: neighbours in a file that the stream reads, converts and delivers together.
 
-A tensor of a few KiB is read in less time than it takes to plan for it, to hand it from thread to thread and to look
-whether its file has changed. So the stream makes one job of many: one read for what lies side by side, one buffer, one
-thread. What may be in flight, and what becomes of the arrays, is decided in `_materialize/stream`.
+Planning for a tensor of a few KiB, passing it between threads and checking that its file is unchanged takes longer than
+reading it. So the stream makes one job of many: one read for adjacent tensors, one buffer, one thread.
+`_materialize/stream` decides about bytes in flight and about the arrays.
 """
 
 from __future__ import annotations
@@ -17,60 +17,60 @@ import numpy as np
 from lazymodel._errors import CheckpointError
 from lazymodel._tensors.boxes import Geometry, box_shape, strided, whole_box
 from lazymodel._tensors.buffers import ALIGNMENT, Workspace, assign
+from lazymodel._tensors.byte_reader import ByteReader
 from lazymodel._tensors.fill import fill
-from lazymodel._tensors.leaves import FileLeaf, View
 from lazymodel._tensors.shards import Boxes
-from lazymodel._tensors.source import Source
+from lazymodel._tensors.tensor_source import FileTensor, View
 
-SMALL_NBYTES = 64 << 10  # bytes of a tensor; a larger one gains little, and is worth the attention of several threads
-GROUP = 512 << 10  # bytes of a group: a hundred times what its overhead takes, and all of it lives as long as any of it
+SMALL_NBYTES = 64 << 10  # bytes of a tensor; a larger one gains little, and is worth several threads
+GROUP = 512 << 10  # bytes of a group: a hundred times the cost of its overhead; all of it is freed together
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Small:
     """A tensor that can be part of a group."""
 
-    tensor: View  # of its variable's dtype
+    tensor: View  # in its variable's dtype
     boxes: Boxes  # the parts that devices hold
-    # Its file, if its elements are a range of it with nothing else in it; None for what is read in its own way, whole:
-    # a part of a tensor, what is compressed or joined, an array in memory.
-    source: Source | None
+    # Its file, if its elements are a contiguous range of it; None for tensors that are read whole in their own way:
+    # part of a tensor, a compressed or joined one, an array in memory.
+    source: ByteReader | None
     start: int  # first byte of that range
-    stored_nbytes: int  # of that range; 0 where there is none
-    placed_nbytes: int  # of all its boxes, each with a cache line to begin with
-    spent_nbytes: int  # of temporaries that converting it takes
+    stored_nbytes: int  # of that range; 0 without one
+    placed_nbytes: int  # of all its boxes, each aligned to a cache line
+    spent_nbytes: int  # of temporaries for converting it
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that it takes while its group is filled."""
+        """Bytes of host memory that it needs while its group is filled."""
         return self.stored_nbytes + self.placed_nbytes + self.spent_nbytes
 
 
 def small(tensor: View, boxes: Boxes) -> Small | None:
-    """How a tensor can be part of a group, if it can: it is small, and all of it is wanted here."""
+    """The tensor as a member of a group; None unless it is small, and all of it is needed here."""
     size, itemsize = tensor.size, tensor.itemsize
     nbytes, stored_nbytes = size * itemsize, size * tensor.itemsize_stored
     if not boxes.whole or not size or max(stored_nbytes, nbytes) > SMALL_NBYTES:
         return None
     placed = sum(_padded(elements * itemsize) for elements in boxes.sizes)
-    # What goes into a conversion, what comes out, and a mask or the like.
+    # Input and output of a conversion, and a mask or the like.
     widest = max([tensor.itemsize_stored, *(step.dtype.itemsize for step in tensor.steps)])
     spent = 3 * size * widest if tensor.steps else 0
     geometry = tensor.geometry()
     repeats = any(n > 1 and not stride for n, stride in zip(geometry.shape, geometry.strides, strict=True))
-    # Where it repeats elements, something else may lie between those that it has.
-    if type(tensor.leaf) is FileLeaf and not repeats and geometry.span(tensor.itemsize_stored) == stored_nbytes:
-        return Small(tensor, boxes, tensor.leaf.source, tensor.offset, stored_nbytes, placed, spent)
-    return Small(tensor, boxes, None, 0, 0, placed, spent + nbytes + tensor.leaf.unit_nbytes)
+    # If it repeats elements, its range may contain other data between its elements.
+    if type(tensor.source) is FileTensor and not repeats and geometry.span(tensor.itemsize_stored) == stored_nbytes:
+        return Small(tensor, boxes, tensor.source.reader, tensor.offset, stored_nbytes, placed, spent)
+    return Small(tensor, boxes, None, 0, 0, placed, spent + nbytes + tensor.source.min_scratch_nbytes)
 
 
 class Group:
     """Small tensors in the order of their file.
 
     Attributes:
-        placed_nbytes: Bytes of the buffer that their boxes are put into; `values_nbytes` are those of the boxes alone.
-        nbytes: Bytes of host memory that filling it takes, that buffer included.
-        current: Number of the member to which an error is due.
+        placed_nbytes: Bytes of the buffer of their boxes; `values_nbytes` are the bytes of the boxes alone.
+        nbytes: Bytes of host memory for filling it, that buffer included.
+        current: Number of the member that an error is about.
     """
 
     def __init__(self, members: Sequence[Small]) -> None:
@@ -82,12 +82,13 @@ class Group:
         self.current = 0
 
     def arrays(self, buffer: np.ndarray, workspace: Workspace) -> list[jax.Array]:
-        """Reads all members into a 64-byte-aligned buffer of `placed_nbytes` bytes, and makes their arrays of it.
+        """Reads all members into a 64-byte-aligned buffer of `placed_nbytes` bytes, and returns their arrays.
 
-        It must not be written to again where devices use the host's memory, elsewhere not before the arrays are there.
+        If devices use the host's memory, the buffer must not be written again; otherwise not before the arrays are
+        ready.
 
         Raises:
-            CheckpointError: A file is truncated, changed or unreadable; `current` says for which member.
+            CheckpointError: A file is truncated, changed or unreadable; `current` is the number of its member.
         """
         raw = np.empty(sum(member.stored_nbytes for member in self.members), np.uint8)
         self._read(raw)
@@ -99,12 +100,12 @@ class Group:
             arrays.append(_array(member, values, buffer, placed))
             read += member.stored_nbytes
             placed += member.placed_nbytes
-            member.tensor.leaf.release()
+            member.tensor.source.release()
         return arrays
 
     def _read(self, raw: np.ndarray) -> None:
-        """Reads the members that are ranges of files: with one call what lies side by side."""
-        runs: list[tuple[Source, int, int]] = []  # with first and last byte
+        """Reads the members that are ranges of files, with one call for adjacent ones."""
+        runs: list[tuple[ByteReader, int, int]] = []  # with first and last byte
         for member in self.members:
             if member.source is not None:
                 start, stop = member.start, member.start + member.stored_nbytes
@@ -119,18 +120,18 @@ class Group:
             for source in dict.fromkeys(source for source, _, _ in runs):
                 source.check_unchanged()
         except CheckpointError:
-            # That of the first member that cannot be read, if it still cannot be.
+            # Raise the error of the first member that cannot be read, if it still cannot be.
             for number, member in enumerate(self.members):
                 self.current = number
-                if isinstance(leaf := member.tensor.leaf, FileLeaf) and member.source is not None:
-                    leaf.fill_runs(member.start - leaf.offset, [np.empty(member.stored_nbytes, np.uint8)])
+                if isinstance(source := member.tensor.source, FileTensor) and member.source is not None:
+                    source.fill_runs(member.start - source.offset, [np.empty(member.stored_nbytes, np.uint8)])
             self.current = 0
             raise
 
 
 def groups(smalls: Sequence[Small | None], limit: int) -> Iterator[tuple[range, Group | None]]:
-    """Divides tensors, None for those that are not small, into groups whose filling takes at most `limit` bytes:
-    numbers of neighbours and the group that they are, or one number and None, in order.
+    """Divides tensors, None for those that are not small, into groups that need at most `limit` bytes to fill. Yields,
+    in order, numbers of neighbours and their group, or one number and None.
     """
     limit = min(limit, GROUP)
     group: list[Small] = []
@@ -150,15 +151,15 @@ def groups(smalls: Sequence[Small | None], limit: int) -> Iterator[tuple[range, 
 
 
 def _values(member: Small, raw: np.ndarray, position: int, workspace: Workspace) -> np.ndarray:
-    """A member's elements, converted; `raw` has its range of the file from a position on."""
+    """A member's elements, converted; `raw` contains its range of the file at a position."""
     tensor = member.tensor
     if member.source is None:
         values = np.empty(tensor.shape, tensor.dtype)
         fill(tensor, [whole_box(tensor.shape)], [values], workspace)
         return values
     geometry = tensor.geometry()
-    start = position + tensor.leaf.offset + geometry.start - member.start
-    stored = strided(raw, Geometry(start, geometry.shape, geometry.strides), tensor.leaf.dtype)
+    start = position + tensor.source.offset + geometry.start - member.start
+    stored = strided(raw, Geometry(start, geometry.shape, geometry.strides), tensor.source.dtype)
     if not tensor.steps:
         return stored
     values = np.empty(tensor.shape, tensor.dtype)
@@ -167,7 +168,7 @@ def _values(member: Small, raw: np.ndarray, position: int, workspace: Workspace)
 
 
 def _array(member: Small, values: np.ndarray, buffer: np.ndarray, position: int) -> jax.Array:
-    """The sharded array of a member, its boxes put into the buffer from a position on."""
+    """The sharded array of a member; its boxes are put into the buffer at a position."""
     boxes, dtype = member.boxes, member.tensor.dtype
     shards: list[np.ndarray] = []
     for box, elements in zip(boxes.boxes, boxes.sizes, strict=True):

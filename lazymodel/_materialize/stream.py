@@ -1,16 +1,16 @@
-"""The stream: (variable, tensor, sharding) triples in, sharded `jax.Array`s out, under a ceiling of host memory.
+"""The stream: turns (variable, tensor, sharding) triples into sharded `jax.Array`s, within a limit of host memory.
 
-Responsible for which boxes of a tensor this process needs, in which order they are read, by how many threads, how
-much may be in flight, and for handing buffers to devices. How a box is read is in `_tensors/fill`; which tensor
-belongs to which variable is decided by `_materialize/materialize` or an integration.
+Responsible for which regions of a tensor this process needs, their order, the number of threads, the bytes in flight,
+and for handing buffers to devices. `_tensors/fill` reads a region; `_materialize/materialize` or an integration decides
+which tensor belongs to which variable.
 
-Life of a job (the boxes of one variable that are filled together): its bytes are reserved from the budget, its
-buffers allocated, its parts filled by whichever threads are free, its buffers put on their devices, and the bytes
-given back. Jobs start strictly in order, so the earliest variable can always finish and nothing waits in a circle.
+Life of a job (regions of one variable that are filled together): its bytes are reserved from the budget, its buffers
+allocated, its parts filled by free threads, its buffers put on their devices, and the bytes released. Jobs start
+strictly in order, so the earliest variable can always finish and there is no deadlock.
 
-Where a device's memory is the host's (the CPU backend), the buffer that was filled becomes the array's own memory:
-nothing is copied, and it is never written again. Other devices get copies: a thread of its own waits for transfers,
-while the others go on reading, and only then are a job's bytes given back and its buffers used again.
+If a device's memory is the host's (the CPU backend), the filled buffer becomes the array's own memory: nothing is
+copied, and it is never written again. Other devices get copies: a separate thread waits for transfers while the others
+continue to read. Only then are a job's bytes released and its buffers reused.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from lazymodel._errors import CheckpointError
-from lazymodel._materialize.bands import band_parts, copy_to
+from lazymodel._materialize.chunked_transfer import chunk_parts, copy_to
 from lazymodel._materialize.small_tensors import Group, Small, groups, small
 from lazymodel._programs.jaxprs import uses_x64
-from lazymodel._remote.source import AHEAD, reading_ahead
+from lazymodel._remote.reader import AHEAD, reading_ahead
 from lazymodel._show.text import format_bytes
 from lazymodel._tensors.boxes import BoxKey, box_of, box_shape
 from lazymodel._tensors.buffers import Arena, Workspace, cores, default_budget, empty_aligned
-from lazymodel._tensors.fill import fill_parts, prefers_one_pass
+from lazymodel._tensors.byte_reader import ByteReader
+from lazymodel._tensors.fill import fill_parts, prefers_one_pass, required_ranges
 from lazymodel._tensors.lazy import LazyTensor, lazy
-from lazymodel._tensors.leaves import Part
 from lazymodel._tensors.shards import Boxes, boxes_for
-from lazymodel._tensors.source import Source
 from lazymodel._tensors.stored import misshapen, where
-from lazymodel._tensors.wanted import wanted
+from lazymodel._tensors.tensor_source import Part
+from lazymodel._tensors.threads import start_thread
 
-BAND = 16 << 20  # bytes of a piece of shards that are larger than the budget: a transfer of a few milliseconds
-WORKSPACE = 64 << 20  # bytes of temporaries of a thread, at most; more makes nothing faster
-_THREADS = 8  # more do not help: memory bandwidth, not the number of requests, is the limit from here on
+CHUNK = 16 << 20  # bytes of a chunk of shards that are larger than the budget: a transfer of a few milliseconds
+WORKSPACE = 64 << 20  # limit of temporaries of a thread; more makes nothing faster
+_THREADS = 8  # more do not help: from here on memory bandwidth is the limit, not the number of requests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +53,14 @@ class StreamItem:
     """One variable to fill."""
 
     path: str  # for messages
-    tensor: LazyTensor | np.ndarray  # where its values come from
-    shape: tuple[int, ...]  # the global shape, which must be the tensor's
-    dtype: np.dtype[Any]  # values are cast as `ndarray.astype` casts
+    tensor: LazyTensor | np.ndarray  # the source of its values
+    shape: tuple[int, ...]  # the global shape; must equal the tensor's
+    dtype: np.dtype[Any]  # values are cast as by `ndarray.astype`
     sharding: Sharding
 
 
 def in_file_order(items: Iterable[StreamItem]) -> list[StreamItem]:
-    """The order in which they are read and yielded."""
+    """The items in the order in which they are read and yielded."""
     tensors = ((item, lazy(item.tensor, item.path)) for item in items)
     return [item for item, _ in sorted(tensors, key=lambda pair: (pair[1].file, pair[1].offset))]
 
@@ -74,67 +74,67 @@ def stream(
 ) -> Generator[tuple[str, jax.Array]]:
     """Reads every item's shards onto this process's devices; yields (path, array) in file order.
 
-    Each distinct shard is read once, however many devices hold it. Reading runs ahead in threads, which end when the
+    Each distinct shard is read once, however many devices hold it. Threads read ahead; they end when the
     iterator is exhausted, closed or fails.
 
     Args:
-        items: What to fill, in any order.
-        max_host_memory: Ceiling in bytes for the host memory in use at any time: values on their way to devices,
-            and every temporary. None is 4 GiB, or an eighth of the memory that is available if that is less. The
-            memory of the devices themselves is no part of it, which on CPU devices is host memory too: there the
-            variable that is next to be yielded does not count, those read ahead do. Nor is memory through which a
-            device's runtime copies, such as pinned memory; at most half the ceiling is on its way at a time.
+        items: The items to fill, in any order.
+        max_host_memory: Limit in bytes for the host memory in use at any time: values on their way to devices,
+            and every temporary. None is 4 GiB, or an eighth of the available memory if that is less. Memory of
+            devices does not count. On CPU devices, which use host memory, the variable that is yielded next does not
+            count, but those read ahead do. Memory through which a device's runtime copies, such as pinned memory, does
+            not count either; at most half the limit is in transfer at a time.
         on_bytes: Called with the bytes of shards just filled, from any thread, one call at a time.
-        hold: Called after that by every thread before it goes on, with a function that says whether the stream has been
-            stopped: as long as it takes to return, nothing more is read by that thread.
+        hold: Called afterwards by every thread before it continues, with a function that returns True if the stream has
+            been stopped: until it returns, that thread reads nothing more.
 
     Raises:
-        CheckpointError: At once, for a tensor whose shape is not its variable's or that cannot be read within the
-            ceiling; while iterating, for anything that goes wrong with one variable, naming it and its file.
+        CheckpointError: At once, for a tensor whose shape differs from its variable's or that cannot be read within the
+            limit; while iterating, for any failure with one variable, naming it and its file.
     """
     plans = [_plan(item) for item in in_file_order(items)]
-    ceiling = default_budget() if max_host_memory is None else max_host_memory
+    limit = default_budget() if max_host_memory is None else max_host_memory
     threads = max(2, min(_THREADS, cores()))  # two on one core as well: one reads while the other waits for a disk
-    wants = [want for plan in plans for want in wanted(plan.tensor, plan.boxes.boxes)]
-    workspace, ahead, budget = _divided(ceiling, threads, remote=bool(wants))
+    ranges = [each for plan in plans for each in required_ranges(plan.tensor, plan.boxes.boxes)]
+    workspace, ahead, budget = _divided(limit, threads, remote=bool(ranges))
     for plan in plans:
         if plan.least_nbytes(workspace) > budget:
-            chunks = " (its chunks are that large)" if plan.unit_nbytes(workspace) else ""
+            chunks = " (its chunks are that large)" if plan.min_scratch_nbytes(workspace) else ""
             raise CheckpointError(
                 f"{plan.item.path!r} from {where(plan.tensor)}: reading any of it takes "
                 f"{format_bytes(plan.least_nbytes(workspace))} at once{chunks}, "
-                f"and max_host_memory={format_bytes(ceiling)} leaves {format_bytes(budget)}. Give at least "
-                f"{_least_ceiling(plans, threads, remote=bool(wants))} bytes."
+                f"and max_host_memory={format_bytes(limit)} leaves {format_bytes(budget)}. Give at least "
+                f"{_least_limit(plans, threads, remote=bool(ranges))} bytes."
             )
-    return _Stream(plans, budget, [Workspace(workspace) for _ in range(threads)], on_bytes, hold).arrays(wants, ahead)
+    return _Stream(plans, budget, [Workspace(workspace) for _ in range(threads)], on_bytes, hold).arrays(ranges, ahead)
 
 
-def _divided(ceiling: int, threads: int, *, remote: bool) -> tuple[int, int, int]:
-    """Of a ceiling in bytes: what each thread has as its workspace, what may be fetched ahead, what is left for all."""
-    ahead = min(AHEAD, ceiling // 4) if remote else 0
-    workspace = min(WORKSPACE, ceiling // (4 * threads))
-    return workspace, ahead, ceiling - ahead - threads * workspace
+def _divided(limit: int, threads: int, *, remote: bool) -> tuple[int, int, int]:
+    """Divides a limit in bytes: the workspace of each thread, bytes to prefetch, and the budget left for all jobs."""
+    ahead = min(AHEAD, limit // 4) if remote else 0
+    workspace = min(WORKSPACE, limit // (4 * threads))
+    return workspace, ahead, limit - ahead - threads * workspace
 
 
-def _least_ceiling(plans: Sequence[_Plan], threads: int, *, remote: bool) -> int:
-    """The smallest ceiling in bytes under which all of them can be read."""
+def _least_limit(plans: Sequence[_Plan], threads: int, *, remote: bool) -> int:
+    """The smallest limit in bytes within which all plans can be read."""
 
-    def enough(ceiling: int) -> bool:
-        workspace, _, budget = _divided(ceiling, threads, remote=remote)
+    def enough(limit: int) -> bool:
+        workspace, _, budget = _divided(limit, threads, remote=remote)
         return all(plan.least_nbytes(workspace) <= budget for plan in plans)
 
-    # Half of a ceiling or more is left of it, so twice the need is enough; a rounding more.
+    # At least half of a limit remains as budget, so twice the need is enough, plus rounding.
     return bisect.bisect_left(range(2 * max(plan.least_nbytes(0) for plan in plans) + 4), True, key=enough)
 
 
 @dataclasses.dataclass(eq=False)
 class _Plan:
-    """An item with its boxes; `shards` fills up as they arrive, or `array` at once."""
+    """An item with its regions; `shards` fills up as they arrive, or `array` is set at once."""
 
     item: StreamItem
     tensor: LazyTensor
     boxes: Boxes
-    small: Small | None  # how it can share a job with its neighbours
+    small: Small | None  # set if it can share a job with its neighbours
     shards: dict[BoxKey, list[jax.Array]] = dataclasses.field(default_factory=dict[BoxKey, list[jax.Array]])
     array: jax.Array | None = None
 
@@ -143,21 +143,21 @@ class _Plan:
         return self.array is not None or len(self.shards) == len(self.boxes.devices)
 
     def places(self, key: BoxKey) -> list[SingleDeviceSharding]:
-        """Where the shards of a box go."""
+        """The shardings of the shards of a region."""
         kind = self.item.sharding.memory_kind
         return [SingleDeviceSharding(device, memory_kind=kind) for device in self.boxes.devices[key]]
 
-    def unit_nbytes(self, workspace: int) -> int:
+    def min_scratch_nbytes(self, workspace: int) -> int:
         """Bytes that a thread needs beyond its workspace."""
-        unit = self.tensor.leaf.unit_nbytes
+        unit = self.tensor.source.min_scratch_nbytes
         return unit if unit > workspace else 0
 
     def least_nbytes(self, workspace: int) -> int:
-        """Bytes for filling one element of it, and an element to put it in."""
-        return self.unit_nbytes(workspace) + self.item.dtype.itemsize
+        """Bytes for filling one element, and for the element itself."""
+        return self.min_scratch_nbytes(workspace) + self.item.dtype.itemsize
 
     def take(self) -> jax.Array:
-        """The finished array, which is the caller's alone."""
+        """The finished array; keeps no reference to it."""
         item, array, self.array = self.item, self.array, None
         if array is None:
             shards = [shard for key in self.boxes.devices for shard in self.shards[key]]
@@ -168,24 +168,24 @@ class _Plan:
 
 @dataclasses.dataclass(eq=False)
 class _Job:
-    """Small plans, or boxes of one plan, that are filled together, out of one reservation."""
+    """Small plans, or regions of one plan, that are filled together, with one reservation."""
 
     plans: Sequence[_Plan]
-    nbytes: int  # what it reserves
+    nbytes: int  # its reservation
     boxes: Sequence[BoxKey] = ()
-    band: int = 0  # bytes of the pieces in which it goes to its devices; 0 if it goes whole
-    one_by_one: bool = False  # whether its parts must not run at the same time, for want of memory
-    group: Group | None = None  # of the small plans
+    chunk_nbytes: int = 0  # bytes of the chunks in which it is sent to its devices; 0 if it is sent whole
+    one_by_one: bool = False  # True if its parts must not run at the same time, to save memory
+    group: Group | None = None  # the group of small plans
     outs: list[np.ndarray] = dataclasses.field(default_factory=list[np.ndarray])
     parts: list[Part] = dataclasses.field(default_factory=list[Part])
     unfinished: int = 0
-    # What was made of the buffers, and is perhaps not there yet: the plans' arrays, or shards of a plan.
+    # The results of the buffers, possibly not ready yet: the plans' arrays, or shards of a plan.
     arrays: list[jax.Array] = dataclasses.field(default_factory=list[jax.Array])
     shards: dict[BoxKey, list[jax.Array]] = dataclasses.field(default_factory=dict[BoxKey, list[jax.Array]])
 
     @property
     def on_host(self) -> bool:
-        """Whether all buffers become the arrays' own memory."""
+        """Returns True if all buffers become the arrays' own memory."""
         return all(plan.boxes.on_host for plan in self.plans)
 
 
@@ -207,7 +207,7 @@ def _plan(item: StreamItem) -> _Plan:
 
 
 class _Stream:
-    """The threads and what they share. `_changed` guards everything below it."""
+    """The threads and their shared state. `_changed` guards everything below it."""
 
     def __init__(
         self,
@@ -219,41 +219,38 @@ class _Stream:
     ) -> None:
         self._plans, self._budget, self._on_bytes, self._hold = plans, budget, on_bytes, hold
         self._x64 = uses_x64()  # a thread-local setting, which threads do not inherit
-        self._threads = [
-            threading.Thread(target=self._work, args=(workspace,), name=f"lazymodel-stream-{index}", daemon=True)
-            for index, workspace in enumerate(workspaces)
-        ]
-        self._workspace = min(workspace.limit for workspace in workspaces)
-        self._waiter = threading.Thread(target=self._wait, name="lazymodel-stream-wait", daemon=True)
+        self._workspaces, self._workspace = workspaces, min(workspace.limit for workspace in workspaces)
         self._under_way: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # oldest first
-        self._starting = threading.Lock()  # held while waiting for room: jobs start in order
+        self._starting = threading.Lock()  # held while waiting for free budget: jobs start in order
         self._arena = Arena()  # used while `_starting` is held
         self._job: _Job | None = None
         self._jobs = iter(self._make_jobs())
         self._report = threading.Lock()
-        # Entered itself: a Ctrl-C within `Condition.__enter__`, which is Python's, would leave it locked.
+        # The lock is entered directly: a Ctrl-C within `Condition.__enter__`, which is Python code, would leave it
+        # locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._in_flight = 0
         self._on_its_way = 0  # bytes of buffers that transfers read
         self._held: dict[_Plan, int] = {}  # reservations that last until their array is yielded
-        self._spare: list[np.ndarray] = []  # buffers to be used again, oldest first
+        self._spare: list[np.ndarray] = []  # buffers to be reused, oldest first
         self._stopped = False
         self._error: CheckpointError | None = None
 
-    def arrays(self, wants: Sequence[tuple[Source, np.ndarray]], ahead: int) -> Generator[tuple[str, jax.Array]]:
-        """Yields them; what is wanted of remote sources is fetched in at most `ahead` bytes before it is read."""
+    def arrays(self, ranges: Sequence[tuple[ByteReader, np.ndarray]], ahead: int) -> Generator[tuple[str, jax.Array]]:
+        """Yields (path, array); the ranges of remote sources are prefetched, at most `ahead` bytes at a time."""
         if not self._plans:
             return
-        with reading_ahead(wants, ahead) as fetching:
+        with reading_ahead(ranges, ahead) as fetching:
             yield from self._arrays(fetching.close)
 
     def _arrays(self, stop_fetching: Callable[[], None]) -> Iterator[tuple[str, jax.Array]]:
+        threads, waiter = list[threading.Thread](), None
         try:
             if not all(plan.boxes.on_host for plan in self._plans):
-                self._waiter.start()
-            for thread in self._threads:
-                thread.start()
+                waiter = start_thread(self._wait, "stream-wait")
+            for workspace in self._workspaces:
+                threads.append(start_thread(self._work, "stream", workspace))
             for plan in self._plans:
                 with self._lock:
                     self._changed.wait_for(lambda plan=plan: self._error is not None or plan.complete)
@@ -263,25 +260,24 @@ class _Stream:
                     self._in_flight -= self._held.pop(plan, 0)
                     self._changed.notify_all()
                 yield plan.item.path, array
-                del array  # the consumer's alone: it may donate or drop it while the next one is awaited
+                del array  # only the consumer holds it: it may donate or drop it before the next one
         finally:
             with self._lock:
                 self._stopped = True
                 self._changed.notify_all()
             stop_fetching()
             try:
-                for thread in self._threads:
-                    if thread.ident is not None:
-                        thread.join()
+                for thread in threads:
+                    thread.join()
             finally:
                 self._under_way.put(None)
-            if self._waiter.ident is not None:
-                self._waiter.join()  # for what is still under way: afterwards nothing reads this memory
-            for plan in self._plans:  # those that were begun, where not all are complete
-                plan.tensor.leaf.release()
+            if waiter is not None:
+                waiter.join()  # for running transfers: afterwards nothing reads this memory
+            for plan in self._plans:  # for plans that were begun and not completed
+                plan.tensor.source.release()
 
     def _make_jobs(self) -> Iterator[_Job]:
-        """Divides plans into what is filled together; each job reserves what it needs, and at most the budget."""
+        """Divides plans into jobs; each reserves what it needs, and at most the budget."""
         for numbers, group in groups([plan.small for plan in self._plans], self._budget // 4):
             plans = self._plans[numbers.start : numbers.stop]
             if group is None:
@@ -290,14 +286,14 @@ class _Stream:
                 yield _Job(plans, group.nbytes, group=group)
 
     def _jobs_of(self, plan: _Plan) -> Iterator[_Job]:
-        """The jobs of one plan by itself."""
+        """The jobs of a single plan."""
         itemsize = plan.item.dtype.itemsize
         sizes = {key: size * itemsize for key, size in zip(plan.boxes.devices, plan.boxes.sizes, strict=True)}
         total = sum(sizes.values())
-        unit = plan.unit_nbytes(self._workspace)
-        everyone = unit * len(self._threads)
+        unit = plan.min_scratch_nbytes(self._workspace)
+        everyone = unit * len(self._workspaces)
         if plan.boxes.on_host:
-            # The arrays' own memory: what exceeds the budget only keeps others from being read ahead.
+            # The arrays' own memory: if it exceeds the budget, it only prevents reading ahead.
             temporaries = everyone if everyone <= self._budget else unit
             nbytes = min(total + temporaries, self._budget)
             yield _Job([plan], nbytes, list(sizes), one_by_one=temporaries < everyone)
@@ -310,13 +306,13 @@ class _Stream:
                 serial = nbytes + everyone > self._budget
                 yield _Job([plan], nbytes + (unit if serial else everyone), keys, one_by_one=serial)
                 continue
-            # Threads that each hold a piece and what filling it takes.
-            threads = len(self._threads)
+            # Each thread holds a chunk and the temporaries for filling it.
+            threads = len(self._workspaces)
             serial = threads * (unit + itemsize) > self._budget // 2
-            band = (self._budget - unit) if serial else (self._budget - everyone) // threads
-            band = max(min(band, BAND), itemsize)
-            reserve = min(unit + band if serial else threads * (unit + band), self._budget)
-            yield _Job([plan], reserve, keys, band, one_by_one=serial)
+            size = (self._budget - unit) if serial else (self._budget - everyone) // threads
+            size = max(min(size, CHUNK), itemsize)
+            reserve = min(unit + size if serial else threads * (unit + size), self._budget)
+            yield _Job([plan], reserve, keys, size, one_by_one=serial)
 
     # In the threads
 
@@ -326,16 +322,16 @@ class _Stream:
                 job, part = task
                 try:
                     complete = self._run(job, part, workspace)
-                    del task, part  # they hold its buffers, which may be given up once they are under way
+                    del task, part  # they hold its buffers, which may be released once transfers have started
                     if complete:
                         self._deliver(job)
-                except BaseException as error:  # whatever ends this thread: the others and the caller wait for it
+                except BaseException as error:  # any end of this thread: the others and the caller wait for it
                     self._fail(job, error)
                     return
                 del job  # keep no buffer alive while waiting
 
     def _next(self) -> tuple[_Job, Part] | None:
-        """The next part to fill, of the current job or a new one; None when there is nothing left or all stops."""
+        """The next part to fill, of the current job or a new one; None if nothing is left or the stream stops."""
         with self._starting:
             while True:
                 if self._stopped:
@@ -373,12 +369,12 @@ class _Stream:
             buffers = self._buffers([(group.placed_nbytes,)], np.dtype(np.uint8), job.on_host)
 
             def fill_group(workspace: Workspace) -> None:
-                job.arrays = group.arrays(buffers.pop(), workspace)  # the arrays' own from now on
+                job.arrays = group.arrays(buffers.pop(), workspace)  # now owned by the arrays
 
             job.parts = [Part(group.values_nbytes, fill_group)]
-        elif job.band:
+        elif job.chunk_nbytes:
             places = {key: plan.places(key) for key in job.boxes}
-            job.parts = band_parts(plan.tensor, places, job.band, job.shards.update)
+            job.parts = chunk_parts(plan.tensor, places, job.chunk_nbytes, job.shards.update)
         else:
             boxes = [box_of(key) for key in job.boxes]
             job.outs = self._buffers([box_shape(box) for box in boxes], plan.item.dtype, job.on_host)
@@ -393,13 +389,13 @@ class _Stream:
                     part.run(workspace)
 
             job.parts = [Part(sum(part.nbytes for part in parts), run)]
-        # A tensor without elements has no parts, but is delivered all the same.
+        # A tensor without elements has no parts, but is delivered as well.
         job.parts = job.parts or [Part(0, lambda workspace: None)]
         job.unfinished = len(job.parts)
 
     def _buffers(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any], on_host: bool) -> list[np.ndarray]:
         if on_host:
-            return self._arena.several(shapes, dtype)  # arrays of one load live equally long
+            return self._arena.several(shapes, dtype)  # arrays of one load have the same lifetime
         return [self._buffer(shape, dtype) for shape in shapes]
 
     def _buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
@@ -411,7 +407,7 @@ class _Stream:
         return empty_aligned(shape, dtype)
 
     def _run(self, job: _Job, part: Part, workspace: Workspace) -> bool:
-        """Fills a part of a job; whether it was the last one."""
+        """Fills a part of a job; returns True if it was the last one."""
         part.run(workspace)
         if self._on_bytes is not None and not self._stopped:
             with self._report:
@@ -423,7 +419,7 @@ class _Stream:
             return not job.unfinished
 
     def _deliver(self, job: _Job) -> None:
-        """Hands over what was filled; shards that came in bands and the arrays of groups are made already."""
+        """Delivers filled buffers; shards that came in chunks and the arrays of groups exist already."""
         plan = job.plans[0]
         if job.on_host:
             if job.group is None:
@@ -438,9 +434,9 @@ class _Stream:
         self._under_way.put(job)
 
     def _may_start(self, nbytes: int) -> bool:
-        """Whether transfers of so many bytes may start, once there is room; not where everything stops.
+        """Waits until transfers of `nbytes` bytes may start; returns False if the stream stops.
 
-        Half of the budget stays for what is being read, so that devices and files are busy at the same time.
+        Half of the budget stays available for reading, so that devices and files are busy at the same time.
         """
         most = self._budget // 2
         with self._lock:
@@ -458,9 +454,9 @@ class _Stream:
             del job  # keep no buffer alive while waiting
 
     def _finish(self, job: _Job) -> None:
-        """Waits until what was made of a job's buffers is there, and gives back its bytes."""
+        """Waits until the results of a job's buffers are ready, and releases its bytes."""
         plan, group = job.plans[0], job.group
-        if not job.on_host:  # else the buffers are the arrays, complete as they are, and asking takes its time
+        if not job.on_host:  # on the host the buffers are the arrays, and the call would take time
             jax.block_until_ready((job.arrays, list(job.shards.values())))
         kept = [job.nbytes] if group is None else [member.placed_nbytes for member in group.members]
         with self._lock:
@@ -477,7 +473,7 @@ class _Stream:
                     self._spare += [out.reshape(-1).view(np.uint8) for out in job.outs]
             job.outs, job.arrays, job.shards = [], [], {}
             if group is None and plan.complete:
-                plan.tensor.leaf.release()
+                plan.tensor.source.release()
             self._changed.notify_all()
 
     def _fail(self, job: _Job, error: BaseException) -> None:

@@ -1,1 +1,1 @@
-"""What it will take, before a byte moves: the verb `plan`."""
+"""The method `plan`: predicts memory, bytes and programs of a load before any data is read."""

@@ -1,7 +1,6 @@
 """Activations of a transformer by arithmetic, from the shapes, roles and shardings of its variables.
 
-Responsible for dense transformers: a table of words, attention and an MLP. What the compiler says is `_plan/compiled`'s
-matter.
+Responsible for dense transformers: a table of tokens, attention and an MLP. `_plan/make` gets the compiler's numbers.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from lazymodel._sharding.describe import describe
 from lazymodel._sharding.roles import HEADS
 from lazymodel._show.text import grouped_by
 
-# Names of mesh axes over which a batch is split; any other axis splits what is inside the model.
+# Names of mesh axes over which a batch is split; all other axes split dimensions inside the model.
 DATA_AXES = ("data", "batch", "dp", "fsdp", "replica")
 REMATS = ("attention", "full")
 
-# Layers whose activations no shape tells, such as how many experts a token goes to.
+# Layers whose activations cannot be inferred from shapes, such as the number of experts for each token.
 _OTHERS = ("expert_up", "expert_down", "router", "recurrent", "state_space", "convolution", "block_diagonal")
 _FLOAT32 = 4  # bytes; softmax is computed in float32
 
@@ -38,48 +37,48 @@ def estimate_activations(
 ) -> tuple[int, str]:
     """Bytes of activations on one device, of a forward pass or at the end of that of a training step; and a note.
 
-    A training step keeps for its backward pass, of each token and layer, what V. Korthikanti et al., "Reducing
+    For its backward pass, a training step keeps for each token and layer what V. Korthikanti et al., "Reducing
     Activation Recomputation in Large Transformer Models" (arXiv:2205.05198, section 4.1) count: the inputs of the two
-    norms, queries, keys and values, the input of the output projection, what the projections into the MLP give, and
-    each head's softmax over the sequence, in float32. Dropout is not counted, nor what compilers fuse into what takes
-    it: outputs of norms and of activation functions. Besides, there are the logits and their gradient in float32.
-    `remat="attention"` leaves the softmax out, as kernels of flash attention do; `"full"` keeps one norm's input a
-    layer, and all of one layer while that is computed again. A forward pass keeps one layer's attention, with the
+    norms, queries, keys and values, the input of the output projection, the outputs of the projections into the MLP,
+    and each head's softmax over the sequence, in float32. Not counted are dropout, and what compilers fuse into its
+    consumers: outputs of norms and of activation functions. Added are the logits and their gradient in float32.
+    `remat="attention"` omits the softmax, as kernels of flash attention do; `"full"` keeps the input of one norm per
+    layer, and all of one layer while it is computed again. A forward pass keeps one layer's attention, with the
     softmax's input, or its MLP, and the logits. XLA for TPUs takes 0.8 to 1.2 times as much.
 
-    Tensor parallelism splits heads, the MLP's inside and the vocabulary as their weights are split; the batch is split
-    over the mesh's data axes. Sequences are whole.
+    Tensor parallelism splits heads, the inside of the MLP and the vocabulary as their weights are split; the batch is
+    split over the mesh's data axes. Sequences are not split.
 
     Raises:
-        LazyModelError: The model is no such transformer.
+        LazyModelError: The model is not such a transformer.
     """
     roles = {path: each for path, each in describe(model.variables).items() if model[path].follows is None}
     paths = grouped_by(roles, lambda path: roles[path].role)
     outputs, downs, words = (paths.get(role, []) for role in ("attention_output", "mlp_down", "embedding"))
     other = next((path for role in _OTHERS for path in paths.get(role, ())), None)
     if not (outputs and downs and words) or other is not None:
-        why = f"{other} is a {roles[other].role}" if other is not None else "it lacks one of these"
+        why = f"{other!r} has the role {roles[other].role!r}" if other is not None else "one of these is missing"
         raise LazyModelError(
-            "activations are estimated for dense transformers, with a table of words, attention and MLPs; of "
-            f"{model.name} {why}: pass compile=Compile('train' or 'forward', …), and the compiler counts them"
+            "activations are estimated for dense transformers, with a table of tokens, attention and MLPs; in "
+            f"{model.name} {why}: pass compile=Compile('train' or 'forward', …) to count them with the compiler"
         )
 
     shapes = {path: _inner_shape(model[path].shape, shardings[path]) for path in roles}
 
     def find(label: str, path: str, sizes: Sequence[int]) -> int:
-        """The size of the dimension of a label; 1 without one."""
+        """The size of the dimension with a label; 1 if there is none."""
         return dict(zip(roles[path].labels, sizes, strict=True)).get(label, 1)
 
     def layers(some: Iterable[str]) -> int:
         return sum(find("layers", path, shapes[path]) for path in some)
 
     def total(role: str, without: str) -> int:
-        """Elements of a token that a device has of what goes into, or comes out of, the weights of a role."""
+        """Elements per token, on one device, of the inputs or outputs of the weights of a role."""
         shapes_of = (zip(roles[path].labels, shapes[path], strict=True) for path in paths.get(role, ()))
         return sum(math.prod(size for label, size in some if label != without) for some in shapes_of)
 
     def heads(path: str) -> int:
-        """Heads of an output projection, of all layers, that a device has."""
+        """Heads of an output projection, in all layers, on one device."""
         units, whole = find(HEADS, path, roles[path].units), find(HEADS, path, model[path].shape)
         return layers([path]) * max(units * find(HEADS, path, shapes[path]) // whole, 1)
 
@@ -110,7 +109,7 @@ def estimate_activations(
 
 
 def _inner_shape(shape: tuple[int, ...], sharding: Sharding) -> tuple[int, ...]:
-    """What is left of a shape where the axes of a mesh that split no batch split it."""
+    """The shard of a shape that is split over the mesh axes that do not split the batch."""
     if not isinstance(sharding, NamedSharding):
         return shape
     entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]

@@ -1,7 +1,7 @@
-"""A fleet on paper: what each host reads from storage and gets over the interconnect, either way of loading replicas.
+"""Traffic of a fleet: the bytes that each host reads and receives over the interconnect, for both ways with replicas.
 
-Responsible for counting bytes by host, and for seconds by dividing them. Who reads what is decided as `materialize`
-decides it, in `_tensors/division`; hosts and devices need not be here.
+Responsible for counting bytes by host, and for dividing them by bandwidths. `_tensors/read_partition` decides who reads
+what, as for `materialize`; the hosts and devices need not exist.
 """
 
 from __future__ import annotations
@@ -17,27 +17,34 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from lazymodel._abstract.placement import Placement, stays_on_host
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._errors import LazyModelError
-from lazymodel._mapping.match import Choice
+from lazymodel._mapping.match import LoadPlan
 from lazymodel._show.text import format_bytes, parse_bytes
-from lazymodel._tensors import division as dividing
-from lazymodel._tensors.division import Division, check_replicas, divide, grouped, is_exchanged, mesh_processes
+from lazymodel._tensors import read_partition
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.leaves import Leaf
+from lazymodel._tensors.read_partition import (
+    ReadPartition,
+    check_replicas,
+    divide,
+    grouped,
+    is_exchanged,
+    mesh_processes,
+)
 from lazymodel._tensors.stored import stored_itemsize
+from lazymodel._tensors.tensor_source import TensorSource
 
 
 @dataclasses.dataclass(frozen=True)
 class Fleet:
-    """What the hosts of a fleet have, for a plan.
+    """The hosts of a fleet, for a plan.
 
     Attributes:
-        hosts: How many there are, each with as many devices, in the mesh's order; for a mesh whose devices are mere
-            numbers. Devices know their hosts themselves.
+        hosts: Number of hosts, each with equally many devices, in the mesh's order; for a mesh whose devices are only
+            numbers. Real devices know their hosts.
         storage_bandwidth: Bytes a second that one host reads from storage while all do, or `"200MB/s"`.
-        link_bandwidth: Bytes a second that come to the devices of one host over the interconnect, or `"25GB/s"`.
+        link_bandwidth: Bytes a second that the devices of one host receive over the interconnect, or `"25GB/s"`.
 
     Raises:
-        LazyModelError: `hosts` is no number of hosts, or a bandwidth none.
+        LazyModelError: `hosts` is not a number of hosts, or a bandwidth is not valid.
 
     Example:
         >>> mesh = jax.sharding.AbstractMesh((1024, 4), ("data", "model"))
@@ -58,7 +65,7 @@ class Fleet:
             self.bandwidth(name)
 
     def bandwidth(self, name: str) -> int | None:
-        """One of the two in bytes a second."""
+        """One of the two bandwidths, in bytes a second."""
         value = getattr(self, name)
         if isinstance(value, str):
             value = value.strip().removesuffix("/s")
@@ -67,13 +74,13 @@ class Fleet:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """What loading takes if replicas are read by each holder, or by one and exchanged.
+    """The cost of loading if replicas are read by each holder, or are read once and exchanged.
 
     Attributes:
         read_nbytes: Bytes that each host reads from storage.
-        exchanged_nbytes: Bytes that come to each host's devices from other devices.
-        seconds: What the slowest host takes at the bandwidths of a `Fleet`, reading and exchanging one after the
-            other; None where one of them is needed and not stated.
+        exchanged_nbytes: Bytes that each host's devices receive from other devices.
+        seconds: Time of the slowest host at the bandwidths of a `Fleet`, reading and then exchanging; None if one of
+            these is needed and not given.
     """
 
     read_nbytes: tuple[int, ...]
@@ -86,7 +93,7 @@ class Way:
         return sum(self.read_nbytes)
 
     def text(self) -> str:
-        """What it takes, for people."""
+        """The cost as text."""
         parts = [f"{format_bytes(self.total_read_nbytes)} from storage, {format_bytes(max(self.read_nbytes))} a host"]
         if arriving := max(self.exchanged_nbytes):
             parts.append(f"{format_bytes(arriving)} a host over the interconnect")
@@ -94,54 +101,49 @@ class Way:
             parts.append(f"about {self.seconds:,.1f} s")
         return ", ".join(parts)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as in `MemoryPlan.to_dict`."""
-        own = {"read_nbytes": list(self.read_nbytes), "exchanged_nbytes": list(self.exchanged_nbytes)}
-        return own | {"total_read_nbytes": self.total_read_nbytes, "seconds": self.seconds}
-
 
 class Traffic:
-    """Who reads and exchanges what.
+    """The bytes that each host reads and exchanges.
 
     Attributes:
-        exchanged: Path to division of the variables that `materialize` would exchange.
-        imagined: Whether there is no checkpoint, and each variable counts as if it lay in one as it is.
+        exchanged: Path → partition of the variables that `materialize` would exchange.
+        imagined: True if there is no checkpoint, and each variable counts as if stored in one as it is.
     """
 
     def __init__(
-        self, model: ModelSpec, choice: Choice, placement: Placement, fleet: Fleet | None, replicas: str | None
+        self, model: ModelSpec, choice: LoadPlan, placement: Placement, fleet: Fleet | None, replicas: str | None
     ) -> None:
         check_replicas(replicas)
         tensors = {path: source for path, source in choice.sources.items() if isinstance(source, LazyTensor)}
         self.imagined = fleet is not None and not any(tensor.file for tensor in tensors.values())
         if self.imagined:
-            tensors = {path: LazyTensor(_Imagined(path, *variable.stored)) for path, variable in model.items()}
+            tensors = {path: LazyTensor(_AbstractSource(path, *variable.stored)) for path, variable in model.items()}
         self._tensors = {path: each for path, each in tensors.items() if not stays_on_host(model[path])}
         self._shardings, self._fleet = placement.shardings, fleet or Fleet()
         self._model = model
         self._processes = functools.cache(self._find_processes)
-        self._divisions: dict[str, Division] = {}
+        self._partitions: dict[str, ReadPartition] = {}
         for path, tensor in self._tensors.items():
-            if (division := self._division(path, tensor)) is not None:
-                self._divisions[path] = division
+            if (partition := self._partition(path, tensor)) is not None:
+                self._partitions[path] = partition
         self.exchanged = {
-            path: division
-            for path, division in self._divisions.items()
+            path: partition
+            for path, partition in self._partitions.items()
             if is_exchanged(self._tensors[path], replicas) or (self.imagined and replicas == "exchange")
         }
 
     def group_nbytes(self, order: Iterable[str]) -> dict[str, int]:
-        """Bytes of a device that exchanging takes for a moment, for each variable that is exchanged, in load order."""
+        """Bytes of a device that exchanging takes temporarily, for each exchanged variable, in load order."""
         spent = {
             path: self.exchanged[path].spent_elements * self._model[path].stored[1].itemsize
             for path in order
             if path in self.exchanged
         }
-        groups = grouped(spent, dividing.GROUP)
+        groups = grouped(spent, read_partition.GROUP)
         return {path: sum(spent[each] for each in group) for group in groups for path in group}
 
     def ways(self) -> dict[str, Way]:
-        """Both ways; nothing where there are not several hosts."""
+        """Both ways; empty unless there are several hosts."""
         hosts = 1 + max((int(found.max()) for found in self._all_processes()), default=0)
         if hosts == 1:
             return {}
@@ -151,27 +153,27 @@ class Traffic:
             processes = self._processes(_mesh(sharding))
             if processes is None:
                 continue
-            stored, itemsize = float(stored_itemsize(tensor.leaf) or tensor.dtype.itemsize), tensor.dtype.itemsize
+            stored, itemsize = float(stored_itemsize(tensor.source) or tensor.dtype.itemsize), tensor.dtype.itemsize
             read = _distinct(sharding, tuple(tensor.shape), processes, hosts) * stored
             plain += read
-            if (division := self._divisions.get(path)) is None:
+            if (partition := self._partitions.get(path)) is None:
                 parts += read
                 continue
-            own = np.bincount(processes.ravel(), division.all_own_elements(), hosts)
-            held = np.bincount(processes.ravel(), minlength=hosts) * division.box_elements
+            own = np.bincount(processes.ravel(), partition.own_elements(), hosts)
+            held = np.bincount(processes.ravel(), minlength=hosts) * partition.box_elements
             parts += own * stored
             arriving += np.maximum(held - own, 0) * itemsize
         return {"read": self._way(plain, np.zeros(hosts)), "exchange": self._way(parts, arriving)}
 
     def read_nbytes(self, process: int, nbytes: int) -> int:
-        """What a process reads in the way that is taken, of which it would read so many bytes otherwise."""
-        for path, division in self.exchanged.items():
+        """Bytes that a process reads in the chosen way; `nbytes` is what it would read without exchanging."""
+        for path, partition in self.exchanged.items():
             tensor, processes = self._tensors[path], self._processes(_mesh(self._shardings[path]))
             assert processes is not None
             hosts = int(processes.max()) + 1
-            itemsize = stored_itemsize(tensor.leaf)
+            itemsize = stored_itemsize(tensor.source)
             before = _distinct(self._shardings[path], tuple(tensor.shape), processes, hosts)[process]
-            after = np.bincount(processes.ravel(), division.all_own_elements(), hosts)[process]
+            after = np.bincount(processes.ravel(), partition.own_elements(), hosts)[process]
             nbytes += int((int(after) - int(before)) * itemsize)
         return nbytes
 
@@ -188,7 +190,7 @@ class Traffic:
         return [each for each in found if each is not None]
 
     def _find_processes(self, mesh: Any) -> np.ndarray | None:
-        """The host of each device; None where that is not known."""
+        """The host of each device; None if that is unknown."""
         if isinstance(mesh, Mesh):
             return mesh_processes(mesh)
         hosts = self._fleet.hosts
@@ -198,16 +200,16 @@ class Traffic:
             raise LazyModelError(f"hosts={hosts} do not divide the {mesh.size} devices of the mesh")
         return (np.arange(mesh.size) // (mesh.size // hosts)).reshape(tuple(mesh.shape.values()))
 
-    def _division(self, path: str, tensor: LazyTensor) -> Division | None:
+    def _partition(self, path: str, tensor: LazyTensor) -> ReadPartition | None:
         sharding = self._shardings[path]
         processes = self._processes(_mesh(sharding))
-        if processes is None or not (tensor.leaf.sources() or self.imagined):
+        if processes is None or not (tensor.source.readers() or self.imagined):
             return None
         return divide(tensor, sharding, processes)
 
 
-class _Imagined(Leaf):
-    """A tensor that nobody will read."""
+class _AbstractSource(TensorSource):
+    """A tensor that is never read."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self.name, self.file, self.offset, self.shape, self.dtype = name, "", 0, shape, dtype

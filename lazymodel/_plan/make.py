@@ -1,39 +1,335 @@
-"""The verb `plan`: predicts what materializing a model will cost, and using it, before a byte moves.
+"""The method `plan`: predicts the cost of materializing and using a model, before any data is read.
 
-Responsible for putting a plan together: what stays from the shardings, what is needed for a moment from `_plan/steps`,
-what hosts read and keep from `_plan/hosts`, what using the model adds from `_plan/what_if`, and, where it is asked for,
-what the compiler says from `_plan/compiled`. Devices need not be here.
+Responsible for putting a plan together: what stays on devices from the shardings, temporary memory from `_plan/steps`,
+what hosts read and keep from `_plan/make`, what use of the model adds from `_plan/what_if`, and, on request, the
+compiler's numbers from `_plan/make`. The devices need not exist.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
-from jax.sharding import AbstractMesh
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from lazymodel._abstract.placement import Placement, device_shardings, offloaded_nbytes, resident_nbytes
+from lazymodel._abstract.framework import PlannedFunction
+from lazymodel._abstract.placement import (
+    Placement,
+    Signature,
+    device_shardings,
+    offloaded_nbytes,
+    resident_nbytes,
+    stays_on_host,
+)
 from lazymodel._abstract.spec import ModelSpec
-from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._abstract.variable import is_offloaded, on_device
 from lazymodel._compile.compile import Compile
-from lazymodel._devices.compiler import CompiledMemory
+from lazymodel._compile.lower import lower
+from lazymodel._devices.compiler import CompiledMemory, compile_lowered, compile_memory, memory_of
 from lazymodel._devices.hardware import device_memory as known_memory
-from lazymodel._devices.hardware import is_arithmetic, is_live
+from lazymodel._devices.hardware import devices_per_host, host_memory, is_arithmetic, is_live
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._mapping.given import flat_checkpoint
-from lazymodel._mapping.match import Choice, choose, refused_casts
-from lazymodel._plan.activations import estimate_activations
-from lazymodel._plan.compiled import compile_use
+from lazymodel._mapping.match import LoadPlan, refused_casts, resolve
+from lazymodel._plan.activations import DATA_AXES, estimate_activations
 from lazymodel._plan.fleet import Fleet, Traffic
-from lazymodel._plan.hosts import make_hosts, offloaded_to, read_anywhere
 from lazymodel._plan.plan import HostPlan, MemoryPlan, PlanRow
-from lazymodel._plan.steps import action, make_steps, make_timeline
+from lazymodel._plan.steps import Step, action, make_steps, make_timeline
 from lazymodel._plan.what_if import ACTIVATIONS, GRADIENTS, PARAMETERS, Use, WhatIf
 from lazymodel._show.text import parse_bytes
-from lazymodel._tensors.stored import is_initial, where
+from lazymodel._tensors.buffers import DEFAULT_BUDGET, available_memory
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.stored import is_initial, stored_itemsize, where
+
+# The compiler's numbers for a forward pass or a training step, on the model's devices.
+#
+# Responsible for the program: parameters in their shardings, LoRA pairs merged as in use, gradients and an optimizer's
+# update around the user's loss, inputs split over the mesh's data axes. Values in host memory are moved to the devices
+# first, and updated values are moved back. Nothing runs.
+
+
+def _compile_use(model: ModelSpec, use: Use, compile: Compile) -> tuple[CompiledMemory, str]:
+    """Compiles a forward pass or a training step; returns its memory on one device, and a description."""
+    if compile.is_called:
+        return _compile_called(model, compile)
+    function, inputs = compile.function, compile.inputs
+    if function is None:
+        planned = _own(model, compile)
+        function, inputs, description = planned.function, planned.inputs, planned.description
+    else:
+        description = getattr(function, "__name__", "the given function")
+    values = {path: variable.struct for path, variable in model.items()}
+    own = _without_optimizer(model)
+
+    def structure(mapping: Mapping[str, Any]) -> Any:
+        return own.framework.structure({path: mapping[path] for path in own})
+
+    if compile.what == "forward":
+
+        def forward(values: Mapping[str, Any], pairs: Mapping[str, Any], *inputs: Any) -> Any:
+            values = _on_devices(values, model)
+            merged = {**values, **{path: _merge(values[path], pair) for path, pair in pairs.items()}}
+            return function(structure(merged), *inputs)
+
+        return compile_memory(forward, values, use.pairs, *inputs), f"compiled forward pass: {description}"
+
+    def loss(trained: Mapping[str, Any], rest: Mapping[str, Any], inputs: Any) -> Any:
+        pairs = {path: _merge(rest[path], trained[path]) for path in use.pairs}
+        merged = {**rest, **{path: arrays[0] for path, arrays in trained.items()}, **pairs}
+        value = function(structure(merged), *inputs)
+        value = value[0] if isinstance(value, tuple) else value
+        if getattr(value, "shape", ()) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            raise LazyModelError(
+                "a training step needs the loss, a floating-point scalar (or a tuple that begins with it); "
+                f"{description} returns {jax.typeof(value)}"
+            )
+        return value
+
+    step = _training_step(model, use, loss)
+    state = {path: values[path] for path in use.state}
+    frozen = {p: value for p, value in values.items() if p not in state and (p in use.pairs or p not in use.trained)}
+    memory = compile_memory(step, dict(use.trained), use.slot_structs(), state, frozen, *inputs, donate=(0, 1, 2))
+    return memory, f"compiled training step: {description}"
+
+
+def _compile_called(model: ModelSpec, compile: Compile) -> tuple[CompiledMemory, str]:
+    """Compiles the programs of a call; returns the memory and description of the one that needs most."""
+    start = time.perf_counter()
+    found: list[tuple[CompiledMemory, str]] = []
+    for program in lower(model, compile, device_shardings(model.variables)):
+        compiled = compile_lowered(program.lowered, program.description)
+        found.append((memory_of(compiled, time.perf_counter() - start), f"compiled {program.description}"))
+        start = time.perf_counter()
+    return max(found, key=lambda each: each[0].peak_nbytes)
+
+
+def _training_step(model: ModelSpec, use: Use, loss: Callable[..., Any]) -> Callable[..., Any]:
+    """A training step that takes (trained parameters, stated slots, own state, frozen values, *inputs)."""
+    stated = use.slot_structs()
+    moments: dict[str, list[str]] = {path: [] for path in use.trained}  # own state that is updated by a gradient
+    for path in use.state:
+        parameter = model.get(cast("str", model[path].follows))
+        numbers = jnp.issubdtype(model[path].dtype, jnp.inexact)
+        if parameter is not None and parameter.path in moments and numbers and parameter.shape == model[path].shape:
+            moments[parameter.path].append(path)
+
+    def step(trained: Any, slots: Any, state: Any, frozen: Any, *inputs: Any) -> Any:
+        trained = {
+            path: tuple(map(on_device, arrays, (struct.sharding for struct in use.trained[path])))
+            for path, arrays in trained.items()
+        }
+        state, frozen = _on_devices(state, model), _on_devices(frozen, model)
+        value, gradients = jax.value_and_grad(loss)(trained, {**frozen, **state}, inputs)
+        new_trained: dict[str, list[Any]] = {path: [] for path in trained}
+        new_slots: dict[str, list[Any]] = {path: [] for path in trained}
+        new_state = {path: _placed(value, model[path].struct) for path, value in state.items()}
+        for path, structs in use.trained.items():
+            own = moments[path]
+            for p, g, s, struct, places in zip(
+                trained[path], gradients[path], slots[path], structs, stated[path], strict=True
+            ):
+                slots_here = (on_device(slot, place.sharding) for slot, place in zip(s, places, strict=True))
+                held = (*slots_here, *(state[name] for name in own))
+                where = (*places, *(model[name].struct for name in own))
+                parameter, updated = _update(p, g, held, (struct, *where))
+                new_trained[path].append(parameter)
+                new_slots[path].append(updated[: len(s)])
+                new_state.update(zip(own, updated[len(s) :], strict=True))
+        return value, new_trained, new_slots, new_state
+
+    return step
+
+
+def _on_devices(values: Mapping[str, Any], model: ModelSpec) -> dict[str, Any]:
+    return {path: on_device(value, model[path].sharding) for path, value in values.items()}
+
+
+def _without_optimizer(model: ModelSpec) -> ModelSpec:
+    """The model whose tree a forward pass or loss takes, without an optimizer."""
+    return model if model.optimized is None else model.optimized.model or model
+
+
+def _own(model: ModelSpec, compile: Compile) -> PlannedFunction:
+    """The model's own forward pass or loss, with inputs split over the mesh's data axes."""
+    if compile.inputs:
+        raise LazyModelError(
+            "a plan builds its own training step around the model's loss, which takes batch and sequence, or a "
+            "function before the inputs; only materialize can compile what fit runs"
+        )
+    meshes = (v.sharding.mesh for v in model.values() if isinstance(v.sharding, NamedSharding))
+    mesh = cast("Mesh | None", next(meshes, None))
+    axes = [axis for axis in ([] if mesh is None else mesh.shape) if axis in DATA_AXES]
+    parts = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
+    size = parts if compile.batch is None else compile.batch
+    planned = _without_optimizer(model).framework.forward(compile.what, batch=size, sequence=compile.sequence)
+    if planned is None:
+        expected = "the loss, a scalar" if compile.what == "train" else "the outputs"
+        raise LazyModelError(
+            f"compiling {compile.what!r} needs a function and its inputs: Compile({compile.what!r}, f, x), where "
+            f"f(tree, *inputs) returns {expected} and tree is a pytree like AbstractModel.tree. Only Keras models "
+            "have their own."
+        )
+    if mesh is None:
+        return planned
+    if size % parts:
+        raise LazyModelError(
+            f"a batch of {size} does not divide over {parts} parts of the mesh (axis {', '.join(map(repr, axes))}); "
+            f"the nearest that does is {max(round(size / parts), 1) * parts}"
+        )
+    over = NamedSharding(mesh, PartitionSpec(tuple(axes) or None))
+
+    def spread(struct: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=over)
+
+    return dataclasses.replace(planned, inputs=jax.tree.map(spread, planned.inputs))
+
+
+def _merge(kernel: Any, pair: Any) -> Any:
+    """The weights that a layer with LoRA computes with: kernel plus product, as in Keras."""
+    return kernel + jnp.matmul(*pair).astype(kernel.dtype)
+
+
+def _update(parameter: Any, gradient: Any, slots: Sequence[Any], structs: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """An update with the memory use of an optimizer's step: reads and writes every slot and the parameter once.
+
+    Results are placed where the values that they replace are (`structs`, of the parameter and of the slots), so that
+    they can take over their memory.
+    """
+    new = tuple((0.9 * slot + 0.1 * gradient).astype(slot.dtype) for slot in slots)
+    change = sum(new, gradient) if new else gradient
+    updated = (parameter - 1e-3 * change).astype(parameter.dtype)
+    return _placed(updated, structs[0]), tuple(map(_placed, new, structs[1:]))
+
+
+def _placed(value: Any, struct: Any) -> Any:
+    """The value, placed where the value that it replaces is."""
+    if is_offloaded(struct.sharding):
+        return jax.device_put(value, struct.sharding)  # a constraint would leave it on the device
+    named = isinstance(struct.sharding, NamedSharding)
+    return jax.lax.with_sharding_constraint(value, struct.sharding) if named else value
+
+
+# Memory of hosts: what they read and stage while a model is materialized, and what they keep for their devices.
+#
+# Responsible for counting bytes by process, and for the memory that a host has. The devices need not exist: how the
+# devices of a TPU slice share hosts is known, and for others a `Fleet` gives it.
+
+
+def _make_hosts(
+    model: ModelSpec,
+    choice: LoadPlan,
+    placement: Placement,
+    traffic: Traffic,
+    steps: Sequence[Step],
+    offloaded: Mapping[str, int],
+    *,
+    on_cpu: bool,
+) -> tuple[HostPlan, ...]:
+    """One plan for each process whose devices hold anything; none if devices are only numbers.
+
+    `offloaded` is path → bytes that a host keeps for each device while the model is used.
+    """
+    by_process: dict[int, collections.Counter[Signature]] = {}
+    for device, signature in placement.devices.items():
+        if not isinstance(device, int):
+            by_process.setdefault(device.process_index, collections.Counter())[signature] += 1
+    read, distinct = _read(model, choice, placement)
+    # Each process has NumPy arrays of its own.
+    on_host = sum(variable.nbytes for variable in model.values() if stays_on_host(variable))
+    kept = placement.held(offloaded)
+    hosts: list[HostPlan] = []
+    for process, signatures in sorted(by_process.items()):
+        held = resident = peak = away = 0
+        for step in steps:
+            devices = sum(count for signature, count in signatures.items() if step.group in signature)
+            resident += step.nbytes * devices
+            away += step.offloaded_nbytes * devices
+            # On CPUs, devices that hold the same loaded values share one buffer.
+            shared = distinct.get((process, step.paths[0]), 0)
+            computed = step.action == "initialize" or step.offloaded_nbytes
+            held += step.nbytes * devices if computed else shared
+            peak = max(peak, held + away + step.taken_nbytes(devices))
+        staging = 0 if on_cpu else min(DEFAULT_BUDGET, sum(n for (p, _), n in distinct.items() if p == process))
+        peak = (peak if on_cpu else staging + away) + on_host
+        in_use = sum(kept[signature] * count for signature, count in signatures.items())
+        peak = max(peak, in_use + on_host + (resident if on_cpu else 0))
+        reads = traffic.read_nbytes(process, read[process])
+        hosts.append(HostPlan(process, signatures.total(), resident, reads, staging, peak, in_use))
+    return tuple(hosts)
+
+
+def _offloaded_to(
+    hosts: Sequence[HostPlan],
+    placement: Placement,
+    offloaded: Mapping[str, int],
+    fleet: Fleet | None,
+    kind: str,
+    *,
+    live: bool,
+) -> tuple[int, int | None, list[str]]:
+    """Bytes that the most loaded host keeps, its memory if known, and notes on the numbers.
+
+    `offloaded` is path → bytes for each device; `kind` is the kind of the devices.
+    """
+    if not any(offloaded.values()):
+        return 0, None, []
+    notes = ["offloaded values pass through devices while in use; a compiled plan counts that"]
+    size = len(placement.devices)
+    if fleet is not None and fleet.hosts is not None:
+        size = -(-size // fleet.hosts)
+    if (count := devices_per_host(kind, size)) is None:
+        count = size
+        if not hosts and (fleet is None or fleet.hosts is None):
+            notes.append("the hosts of these devices are unknown: one counts for all; Fleet(hosts=…) sets them")
+    each = placement.most_loaded(offloaded)[1] * count
+    memory = available_memory() if live else host_memory(kind, size)
+    return max((host.offloaded_nbytes for host in hosts), default=each), memory, notes
+
+
+def _read(
+    model: ModelSpec, choice: LoadPlan, placement: Placement
+) -> tuple[collections.Counter[int], dict[tuple[int, str], int]]:
+    """Bytes that each process reads, and bytes of the distinct shards of its variables that are not computed."""
+    counts = functools.cache(_distinct_shards)  # many variables have the same shape and sharding
+    read: collections.Counter[int] = collections.Counter()
+    distinct: dict[tuple[int, str], int] = {}
+    for path, source in choice.sources.items():
+        variable, sharding = model[path], placement.shardings[path]
+        if is_arithmetic(sharding):
+            continue
+        for process, count in counts(sharding, variable.shape).items():
+            if not stays_on_host(variable):
+                distinct[process, path] = count * variable.shard_nbytes
+            if isinstance(source, LazyTensor):
+                elements = math.prod(sharding.shard_shape(tuple(source.shape)))
+                read[process] += int(count * elements * stored_itemsize(source.source))
+    return read, distinct
+
+
+def _distinct_shards(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[int, int]:
+    """Number of distinct shards in each process."""
+    found: dict[int, set[Any]] = {}
+    indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+    for device, index in indices.items():
+        box = tuple((part.start, part.stop) for part in index or ())
+        found.setdefault(device.process_index, set()).add(box)
+    return {process: len(boxes) for process, boxes in found.items()}
+
+
+def _read_anywhere(choice: LoadPlan, placement: Placement) -> int:
+    """Bytes that all processes together read at least, if the processes are unknown."""
+    return sum(
+        int(math.prod(source.shape) * stored_itemsize(source.source))
+        for path, source in choice.sources.items()
+        if isinstance(source, LazyTensor) and path in placement.shardings
+    )
 
 
 def plan(
@@ -48,29 +344,29 @@ def plan(
     replicas: str | None = None,
     fleet: Fleet | None = None,
 ) -> MemoryPlan:
-    """Predicts bytes per device and host before any is spent, while materializing and in use.
+    """Predicts bytes per device and host, while materializing and in use, before any memory is spent.
 
-    What the model has is counted, each once: its parameters, the state of its optimizer (`with_optimizer`, or a Keras
-    model's own that was built), and then the gradients of what that trains. NumPy arrays that stay on the host are no
-    device's.
+    Everything that the model has is counted once: its parameters, the state of its optimizer (`with_optimizer`, or the
+    built optimizer of a Keras model), and then the gradients of what that optimizer trains. NumPy arrays that stay on
+    the host do not count for any device.
 
-    Init programs are compiled where their devices are here, or with `Compile("init")`; else their temporaries are
-    estimated, and a plan takes a second or two whatever the model's size.
+    Init programs are compiled if their devices exist, or with `Compile("init")`; otherwise their temporaries are
+    estimated, and a plan takes a second or two, whatever the model's size.
 
     Args:
-        checkpoint: What `materialize` would be given. A tensor of another shape than its variable is no error here; the
-            variable's row says so.
+        checkpoint: As for `materialize`. A tensor of another shape than its variable does not raise here; the
+            variable's row shows it.
         initialize: As for `materialize`.
-        device_memory: Bytes of one device, or `"16GiB"`; None is what devices say or are known to have (no limit: CPU).
-        host_memory: Bytes of one host, likewise; they count where something is offloaded to it (`lazymodel.Host`).
-        what_if: What the model does not have, by arithmetic: `lazymodel.WhatIf(optimizer="adamw", lora_rank=8)`.
-        compile: What the compiler is asked, for devices that need not be here: `lazymodel.Compile("train", batch=8)`.
-        replicas: As for `materialize`: whose bytes and peak count. `MemoryPlan.ways` has both ways.
-        fleet: Hosts and what comes to each in a second. Without a checkpoint, variables count as if they lay in one.
+        device_memory: Bytes of one device, or `"16GiB"`; None is the reported or known memory (CPU: no limit).
+        host_memory: Bytes of one host, likewise; it counts if something is offloaded to it (`lazymodel.Host`).
+        what_if: Additions to the model, by arithmetic: `lazymodel.WhatIf(optimizer="adamw", lora_rank=8)`.
+        compile: What to compile, for devices that need not exist: `lazymodel.Compile("train", batch=8)`.
+        replicas: As for `materialize`: the way whose bytes and peak count. `MemoryPlan.ways` has both ways.
+        fleet: Number of hosts and bandwidths of each. Without a checkpoint, variables count as if stored in one.
 
     Raises:
-        LazyModelError: An argument is none of these; there is no function or device to compile for; or an optimizer or
-            LoRA was stated for a model that has an optimizer; or activations of no transformer were asked for.
+        LazyModelError: An argument is invalid; there is no function or device to compile for; an optimizer or LoRA was
+            given for a model that has an optimizer; or activations were requested for a model other than a transformer.
 
     Example:
         >>> sharded.plan(lm.open_checkpoint("model.safetensors"), device_memory="16GiB").read_nbytes
@@ -78,49 +374,49 @@ def plan(
     """
     what_if = _checked(model, what_if, compile, fleet)
     limit, host_limit = _limit(device_memory, "device_memory"), _limit(host_memory, "host_memory")
-    # What is initialized needs no warning, and what is refused keeps it from being no plan: it says both itself.
+    # No warnings for initialized variables; a checkpoint that `materialize` rejects still has a plan, with a note.
     checkpoint = flat_checkpoint(checkpoint)
-    choice = choose(model, checkpoint, initialize=initialize or "missing", strict=False, cast="unsafe")
+    choice = resolve(model, checkpoint, initialize=initialize or "missing", strict=False, cast="unsafe")
     placement = Placement(device_shardings(model.variables))
     devices = _devices(placement)
     use = Use(model, placement.shardings, what_if)
     traffic = Traffic(model, choice, placement, fleet, replicas)
     compiles = devices.live or (compile is not None and not compile.is_use)
     steps, programs = make_steps(model, choice, placement, traffic, devices.platform, compile_programs=compiles)
-    signature, resident = placement.fullest(use.shard_nbytes)
+    signature, resident = placement.most_loaded(use.shard_nbytes)
     timeline = tuple(make_timeline(steps, signature))
-    parts, compiled, said, found = _in_use(model, use, placement, compile, what_if)
+    in_use = _in_use(model, use, placement, compile, what_if)
     estimated = devices.platform if not programs and any(step.action == "initialize" for step in steps) else None
     notes = [*use.notes, *_notes(refused_casts(model, checkpoint, choice), estimated, imagined=traffic.imagined)]
-    hosts = make_hosts(model, choice, placement, traffic, steps, use.offloaded, on_cpu=devices.platform == "cpu")
-    offloaded = offloaded_to(hosts, placement, use.offloaded, fleet, devices.kind, live=devices.live)
+    hosts = _make_hosts(model, choice, placement, traffic, steps, use.offloaded, on_cpu=devices.platform == "cpu")
+    kept, memory, offloading = _offloaded_to(hosts, placement, use.offloaded, fleet, devices.kind, live=devices.live)
     return MemoryPlan(
         name=model.name,
         rows=_rows(model, choice, use),
         device_nbytes=resident,
         peak_nbytes=max((step.peak_nbytes for step in timeline), default=0),
-        read_nbytes=_read_here(hosts, devices.live) if hosts else read_anywhere(choice, placement),
-        host_nbytes=max((_passing_nbytes(model[path]) for path in choice.sources), default=0),
+        read_nbytes=_read_here(hosts, devices.live) if hosts else _read_anywhere(choice, placement),
+        host_nbytes=max((resident_nbytes(model[p]) + offloaded_nbytes(model[p]) for p in choice.sources), default=0),
         num_devices=len(placement.devices),
-        device_memory=next((each for each in (limit, found, devices.memory) if each is not None), None),
+        device_memory=next((each for each in (limit, in_use.limit, devices.memory) if each is not None), None),
         programs=programs,
-        parts=parts,
-        counted={kind: use.dtypes[kind] for kind in parts},
+        parts=in_use.parts,
+        counted={kind: in_use.how if kind == ACTIVATIONS else use.dtypes(kind) for kind in in_use.parts},
         timeline=timeline,
         hosts=hosts,
         ways=traffic.ways(),
         device_kind=devices.kind,
         mesh=dict(placement.meshes[0].shape) if placement.meshes else {},
-        compiled=compiled,
-        offloaded_nbytes=offloaded.nbytes,
-        host_memory=offloaded.memory if host_limit is None else host_limit,
-        notes=(*notes, *said, *offloaded.notes),
+        compiled=in_use.compiled,
+        offloaded_nbytes=kept,
+        host_memory=memory if host_limit is None else host_limit,
+        notes=(*notes, *offloading),
     )
 
 
 def _checked(model: ModelSpec, what_if: WhatIf | None, compile: Compile | None, fleet: Fleet | None) -> WhatIf:
-    """What is stated, with the optimizer that a compiled training step has; refuses what does not go together."""
-    for name, given, cls, such in (  # the types say this to pyright, and the errors to people
+    """Completes the user's `WhatIf` with the optimizer of a compiled training step; raises if they conflict."""
+    for name, given, cls, such in (  # pyright checks the types, this raises readable errors
         ("what_if", cast("Any", what_if), WhatIf, 'WhatIf(optimizer="adamw")'),
         ("compile", cast("Any", compile), Compile, 'Compile("forward")'),
         ("fleet", cast("Any", fleet), Fleet, "Fleet(hosts=1024)"),
@@ -140,12 +436,12 @@ def _checked(model: ModelSpec, what_if: WhatIf | None, compile: Compile | None, 
         raise LazyModelError(f"{what} counts activations, and batch={what_if.batch} estimates them; leave one out")
     if compile.is_called and what_if.lora_rank is not None:
         raise LazyModelError(
-            f"{what} compiles the model as it is, and lora_rank={what_if.lora_rank} states pairs that it lacks; "
+            f"{what} compiles the model as it is, and lora_rank={what_if.lora_rank} adds pairs that it does not have; "
             "plan them one by one, or build the model with LoRA"
         )
     if any(is_arithmetic(variable.sharding) for variable in model.values()):
-        mend = "make it with lazymodel.topology, or plan without compile"
-        raise LazyModelError(f"{what} needs devices to compile for, and this mesh is one for arithmetic; {mend}")
+        hint = "make it with lazymodel.topology, or plan without compile"
+        raise LazyModelError(f"{what} needs devices to compile for, and this mesh is only for arithmetic; {hint}")
     if compile.what == "train" and what_if.optimizer is None and model.optimized is None:
         return dataclasses.replace(what_if, optimizer="sgd")
     return what_if
@@ -156,7 +452,7 @@ def _limit(given: int | str | None, name: str) -> int | None:
 
 
 class _Devices(NamedTuple):
-    live: bool  # whether they run
+    live: bool  # True if they run
     platform: str
     kind: str
     memory: int | None  # bytes of the smallest
@@ -164,94 +460,76 @@ class _Devices(NamedTuple):
 
 def _devices(placement: Placement) -> _Devices:
     real = [device for device in placement.devices if not isinstance(device, int)]
-    # Compile-only devices belong to a client that can compile and nothing else.
+    # Compile-only devices belong to a client that can only compile.
     live = bool(real) and len(real) == len(placement.devices) and all(map(is_live, real))
     described = [mesh.abstract_device for mesh in placement.meshes if isinstance(mesh, AbstractMesh)]
     kinds = {(device.platform, device.device_kind) for device in (*real, *filter(None, described))}
     known: list[Any] = [kind for _, kind in kinds]
-    if live:  # they can say themselves, those of this process
+    if live:  # devices of this process report their memory
         known = [device for device in real if device.process_index == jax.process_index()]
     limits = [limit for limit in map(known_memory, known) if limit is not None]
     kind = ", ".join(sorted(kind for _, kind in kinds))
     return _Devices(live, min(kinds, default=("", ""))[0], kind, min(limits, default=None))
 
 
-def _in_use(
-    model: ModelSpec, use: Use, placement: Placement, compile: Compile | None, what_if: WhatIf
-) -> tuple[dict[str, int], CompiledMemory | None, Sequence[str], int | None]:
-    """What the device holds that holds most while the model is used, by kind; and of what is compiled, if anything,
-    what the compiler said, a note, and the limit of a device that it does not fit.
-    """
-    parts = _parts(use, placement)
-    if what_if.batch is not None and what_if.sequence is not None:
-        parts[ACTIVATIONS], note = estimate_activations(
-            model,
-            placement.shardings,
-            batch=what_if.batch,
-            sequence=what_if.sequence,
-            remat=what_if.remat,
-            training=bool(use.trained),
-        )
-        use.notes.append(note)
-        use.dtypes[ACTIVATIONS] = "estimated"
-    if compile is None or not compile.is_use:
-        return parts, None, (), None
-    compiled, parts[ACTIVATIONS], note, found = _compiled(model, use, compile)
-    use.dtypes[ACTIVATIONS] = "compiled"
-    parts.pop(GRADIENTS if compile.is_step or compile.what == "train" else "", None)  # among its temporaries
-    return parts, compiled, (note,), found
+@dataclasses.dataclass
+class _InUse:
+    """Bytes in use on the most loaded device."""
+
+    parts: dict[str, int]  # by kind
+    how: str = ""  # how activations were counted, if they were
+    compiled: CompiledMemory | None = None  # the compiler's numbers, if anything was compiled
+    limit: int | None = None  # bytes of a device that is too small, as the compiler reports
 
 
-def _passing_nbytes(variable: AbstractVariable) -> int:
-    """Bytes of a shard, which pass through the host's memory."""
-    return resident_nbytes(variable) + offloaded_nbytes(variable)
-
-
-def _parts(use: Use, placement: Placement) -> dict[str, int]:
-    """What the device holds that holds most while the model is used, by kind."""
-    in_use = sum(map(collections.Counter[str], use.parts.values()), collections.Counter[str]())
-    fullest, _ = placement.fullest(in_use)
+def _in_use(model: ModelSpec, use: Use, placement: Placement, compile: Compile | None, what_if: WhatIf) -> _InUse:
+    most_loaded, _ = placement.most_loaded(sum(use.parts.values(), collections.Counter[str]()))
     kept = (kind for kind, amounts in use.parts.items() if kind == PARAMETERS or amounts)
-    return {kind: placement.held(use.parts[kind]).get(fullest, 0) for kind in kept}
+    found = _InUse({kind: placement.held(use.parts[kind]).get(most_loaded, 0) for kind in kept})
+    if what_if.batch is not None:
+        sizes = {"batch": what_if.batch, "sequence": cast(int, what_if.sequence), "remat": what_if.remat}
+        estimate = estimate_activations(model, placement.shardings, training=bool(use.trained), **cast(Any, sizes))
+        found.how, (found.parts[ACTIVATIONS], note) = "estimated", estimate
+        use.notes.append(note)
+    if compile is None or not compile.is_use:
+        return found
+    held = use.argument_nbytes(compile.what)
+    try:
+        found.compiled, note = _compile_use(model, use, compile)
+        # A step that takes only a part of the model, or leaves some of it unused, still holds the rest.
+        # CPUs use the memory of their host, so offloaded values count with it.
+        held += 0 if found.compiled.host_nbytes else sum(use.offloaded.values())
+        total, held = found.compiled.peak_nbytes, min(held, found.compiled.argument_nbytes)
+    except DoesNotFitError as error:
+        if error.needed_nbytes is None:
+            raise
+        total, found.limit, note = error.needed_nbytes, error.limit_nbytes, str(error)
+    use.notes.append(note)
+    # The compiler pads arguments and keeps results; all of that counts as activations.
+    found.how, found.parts[ACTIVATIONS] = "compiled", max(total - held, 0)
+    found.parts.pop(GRADIENTS if compile.is_step or compile.what == "train" else "", None)  # among its temporaries
+    return found
 
 
 def _read_here(hosts: Sequence[HostPlan], live: bool) -> int:
-    """Bytes that this process reads; for devices that are not here, those of the process that reads most."""
+    """Bytes that this process reads; for devices that do not exist, those of the process that reads most."""
     here = [host.read_nbytes for host in hosts if not live or host.index == jax.process_index()]
     return max(here or [host.read_nbytes for host in hosts])
 
 
 def _notes(refused: Sequence[str], estimated: str | None, *, imagined: bool) -> Iterator[str]:
-    """What `materialize` would refuse, for which platform temporaries are estimated, and what counts as loaded."""
+    """Notes: variables that count as loaded, tensors that `materialize` rejects, and the platform of an estimate."""
     if imagined:
         yield "without a checkpoint, hosts count as reading every variable as it is"
     if refused:
         more = f" ({len(refused)} tensors)" if len(refused) > 1 else ""
-        yield f"materialize refuses this checkpoint: {refused[0]}{more}"
+        yield f"materialize rejects this checkpoint: {refused[0]}{more}"
     if estimated is not None:
         each = "12 to 16 bytes an element" if estimated == "cpu" else "next to none on TPUs and GPUs"
         yield f"temporaries of init programs are estimated: {each}"
 
 
-def _compiled(model: ModelSpec, use: Use, compile: Compile) -> tuple[CompiledMemory | None, int, str, int | None]:
-    """What the compiler said, the bytes that it adds, a note, and the limit of a device that it does not fit."""
-    compiled = limit = None
-    held = use.argument_nbytes(compile.what)
-    try:
-        compiled, note = compile_use(model, use, compile)
-        # Of a step that takes a part of the model alone, or leaves some of it unused, all else is held beside it.
-        # CPUs' memory is their host's, and what is offloaded counts with it.
-        held += 0 if compiled.host_nbytes else sum(use.offloaded.values())
-        total, held = compiled.peak_nbytes, min(held, compiled.argument_nbytes)
-    except DoesNotFitError as error:
-        if error.needed_nbytes is None:
-            raise
-        total, limit, note = error.needed_nbytes, error.limit_nbytes, str(error)
-    # The compiler pads and keeps what it returns; all of that is its own part.
-    return compiled, max(total - held, 0), note, limit
-
-
-def _rows(model: ModelSpec, choice: Choice, use: Use) -> tuple[PlanRow, ...]:
+def _rows(model: ModelSpec, choice: LoadPlan, use: Use) -> tuple[PlanRow, ...]:
     origins = {path: recipe.origin for recipe in choice.recipes for path in recipe.paths}
     for left_out in choice.mismatched:
         if left_out.path in origins:

@@ -1,6 +1,6 @@
-"""The memory plan: what it says, in numbers, tables and plain values, whether it fits and what would.
+"""The memory plan: its numbers, as tables and plain values; shows if a model fits, or which devices would fit it.
 
-How its numbers come to be is decided in `_plan/make`.
+`_plan/make` computes the numbers.
 """
 
 from __future__ import annotations
@@ -16,17 +16,28 @@ import jax
 from jax.sharding import PartitionSpec
 
 from lazymodel._devices.compiler import CompiledMemory
+from lazymodel._devices.hardware import GENERATIONS, GPUS, device_memory
 from lazymodel._errors import DoesNotFitError, LazyModelError
-from lazymodel._plan.figures import bar, figure
 from lazymodel._plan.fleet import Way
-from lazymodel._plan.page import PageRow, plan_sections
 from lazymodel._plan.what_if import ACTIVATIONS, OPTIMIZER, PARAMETERS
-from lazymodel._show.page import Section, save_page
-from lazymodel._show.table import ACTIONS, Row, Table, Tabled, folded_table, placed_text, shape_text, spec_text
+from lazymodel._show import figures
+from lazymodel._show.page import Bars, Grid, Lines, Nbytes, Placed, Section, Share, Text, Treemap, save_page
+from lazymodel._show.table import ACTIONS, Column, Report, Table, Tabled, placed_text, plain, shape_text, spec_text
 from lazymodel._show.text import format_bytes, parse_bytes, plural
 
-_OFFENDERS = 5  # how many `check` names
-_LARGEST = 3  # how many the table names of what does not fit
+_COUNTS = tuple(2**power for power in range(11))  # of devices: common sizes of slices and machines
+_STEPS = 2000  # points of a line; more would be closer than pixels
+
+
+_GIB = 2**30
+_COLOURS: dict[str, str] = dict(
+    zip(("parameters", "LoRA", "optimizer state", "gradients", "activations"), figures.PALETTE, strict=False)
+)
+_HELD, _OVER, _LIMIT = _COLOURS["parameters"], "#999999", figures.PALETTE[5]
+
+
+_OFFENDERS = 5  # how many variables `check` names
+_LARGEST = 3  # how many variables the table names if the model does not fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,88 +47,81 @@ class PlanRow:
     path: str  # the variable's path
     shape: tuple[int, ...]  # its global shape
     dtype: Any  # its dtype
-    spec: PartitionSpec | None  # its partition spec, or None where it lives on one device
+    spec: PartitionSpec | None  # its partition spec, or None for a variable on one device
     shard_nbytes: int  # bytes that each of its devices holds in its own memory
     nbytes: int  # bytes of the whole variable
     action: str  # `"load"` from a checkpoint, `"initialize"` by a program, or `"constant"`
-    source: str  # file and tensor, or the initializer, for people
-    # Bytes that each of its devices holds for it while the model is used: itself, quantized if that was asked
-    # for, its LoRA pair, its gradient and the slots of an optimizer that is only stated. Optimizer state that the
-    # model has is rows of its own.
+    source: str  # file and tensor, or the initializer, as text
+    # Bytes that each of its devices holds for it while the model is used: the variable (quantized if requested), its
+    # LoRA pair, its gradient and the slots of an optimizer from a `WhatIf`. Optimizer state that the model has is in
+    # rows of its own.
     used_nbytes: int = 0
-    memory_kind: str | None = None  # the kind of memory that it lies in, such as `pinned_host`; None is devices' own
-    offloaded_nbytes: int = 0  # bytes that the host keeps for it, for each of its devices; slots only stated count too
-    why: str = ""  # it has its sharding
+    memory_kind: str | None = None  # its kind of memory, such as `pinned_host`; None is the devices' own memory
+    offloaded_nbytes: int = 0  # bytes that the host keeps for it for each of its devices, slots of a `WhatIf` included
+    why: str = ""  # the reason for its sharding
 
     @property
     def most_nbytes(self) -> int:
         """Bytes that each of its devices must have for it, materializing or in use."""
         return max(self.shard_nbytes, self.used_nbytes)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as in `MemoryPlan.to_dict`."""
-        entries = self.spec if self.spec is not None else ()
-        spec = [list(entry) if isinstance(entry, tuple) else None if entry is None else str(entry) for entry in entries]
-        own = {"shape": list(self.shape), "dtype": self.dtype.name, "spec": None if self.spec is None else spec}
-        return vars(self) | own
-
 
 @dataclasses.dataclass(frozen=True)
 class PlanStep:
-    """One step of materializing, on the fullest device."""
+    """One step of materializing, on the most loaded device."""
 
-    path: str  # of the variable that is made, or the first of those that one program makes
+    path: str  # of the variable that is created, or of the first one that a program creates
     action: str  # as in `PlanRow`
-    held_nbytes: int  # bytes held once it is made
-    peak_nbytes: int  # most bytes held while it is made, temporaries included
-    offloaded_nbytes: int = 0  # bytes that the host keeps for the device once it is made
+    held_nbytes: int  # bytes held after it is created
+    peak_nbytes: int  # most bytes held while it is created, temporaries included
+    offloaded_nbytes: int = 0  # bytes that the host keeps for the device after it is created
 
 
 @dataclasses.dataclass(frozen=True)
 class HostPlan:
-    """What one process will hold and read."""
+    """Bytes that one process will hold and read."""
 
     index: int  # its `process_index`
-    num_devices: int  # how many of the model's devices are its own
-    device_nbytes: int  # bytes that these hold together once everything is there
+    num_devices: int  # how many of the model's devices belong to it
+    device_nbytes: int  # bytes that these devices hold together after loading
     read_nbytes: int  # bytes that it reads from files, every distinct shard once
-    staging_nbytes: int  # ceiling of the host memory through which those pass; `max_host_memory` lowers it
-    # Most host memory meanwhile and in use: the staging, what is kept for devices and, where these are CPUs, what they
+    staging_nbytes: int  # limit of the host memory that these bytes pass through; `max_host_memory` lowers it
+    # Most host memory while loading and in use: staging, what is kept for devices and, if these are CPUs, what they
     # hold.
     peak_nbytes: int
-    offloaded_nbytes: int = 0  # bytes that it keeps for its devices in use, in kinds of memory such as `pinned_host`
+    offloaded_nbytes: int = 0  # bytes that it keeps for its devices in use, in memory such as `pinned_host`
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class MemoryPlan(Tabled):
-    """What materializing a model will cost, and using it.
+class MemoryPlan(Report):
+    """Memory, bytes and programs of materializing and using a model.
 
     Attributes:
         name: The model's name.
-        rows: One a variable, in the model's order.
-        device_nbytes: Bytes of the fullest device once everything is there.
+        rows: One row per variable, in the model's order.
+        device_nbytes: Bytes of the most loaded device after loading.
         peak_nbytes: Most bytes that a device holds while materializing, temporaries of the init programs included.
-        read_nbytes: Bytes that this process reads from files, every distinct shard once. For devices that are not here,
-            those of the process that reads most.
+        read_nbytes: Bytes that this process reads from files, every distinct shard once. For devices that do not exist,
+            bytes of the process that reads most.
         host_nbytes: Bytes of the largest single shard that passes through this process's host memory.
         num_devices: Number of devices that hold anything.
-        device_memory: Bytes that one device has, or None where there is no limit to speak of (CPU).
+        device_memory: Bytes that one device has, or None without a limit (CPU).
         programs: Number of compiled init programs; 0 where their temporaries are estimated.
-        parts: What a device holds while the model is used, on the fullest device, by kind: `"parameters"`, `"LoRA"`,
-            `"optimizer state"`, `"gradients"`, `"activations"` (with all other temporaries of what was compiled, of a
-            training step its gradients too).
-        counted: Of each kind in `parts` the dtypes of what was counted, or how activations were. What lacks in it was
-            not counted, activations first of all.
+        parts: Bytes that the most loaded device holds while the model is used, by kind: `"parameters"`, `"LoRA"`,
+            `"optimizer state"`, `"gradients"`, `"activations"` (with all other temporaries of a compiled program, and
+            for a training step its gradients).
+        counted: For each kind in `parts` the dtypes that were counted, or how activations were. A kind that is missing
+            was not counted, activations above all.
         timeline: The steps of materializing, in order.
-        hosts: One a process; empty for a mesh without devices.
-        ways: `"read"` and `"exchange"`, each with what every host reads and exchanges where several hold the same, and
-            with the seconds that takes; empty where there are not several hosts, or it is not known how many.
-        device_kind: What the devices are called, or an empty string.
+        hosts: One row per process; empty for a mesh without devices.
+        ways: `"read"` and `"exchange"`, each with the bytes that every host reads and exchanges if several hold the
+            same, and with the seconds that this takes; empty unless there are several hosts and their number is known.
+        device_kind: The kind of the devices, or an empty string.
         mesh: Axis names and sizes; empty without a mesh.
-        compiled: What the compiler said about the forward pass or training step, if one was compiled.
-        offloaded_nbytes: Bytes that the fullest host keeps for its devices, in kinds of memory such as `pinned_host`.
-        host_memory: Bytes that one host has, where that was stated, or is known and something is offloaded; else None.
-        notes: What a reader has to know about how the numbers came to be.
+        compiled: The compiler's numbers for the forward pass or training step, if one was compiled.
+        offloaded_nbytes: Bytes that the most loaded host keeps for its devices, in memory such as `pinned_host`.
+        host_memory: Bytes that one host has, if given, or if known and something is offloaded; otherwise None.
+        notes: Remarks on how the numbers were computed.
 
     Example:
         >>> plan = sharded.plan(device_memory="16GiB").check()
@@ -148,7 +152,7 @@ class MemoryPlan(Tabled):
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes of the fullest device while the model is used: the sum of `parts`."""
+        """Bytes of the most loaded device while the model is used: the sum of `parts`."""
         return sum(self.parts.values())
 
     @property
@@ -163,20 +167,20 @@ class MemoryPlan(Tabled):
 
     @property
     def fits(self) -> bool | None:
-        """Whether what was `counted` fits devices, and hosts where these count; None where that is not known."""
+        """True if the bytes `counted` fit devices, and hosts if these count; None if that is unknown."""
         if self._host_short() > 0:
             return False
         return None if self.device_memory is None else self.needed_nbytes <= self.device_memory
 
     def _host_short(self) -> int:
-        """Bytes that a host lacks, as far as is known; negative for what it can spare."""
+        """Bytes that are missing on a host, as far as is known; negative if bytes are left."""
         return 0 if self.host_memory is None else self.needed_host_nbytes - self.host_memory
 
     def check(self, device_memory: int | str | None = None) -> MemoryPlan:
         """Returns the plan itself if it fits `device_memory`, in bytes or as `"16GiB"`; None takes the plan's own.
 
         Raises:
-            DoesNotFitError: It does not, or hosts have too little; names what takes most there, and what would fit.
+            DoesNotFitError: It does not fit, or hosts have too little memory; names the largest variables and hints.
         """
         self._check_hosts()
         given = device_memory is not None
@@ -189,7 +193,7 @@ class MemoryPlan(Tabled):
             f"{self.name} needs {format_bytes(self.needed_nbytes)} on a device ({format_bytes(self.device_nbytes)} "
             f"once materialized{use}) and a device has {format_bytes(limit)}, "
             f"{format_bytes(self.needed_nbytes - limit)} too little. "
-            f"Largest on a device: {self._largest(_OFFENDERS)}. {self.mend(limit)}",
+            f"Largest on a device: {self._largest(_OFFENDERS)}. {self.hint(limit)}",
             needed_nbytes=self.needed_nbytes,
             limit_nbytes=limit,
         )
@@ -213,14 +217,14 @@ class MemoryPlan(Tabled):
         return row.shard_nbytes == row.nbytes and row.memory_kind is None and self.num_devices > 1
 
     def _largest(self, count: int) -> str:
-        """The variables that take most of a device."""
+        """The variables that take most memory of a device."""
         return ", ".join(
             f"{row.path} {format_bytes(row.most_nbytes)}{' (replicated)' if self._replicated(row) else ''}"
             for row in heapq.nlargest(count, self.rows, key=lambda row: row.most_nbytes)
         )
 
-    def mend(self, device_memory: int) -> str:
-        """What would make it fit devices of this many bytes, by arithmetic, as a sentence or two."""
+    def hint(self, device_memory: int) -> str:
+        """Suggests, by arithmetic, how the model would fit devices with this many bytes."""
         if (state := self.parts.get(OPTIMIZER, 0)) and self.needed_nbytes - state <= device_memory:
             return (
                 "With the optimizer state in hosts' memory (memory_kind='pinned_host') it would fit, by arithmetic; or "
@@ -228,7 +232,7 @@ class MemoryPlan(Tabled):
             )
         replicated, fixed = self._fixed()
         if replicated > device_memory // 2:
-            whole = f"{format_bytes(replicated)} are replicated on every device, which no number of devices mends"
+            whole = f"{format_bytes(replicated)} are replicated on every device, and more devices do not change that"
             return f"{whole}: shard these further, or use a smaller dtype."
         if fixed >= device_memory:
             same = f"{format_bytes(fixed)} of a device are activations or replicated variables"
@@ -243,20 +247,20 @@ class MemoryPlan(Tabled):
         )
 
     def _fixed(self) -> tuple[int, int]:
-        """Bytes of a device that more devices do not change: what is replicated, and that with activations."""
+        """Bytes of a device that do not shrink with more devices: replicated ones, and these with activations."""
         replicated = sum(row.most_nbytes for row in self.rows if self._replicated(row))
         return replicated, self.parts.get(ACTIVATIONS, 0) + replicated
 
     def by_module(self, depth: int = 1) -> Modules:
-        """The variables summed over the modules that their paths name, down to this many parts of a path, at least 1.
+        """Sums the variables by module, as named by the first parts of their paths, to this depth (at least 1).
 
         Example:
             >>> print(sharded.plan().by_module(depth=2))
             init by module
             module        count  variables each  bytes each  in use each  bytes/device
-            ────────────────────────────────────────────────────────────────────────────────────────
-            down              1  1               64.00 KiB   8.00 KiB         8.00 KiB
-            up                1  1               64.00 KiB   8.00 KiB         8.00 KiB
+            ──────────────────────────────────────────────────────────────────────────
+            down              1               1   64.00 KiB     8.00 KiB      8.00 KiB
+            up                1               1   64.00 KiB     8.00 KiB      8.00 KiB
         """
         if type(depth) is not int or depth < 1:
             raise LazyModelError(f"depth is a number of path parts, from 1; got {depth!r}")
@@ -272,7 +276,7 @@ class MemoryPlan(Tabled):
         return Modules(self.name, tuple(ModuleRow("/".join(prefix), len(prefix), *sums[prefix]) for prefix in order))
 
     def plot(self, path: Any = None) -> Any:
-        """Draws what a device holds against what it has, and the timeline; returns a `matplotlib.figure.Figure`.
+        """Draws what a device holds against its memory, and the timeline; returns a `matplotlib.figure.Figure`.
 
         Args:
             path: A file to write (`.png`, `.svg`, …); None only returns the figure.
@@ -280,15 +284,40 @@ class MemoryPlan(Tabled):
         Raises:
             LazyModelError: matplotlib is not installed, or the file cannot be written.
         """
-        amounts = [(step.held_nbytes, step.peak_nbytes) for step in self.timeline]
-        bars = self.device_nbytes, self.peak_nbytes, self.device_memory
-        return figure(self.name, self.parts, amounts, *bars, path)
+        drawn = figures.empty_figure((9.6, 3.6))
+        left, right = drawn.subplots(1, 2, width_ratios=(1, 2))
+        bottom = 0.0
+        for kind, nbytes in self.parts.items():
+            label = f"{kind}, {format_bytes(nbytes)}"
+            left.bar("in use", nbytes / _GIB, bottom=bottom, color=_COLOURS.get(kind), label=label)
+            bottom += nbytes / _GIB
+        held, over = self.device_nbytes / _GIB, (self.peak_nbytes - self.device_nbytes) / _GIB
+        left.bar("materializing", held, color=_HELD)
+        left.bar("materializing", over, bottom=held, color=_OVER, label="peak while materializing")
+        left.set_ylabel("GiB on the most loaded device")
+        left.legend(fontsize=7, frameon=False)
+        steps = range(1, len(self.timeline) + 1)
+        after, during = ([getattr(s, n) / _GIB for s in self.timeline] for n in ("held_nbytes", "peak_nbytes"))
+        right.fill_between(steps, after, during, step="mid", color=_OVER, linewidth=0, label="temporaries")
+        right.fill_between(steps, 0, after, step="mid", color=_HELD, linewidth=0, label="held")
+        right.set_xlabel("step of materializing")
+        if self.timeline:
+            right.legend(fontsize=7, frameon=False, loc="upper left")
+        for axes in (left, right):
+            if (limit := self.device_memory) is not None:
+                axes.axhline(limit / _GIB, color=_LIMIT, linestyle="--", linewidth=1)
+                if axes is left:
+                    text, where = f"device memory, {format_bytes(limit)}", axes.get_yaxis_transform()
+                    look = {"fontsize": 7, "color": _LIMIT, "ha": "center", "va": "bottom"}
+                    axes.text(0.5, limit / _GIB, text, transform=where, **look)
+            axes.set_ylim(0, None)
+        return figures.finished_figure(drawn, self.name, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as a page: one HTML file that needs no network; needs plotly.
+        """Writes the plan as a page: one HTML file that works offline; needs plotly.
 
-        It shows what a device holds in use and while materializing, modules by size, and every variable with its
-        sharding drawn on the mesh and the reason for it, to be filtered by path.
+        It shows what a device holds in use and while materializing, modules by size, and every variable, with its
+        sharding drawn on the mesh and the reason for it; variables can be filtered by path.
 
         Raises:
             LazyModelError: plotly is not installed, or the file cannot be written.
@@ -298,63 +327,69 @@ class MemoryPlan(Tabled):
         """
         save_page(path, f"{self.name}: memory plan", self.sections())
 
-    def sections(self) -> list[Section]:
-        """What its page shows."""
-
-        def row(row: PlanRow) -> PageRow:
-            entries = [*(row.spec or ()), *[None] * len(row.shape)][: len(row.shape)]
-            axes = tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
-            shown = row.path, row.shape, row.dtype.name, axes, row.used_nbytes, row.action, row.source, row.why
-            return PageRow(*shown)
-
-        timeline = [(step.path, step.held_nbytes, step.peak_nbytes) for step in self.timeline]
-        lines = [*self._device_lines(), *self._host_lines(), *self.notes]
+    def charts(self) -> list[Section]:
+        """Sections of its page between the summary and the table."""
+        sections: list[Section] = [
+            Bars("In use, on the most loaded device", {"in use": self.parts}, self.device_memory)
+        ]
+        if len(self.timeline) > 1:
+            thin = self.timeline[:: -(-len(self.timeline) // _STEPS)]
+            held = {"held": [s.held_nbytes for s in thin], "with temporaries": [s.peak_nbytes for s in thin]}
+            title = "While materializing, on the most loaded device"
+            sections.append(Lines(title, [step.path for step in thin], held, self.device_memory))
+        used = {row.path: row.used_nbytes for row in self.rows}
+        sections.append(Treemap("Modules by bytes on a device", used))
         _, fixed = self._fixed()
         split = max(self.needed_nbytes - fixed, 0) * self.num_devices
-        return plan_sections(
-            lines, self.parts, timeline, self.device_memory, list(map(row, self.rows)), self.mesh, fixed, split
-        )
+        rows: list[list[Any]] = []
+        for name in (*GENERATIONS, *GPUS):
+            memory = device_memory(name) or 0
+            there = GENERATIONS[name].sizes if name in GENERATIONS else _COUNTS
+            shares = [Share((fixed + split / count) / memory) if count in there else "" for count in _COUNTS]
+            rows.append([name, Nbytes(memory), *shares])
+        title = "What would fit, split evenly over so many devices"
+        return [*sections, Grid(title, ("device", "each has", *map(str, _COUNTS)), rows)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as lists, dicts, strings and numbers that `json.dumps` takes and gives back equal."""
-        plain = dataclasses.asdict(
-            dataclasses.replace(
-                self, rows=(), mesh=dict(self.mesh), parts=dict(self.parts), counted=dict(self.counted), ways={}
-            )
-        )
-        del plain["rows"]
-        return {
-            "fits": self.fits,
-            "not_counted": [] if ACTIVATIONS in self.parts else [ACTIVATIONS],
-            "needed_nbytes": self.needed_nbytes,
-            "needed_host_nbytes": self.needed_host_nbytes,
-            "used_nbytes": self.used_nbytes,
-            **{name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()},
-            "ways": {name: way.to_dict() for name, way in self.ways.items()},
-            "modules": [dataclasses.asdict(module) for module in self.by_module(depth=2)],
-            "variables": [row.to_dict() for row in self.rows],
-        }
+        """Everything as lists, dicts, strings and numbers, which `json` writes and reads back equal."""
+        found = plain(self)
+        for name in ("fits", "needed_nbytes", "needed_host_nbytes", "used_nbytes"):
+            found[name] = getattr(self, name)
+        for name, way in self.ways.items():
+            found["ways"][name]["total_read_nbytes"] = way.total_read_nbytes
+        found["not_counted"] = [] if ACTIVATIONS in self.parts else [ACTIVATIONS]
+        found["modules"] = plain(self.by_module(depth=2).rows)
+        return found | {"variables": found.pop("rows")}
 
     def table(self) -> Table:
-        """What is shown: the variables, and a summary below them."""
+        """The variables, and a summary below."""
 
-        def row(row: PlanRow) -> Row:
-            note = ACTIONS.get(row.action, row.action) + (f": {row.source}" if row.action == "initialize" else "")
+        def cells(row: PlanRow) -> tuple[Any, ...]:
+            action = ACTIONS.get(row.action, row.action)
             away = not (row.shard_nbytes or row.memory_kind) and row.nbytes
             spec = "on the host" if away else placed_text(spec_text(row.spec), row.memory_kind)
-            return Row(row.path, (shape_text(row.shape), row.dtype.name, spec), row.shard_nbytes, note)
+            entries = [*(row.spec or ()), *[None] * len(row.shape)][: len(row.shape)]
+            axes = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries]
+            note = action + (f": {row.source}" if row.action == "initialize" else "")
+            shape, placed = shape_text(row.shape), Placed(row.shape, axes, self.mesh)
+            names = row.path, shape, row.dtype.name, placed, spec
+            return *names, row.shard_nbytes, row.used_nbytes, note, row.source, row.why
 
         nbytes = format_bytes(sum(row.nbytes for row in self.rows))
         title = f"{self.name}: plan for {plural(len(self.rows), 'variable')}, {nbytes}"
-        headings = ("shape", "dtype", "partition spec", "bytes/device", "value")
+        columns = (
+            Column.names("variable"), Column("shape"), Column("dtype"), Column.in_pages("sharding"),
+            Column("partition spec"), Column.nbytes("bytes/device"), Column.nbytes("bytes on a device", page=True),
+            Column.notes("value"), Column.in_pages("from"), Column.in_pages("why"),
+        )  # fmt: skip
         lines = [*self._device_lines(), *self._host_lines(), *self.notes]
-        return folded_table(title, headings, map(row, self.rows), lines)
+        return Table(title, columns, [*map(cells, self.rows)], lines)
 
     def _device_lines(self) -> Iterable[str]:
         if self.mesh or self.device_kind:
             mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
             yield " of ".join(filter(None, (mesh and f"mesh: {mesh}", self.device_kind)))
-        device = "device" if self.num_devices == 1 else f"each of {self.num_devices:,} devices, on the fullest"
+        device = "device" if self.num_devices == 1 else f"each of {self.num_devices:,} devices, on the most loaded"
         yield (
             f"{device}: {format_bytes(self.device_nbytes)} resident, "
             f"{format_bytes(self.peak_nbytes)} at the peak while materializing"
@@ -366,7 +401,7 @@ class MemoryPlan(Tabled):
             yield f"device memory: {format_bytes(self.device_memory)}; {self._device_verdict(self.device_memory)}"
             if self.needed_nbytes > self.device_memory:
                 yield f"largest on a device: {self._largest(_LARGEST)}"
-                yield self.mend(self.device_memory)
+                yield self.hint(self.device_memory)
 
     def _host_lines(self) -> Iterable[str]:
         for action in dict.fromkeys(row.action for row in self.rows):
@@ -380,9 +415,9 @@ class MemoryPlan(Tabled):
                 line += f"; {plural(self.programs, 'compiled program')}"
             yield line
         if self.hosts:
-            fullest = max(host.peak_nbytes for host in self.hosts)
+            largest = max(host.peak_nbytes for host in self.hosts)
             each = "host" if len(self.hosts) == 1 else f"each of {len(self.hosts):,} hosts, at most"
-            yield f"{each}: {format_bytes(fullest)} of host memory while materializing"
+            yield f"{each}: {format_bytes(largest)} of host memory while materializing"
         if self.offloaded_nbytes:
             yield f"offloaded: {format_bytes(self.offloaded_nbytes)} that a host keeps for its devices"
         if self.host_memory is not None:
@@ -395,7 +430,7 @@ class MemoryPlan(Tabled):
         return ", ".join(f"{format_bytes(nbytes)} {kind}" for kind, nbytes in self.parts.items())
 
     def verdict(self) -> str:
-        """Whether it fits devices, and with what to spare; or that it does not fit hosts."""
+        """The verdict: if it fits devices, with how many bytes left; or that it does not fit hosts."""
         fits_device = self.device_memory is None or self.needed_nbytes <= self.device_memory
         if fits_device and (short := self._host_short()) > 0:
             return f"does not fit a host, {format_bytes(short)} short"
@@ -406,18 +441,12 @@ class MemoryPlan(Tabled):
         return _verdict(self.needed_nbytes, limit).replace("fits,", f"fits{without},")
 
     def counted_text(self) -> str:
-        """What was counted of devices, with its dtypes, and what was not."""
+        """Describes what was counted on devices, with dtypes, and what was not counted."""
         counted = ", ".join(f"{kind} ({how})" for kind, how in self.counted.items())
         if ACTIVATIONS in self.parts:
             return f"counted: {counted}"
         how = "plan(compile=…) counts and WhatIf(batch=…, sequence=…) estimates them"
         return f"counted: {counted}; not counted: activations ({how})"
-
-    def _repr_html_(self) -> str:
-        modules = self.by_module(depth=2)
-        more = f"<details><summary>by module</summary>{modules._repr_html_()}</details>" if len(modules) > 1 else ""
-        full = max(self.needed_nbytes, self.device_memory or 0, 1)
-        return f"{bar(self.parts, full)}{super()._repr_html_()}{more}"
 
 
 def _verdict(needed: int, limit: int) -> str:
@@ -427,19 +456,19 @@ def _verdict(needed: int, limit: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ModuleRow:
-    """One module of a plan: the variables whose paths begin with its own."""
+    """One module of a plan: the variables whose paths begin with its path."""
 
     path: str
     depth: int  # parts of the path
-    variables: int  # how many it has
-    nbytes: int  # their bytes, each counted once
-    shard_nbytes: int  # bytes of them on a device that holds all
+    variables: int  # number of its variables
+    nbytes: int  # their bytes, each variable counted once
+    shard_nbytes: int  # their bytes on a device that holds all of them
     used_nbytes: int  # the same while the model is used; see `PlanRow`
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Modules(Tabled, Sequence[ModuleRow]):
-    """A plan by module, outer modules before what they hold; prints as a table."""
+    """A plan by module, outer modules before inner ones; prints as a table."""
 
     name: str
     rows: tuple[ModuleRow, ...]
@@ -451,12 +480,83 @@ class Modules(Tabled, Sequence[ModuleRow]):
         return len(self.rows)
 
     def table(self) -> Table:
-        """What is shown: rows indented by their depth, of which those of one depth may fold."""
+        """Rows indented by their depth; rows of one depth may be folded."""
+        numbers = map(Column.number, ("variables each", "bytes each", "in use each"))
+        columns = (Column.names("module"), *numbers, Column.nbytes("bytes/device"))
+        cells = [
+            ("  " * (each.depth - 1) + each.path, f"{each.variables:,}", format_bytes(each.nbytes),
+             format_bytes(each.used_nbytes), each.shard_nbytes)
+            for each in self.rows
+        ]  # fmt: skip
+        return Table(f"{self.name} by module", columns, cells)
 
-        def row(module: ModuleRow) -> Row:
-            path = "  " * (module.depth - 1) + module.path
-            cells = (f"{module.variables:,}", format_bytes(module.nbytes), format_bytes(module.used_nbytes))
-            return Row(path, cells, module.shard_nbytes, "")
 
-        headings = ("variables each", "bytes each", "in use each", "bytes/device", "")
-        return folded_table(f"{self.name} by module", headings, map(row, self.rows), noun="module")
+@dataclasses.dataclass(frozen=True, repr=False)
+class _PlanComparison(Report):
+    """Several plans side by side, by name and in the order given; prints as a table."""
+
+    plans: Mapping[str, MemoryPlan]
+
+    @property
+    def fitting(self) -> tuple[str, ...]:
+        """Names of the plans that are known to fit."""
+        return tuple(name for name, plan in self.plans.items() if plan.fits)
+
+    def sections(self) -> list[Section]:
+        """Parts of its page: the comparison, and every plan."""
+        table = self.table()
+        sections: list[Section] = [Text(table.lines), table.grid("What would fit")]
+        for name, plan in self.plans.items():
+            first, *others = plan.sections()
+            sections += [dataclasses.replace(first, title=name), *others]
+        return sections
+
+    def to_dict(self) -> dict[str, Any]:
+        """Each plan's `to_dict`, by name."""
+        return {name: plan.to_dict() for name, plan in self.plans.items()}
+
+    def table(self) -> Table:
+        """A row per plan."""
+
+        def cells(name: str, plan: MemoryPlan) -> tuple[str, ...]:
+            memory = "–" if plan.device_memory is None else format_bytes(plan.device_memory)
+            amounts = (plan.device_nbytes, plan.peak_nbytes, plan.used_nbytes)
+            verdict = plan.verdict().replace(f" {verdicts}", "")  # the heading has it
+            return (name, f"{plan.num_devices:,}", *map(format_bytes, amounts), memory, verdict)
+
+        bare = not any(ACTIVATIONS in plan.parts for plan in self.plans.values())
+        verdicts = "without activations" if bare else "verdict"
+        numbers = ("devices", "resident/device", "peak materializing", "in use", "device memory")
+        columns = (Column("plan"), *map(Column.number, numbers), Column(verdicts))
+        names = sorted({plan.name for plan in self.plans.values()})
+        title = f"{', '.join(names)}: {plural(len(self.plans), 'plan')}"
+        lines = list(dict.fromkeys(plan.counted_text() for plan in self.plans.values()))
+        return Table(title, columns, [cells(*item) for item in self.plans.items()], lines)
+
+
+def compare_plans(plans: Mapping[str, MemoryPlan]) -> _PlanComparison:
+    """Puts the plans of several meshes, dtypes or anything else into one table.
+
+    Raises:
+        LazyModelError: There is none, or one is no plan.
+
+    Example:
+        >>> meshes = {name: lm.arithmetic_mesh(name) for name in ("v5e-1", "v5e-8")}
+        >>> lm.compare_plans({name: abstract.shard(mesh, "auto").plan() for name, mesh in meshes.items()})
+        init: 2 plans
+        plan          devices  resident/device  peak materializing      in use  device memory  without activations
+        ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+        v5e-1               1       128.00 KiB          128.00 KiB  128.00 KiB      15.75 GiB  fits, 15.75 GiB to spare
+        v5e-8               8        16.00 KiB           16.00 KiB   16.00 KiB      15.75 GiB  fits, 15.75 GiB to spare
+        counted: parameters (float32); not counted: activations (plan(compile=…) counts and WhatIf(batch=…, sequence=…)
+        estimates them)
+    """
+    given: Any = plans
+    values: Any = given.values() if isinstance(given, Mapping) else [None]
+    if not all(isinstance(plan, MemoryPlan) for plan in values):
+        raise LazyModelError(
+            f"plans are a mapping of name to MemoryPlan, such as {{'v5e-8': model.plan()}}; got {type(given).__name__}"
+        )
+    if not plans:
+        raise LazyModelError("there is no plan to compare; pass a mapping of name to MemoryPlan")
+    return _PlanComparison(dict(plans))

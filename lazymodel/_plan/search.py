@@ -1,11 +1,10 @@
-"""The search for the smallest slice of a TPU generation, or the fewest cards, on which a model fits."""
+"""The search for the smallest slice of a TPU generation, or the fewest GPUs, on which a model fits."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lazymodel._abstract.placement import resident_nbytes
@@ -16,15 +15,14 @@ from lazymodel._devices.hardware import tpu_generation
 from lazymodel._devices.topology import arithmetic_mesh, check_axes, has_libtpu, topology, topology_names
 from lazymodel._errors import DoesNotFitError, LazyModelError, ShardingError
 from lazymodel._plan.make import plan
-from lazymodel._plan.plan import MemoryPlan
 from lazymodel._plan.what_if import WhatIf
 from lazymodel._sharding.rules import Rules, named_rules
 from lazymodel._sharding.shard import shard
-from lazymodel._show.table import Table, Tabled
+from lazymodel._show.table import Column, Report, Table
 from lazymodel._show.text import format_bytes, parse_bytes
 
-_CARD_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-# How many candidates that fit by arithmetic are given to the compiler before the search gives up.
+_GPU_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+# How many candidates that fit by arithmetic are compiled before the search stops.
 _CONFIRMED = 6
 _INIT_PROGRAMS = Compile("init")
 
@@ -39,15 +37,15 @@ class TopologyRow:
     # Bytes that a device must have by arithmetic, `MemoryPlan.needed_nbytes`; None where no plan was made because
     # the variables alone, split evenly over all devices, are too large.
     device_nbytes: int | None
-    compiled_nbytes: int | None  # the same as the compiler says; None where it was not asked
-    fits: bool  # whether it fits by the best knowledge there is
-    reason: str = ""  # why not; empty where it fits
-    counted: str = ""  # what was counted, with its dtypes, and what was not; empty where no plan was made
+    compiled_nbytes: int | None  # the same according to the compiler; None if nothing was compiled
+    fits: bool  # True if it fits, by the compiler if it was compiled, else by arithmetic
+    reason: str = ""  # why it does not fit; empty if it fits
+    counted: str = ""  # what was counted, with its dtypes, and what was not; empty if no plan was made
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class TopologyTable(Tabled):
-    """What `smallest_topology` found, smallest slice first."""
+class TopologyTable(Report):
+    """The result of `smallest_topology`, smallest slice first."""
 
     model: str  # the model's name
     device_memory: int  # bytes that one device has
@@ -59,7 +57,7 @@ class TopologyTable(Tabled):
         return next(row for row in self.rows if row.fits)
 
     def table(self) -> Table:
-        """What is shown: a row a slice."""
+        """The table, with a row for each slice."""
 
         def cells(row: TopologyRow) -> tuple[str, ...]:
             mesh = ", ".join(f"{axis}={length}" for axis, length in row.axes.items())
@@ -68,10 +66,10 @@ class TopologyTable(Tabled):
             return row.name, f"{row.num_devices:,}", mesh, *amounts, verdict
 
         title = f"{self.model} on devices of {format_bytes(self.device_memory)}"
-        columns = ("topology", "devices", "mesh", "arithmetic", "compiled", "fits")
-        right = frozenset(("devices", "arithmetic", "compiled"))
+        numbers = map(Column.number, ("arithmetic", "compiled"))
+        columns = (Column("topology"), Column.number("devices"), Column("mesh"), *numbers, Column("fits"))
         lines = list(filter(None, dict.fromkeys(row.counted for row in self.rows)))
-        return Table(title, columns, list(map(cells, self.rows)), right, lines)
+        return Table(title, columns, list(map(cells, self.rows)), lines)
 
 
 def smallest_topology(
@@ -90,19 +88,19 @@ def smallest_topology(
 
     Args:
         abstract: The model; shardings that it has are replaced.
-        device: A TPU generation, `"v5e"`, or a card, `"H100"`, of which 1, 2, 4, … are tried by arithmetic alone.
+        device: A TPU generation, `"v5e"`, or a GPU, `"H100"`; 1, 2, 4, … of these are tried by arithmetic alone.
         rules: As for `AbstractModel.shard`.
-        axes: As for `topology`; a size of -1 takes what a slice has. None is one axis, `"model"`.
+        axes: As for `topology`; a size of -1 takes what a slice has. None means one axis, `"model"`.
         max_devices: Largest slice to consider.
-        device_memory: Bytes of one device, or `"14GiB"`, if less than the device has is to be used.
+        device_memory: Bytes of one device to use, or `"14GiB"`, if less than all.
         checkpoint: As for `AbstractModel.plan`.
         what_if: As for `AbstractModel.plan`.
-        compile: What is compiled to confirm, as for `AbstractModel.plan`; None is arithmetic alone, for which libtpu
-            need not be installed.
+        compile: What to compile as confirmation, as for `AbstractModel.plan`; None uses arithmetic alone, without
+            libtpu.
 
     Raises:
-        DoesNotFitError: It fits on none; names the one that comes nearest, and by how much.
-        ShardingError: The rules fit on none.
+        DoesNotFitError: It fits on no slice; names the nearest one, and what is missing.
+        ShardingError: The rules fit on no slice.
         LazyModelError: The device is unknown, or libtpu is not installed and there is something to compile.
 
     Example:
@@ -111,10 +109,10 @@ def smallest_topology(
     """
     given: Any = device
     if not isinstance(given, str):
-        raise LazyModelError(f"a TPU generation or a card is named, such as 'v5e' or 'H100'; got {given!r}")
+        raise LazyModelError(f"device is a TPU generation or a GPU, such as 'v5e' or 'H100'; got {given!r}")
     known = known_memory(device)
     if tpu_generation(device) is None and known is not None:
-        names, compile = [f"{device}:{count}" for count in _CARD_COUNTS], None
+        names, compile = [f"{device}:{count}" for count in _GPU_COUNTS], None
     else:
         names = topology_names(device)
         if compile is not None and not has_libtpu():
@@ -124,81 +122,76 @@ def smallest_topology(
     assert known is not None  # every generation is in the table
     limit = known if device_memory is None else parse_bytes(device_memory, name="device_memory", at_least=1)
     check_axes(axes)
-    rules = named_rules(rules)
-
-    def sharded(mesh: Any) -> ModelSpec:
-        # What rules leave unmatched is the same on every mesh, and said when the chosen one is sharded.
-        return shard(abstract, mesh, rules, on_unmatched="ignore")
-
-    def planned(mesh: Any, compile: Compile | None) -> MemoryPlan:
-        return plan(sharded(mesh), checkpoint, device_memory=limit, what_if=what_if, compile=compile)
-
+    options = {"checkpoint": checkpoint, "what_if": what_if, "device_memory": limit}
+    search = _Search(abstract, named_rules(rules), axes, limit, options)
     rows: list[TopologyRow] = []
-    misfits: list[ShardingError] = []
     for name in names:
         if arithmetic_mesh(name).size > max_devices:
             break
-        row = _consider(abstract, name, axes, limit, sharded, planned, misfits)
+        row = search.by_arithmetic(name)
         if row.fits and compile is not None:
-            row = _confirm(row, limit, compile, planned)
+            row = search.by_compiler(row, compile)
         rows.append(row)
         if row.fits:
             return TopologyTable(abstract.name, limit, tuple(rows))
         if sum(row.compiled_nbytes is not None for row in rows) >= _CONFIRMED:
             break
-    if misfits and len(misfits) == len(rows):  # no matter of memory
-        raise ShardingError(f"the rules fit on no {device} slice. {rows[0].name}: {misfits[0]}") from misfits[0]
+    if search.mismatches and len(search.mismatches) == len(rows):  # memory is not the reason
+        first = search.mismatches[0]
+        raise ShardingError(f"the rules fit on no {device} slice. {rows[0].name}: {first}") from first
     raise DoesNotFitError(_nowhere(abstract, device, limit, max_devices, rows))
 
 
-def _consider(
-    abstract: ModelSpec,
-    name: str,
-    axes: Mapping[str, int] | None,
-    limit: int,
-    sharded: Callable[[Any], ModelSpec],
-    planned: Callable[[Any, None], MemoryPlan],
-    misfits: list[ShardingError],
-) -> TopologyRow:
-    """One slice by arithmetic; an error of the rules there is appended to `misfits`."""
-    size = arithmetic_mesh(name).size
-    row = TopologyRow(name, size, dict(axes or {}), None, None, False)
-    try:
-        mesh = arithmetic_mesh(name, axes)
-    except LazyModelError as error:
-        return dataclasses.replace(row, reason=_first_line(error))
-    row = dataclasses.replace(row, axes=dict(mesh.shape))
-    nbytes = sum(variable.nbytes for variable in abstract.values() if not variable.on_host)
-    if nbytes > limit * size:
-        with contextlib.suppress(ShardingError):  # what rules offload is no device's
-            nbytes = sum(variable.nbytes for variable in sharded(mesh).values() if resident_nbytes(variable))
-    if nbytes > limit * size:
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """A search for topologies; `mismatches` collects errors of the rules on slices."""
+
+    model: ModelSpec
+    rules: Any
+    axes: Mapping[str, int] | None
+    limit: int  # bytes of a device
+    options: Mapping[str, Any]  # keywords of every plan
+    mismatches: list[ShardingError] = dataclasses.field(default_factory=list[ShardingError])
+
+    def sharded(self, mesh: Any) -> ModelSpec:
+        # Unmatched variables are the same on every mesh; sharding on the chosen mesh warns about them.
+        return shard(self.model, mesh, self.rules, on_unmatched="ignore")
+
+    def by_arithmetic(self, name: str) -> TopologyRow:
+        size = arithmetic_mesh(name).size
+        row = TopologyRow(name, size, dict(self.axes or {}), None, None, False)
+        try:
+            mesh = arithmetic_mesh(name, self.axes)
+        except LazyModelError as error:
+            return dataclasses.replace(row, reason=_first_line(error))
+        row = dataclasses.replace(row, axes=dict(mesh.shape))
+        nbytes = sum(variable.nbytes for variable in self.model.values() if not variable.on_host)
+        try:
+            if nbytes > self.limit * size:  # without what rules offload, which is not on devices
+                sharded = self.sharded(mesh).values()
+                nbytes = sum(variable.nbytes for variable in sharded if resident_nbytes(variable))
+            if nbytes <= self.limit * size:
+                return self._judged(row, mesh, None, "device_nbytes")
+        except ShardingError as error:
+            if nbytes <= self.limit * size:
+                self.mismatches.append(error)
+                return dataclasses.replace(row, reason=_first_line(error))
         reason = f"{format_bytes(math.ceil(nbytes / size))} a device even if everything is split"
         return dataclasses.replace(row, reason=reason)
-    try:
-        found = planned(mesh, None)
-    except ShardingError as error:
-        misfits.append(error)
-        return dataclasses.replace(row, reason=_first_line(error))
-    return _judged(row, found, limit, device_nbytes=found.needed_nbytes)
 
+    def by_compiler(self, row: TopologyRow, compile: Compile) -> TopologyRow:
+        try:
+            return self._judged(row, topology(row.name, row.axes), compile, "compiled_nbytes")
+        except DoesNotFitError as error:
+            needed = error.needed_nbytes or 0
+            return dataclasses.replace(row, compiled_nbytes=needed, fits=False, reason=_first_line(error))
 
-def _confirm(
-    row: TopologyRow, limit: int, compile: Compile, planned: Callable[[Any, Compile], MemoryPlan]
-) -> TopologyRow:
-    """One slice by the compiler."""
-    try:
-        found = planned(topology(row.name, row.axes), compile)
-    except DoesNotFitError as error:
-        needed = error.needed_nbytes or 0
-        return dataclasses.replace(row, compiled_nbytes=needed, fits=False, reason=_first_line(error))
-    return _judged(row, found, limit, compiled_nbytes=found.needed_nbytes)
-
-
-def _judged(row: TopologyRow, found: MemoryPlan, limit: int, **nbytes: int) -> TopologyRow:
-    short, fits = found.needed_nbytes - limit, bool(found.fits)
-    reason = f"{format_bytes(short)} too little" if short > 0 else "" if fits else found.verdict()
-    return dataclasses.replace(row, fits=fits, reason=reason, counted=found.counted_text(), **nbytes)
+    def _judged(self, row: TopologyRow, mesh: Any, compile: Compile | None, nbytes: str) -> TopologyRow:
+        found = plan(self.sharded(mesh), compile=compile, **self.options)
+        short, fits = found.needed_nbytes - self.limit, bool(found.fits)
+        reason = f"{format_bytes(short)} too little" if short > 0 else "" if fits else found.verdict()
+        own = {nbytes: found.needed_nbytes, "fits": fits, "reason": reason, "counted": found.counted_text()}
+        return dataclasses.replace(row, **own)
 
 
 def _nowhere(abstract: ModelSpec, device: str, limit: int, max_devices: int, rows: list[TopologyRow]) -> str:
@@ -206,7 +199,7 @@ def _nowhere(abstract: ModelSpec, device: str, limit: int, max_devices: int, row
     start = f"{abstract.name} ({size}) fits on no {device} slice of at most {max_devices} devices"
     if known := {needed: row for row in reversed(rows) if (needed := row.compiled_nbytes or row.device_nbytes)}:
         needed, nearest = min(known.items(), key=lambda item: item[0])
-        if needed <= limit:  # its devices have enough
+        if needed <= limit:  # its devices have enough memory
             return f"{start}; {nearest.name}: {nearest.reason}"
         return (
             f"{start} of {format_bytes(limit)}; nearest is {nearest.name} with {format_bytes(needed)} on a device. "

@@ -1,27 +1,28 @@
-"""What a model holds in use: parameters, optimizer state and gradients, and what would be added or taken away.
+"""Memory in use: parameters, optimizer state and gradients, and changes of a `WhatIf`.
 
-State that the model has (`with_optimizer`, a compiled Keras model) are variables of its own; gradients are of what
-that optimizer trains. What is only stated (`WhatIf`) is arithmetic on shapes, dtypes and shardings. What the compiler
-says is `_plan/compiled`'s matter.
+State that the model has (`with_optimizer`, a compiled Keras model) consists of variables; its gradients are of what
+that optimizer trains. Additions of a `WhatIf` are arithmetic on shapes, dtypes and shardings. `_plan/make` gets the
+compiler's numbers.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from lazymodel._abstract.memory import in_memory, is_offloaded
 from lazymodel._abstract.placement import offloaded_nbytes, resident_nbytes, stays_on_host
 from lazymodel._abstract.spec import ModelSpec
+from lazymodel._abstract.variable import in_memory, is_offloaded
 from lazymodel._errors import LazyModelError
 from lazymodel._plan.activations import REMATS
 from lazymodel._sharding.describe import describe
@@ -38,7 +39,7 @@ _SLOTS = {
     **dict.fromkeys(("adagrad", "lion", "momentum", "rmsprop"), 1),
     **dict.fromkeys(("adadelta", "adam", "adamax", "adamw", "ftrl", "lamb", "nadam"), 2),
 }
-# What `enable_lora` of a KerasHub backbone takes (the layers query, value, query_dense, value_dense), and the names of
+# The layers that `enable_lora` of a KerasHub backbone uses (query, value, query_dense, value_dense), and the names of
 # the same projections elsewhere.
 _LORA_TARGETS = r"(?:.*/)?(?:query|value|q_proj|v_proj)(?:_dense)?/kernel"
 _QUANTIZED_BITS = {"int8": 8, "int4": 4}
@@ -51,28 +52,29 @@ Pair: TypeAlias = "tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]"
 
 @dataclasses.dataclass(frozen=True)
 class WhatIf:
-    """What a plan adds to a model that does not have it, or takes away, by arithmetic.
+    """Changes to a model that a plan counts by arithmetic.
 
-    What the model has, a plan counts without being told.
+    A plan always counts what the model has.
 
     Attributes:
-        optimizer: Training, of a model that has no optimizer: gradients, and an optimizer's slots for every trainable
+        optimizer: Adds training, for a model without an optimizer: gradients, and optimizer slots for every trainable
             parameter. A name such as `"adamw"`, the number of slots, or their dtypes.
-        lora_rank: Rank of LoRA pairs, which are then all that is trained.
+        lora_rank: Rank of LoRA pairs; only these are then trained.
         lora_targets: Regex of the paths that get a pair; None is the query and value projections, as in KerasHub.
-        quantize: `"int8"` or `"int4"`: what quantizing the materialized model leaves.
-        memory_kind: Where the optimizer's slots lie, as for `with_optimizer`: `"pinned_host"`, or None for devices.
-        moments: Dtype of the slots of an optimizer that is named, such as `"float32"`; None is each parameter's own,
-            as Optax and Keras make them.
-        master_weights: Dtype of a copy of each trained parameter that the optimizer updates, such as `"float32"`, for
-            those that have another one; they are among the optimizer's state. None is no copy.
-        batch: Batch size, and `sequence` the tokens of each: activations of a dense transformer are estimated, of a
-            training step if there is an optimizer, or else of a forward pass. See `lazymodel._plan.activations`.
+        quantize: `"int8"` or `"int4"`: counts the model as if it were quantized after materializing.
+        memory_kind: Memory of the optimizer's slots, as for `with_optimizer`: `"pinned_host"`, or None for devices.
+        moments: Dtype of the slots of a named optimizer, such as `"float32"`; None is each parameter's own, as in Optax
+            and Keras.
+        master_weights: Dtype of a copy that the optimizer updates for each trained parameter of another dtype, such as
+            `"float32"`; it counts as optimizer state. None means no copy.
+        batch: Batch size; `sequence` is the number of tokens of each sequence. Estimates activations of a dense
+            transformer, of a training step with an optimizer, otherwise of a forward pass. See
+            `lazymodel._plan.activations`.
         remat: What a training step computes again: `"attention"` the scores of attention, which flash attention does
-            not keep either, `"full"` whole layers; None is nothing.
+            not keep either, `"full"` whole layers; None means nothing.
 
     Raises:
-        LazyModelError: One is none of these, or there are targets and no rank.
+        LazyModelError: A value is invalid, or there are targets and no rank.
 
     Example:
         >>> sharded.plan(what_if=lm.WhatIf(optimizer="adamw")).parts
@@ -96,27 +98,25 @@ class WhatIf:
         for name in ("memory_kind", "moments", "master_weights"):
             if (given := getattr(self, name)) is not None:
                 if self.optimizer is None:
-                    raise LazyModelError(f"{name} was given without optimizer, whose state it is of; say both")
+                    raise LazyModelError(f"{name} was given without optimizer, whose state it sets; pass both")
                 if name != "memory_kind":
                     _float_dtype(name, given)
         if self.moments is not None and not isinstance(self.optimizer, str | int):
             raise LazyModelError(
                 f"moments={self.moments!r} and the slots' dtypes {self.optimizer!r} were given; say one"
             )
-        for name in ("batch", "sequence"):
+        for name in ("batch", "sequence", "lora_rank"):
             given = getattr(self, name)
             if given is not None and (type(given) is not int or given < 1):
                 raise LazyModelError(f"{name} is a positive number; got {given!r}")
         if (self.batch is None) != (self.sequence is None):
-            raise LazyModelError("activations are estimated for a batch and a sequence; say both")
+            raise LazyModelError("activations are estimated for a batch and a sequence; pass both")
         if self.remat is not None and (self.remat not in REMATS or self.batch is None or self.optimizer is None):
             raise LazyModelError(
                 f"remat is {' or '.join(map(repr, REMATS))}, with optimizer, batch and sequence; got {self.remat!r}"
             )
-        if self.lora_rank is not None and (type(self.lora_rank) is not int or self.lora_rank < 1):
-            raise LazyModelError(f"lora_rank is a positive number; got {self.lora_rank!r}")
         if self.lora_targets is not None and self.lora_rank is None:
-            raise LazyModelError("lora_targets was given without lora_rank; say both")
+            raise LazyModelError("lora_targets was given without lora_rank; pass both")
         try:
             re.compile(self.targets)
         except (re.error, TypeError) as error:
@@ -130,60 +130,91 @@ class WhatIf:
         return _LORA_TARGETS if self.lora_targets is None else self.lora_targets
 
 
+class Held(NamedTuple):
+    """An array that a model holds for a variable while it is used."""
+
+    kind: str  # such as `PARAMETERS`
+    path: str  # of the variable
+    dtype: str
+    nbytes: int  # of the whole array
+    device_nbytes: int  # on each of the variable's devices
+    host_nbytes: int = 0  # on a host for each of these devices
+
+
 class Use:
-    """What a model holds while it is used: shards as materialized, pairs, slots, state and gradients, by path."""
+    """Memory of a model in use: shards as materialized, LoRA pairs, slots, state and gradients.
+
+    Attributes:
+        held: One row for each array that is held.
+        notes: How the numbers were computed.
+        shard_nbytes: Path → bytes on each of its devices, as materialized.
+        state: Paths of the model's own optimizer state.
+        pairs: Path → its LoRA pair.
+        trained: Path → what the optimizer updates there: its own struct, or its pair.
+    """
 
     def __init__(self, model: ModelSpec, shardings: Mapping[str, Sharding], what_if: WhatIf) -> None:
-        self.notes: list[str] = []  # how the numbers came to be
+        self.notes: list[str] = []
         self.shard_nbytes = {path: resident_nbytes(variable) for path, variable in model.items()}
-        # Bytes that a host keeps for each device.
-        self.offloaded = {path: nbytes for path, each in model.items() if (nbytes := offloaded_nbytes(each))}
         self.state = tuple(path for path, variable in model.items() if variable.follows is not None)
         self._check_one_optimizer(model, what_if)
         self.pairs: dict[str, Pair] = {}
         if what_if.lora_rank is not None:
             self.pairs = _pairs(model, shardings, what_if.lora_rank, what_if.targets)
             self.notes.append(f"LoRA of rank {what_if.lora_rank} on {len(self.pairs)} variables; all others are frozen")
-        # The dtypes of a stated optimizer's slots, None for the parameter's own; None without one.
-        self.slots = None if what_if.optimizer is None else slot_dtypes(what_if.optimizer)
+        # The dtypes of the slots of a `WhatIf`'s optimizer, None for the parameter's own; None without an optimizer.
+        self._slots = None if what_if.optimizer is None else slot_dtypes(what_if.optimizer)
         self._slots_memory = what_if.memory_kind
         self._moments = None if what_if.moments is None else _float_dtype("moments", what_if.moments)
         self._master = None if what_if.master_weights is None else _float_dtype("master", what_if.master_weights)
-        self.trained = self._trained(
-            model, shardings
-        )  # path to what the optimizer updates: its own struct, or its pair
+        self.trained = self._trained(model, shardings)
+        self.held: list[Held] = []
+        for path, each in model.items():
+            kind = PARAMETERS if each.follows is None else OPTIMIZER
+            amounts = each.nbytes, self.shard_nbytes[path], offloaded_nbytes(each)
+            self.held.append(Held(kind, path, each.dtype.name, *amounts))
         stated = {path: tuple(itertools.chain(*slots)) for path, slots in self.slot_structs().items()}
-        stated = {path: slots for path, slots in stated.items() if slots}
-        own = {path: model[path].dtype.name for path in model}
-        self.dtypes = {  # of each kind, largest first; of activations how they are counted
-            PARAMETERS: _dtypes((own[path], model[path].nbytes) for path in model if model[path].follows is None),
-            LORA: _dtypes(map(_dtype_of, itertools.chain(*self.pairs.values()))),
-            OPTIMIZER: _dtypes(
-                itertools.chain(
-                    ((own[path], model[path].nbytes) for path in self.state),
-                    map(_dtype_of, itertools.chain(*stated.values())),
-                )
-            ),
-            GRADIENTS: _dtypes(map(_dtype_of, itertools.chain(*self.trained.values()))),
-        }
-        away = {path: [slot for slot in slots if is_offloaded(slot.sharding)] for path, slots in stated.items()}
-        for path, nbytes in _nbytes({path: slots for path, slots in away.items() if slots}).items():
-            self.offloaded[path] = self.offloaded.get(path, 0) + nbytes
-            stated[path] = tuple(slot for slot in stated[path] if not is_offloaded(slot.sharding))
-        self.parts = {
-            PARAMETERS: {path: self.shard_nbytes[path] for path in model if model[path].follows is None},
-            LORA: _nbytes(self.pairs),
-            OPTIMIZER: {path: self.shard_nbytes[path] for path in self.state} | _nbytes(stated),
-            GRADIENTS: _nbytes(self.trained),
-        }
+        for kind, structs in ((LORA, self.pairs), (OPTIMIZER, stated), (GRADIENTS, self.trained)):
+            for path, some in structs.items():
+                for struct in some:
+                    shape = struct.shape if struct.sharding is None else struct.sharding.shard_shape(struct.shape)
+                    away = kind == OPTIMIZER and is_offloaded(struct.sharding)
+                    nbytes = math.prod(shape) * struct.dtype.itemsize
+                    amounts = struct.size * struct.dtype.itemsize, nbytes * (not away), nbytes * away
+                    self.held.append(Held(kind, path, struct.dtype.name, *amounts))
+        self.quantized = ""
         if what_if.quantize is not None:
             self._quantize(model, shardings, what_if.quantize)
 
+    @functools.cached_property
+    def offloaded(self) -> dict[str, int]:
+        """Path → bytes that a host keeps for each device."""
+        sums: collections.Counter[str] = collections.Counter()
+        for row in self.held:
+            sums[row.path] += row.host_nbytes
+        return {path: nbytes for path, nbytes in sums.items() if nbytes}
+
+    @functools.cached_property
+    def parts(self) -> dict[str, collections.Counter[str]]:
+        """Kind → path → bytes that each of its devices holds."""
+        parts = {kind: collections.Counter[str]() for kind in (PARAMETERS, LORA, OPTIMIZER, GRADIENTS)}
+        for row in self.held:
+            parts[row.kind][row.path] += row.device_nbytes
+        return parts
+
+    def dtypes(self, kind: str) -> str:
+        """The dtypes with at least a hundredth of the bytes of a kind, largest first."""
+        totals: collections.Counter[str] = collections.Counter()
+        for row in self.held:
+            totals[row.dtype] += row.nbytes * (row.kind == kind)
+        found = [name for name, nbytes in totals.most_common() if nbytes and 100 * nbytes >= totals.total()]
+        return ", ".join([*([self.quantized] if self.quantized and kind == PARAMETERS else []), *found])
+
     def slot_structs(self) -> dict[str, tuple[tuple[jax.ShapeDtypeStruct, ...], ...]]:
-        """Path to a stated optimizer's slots for each of what is trained there."""
+        """Path → slots of a `WhatIf`'s optimizer, for each array that is trained there."""
 
         def slots(s: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
-            dtypes = [dtype or self._moments or s.dtype for dtype in self.slots or ()]
+            dtypes = [dtype or self._moments or s.dtype for dtype in self._slots or ()]
             if self._master not in (None, s.dtype):
                 dtypes.append(self._master)
             sharding = in_memory(s.sharding, self._slots_memory, "optimizer state")
@@ -192,37 +223,39 @@ class Use:
         return {path: tuple(map(slots, structs)) for path, structs in self.trained.items()}
 
     def argument_nbytes(self, what: str) -> int:
-        """Bytes on a device that a compiled `"forward"` or `"train"` is given: a forward pass no slots only stated."""
+        """Bytes on a device of the arguments of a compiled `"forward"` or `"train"`; forward has no `WhatIf` slots."""
         kinds = (PARAMETERS, LORA, OPTIMIZER) if what == "train" else (PARAMETERS, LORA)
-        held = sum(sum(self.parts[kind].values()) for kind in kinds)
-        return held if what == "train" else held + sum(self.shard_nbytes[path] for path in self.state)
+        own = 0 if what == "train" else sum(self.shard_nbytes[path] for path in self.state)
+        return own + sum(row.device_nbytes for row in self.held if row.kind in kinds)
 
     def _check_one_optimizer(self, model: ModelSpec, what_if: WhatIf) -> None:
         if model.optimized is None or (what_if.optimizer is None and what_if.lora_rank is None):
             return
         state = f"{len(self.state)} variables of state, such as {self.state[0]!r}" if self.state else "no state"
         has = f"{model.name} has an optimizer already ({state})"
-        second = (
-            f"optimizer={what_if.optimizer!r} would be a second one: {has}, which a plan counts; leave optimizer out"
-        )
-        pairs = f"lora_rank={what_if.lora_rank} plans pairs that are trained in place of the parameters, and {has}"
         if what_if.optimizer is not None:
-            raise LazyModelError(f"{second}, or plan the model without its own")
-        raise LazyModelError(f"{pairs} for these; plan the model without it")
+            raise LazyModelError(
+                f"optimizer={what_if.optimizer!r} would be a second one: {has}, which a plan counts; leave optimizer "
+                "out, or plan the model without its own optimizer"
+            )
+        raise LazyModelError(
+            f"lora_rank={what_if.lora_rank} plans pairs that are trained instead of the parameters, and {has} for "
+            "these; plan the model without its optimizer"
+        )
 
     def _trained(
         self, model: ModelSpec, shardings: Mapping[str, Sharding]
     ) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
-        if self.slots is None and model.optimized is None:
+        if self._slots is None and model.optimized is None:
             return {}
         trained: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {**self.pairs}
         if not trained:
             for path in model.optimized.paths if model.optimized is not None else _trainable(model):
                 variable = model[path]
                 trained[path] = (jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=shardings[path]),)
-        if self.slots is not None:
+        if self._slots is not None:
             self.notes.append(
-                f"training: {plural(len(self.slots), 'optimizer slot')} for each of "
+                f"training: {plural(len(self._slots), 'optimizer slot')} for each of "
                 f"{sum(map(len, trained.values())):,} trainable variables"
                 f"{'' if self._master is None else f', and master weights in {self._master.name}'}"
             )
@@ -236,25 +269,26 @@ class Use:
     def _quantize(self, model: ModelSpec, shardings: Mapping[str, Sharding], mode: str) -> None:
         roles = describe(model.variables)
         count = 0
-        for path, variable in model.items():
+        for place, row in enumerate(self.held[: len(model)]):
+            path, variable = row.path, model[row.path]
             floating = jax.numpy.issubdtype(variable.dtype, np.floating) and variable.dtype.itemsize > 1
             matrix = floating and len(variable.shape) >= 2 and variable.size >= _SMALLEST_QUANTIZED
             other = variable.follows is not None or roles[path].role == "lora" or stays_on_host(variable)
             if other or not matrix:
                 continue
             if path in self.trained and path not in self.pairs:
-                mend = "add lora_rank, or leave out the optimizer"
-                mend = mend if model.optimized is None else "plan the model without its optimizer"
+                own = "add lora_rank, or leave out the optimizer"
                 raise LazyModelError(
                     f"quantize={mode!r} takes {path!r} too, which is trained, and quantized parameters cannot be "
-                    f"trained; {mend}"
+                    f"trained; {own if model.optimized is None else 'plan the model without its optimizer'}"
                 )
             shard = shardings[path].shard_shape(variable.shape)
             columns = math.prod(shard) // max(shard[-2], 1)
-            held = self.offloaded if path in self.offloaded else self.parts[PARAMETERS]
-            held[path] = -(-math.prod(shard) * _QUANTIZED_BITS[mode] // 8) + columns * _SCALE_NBYTES
+            nbytes = -(-math.prod(shard) * _QUANTIZED_BITS[mode] // 8) + columns * _SCALE_NBYTES
+            where = "host_nbytes" if row.host_nbytes else "device_nbytes"
+            self.held[place] = row._replace(**{where: nbytes})
             count += 1
-        self.dtypes[PARAMETERS] = f"{mode}, {self.dtypes[PARAMETERS]}" if count else self.dtypes[PARAMETERS]
+        self.quantized = mode if count else ""
         self.notes.append(
             f"{mode}: {count} matrices are quantized after they are materialized, one by one, with a scale a column"
         )
@@ -266,12 +300,12 @@ def _trainable(model: ModelSpec) -> list[str]:
 
 
 def slot_dtypes(optimizer: Any) -> tuple[Any, ...]:
-    """The dtypes of the slots that a stated optimizer keeps of each parameter, None for the parameter's own."""
+    """The dtypes of the slots that a `WhatIf`'s optimizer keeps for each parameter, None for the parameter's own."""
     if isinstance(optimizer, str):
         if optimizer.lower() not in _SLOTS:
             raise LazyModelError(
                 f"optimizer {optimizer!r} is not known{closest(optimizer, _SLOTS)}; give the number of slots that it "
-                f"keeps of each parameter, or one of {', '.join(sorted(_SLOTS))}"
+                f"keeps for each parameter, or one of {', '.join(sorted(_SLOTS))}"
             )
         optimizer = _SLOTS[optimizer.lower()]
     if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer >= 0:
@@ -280,14 +314,14 @@ def slot_dtypes(optimizer: Any) -> tuple[Any, ...]:
         return tuple(jax.numpy.dtype(dtype) for dtype in cast("Sequence[Any]", optimizer))
     except TypeError:
         own = "; with_optimizer() takes an optimizer itself, and a plan then counts its state"
-        mend = own if callable(optimizer) or hasattr(optimizer, "init") or hasattr(optimizer, "variables") else ""
+        own = own if callable(optimizer) or hasattr(optimizer, "init") or hasattr(optimizer, "variables") else ""
         raise LazyModelError(
-            f"optimizer is a name, a number of slots or their dtypes; got {optimizer!r}{mend}"
+            f"optimizer is a name, a number of slots or their dtypes; got {optimizer!r}{own}"
         ) from None
 
 
 def _pairs(model: ModelSpec, shardings: Mapping[str, Sharding], rank: int, targets: str) -> dict[str, Pair]:
-    """For each target of shape (…, n) a pair of shapes (…, rank) and (rank, n), as Keras makes them."""
+    """A pair of shapes (…, rank) and (rank, n) for each target of shape (…, n), as in Keras."""
     regex = re.compile(targets)
     pairs: dict[str, Pair] = {}
     for path, variable in model.items():
@@ -314,25 +348,3 @@ def _float_dtype(name: str, given: Any) -> Any:
     if dtype is None or not jax.numpy.issubdtype(dtype, np.floating):
         raise LazyModelError(f"{name} is a floating-point dtype such as 'float32' or 'bfloat16'; got {given!r}")
     return dtype
-
-
-def _dtype_of(struct: Any) -> tuple[str, int]:
-    return struct.dtype.name, struct.size * struct.dtype.itemsize
-
-
-def _dtypes(sizes: Iterable[tuple[str, int]]) -> str:
-    """The dtypes, of these and bytes, that have a hundredth of the bytes or more, largest first."""
-    totals: collections.Counter[str] = collections.Counter()
-    for name, nbytes in sizes:
-        totals[name] += nbytes
-    return ", ".join(name for name, nbytes in totals.most_common() if 100 * nbytes >= totals.total())
-
-
-def _nbytes(structs: Mapping[str, Sequence[jax.ShapeDtypeStruct]]) -> dict[str, int]:
-    """Path → bytes on a device."""
-
-    def nbytes(struct: Any) -> int:
-        shape = struct.shape if struct.sharding is None else struct.sharding.shard_shape(struct.shape)
-        return math.prod(shape) * struct.dtype.itemsize
-
-    return {path: sum(map(nbytes, some)) for path, some in structs.items()}

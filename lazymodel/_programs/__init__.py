@@ -1,1 +1,1 @@
-"""Init programs: what is asked of a jaxpr, recipes, and compiling and running them."""
+"""Init programs: inspecting jaxprs, recipes, and compiling and running them."""

@@ -1,14 +1,14 @@
-"""What tracing and init programs need to know about jaxprs: run one equation, name it, classify it.
+"""Jaxprs: run one equation, name it, classify it.
 
-Everything that touches JAX's own representation is here, through `jax.extend.core` and `jax.core.eval_jaxpr`, so
-that a new JAX release changes this module and no other. What to do with the answers is decided elsewhere.
+All code that depends on JAX' own representation is here, through `jax.extend.core` and `jax.core.eval_jaxpr`, so a new
+JAX release only changes this module. Callers decide how to use the answers.
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -20,22 +20,22 @@ from jax.interpreters import partial_eval
 
 from lazymodel._programs.keys import is_key, key_data
 
-CONFIG: Any = jax.config  # whose settings are not annotated
+CONFIG: Any = jax.config  # its settings are not annotated
 
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# What CPUs compute by polynomials or estimates, which XLA may do differently in the last few elements of an array:
-# those that do not fill a vector register.
+# Functions that CPUs compute by polynomials or estimates, which XLA may do differently in the last few elements of an
+# array: those that do not fill a vector register.
 _APPROXIMATE = _names(
     """
     acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1
     igamma igammac lgamma log log1p logistic polygamma pow regularized_incomplete_beta rsqrt sin sinh tan tanh zeta
     """
 )
-# What chooses among values, or changes signs, element by element and otherwise: nothing is rounded.
+# Operations that choose among values, or change signs, elementwise or not: nothing is rounded.
 _CHOOSING = _names(
     """
     abs bitcast_convert_type clamp complex conj copy copy_p device_put imag max min name neg nextafter
@@ -44,7 +44,7 @@ _CHOOSING = _names(
 )
 _EXTREMES = _names("argmax argmin cummax cummin reduce_max reduce_min sort")
 _EXACT = _CHOOSING | _EXTREMES
-# Elementwise, exact or not: every element depends on the same element of the operands alone.
+# Elementwise, exact or not: every element depends only on the same element of the operands.
 ELEMENTWISE = (
     _APPROXIMATE
     | _CHOOSING
@@ -56,7 +56,7 @@ ELEMENTWISE = (
         """
     )
 )
-# Data movement: values are moved or repeated, never computed with.
+# Data movement: values are only moved or repeated.
 STRUCTURAL = _names(
     """
     broadcast broadcast_in_dim concatenate dynamic_slice dynamic_update_slice empty empty2 expand_dims full gather iota
@@ -64,27 +64,28 @@ STRUCTURAL = _names(
     transpose unstack
     """
 )
-# Not elementwise, yet exact in any order, so a partitioned run gives the same bits.
+# Not elementwise, but exact in any order, so a partitioned run gives the same bits.
 _ORDERLESS = _EXTREMES | _names(
     """
     reduce_and reduce_or reduce_xor top_k scatter_max scatter_min random_bits random_seed random_split random_fold_in
     threefry2x32 rng_bit_generator
     """
 )
-# Sums are exact, and so orderless, for integers only.
+# Sums are exact, and so independent of the order, for integers only.
 _INTEGER_ORDERLESS = _names("reduce_sum reduce_prod cumsum cumprod scatter_add scatter_mul dot_general")
-# Equations that only run an inner jaxpr. Eagerly, the first kind is one compiled unit; the second runs step by step.
+# Equations that only run an inner jaxpr. In eager execution, the first kind is compiled as a unit; the second runs step
+# by step.
 JIT = _names("jit pjit")
 CALLS = _names("closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat checkpoint remat2")
 CONTROL = _names("scan while cond")
-# Parameters that only differentiation looks at, or that name a place in the source.
+# Parameters that only differentiation uses, or that describe a place in the source.
 _IGNORED_PARAMS = _names(
     "jvp_jaxpr_fun jvp_jaxpr_thunk fwd_jaxpr_thunk bwd out_trees symbolic_zeros debug_info debug num_consts_bwd"
 )
 
 
 def uses_x64() -> bool:
-    """Whether 64-bit types are on, in this thread and context."""
+    """Returns True if 64-bit types are on, in this thread and context."""
     return bool(CONFIG.jax_enable_x64)
 
 
@@ -100,7 +101,7 @@ def inner_jaxpr(eqn: Any) -> Any:
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:
-    """Every jaxpr among an equation's parameters, opened; those that only differentiation uses are left out."""
+    """Every jaxpr among an equation's parameters, opened, except those that only differentiation uses."""
     for name, value in eqn.params.items():
         if name in _IGNORED_PARAMS:
             continue
@@ -114,7 +115,7 @@ def is_dropped(var: Any) -> bool:
 
 
 def one_equation(eqn: Any, literals: Sequence[Any] | None = None) -> Any:
-    """An equation as a jaxpr of its own: operands in order, but for those that a literal takes the place of."""
+    """An equation as a separate jaxpr: takes its operands in order, except those replaced by a literal."""
     pairs = zip(eqn.invars, literals or [None] * len(eqn.invars), strict=True)
     invars = [jex.Var(atom.aval) if literal is None else literal for atom, literal in pairs]
     outvars = [jex.Var(var.aval) for var in eqn.outvars]
@@ -124,10 +125,36 @@ def one_equation(eqn: Any, literals: Sequence[Any] | None = None) -> Any:
 
 
 def live_part(jaxpr: Any, index: int) -> tuple[Any, list[bool]]:
-    """A jaxpr cut down to what one of its outputs needs (inside scans too), and which inputs are left."""
+    """A jaxpr reduced to what one of its outputs needs (also inside scans), and which inputs it still uses."""
     used = [position == index for position in range(len(jaxpr.outvars))]
     cut, inputs = partial_eval.dce_jaxpr(jaxpr, used)
     return cut, list(inputs)
+
+
+def walk(
+    closed: Any,
+    inputs: Sequence[Any],
+    constant: Callable[[Any, Any], Any],
+    equation: Callable[[Any, list[Any]], Sequence[Any]],
+) -> list[Any]:
+    """Evaluates a jaxpr in another arithmetic; returns its results.
+
+    Args:
+        closed: The jaxpr, closed or open.
+        inputs: The values of its inputs.
+        constant: Takes the variable or literal of a constant, and its value; returns the value to use.
+        equation: Takes an equation and the values of its operands; returns those of its results.
+    """
+    jaxpr, consts = opened(closed)
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+    known.update((var, constant(var, value)) for var, value in zip(jaxpr.constvars, consts, strict=True))
+
+    def read(atom: Any) -> Any:
+        return constant(atom, atom.val) if isinstance(atom, jex.Literal) else known[atom]
+
+    for eqn in jaxpr.eqns:
+        known.update(zip(eqn.outvars, equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 def run_jaxpr(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
@@ -140,15 +167,15 @@ def is_weak(aval: Any) -> bool:
 
 
 def with_weak_type(value: Any, weak: bool) -> Any:
-    """The same array, weakly typed, as those of Python scalars are, or not; eagerly or under a trace."""
+    """The same array, weakly typed like arrays of Python scalars, or not; eagerly or under a trace."""
     if is_key(value.dtype) or is_weak(jax.typeof(value)) == weak:
         return value
-    # No function of JAX makes an array weak, but jitted functions and this primitive keep it so.
+    # No public function of JAX makes an array weak, but jitted functions and this primitive keep it so.
     return convert_element_type_p.bind(value, new_dtype=value.dtype, weak_type=weak, sharding=None)
 
 
 class _Identity:
-    """An object known by identity alone; holding it keeps its id from being used again."""
+    """An object compared by identity; holding it prevents reuse of its id."""
 
     __slots__ = ("value",)
 
@@ -184,7 +211,7 @@ class Canonical:
     """Canonical forms of jaxprs: equal only for equal computations.
 
     Two computations that differ in anything that may change a value never share a form. Equal ones may have
-    different forms (an unknown object in a parameter counts by identity): that costs a compilation, nothing else.
+    different forms (an unknown object in a parameter counts by identity), which only costs a compilation.
     """
 
     def __init__(self) -> None:
@@ -205,7 +232,7 @@ class Canonical:
             (name, self.parameter(value)) for name, value in sorted(eqn.params.items()) if name not in _IGNORED_PARAMS
         )
         outs = tuple(self.aval(var.aval) for var in eqn.outvars)
-        # A primitive is known by name to people, but two libraries may use one name.
+        # Primitives have names, but two libraries may use the same one.
         return (eqn.primitive.name, _Identity(eqn.primitive), params, outs, self.context(eqn))
 
     def jaxpr(self, closed: Any) -> Interned:
@@ -230,7 +257,7 @@ class Canonical:
             form.append((self.equation(eqn), operands, tuple(number(var) for var in eqn.outvars)))
         form.append(tuple(atom(value) for value in jaxpr.outvars))
         interned = Interned(tuple(form))
-        self._jaxprs[id(closed)] = (closed, interned)  # the jaxpr is kept, so its id stays its own
+        self._jaxprs[id(closed)] = (closed, interned)  # the jaxpr is kept, so its id is not reused
         return interned
 
     def parameter(self, value: Any) -> Hashable:
@@ -242,7 +269,7 @@ class Canonical:
         if isinstance(value, enum.Enum):
             return (_Identity(type(value)), value.name)
         if type(value) in (bool, int, float, complex):
-            return (type(value).__name__, repr(value))  # `repr` tells 0.0 from -0.0, and nan equals itself
+            return (type(value).__name__, repr(value))  # `repr` distinguishes 0.0 and -0.0, and nan equals itself
         if isinstance(value, (tuple, list)):
             items = cast("Sequence[Any]", value)
             return (_Identity(type(items)), *(self.parameter(item) for item in items))
@@ -254,8 +281,8 @@ class Canonical:
             return ("set", frozenset(self.parameter(item) for item in members))
         if isinstance(value, (np.ndarray, np.generic, jax.Array)) or hasattr(value, "__array__"):
             return self._array(value)
-        # JAX's own value objects (shardings, PRNG implementations, dimension numbers) compare by value. An equality
-        # that someone else wrote may leave out what matters here, so those count by identity.
+        # JAX' own value objects (shardings, PRNG implementations, dimension numbers) compare by value. The equality of
+        # other classes may ignore something that matters here, so their objects count by identity.
         if type(value).__module__.split(".")[0] in ("jax", "jaxlib") and not callable(value):
             try:
                 hash(value)
@@ -281,10 +308,10 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def is_partitionable(jaxpr: Any) -> bool:
-    """Whether XLA may split a computation over devices without changing a bit of its result.
+    """Returns True if XLA may split a computation over devices without changing a bit of its result.
 
-    True for elementwise operations, data movement, counter-based random bits and whatever is exact in any order.
-    Floating-point sums, contractions and factorizations are not: partial sums would be added in another order.
+    True for elementwise operations, data movement, counter-based random bits and operations that are exact in any
+    order. False for floating-point sums, contractions and factorizations: partial sums would be added in another order.
     """
     for eqn in equations(jaxpr):
         name = eqn.primitive.name
@@ -299,7 +326,7 @@ def is_partitionable(jaxpr: Any) -> bool:
 
 
 def rounds(eqn: Any) -> bool:
-    """Whether an equation that calls no other computes floating-point numbers, rather than choosing or moving them."""
+    """True if an equation without inner calls computes floating-point numbers, not just chooses or moves them."""
     name = eqn.primitive.name
     if name in STRUCTURAL or name in _EXACT:
         return False
@@ -315,7 +342,7 @@ def is_floating(aval: Any) -> bool:
 
 
 def named_devices(jaxpr: Any) -> frozenset[tuple[Any, ...]]:
-    """The devices, in order, that a computation names itself: in `shard_map`, or in shardings of what it compiles."""
+    """The devices, in order, that a computation names itself: in `shard_map`, or in shardings of compiled functions."""
     params = [value for eqn in equations(jaxpr) for value in eqn.params.values()]
     each = [item for value in params for item in (cast(Any, value) if isinstance(value, tuple) else (value,))]
     named = [item.mesh if isinstance(item, jax.sharding.NamedSharding) else item for item in each]
@@ -324,18 +351,18 @@ def named_devices(jaxpr: Any) -> frozenset[tuple[Any, ...]]:
 
 
 def is_approximate(jaxpr: Any) -> bool:
-    """Whether a computation has functions in it that are not correctly rounded."""
+    """Returns True if a computation contains functions that are not correctly rounded."""
     return any(eqn.primitive.name in _APPROXIMATE for eqn in equations(jaxpr))
 
 
 def calls_back(eqn: Any) -> bool:
-    """Whether an equation, or one inside it, calls Python."""
+    """Returns True if an equation, or one inside it, calls Python."""
     inside = (inner for jaxpr in inner_jaxprs(eqn) for inner in equations(jaxpr))
     return any(each.primitive.name == "pure_callback" for each in (eqn, *inside))
 
 
 def depends_on_sharding(jaxpr: Any) -> bool:
-    """Whether random bits are drawn by a generator whose values change with the sharding: not counter-based."""
+    """Returns True if random bits are drawn by a generator whose values change with the sharding: not counter-based."""
     for eqn in equations(jaxpr):
         name = eqn.primitive.name
         if name in ("rng_bit_generator", "rng_uniform"):
@@ -352,7 +379,7 @@ def depends_on_sharding(jaxpr: Any) -> bool:
 
 
 def is_cheap(eqn: Any) -> bool:
-    """Whether computing a result twice costs next to nothing: no random bits, no contraction, no loop."""
+    """Returns True if computing a result twice costs almost nothing: no random bits, no contraction, no loop."""
     name = eqn.primitive.name
     if name in JIT or name in CALLS:
         return all(is_cheap(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)

@@ -1,4 +1,4 @@
-"""PRNG keys as data: what is a typed key, the raw numbers that it is stored and loaded as, and back."""
+"""PRNG keys as data: recognizing typed keys, converting them to the raw numbers that are stored, and back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def key_impl(dtype: Any) -> Any:
     found: list[Any] = []
 
     def look(keys: jax.Array) -> jax.Array:
-        # `key_impl` takes arrays and tracers only, so it is asked while tracing.
+        # `key_impl` only takes arrays and tracers, so it is called while tracing.
         found.append(jax.random.key_impl(keys))
         return keys
 
@@ -33,12 +33,12 @@ def key_data(keys: Any) -> np.ndarray:
 
 
 def as_keys(data: Any, dtype: Any) -> Any:
-    """The inverse of `key_data`, eagerly or under a trace; the data itself where `dtype` is None or no key's."""
+    """The inverse of `key_data`, eagerly or under a trace; the data itself if `dtype` is None or not a key dtype."""
     return jax.random.wrap_key_data(data, impl=key_impl(dtype)) if dtype is not None and is_key(dtype) else data
 
 
 def stored_as(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """In which shape and dtype values are stored: themselves, or key data for PRNG keys."""
+    """The shape and dtype in which values are stored: their own, or those of key data for PRNG keys."""
     if not is_key(dtype):
         return shape, np.dtype(dtype)
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))

@@ -1,7 +1,7 @@
-"""The mean and standard deviation that an init program draws from, read off its jaxpr: nothing is run.
+"""The mean and standard deviation of the values of an init program, inferred from its jaxpr: nothing is run.
 
-Responsible for the steps that initializers are made of: uniform and (truncated) normal numbers, orthogonal matrices,
-scaled, shifted, moved. Of what else there may be it says that it does not know.
+Responsible for the steps of common initializers: uniform and (truncated) normal numbers, orthogonal matrices, scaled,
+shifted, moved. For any other step the result is unknown.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from typing import Any
 import jax
 import numpy as np
 
-from lazymodel._programs.jaxprs import CALLS, JIT, STRUCTURAL, equations, inner_jaxpr, opened, uses_x64
+from lazymodel._programs.jaxprs import CALLS, JIT, STRUCTURAL, equations, inner_jaxpr, walk
 from lazymodel._programs.keys import is_key
-from lazymodel._programs.programs import InitRecipe, given_values
+from lazymodel._programs.programs import InitRecipe, given_values, x64_context
 
 _MOVES = STRUCTURAL | frozenset(
     ["convert_element_type", "optimization_barrier", "copy", "copy_p", "device_put", "stop_gradient", "nextafter"]
 )
 _QR = ("qr", "householder_product")
 _NORMAL = NormalDist()
-_UNCUT = 0.99  # of erf_inv's argument: the last number of a type before one, so a normal that nothing cuts
-_EDGE = 1e-15  # how near to the ends a probability comes
-_ROUNDING = 1e-2  # of a support's width, within which a bound is its end, in 16 bits too
+_UNCUT = 0.99  # for erf_inv's argument: from here on the normal distribution is not truncated, only rounded below 1
+_EDGE = 1e-15  # distance of a probability from 0 and 1
+_ROUNDING = 1e-2  # share of a support's width within which a bound counts as its end, also in 16 bits
 
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
-    """What each element of an array is drawn from."""
+    """The distribution of each element of an array."""
 
     mean: float
     std: float
-    support: tuple[float, float] | None = None  # between which they lie, of uniform numbers and what is made of them
+    support: tuple[float, float] | None = None  # the range of uniform numbers, and of values computed from them
 
     @property
     def is_uniform(self) -> bool:
         return self.support is not None and math.isclose(self.std, (self.support[1] - self.support[0]) / math.sqrt(12))
 
     def times(self, other: Moments) -> Moments:
-        """The product of independent ones."""
+        """The product of independent values."""
         if self.std and other.std:
             mean, square = self.mean * other.mean, (self.mean**2 + self.std**2) * (other.mean**2 + other.std**2)
             return Moments(mean, math.sqrt(max(square - mean**2, 0)))
@@ -54,7 +54,7 @@ class Moments:
         return Moments(drawn.mean * factor, abs(drawn.std * factor), support)
 
     def plus(self, other: Moments) -> Moments:
-        """The sum of independent ones."""
+        """The sum of independent values."""
         if self.std and other.std:
             return Moments(self.mean + other.mean, math.hypot(self.std, other.std))
         drawn, shift = (self, other.mean) if self.std else (other, self.mean)
@@ -67,19 +67,17 @@ _BITS = Moments(math.nan, math.nan)  # random integers
 
 
 def moments(recipe: InitRecipe) -> tuple[Moments | None, ...]:
-    """For each variable of a recipe what its elements are drawn from; None where that is not known.
+    """For each variable of a recipe the distribution of its elements; None if unknown.
 
-    What draws nothing at random, and is not the same number everywhere, is not known either.
+    It is also unknown for values that are neither random nor the same number everywhere.
     """
-    with jax.enable_x64(uses_x64() if recipe.x64 is None else recipe.x64):
+    with x64_context(recipe):
         closed = jax.make_jaxpr(recipe.function)(*recipe.inputs)
-    jaxpr, consts = opened(closed)
-    given = [_of_value(value) for value in (*consts, *recipe.inputs)]
-    return tuple(_walk(jaxpr, dict(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))))
+    return tuple(walk(closed, list(map(_of_value, recipe.inputs)), _of_constant, _of_equation))
 
 
 def is_random(recipe: InitRecipe) -> bool:
-    """Whether the recipe draws random numbers, or is given a matrix that may have been drawn."""
+    """Returns True if the recipe draws random numbers, or is given a matrix that may have been drawn."""
     if recipe.function is given_values and recipe.inputs[0].ndim > 1:
         return True
     names = {eqn.primitive.name for eqn in equations(jax.make_jaxpr(recipe.function)(*recipe.inputs))}
@@ -87,7 +85,7 @@ def is_random(recipe: InitRecipe) -> bool:
 
 
 def _of_value(value: Any) -> Moments | None:
-    """A known array: the number that it has everywhere."""
+    """The moments of a known array with the same number everywhere."""
     if is_key(value.dtype):
         return None
     array = np.asarray(value)
@@ -96,33 +94,25 @@ def _of_value(value: Any) -> Moments | None:
     return Moments(float(array.flat[0]), 0.0)
 
 
-def _walk(jaxpr: Any, env: dict[Any, Moments | None]) -> list[Moments | None]:
-    def read(atom: Any) -> Moments | None:
-        return _of_value(atom.val) if hasattr(atom, "val") else env.get(atom)
+def _of_constant(_: Any, value: Any) -> Moments | None:
+    return _of_value(value)
 
-    for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        name = eqn.primitive.name
-        if name in _QR or eqn.params.get("name") == "qr":
-            # Of the first result: orthonormal columns, or rows where it is wide. Of what is left nothing is known.
-            shape = eqn.outvars[0].aval.shape
-            env[eqn.outvars[0]] = Moments(0.0, 1 / math.sqrt(max(shape[-2:])))
-        elif name in JIT or name in CALLS:
-            inner, consts = opened(inner_jaxpr(eqn))
-            known = dict(zip(inner.invars, operands, strict=True))
-            known.update(zip(inner.constvars, map(_of_value, consts), strict=True))
-            env.update(zip(eqn.outvars, _walk(inner, known), strict=True))
-        elif name == "random_bits":
-            env[eqn.outvars[0]] = _BITS
-        elif (rule := _RULES.get(name)) is not None:
-            env[eqn.outvars[0]] = rule(operands, eqn)
-        elif name in _MOVES:
-            env.update(dict.fromkeys(eqn.outvars, _moved(operands, eqn)))  # of which `split` has several
-    return [read(atom) for atom in jaxpr.outvars]
+
+def _of_equation(eqn: Any, operands: Sequence[Moments | None]) -> Sequence[Moments | None]:
+    name, unknown = eqn.primitive.name, [None] * (len(eqn.outvars) - 1)
+    if name in _QR or eqn.params.get("name") == "qr":
+        # The first result has orthonormal columns, or rows if it is wide. The other results are unknown.
+        return [Moments(0.0, 1 / math.sqrt(max(eqn.outvars[0].aval.shape[-2:]))), *unknown]
+    if name in JIT or name in CALLS:
+        return walk(inner_jaxpr(eqn), operands, _of_constant, _of_equation)
+    if name in _MOVES and name not in _RULES:
+        return [_moved(operands, eqn)] * len(eqn.outvars)  # `split` has several results
+    found = _BITS if name == "random_bits" else _RULES[name](operands, eqn) if name in _RULES else None
+    return [found, *unknown][: len(eqn.outvars)]
 
 
 def _moved(operands: Sequence[Moments | None], eqn: Any) -> Moments | None:
-    if eqn.primitive.name != "concatenate":  # else the array is the first; indices follow
+    if eqn.primitive.name != "concatenate":  # otherwise the array is the first operand; indices follow
         return next(iter(operands), None)
     if None in operands:
         return None
@@ -139,7 +129,7 @@ def _both(combine: Callable[[Moments, Moments], Moments]) -> Callable[[Sequence[
     def rule(operands: Sequence[Moments | None], eqn: Any) -> Moments | None:
         first, second = operands
         if first is None or second is None or first is _BITS or second is _BITS:
-            return _BITS if first is _BITS or second is _BITS else None  # whichever bits are kept or set
+            return _BITS if first is _BITS or second is _BITS else None  # bits stay random
         shared = len({id(atom) for atom in eqn.invars}) < len(operands)
         return None if shared and first.std else combine(first, second)
 
@@ -151,13 +141,13 @@ def _divided(first: Moments, second: Moments) -> Moments:
 
 
 def _bitcast(operands: Sequence[Moments | None], eqn: Any) -> Moments | None:
-    """Random bits become floats in [1, 2), as `jax.random.uniform` sets their exponent; else bits are kept."""
+    """Random bits become floats in [1, 2), as in `jax.random.uniform`; otherwise bits are kept."""
     floating = jax.numpy.issubdtype(eqn.outvars[0].aval.dtype, np.floating)
     return Moments(1.5, 1 / math.sqrt(12), (1.0, 2.0)) if operands[0] is _BITS and floating else operands[0]
 
 
 def _erf_inv(operands: Sequence[Moments | None], eqn: Any) -> Moments | None:
-    """Of uniform numbers: a normal number over √2, cut where they end."""
+    """For uniform numbers: a normal number over √2, truncated where they end."""
     found = operands[0]
     if found is None or found.support is None or not found.is_uniform or max(map(abs, found.support)) > 1:
         return None
@@ -171,7 +161,7 @@ def _erf_inv(operands: Sequence[Moments | None], eqn: Any) -> Moments | None:
 
 
 def _extreme(operands: Sequence[Moments | None], eqn: Any) -> Moments | None:
-    """Of numbers and a bound, which holds no more than what rounding did."""
+    """For numbers and a bound that only limits rounding errors."""
     first, second = operands
     if first is None or second is None or (first.std and second.std):
         return None
@@ -188,7 +178,7 @@ def _extreme(operands: Sequence[Moments | None], eqn: Any) -> Moments | None:
 
 
 def _of_number(function: Callable[[float], float]) -> Callable[[Sequence[Moments | None], Any], Moments | None]:
-    """Of one number everywhere."""
+    """For one number everywhere."""
 
     def rule(operands: Sequence[Moments | None], eqn: Any) -> Moments | None:
         found = operands[0]
@@ -197,13 +187,8 @@ def _of_number(function: Callable[[float], float]) -> Callable[[Sequence[Moments
     return rule
 
 
-def _sign(operands: Sequence[Moments | None], eqn: Any) -> Moments | None:
-    """Of the diagonal of a factorization, of which nothing else is known: as often one as the other."""
-    return Moments(0.0, 1.0)
-
-
 def _same_bits(operands: Sequence[Moments | None], eqn: Any) -> Moments | None:
-    """Bits are random if an operand's are; what hides a value changes none of its own."""
+    """Bits are random if an operand's are; hiding a value does not change its bits."""
     return _BITS if _BITS in operands else operands[0]
 
 
@@ -217,7 +202,8 @@ _RULES: Mapping[str, Callable[[Sequence[Moments | None], Any], Moments | None]] 
     "erf": _of_number(math.erf),
     "max": _extreme,
     "min": _extreme,
-    "sign": _sign,
+    # For the diagonal of a factorization, whose values are unknown: both signs are equally likely.
+    "sign": lambda operands, eqn: Moments(0.0, 1.0),
     "erf_inv": _erf_inv,
     "bitcast_convert_type": _bitcast,
     "shift_right_logical": _same_bits,

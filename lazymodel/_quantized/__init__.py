@@ -1,1 +1,1 @@
-"""Quantized checkpoints as Hugging Face has them: what each tensor is, and its decoding, a family a module."""
+"""Quantized checkpoints of Hugging Face: the meaning of each tensor, and its decoding. One module per family."""

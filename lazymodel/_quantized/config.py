@@ -1,7 +1,7 @@
-"""What a `config.json` says of how a checkpoint is quantized.
+"""The quantization that a `config.json` declares.
 
-Responsible for finding it, for the dtype of what is decoded, and for the modules that were left as they are. What the
-entries mean beyond that, each family knows.
+Finds it, the dtype of decoded tensors, and the modules that were not converted. The families interpret all other
+entries.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
 }
-_MOST_WAYS = 10**7  # tried in a tenth of a second; of names of 80 characters four wildcards have two millions
-_MOST_PARTS = 32  # of a name, of which all ranges are looked up
+_MOST_WAYS = 10**7  # takes a tenth of a second; four wildcards have two millions for names of 80 characters
+_MOST_PARTS = 32  # of a name for which all ranges of parts are looked up
 _LONGEST = 1000  # characters of a regular expression
 _TOKEN = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:=!]|<[=!]|P<\w+>)|\(\??|(?:[*+]|\{\d*,?\d*\})[?+]?|\)[?*+{]?|[?|]", re.S
@@ -41,13 +41,13 @@ _TOKEN = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a checkpoint is quantized.
+    """The quantization of a checkpoint.
 
     Attributes:
         method: The name of the form, `quant_method`.
-        options: All entries about it.
-        dtype: What decoded tensors are rounded to: the model's own dtype, and bfloat16 where none is said.
-        file: The path of the configuration, and the key in it that says so.
+        options: All of its entries.
+        dtype: The dtype to which decoded tensors are rounded: the model's own dtype, or bfloat16 if none is declared.
+        file: The path of the configuration, and the key in it that has the quantization.
     """
 
     method: str
@@ -57,8 +57,8 @@ class Config:
     _ignored: tuple[str, ...] = ()
 
     def ignores(self, module: str) -> bool:
-        """Whether a module is one of those that were left as they are, or within one."""
-        # Lists of hundreds of entries are asked for tens of thousands of modules.
+        """Returns True if a module, or one that contains it, was not converted."""
+        # Lists of hundreds of entries are searched for tens of thousands of modules.
         names, patterns = self._entries
         parts = module.split(".")
         if len(parts) > _MOST_PARTS:
@@ -68,7 +68,7 @@ class Config:
 
     @functools.cached_property
     def _entries(self) -> tuple[set[str], list[str]]:
-        """The entries that are names or parts of them, and the regular expressions."""
+        """The entries that are names or parts of names, and the regular expressions."""
         patterns = [entry for entry in self._ignored if entry.startswith("re:")]
         return {_name(entry) for entry in self._ignored if not entry.startswith("re:")} - {""}, patterns
 
@@ -76,20 +76,21 @@ class Config:
         return self.options.get(key, default)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
+        """Returns an entry that has to be a positive integer."""
         value = self.options.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.refuse(f"a positive integer as {key}", repr(value))
+            self.reject(f"a positive integer as {key}", repr(value))
         return value
 
-    def refuse(self, expected: str, found: str) -> NoReturn:
+    def reject(self, expected: str, found: str) -> NoReturn:
         raise CheckpointError(f"{self.file}: expected {expected}, found {found}. {ADVICE}.")
 
 
 def matches(entry: str, module: str) -> bool:
-    """Whether an entry of a list of modules is for one: its name or a part of it between dots, or after `re:` a regex.
+    """Returns True if an entry of a list of modules matches one: its name, a part of it between dots, or, after `re:`,
+    a regex.
 
-    As transformers and compressed-tensors have it, but that no part of a name between dots is cut in two.
+    As in transformers and compressed-tensors, except that no part of a name between dots is divided.
     """
     if entry.startswith("re:"):
         try:
@@ -100,27 +101,28 @@ def matches(entry: str, module: str) -> bool:
         except (re.error, OverflowError, RecursionError) as error:
             raise CheckpointError(
                 f"module {reprlib.repr(module)}: expected a regular expression to match it with, found "
-                f"{reprlib.repr(entry)} ({error}). Write it without repeated groups or so many wildcards, or list names"
+                f"{reprlib.repr(entry)} ({error}). Write it with fewer wildcards and no repeated groups, or list names"
             ) from error
     return bool(name := _name(entry)) and f".{name}." in f".{module}."
 
 
 def _name(entry: str) -> str:
-    """What an entry that is no regular expression names."""
+    """The module that an entry names; the entry is not a regular expression."""
     return entry.removesuffix("*").removesuffix(".").removeprefix("*").removeprefix(".")
 
 
 @functools.lru_cache
 def _ways(pattern: str) -> tuple[int, float]:
-    """Quantifiers that a pattern has, each of which may take any part of a name, and in how many ways, at most, it is
-    tried besides: with which alternatives. They are infinitely many where groups repeat, or it is long or has flags.
+    """The number of a pattern's quantifiers, each of which may match any part of a name, and an upper limit of the
+    number of ways to choose its alternatives. The limit is infinite if groups repeat, or if the pattern is long or has
+    flags.
     """
     if len(pattern) > _LONGEST:
         return 0, math.inf
     quantifiers, ways, alternatives = 0, 1, [1]
     for token in _TOKEN.findall(pattern):
         if token in (")", ")?"):
-            ways *= alternatives.pop() if len(alternatives) > 1 else 1  # else it is no expression
+            ways *= alternatives.pop() if len(alternatives) > 1 else 1  # else it is not a valid expression
         if token in ("?", ")?"):
             ways *= 2
         elif token[0] in "*+{":
@@ -135,7 +137,7 @@ def _ways(pattern: str) -> tuple[int, float]:
 
 
 def find_config(config: Mapping[str, Any], file: str) -> Config | None:
-    """What a configuration says of how the weights are quantized; None where it says that they are not."""
+    """The quantization of the weights that a configuration declares; None if they are not quantized."""
     found: list[tuple[str, dict[str, Any]]] = []
     for holder in (config, config.get("text_config")):
         for key in _KEYS:
@@ -152,7 +154,7 @@ def find_config(config: Mapping[str, Any], file: str) -> Config | None:
         )
     key, options = found[0]
     inner = options.get("quantization_config")
-    if isinstance(inner, dict):  # an older way of compressed-tensors
+    if isinstance(inner, dict):  # older versions of compressed-tensors
         options = {**cast("dict[str, Any]", inner), **{k: v for k, v in options.items() if k != "quantization_config"}}
     method = options.get("quant_method") or ("bitsandbytes" if "load_in_8bit" in options else "an unknown method")
     if method == "bitsandbytes" and options.get("load_in_8bit") is options.get("load_in_4bit") is False:

@@ -1,9 +1,9 @@
-"""FP8 weights with scales beside them: `fp8`, `fbgemm_fp8`, and NVIDIA's ModelOpt.
+"""FP8 weights with scales alongside: `fp8`, `fbgemm_fp8`, and NVIDIA's ModelOpt.
 
-A weight in F8_E4M3 (or another 8-bit float) has a `weight_scale_inv` or `weight_scale`: one for all, one for each row,
-or one for each block of `weight_block_size`. The value is `float32(weight) * float32(scale)`, rounded once to the
+A weight in F8_E4M3 (or another 8-bit float) has a `weight_scale_inv` or `weight_scale`: one for all, one for each
+row, or one for each block of `weight_block_size`. The value is `float32(weight) * float32(scale)`, rounded once to the
 model's dtype, as in `weight_dequant_kernel` of DeepSeek-V3's `inference/kernel.py`, and in `Fp8Dequantize` of
-transformers. Scales of activations and of caches say nothing of weights, and are left out.
+transformers. Scales of activations and of caches are not used for weights, and are left out.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from lazymodel._quantized.codes import floats
 from lazymodel._quantized.contents import Contents
-from lazymodel._quantized.scales import arranged, blocks_of
+from lazymodel._quantized.scaled import ScaledTensor, floats, scales_of
+from lazymodel._tensors.decoded import Stored
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.scaled import ScaledLeaf, stored
 
 _SCALES = ("_scale_inv", "_scale")
 _KINDS = ("bfloat16", "float16", "float32", "float8_e8m0fnu")
@@ -33,22 +32,22 @@ _ALGORITHMS = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MIXED_
 
 
 def decode(contents: Contents) -> None:
-    """Takes the weights of `fp8`, `fbgemm_fp8` and `modelopt`."""
+    """Decodes the weights of `fp8`, `fbgemm_fp8` and `modelopt`."""
     config = contents.config
     algorithm = config.get("quant_algo")
     if config.method == "modelopt" and algorithm not in _ALGORITHMS:
-        config.refuse(f"one of {', '.join(_ALGORITHMS)} as quant_algo", repr(algorithm))
+        config.reject(f"one of {', '.join(_ALGORITHMS)} as quant_algo", repr(algorithm))
     take(contents, block_of(contents, config.get("weight_block_size")))
     drop_activations(contents)
 
 
 def block_of(contents: Contents, value: Any) -> Sequence[int] | None:
-    """A declared block of rows and columns."""
+    """Returns a declared block, rows and columns; raises CheckpointError if it is not one."""
     if value is None:
         return None
     sizes = cast("list[Any]", value) if isinstance(value, list) else []
     if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-        contents.config.refuse("two positive integers as the size of a block", repr(value))
+        contents.config.reject("two positive integers as the size of a block", repr(value))
     return sizes
 
 
@@ -57,7 +56,7 @@ def is_float8(dtype: Any) -> bool:
 
 
 def take(contents: Contents, declared: Sequence[int] | None) -> None:
-    """Takes all 8-bit floats that have a scale."""
+    """Adds all 8-bit floats that have a scale."""
     for name in list(contents.left):
         if not contents.has(name) or not is_float8(contents.header(name).dtype) or name.endswith(_SCALES):
             continue
@@ -68,24 +67,24 @@ def take(contents: Contents, declared: Sequence[int] | None) -> None:
 def take_one(
     contents: Contents, name: str, scale: str, declared: Sequence[int] | None, *, of_scale: bool = False
 ) -> None:
-    """Takes a weight. With `of_scale` its product is rounded to the scale's dtype before it is to the model's, and
-    scales that are bytes are powers of two (E8M0).
+    """Adds a weight. With `of_scale`, its product is rounded to the scale's dtype before it is rounded to the model's,
+    and scales that are bytes are powers of two (E8M0).
     """
     header, kind = contents.header(name), contents.header(scale).dtype
     shape = tuple(header.shape)
     contents.expect(scale, contents.header(scale).shape, *_KINDS, *(("uint8",) if of_scale else ()))
-    arrangement, blocks = blocks_of(contents, scale, shape, declared)
+    arrangement, blocks = scales_of(contents, scale, shape, declared)
 
     def make() -> LazyTensor:
-        scales = arranged(contents.tensor(scale), arrangement)
+        weight = Stored(contents.tensor(name), (1,) * len(shape), floats(header.dtype))
         unpack = floats(_POWERS) if kind.itemsize == 1 else None
-        weight = stored(contents.tensor(name), (1,) * len(shape), floats(header.dtype))
-        decoded = LazyTensor(ScaledLeaf(shape, weight, stored(scales, blocks, unpack)))
+        scales = Stored(contents.tensor(scale).reshape(arrangement), blocks, unpack)
+        decoded = LazyTensor(ScaledTensor(shape, weight, scales))
         return decoded.astype(kind) if of_scale and kind.itemsize > 1 else decoded
 
     contents.add(name, [name, scale], shape, make)
 
 
 def drop_activations(contents: Contents) -> None:
-    """Takes the scales and zero points of what flows through the model."""
+    """Drops the scales and zero points of activations."""
     contents.drop(*[name for name in contents.left if _ACTIVATIONS.fullmatch(name)])

@@ -1,13 +1,13 @@
-"""A quantized checkpoint as a plain one: the table of families, and what is refused.
+"""A quantized checkpoint as a plain one: the table of families, and the checks.
 
-Responsible for saying no: to a form that no family knows, and to whatever still looks quantized when all took what they
-know. A weight without its scale would be loaded without a word, and mean nothing.
+Raises for a form that no family knows, and for tensors that still look quantized after all families took what they
+know. A weight loaded without its scale would be silently wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -16,7 +16,7 @@ from lazymodel._quantized import bitsandbytes, compressed_tensors, float4, float
 from lazymodel._quantized.config import ADVICE, Config, find_config
 from lazymodel._quantized.contents import Contents, Plain, StoredTensors
 from lazymodel._show.text import listed
-from lazymodel._tensors.quantized import is_marker, is_quantized, scales_beside
+from lazymodel._tensors.casting import is_marker, is_quantized, scales_beside
 
 
 def _decode_modelopt(contents: Contents) -> None:
@@ -42,11 +42,10 @@ _FAMILIES: Mapping[str, Callable[[Contents], None]] = {
 def plain_tensors(
     stored: StoredTensors, config: Mapping[str, Any], file: str
 ) -> tuple[dict[str, Plain], dict[str, None]]:
-    """What the quantized tensors of a checkpoint are, by the names of the plain ones, and the names of all that are
-    plain already.
+    """The plain tensors of a quantized checkpoint, by name, and the names of all tensors that are stored plain.
 
-    `config` is the configuration beside it, `file` its path. Raises CheckpointError for a form that is not known, for
-    parts that do not belong together, and for what looks quantized and nobody took.
+    `config` is its configuration, `file` the path of that. Raises CheckpointError for an unknown form, for parts that
+    do not belong together, and for tensors that look quantized and that no family took.
     """
     found = find_config(config, file)
     contents = Contents(stored, found or Config("none", {}, jnp.dtype("bfloat16"), file))
@@ -55,33 +54,33 @@ def plain_tensors(
         _FAMILIES[found.method](contents)
         if not contents.plain and found.get("format") != "dense":
             raise CheckpointError(
-                f"{found.file} says that the weights are quantized with {found.method!r}, and none of them is stored "
-                "so. Remove the entry if they are plain."
+                f"{found.file} states that the weights are quantized with {found.method!r}, but none of them is. "
+                "Remove the entry if they are plain."
             )
-    _refuse_rest(contents, found)
+    _reject_rest(contents, found)
     return contents.plain, contents.left
 
 
 def require_known(config: Config) -> None:
     """Raises CheckpointError for a form that no family knows."""
     if config.method not in _FAMILIES:
-        raise CheckpointError(f"{config.file} says that the weights are quantized with {config.method!r}. {ADVICE}.")
+        raise CheckpointError(f"{config.file} states that the weights are quantized with {config.method!r}. {ADVICE}.")
 
 
-def _refuse_rest(contents: Contents, config: Config | None) -> None:
-    """Raises CheckpointError where something looks quantized that nobody took."""
+def _reject_rest(contents: Contents, config: Config | None) -> None:
+    """Raises CheckpointError if tensors look quantized and no family took them."""
     left = contents.left
     strange = [f"{name!r} ({dtype})" for name in left if (dtype := _strange(contents, name))]
     if strange:
-        how = f"{config.file} says {config.method!r}" if config else f"{contents.config.file} does not say how"
+        how = f"{config.file} has {config.method!r}" if config else f"{contents.config.file} does not state the method"
         raise CheckpointError(
-            f"{contents.header(next(iter(left))).file} and its like hold quantized weights that nothing takes: "
-            f"{listed(strange)}; {how}. {ADVICE}."
+            f"{contents.header(next(iter(left))).file} or another file of this checkpoint has quantized weights that "
+            f"cannot be decoded: {listed(strange)}; {how}. {ADVICE}."
         )
 
 
 def _strange(contents: Contents, name: str) -> str:
-    """The dtype of what looks quantized; empty where it is plain."""
+    """The dtype of a tensor that looks quantized; empty if it is plain."""
     header = contents.header(name)
     floats = jnp.issubdtype(header.dtype, jnp.floating)
     if is_marker(name) or (floats and header.dtype.itemsize == 1):
@@ -93,14 +92,6 @@ def _strange(contents: Contents, name: str) -> str:
 
 
 def is_hugging_face(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is one of transformers or timm, or says that something is quantized."""
+    """Returns True if a configuration is one of transformers or timm, or declares a quantization."""
     kinds = ("model_type", "architectures", "architecture", "quantization_config", "compression_config")
     return any(config.get(kind) for kind in kinds)
-
-
-def with_older_modelopt(config: Mapping[str, Any], quantization: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with what `hf_quant_config.json` says, where ModelOpt left it."""
-    inner = quantization.get("quantization")
-    if config.get("quantization_config") or not isinstance(inner, dict):
-        return dict(config)
-    return {**config, "quantization_config": {"quant_method": "modelopt", **cast("dict[str, Any]", inner)}}

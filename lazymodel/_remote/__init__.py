@@ -1,1 +1,1 @@
-"""Files that lie in object stores and on web servers: where they are, asking for ranges of them, reading ahead."""
+"""Files in object stores and on web servers: their locations, requests for ranges, and prefetching."""

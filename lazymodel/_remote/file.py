@@ -1,7 +1,7 @@
-"""`RemoteFile`: an object as a file that can be read from anywhere, for libraries that want one.
+"""`RemoteFile`: an object as a file with random access, for libraries that need one.
 
-It is made for headers: a few places of an object, each read a little at a time. Blocks of it are kept, and those that
-follow each other are fetched in ever longer pieces. Tensors are not read through it.
+It is meant for headers: a few places of an object, each read in small steps. It keeps blocks of the object, and fetches
+consecutive blocks in increasingly long requests. Tensors are not read through it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from typing import Any, cast
 
 import numpy as np
 
-from lazymodel._remote.ahead import ReadAhead, requests_for
-from lazymodel._remote.blocks import Blocks
-from lazymodel._remote.store import Store
+from lazymodel._remote.prefetch import ReadAhead, requests_for
+from lazymodel._remote.store import Blocks, Store
 
-BLOCK = 4 << 10  # bytes of the other blocks: the pieces between the tensors of an HDF5 file are of about 2 KiB
-_LONGEST = 4 << 20  # bytes of one request, when block after block was asked for
+BLOCK = 4 << 10  # bytes of a block, except the head: metadata between the tensors of an HDF5 file is about 2 KiB long
+_LONGEST = 4 << 20  # bytes of one request, after many consecutive blocks were requested
 
 
 class RemoteFile(io.RawIOBase):
-    """A read-only file. Not thread-safe, as no file object is; `given_up` tells it to wait for nothing any more."""
+    """A read-only file. Not thread-safe, like other file objects. Once `given_up` returns True, it stops waiting."""
 
     def __init__(self, store: Store, key: str, given_up: Callable[[], bool] = bool) -> None:
         super().__init__()
@@ -65,7 +64,7 @@ class RemoteFile(io.RawIOBase):
         return bytes(data)
 
     def _from(self, position: int, wanted: int) -> np.ndarray:
-        """Bytes from a position on, at least one and at most as many as wanted."""
+        """Bytes from a position on, at least one and at most `wanted`."""
         if position < len(self._head):
             return self._head[position : position + wanted]
         number, within = divmod(position, BLOCK)
@@ -75,7 +74,7 @@ class RemoteFile(io.RawIOBase):
         return block[within : within + wanted]
 
     def kept(self, start: int, stop: int) -> bytes | None:
-        """Bytes of the file if they are here."""
+        """Returns bytes of the file if they were fetched already; else None."""
         data = bytearray()
         while start + len(data) < stop:
             position = start + len(data)
@@ -89,9 +88,9 @@ class RemoteFile(io.RawIOBase):
         return bytes(data)
 
     def fetch_ahead(self, spans: Sequence[tuple[int, int]]) -> int:
-        """Fetches ranges of the file that will be read, as many at a time as go; returns how many bytes that was."""
+        """Prefetches ranges of the file that will be read, many at a time. Returns the number of bytes fetched."""
         blocks = np.array([(start // BLOCK, -(-stop // BLOCK)) for start, stop in spans], np.int64)
-        # In blocks: whatever is fetched begins with one.
+        # In blocks: every request starts at the beginning of one.
         ranges = np.minimum(requests_for(blocks, gap=1, longest=_LONGEST // BLOCK) * BLOCK, self.size)
         with ReadAhead([(self, ranges)], gap=0) as ahead:
             for start, stop in ranges.tolist():
@@ -116,8 +115,8 @@ class RemoteFile(io.RawIOBase):
         return self._keep(number, data)
 
     def _keep(self, number: int, data: np.ndarray) -> np.ndarray:
-        """Keeps what begins with a block, and returns that."""
-        # Copies: each is given up by itself.
+        """Keeps consecutive blocks, the first of which is `number`, and returns that one."""
+        # Copies, so that each can be freed by itself.
         blocks = [data[first : first + BLOCK].copy() for first in range(0, len(data), BLOCK)]
         self._blocks.add(number, blocks)
         return blocks[0]

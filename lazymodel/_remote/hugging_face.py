@@ -1,4 +1,4 @@
-"""Repositories of the Hugging Face hub: one commit of one of them, its files and where each is served.
+"""Repositories of the Hugging Face hub: one commit of a repository, its files and their addresses.
 
 Source of the addresses: https://huggingface.co/docs/hub/api (`/api/models/{repo}/revision/{revision}` and
 `/{repo}/resolve/{revision}/{path}`). Endpoint and token are those that `huggingface_hub` would use.
@@ -18,78 +18,62 @@ from lazymodel._errors import CheckpointError
 from lazymodel._remote.requests import Missing
 from lazymodel._remote.url import parse_url, quoted
 
-MOST_JSON = 16 << 20  # bytes of an answer; the list of a hundred thousand files is smaller, parsed 20 times as large
+MOST_JSON = 16 << 20  # bytes of an answer, 20 times as many when parsed; a list of a hundred thousand files is smaller
 _COMMIT = re.compile("[0-9A-Za-z]+")
 _DEFAULT = "https://huggingface.co"
 _WHOLE_COMMIT = re.compile("[0-9a-f]{40}")
 
 
 class Repository:
-    """One repository at one revision, which is settled with the first question: all files are those of one commit."""
+    """One repository at one revision. The first request fixes the commit, and all files are read from that commit."""
 
     def __init__(self, name: str, revision: str) -> None:
         self.name, self.revision = name, revision or "main"
         self.endpoint = os.environ.get("HF_ENDPOINT", _DEFAULT).rstrip("/")
-        parse_url(self.endpoint)  # refuses plain http to other hosts
+        parse_url(self.endpoint)  # rejects plain http to other hosts
         token = _token()
         self.headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._commit = ""
-        self._files: list[str] = []
+        self._settled: tuple[str, list[str]] | None = None
 
-    def files(self, read: Callable[[str], bytes]) -> list[str]:
-        """Paths of all files; `read` gets the body of an address."""
-        self._ask(read)
-        return self._files
+    def settled(self, read: Callable[[str], bytes]) -> tuple[str, list[str]]:
+        """The hash of the commit, and the paths of all its files; `read` returns the body of an address."""
+        self._settled = self._settled or self._found(read)
+        return self._settled
 
     def files_url(self, read: Callable[[str], bytes]) -> str:
         """The address of its folder."""
-        self._ask(read)
-        return f"{self.endpoint}/{self.name}/resolve/{self._commit}"
-
-    def commit(self, read: Callable[[str], bytes]) -> str:
-        """The hash of the commit that the revision is."""
-        self._ask(read)
-        return self._commit
+        return f"{self.endpoint}/{self.name}/resolve/{self.settled(read)[0]}"
 
     def hashes(self, read: Callable[[str], bytes]) -> dict[str, tuple[str, str]]:
-        """Of each file, by path, the algorithm and the digits that the hub states: of its content where that is kept
-        as a large file, else of the object that git makes of it.
+        """The algorithm and digits that the hub publishes for each file, by path: the hash of its content if it is
+        stored as a large file, else that of its git object.
         """
-        self._ask(read)
         stated: dict[str, tuple[str, str]] = {}
-        body = read(f"{self.endpoint}/api/models/{self.name}/revision/{self._commit}?blobs=true")
-        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # whose files have no hash then
+        body = read(f"{self.endpoint}/api/models/{self.name}/revision/{self.settled(read)[0]}?blobs=true")
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # then files have no hash
             for entry in cast("dict[str, Any]", json.loads(body))["siblings"]:
                 large = entry.get("lfs")
                 found = ("sha256", large["sha256"]) if large else ("git-sha1", entry["blobId"])
                 stated[str(entry["rfilename"])] = (found[0], str(found[1]).lower())
         return stated
 
-    def _ask(self, read: Callable[[str], bytes]) -> None:
-        if self._commit:
-            return
-        shown = f"hf://{self.name}@{self.revision}"
+    def _found(self, read: Callable[[str], bytes]) -> tuple[str, list[str]]:
         where = f"{self.endpoint}/api/models/{self.name}/revision/{quoted(self.revision).replace('/', '%2F')}"
-        failed, kind = f"cannot read {shown}: ", CheckpointError
+        failed, kind = f"cannot read hf://{self.name}@{self.revision}: ", CheckpointError
         try:
-            body = read(where)
+            answer = cast("dict[str, Any]", json.loads(read(where)))
+            commit, files = answer["sha"], [entry["rfilename"] for entry in answer["siblings"]]
+            if _COMMIT.fullmatch(commit) and all(isinstance(file, str) for file in files):
+                return commit, files
+            failed += "the hub's answer is not in its documented form"
         except CheckpointError as error:
             failed, kind = str(error), type(error)
         except Missing:
-            failed += "the hub knows no such repository or revision"
-        else:
-            try:
-                answer = cast("dict[str, Any]", json.loads(body))
-                files = [entry["rfilename"] for entry in answer["siblings"]]
-                commit = answer["sha"]
-            except (ValueError, KeyError, TypeError, RecursionError):
-                files, commit = [None], ""
-            if isinstance(commit, str) and _COMMIT.fullmatch(commit) and all(isinstance(file, str) for file in files):
-                self._files, self._commit = cast("list[str]", files), commit
-                return
-            failed += "the hub's answer is not what it documents"
-        mend = "" if self.headers else ". If it is private or gated, log in with `hf auth login` or set HF_TOKEN"
-        raise kind(f"{failed}{mend}")
+            failed += "the hub has no such repository or revision"
+        except (ValueError, KeyError, TypeError, RecursionError):
+            failed += "the hub's answer is not in its documented form"
+        hint = "" if self.headers else ". If it is private or gated, log in with `hf auth login` or set HF_TOKEN"
+        raise kind(f"{failed}{hint}")
 
 
 def _token() -> str | None:
@@ -105,7 +89,7 @@ def _token() -> str | None:
 
 
 def is_offline() -> bool:
-    """Whether the user wants the hub not to be asked."""
+    """Returns True if the user allows no request to the hub."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return True
     try:
@@ -116,14 +100,14 @@ def is_offline() -> bool:
 
 
 def cached_snapshot(name: str, commit: str) -> Path | None:
-    """The folder of a commit in the local cache of the hub, which may lack files."""
+    """The folder of a commit in the local cache of the hub. Files may be missing there."""
     folder = _cache(name)
     snapshot = None if folder is None else folder / "snapshots" / commit
     return snapshot if snapshot is not None and snapshot.is_dir() else None
 
 
 def cached_commit(name: str, revision: str) -> str | None:
-    """The commit that a revision was when something of it was last put into the local cache of the hub."""
+    """The commit of a revision at the time when the local cache of the hub was last updated from it."""
     if (folder := _cache(name)) is None:
         return None
     try:

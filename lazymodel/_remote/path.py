@@ -1,12 +1,13 @@
-"""`RemotePath`: a place in a store that can be used where code looks at files and folders as `pathlib.Path`s.
+"""`RemotePath`: a location in a store that code can use like a `pathlib.Path` of a file or folder.
 
-Only what readers of checkpoints ask is here, and it means what it means for a path: there are no links, and what is
-asked for is asked of the store once. Objects are files, and what comes before a slash in their names is a folder. A
-web server cannot list, so a folder there has no entries but those that are asked for by name.
+It has only the methods that readers of checkpoints need, with the meaning that they have for a path. There are no
+links, and each question is sent to the store only once. Objects are files, and the part of their names before a slash
+is a folder. A web server cannot list, so a folder there has no entries except those that are requested by name.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import fnmatch
 import functools
@@ -14,7 +15,6 @@ import io
 import os
 import posixpath
 import stat
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,6 +23,7 @@ from lazymodel._errors import CheckpointError
 from lazymodel._remote.file import RemoteFile
 from lazymodel._remote.store import Store, open_store
 from lazymodel._remote.url import child
+from lazymodel._tensors.threads import parallel
 
 
 @functools.total_ordering
@@ -63,11 +64,11 @@ class RemotePath:
         return RemotePath(self.store, posixpath.dirname(self.key))
 
     def relative_to(self, folder: RemotePath) -> str:
-        """The path below a folder."""
+        """The path relative to a folder."""
         return posixpath.relpath(self.key, folder.key) if folder.key else self.key
 
     def resolve(self) -> RemotePath:
-        """Itself: there are no links."""
+        """Returns itself: there are no links."""
         return self
 
     def is_symlink(self) -> bool:
@@ -78,7 +79,7 @@ class RemotePath:
 
     @property
     def parents(self) -> Iterator[RemotePath]:
-        """The folders that it is in, the innermost first."""
+        """The folders that contain it, the innermost first."""
         folder = self
         while folder.key:
             folder = folder.parent
@@ -96,7 +97,7 @@ class RemotePath:
         return self.is_file() or (self.store.lists and self.is_dir())
 
     def stat(self) -> os.stat_result:
-        """Size and kind; FileNotFoundError where there is no such object."""
+        """Size and kind. Raises FileNotFoundError if there is no such object."""
         found = self.store.find(self.key) if self.key else None
         if found is None:
             raise FileNotFoundError(2, os.strerror(2), str(self))
@@ -108,7 +109,7 @@ class RemotePath:
             yield self / name
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """Objects in the folder whose name fits. Of a web server's: the model's own, by the name it usually has."""
+        """Objects in the folder whose names match. On a web server: only the file with the usual name."""
         if not self.store.lists:
             usual = self / pattern.replace("*", "model")
             return iter([usual] if usual.is_file() else [])
@@ -116,11 +117,11 @@ class RemotePath:
         return (self / name for name in sorted(names))
 
     def files_below(self) -> list[str]:
-        """Paths in it of all objects below."""
+        """Paths, relative to it, of all objects below it."""
         return list(self.store.below(self.key))
 
     def open(self, mode: str = "rb") -> io.BufferedIOBase | io.RawIOBase:
-        """The object as a file."""
+        """Opens the object as a file."""
         assert mode == "rb", mode
         return RemoteFile(self.store, self.key)
 
@@ -132,31 +133,25 @@ class RemotePath:
 Location: TypeAlias = "Path | RemotePath"
 
 
-_HEADS = 16  # beginnings of objects that are fetched at a time
-_MOST_HEADS = 1024  # and in all: more shards than a model has are more likely an index that lies
+_HEADS = 16  # heads of objects that are fetched at a time
+_MOST_HEADS = 1024  # heads in all: an index with more shards than models have is more likely wrong
 
 
 def fetch_heads(paths: Iterable[Location]) -> None:
-    """Fetches the first bytes of objects, several at a time, so that looking at one after the other asks for nothing
-    more. What cannot be read is an error when it is looked at.
+    """Fetches the first bytes of objects, several at a time, so that reading their headers in turn needs no further
+    requests. Objects that cannot be read raise when they are opened.
     """
-    left = [path for path in paths if isinstance(path, RemotePath)][:_MOST_HEADS]
 
-    def work() -> None:
-        while left:
-            with contextlib.suppress(IndexError, CheckpointError):
-                path = left.pop()
-                path.store.head(path.key)
+    def fetch(path: RemotePath) -> None:
+        with contextlib.suppress(CheckpointError):
+            path.store.head(path.key)
 
-    # Daemons: a request that hangs must not keep the program from ending.
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(len(left), _HEADS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    remote = [path for path in paths if isinstance(path, RemotePath)][:_MOST_HEADS]
+    with parallel(fetch, remote, _HEADS, "heads") as fetched:
+        collections.deque(fetched, 0)
 
 
 def remote_path(url: str, options: Mapping[str, Any] | None = None) -> RemotePath:
-    """The place that a URL names. Nothing is asked yet."""
+    """The location that a URL names. Makes no request."""
     store, key = open_store(url, options)
     return RemotePath(store, key)

@@ -1,14 +1,17 @@
-"""Asking a store for something until it answers: which failures are worth another try, when, and how they are told of.
+"""Requests to stores, repeated until they are answered: which failures are worth a retry, when, and how they are
+explained.
 
-The transport to buckets is obstore, whose errors repeat URLs with their signatures, and bodies of answers. None of that
-is shown: a message has what went wrong in our words, and the original error is not chained to it.
+The transport to buckets is obstore. Its errors repeat URLs with their signatures, and bodies of answers. None of it is
+shown: a message states the cause in our words, and the original error is not chained to it. Attempts are counted here
+rather than by obstore, since an attempt continues where the body of the previous one ended.
 
-A store that says that it is busy (429, 503) is left alone by all threads, for as long as it asks for in `Retry-After`
-(RFC 9110, section 10.2.3). obstore does not hand headers out, so one request for a single byte asks for it.
+If a store answers that it is busy (429, 503), all threads stop sending requests to it; to a web server for as long as
+its `Retry-After` requests (RFC 9110, section 10.2.3), which obstore does not return.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import email.utils
 import http.client
 import random
@@ -19,34 +22,35 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from lazymodel._errors import CheckpointError
+from lazymodel._tensors.threads import start_thread
 
 Result = TypeVar("Result")
 
-ATTEMPTS = 8  # of one request: with the waits below about half a minute, which outlasts a failover
-FIRST_WAIT = 0.2  # seconds before the second attempt; each later wait is twice as long, less up to half by chance
+ATTEMPTS = 8  # of one request: with the waits below about half a minute, which is longer than a failover
+FIRST_WAIT = 0.2  # seconds before the second attempt; each later wait is twice as long, minus a random part up to half
 LONGEST_WAIT = 10.0  # seconds
-LONGEST_RETRY_AFTER = 120.0  # seconds; who asks for more is not waited for
-_LOOK = 0.1  # seconds between two looks at whether an answer is still waited for
-_MOST_TEXT = 8 << 10  # characters of an error that are looked at: it repeats the body that a server sent
+LONGEST_RETRY_AFTER = 120.0  # seconds; a longer request to wait is cut to this
+_LOOK = 0.1  # seconds between two checks if an answer is still needed
+_MOST_TEXT = 8 << 10  # characters of an error that are examined: it repeats the body that a server sent
 _STATUS = re.compile(r"status code: (\d{3})")
 _BUSY = (429, 503)
-_AGAIN = (408, 425, 429)  # statuses below 500 that are worth another try
+_AGAIN = (408, 425, 429)  # statuses below 500 that are worth a retry
 
 
 class Counter:
-    """What was asked of stores by this process, from any thread."""
+    """Requests that this process made to stores, in any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.requests = self.retries = self.nbytes = 0
 
     def so_far(self) -> tuple[int, int, int]:
-        """Bytes that arrived, requests, and how many of them repeated another."""
+        """Bytes that arrived, requests, and how many requests were retries."""
         with self._lock:
             return self.nbytes, self.requests, self.retries
 
     def add(self, *, requests: int = 0, retries: int = 0, nbytes: int = 0) -> None:
-        """Counts; `nbytes` are those of bodies that arrived whole."""
+        """Adds to the counts; `nbytes` are those of bodies that arrived completely."""
         with self._lock:
             self.requests += requests
             self.retries += retries
@@ -57,34 +61,36 @@ REQUESTS = Counter()
 
 
 class Failure(Exception):
-    """Why one attempt failed, in words that may be shown; `again` says whether another can succeed."""
+    """The reason why an attempt failed, in text that may be shown; `again` is True if a retry can succeed."""
 
-    def __init__(self, text: str, again: bool = False, status: int = 0, retry_after: float | None = None) -> None:
+    def __init__(self, text: str, again: bool = False, status: int = 0, retry_after: float = 0.0) -> None:
         super().__init__(text)
         self.again, self.status = again, status
-        self.retry_after = retry_after  # seconds for which the server asks to be left alone, if it was heard
+        self.retry_after = retry_after  # seconds for which the server requests no further requests, else 0
 
 
 class Changed(Failure):
     """The object is no longer the one that was opened."""
 
     def __init__(self) -> None:
-        super().__init__("it is another object than before")
+        super().__init__("it is not the object that was there before")
 
 
 class Missing(Failure):
     """There is no such object."""
 
     def __init__(self) -> None:
-        super().__init__("there is nothing")
+        super().__init__("it does not exist")
 
 
 class Unavailable(CheckpointError):
-    """The store did not answer, or said that it cannot now; what it would say another time is open."""
+    """The store did not answer, or cannot do so now; a later request may succeed."""
 
 
 class Retries:
-    """How often and how soon a request is tried again: what obstore's `retry_config` says, for our own attempts."""
+    """How often and when requests to a store are retried, from obstore's `retry_config`, and until when the store gets
+    no requests. For any number of threads.
+    """
 
     def __init__(self, config: Mapping[str, Any] | None) -> None:
         config = config or {}
@@ -94,83 +100,56 @@ class Retries:
         self.first = _seconds(backoff.get("init_backoff"), FIRST_WAIT)
         self.longest = _seconds(backoff.get("max_backoff"), LONGEST_WAIT)
         self.base = float(backoff.get("base", 2))
+        self._busy_until = 0.0
 
     def wait(self, attempt: int) -> float:
         """Seconds to wait after an attempt, the first being 0."""
         return min(self.first * self.base**attempt, self.longest) * random.uniform(0.5, 1.0)
+
+    def wait_while_busy(self, stopped: threading.Event) -> None:
+        """Returns when the store may get requests again, or all stops."""
+        while (seconds := self._busy_until - time.monotonic()) > 0 and not stopped.wait(seconds):
+            pass
+
+    def busy(self, seconds: float) -> None:
+        """Keeps all threads from sending requests for so long."""
+        self._busy_until = max(self._busy_until, time.monotonic() + min(seconds, LONGEST_RETRY_AFTER))
 
 
 def _seconds(value: Any, default: float) -> float:
     return default if value is None else float(value.total_seconds() if hasattr(value, "total_seconds") else value)
 
 
-class Gate:
-    """Keeps all threads from a store that said that it is busy."""
-
-    def __init__(self, retry_after: Callable[[str], float | None]) -> None:
-        self._retry_after = retry_after  # seconds that a store asks for, if it is still busy
-        self._asking = threading.Lock()
-        self._until = 0.0
-
-    def wait(self, stopped: threading.Event) -> None:
-        """Returns when the store may be asked again, or all stops."""
-        while (seconds := self._until - time.monotonic()) > 0 and not stopped.wait(seconds):
-            pass
-
-    def busy(self, key: str, seconds: float, stopped: threading.Event, retry_after: float | None = None) -> None:
-        """An attempt found it busy: waits these seconds, and as long as it asks for, which may be known already."""
-        self._until = max(self._until, time.monotonic() + seconds)
-        if not self._asking.acquire(blocking=False):  # somebody asks already, and what comes of it holds for all
-            while not stopped.is_set():
-                if self._asking.acquire(timeout=_LOOK):
-                    self._asking.release()
-                    break
-            self.wait(stopped)
-            return
-        try:
-            if retry_after is None:
-                self.wait(stopped)
-                retry_after = None if stopped.is_set() else self._retry_after(key)
-            if retry_after is not None:
-                self._until = max(self._until, time.monotonic() + min(retry_after, LONGEST_RETRY_AFTER))
-        finally:
-            self._asking.release()
-        self.wait(stopped)
-
-
 def attempt(
     what: str,
-    key: str,
     function: Callable[[], Result],
     retries: Retries,
-    gate: Gate,
     stopped: threading.Event,
     *,
-    verb: str = "read",
+    action: str = "read",
     conditional: bool = False,
 ) -> Result:
-    """Calls a function that asks a store for something until it succeeds; messages say that they cannot `verb` `what`.
+    """Calls a function that makes a request until it succeeds. Messages start with "cannot `action` `what`".
 
     Raises:
         CheckpointError: It failed for good, or too often; the message has the number of attempts and the last cause.
-        Missing: As the function, or because that is what its error means.
-        Changed: Likewise, where what is asked for is `conditional`; a server can say so where it is not.
+        Missing: Raised by the function, or inferred from its error.
+        Changed: Likewise, if the request is `conditional`; a server may send this status for other requests, too.
     """
     started = time.monotonic()
     number = 0
     while True:
-        gate.wait(stopped)
+        retries.wait_while_busy(stopped)
         if stopped.is_set():
             raise CheckpointError(f"{what}: stopped")
         REQUESTS.add(requests=1, retries=int(number > 0))
-        failure: Failure
         try:
             return function()
-        except CheckpointError:  # about what was asked of us
+        except CheckpointError:  # raised before the request
             raise
         except Exception as error:
             failure = explained(error)
-        # Outside of the handlers: what obstore raised must not be chained to what is shown.
+        # Outside of the handlers: obstore's error must not be chained to the one that is shown.
         failure = failure.with_traceback(None)
         number += 1
         if isinstance(failure, Missing) or (conditional and isinstance(failure, Changed)):
@@ -178,115 +157,101 @@ def attempt(
         if not failure.again or number >= retries.attempts or time.monotonic() - started > retries.timeout:
             attempts = f", after {number} attempts" if number > 1 else ""
             kind = Unavailable if failure.again else CheckpointError
-            raise kind(f"cannot {verb} {what}: {failure}{attempts}")
+            raise kind(f"cannot {action} {what}: {failure}{attempts}")
+        pause = retries.wait(number - 1)
         if failure.status in _BUSY:
-            gate.busy(key, retries.wait(number - 1), stopped, failure.retry_after)
+            retries.busy(max(pause, failure.retry_after))
         else:
-            stopped.wait(retries.wait(number - 1))
+            stopped.wait(pause)
 
 
 def apart(function: Callable[[threading.Event], Result], given_up: Callable[[], bool]) -> Result:
-    """Calls a function that asks a store in a thread of its own, which nobody waits for after Ctrl-C, or once it is
-    given up: obstore's calls end by themselves or not at all. What the function is given tells it that it was left.
+    """Calls a function that makes a request in a thread of its own. After Ctrl-C, or once it is given up, nothing waits
+    for that thread: obstore's calls end by themselves or not at all. The function gets an event that is set then.
     """
-    done, left = threading.Event(), threading.Event()
-    results: list[Result] = []
-    errors: list[BaseException] = []
+    left, future = threading.Event(), concurrent.futures.Future[Result]()
 
     def run() -> None:
         try:
-            results.append(function(left))
+            future.set_result(function(left))
         except BaseException as error:
-            errors.append(error)
-        finally:
-            done.set()
+            future.set_exception(error)
 
-    threading.Thread(target=run, name="lazymodel-ask", daemon=True).start()
+    start_thread(run, "request")
     try:
-        while not done.wait(_LOOK):
+        while not concurrent.futures.wait([future], _LOOK).done:
             if given_up():
                 raise CheckpointError("reading was stopped")
     finally:
         left.set()
-    if errors:
-        raise errors.pop().with_traceback(None)
-    return results.pop()
+    if (error := future.exception()) is not None:
+        raise error.with_traceback(None)
+    return future.result()
 
 
 def explained(error: Exception) -> Failure:
-    """What an error of obstore is, without any text that a server wrote."""
+    """Explains an error of obstore, without any text from a server."""
     if isinstance(error, Failure):
         return error
-    # Without URLs: a file's name can be anything, such as a status.
+    # Without URLs: a file's name can contain anything, such as a status.
     words = (word for word in str(error)[:_MOST_TEXT].split() if "://" not in word and "%3a" not in word.lower())
     kind, text = type(error).__name__, " ".join(words)
     if isinstance(error, FileNotFoundError):
         return Missing()
     if kind in ("PreconditionError", "AlreadyExistsError"):
         return Changed()
+    if kind in _KINDS:
+        return Failure(_KINDS[kind])
     found = _STATUS.search(text)
-    status = int(found[1]) if found else 0
-    if kind in ("PermissionDeniedError", "UnauthenticatedError"):
-        status = status or 403
-    if kind == "ValueError":
-        return Failure("no object can have this name")
-    if kind == "InvalidPathError":
-        return Failure("the store has names of objects that cannot be paths, such as those with '..' or '//' in them")
-    if kind == "NotSupportedError":
-        return Failure("the server does not serve ranges of files", False)
-    if status:
-        return failure_of_status(status)
+    if found or kind in ("PermissionDeniedError", "UnauthenticatedError"):
+        return failure_of_status(int(found[1]) if found else 403)
     lowered = text.lower()
-    for sign, words, again in _SIGNS:
-        if sign in lowered:
+    for signs, words, again in _SIGNS:
+        if any(sign in lowered for sign in signs):
             return Failure(words, again)
     return Failure(f"the request failed ({kind})")
 
 
-def failure_of_status(status: int, retry_after: str | None = None) -> Failure:
-    """What it means that a server answers with a status that is no success, and perhaps with `Retry-After`."""
+def failure_of_status(status: int, retry_after: str = "") -> Failure:
+    """Explains a status that is not a success, optionally with `Retry-After`."""
     if status in (404, 405):
         return Missing()
     if status == 412:
         return Changed()
     text = f"the server answered {status} {http.client.responses.get(status, '')}".rstrip()
     if status in (401, 403):
-        text = "the store refuses access; check the credentials and what they allow"
+        text = "the store refuses access; check the credentials and their permissions"
     elif 300 <= status < 400:
-        text = f"the server redirects to where nothing may be read from (status {status})"
+        text = f"the server redirects to an address that may not be read (status {status})"
     return Failure(text, status >= 500 or status in _AGAIN, status, _parsed(retry_after))
 
 
-# What is told apart by obstore's wording alone, the first that fits; the debugging text after the message included.
+# By the name of obstore's class; ValueError if a request is rejected before it is made.
+_KINDS = {
+    "ValueError": "an object cannot have this name",
+    "InvalidPathError": "the store has names of objects that cannot be paths, such as those with '..' or '//' in them",
+    "NotSupportedError": "the server does not serve ranges of files",
+}
+# Distinguished only by obstore's wording, debugging text after the message included. The first match is used.
 _SIGNS = (
-    ("error following redirect", "the server redirects in a circle, or to where nothing may be read from", False),
-    ("url scheme is not allowed", "the server redirects to plain http", False),
-    ("unexpectedrange", "the server answered with another range than was asked for", False),
-    ("content-range", "the server answered with a Content-Range that means nothing", False),
-    ("missingcontentlength", "the server does not say how long its answer is", False),
-    ("header", "the server's answer has headers that mean nothing", False),
-    ("certificate", "the server's certificate is not trusted", False),
-    ("message head is too large", "the server's answer has too many or too large headers", False),
-    ("toolarge", "the server's answer has too many or too large headers", False),
-    ("kind: timeout", "the server stopped answering", True),
-    ("dns error", "the server's name cannot be found", True),
-    ("kind: connect", "the server cannot be reached", True),
-    ("connect error", "the server cannot be reached", True),
-    ("kind: interrupted", "the connection broke off", True),
-    ("incompletemessage", "the connection broke off", True),
-    ("connection reset", "the connection broke off", True),
-    ("credential", "no credentials were found, or they cannot be used", False),
-    ("token", "no credentials were found, or they cannot be used", False),
-)
+    (("error following redirect", "url scheme is not allowed"),
+      "the server redirects to an address that may not be read", False),
+    (("certificate",), "the server's certificate is not trusted", False),
+    (("unexpectedrange", "content-range", "missingcontentlength", "header", "message head is too large", "toolarge"),
+      "the server's answer has invalid headers, or too many or too long ones", False),
+    (("kind: timeout",), "the server stopped answering", True),
+    (("dns error",), "the server's name cannot be found", True),
+    (("kind: connect", "connect error"), "the server cannot be reached", True),
+    (("kind: interrupted", "incompletemessage", "connection reset"), "the connection broke off", True),
+    (("credential", "token"), "no credentials were found, or they cannot be used", False),
+)  # fmt: skip
 
 
-def _parsed(value: str | None) -> float | None:
-    """The seconds that `Retry-After` says; None if it says nothing of the kind."""
-    if value is None:
-        return None
+def _parsed(value: str) -> float:
+    """Returns the seconds of a `Retry-After`, 0 if it has none."""
     if value.strip().isdecimal():
         return float(value)
     try:
         return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
     except (TypeError, ValueError):
-        return None
+        return 0.0

@@ -1,7 +1,7 @@
-"""Where TensorStore finds what is at a place: it reads arrays by itself, with drivers of its own.
+"""Specifications of locations for TensorStore, which reads arrays by itself, with its own drivers.
 
-Its drivers for S3, Google Cloud Storage and HTTP take credentials from the environment, as obstore does, and what it is
-told by `storage_options` is told to them as far as they have a word for it.
+Its drivers for S3, Google Cloud Storage and HTTP take credentials from the environment, as obstore does. Options from
+`storage_options` are passed to them if they have an equivalent.
 Specifications: https://google.github.io/tensorstore/kvstore/index.html
 """
 
@@ -19,7 +19,7 @@ def kvstore(folder: Location) -> dict[str, Any]:
     """The specification of a key-value store of the files in a folder.
 
     Raises:
-        CheckpointError: TensorStore has no driver for it, or none that takes credentials as they were given.
+        CheckpointError: TensorStore has no driver for it, or none that accepts the given credentials.
     """
     if isinstance(folder, Path):
         return {"driver": "file", "path": f"{folder.resolve()}/"}

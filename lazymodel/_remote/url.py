@@ -1,7 +1,7 @@
-"""URLs of checkpoints, taken apart: which store, which key in it, and how both may be shown.
+"""Parsed URLs of checkpoints: the store, the key in it, and how to show both.
 
-Nothing here is asked over a network. Queries of URLs can be signatures and user names can come with passwords, so what
-is shown (`Url.shown`) has neither.
+Nothing here makes requests. Queries of URLs can be signatures, and user names can come with passwords, so the form for
+messages (`Url.shown`) has neither.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 @dataclasses.dataclass(frozen=True)
 class Url:
-    """A URL of an object, or of what stands for a folder of them.
+    """A URL of an object, or of a prefix that represents a folder of objects.
 
     Attributes:
         kind: `"s3"`, `"gs"`, `"az"`, `"https"`, `"http"` or `"hf"`.
-        root: What its store is opened with, such as `s3://bucket` or `https://host`, the query of a signed URL
-            included; for `hf` the name of the repository.
+        root: The address with which its store is opened, such as `s3://bucket` or `https://host`, the query of a signed
+            URL included; for `hf` the name of the repository.
         key: The path in the store, decoded, without slashes at its ends.
-        shown: The root as messages may show it: without user, password and query.
+        shown: The root in the form for messages: without user, password and query.
         revision: Of a repository; empty for its default.
         user: User and password for a web server, with a colon between them; empty if there are none.
-        folder: Whether it is of a web server and ends with a slash, which a file's never does.
+        folder: True if it is on a web server and ends with a slash, which a file's URL never does.
     """
 
     kind: str
@@ -58,46 +58,46 @@ class Url:
 
     @property
     def text(self) -> str:
-        """The URL as messages may show it: what a server calls its files can be anything, so it is escaped."""
+        """The URL in the form for messages. It is escaped, as a server may give its files any name."""
         return printable(f"{self.shown}/{self.key}" if self.key else self.shown)
 
 
 def is_url(path: Any) -> bool:
-    """Whether something names a place by a scheme such as `s3://` rather than by a path."""
+    """Returns True if this names a location by a scheme such as `s3://` rather than by a path."""
     return isinstance(path, str) and _SCHEME.match(path) is not None
 
 
 def is_supported(path: Any) -> bool:
-    """Whether something is a URL with a scheme that is known here."""
+    """Returns True for a URL with a known scheme."""
     match = _SCHEME.match(path) if isinstance(path, str) else None
     return match is not None and match[1].lower() in _SCHEMES
 
 
 def printable(text: str) -> str:
-    """A text without control characters, which could rewrite what stands in a terminal."""
+    """A text without control characters, which could overwrite text in a terminal."""
     return text if text.isprintable() else repr(text)[1:-1]
 
 
 def shown(path: Any) -> str:
-    """A path or URL as messages may show it: without user, password and query."""
+    """A path or URL in the form for messages: without user, password and query."""
     text = os.fspath(path)
     if not is_url(text):
         return text
     scheme, _, rest = text.partition("://")
     host, slash, key = re.split("[?#]", rest, maxsplit=1)[0].partition("/")
-    if scheme.lower() != "hf":  # where an @ is followed by a revision
+    if scheme.lower() != "hf":  # in those, a revision follows an @
         host = host.rpartition("@")[2]
-        if not _HOST.fullmatch(host):  # may be anything: a password with a slash in it
+        if not _HOST.fullmatch(host):  # may contain anything, such as a password with a slash in it
             return f"{scheme}://…"
     return printable(f"{scheme}://{host}{slash}{key}")
 
 
 def parse_url(text: str, *, allow_http: bool = False) -> Url:
-    """Takes a URL apart.
+    """Parses a URL.
 
     Raises:
-        CheckpointError: The scheme is unknown, something is missing or is there that means nothing, or it is plain
-            `http` to another host than this one, which is not allowed.
+        CheckpointError: The scheme is unknown, a part is missing or unexpected, or it is plain `http` to a host other
+            than this one and that is not allowed.
     """
     match = _SCHEME.match(text)
     kind = _SCHEMES.get(match[1].lower(), "") if match else ""
@@ -111,14 +111,14 @@ def parse_url(text: str, *, allow_http: bool = False) -> Url:
 
 
 def _bucket(text: str, kind: str) -> Url:
-    # Keys are as they are: nothing in them is decoded.
+    # Keys are taken literally: nothing in them is decoded.
     netloc, _, path = text.partition("://")[2].partition("/")
     name, at, account = netloc.partition("@")
     if "?" in path or "?" in netloc:
         raise CheckpointError(f"{shown(text)}: expected a URL without '?', found one; signatures are storage_options")
     if not name:
         raise CheckpointError(f"{shown(text)}: expected a bucket or container after ://, found none")
-    if at and (kind != "az" or ":" in name):  # Azure's containers may be followed by their account
+    if at and (kind != "az" or ":" in name):  # an account may follow Azure's containers
         raise CheckpointError(f"{shown(text)}: expected no credentials in the URL, found some; use storage_options")
     root = f"abfss://{name}@{account}" if at else f"{kind}://{name}"
     return Url(kind, root, _key(path, text), f"{kind}://{name}")
@@ -135,7 +135,7 @@ def _web(text: str, kind: str, allow_http: bool) -> Url:
         raise CheckpointError(f"{shown(text)}: expected a host after ://, found none")
     if kind == "http" and not allow_http and not is_loopback(host):
         raise CheckpointError(
-            f"{shown(text)}: expected https, found plain http, over which anybody between can read and change weights. "
+            f"{shown(text)}: expected https, found plain http, over which others can read and change weights. "
             'Use https, or pass storage_options={"client_options": {"allow_http": True}} if you mean it.'
         )
     where = f"{kind}://{f'[{host}]' if ':' in host else host}{port}"
@@ -150,7 +150,7 @@ def _web(text: str, kind: str, allow_http: bool) -> Url:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine, by its name alone."""
+    """Returns True if a host is this machine; decided by its name alone."""
     if host == "localhost":
         return True
     try:
@@ -172,7 +172,7 @@ def _hugging_face(text: str) -> Url:
     name, at, revision = name.partition("@")
     if not _REPOSITORY.fullmatch(owner) or not _REPOSITORY.fullmatch(name) or (at and not revision):
         raise CheckpointError(
-            f"{shown(text)}: expected hf://owner/name, hf://owner/name@revision or one of these and /folder"
+            f"{shown(text)}: expected hf://owner/name or hf://owner/name@revision, optionally followed by /folder"
         )
     revision = unquote(revision)
     pinned = f"@{revision}" if revision else ""
@@ -180,10 +180,10 @@ def _hugging_face(text: str) -> Url:
 
 
 def quoted(key: str) -> str:
-    """A key as part of a URL."""
+    """A key in the form for URLs."""
     return quote(key, safe="/")
 
 
 def child(key: str, name: str) -> str:
-    """The key of something in a folder."""
+    """The key of an entry of a folder."""
     return posixpath.join(key, name) if key else name

@@ -1,1 +1,1 @@
-"""From devices, or from another checkpoint, into files: the verb `save`."""
+"""From devices, or from another checkpoint, into files: the method `save`."""

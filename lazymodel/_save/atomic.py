@@ -1,10 +1,10 @@
 """Replacing files and folders completely or not at all, and keeping a second saver out meanwhile.
 
-Responsible for what every way of saving needs: a folder of the saver's own beside the destination, in which everything
+Responsible for what every way of saving needs: a folder of the saver's own next to the destination, in which everything
 is written first; the one step that puts it in place; and what a saver that was killed left there. Not responsible for
 what is written, nor for which of several processes does this: one does, the others write into its folder.
 
-    with staging(path) as stage:            # refused while another saver is at it
+    with staging(path) as stage:            # raises while another saver is at work
         write(stage.new / "weights.h5")
         stage.replace_file("weights.h5")    # or replace_folder(), or replace_files(…)
 
@@ -12,7 +12,7 @@ Everything temporary is in one folder, `.NAME.lazymodel-saving` next to the dest
 a destination folder that may be the root of a file system, from which files cannot be moved in otherwise:
 
     lock        held with `flock` while a saver is alive; the kernel releases it however the saver ends
-    new         what is being written (and what Orbax writes beside it until it is complete, `new.*`)
+    new         what is being written (and what Orbax writes next to it until it is complete, `new.*`)
     files.json  which files of the destination folder are about to come and to go (`replace_files`)
     old         an old folder, while it is being replaced where the file system cannot exchange two folders
     trash       what is being deleted
@@ -137,7 +137,7 @@ class Staging:
 
     @property
     def unfinished(self) -> bool:
-        """Whether what `replace_files` replaced could not all be removed, and still has to be."""
+        """True if files that `replace_files` replaced could not be removed, and still have to be."""
         return (self.folder / _JOURNAL).exists()
 
     def _tidy(self) -> None:
@@ -153,7 +153,7 @@ class Staging:
                 if _identity(path) == identity:  # and no other file that somebody put there
                     os.unlink(path)
         os.unlink(self.folder / _JOURNAL)
-        sync(self.folder)  # before `new` loses what tells which side counts
+        sync(self.folder)  # before `new` loses the file that decides which side counts
 
     def recover(self) -> None:
         """Finishes or undoes what was begun and not ended, by this saver or a killed one, and removes what it left."""
@@ -176,9 +176,9 @@ class Staging:
 
 @contextlib.contextmanager
 def staging(destination: Path, *, inside: bool = False, rivals: Iterable[Path] = ()) -> Generator[Staging]:
-    """The saver's folder beside a destination, for this saver alone; it is gone afterwards.
+    """The saver's folder next to a destination, for this saver alone; it is gone afterwards.
 
-    What killed savers of the same destination left is removed first. Folders that the destination lies in are made, and
+    What killed savers of the same destination left is removed first. Parent folders of the destination are made, and
     removed again where nothing was put in place.
 
     Args:
@@ -247,7 +247,7 @@ def _clear(stage: Staging) -> None:
 
 @contextlib.contextmanager
 def writing(destination: Path) -> Generator[None]:
-    """Within the block, what the operating system refuses is a LazyModelError that names the destination."""
+    """Within the block, an error of the operating system becomes a LazyModelError that names the destination."""
     try:
         yield
     except OSError as error:
@@ -259,7 +259,7 @@ def writing(destination: Path) -> Generator[None]:
 
 @contextlib.contextmanager
 def _afterwards(destination: Path) -> Generator[None]:
-    """What is left to do once the new state is in place: it cannot fail any more, only be left for later."""
+    """Cleans up once the new state is in place: this cannot fail any more, only be left for later."""
     try:
         yield
     except OSError as error:
@@ -341,7 +341,7 @@ def _release(fd: int) -> None:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Whether a saver is at work in a folder."""
+    """Returns True if a saver is at work in a folder."""
     try:
         fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -425,6 +425,6 @@ def sync_tree(folder: Path) -> None:
 
 
 def _identity(path: Path) -> list[int]:
-    """What tells a file from another one of the same name."""
+    """Identity of a file, which another file of the same name does not have."""
     found = os.lstat(path)
     return [found.st_ino, found.st_size, found.st_mtime_ns]

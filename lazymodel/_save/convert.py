@@ -6,9 +6,9 @@ How they are written is `save`'s matter, whose formats and guarantees are this o
 from __future__ import annotations
 
 import fnmatch
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,16 @@ from lazymodel._mapping.table import WeightMap
 from lazymodel._remote.url import is_url
 from lazymodel._save.destination import SINGLE
 from lazymodel._save.save import DEFAULT_BUDGET, WriteFunction, mapped, save
-from lazymodel._show.progress import ProgressTo, progress_for
+from lazymodel._show.progress import Progress, ProgressTo, progress_for
 from lazymodel._show.text import closest, listed, parse_budget
 from lazymodel._tensors.boxes import Box, box_shape, slabs
-from lazymodel._tensors.buffers import Workspace, empty_aligned
 from lazymodel._tensors.casting import converted, refusal
 from lazymodel._tensors.fill import fill
 from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.threads import Scratch, parallel
 from lazymodel.checkpoints._open import open_checkpoint, weight_files
 
-_BAND = 8 << 20  # bytes of each side that are compared at a time
+_CHUNK = 8 << 20  # bytes of each side that are compared at a time
 _LEAST = 64 << 10  # and at least, whatever the budget: a number at a time, each with its chunk, takes forever
 _THREADS = 2  # that compare: reading and comparing overlap
 
@@ -56,7 +56,7 @@ def convert(
         source: As for `open_checkpoint`, with `source_options`; what is quantized is decoded.
         destination: As for `save`, as are `format`, `mapping`, `max_host_memory` (bytes), `progress`,
             `storage_options` and further options.
-        dtype: What floating-point tensors become, such as `"bfloat16"`; others stay as they are.
+        dtype: The dtype of all floating-point tensors, such as `"bfloat16"`; others stay as they are.
         include: Patterns of names as shells have them (`*`, `?`, `[…]`, case and all); nothing else is converted.
         exclude: Patterns of names that are not.
         verify: Whether to read everything back and compare it with the source.
@@ -74,7 +74,7 @@ def convert(
         tensors = mapped({name: checkpoint[name] for name in names}, mapping)
         if wanted is not None:
             tensors = {name: _cast(name, tensor, wanted, checkpoint) for name, tensor in tensors.items()}
-        # What says of a safetensors file whose names and layouts it has stays true; other formats' metadata is theirs.
+        # A safetensors file's metadata says whose names and layouts it has: still true. Other formats' is not copied.
         own = checkpoint.metadata if checkpoint.format == "safetensors" and mapping is None else None
         save(
             tensors,
@@ -90,7 +90,7 @@ def convert(
             return []
         with open_checkpoint(destination, storage_options) as found:
             forget([] if is_url(destination) else found.files)
-            return list(differences(tensors, found, max_host_memory, progress))
+            return list(differences(tensors, found, progress_for(progress), max_host_memory))
 
 
 def _floating(name: str) -> np.dtype[Any]:
@@ -126,7 +126,7 @@ def _selected(names: list[str], include: Sequence[str], exclude: Sequence[str]) 
 
 
 def _check_apart(destination: str, files: Sequence[str], format: str | None) -> None:
-    """Raises LazyModelError where what is converted is, or lies in, what is replaced."""
+    """Raises LazyModelError if the source is the destination, or inside it."""
     where = os.path.realpath(destination)
     here = [file for file in files if not is_url(file)]
     for file in (*map(os.path.abspath, here), *map(os.path.realpath, here)):
@@ -144,15 +144,15 @@ def _check_hidden(destination: str, source: str, format: str | None) -> None:
     where, folder = os.path.realpath(destination), os.path.realpath(source)
     files = weight_files(Path(folder))
     loose = bool(files) and files[0].suffix == ".safetensors" and files[0].name != SINGLE
-    beside = loose and os.path.dirname(where) == folder and where.endswith(".safetensors")
-    if beside or (not files and format == "npy" and where.startswith(folder + os.sep)):
+    hidden = loose and os.path.dirname(where) == folder and where.endswith(".safetensors")
+    if hidden or (not files and format == "npy" and where.startswith(folder + os.sep)):
         raise LazyModelError(
             f"{destination} would be a part of {source}, which is what is converted; convert to another path"
         )
 
 
 def forget(files: Sequence[str]) -> None:
-    """Has the system read files from the disk again rather than from memory, where it can be told."""
+    """Has the system read files from the disk again rather than from memory, if it can."""
     for file in files if hasattr(os, "posix_fadvise") else ():
         if os.path.isfile(file):
             fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -165,46 +165,57 @@ def forget(files: Sequence[str]) -> None:
 def differences(
     expected: Mapping[str, LazyTensor],
     found: Mapping[str, LazyTensor],
-    max_host_memory: int | str | None,
-    progress: ProgressTo = None,
+    bar: Progress,
+    memory: int | str | None = None,
 ) -> Iterator[str]:
-    """What is not the same in two checkpoints, bit for bit, a text for each tensor."""
-    budget = DEFAULT_BUDGET if max_host_memory is None else parse_budget(max_host_memory)
+    """Yields a text for each tensor that differs, bit for bit, between two checkpoints."""
+    budget = parse_budget(memory, DEFAULT_BUDGET)
     for name in [*expected, *(name for name in found if name not in expected)]:
         if name not in found or name not in expected:
-            yield f"{name!r} is {'missing' if name in expected else 'too much'}"
+            yield f"{name!r} is {'missing' if name in expected else 'unexpected'}"
     common = {name: (tensor, found[name]) for name, tensor in expected.items() if name in found}
-    unit = max((one.leaf.unit_nbytes + two.leaf.unit_nbytes for one, two in common.values()), default=0)
-    threads = max(min(_THREADS, budget // (unit + 4 * _BAND)), 1)
-    band = max(min(_BAND, (budget // threads - unit) // 4), _LEAST)
-    bar = progress_for(progress)
+    unit = max(
+        (one.source.min_scratch_nbytes + two.source.min_scratch_nbytes for one, two in common.values()), default=0
+    )
+    threads = max(min(_THREADS, budget // (unit + 4 * _CHUNK)), 1)
+    chunk = max(min(_CHUNK, (budget // threads - unit) // 4), _LEAST)
+    scratch = Scratch(chunk + unit)
     bar.start(sum(one.nbytes for one, _ in common.values()), "verifying")
+    jobs: list[tuple[str, Box]] = []
+    for name, (one, two) in common.items():
+        if (one.dtype, one.shape) != (two.dtype, two.shape):
+            yield f"{name!r}: expected {_described(one)}, found {_described(two)}"
+        elif one.size:
+            jobs += [(name, box) for box in slabs(one.shape, max(chunk // one.itemsize, 1))]
+
+    def equal(job: tuple[str, Box]) -> bool:
+        name, box = job
+        if name in different:
+            return True
+        one, two = (_bits(tensor, box, scratch, number) for number, tensor in enumerate(common[name]))
+        return np.array_equal(one, two)
+
+    different = set[str]()
     try:
-        with ThreadPoolExecutor(threads) as pool:
-            for name, (one, two) in common.items():
-                if (one.dtype, one.shape) != (two.dtype, two.shape):
-                    yield f"{name!r}: expected {_described(one)}, found {_described(two)}"
-                    continue
-
-                def equal(box: Box, pair: tuple[LazyTensor, LazyTensor] = (one, two)) -> bool:
-                    return np.array_equal(_bits(pair[0], box, band + unit), _bits(pair[1], box, band + unit))
-
-                boxes = list(slabs(one.shape, max(band // one.itemsize, 1))) if one.size else []
-                for box, same in zip(boxes, pool.map(equal, boxes), strict=True):
-                    bar.advance(int(np.prod(box_shape(box), dtype=np.int64)) * one.itemsize, name)
-                    if not same:
-                        yield f"{name!r}: expected other bytes in {_shown(box)}"
-                        break
-                for tensor in (one, two):
-                    tensor.leaf.release()
+        with parallel(equal, jobs, threads, "verify") as results:
+            for number, ((name, box), same) in enumerate(zip(jobs, results, strict=True)):
+                one, two = common[name]
+                bar.advance(math.prod(box_shape(box)) * one.itemsize, name)
+                if not same and name not in different:
+                    different.add(name)
+                    yield f"{name!r}: expected other bytes in {_shown(box)}"
+                if number + 1 == len(jobs) or jobs[number + 1][0] != name:
+                    one.source.release()
+                    two.source.release()
     finally:
         bar.finish()
 
 
-def _bits(tensor: LazyTensor, box: Box, room: int) -> np.ndarray:
-    values = empty_aligned(box_shape(box), tensor.dtype)
-    fill(tensor, [box], [values], Workspace(room))
-    return values.reshape(-1).view(np.uint8)
+def _bits(tensor: LazyTensor, box: Box, scratch: Scratch, number: int) -> np.ndarray:
+    nbytes = tensor.box(box).nbytes
+    bits = scratch.buffer(nbytes, number)
+    fill(tensor, [box], [bits.view(tensor.dtype).reshape(box_shape(box))], scratch.workspace)
+    return bits
 
 
 def _described(tensor: LazyTensor) -> str:

@@ -3,10 +3,10 @@
 Responsible for names, for which files are the old checkpoint, and for the order in which files come and go. Not
 responsible for what is in them, nor for how one step is made to happen completely or not at all (`_save/atomic`).
 
-What counts in a folder is decided as `open_checkpoint` does it: an index before `model.safetensors`, and that before
-numbered shards without an index. Other programs ask for `model.safetensors` first, so it comes and goes while there is
-a complete index, and both see the old checkpoint or the new one at every instant. Shards come under names that nothing
-has, then the index is replaced, then the old shards go; where the new ones could not have the usual names because the
+The files that count in a folder are those that `open_checkpoint` opens: an index before `model.safetensors`, and that
+before numbered shards without an index. Other programs open `model.safetensors` first, so it comes and goes while there
+is a complete index, and both see the old checkpoint or the new one at every instant. Shards come under unused names,
+then the index is replaced, then the old shards go; where the new ones could not have the usual names because the
 old ones had them, they get these too, as links, and the index changes once more.
 """
 
@@ -18,20 +18,18 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lazymodel._errors import LazyModelError
 from lazymodel._remote.path import Location
 from lazymodel._save.atomic import Staging, staging, writing
-from lazymodel._show.progress import ProgressTo
+from lazymodel._show.progress import Progress
 from lazymodel._show.text import format_bytes, listed
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel.checkpoints._checkpoint import JoinedCheckpoint
 from lazymodel.checkpoints._open import staging_folder, weight_files
 from lazymodel.checkpoints._orbax_folder import find_item
-from lazymodel.checkpoints._safetensors import SafetensorsFile
 from lazymodel.checkpoints._shards import is_numbered, open_loose
 from lazymodel.checkpoints._steps import newest_step
 from lazymodel.checkpoints._untrusted import read_json_file, shard_path, weight_map
@@ -40,8 +38,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-# What processes that save together say where they do not come to the same.
-TERMS = {"done": "saved", "given": "tensors differ", "mend": "Save the same model in all processes"}
+# The terms of errors if processes that save together disagree.
+TERMS = {"done": "saved", "given": "tensors differ", "hint": "Save the same model in all processes"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +49,7 @@ class SaveOptions:
     shard_size: int | None  # bytes of tensors in a file, at most; None for one file
     budget: int  # bytes of the host's memory
     metadata: Mapping[str, str]  # for the header of every file
-    progress: ProgressTo
-    overwrite: bool
+    bar: Progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +60,7 @@ class SavedFile:
     header: bytes  # everything before the tensors
     tensors: tuple[tuple[str, LazyTensor, int], ...]  # name, tensor, and byte in the file
     nbytes: int  # of all of it
-    rest: tuple[tuple[int, bytes], ...] = ()  # other bytes that are no tensor's, and where in the file they are
+    rest: tuple[tuple[int, bytes], ...] = ()  # other bytes, and where in the file they are
 
 
 def grouped(
@@ -97,13 +94,16 @@ class Destination:
         return self._stage.new / file.name
 
     @contextlib.contextmanager
-    def begun(self, *, overwrite: bool) -> Generator[None]:
-        """Locks the destination and makes every file with its header and its full length, until the block ends."""
+    def staged(self, *, leads: bool, overwrite: bool) -> Generator[None]:
+        """Locks the destination and makes every file with its header and its full length, until the block ends.
+
+        Only the leading process does: the others write into its files.
+        """
+        if not leads:
+            yield
+            return
         with staging(self.path, inside=self._inside, rivals=self._rivals()) as self._stage:
-            if (there := self._there()) is not None and not overwrite:
-                raise LazyModelError(
-                    f"there is a checkpoint already: {there}. Pass overwrite=True (--overwrite) to replace it"
-                )
+            check_overwrite(self._there(), overwrite)
             with writing(self.path):
                 check_room(self.path, sum(file.nbytes for file in self.files), self._stage.new)
                 for file in self.files:
@@ -115,6 +115,10 @@ class Destination:
                         stream.truncate(file.nbytes)
             yield
 
+    def undone_if_failed(self) -> contextlib.AbstractContextManager[None]:
+        """Does nothing: staged files are removed with their folder."""
+        return contextlib.nullcontext()
+
     def commit(self) -> None:
         """Puts the complete files in place; where that cannot be done, what was there is as it was."""
         raise NotImplementedError
@@ -124,7 +128,7 @@ class Destination:
         raise NotImplementedError
 
     def _there(self) -> Path | None:
-        """What is to be replaced, if anything; raises LazyModelError for what must not be."""
+        """Returns the path to be replaced, if any; raises LazyModelError if it must not be."""
         raise NotImplementedError
 
 
@@ -155,8 +159,8 @@ class FolderDestination(Destination):
     def _rivals(self) -> list[Path]:
         if self.path.exists() and not self.path.is_dir():
             raise LazyModelError(f"{self.path} is a file; give a folder, or a name that ends with .safetensors")
-        beside = self.path.parent / self.path.resolve().name if self.path.is_symlink() else self.path
-        return [staging_folder(beside), staging_folder(self.path.resolve()), staging_folder(self.path / SINGLE)]
+        replaced = self.path.parent / self.path.resolve().name if self.path.is_symlink() else self.path
+        return [staging_folder(replaced), staging_folder(self.path.resolve()), staging_folder(self.path / SINGLE)]
 
     def _there(self) -> Path | None:
         self._old = old_files(self.path)
@@ -187,7 +191,7 @@ class FolderDestination(Destination):
             return
         self._stage.replace_files(names, INDEX, [name for name in self._old if name != INDEX])
         if names != usual and not self._stage.unfinished and self._free(usual) == usual:
-            # What is saved counts from here on, so if this cannot be done it only keeps its other names.
+            # The new files count from here on; if this fails they only keep their other names.
             with contextlib.suppress(OSError, LazyModelError):
                 for name, free in zip(usual, names, strict=True):
                     os.link(self.path / free, self._stage.new / name)
@@ -195,15 +199,10 @@ class FolderDestination(Destination):
                 self._stage.replace_files(usual, INDEX, names)
 
     def _index_old(self) -> None:
-        """Gives old shards without an index one, so that new ones can come beside them."""
-        try:
-            parts = open_loose(self.path, [self.path / name for name in self._old], SafetensorsFile)
-            with JoinedCheckpoint(self.path, parts) as old:
-                weights = {name: os.path.basename(tensor.leaf.file) for name, tensor in old.items()}
-        except LazyModelError:  # they are not complete, or no checkpoint for another reason
-            return
-        self._write_index(weights)
-        self._stage.replace_files([], INDEX, [])
+        """Gives old shards without an index one, so that new ones can come alongside."""
+        if (index := index_of_loose(self.path, self._old)) is not None:
+            (self._stage.new / INDEX).write_text(index, encoding="utf-8")
+            self._stage.replace_files([], INDEX, [])
 
     def _free(self, names: list[str]) -> list[str]:
         """The usual names of shards, or others that no file in the folder has."""
@@ -238,8 +237,14 @@ def check_room(path: Path, nbytes: int, folder: Path) -> None:
     if (free := shutil.disk_usage(folder).free) < nbytes:
         raise LazyModelError(
             f"{path} needs {format_bytes(nbytes)}, and there are {format_bytes(free)} free; "
-            "make room, or save elsewhere"
+            "free some, or save elsewhere"
         )
+
+
+def check_overwrite(there: Location | None, overwrite: bool) -> None:
+    """Raises LazyModelError where there is something that may not be replaced."""
+    if there is not None and not overwrite:
+        raise LazyModelError(f"there is a checkpoint already: {there}. Pass overwrite=True (--overwrite) to replace it")
 
 
 def check_file(path: Location) -> None:
@@ -259,6 +264,16 @@ def index_text(total: int, weights: dict[str, str]) -> str:
     """An index: bytes of tensors in all, and the name of each tensor's shard."""
     content: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": weights}
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+def index_of_loose(folder: Location, names: Sequence[str]) -> str | None:
+    """An index of shards that have none; None where they are not complete, or not a checkpoint for another reason."""
+    try:
+        with open_loose(folder, [folder / name for name in names]) as old:
+            weights = {name: os.path.basename(tensor.source.file) for name, tensor in old.items()}
+            return index_text(sum(tensor.nbytes for tensor in old.values()), weights)
+    except LazyModelError:
+        return None
 
 
 def old_files(folder: Location, ignored: re.Pattern[str] | None = None) -> list[str]:
@@ -288,12 +303,12 @@ def old_files(folder: Location, ignored: re.Pattern[str] | None = None) -> list[
 
 
 def is_there(path: Location) -> bool:
-    """Whether there is something of this name, be it a link that leads nowhere."""
+    """Returns True if the name exists, even as a broken link."""
     return os.path.lexists(path) if isinstance(path, Path) else path.exists()
 
 
 def listed_shards(index: Location) -> list[str]:
-    """Names of the shards beside an index that it lists; none where it cannot be read."""
+    """Names of the shards that an index lists in its own folder; none where it cannot be read."""
     try:
         shards = dict.fromkeys(weight_map(read_json_file(index), index).values())
         return [shard for shard in shards if shard_path(index, shard).parent == index.parent]

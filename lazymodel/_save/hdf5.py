@@ -2,7 +2,7 @@
 
 HDF5's library makes the file's structure, datasets whose bytes are reserved and not written, in memory that keeps what
 it writes and nothing in between. The bytes of tensors are then written to their places like those of any other format:
-band by band, in threads, by whichever process has them.
+chunk by chunk, in threads, by the process that has them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def layout(tensors: Mapping[str, LazyTensor], path: Path, shard_size: int) -> li
 
 
 class Hdf5Shards(Destination):
-    """An index, `x.weights.json`, with shards beside it. Other files in the folder stay."""
+    """An index, `x.weights.json`, with its shards. Other files in the folder stay."""
 
     _inside = True
 

@@ -88,7 +88,7 @@ def layout(tensors: Mapping[str, LazyTensor], name: str) -> SavedFile:
 
 
 def _described(key: str, tensor: LazyTensor) -> bytes:
-    """What a `.npy` file begins with."""
+    """The header of a `.npy` file."""
     if not is_numpys(tensor.dtype):
         raise LazyModelError(
             f"{key!r}: NumPy writes {tensor.dtype.name}, which is not its own, without its name; cast it, or save "
@@ -144,7 +144,7 @@ class NpyDestination(WholeFolder):
         files = set(files_inside(self.path)) if self.path.exists() else set()
         if foreign := files.difference(f"{name}.npy" for name in npy_names(self.path)):
             raise LazyModelError(
-                f"{self.path} holds what is no .npy file and would be gone with the folder: {listed(sorted(foreign))}. "
-                "Save to another folder, or move these away"
+                f"{self.path} holds files that are not .npy files and would be removed with the folder: "
+                f"{listed(sorted(foreign))}. Save to another folder, or move these away"
             )
         return self.path if files else None

@@ -1,118 +1,117 @@
-"""Saving as Orbax does: a folder that Orbax writes beside the destination, and that is put in its place as a whole.
+"""An Orbax item to write without Orbax: plain zarr arrays in folders of their own, and the `_METADATA` of their tree.
 
-Responsible for the tree, for what may be replaced, and for the processes' agreement. What is in the folder is Orbax's.
+A chunk is a file of a tensor's bytes, not compressed, since weights hardly can be; so chunks are written like files of
+any other format, by the process that holds their bytes and within the budget. Format: zarr version 2, as Orbax writes
+with `use_ocdbt=False` (https://zarr-specs.readthedocs.io/en/latest/v2/v2.0.html).
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import os
-import shutil
+import json
+import math
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lazymodel._devices.agreement import agreement
 from lazymodel._errors import LazyModelError
-from lazymodel._save.atomic import Staging, staging, writing
+from lazymodel._save.destination import SavedFile, WholeFolder
 from lazymodel._show.text import listed
-from lazymodel.checkpoints._open import staging_folder
-from lazymodel.checkpoints._orbax_folder import foreign_entries, zero_size_metadata
+from lazymodel._tensors.boxes import grid, whole_box
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel.checkpoints._orbax_folder import METADATA, foreign_entries, zero_size_metadata
+from lazymodel.checkpoints._safetensors_header import FLOAT4
+from lazymodel.checkpoints._untrusted import is_numpys
 
-_QUIET = 0.3  # seconds without a late write after which no more is expected
-_LATEST = 10.0  # seconds, at most, that late writes are waited for
-
-
-def save_orbax(arrays: Mapping[str, Any], path: Path, *, overwrite: bool) -> None:
-    """Saves arrays as an item, at paths with `/` between keys. With several processes all of them must call it."""
-    try:
-        orbax: Any = importlib.import_module("orbax.checkpoint")
-    except ImportError as error:
-        raise LazyModelError("format='orbax' needs orbax-checkpoint: pip install 'lazymodel[orbax]'") from error
-    tree = tree_of(arrays)
-    path = Path(os.path.realpath(path))  # a link stays, and what it leads to is replaced
-    leads = jax.process_index() == 0  # Orbax waits for all processes, whichever devices the arrays are on
-    everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("devices",)), PartitionSpec())
-    shardings = [everywhere] if jax.process_count() > 1 else []
-    terms = {"done": "saved", "given": "trees differ", "mend": "Save the same model in all processes"}
-    stage = Staging(path, inside=False)
-    with contextlib.ExitStack() as stack:
-        with agreement(shardings, **terms):
-            if leads:
-                stack.enter_context(staging(path, rivals=[staging_folder(path, inside=True)]))
-                if not overwrite and path.exists():
-                    raise LazyModelError(
-                        f"there is something already: {path}. Pass overwrite=True (--overwrite) to replace it"
-                    )
-                check_replaced(path)
-                with writing(path):
-                    stage.new.rmdir()  # Orbax makes it
-                stack.enter_context(_outlasting(stage.folder))
-        with agreement(shardings, **terms):
-            try:
-                # Not StandardCheckpointer, whose threads would still write when a Ctrl-C has ended the call.
-                with orbax.Checkpointer(orbax.StandardCheckpointHandler()) as checkpointer:
-                    given = orbax.args.StandardSave(tree, custom_metadata=zero_size_metadata(arrays) or None)
-                    checkpointer.save(stage.new, args=given)
-            except Exception as error:  # of many types: Orbax's own, tensorstore's, the system's
-                reason = (str(error) or type(error).__name__).splitlines()[0]
-                raise LazyModelError(
-                    f"cannot write {path}: Orbax says: {reason}. What was there before is as it was"
-                ) from error
-        with agreement(shardings, **terms):
-            if leads:
-                stage.replace_folder()
+_CHUNK = 8 << 20  # bytes: reading a part of a chunk reads all of it, and some hundred files a second cost nothing
+_DICT = 2  # Orbax' type of a key of a dict
 
 
-@contextlib.contextmanager
-def _outlasting(folder: Path) -> Generator[None]:
-    """Where Orbax gives up, removes what it began in a saver's folder until nothing of it comes back.
+def layout(tensors: Mapping[str, LazyTensor]) -> list[SavedFile]:
+    """The files of an item: those that describe it, and one for each chunk of a tensor."""
+    inner = {name[:end] for name in tensors for end in range(len(name)) if name[end] == "/"}
+    if both := sorted(inner & tensors.keys()):
+        raise LazyModelError(f"{both[0]!r}: Orbax saves a tree, and this path is also the beginning of another")
+    leaves: dict[str, Any] = {}
+    stored: dict[str, str] = {}
+    files: list[SavedFile] = []
+    for name, tensor in tensors.items():
+        keys = tuple(name.split("/"))
+        if tensor.dtype == FLOAT4:
+            raise LazyModelError(f"{name!r}: Orbax has no 4-bit floats as safetensors packs them; cast it")
+        kind = "np.ndarray" if tensor.size else "None"  # Orbax saves no arrays without elements
+        leaves[str(keys)] = {
+            "key_metadata": [{"key": key, "key_type": _DICT} for key in keys],
+            "value_metadata": {"value_type": kind, "skip_deserialize": not tensor.size},
+        }
+        if not tensor.size:
+            continue
+        folder = ".".join(keys)
+        if folder in stored:
+            raise LazyModelError(
+                f"{name!r} and {stored[folder]!r} would be one array, {folder!r}, in Orbax' folder; rename one"
+            )
+        if len(folder.encode()) > 255 or "\0" in folder:
+            raise LazyModelError(f"{name[:80]!r} cannot be the name of a folder; rename it with a mapping")
+        stored[folder] = name
+        files += _array(folder, name, tensor)
+    about = {
+        "tree_metadata": leaves,
+        "use_ocdbt": False,
+        "use_zarr3": False,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": zero_size_metadata(tensors) or None,
+    }
+    now = time.time_ns()
+    step = {"item_handlers": None, "init_timestamp_nsecs": now, "commit_timestamp_nsecs": now, "custom_metadata": {}}
+    return [_text(METADATA, about), _text("_CHECKPOINT_METADATA", step), *files]
 
-    Orbax raises at the first write that fails. tensorstore's threads finish the others, and make folders for them anew.
-    """
-    try:
-        yield
-    except BaseException:
-        start = last = time.monotonic()
-        while (now := time.monotonic()) < min(last + _QUIET, start + _LATEST):
-            for child in folder.glob("new*"):
-                shutil.rmtree(child, ignore_errors=True)
-                last = now
-            time.sleep(_QUIET / 30)
-        raise
+
+class OrbaxDestination(WholeFolder):
+    """A folder of Orbax."""
+
+    def _there(self) -> Path | None:
+        if not self.path.exists():
+            return None
+        if not self.path.is_dir():
+            raise LazyModelError(f"{self.path} is a file; give a folder")
+        if foreign := foreign_entries(self.path):
+            raise LazyModelError(
+                f"{self.path} holds files that are not part of an Orbax checkpoint and would be removed with it: "
+                f"{listed(foreign)}. Save to another folder, or move these away"
+            )
+        return self.path
 
 
-def tree_of(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays at their keys; None for those without elements, which Orbax does not save."""
-    tree: dict[str, Any] = {}
-    for name, array in arrays.items():
-        *parents, key = name.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-            if not isinstance(node, dict):
-                raise LazyModelError(f"{name!r}: Orbax saves a tree, and a part of this path is an array itself")
-        if key in node:
-            raise LazyModelError(f"{name!r}: Orbax saves a tree, and this path is also the beginning of another")
-        node[key] = array if array.size else None
-    return tree
+def _text(name: str, content: Any) -> SavedFile:
+    text = json.dumps(content).encode()
+    return SavedFile(name, text, (), len(text))
 
 
-def check_replaced(path: Path) -> Path | None:
-    """What is at a path and may be replaced, if anything; LazyModelError for what may not be."""
-    if not path.exists():
-        return None
-    if not path.is_dir():
-        raise LazyModelError(f"{path} is a file; give a folder")
-    if foreign := foreign_entries(path):
-        raise LazyModelError(
-            f"{path} holds what is no part of an Orbax checkpoint and would be gone with it: {listed(foreign)}"
-            ". Save to another folder, or move these away"
-        )
-    return path
+def _array(folder: str, name: str, tensor: LazyTensor) -> list[SavedFile]:
+    """A tensor's description and chunks, each of which is a range of its elements in C order."""
+    chunk, limit = list(tensor.shape), _CHUNK // tensor.itemsize
+    for axis in range(tensor.ndim):
+        inner = math.prod(tensor.shape[axis + 1 :])
+        chunk[axis] = max(min(tensor.shape[axis], limit // inner), 1)
+        if chunk[axis] > 1:
+            break
+    described = {
+        "chunks": chunk,
+        "compressor": None,
+        "dimension_separator": ".",
+        "dtype": np.lib.format.dtype_to_descr(tensor.dtype) if is_numpys(tensor.dtype) else tensor.dtype.name,
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "shape": list(tensor.shape),
+        "zarr_format": 2,
+    }
+    nbytes = math.prod(chunk) * tensor.itemsize  # of the last one, too, which is filled up with zeros
+    files = [_text(f"{folder}/.zarray", described)]
+    for box in grid(whole_box(tensor.shape), chunk):
+        index = ".".join(str(part.start // step) for part, step in zip(box, chunk, strict=True)) or "0"
+        files.append(SavedFile(f"{folder}/{index}", b"", ((name, tensor.box(box), 0),), nbytes))
+    return files

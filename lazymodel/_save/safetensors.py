@@ -29,7 +29,7 @@ def layout(
     """Divides tensors among files, in their order; a single file where `shard_size` is None.
 
     With a checksum of what they will have in them but for the values, the same in every process. `save_id` is what
-    tells this save's shards from others (`new_save_id`), a new one unless given.
+    distinguishes this save's shards from others' (`new_save_id`), a new one unless given.
     """
     if bad := [key for key, value in metadata.items() if not isinstance(cast(Any, value), str)]:
         raise LazyModelError(f"metadata maps strings to strings; found {bad[0]!r}: {metadata[bad[0]]!r}")

@@ -22,7 +22,7 @@ from lazymodel._save.save import save
 from lazymodel._show.text import listed
 from lazymodel.checkpoints._open import staging_folder, weight_files
 from lazymodel.checkpoints._orbax_folder import find_item
-from lazymodel.checkpoints._steps import DECIDING, KEY, described, is_complete, step_folders, steps_place
+from lazymodel.checkpoints._steps import DECIDING, KEY, described, is_complete, place_of, step_folders
 
 
 def save_step(
@@ -36,7 +36,7 @@ def save_step(
     storage_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Saves a step of training, completely or not at all, for `restore` to go on from.
+    """Saves a step of training, completely or not at all, for `restore` to resume from.
 
     A step is a folder of safetensors, `folder/100/`, written as by `save`, with all that it promises of failures, kills
     and several processes. It counts when it is complete; earlier steps stay as they are until then.
@@ -46,11 +46,11 @@ def save_step(
             no arrays are saved, too.
         folder: A folder of steps, and of no other checkpoint. Or a URL that begins with `s3://`, `gs://` or `az://`.
         step: The number of the step, from 0.
-        metadata: What else to save, of types that JSON has: what `training_state` returns.
+        metadata: Anything else to save, of types that JSON has; `training_state` returns it.
         data: The state of a data iterator, `iterator.get_state()`: bytes, or of types that JSON has. Where several
             processes save, it is the same in all of them.
-        max_to_keep: How many steps stay, those of the highest numbers and this one; None for all. What killed savers
-            left in earlier steps is removed, too.
+        max_to_keep: Number of steps that stay, those of the highest numbers and this one; None for all. Leftovers of
+            killed savers in earlier steps are removed, too.
         storage_options: For URLs, as of `open_checkpoint`.
         **options: Those of `save`, such as `max_host_memory` (bytes, or `"1GiB"`), `overwrite` and `progress`.
 
@@ -74,12 +74,12 @@ def save_step(
     if not isinstance(model, ModelSpec):
         leaves = named_arrays(model, kinds=ARRAYS + NUMBERS)
         model = {name: np.asarray(leaf) if isinstance(leaf, NUMBERS) else leaf for name, leaf in leaves.items()}
-    _check_folder(steps_place(folder, storage_options))
+    _check_folder(place_of(folder, storage_options))
     where = os.fspath(folder).rstrip("/")
     save(model, f"{where}/{number}", metadata=about, storage_options=storage_options, **options)
     if max_to_keep is not None and jax.process_index() == 0:
         try:
-            failures = _remove_old(steps_place(where, storage_options), number, max_to_keep)
+            failures = _remove_old(place_of(where, storage_options), number, max_to_keep)
         except CheckpointError as error:
             failures = [str(error)]
         if failures:

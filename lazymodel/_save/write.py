@@ -1,4 +1,4 @@
-"""Writing tensors to files: which bytes this process writes, band by band, in threads, under a ceiling of memory.
+"""Writing tensors to files: which bytes this process writes, chunk by chunk, in threads, within a memory limit.
 
 Each box of an array is written by one process, the one that has its first replica; what all of them have, by the
 leading one.
@@ -13,17 +13,20 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from lazymodel._errors import LazyModelError
-from lazymodel._remote.source import reading_ahead
+from lazymodel._remote.reader import reading_ahead
 from lazymodel._save.destination import Destination, SavedFile
-from lazymodel._show.progress import Progress, progress_for
+from lazymodel._show.progress import Progress
 from lazymodel._show.text import format_bytes
 from lazymodel._tensors.boxes import (
     Box,
@@ -37,15 +40,85 @@ from lazymodel._tensors.boxes import (
     slabs,
     whole_box,
 )
-from lazymodel._tensors.buffers import Workspace, empty_aligned
-from lazymodel._tensors.device import DeviceLeaf
-from lazymodel._tensors.fill import fill_parts
-from lazymodel._tensors.lazy import LazyTensor, PiecesLeaf
-from lazymodel._tensors.leaves import Leaf
-from lazymodel._tensors.wanted import wanted
+from lazymodel._tensors.fill import fill_parts, required_ranges
+from lazymodel._tensors.lazy import ConcatenatedTensor, LazyTensor
+from lazymodel._tensors.shards import DeviceTensor
+from lazymodel._tensors.tensor_source import TensorSource
+from lazymodel._tensors.threads import Scratch, parallel
 from lazymodel.checkpoints._safetensors_header import FLOAT4
 
-_BAND = 16 << 20  # bytes that are staged at a time: a write of some milliseconds, a transfer likewise
+# Bytes from process to process, over the devices' own network: each process sends some to each, and gets what it owns.
+#
+# An object in a store is written by one process, and the tensors in it are spread over the devices of several. Every
+# process fills in what it holds of the bytes that each other one needs next, with zeros for what it does not hold, and
+# the sum of all, of which each process takes its own row, is what they hold together. One program serves all of it,
+# whatever the arrays' shapes, types and shardings.
+
+
+_WORD = np.dtype(np.uint32)  # what is summed: no byte is carried over to another, since all but one are zero
+
+
+class Exchange:
+    """The exchange between processes that share devices; all of them make it and call it alike.
+
+    Attributes:
+        processes: Their numbers, in order; a row of what is exchanged for each.
+        nbytes: Bytes of a row.
+    """
+
+    def __init__(self, devices: Sequence[Any], nbytes: int) -> None:
+        held: dict[int, list[Any]] = {}
+        for device in sorted(devices, key=lambda device: device.id):
+            held.setdefault(device.process_index, []).append(device)
+        self.processes = sorted(held)
+        each = min(map(len, held.values()))  # of every process as many: it is an array of devices
+        mesh = Mesh(np.array([held[process][:each] for process in self.processes]), ("process", "device"))
+        self._local = held[jax.process_index()][:each]
+        # A device has as many words of each row, and one more for the number of processes that have failed.
+        self._words = -(-nbytes // (each * _WORD.itemsize))
+        self.nbytes = each * self._words * _WORD.itemsize
+        self._given = NamedSharding(mesh, P("process", None, "device", None))
+        summed = NamedSharding(mesh, P("process", "device", None))
+        self._sum = jax.jit(_sum, out_shardings=summed)
+
+    def __call__(self, rows: np.ndarray, *, failed: bool = False) -> np.ndarray | None:
+        """Gives the rows of all processes (`uint8[processes, nbytes]`) and takes this one's, `uint8[nbytes]`.
+
+        None where any process has failed: it is the last time then, for all of them.
+        """
+        count, each = len(self.processes), len(self._local)
+        words = rows.view(_WORD).reshape(count, each, self._words)
+        shape = (count, count, each, self._words + 1)
+        shards: list[Any] = []
+        for number, device in enumerate(self._local):
+            shard = np.empty((1, count, 1, self._words + 1), _WORD)
+            shard[0, :, 0, :-1], shard[0, :, 0, -1] = words[:, number], failed
+            shards.append(jax.device_put(shard, device))
+        given: Any = jax.make_array_from_single_device_arrays(shape, self._given, shards)
+        summed: Any = self._sum(given)
+        own = {shard.device: np.asarray(shard.data)[0, 0] for shard in summed.addressable_shards}
+        pieces = [own[device] for device in self._local]
+        if any(piece[-1] for piece in pieces):
+            return None
+        return np.concatenate([piece[:-1] for piece in pieces]).view(np.uint8)
+
+    def first(self, text: bytes) -> bytes:
+        """Returns the first process's value in all processes."""
+        rows = np.zeros((len(self.processes), self.nbytes), np.uint8)
+        if jax.process_index() == self.processes[0]:
+            rows[:, : len(text)] = np.frombuffer(text, np.uint8)
+        row = self(rows)
+        assert row is not None
+        return row[: len(text)].tobytes()
+
+
+def _sum(rows: jax.Array) -> jax.Array:
+    return jnp.sum(rows, 0, dtype=rows.dtype)
+
+
+_CHUNK = 16 << 20  # bytes that are staged at a time: a write of some milliseconds, a transfer likewise
+_AHEAD = 4  # chunks of each thread that may be written before an earlier one is, each perhaps of another open file
+_BATCH = 128 << 10  # bytes of small tensors that a thread writes as one item
 _THREADS = 4  # more than cores: the ones that wait for the disk use none, as others transfer, transpose or cast
 # Runs of a file from this many bytes on go straight to the disk, past the page cache: it would only be waited for, and
 # fresh pages of the cache cost more than writing (in virtual machines whose host has to find them, ten times as much).
@@ -63,31 +136,25 @@ class _Piece:
     tensor: LazyTensor  # its axes are in file order
     start: int  # byte in the file of its first element
     strides: tuple[int, ...]  # bytes in the file, descending but for axes of extent 1
-    packed: bool = False  # whether two elements are a byte; then it has one dimension
 
     def position(self, box: Box) -> int:
         """Byte in the file of a box's first element."""
         first = sum(part.start * stride for part, stride in zip(box, self.strides, strict=True))
-        return self.start + first // (2 if self.packed else 1)
+        return self.start + (first // 2 if self.tensor.dtype == FLOAT4 else first)
 
 
-_Job: TypeAlias = tuple[_Piece, Box, list[Box]]  # a box to write, and the list of those of its piece still to be done
+_Job: TypeAlias = tuple[_Piece, Box, bool]  # a box to write; whether it is the last one of its piece
 
 
 def _pieces(name: str, tensor: LazyTensor, offset: int, *, leads: bool) -> Iterator[_Piece]:
-    """What this process writes of a tensor."""
+    """The parts of a tensor that this process writes."""
     if not tensor.size:
         return
-    if complete(tensor.leaf):
-        if leads and tensor.dtype == FLOAT4:
-            yield _Piece(name, tensor.reshape(-1), offset, (1,), packed=True)
-        elif leads:
+    if complete(tensor.source):
+        if leads:
+            tensor = tensor.reshape(-1) if tensor.dtype == FLOAT4 else tensor
             yield _Piece(name, tensor, offset, fresh_view(tensor.shape, tensor.itemsize).strides)
         return
-    if tensor.dtype == FLOAT4:
-        raise LazyModelError(
-            f"{name!r}: 4-bit floats that several processes share cannot be written, because two are one byte"
-        )
     for own, target in owned(tensor, fresh_view(tensor.shape, tensor.itemsize), leads=leads):
         order = sorted(range(own.ndim), key=lambda axis, target=target: -abs(target.strides[axis]))
         own, target = own.transpose(order), target.transpose(order)
@@ -96,19 +163,33 @@ def _pieces(name: str, tensor: LazyTensor, offset: int, *, leads: bool) -> Itera
         yield _Piece(name, own[(*flip, ...)], offset + geometry.start, geometry.strides)
 
 
-def complete(leaf: Leaf) -> bool:
-    """Whether this process can read all of it."""
-    if isinstance(leaf, PiecesLeaf):
-        return all(complete(piece.leaf) for piece in leaf.pieces)
-    return not isinstance(leaf, DeviceLeaf) or leaf.complete
+def complete(source: TensorSource) -> bool:
+    """Returns True if this process can read all of it."""
+    if isinstance(source, ConcatenatedTensor):
+        return all(complete(piece.source) for piece in source.pieces)
+    return not isinstance(source, DeviceTensor) or source.complete
+
+
+def chunks_of(tensor: LazyTensor, nbytes: int) -> list[Box]:
+    """Boxes of a tensor that follow each other in a file, each of at most so many bytes, or of an element."""
+    elements = max(nbytes // tensor.itemsize, 1)
+    if tensor.dtype == FLOAT4:  # two are a byte
+        elements = max(elements - elements % 2, 2)
+    return list(slabs(tensor.shape, elements))
+
+
+def packed(values: np.ndarray) -> np.ndarray:
+    """4-bit floats as they are stored: the earlier of two in the low bits of a byte, as it is read."""
+    bits = values.reshape(-1).view(np.uint8)
+    return (bits[0::2] & 15) | (bits[1::2] << 4)
 
 
 def owned(tensor: LazyTensor, target: np.ndarray, *, leads: bool) -> Iterator[tuple[LazyTensor, np.ndarray]]:
     """The parts of a tensor that this process is to write, each with the part of `target`, addresses, it goes to."""
-    leaf = tensor.leaf
+    source = tensor.source
     if not tensor.size:
         return
-    if complete(leaf):
+    if complete(source):
         if leads:
             yield tensor, target
         return
@@ -119,42 +200,53 @@ def owned(tensor: LazyTensor, target: np.ndarray, *, leads: bool) -> Iterator[tu
         for position in range(tensor.shape[axis]):
             yield from owned(tensor[(*index, position)], target[(*index, position, ...)], leads=leads)
         return
-    covering = cover(geometry, leaf.shape, leaf.dtype.itemsize)
+    covering = cover(geometry, source.shape, source.dtype.itemsize)
     if covering.inner is not None:
-        # No plain box of the leaf: halves of it become one sooner or later, a single element at the latest.
+        # No plain box of the source: halves of it become one sooner or later, a single element at the latest.
         order: list[int] = tensor.file_order()
         axis = next(axis for axis in order if tensor.shape[axis] > 1)
         index = (slice(None),) * axis
         half = tensor.shape[axis] // 2
         for part in (slice(0, half), slice(half, None)):
             yield from owned(tensor[(*index, part)], target[(*index, part, ...)], leads=leads)
-    elif isinstance(leaf, PiecesLeaf):
-        for piece, within in leaf.places():
+    elif isinstance(source, ConcatenatedTensor):
+        for piece, within in source.places():
             for common, out in clip([(covering.box, covering.align(view))], within):
                 own = piece.box(shift(common, within)).converted(tensor.steps)
                 yield from owned(own, out, leads=leads)
     else:
-        for box in cast(DeviceLeaf, leaf).owned:
+        for box in cast(DeviceTensor, source).owned:
             for common, out in clip([(covering.box, covering.align(view))], box):
-                yield LazyTensor(leaf).box(common).converted(tensor.steps), out
+                yield LazyTensor(source).box(common).converted(tensor.steps), out
 
 
-def check_budget(files: Sequence[SavedFile], budget: int) -> None:
-    """Raises LazyModelError where a tensor cannot be read within the budget."""
-    for file in files:
-        for name, tensor, _ in file.tensors:
-            if tensor.leaf.unit_nbytes + 2 * tensor.itemsize > budget:
-                raise LazyModelError(
-                    f"{name!r}: reading any of it takes {format_bytes(tensor.leaf.unit_nbytes)} at once, more than "
-                    f"max_host_memory={format_bytes(budget)}"
-                )
+def check_budget(files: Sequence[SavedFile], budget: int, available: int | None = None) -> None:
+    """Raises LazyModelError where a tensor cannot be written, or not read within the available part of the budget."""
+    available = budget if available is None else available
+    for name, tensor, _ in (placed for file in files for placed in file.tensors):
+        if tensor.dtype == FLOAT4 and not complete(tensor.source):
+            raise LazyModelError(
+                f"{name!r}: 4-bit floats that several processes share cannot be written, because two are one byte"
+            )
+        scratch = tensor.source.min_scratch_nbytes
+        if scratch + 8 * tensor.itemsize > available:
+            part = "" if available == budget else f", of which {format_bytes(available)} are left alongside uploads"
+            raise LazyModelError(
+                f"{name!r}: reading any of it takes {format_bytes(scratch)} at once, more than "
+                f"max_host_memory={format_bytes(budget)}{part}"
+            )
+
+
+def any_remote(tensors: Iterable[LazyTensor]) -> bool:
+    """Returns True if anything of some tensors is read from a store."""
+    return any(True for tensor in tensors for _ in required_ranges(tensor, [whole_box(tensor.shape)]))
 
 
 def write_files(
     target: Destination,
     budget: int,
-    progress: bool | Progress | Callable[[int, int], object] | None,
-    check: Callable[[], None],
+    bar: Progress,
+    check: Callable[..., None],
     *,
     leads: bool,
 ) -> None:
@@ -165,19 +257,19 @@ def write_files(
         if file.tensors
     ]
     tensors = [piece.tensor for _, group in pieces for piece in group]
-    remote = any(True for tensor in tensors for _ in wanted(tensor, [whole_box(tensor.shape)]))
-    ahead = budget // 4 if remote else 0
-    unit = max((tensor.leaf.unit_nbytes for tensor in tensors), default=0)
-    threads = max(min(_THREADS, (budget - ahead) // (unit + 2 * _BAND)), 1)
-    band = max(min(_BAND, ((budget - ahead) // threads - unit) // 2), 1)
-    writing = [_Writing(target.place(file), list(_jobs(group, band)), direct=target.direct) for file, group in pieces]
-    wants = [want for file in writing if remote for piece, box, _ in file.jobs for want in wanted(piece.tensor, [box])]
-    bar = progress_for(progress)
+    ahead = budget // 4 if any_remote(tensors) else 0
+    unit = max((tensor.source.min_scratch_nbytes for tensor in tensors), default=0)
+    threads = max(min(_THREADS, (budget - ahead) // (unit + 2 * _CHUNK)), 1)
+    chunk = max(min(_CHUNK, ((budget - ahead) // threads - unit) // 2), 1)
+    writing = [_Writing(target.place(file), list(_jobs(group, chunk)), direct=target.direct) for file, group in pieces]
+    wants = [want for file in writing for piece, box, _ in file.jobs for want in required_ranges(piece.tensor, [box])]
     bar.start(sum(tensor.nbytes for tensor in tensors), f"{target.path.name}: saving")
     try:
-        with reading_ahead(wants, ahead) if remote else contextlib.nullcontext():
-            _run(writing, threads, band + unit, bar, check)
+        with reading_ahead(wants, ahead):
+            _run(writing, threads, chunk + unit, bar, check)
     except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            check(at_once=True)  # a process that failed has removed what was staged
         hint = "; with several processes the path must be on a file system that all of them share"
         hint = hint if isinstance(error, FileNotFoundError) else ""
         where = os.path.basename(error.filename) if isinstance(error.filename, str | Path) else "a file"
@@ -192,7 +284,7 @@ class _Writing:
     """A file that is written in several threads: open from its first job on, and on the disk after its last one."""
 
     def __init__(self, path: Path, jobs: list[_Job], *, direct: bool) -> None:
-        self.path, self.jobs, self._left, self._fd = path, jobs, len(jobs), -1
+        self.path, self.jobs, self._fd = path, jobs, -1
         self._direct, self._flag = -1, getattr(os, "O_DIRECT", 0) if direct else 0
 
     def open(self) -> None:
@@ -205,7 +297,7 @@ class _Writing:
                     self._direct = os.open(self.path, flags | self._flag)
 
     def write(self, data: np.ndarray, offset: int) -> None:
-        """Writes bytes, directly as far as they may be: where they lie in memory as they will in the file's blocks."""
+        """Writes bytes, directly where memory is aligned as the file's blocks are."""
         start = stop = 0
         view = memoryview(cast(Any, data))
         if self._direct >= 0 and len(view) >= _DIRECT and not (data.ctypes.data - offset) % _ALIGNMENT:
@@ -215,20 +307,17 @@ class _Writing:
                 while stop < end:
                     stop += os.pwrite(self._direct, view[stop:end], offset + stop)
             except OSError as error:
-                if error.errno != errno.EINVAL:  # it wants larger blocks, or is no such file system after all
+                if (
+                    error.errno != errno.EINVAL
+                ):  # it wants larger blocks, or the file system does not support it after all
                     raise
         for first, last in ((0, start), (stop, len(view))):
             while first < last:
                 first += os.pwrite(self._fd, view[first:last], offset + first)
 
-    def done(self) -> bool:
-        """Tells that a job is done; whether it was the last. Not for two threads at once."""
-        self._left -= 1
-        return not self._left
-
     def finish(self) -> None:
         """Waits for the disk: renamed before its bytes are there, a power failure could leave it without them."""
-        with self.telling():
+        with self.naming():
             os.fsync(self._fd)
         self.close()
 
@@ -240,8 +329,8 @@ class _Writing:
                 os.close(fd)
 
     @contextlib.contextmanager
-    def telling(self) -> Generator[None]:
-        """What the system says of a descriptor says of which file."""
+    def naming(self) -> Generator[None]:
+        """Turns an error about a descriptor into one that names its file."""
         try:
             yield
         except OSError as error:
@@ -252,74 +341,71 @@ class _Writing:
 def _run(
     files: Sequence[_Writing], threads: int, workspace_nbytes: int, bar: Progress, check: Callable[[], None]
 ) -> None:
-    jobs = ((file, job) for file in files for job in file.jobs)
-    lock, stopped = threading.Lock(), threading.Event()
+    opening, scratch = threading.Lock(), Scratch(workspace_nbytes)
     for file in files:
-        if not file.jobs:  # all of it is another process's, or nothing: whether it can be written is told all the same
+        if not file.jobs:  # all of it is another process's, or nothing: an error if it cannot be written all the same
             file.open()
             file.close()
 
-    def work() -> None:
-        workspace = Workspace(workspace_nbytes)
-        buffer = np.empty(0, np.uint8)
-        while not stopped.is_set():
-            try:
-                with lock:
-                    if (drawn := next(jobs, None)) is None:
-                        return
-                    file, (piece, box, others) = drawn
-                    file.open()
-                nbytes = math.prod(box_shape(box)) * piece.tensor.itemsize
-                spare = _ALIGNMENT if nbytes >= _DIRECT else 0
-                if buffer.nbytes < nbytes + spare:
-                    buffer = empty_aligned((nbytes + spare,), np.dtype(np.uint8))
-                first = piece.position(box) % _ALIGNMENT if spare else 0
-                first -= first % piece.tensor.itemsize  # values that are not aligned are slow to make
-                values = buffer[first : first + nbytes].view(piece.tensor.dtype).reshape(box_shape(box))
-                for part in fill_parts(piece.tensor, [box], [values]):
-                    part.run(workspace)
-                with file.telling():
-                    _put(file, piece, box, values)
-                with lock:
-                    bar.advance(nbytes, piece.name)
-                    check()
-                    others.remove(box)
-                    if not others:
-                        piece.tensor.leaf.release()
-                    last = file.done()
+    def write(batch: tuple[_Writing, list[_Job]]) -> None:
+        file, jobs = batch
+        with opening:
+            file.open()
+        for piece, box, _ in jobs:
+            write_box(file, piece, box)
+
+    def write_box(file: _Writing, piece: _Piece, box: Box) -> None:
+        nbytes = _nbytes(piece, box)
+        spare = _ALIGNMENT if nbytes >= _DIRECT else 0
+        first = piece.position(box) % _ALIGNMENT if spare else 0
+        first -= first % piece.tensor.itemsize  # values that are not aligned are slow to make
+        values = scratch.buffer(nbytes + spare)[first : first + nbytes].view(piece.tensor.dtype).reshape(box_shape(box))
+        for part in fill_parts(piece.tensor, [box], [values]):
+            part.run(scratch.workspace)
+        with file.naming():
+            _put(file, piece, box, values)
+
+    batches = [(file, batch) for file in files for batch in _batches(file.jobs)]
+    with parallel(write, batches, threads, "write", ahead=_AHEAD * threads) as written:
+        for (file, batch), _ in zip(batches, written, strict=True):
+            for piece, box, last in batch:
+                bar.advance(_nbytes(piece, box), piece.name)
+                check()
                 if last:
-                    file.finish()
-            except BaseException:
-                stopped.set()
-                raise
-
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            for worker in [pool.submit(work) for _ in range(threads)]:
-                worker.result()
-        finally:
-            stopped.set()  # a Ctrl-C comes here, and not to the threads
+                    piece.tensor.source.release()
+            if batch[-1] is file.jobs[-1]:
+                file.finish()
 
 
-def _jobs(pieces: Sequence[_Piece], band: int) -> Iterator[_Job]:
-    """Each piece in bands."""
+def _nbytes(piece: _Piece, box: Box) -> int:
+    return math.prod(box_shape(box)) * piece.tensor.itemsize
+
+
+def _batches(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:
+    """Yields jobs together until handing them to a thread takes little of the time that writing them takes."""
+    batch, nbytes = list[_Job](), 0
+    for job in jobs:
+        batch.append(job)
+        nbytes += _nbytes(*job[:2])
+        if nbytes >= _BATCH:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _jobs(pieces: Sequence[_Piece], chunk: int) -> Iterator[_Job]:
+    """Yields each piece in chunks."""
     for piece in pieces:
-        elements = max(band // piece.tensor.itemsize, 1)
-        if piece.packed:  # two are a byte
-            elements = max(elements - elements % 2, 2)
-        boxes = list(slabs(piece.tensor.shape, elements))
-        others = boxes[:]
-        for box in boxes:
-            yield piece, box, others
+        boxes = chunks_of(piece.tensor, chunk)
+        yield from ((piece, box, box is boxes[-1]) for box in boxes)
 
 
 def _put(file: _Writing, piece: _Piece, box: Box, values: np.ndarray) -> None:
     """Writes a box of a piece, run by run."""
     start = piece.position(box)
-    if piece.packed:
-        bits = values.view(np.uint8)
-        # The earlier element in the low bits, as it is read.
-        file.write((bits[0::2] & 15) | (bits[1::2] << 4), start)
+    if values.dtype == FLOAT4:
+        file.write(packed(values), start)
         return
     run, outer = values.itemsize, values.ndim
     while outer and (values.shape[outer - 1] == 1 or piece.strides[outer - 1] == run):

@@ -1,1 +1,1 @@
-"""The sharding pass: rules, roles, `auto`, and the verbs `shard` and `explain`."""
+"""The sharding pass: rules, roles, `auto`, and the methods `shard` and `explain`."""

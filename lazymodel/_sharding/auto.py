@@ -1,33 +1,23 @@
-"""`auto`: shardings for a model that brings none, and a reason with each.
+"""`auto`: shardings for a model that has none, with a reason for each.
 
-Responsible for placing the labelled dimensions of `_sharding/roles` on mesh axes, in the order that each role gives; of
-them the first that divides is taken. What belongs to another variable is split as that one is.
+Responsible for placing the labelled dimensions of `_sharding/roles` on mesh axes, in the order that each role gives;
+the first dimension that divides is used. A variable that belongs to another one is split like it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 from jax.sharding import Mesh, PartitionSpec
 
-from lazymodel._abstract.paths import rule_path
+from lazymodel._abstract.paths import matched_paths, rule_path
 from lazymodel._abstract.variable import AbstractVariable, Reason
 from lazymodel._errors import ShardingError
-from lazymodel._sharding.axis_names import (
-    DATA_NAMES,
-    EXPERT_NAMES,
-    FSDP_NAMES,
-    TENSOR_NAMES,
-    are_mesh_axes,
-    flat_axes,
-)
 from lazymodel._sharding.describe import Described, describe
-from lazymodel._sharding.host import Host
-from lazymodel._sharding.roles import ROLES, Role
+from lazymodel._sharding.roles import MESH_AXES, ROLES, Host, Role, are_mesh_axes, flat_axes
 from lazymodel._show.text import closest, format_bytes
 
 Axes: TypeAlias = "str | Sequence[str] | None"
@@ -44,29 +34,23 @@ class Auto:
     host: str | None = None
 
     def propose(self, variables: Mapping[str, AbstractVariable], mesh: Mesh, *, large: int) -> Proposals:
-        """A spec for every variable, which fits it on this mesh, and why it was chosen.
+        """A spec for every variable that fits it on this mesh, and the reason for it.
 
-        What has `large` bytes or more is split wherever that is possible, whatever its role.
+        A variable of `large` bytes or more is split if any dimension divides, whatever its role.
 
         Raises:
-            ShardingError: The mesh lacks an axis that was named, or the axes cannot be told from their names; or no
-                variable is one for the host.
+            ShardingError: The mesh does not have a named axis, its axis names do not show what they are for, or `host`
+                matches no variable.
         """
         proposer = _Proposer(variables, *self._axes(mesh), mesh, large)
         proposals: Proposals = {path: proposer.proposal(path) for path in variables}
-        return proposals if self.host is None else proposals | self._on_host(proposals, self.host)
-
-    @staticmethod
-    def _on_host(proposals: Proposals, pattern: str) -> Proposals:
-        """Those of variables that go to the host's memory."""
-        try:
-            found = [path for path in proposals if re.fullmatch(pattern, rule_path(path))]
-        except (re.error, TypeError) as error:
-            raise ShardingError(f"auto: host={pattern!r} is not a regular expression: {error}") from error
+        if self.host is None:
+            return proposals
+        found = matched_paths(self.host, proposals, ShardingError, "auto: host")
         if not found:
-            paths = [rule_path(path) for path in proposals]
-            raise ShardingError(f"auto: host={pattern!r} matches no variable{closest(pattern, paths)}")
-        return {path: (Host(cast(Any, proposals[path][0])), proposals[path][1]) for path in found}
+            hint = closest(self.host, [rule_path(path) for path in proposals])
+            raise ShardingError(f"auto: host={self.host!r} matches no variable{hint}")
+        return proposals | {path: (Host(cast(Any, proposals[path][0])), proposals[path][1]) for path in found}
 
     def _axes(self, mesh: Mesh) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         names = tuple(map(str, mesh.axis_names))
@@ -78,16 +62,16 @@ class Auto:
                 raise ShardingError(f"auto: axis {axis!r} is named twice; each axis serves one kind of parallelism")
         free = [name for name in names if name not in given]
 
-        def axes(given: tuple[str, ...] | None, *known: Sequence[str]) -> tuple[str, ...]:
-            named = (tuple(name for name in free if name.lower() in names) for names in known)
+        def axes(given: tuple[str, ...] | None, *kinds: str) -> tuple[str, ...]:
+            named = (tuple(name for name in free if name.lower() in MESH_AXES[kind]) for kind in kinds)
             return next(filter(None, named), ()) if given is None else given
 
-        tensor, expert = axes(self.tensor, TENSOR_NAMES), axes(self.expert, EXPERT_NAMES)
-        fsdp = axes(self.fsdp, FSDP_NAMES, DATA_NAMES)
+        tensor, expert = axes(self.tensor, "tensor"), axes(self.expert, "expert")
+        fsdp = axes(self.fsdp, "fsdp", "data")
         if not (tensor or fsdp or expert) and self.tensor is None:
             if len(free) != 1:
                 raise ShardingError(
-                    f"auto: nothing is known of mesh axes {', '.join(map(repr, names))}; say what they are for: "
+                    f"auto: nothing is known of mesh axes {', '.join(map(repr, names))}; pass what they are for: "
                     f"lm.auto(tensor={names[-1]!r}, fsdp={names[0]!r})"
                 )
             tensor = (free[0],)
@@ -97,27 +81,27 @@ class Auto:
 def auto(*, tensor: Axes = None, fsdp: Axes = None, expert: Axes = None, host: str | None = None) -> Auto:
     """Rules that propose a sharding for every variable of any model: `abstract.shard(mesh, lm.auto())`.
 
-    What the model says itself comes first: mesh axes or logical names for the dimensions of a variable (Flax'
-    partitioning metadata; Tunix, MaxText, Haliax, Penzai). Without, a proposal follows from a variable's role, told
-    from its path, shape and neighbours: vocabularies, attention heads (never split inside a head), MLPs by columns and
-    then by rows, experts, output channels; biases, LoRA factors, quantization scales and optimizer slots follow the
-    variable that they belong to. Where the first choice of dimension does not divide, the next one is taken; nothing of
-    1 MiB (`large` of `shard`) or more is replicated unless no dimension divides. The same model and mesh give the same
-    proposal. `AbstractModel.explain` tells why.
+    The model's own names come first: mesh axes or logical names for the dimensions of a variable (Flax' partitioning
+    metadata; Tunix, MaxText, Haliax, Penzai). Without them, a proposal follows from a variable's role, which is
+    inferred from its path, shape and neighbours: vocabularies, attention heads (never split inside a head), MLPs by
+    columns and then by rows, experts, output channels; biases, LoRA factors, quantization scales and optimizer slots
+    follow the variable that they belong to. If the first choice of dimension does not divide, the next one is used;
+    nothing of 1 MiB (`large` of `shard`) or more is replicated unless no dimension divides. The same model and mesh
+    give the same proposal. `AbstractModel.explain` gives the reasons.
 
     Args:
         tensor: Mesh axes for tensor parallelism. None takes those named `model`, `tensor`, `tp`, `mp`, `mdl`,
-            `tensor_parallel` or `model_parallel`, or the only axis of a mesh, if its name says nothing else. `()` for
-            none, here and below.
-        fsdp: Mesh axes over which parameters are stored in pieces and gathered for use (fully-sharded data
-            parallelism). None takes those named `fsdp`, `zero` or `fully_sharded`, and without such those named
-            `data`, `batch`, `dp` or `data_parallel`.
+            `tensor_parallel` or `model_parallel`, or the only axis of a mesh, unless its name means something else.
+            `()` means none, here and below.
+        fsdp: Mesh axes over which parameters are stored in shards and gathered for use (fully-sharded data
+            parallelism). None takes those named `fsdp`, `zero` or `fully_sharded`; without any, those named `data`,
+            `batch`, `dp` or `data_parallel`.
         expert: Mesh axes for experts. None takes those named `expert`, `experts`, `ep` or `expert_parallel`. Without
-            one, experts that all compute are split over the tensor and fsdp axes together; those used one by one,
-            beside their router, over the tensor axes, or as any MLP is where there are fsdp axes. What is not an
-            expert is stored in pieces over these axes too.
-        host: Regex of whole paths (`re.fullmatch`): variables that go to the hosts' memory, split as they would be on
-            devices, as by a rule with `lazymodel.Host`.
+            one, experts that all compute are split over the tensor and fsdp axes together. Experts used one by one,
+            in the same layer as their router, are split over the tensor axes or, with fsdp axes, like any MLP.
+            Variables that are not experts are stored in shards over these axes too.
+        host: Regex of whole paths (`re.fullmatch`): variables that are stored in the hosts' memory, split as they
+            would be on devices, like a rule with `lazymodel.Host`.
 
     Example:
         >>> abstract.shard(mesh, lm.auto())["up/kernel"].spec
@@ -133,7 +117,7 @@ def _as_axes(axes: Any) -> tuple[str, ...] | None:
 
 
 class _Placement:
-    """One variable's dimensions while axes are placed on them."""
+    """The dimensions of one variable, while axes are placed on them."""
 
     def __init__(self, described: Described, shape: tuple[int, ...], mesh: Mesh) -> None:
         self.described, self.shape, self.mesh = described, shape, mesh
@@ -144,9 +128,9 @@ class _Placement:
     def place(
         self, axes: tuple[str, ...], dims: Sequence[int], *, whole_units: bool = True, apart: bool = True
     ) -> bool:
-        """Puts axes that have no dimension on the first of these that divides, free ones first, `apart` if need be.
+        """Puts the axes not placed yet on the first of these dimensions that divides, free ones first.
 
-        Returns whether all have one.
+        With `apart`, axes that fit no dimension together are placed one by one. Returns True if all are placed.
         """
         axes = tuple(axis for axis in axes if self.mesh.shape[axis] > 1 and not any(axis in on for on in self.axes))
         if not axes:
@@ -156,7 +140,7 @@ class _Placement:
                 self.axes[dim] += axes
                 return True
         each = sorted(axes, key=lambda axis: -self.mesh.shape[axis]) if apart and len(axes) > 1 else ()
-        placed = [self.place((axis,), dims, whole_units=whole_units) for axis in each]  # all of them that can be
+        placed = [self.place((axis,), dims, whole_units=whole_units) for axis in each]  # no early exit: as many as fit
         return bool(placed) and all(placed)
 
     def _fits(self, dim: int, axes: tuple[str, ...], *, whole_units: bool) -> bool:
@@ -167,7 +151,7 @@ class _Placement:
         if not size or size % parts:
             self.tried[f"{where} does not divide into {over}"] = None
         elif whole_units and units % parts:
-            what = "whole heads in it are not known" if units == 1 else f"its {units} heads do not divide"
+            what = "its number of heads is unknown" if units == 1 else f"its {units} heads do not divide"
             self.tried[f"{where} is not split into {over}: {what}"] = None
         else:
             return True
@@ -177,7 +161,7 @@ class _Placement:
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def proposal(self, chosen: Sequence[str]) -> tuple[PartitionSpec, Reason]:
-        """The spec and why; along which dimension the axes `chosen` split it matters."""
+        """The spec and its reason; it is a guess only if one of the axes `chosen` splits an uncertain dimension."""
         split = ", ".join(
             f"{label} ({size}) in {self.parts(axes)} parts over {_names(axes)}"
             for label, size, axes in zip(self.described.labels, self.shape, self.axes, strict=True)
@@ -188,12 +172,12 @@ class _Placement:
         described = self.described
         unsure = described.guessed or not described.ordered or described.role == "other"
         guessed = unsure and any(axis in chosen for axes in self.axes for axis in axes)
-        told = described.told_from or ("a guess: nothing is known of its name and shape" if guessed else "")
+        source = described.told_from or ("a guess: its name and shape are unknown" if guessed else "")
         if described.role == "convolution" and not guessed:
             size_in, out = self.shape[described.labels.index("in")], described.labels.index("out")
             if size_in > self.shape[out] and any(axis in chosen for axis in self.axes[out]):
-                guessed, told = True, f"{told}; it narrows, so that splitting what comes in may send less"
-        return spec, Reason("proposed", text, described.role, described.labels, tuple(self.tried), told, guessed)
+                guessed, source = True, f"{source}; it narrows, so splitting the input may send less"
+        return spec, Reason("proposed", text, described.role, described.labels, tuple(self.tried), source, guessed)
 
 
 @dataclasses.dataclass
@@ -222,65 +206,59 @@ class _Proposer:
         if self.mesh.size == 1:
             placement.why = "the mesh has one device"
             return placement
-        if (said := self._as_model_says(placement, variable)) is not None:
-            placement.why = said
+        if (by_metadata := self._by_metadata(placement, variable)) is not None:
+            placement.why = by_metadata
         elif described.follows is not None:
             placement.why = self._follow(placement, described.follows, large=large)
         elif row.tensor:
             placement.why = self._order(placement, row, large=large)
         elif not large:
-            # Gathering a small one costs a message, keeping it almost nothing.
+            # Gathering a small variable costs a message; a copy of it costs almost no memory.
             less = f"{row.name} of {format_bytes(variable.nbytes)}, less than {format_bytes(self.large)}"
             small = f"{less}: replicated, a copy costs less than gathering it"
             placement.why = small if variable.shape else "a scalar"
         else:
-            placement.why = "large, so it is stored in pieces"
+            placement.why = "large, so it is stored in shards"
         if large and not any(placement.axes):
             self._anywhere(placement)
             if not any(placement.axes):
                 placement.why = "replicated: no dimension divides by any axis of the mesh"
         return placement
 
-    def _as_model_says(self, placement: _Placement, variable: AbstractVariable) -> str | None:
-        """Splits a variable over the mesh axes, or those that serve as what they are called, that its metadata names.
+    def _by_metadata(self, placement: _Placement, variable: AbstractVariable) -> str | None:
+        """Splits a variable over the mesh axes that its metadata names, or over axes of the same purpose.
 
         Axes that the metadata does not use are placed as for any variable of its role, if it is large. Returns None
-        where there is no such metadata, and for small vectors.
+        if there is no such metadata, and for small vectors.
         """
         names = variable.logical_axes or ()
         if len(names) > len(variable.shape) or not are_mesh_axes(names, self.mesh.axis_names):
             return None
         row = ROLES[placement.described.role]
         if variable.nbytes < self.large and len(variable.shape) == 1 and not row.tensor:
-            return None  # splitting norms, as Tunix does, has half as much again sent
+            return None  # splitting norms, as Tunix does, sends half as much again
         for dim, name in enumerate(names):
             for axis in flat_axes(name):
                 placement.place(self._serving(axis), (dim,), whole_units=False)
-        why = f"as the variable's own metadata {tuple(names)} says"
+        why = f"from the variable's own metadata {tuple(names)}"
         if variable.nbytes >= self.large and row.tensor:
             before = list(placement.axes)
             self._order(placement, row, large=True)
-            why += "" if before == placement.axes else "; over what else the mesh has, as its role wants"
-        return why if any(placement.axes) else f"{why}: no dimension that it names divides"
+            why += "" if before == placement.axes else "; over the other axes of the mesh, by its role"
+        return why if any(placement.axes) else f"{why}: none of the dimensions it names divides"
 
     def _serving(self, axis: str) -> tuple[str, ...]:
-        """The mesh axes that serve as one of this name."""
-        kinds = (
-            (TENSOR_NAMES, self.tensor),
-            (FSDP_NAMES, self.fsdp),
-            (DATA_NAMES, self.fsdp),
-            (EXPERT_NAMES, self.expert),
-        )
-        used = (*self.tensor, *self.fsdp, *self.expert)
-        if axis in used:
+        """The mesh axes with the purpose of an axis of this name."""
+        if axis in (*self.tensor, *self.fsdp, *self.expert):
             return (axis,)
-        return next((axes for names, axes in kinds if axis.lower() in names), ())
+        kinds = {"tensor": self.tensor, "fsdp": self.fsdp, "data": self.fsdp, "expert": self.expert}
+        return next((axes for kind, axes in kinds.items() if axis.lower() in MESH_AXES[kind]), ())
 
     def _order(self, placement: _Placement, order: Role, *, large: bool) -> str:
         labels, expert = placement.described.labels, order.tensor[0] == "experts"
 
-        def dims(wanted: Sequence[str]) -> list[int]:
-            return [dim for label in wanted for dim, found in enumerate(labels) if found == label]
+        def dims(required: Sequence[str]) -> list[int]:
+            return [dim for label in required for dim, found in enumerate(labels) if found == label]
 
         fsdp, tensor, why = self.fsdp if expert else (*self.fsdp, *self.expert), order.tensor, order.why
         if expert and self.expert:
@@ -288,24 +266,24 @@ class _Proposer:
             placed = placement.place(self.expert, dims(tensor))
             placed &= placement.place(self.tensor, dims((*tensor[1:], "experts")))
         else:
-            if order.name == "lookup_table":  # what is looked up is far more than what is made of it
+            if order.name == "lookup_table":  # looked-up entries are far larger than the result of combining them
                 placement.place((*fsdp, *self.tensor), dims(tensor[:1]), apart=False)
-            elif expert and placement.described.bank:  # what each device's experts add to a token is summed once
+            elif expert and placement.described.bank:  # the outputs of each device's experts are summed once per token
                 placement.place((*self.tensor, *fsdp), dims(tensor[:1]), apart=False)
-            elif expert and placement.parts(fsdp) > 1:  # used one by one: pieces of a stack would all be sent around
-                tensor, why = (tensor[1], tensor[0], tensor[2]), "each expert is split as any MLP is"
-            elif order.name == "query_key_value" and not large:  # fewer key heads than devices: each needs the whole
+            elif expert and placement.parts(fsdp) > 1:  # used one by one: every part of a split stack would be sent
+                tensor, why = (tensor[1], tensor[0], tensor[2]), "each expert is split like any MLP"
+            elif order.name == "query_key_value" and not large:  # with fewer key heads than devices, each needs all
                 tensor = tensor[:1]
             placed = placement.place(self.tensor, dims(tensor))
         first = dims(tensor[:1])
         why = why if first and any(set(self.tensor) & set(placement.axes[dim]) for dim in first) else ""
-        # Alone, it takes columns: over rows, XLA may add up activations of the whole batch instead of gathering the
+        # Without tensor axes, split columns: for rows, XLA may add up activations of the whole batch, not gather the
         # much smaller weight (half the bytes for the queries of a compiled Gemma block).
         alone = order.fsdp[0] == "in" and not any(self.mesh.shape[axis] > 1 for axis in self.tensor)
         stored = dims(order.tensor if alone else order.fsdp)
-        if not large and any(placement.axes):  # a small one is not cut again along what is cut already
+        if not large and any(placement.axes):  # a dimension of a small variable is split once only
             stored = [dim for dim in stored if not placement.axes[dim]]
-        # A head stays whole in storage too, where there is another way, and a small one that is cut already.
+        # Storage splits a head only if nothing else divides, and not for a small variable that is split already.
         if stored and not placement.place(fsdp, stored) and (large or not any(placement.axes)):
             placed &= placement.place(fsdp, stored, whole_units=False)
         if not large and placement.tried and not any(placement.axes):
@@ -317,9 +295,9 @@ class _Proposer:
         return why
 
     def _follow(self, placement: _Placement, follows: str, *, large: bool) -> str:
-        """Splits a variable as the one that it belongs to is."""
+        """Splits a variable like the one that it belongs to."""
         other = self._placement(follows)
-        # Of small ones only what saves communication: a bias stays with its columns, and is not stored in pieces.
+        # Small variables are split only to save communication: a bias stays with its columns, without fsdp axes.
         slot = placement.described.role == "optimizer_slot"
         keep = {axis for axis in self.mesh.axis_names if slot or large or axis in (*self.tensor, *self.expert)}
         for dim, source in enumerate(placement.described.dims):
@@ -328,20 +306,20 @@ class _Proposer:
                 placement.axes[dim] = axes
             else:
                 size = placement.shape[dim]
-                placement.tried[f"dimension {dim} ({size}) does not divide as that of {follows!r}"] = None
-        return f"split as {follows}" if any(placement.axes) else f"replicated, as {follows} is along these dimensions"
+                placement.tried[f"dimension {dim} ({size}) does not divide like that of {follows!r}"] = None
+        return f"split like {follows}" if any(placement.axes) else f"replicated like {follows} in these dimensions"
 
     def _anywhere(self, placement: _Placement) -> None:
-        """Stores a large variable in pieces, along the largest dimension that divides; layers if no other does."""
+        """Splits a large variable along the largest dimension that divides; along layers only if no other does."""
         labels = placement.described.labels
-        dims = sorted(range(len(labels)), key=lambda dim: (-placement.shape[dim], -dim))  # columns of what is square
+        dims = sorted(range(len(labels)), key=lambda dim: (-placement.shape[dim], -dim))  # columns of a square
         for layers in (False, True):
             for axes in (self.tensor, (*self.fsdp, *self.expert)) if not any(placement.axes) else ():
                 placement.place(axes, [dim for dim in dims if (labels[dim] == "layers") == layers], whole_units=False)
 
 
 def trimmed(entries: Sequence[Any]) -> PartitionSpec:
-    """A spec without the last entries that split nothing."""
+    """A spec without trailing entries that split nothing."""
     count = max((index + 1 for index, entry in enumerate(entries) if entry is not None), default=0)
     return PartitionSpec(*entries[:count])
 

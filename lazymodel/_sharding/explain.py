@@ -1,4 +1,4 @@
-"""The verb `explain`: why one variable is where it is, and how a whole model spreads over its devices."""
+"""The method `explain`: the reason for one variable's sharding, and how a whole model spreads over its devices."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from jax.sharding import NamedSharding
 from lazymodel._abstract.placement import device_nbytes, offloaded_nbytes, stays_on_host
 from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable, Reason
-from lazymodel._show.table import Row, grouped, placed_text
-from lazymodel._show.text import format_bytes, grouped_by, printable
-
-_LISTED = 12  # lines of each kind that a report has before it only counts
+from lazymodel._show.table import Column, Report, Table, placed_text
+from lazymodel._show.text import format_bytes, grouped_by, plural
 
 
 @overload
@@ -22,15 +20,15 @@ def explain(model: ModelSpec, path: str) -> Explanation: ...
 @overload
 def explain(model: ModelSpec, path: None = None) -> ShardingReport: ...
 def explain(model: ModelSpec, path: str | None = None) -> Explanation | ShardingReport:
-    """Why a variable has its sharding, or without a path how the whole model spreads over its devices.
+    """Explains why a variable has its sharding or, without a path, how the whole model spreads over its devices.
 
     Args:
         path: A variable's path.
 
     Returns:
-        Both print as text. For a variable: its spec, shard bytes, the rule or role that decided, and what else was
-        considered. For the model: bytes on the fullest and emptiest device, what is replicated and why, what
-        `repair` mended, what `auto` guessed, and rules that matched nothing.
+        Both print as text. For a variable: its spec, shard bytes, the rule or role that decided, and the alternatives
+        considered. For the model: bytes on the most and least loaded device, replicated variables and why, variables
+        that `repair` changed, guesses of `auto`, and rules that matched nothing.
 
     Raises:
         KeyError: There is no such variable.
@@ -39,7 +37,7 @@ def explain(model: ModelSpec, path: str | None = None) -> Explanation | Sharding
         >>> abstract.shard(mesh, lm.auto()).explain("up/kernel")
         up/kernel: float32 (64, 256), 64.00 KiB
           spec: P(None, 'model'); each of 8 devices holds (64, 32), 8.00 KiB
-          role: mlp_up; dimensions: in, out; told from: its name
+          role: mlp_up; dimensions: in, out; inferred from: its name
           why (proposed): out (256) in 8 parts over 'model'; split by columns: no communication before the next layer
           axis 'model' (8) divides dimensions 0, 1
     """
@@ -48,7 +46,7 @@ def explain(model: ModelSpec, path: str | None = None) -> Explanation | Sharding
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """Why a variable has its sharding, which it has with the reason for it; prints as a few lines."""
+    """The reason for the sharding of a variable; prints as a few lines."""
 
     variable: AbstractVariable
 
@@ -58,8 +56,8 @@ class Explanation:
         if stays_on_host(variable):
             return f"{lines[0]}\n  on the host: {_why(variable)}"
         if sharding is None:
-            return f"{lines[0]}\n  no sharding was assigned; it goes to one device"
-        reason = variable.reason or Reason("given", "an active distribution, or the model's builder, gave it")
+            return f"{lines[0]}\n  no sharding was assigned; it is placed on one device"
+        reason = variable.reason or Reason("given", "set by an active distribution or by the model's builder")
         spec: Any = variable.spec if variable.spec is not None else sharding
         holds = f"each of {sharding.num_devices} devices holds" if sharding.num_devices > 1 else "one device holds"
         if (kind := variable.memory_kind) is not None:
@@ -68,7 +66,7 @@ class Explanation:
         lines.append(f"spec: {spec}; {holds} {shape}, {format_bytes(variable.shard_nbytes)}")
         if variable.layout is not None:
             lines.append(f"layout: dimensions from major to minor {variable.layout.major_to_minor}")
-        known = {"role": reason.role, "dimensions": ", ".join(reason.labels), "told from": reason.told_from}
+        known = {"role": reason.role, "dimensions": ", ".join(reason.labels), "inferred from": reason.told_from}
         if any(known.values()):
             lines.append("; ".join(f"{what}: {text}" for what, text in known.items() if text))
         lines += [f"why ({reason.kind}): {reason.text}", *(f"considered: {text}" for text in reason.tried)]
@@ -83,51 +81,53 @@ class Explanation:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class ShardingReport:
-    """How a model spreads over its devices; prints as a summary."""
+class ShardingReport(Report):
+    """How a model spreads over its devices; prints as a table of variables that are not simply split, and a summary."""
 
     name: str  # the model's name
     nbytes: int  # bytes of all variables that devices hold, each counted once
     num_devices: int  # devices that hold anything
-    fullest_nbytes: int  # bytes on the device that holds most
-    emptiest_nbytes: int  # bytes on the one that holds least
-    # Path and reason of every variable that is whole on each of several devices, largest first.
+    fullest_nbytes: int  # bytes on the most loaded device
+    emptiest_nbytes: int  # bytes on the least loaded device
+    # Path and reason of every variable that several devices hold in full, largest first.
     replicated: Mapping[str, str]
     replicated_nbytes: int  # bytes that these take on each device
-    # Path and reason of NumPy arrays that stay on the host, of which no device holds anything.
+    # Path and reason of NumPy arrays that stay on the host; devices hold nothing of them.
     on_host: Mapping[str, str]
-    offloaded: Mapping[str, str]  # path and reason of what hosts hold for devices, in kinds of memory as `pinned_host`
-    offloaded_nbytes: int  # bytes of these that a host holds for each device, at most
+    offloaded: Mapping[str, str]  # path and reason of variables in the hosts' memory, such as `pinned_host`
+    offloaded_nbytes: int  # bytes of these that a host holds for one device, at most
     unmatched: tuple[str, ...]  # paths that no rule matched
-    repaired: Mapping[str, str]  # path and reason of what `repair` mended
-    guessed: Mapping[str, str]  # path, and from what `auto` guessed along which dimension to split it
-    notes: tuple[str, ...]  # what is to be said of the rules: those that matched nothing
+    repaired: Mapping[str, str]  # path and reason of variables that `repair` changed
+    guessed: Mapping[str, str]  # path → what the guess of `auto` for the dimension to split is based on
+    notes: tuple[str, ...]  # one for each rule that matched nothing
 
     @property
     def imbalance(self) -> float:
-        """Bytes on the fullest device by bytes on the average of an even split; 1.0 is a perfect split."""
+        """Bytes on the most loaded device by bytes on the average of an even split; 1.0 is a perfect split."""
         return self.fullest_nbytes * self.num_devices / self.nbytes if self.nbytes else 1.0
 
-    def __str__(self) -> str:
-        lines = [
+    def table(self) -> Table:
+        """A table with one row for equal variables whose paths differ only in numbers."""
+        title = (
             f"{self.name}: {format_bytes(self.nbytes)} on {self.num_devices} devices, "
-            f"{format_bytes(self.fullest_nbytes)} on the fullest, "
-            f"{format_bytes(self.emptiest_nbytes)} on the emptiest, {self.imbalance:.2f} × an even split"
-        ]
-        each = f", {format_bytes(self.replicated_nbytes)} each"
-        for title, found, more in (
-            ("replicated", self.replicated, each),
+            f"{format_bytes(self.fullest_nbytes)} on the most loaded, "
+            f"{format_bytes(self.emptiest_nbytes)} on the least loaded, {self.imbalance:.2f} × an even split"
+        )
+        cells: list[tuple[str, ...]] = []
+        lines: list[str] = []
+        for what, found, more in (
+            ("replicated", self.replicated, f", {format_bytes(self.replicated_nbytes)} each"),
             ("on the host", self.on_host, ""),
             ("in the host's memory", self.offloaded, f", {format_bytes(self.offloaded_nbytes)} for each device"),
             ("repaired", self.repaired, ""),
-            ("split by a guess", self.guessed, ", which rules by path may decide"),
+            ("split by a guess", self.guessed, "; rules by path override it"),
             ("matched by no rule", dict.fromkeys(self.unmatched, ""), ""),
         ):
-            if found:
-                lines += [f"{title}: {len(found)} variables{more}", *_listed(found.items())]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-    __repr__ = __str__
+            parted = ((path, *text.partition(": ")) for path, text in found.items())
+            cells += [(path, what, shape, why) for path, shape, _, why in parted]
+            lines += [f"{what}: {plural(len(found), 'variable')}{more}"] if found else []
+        columns = (Column.names("variable"), Column(""), Column(""), Column.notes("why"))
+        return Table(title, columns, cells, [*lines, *(f"note: {note}" for note in self.notes)])
 
 
 def _explain_model(model: ModelSpec) -> ShardingReport:
@@ -167,21 +167,3 @@ def _why(variable: AbstractVariable) -> str:
 
 def _words(variables: Iterable[AbstractVariable]) -> dict[str, str]:
     return {v.path: f"{v.shape}, {format_bytes(v.nbytes)}: {_why(v)}" for v in variables}
-
-
-def _listed(entries: Iterable[tuple[str, str]]) -> list[str]:
-    """A line for all paths that differ in numbers only; where several lines would say the same, it is said once."""
-    parted = ((path, *text.partition(": ")) for path, text in entries)
-    groups = grouped(Row(printable(path), (what,), 0, printable(why)) for path, what, _, why in parted)
-    sentences: dict[str, list[str]] = {}
-    for group in groups[:_LISTED]:
-        times = f" × {group.count}" if group.count > 1 else ""
-        sentences.setdefault(group.note, []).append(f"{group.name}{times} {group.cells[0]}".rstrip())
-    lines: list[str] = []
-    for why, names in sentences.items():
-        if why and len(names) > 1:
-            lines += [f"  {why}:", *(f"    {name}" for name in names)]
-        else:
-            lines += [f"  {name}: {why}" if why else f"  {name}" for name in names]
-    left = sum(group.count for group in groups[_LISTED:])
-    return [*lines, f"  … and {left:,} more"] if left else lines

@@ -1,6 +1,7 @@
-"""What is split like another variable: LoRA pairs, quantization scales, optimizer state.
+"""Variables that are split like another one: LoRA pairs, quantization scales, optimizer state.
 
-Responsible for the one rule, that each dimension is split as the one that it runs along, and for who follows whom.
+Responsible for one rule, that each dimension is split like the dimension that it corresponds to, and for finding the
+variable that another one follows.
 """
 
 from __future__ import annotations
@@ -12,18 +13,17 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lazymodel._abstract.memory import in_memory
-from lazymodel._abstract.variable import AbstractVariable, Reason
+from lazymodel._abstract.variable import AbstractVariable, Reason, in_memory
 from lazymodel._sharding.auto import trimmed
 from lazymodel._sharding.describe import describe
 from lazymodel._sharding.rules import axes_of
 
 
 def along(sharding: Any, dims: Sequence[int | None], shape: Sequence[int]) -> Any:
-    """The sharding of an array of this shape that belongs to another, which is sharded so; as it is without a spec.
+    """The sharding of an array of this shape that belongs to one with this `sharding`; unchanged if that has no spec.
 
-    `dims` says for each dimension which one of the other it runs along. What does not divide is not split, as fewer
-    groups of elements with a scale than parts. It lies in the same kind of memory.
+    `dims` gives for each dimension the corresponding one of the other array, or None. A dimension that does not divide
+    is not split, such as one with fewer quantization scales than parts. The kind of memory is the same.
     """
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -35,9 +35,9 @@ def along(sharding: Any, dims: Sequence[int | None], shape: Sequence[int]) -> An
 
 
 def follow_weights(variables: Mapping[str, AbstractVariable], paths: Iterable[str]) -> dict[str, AbstractVariable]:
-    """Those of the paths that are LoRA pairs or quantization scales, each split like the weight that it belongs to.
+    """LoRA pairs and quantization scales among the paths, each split like the weight that it belongs to.
 
-    Left out are those whose weight is not known, has no sharding, or is one of the paths itself.
+    Omits those whose weight is unknown, has no sharding, or is itself one of the paths.
     """
     described = describe(variables)
     left = set(paths)
@@ -58,7 +58,7 @@ def follow_weights(variables: Mapping[str, AbstractVariable], paths: Iterable[st
 def lora_shardings(sharding: Any, shape: tuple[int, ...], rank: int) -> tuple[Any, Any]:
     """The shardings of the LoRA pair of a weight of shape (…, n), which Keras makes (…, rank) and (rank, n).
 
-    A pair is what is trained, and on devices wherever its weight is.
+    A pair is trained, so it is on devices even if its weight is in host memory.
     """
     *rest, last = range(len(shape))
     sharding = in_memory(sharding, None, "")
@@ -71,9 +71,9 @@ def follow(
     mesh: Any = None,
     memory_kind: str | None = None,
 ) -> dict[str, AbstractVariable]:
-    """Optimizer state, each part placed like its parameter; what belongs to none on every device of the mesh.
+    """Optimizer state, each variable placed like its parameter; without a parameter, on every device of the mesh.
 
-    Which kind of memory holds it does not depend on its parameter's. What belongs to none is small, and on devices.
+    Its kind of memory does not depend on its parameter's. State without a parameter is small, and on devices.
     """
     if mesh is None:
         shardings = (variable.sharding for variable in assigned.values())
@@ -104,8 +104,9 @@ def follow(
 def _related(sharding: NamedSharding, parameter: tuple[int, ...], shape: tuple[int, ...]) -> NamedSharding:
     """The sharding of state of another shape than its parameter's.
 
-    A history, as L-BFGS keeps, has further leading dimensions. Factored second moments lack a dimension; where it might
-    be either of two that are split in different ways, as for square matrices, the state is replicated: it is small.
+    A history, as L-BFGS keeps, has further leading dimensions. Factored second moments have one dimension less. If the
+    missing one may be either of two that are split differently, as for square matrices, the state, which is small, is
+    replicated.
     """
     own = list(range(len(parameter)))
     candidates = [[dim for dim in own if dim != left_out] for left_out in own]

@@ -1,38 +1,68 @@
-"""Roles: what the variables of networks are for, one row each.
+"""Roles: the purposes of variables in networks, and common names for the axes of variables and meshes.
 
-Responsible for the names by which people call the parts of networks and for all that follows from a role alone: a
-label for every dimension, the order in which dimensions are tried for mesh axes, and why. Which role a variable has is
-told by `_sharding/describe`; `_sharding/auto` places the labels on a mesh.
+One row for each role: the paths that have it, a label for every dimension, the order in which dimensions are tried for
+mesh axes, and the reason. `_sharding/describe` finds the role of a variable; `_sharding/auto` places the labels on a
+mesh. A model's own names, in Flax' partitioning metadata, MaxText's `kernel_axes` or the arrays of Haliax and Penzai,
+are more reliable than what is inferred from paths and shapes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from jax.sharding import PartitionSpec
+
+from lazymodel._abstract.variable import PINNED_HOST
 from lazymodel._errors import ShardingError
 from lazymodel._show.text import closest
 
 
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """A spec for host memory: split like any other, with each shard in the memory of its device's host.
+
+    For variables that do not fit a device and are seldom needed, such as embeddings, layers or optimizer state. A
+    jitted function moves them in and out with `jax.device_put`; `docs/host_memory.md` has a training step.
+
+    Attributes:
+        spec: A `PartitionSpec`, a sequence of axis names, or None to replicate.
+        memory_kind: `"pinned_host"`, which devices read directly, or another kind that the devices have.
+
+    Example:
+        >>> offloaded = abstract.shard(mesh, {"up/kernel": lm.Host(P(None, "model")), "down/kernel": P("model")})
+        >>> offloaded["up/kernel"]
+        AbstractVariable('up/kernel', float32[64, 256], P(None, 'model') in pinned_host, normal)
+        >>> offloaded.plan().device_nbytes, offloaded.plan().offloaded_nbytes  # on one device, and on its host
+        (8192, 65536)
+    """
+
+    spec: PartitionSpec | Sequence[Any] | None = None
+    memory_kind: str = PINNED_HOST
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Role:
-    """A role, and as a key of sharding rules every variable that has it; `role` looks it up."""
+    """A role. As a key of sharding rules, it matches every variable of this role; `role` looks it up."""
 
-    name: str  # by which rules call it
-    pattern: str = ""  # what its path looks like in lower case; `(^|/)` anchors a part, since many words have a `k`
-    ndims: tuple[int, ...] = ()  # how many dimensions it may have
-    within: str = ""  # the kind of layer in which the pattern counts; an empty string is anywhere
-    labels: tuple[str, ...] = ("dimension*",)  # what its dimensions are; one with a star for as many as there are
-    turns: bool = False  # whether the labels are the other way round where a weight is stored as (out, in)
-    tensor: tuple[str, ...] = ()  # in which order tensor parallelism tries labels: least communication first
-    fsdp: tuple[str, ...] = ()  # the same for fully-sharded data parallelism; by default the other way round
-    why: str = ""  # what the first choice of `tensor` is good for
+    name: str  # used in rules
+    pattern: str  # regex of its path in lower case; `(^|/)` anchors a part, since many words contain a `k`
+    ndims: tuple[int, ...]  # possible numbers of dimensions
+    within: str  # the kind of layer in which the pattern applies; an empty string means any
+    labels: tuple[str, ...]  # the meaning of its dimensions; a label with a star repeats
+    turns: bool  # True if the labels are reversed for a weight that is stored as (out, in)
+    tensor: tuple[str, ...]  # order in which tensor parallelism tries labels: least communication first
+    fsdp: tuple[str, ...]  # the same for fully-sharded data parallelism; by default reversed
+    why: str  # the advantage of the first choice of `tensor`
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "fsdp", self.fsdp or self.tensor[::-1])
+    def fits(self, name: str) -> bool:
+        """Returns True if a path, or its last parts, matches the role's pattern."""
+        return re.search(self.pattern, name) is not None
 
     def label(self, ndim: int, *, out_first: bool = False) -> tuple[str, ...]:
-        """One label for each of so many dimensions."""
+        """Labels for `ndim` dimensions."""
         many = ndim - len(self.labels) + 1
         each = [(label.strip("*"),) * (many if label[-1] == "*" else 1) for label in self.labels]
         labels = tuple(label for some in each for label in some)
@@ -43,192 +73,127 @@ class Role:
 
 
 HEADS, FUSED_HEADS = "heads", "heads of queries, keys and values"
-# The first row whose pattern and number of dimensions fit is the role; rows within a layer are tried after all others.
-_ROWS = (
-    Role("lora", r"lora_([a-z]+_)?[ab]$", (2, 3, 4)),
-    Role("scale", r"(kernel|embeddings|weight|w)_(scale|zero|zero_point)$", (1, 2, 3, 4)),
-    Role(
-        "norm",
-        r"(^|/)(gamma|beta|moving_mean|moving_variance|mean|var|running_mean|running_var)$|"
-        r"(norm|(^|[/_])ln(_?[a-z\d]*)?|(^|[/_])bn\d*)[^/]*/(scale|weight|w|bias|offset)$",
-        (1, 2),
-    ),
-    Role("attention_bias_table", r"attention\w*/embeddings$|relative.*(bias|table)|rel_pos|attention_bias", (2, 3)),
-    Role(
-        "position_embedding",
-        # The words' own table may lie within a layer of words and positions.
-        r"^(?!.*(token|word|vocab)[a-z_]*embeddings?(/embeddings?)?$).*("
-        r"(segment|token_type|type)_?embedding[^/]*/embeddings?$|"
-        r"pos(ition(al|s)?)?_?(emb|enc|table|ids)|(^|/)wpe(/|$)|positions?/embedding)",
-        (2, 3, 4),
-        labels=("positions*", "features"),
-    ),
-    Role(
-        "output_head",
-        r"reverse_embeddings$|(lm_head|logits|unembed|output_embedding)[^/]*(/.*)?(kernel|weight|w)$|(^|/)(lm_head|unembed)$",
-        (2,),
-        labels=("in", "vocabulary"),
-        turns=True,
-        tensor=("vocabulary", "in"),
-        why="each device computes its own logits",
-    ),
-    Role(
-        "embedding",
-        r"(token|word|vocab)[a-z_]*embeddings?(/embeddings?)?$|"
-        r"(^|/)([a-z\d_]*embeddings?|embedding_table|wte)$|"
-        r"(^|/)(?!\w*(patch|time))(\w+_)?(emb|embed|embedder|embeddings?|embed_tokens|wte)(_\d+)?/(weight|w|table)$",
-        (2,),
-        labels=("vocabulary", "features"),
-        tensor=("vocabulary", "features"),
-        why="each device looks its own tokens up",
-    ),
-    Role(
-        "lookup_table",  # told by its neighbours: one of several tables in a layer
-        labels=("entries", "features"),
-        tensor=("features", "entries"),
-        fsdp=("features", "entries"),
-        why="each device has a part of what each of many look-ups gives",
-    ),
-    Role(
-        "router",
-        r"router|shared_expert_gate|sparse_feedforward_gate|(moe|experts?)[^/]*/gate/(kernel|weight)|expert_gate/",
-        (2,),
-        labels=("in", "experts"),
-        turns=True,
-    ),
-    Role(
-        "expert_down",
-        r"expert.*(down|output|out|(^|[/_])w2|wo|linear)[^/]*(/(kernel|weight|w))?$",
-        (3, 4),
-        labels=("experts", "in", "parts*", "out"),
-        tensor=("experts", "in", "out"),
-        fsdp=("out", "in", "parts", "experts"),
-        why="each device has whole experts",
-    ),
-    Role(
-        "expert_up",
-        r"expert",
-        (3, 4),
-        labels=("experts", "in", "parts*", "out"),
-        tensor=("experts", "out", "in"),
-        fsdp=("in", "out", "parts", "experts"),
-        why="each device has whole experts",
-    ),
-    Role(
-        "depthwise_convolution",
-        r"depthwise.*kernel$",
-        (3, 4, 5),
-        labels=("space*", "out", "multiplier"),
-        tensor=("out",),
-        why="each device computes its own channels",
-    ),
-    Role(
-        "convolution",
-        r"(conv|patch|patching|stem).*(kernel|weight|/w)$",
-        (3, 4, 5),
-        labels=("space*", "in", "out"),
-        turns=True,
-        tensor=("out", "in"),
-        why="each device computes its own channels",
-    ),
-    Role(
-        "block_diagonal",  # told by shapes alone
-        labels=("blocks", "in", "out"),
-        tensor=("blocks", "out", "in"),
-        fsdp=("blocks",),
-        why="each device computes its own blocks",
-    ),
-    # Its gates lie side by side, so columns would be exchanged at every step in time.
-    Role("recurrent", r"(^|[/_])(recurrent_kernel$|(lstm|gru|rnn)[^/]*/(.*/)?(kernel|weight\w*|w|w_[ih])$)", (2,)),
-    Role(
-        "state_space",
-        r"(^|/)(a_log|log_a|ssm_a)$",
-        (2,),
-        labels=("channels", "state"),
-        tensor=("channels",),
-        why="each device computes its own channels",
-    ),
-    Role("bias", r"(^|/)([a-z\d_]*bias|b)$", (1, 2, 3, 4)),
-    # Multi-head latent attention: what is narrow lies between the two. Whole heads count less than few sums.
-    Role(
-        "latent_down",
-        r"(^|[/_])w?(q|k|v|kv)_?(a|down)(_|/|$)",
-        (2,),
-        "attention",
-        labels=("in", "out"),
-        turns=True,
-        tensor=("in", "out"),
-        why="split by rows: what is summed is narrow",
-    ),
-    Role(
-        "latent_up",
-        r"(^|[/_])w?(q|k|v|kv)_?(b|up)(_|/|$)",
-        (2,),
-        "attention",
-        labels=("in", "out"),
-        turns=True,
-        tensor=("out", "in"),
-        why="split by columns: each device computes its own",
-    ),
-    # By the last parts of the path. Which dimension counts the heads is told from neighbours.
-    Role(
-        "fused_query_key_value",
-        r"(^|[/_])(\w*qkv\w*|query_key_value|c_attn|in_proj|kv\w*|\w*qk)(/|$)",
-        (2, 3, 4),
-        "attention",
-        tensor=(HEADS, "in", FUSED_HEADS),
-        fsdp=("in", "parts", HEADS, FUSED_HEADS),
-        why="each device computes whole heads",
-    ),
-    Role(
-        "query_key_value",
-        r"(^|[/_])(q|k|v|query|queries|keys?|values?|wq|wk|wv|to_[qkv])"
-        r"(_?(proj|projection|projector|dense|linear|layer|einsum|a|b)\w*)?(/|$)",
-        (2, 3),
-        "attention",
-        tensor=(HEADS, "in"),
-        why="each device computes whole heads",
-    ),
-    Role(
-        "attention_output",
-        r"(^|[/_])(o|wo|out|output|attention_output|c_proj|to_out|proj|post|linear|dense|attn_vec)"
-        r"(_?(proj|projection|projector|dense|linear|layer|einsum|final)\w*)?(/|$)",
-        (2, 3),
-        "attention",
-        tensor=(HEADS, "out"),
-        why="each device has whole heads as input",
-    ),
-    Role(
-        "mlp_up",
-        r"(^|[/_])(up|gate|gating|intermediate|inner|fc_?1|c_fc|wi(_\d)?|w1|w3|expand|h_to_4h|linear_?1|dense_?1)([/_]|$)",
-        (2, 3),
-        "mlp",
-        labels=("parts*", "in", "out"),
-        turns=True,
-        tensor=("out", "in"),
-        why="split by columns: no communication before the next layer",
-    ),
-    Role(
-        "mlp_down",
-        r"(^|[/_])(down|output|outer|fc_?2|c_proj|wo|w2|contract|4h_to_h|linear_?2|dense_?2|out|ffw_linear)([/_]|$)",
-        (2,),
-        "mlp",
-        labels=("in", "out"),
-        turns=True,
-        tensor=("in", "out"),
-        why="split by rows: takes what columns before it left on the device",
-    ),
-    Role("optimizer_slot", labels=("of its variable*",)),
-    Role("state"),
-    Role("other"),
-)
-ROLES: Mapping[str, Role] = {row.name: row for row in _ROWS}
+# The first pattern that matches, with a fitting number of dimensions, decides; those `within` a layer come last.
+_PATTERNS = {
+    "lora": r"lora_([a-z]+_)?[ab]$",
+    "scale": r"(kernel|embeddings|weight|w)_(scale|zero|zero_point)$",
+    "norm": r"(^|/)(gamma|beta|moving_mean|moving_variance|mean|var|running_mean|running_var)$|"
+    r"(norm|(^|[/_])ln(_?[a-z\d]*)?|(^|[/_])bn\d*)[^/]*/(scale|weight|w|bias|offset)$",
+    "attention_bias_table": r"attention\w*/embeddings$|relative.*(bias|table)|rel_pos|attention_bias",
+    # The table of tokens may be in a layer of tokens and positions.
+    "position_embedding": r"^(?!.*(token|word|vocab)[a-z_]*embeddings?(/embeddings?)?$).*("
+    r"(segment|token_type|type)_?embedding[^/]*/embeddings?$|"
+    r"pos(ition(al|s)?)?_?(emb|enc|table|ids)|(^|/)wpe(/|$)|positions?/embedding)",
+    "output_head": r"reverse_embeddings$|"
+    r"(lm_head|logits|unembed|output_embedding)[^/]*(/.*)?(kernel|weight|w)$|(^|/)(lm_head|unembed)$",
+    "embedding": r"(token|word|vocab)[a-z_]*embeddings?(/embeddings?)?$|"
+    r"(^|/)([a-z\d_]*embeddings?|embedding_table|wte)$|"
+    r"(^|/)(?!\w*(patch|time))(\w+_)?(emb|embed|embedder|embeddings?|embed_tokens|wte)(_\d+)?/(weight|w|table)$",
+    "router": r"router|shared_expert_gate|sparse_feedforward_gate|"
+    r"(moe|experts?)[^/]*/gate/(kernel|weight)|expert_gate/",
+    "expert_down": r"expert.*(down|output|out|(^|[/_])w2|wo|linear)[^/]*(/(kernel|weight|w))?$",
+    "expert_up": r"expert",
+    "depthwise_convolution": r"depthwise.*kernel$",
+    "convolution": r"(conv|patch|patching|stem).*(kernel|weight|/w)$",
+    "recurrent": r"(^|[/_])(recurrent_kernel$|(lstm|gru|rnn)[^/]*/(.*/)?(kernel|weight\w*|w|w_[ih])$)",
+    "state_space": r"(^|/)(a_log|log_a|ssm_a)$",
+    "bias": r"(^|/)([a-z\d_]*bias|b)$",
+    "latent_down": r"(^|[/_])w?(q|k|v|kv)_?(a|down)(_|/|$)",
+    "latent_up": r"(^|[/_])w?(q|k|v|kv)_?(b|up)(_|/|$)",
+    "fused_query_key_value": r"(^|[/_])(\w*qkv\w*|query_key_value|c_attn|in_proj|kv\w*|\w*qk)(/|$)",
+    "query_key_value": r"(^|[/_])(q|k|v|query|queries|keys?|values?|wq|wk|wv|to_[qkv])"
+    r"(_?(proj|projection|projector|dense|linear|layer|einsum|a|b)\w*)?(/|$)",
+    "attention_output": r"(^|[/_])(o|wo|out|output|attention_output|c_proj|to_out|proj|post|linear|dense|attn_vec)"
+    r"(_?(proj|projection|projector|dense|linear|layer|einsum|final)\w*)?(/|$)",
+    "mlp_up": r"(^|[/_])"
+    r"(up|gate|gating|intermediate|inner|fc_?1|c_fc|wi(_\d)?|w1|w3|expand|h_to_4h|linear_?1|dense_?1)([/_]|$)",
+    "mlp_down": r"(^|[/_])"
+    r"(down|output|outer|fc_?2|c_proj|wo|w2|contract|4h_to_h|linear_?2|dense_?2|out|ffw_linear)([/_]|$)",
+}
+
+
+_COLUMNS, _CHANNELS = "split by columns: each device computes its own", "each device computes its own channels"
+_EXPERTS, _WHOLE_HEADS = "each device has whole experts", "each device computes whole heads"
+_WHY = {
+    "output_head": "each device computes its own logits",
+    "embedding": "each device looks up its own tokens",
+    "lookup_table": "each device has a part of the result of each of many lookups",
+    "expert_down": _EXPERTS,
+    "expert_up": _EXPERTS,
+    "depthwise_convolution": _CHANNELS,
+    "convolution": _CHANNELS,
+    "block_diagonal": "each device computes its own blocks",
+    "state_space": _CHANNELS,
+    "latent_down": "split by rows: the sums are narrow",
+    "latent_up": _COLUMNS,
+    "fused_query_key_value": _WHOLE_HEADS,
+    "query_key_value": _WHOLE_HEADS,
+    "attention_output": "each device has whole heads as input",
+    "mlp_up": "split by columns: no communication before the next layer",
+    "mlp_down": "split by rows: its input is the columns of the layer before, on the same device",
+}
+# Role | numbers of dimensions | labels | tensor | fsdp | within.
+# `lookup_table` and `block_diagonal` are found by shapes. The gates of `recurrent` are side by side, so columns would
+# be exchanged at every step in time. Latents are those of multi-head latent attention, where few sums matter more than
+# whole heads. The dimension of an attention projection that counts the heads is inferred from neighbours.
+_TABLE = """
+lora                  | 234
+scale                 | 1234
+norm                  | 12
+attention_bias_table  | 23
+position_embedding    | 234  | positions*/features
+output_head           | 2    | in/vocabulary, turns         | vocabulary/in
+embedding             | 2    | vocabulary/features          | vocabulary/features
+lookup_table          |      | entries/features             | features/entries | features/entries
+router                | 2    | in/experts, turns
+expert_down           | 34   | experts/in/parts*/out        | experts/in/out   | out/in/parts/experts
+expert_up             | 34   | experts/in/parts*/out        | experts/out/in   | in/out/parts/experts
+depthwise_convolution | 345  | space*/out/multiplier        | out
+convolution           | 345  | space*/in/out, turns         | out/in
+block_diagonal        |      | blocks/in/out                | blocks/out/in    | blocks
+recurrent             | 2
+state_space           | 2    | channels/state               | channels
+bias                  | 1234
+latent_down           | 2    | in/out, turns                | in/out           |                      | attention
+latent_up             | 2    | in/out, turns                | out/in           |                      | attention
+fused_query_key_value | 234  | dimension*                   | heads/in/fused   | in/parts/heads/fused | attention
+query_key_value       | 23   | dimension*                   | heads/in         |                      | attention
+attention_output      | 23   | dimension*                   | heads/out        |                      | attention
+mlp_up                | 23   | parts*/in/out, turns         | out/in           |                      | mlp
+mlp_down              | 2    | in/out, turns                | in/out           |                      | mlp
+optimizer_slot        |      | of its variable*
+state
+other
+"""
+
+
+def _role(row: str) -> Role:
+    cells = [cell.strip() for cell in row.split("|")]
+    name, ndims, labels, tensor, fsdp, within = (*cells, *[""] * (6 - len(cells)))
+    first, stored = (
+        tuple(FUSED_HEADS if label == "fused" else label for label in cell.split("/") if label)
+        for cell in (tensor, fsdp)
+    )
+    return Role(
+        name=name,
+        pattern=_PATTERNS.get(name, ""),
+        ndims=tuple(map(int, ndims)),
+        within=within,
+        labels=tuple((labels.removesuffix(", turns") or "dimension*").split("/")),
+        turns=labels.endswith(", turns"),
+        tensor=first,
+        fsdp=stored or first[::-1],
+        why=_WHY.get(name, ""),
+    )
+
+
+ROLES: Mapping[str, Role] = {row.name: row for row in map(_role, _TABLE.strip().splitlines())}
 
 
 def role(name: str) -> Role:
-    """A key of sharding rules that stands for every variable of a role: `{lm.role("embedding"): P("model")}`.
+    """A key of sharding rules that matches every variable of a role: `{lm.role("embedding"): P("model")}`.
 
-    Rules are tried in their order, whether path or role. Which role a variable has says `AbstractModel.explain(path)`.
+    Rules are tried in order, both paths and roles. `AbstractModel.explain(path)` shows a variable's role.
 
     Raises:
         ShardingError: There is no such role; the message lists them.
@@ -240,3 +205,79 @@ def role(name: str) -> Role:
     if name not in ROLES:
         raise ShardingError(f"there is no role {name!r}{closest(name, ROLES)}; roles are {', '.join(ROLES)}")
     return ROLES[name]
+
+
+# Purpose of a mesh axis → its common names. `batch` is the data axis of keras.distribution; published Keras layouts
+# split parameters over it too.
+MESH_AXES = {
+    "tensor": ("model", "tensor", "tp", "mp", "tensor_parallel", "model_parallel", "mdl"),
+    "fsdp": ("fsdp", "zero", "fully_sharded"),
+    "data": ("data", "batch", "dp", "data_parallel"),
+    "expert": ("expert", "experts", "ep", "expert_parallel"),
+}
+_EMBED, _MLP, _JOINED, LAYERS = "embed", "mlp", "heads with their columns", "layers"
+# Meaning → names, in lower case: those of T5X and MaxText first, then those of other packages. In both, `kv` is the
+# width of a head and `joined_kv` is all heads side by side.
+_MEANINGS = {
+    _EMBED: "embed embed_dim embedding emb d_model model_dim features hidden_size embed_no_exp norm",
+    "vocabulary": "vocab vocabulary vocab_size",
+    HEADS: "heads q_heads kv_heads kv_head query_heads num_heads n_heads num_kv_heads head_groups "
+    "heads_per_group q_heads_per_group",
+    "head_dim": "kv head_dim head_size kv_head_dim qk_head_dim v_head_dim d_head projection",
+    _JOINED: "joined_kv joined_heads qkv qkv_joined q_joined kv_joined",
+    _MLP: "mlp intermediate ffn ffw hidden hidden_dim d_ff mlp_dim ffw_dim intermediate_size mlp_hidden neurons",
+    "experts": "experts expert exp num_experts",
+    LAYERS: "layers layer stack scan layer_stack stage num_layers blocks",
+    "space": "spatial height width kernel_h kernel_w conv_height conv_width conv_kernel time",
+    "in": "conv_in in in_channels input in_features",
+    "out": "conv_out out out_channels output channels out_features",
+    "positions": "positions position length seq sequence relpos_buckets",
+}
+AXIS_NAMES = {name: meaning for meaning, names in _MEANINGS.items() for name in names.split()}
+
+
+def are_mesh_axes(names: Sequence[Any], mesh_axes: Sequence[str]) -> bool:
+    """Returns True if a variable has names and all are of mesh axes: axes of this mesh, or common names of such."""
+    known = {*mesh_axes, *sum(MESH_AXES.values(), ())}
+    flat = [axis for name in names for axis in flat_axes(name)]
+    return bool(flat) and all(axis in known or axis.lower() in known for axis in flat)
+
+
+def flat_axes(name: Any) -> tuple[str, ...]:
+    """The axes that one entry names: none, one, or several."""
+    entries = name if isinstance(name, tuple | list) else (name,)
+    return tuple(str(axis) for axis in entries if axis is not None)
+
+
+def role_of_names(names: Sequence[Any], is_output: bool | None) -> tuple[str, tuple[str, ...]] | None:
+    """The role and labels of a variable with these axis names; None if they do not determine a role.
+
+    `is_output`: for a weight with heads, True if its path shows an output projection; None if the path does not show.
+    """
+    known = [AXIS_NAMES.get(str(name).lower(), "") for name in names]
+    found = {meaning for meaning in known if meaning} - {LAYERS}
+    heads = next((meaning for meaning in (HEADS, _JOINED) if meaning in found), "")
+
+    def first(one: str, other: str) -> bool:
+        return known.index(one) < known.index(other)
+
+    if {_EMBED, "experts", _MLP} <= found:
+        role = "expert_up" if first(_EMBED, _MLP) else "expert_down"
+    elif {_EMBED, "experts"} == found:
+        role = "router"
+    elif {_EMBED, "vocabulary"} <= found:
+        role = "output_head" if first(_EMBED, "vocabulary") else "embedding"
+    elif {_EMBED, _MLP} <= found:
+        role = "mlp_up" if first(_EMBED, _MLP) else "mlp_down"
+    elif _EMBED in found and heads:
+        last = "head_dim" if "head_dim" in found else heads
+        role = "attention_output" if (first(last, _EMBED) if is_output is None else is_output) else "query_key_value"
+    elif {"in", "out", "space"} <= found:
+        role = "convolution"
+    else:
+        return None
+    # Labels as the role names them: the model's width is either `in` or `out`.
+    down, parts = role in ("expert_down", "mlp_down", "attention_output"), role.startswith("expert") or _MLP in found
+    words = {_EMBED: "out" if down else "in", _MLP: "in" if down else "out", _JOINED: HEADS}
+    words |= {_EMBED: "features"} if role == "embedding" else {}
+    return role, tuple(words.get(meaning, meaning) or ("parts" if parts else "dimension") for meaning in known)

@@ -1,6 +1,6 @@
-"""Every form of rules and specs, read: what people write becomes one function of a variable.
+"""Reads every form of rules and specs: turns them into one function of a variable.
 
-Whether a spec fits its variable is checked in `_sharding/shard`.
+`_sharding/shard` checks that a spec fits its variable.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from lazymodel._abstract.variable import AbstractVariable, Reason
 from lazymodel._errors import ShardingError
 from lazymodel._sharding.auto import Auto, auto
 from lazymodel._sharding.describe import describe
-from lazymodel._sharding.host import Host
-from lazymodel._sharding.roles import Role
+from lazymodel._sharding.roles import Host, Role
 from lazymodel._show.text import closest
 
 
@@ -29,15 +28,15 @@ class Proposer(Protocol):
     def propose(
         self, variables: Mapping[str, AbstractVariable], mesh: Mesh, *, large: int
     ) -> Mapping[str, tuple[Any, Reason | str]]:
-        """Path → spec and why, in words; a path that is left out counts as matched by no rule.
+        """Maps path → (spec, reason as text or `Reason`); a path that is left out counts as matched by no rule.
 
-        `large` is the number of bytes from which on replicating a variable is worth a warning.
+        `large` is the number of bytes from which replicating a variable gives a warning.
         """
         ...
 
 
 Spec: TypeAlias = PartitionSpec | Host | Sharding | Format | Sequence[Any] | None
-# Keys are path regexes and roles; a Mapping is invariant in them, so `str | Role` would refuse a `dict[str, …]`.
+# Keys are path regexes and roles; a Mapping is invariant in them, so `str | Role` would reject a `dict[str, …]`.
 Rules: TypeAlias = (
     Mapping[Any, Spec]
     | Callable[[AbstractVariable], Spec]
@@ -46,14 +45,14 @@ Rules: TypeAlias = (
     | Callable[..., Auto]
     | Literal["auto"]
 )
-# Takes a variable and gives what a rule says of it and why, or None where no rule matches it.
+# Takes a variable; returns the answer of a rule and its reason, or None where no rule matches.
 Answers: TypeAlias = "Callable[[AbstractVariable], tuple[Any, Reason] | None]"
 
 
 def read_rules(
     rules: Any, variables: Mapping[str, AbstractVariable], mesh: Mesh, large: int
 ) -> tuple[Answers, tuple[str, ...], bool]:
-    """Any form of rules but a name as a function of a variable; what matched nothing, and whether that is tolerated."""
+    """Any form of rules except a name: as a function of a variable, rules without a match, True if these only warn."""
     if rules is None:
         return _axis_answers(None, variables, mesh), (), False
     if isinstance(rules, Proposer):
@@ -74,8 +73,8 @@ def read_rules(
 
         def call(variable: AbstractVariable) -> tuple[Any, Reason] | None:
             answer = function(variable)
-            check_is_spec(answer, f"the callable {name}, of {variable.path!r}")
-            return None if answer is None else (answer, Reason("callable", f"as the callable {name} says"))
+            check_is_spec(answer, f"the result of the callable {name} for {variable.path!r}")
+            return None if answer is None else (answer, Reason("callable", f"returned by the callable {name}"))
 
         return call, (), False
     if isinstance(rules, Sequence) and not isinstance(rules, str | PartitionSpec):
@@ -88,21 +87,21 @@ def read_rules(
 
 
 def named_rules(rules: Any, what: str = "rules") -> Any:
-    """Rules given by name, or by the function that makes them; any other as they are. `what` is the parameter's name.
+    """Returns the rules for a name or for the function that makes them; others unchanged. `what`: the parameter's name.
 
     Raises:
-        ShardingError: There are none of this name.
+        ShardingError: The name is unknown.
     """
     if isinstance(rules, str) and rules != "auto":
         raise ShardingError(
-            f"{what}={rules!r} is not known{closest(rules, ['auto'])}; rules by name are 'auto', which is lm.auto(). "
+            f"{what}={rules!r} is not known{closest(rules, ['auto'])}; the only name is 'auto', short for lm.auto(). "
             f"A rule for paths is written {{{rules!r}: PartitionSpec(…)}}"
         )
     return auto() if rules is auto or rules is Auto or isinstance(rules, str) else rules
 
 
 def is_layout_map(rules: Any) -> bool:
-    """Whether a mapping is Keras' LayoutMap, told by the device mesh that it carries."""
+    """Returns True if a mapping is Keras' LayoutMap, which carries a device mesh."""
     return hasattr(rules, "device_mesh")
 
 
@@ -148,21 +147,23 @@ def _mapping_answers(
             return table[key], Reason("rule", f"rule for role {key.name!r}", key.name)
         return None if key is None else (table[key], Reason("rule", f"rule {key!r} matches"))
 
-    def dead(key: str | Role) -> str:
-        if isinstance(key, Role):
-            return f"no variable has the role {key.name!r}"
-        return f"rule {key!r} matches no variable{closest(key, [rule_path(path) for path in variables])}"
-
-    return answer, tuple(dead(key) for key in table if key not in alive)
+    paths = [rule_path(path) for path in variables]
+    return answer, tuple(
+        f"no variable has the role {key.name!r}"
+        if isinstance(key, Role)
+        else f"rule {key!r} matches no variable{closest(key, paths)}"
+        for key in table
+        if key not in alive
+    )
 
 
 def _axis_answers(rules: Sequence[Any] | None, variables: Mapping[str, AbstractVariable], mesh: Mesh) -> Answers:
-    """Answers for variables that carry names for their axes: those of the mesh, or logical ones that rules are for."""
+    """Answers for variables that carry names for their axes: mesh axes, or logical axes that the rules map to these."""
     for rule in rules or ():
         pair = isinstance(rule, Sequence) and len(cast("Sequence[Any]", rule)) == 2 and isinstance(rule[0], str)
         if not pair or isinstance(rule[1], PartitionSpec):
             raise ShardingError(
-                "rules in a sequence are pairs of a logical axis and a mesh axis, a tuple of them or None; got "
+                "rules in a sequence must be pairs of a logical axis and a mesh axis, a tuple of them or None; got "
                 f"{rule!r}. Rules by path are a mapping, {{path pattern: PartitionSpec}}"
             )
     if not any(variable.logical_axes for variable in variables.values()):
@@ -187,26 +188,26 @@ def _axis_answers(rules: Sequence[Any] | None, variables: Mapping[str, AbstractV
         if rules is not None:
             entries, unknown = resolve_logical(names, rules)
             if unknown and not any(entries):
-                return None  # replicated, and said so if it is large
+                return None  # replicated, with a warning if it is large
             left = f"; no rule for {', '.join(map(repr, unknown))}, which are not split" if unknown else ""
             return PartitionSpec(*entries), Reason("logical", f"logical axes {names}{left}", labels=(*map(str, names),))
         for axis in (axis for name in names for axis in ((name,) if isinstance(name, str) else name or ())):
             if axis not in mesh.shape:
                 raise ShardingError(
-                    f"{variable.path!r} has axes {names}, and {axis!r} is no axis of the mesh "
+                    f"{variable.path!r} has axes {names}, and {axis!r} is not an axis of the mesh "
                     f"({', '.join(map(repr, mesh.axis_names))}). If it is a logical axis, give rules: "
                     f"shard(mesh, [({axis!r}, {mesh.axis_names[-1]!r}), …])"
                 )
-        return PartitionSpec(*names), Reason("metadata", "as the variable's own metadata says")
+        return PartitionSpec(*names), Reason("metadata", "from the variable's own metadata")
 
     return answer
 
 
 def resolve_logical(names: Sequence[Any], rules: Sequence[tuple[str, Any]]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """Mesh axes for the logical axes of one variable, and those that no rule knows.
+    """Mesh axes for the logical axes of one variable, and the logical axes without a rule.
 
-    As in `flax.linen.logical_to_mesh_axes`, a rule whose mesh axes already split another dimension is passed over for
-    the next one of the same logical axis.
+    As in `flax.linen.logical_to_mesh_axes`, a rule whose mesh axes already split another dimension is skipped, and the
+    next rule of the same logical axis is tried.
     """
     resolved: dict[int, Any] = {}
     used: set[str] = set()
@@ -224,12 +225,12 @@ def resolve_logical(names: Sequence[Any], rules: Sequence[tuple[str, Any]]) -> t
 
 
 def check_is_spec(spec: Any, where: str) -> None:
-    """Raises ShardingError for what is no spec: PartitionSpec, sequence, None, Host, sharding, Keras' TensorLayout."""
+    """Raises ShardingError unless it is a PartitionSpec, sequence, None, Host, sharding or Keras' TensorLayout."""
     if isinstance(spec, Host):
         if isinstance(cast(Any, spec.spec), Host | Sharding | Format):
             raise ShardingError(
-                f"{where}: lm.Host takes a PartitionSpec; of a sharding, "
-                f"sharding.with_memory_kind({spec.memory_kind!r}) is the same"
+                f"{where}: lm.Host takes a PartitionSpec; for a sharding, "
+                f"use sharding.with_memory_kind({spec.memory_kind!r})"
             )
         spec = spec.spec
     if spec is None or isinstance(spec, PartitionSpec | Sharding | Format):
@@ -250,7 +251,7 @@ def check_is_spec(spec: Any, where: str) -> None:
 
 
 def spec_entries(spec: Any) -> tuple[Any, ...]:
-    """The entries of any form of spec that `check_is_spec` lets pass, but a sharding."""
+    """The entries of any form of spec that `check_is_spec` accepts, except a sharding."""
     if spec is None:
         return ()
     entries = cast("Sequence[Any]", getattr(spec, "axes", spec))

@@ -1,6 +1,6 @@
-"""The verb `shard`: rules in, a checked sharding for every variable out, with the reason for it.
+"""The method `shard`: takes rules and gives every variable a checked sharding, with the reason for it.
 
-What does not fit is said before a byte moves, and mended where that was asked for.
+A sharding that does not fit raises before any data is read, or is repaired if `repair` is set.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from typing import Any, cast
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from lazymodel._abstract.host_arrays import kept_on_host
-from lazymodel._abstract.memory import in_memory
+from lazymodel._abstract.arrays import kept_on_host
 from lazymodel._abstract.paths import rule_path
 from lazymodel._abstract.spec import AnyModel
-from lazymodel._abstract.variable import AbstractVariable, Reason
+from lazymodel._abstract.variable import AbstractVariable, Reason, in_memory
 from lazymodel._errors import ShardingError, warn
 from lazymodel._sharding.auto import Auto
 from lazymodel._sharding.follow import follow, follow_weights
-from lazymodel._sharding.host import Host
+from lazymodel._sharding.roles import Host
 from lazymodel._sharding.rules import (
     Rules,
     axes_of,
@@ -51,13 +50,12 @@ def shard(
     Rules are one of
 
     - `lazymodel.auto(...)`, also as `"auto"`, or any other object whose method
-      `propose(variables, mesh, *, large)` returns path → (spec, why in words).
+      `propose(variables, mesh, *, large)` returns path → (spec, reason as text).
     - a mapping of path regex to spec. The whole path must match (`re.fullmatch`); the first rule that matches, in
-      the mapping's order, is taken. A key may also be a `lazymodel.role`. A pattern that matches no variable is an
-      error.
-    - a Keras `LayoutMap`, read in the same way, but as Keras reads it: a pattern that matches nothing is only
-      warned about, because published maps serve several models.
-    - a callable of a variable; None means that no rule applies.
+      the mapping's order, is used. A key may also be a `lazymodel.role`. A pattern that matches no variable raises.
+    - a Keras `LayoutMap`, read in the same way, but as Keras reads it: a pattern that matches nothing only warns,
+      because published maps serve several models.
+    - a callable that takes a variable; if it returns None, no rule applies.
     - a sequence of (logical axis, mesh axis, tuple of them or None), for variables that carry names for their axes, as
       Flax' do. As in Flax, rules are tried in their order, each mesh axis splits one dimension only, and a logical axis
       without a rule is not split.
@@ -67,10 +65,10 @@ def shard(
     (in the host's memory), or a whole `NamedSharding` or `jax.experimental.layout.Format` (a layout on the device and a
     sharding).
 
-    What nothing matches is replicated, but LoRA pairs and quantization scales are split like the weight that they
-    belong to. Optimizer state (`with_optimizer`) is sharded like the parameters that it belongs to, whatever the rules
-    say of its own paths; only the patterns of a mapping that match no parameter are rules for it (to spread it over
-    data-parallel devices, say). Where it lies is decided by `with_optimizer`, and by those patterns.
+    Variables that no rule matches are replicated, except LoRA pairs and quantization scales, which are split like the
+    weight that they belong to. Optimizer state (`with_optimizer`) is sharded like the parameters that it belongs to,
+    even if rules match its own paths. Only the patterns of a mapping that match no parameter apply to it (to spread it
+    over data-parallel devices, for example). `with_optimizer` and those patterns decide in which memory it is stored.
 
     Args:
         mesh: The devices and their axis names; an object with a `backend_mesh`, as Keras' `DeviceMesh`, is unwrapped.
@@ -79,13 +77,13 @@ def shard(
             on every device): `"warn"`, `"error"` or `"ignore"`.
         large: That threshold, in bytes or as `"16MiB"`. `lazymodel.auto()` replicates nothing of this size that can
             be split.
-        repair: True gives what does not fit, and what of at least `large` bytes no rule matches, the sharding that
-            `lazymodel.auto()` proposes, in silence; `explain()` lists what was mended, and rules that matched nothing.
-            An `auto(...)` of your own says which axes are for what.
+        repair: True gives variables whose sharding does not fit, and variables of at least `large` bytes that no rule
+            matches, the sharding that `lazymodel.auto()` proposes, without a warning. `explain()` lists them, and the
+            rules that matched nothing. Pass an `auto(...)` to set which axes are for what.
 
     Raises:
         ShardingError: A rule matches nothing, names an unknown axis, uses one twice, does not divide a dimension
-            or has more dimensions than the variable. All misfits of one call are reported together.
+            or has more dimensions than the variable. All mismatches of one call are reported together.
 
     Example:
         >>> sharded = abstract.shard(mesh, {"up/kernel": P(None, "model"), "down/.*": P("model")})
@@ -100,7 +98,7 @@ def shard(
     kind = None if model.optimized is None else model.optimized.memory_kind
     following = follow(state, assigned, mesh, kind)
     if state_rules:
-        if kind is not None:  # a spec says how; a whole sharding, or `Host`, also where
+        if kind is not None:  # a spec has no kind of memory; a whole sharding, or `Host`, has one
             whole = Host | Sharding | Format
             state_rules = {k: v if isinstance(v, whole) else Host(v, kind) for k, v in state_rules.items()}
         placed, more = assign(ruled, mesh, state_rules, on_unmatched=on_unmatched, large=large, repair=repair)
@@ -114,7 +112,7 @@ def shard(
 def _split_rules(
     rules: Any, own: Mapping[str, AbstractVariable], state: Mapping[str, AbstractVariable]
 ) -> tuple[Any, dict[str, Any], dict[str, AbstractVariable]]:
-    """Rules for parameters, those of a mapping that match optimizer state only, and the state that these match."""
+    """Rules for parameters, the rules of a mapping that match optimizer state only, and the state that these match."""
     if not state or not isinstance(rules, Mapping) or is_layout_map(rules):
         return rules, {}, {}
     table = cast("Mapping[Any, Any]", rules)
@@ -122,7 +120,7 @@ def _split_rules(
     def matched(key: Any, paths: Iterable[str]) -> set[str]:
         try:
             pattern = re.compile(key) if isinstance(key, str) else None
-        except re.error:  # `assign` says what is wrong with it
+        except re.error:  # `assign` raises for it
             pattern = None
         return {path for path in paths if pattern is not None and pattern.fullmatch(rule_path(path))}
 
@@ -151,41 +149,44 @@ def assign(
     answers, notes, lenient = read_rules(rules, variables, mesh, threshold)
     if notes and not repair:
         if not lenient:
-            raise ShardingError(f"{'; '.join(notes)}. Mend the pattern (the whole path must match) or remove the rule.")
+            raise ShardingError(f"{'; '.join(notes)}. Fix the pattern (the whole path must match) or remove the rule.")
         warn("; ".join(notes))
 
     assigned: dict[str, AbstractVariable] = {}
     without_rule: list[str] = []
     hosts: dict[str, Host] = {}
-    misfits: dict[str, str] = {}
+    mismatches: dict[str, str] = {}
     for path, variable in variables.items():
         if (answer := answers(variable)) is None:
             without_rule.append(path)
             answer = None, Reason("unmatched", "replicated, since no rule matches it")
-        if isinstance(answer[0], Host):  # a kind of memory that is unknown is so for all, and nothing mends it
+        if isinstance(answer[0], Host):  # raises for an unknown kind of memory, which `repair` cannot fix
             in_memory(NamedSharding(mesh, PartitionSpec()), answer[0].memory_kind, path)
             hosts[path] = answer[0]
         try:
             assigned[path] = _placed(variable, *answer, mesh)
         except ShardingError as error:
-            misfits[path] = str(error)
+            mismatches[path] = str(error)
     without_rule = without_rule if mesh.size > 1 else []
     followed = follow_weights(assigned, without_rule) if without_rule else {}
     assigned |= followed
     left = (variables[path] for path in without_rule if path not in followed)
     unmatched = [variable for variable in left if variable.nbytes >= threshold]
-    if repair and (misfits or unmatched):
+    if repair and (mismatches or unmatched):
         proposals = (repair if isinstance(repair, Auto) else Auto()).propose(variables, mesh, large=threshold)
-        misfits |= {variable.path: "no rule matches it" for variable in unmatched}
-        for path, why in misfits.items():
+        mismatches |= {variable.path: "no rule matches it" for variable in unmatched}
+        for path, why in mismatches.items():
             spec, reason = proposals[path]
             spec = Host(spec, hosts[path].memory_kind) if path in hosts and not isinstance(spec, Host) else spec
             reason = dataclasses.replace(reason, kind="repaired", text=f"{reason.text} (repaired: {why})")
             assigned[path] = _placed(variables[path], spec, reason, mesh)
         assigned = {path: assigned[path] for path in variables}  # in the model's own order
-    elif misfits:
-        mend = "Mend the rules, or repair=True of shard() chooses for these as lm.auto() would."
-        raise ShardingError("\n".join([*first_lines(_folded(misfits)), mend]))
+    elif mismatches:
+        hint = "Fix the rules, or pass repair=True to shard(), which uses the shardings of lm.auto() for these."
+        # Paths that differ only in their numbers share one line.
+        groups = grouped_by(mismatches, lambda path: (unnumbered(path), mismatches[path].replace(repr(path), "", 1)))
+        folded = [repr(fold(paths)) + text for (_, text), paths in groups.items()]
+        raise ShardingError("\n".join([*first_lines(folded), hint]))
     elif on_unmatched != "ignore" and (replicated := [variable for variable in unmatched if not variable.on_host]):
         message = _unmatched_message(replicated, threshold, mesh)
         if on_unmatched == "error":
@@ -194,14 +195,8 @@ def assign(
     return assigned, notes
 
 
-def _folded(misfits: Mapping[str, str]) -> list[str]:
-    """What is wrong, by path, with those in one that differ in the numbers of their paths only."""
-    groups = grouped_by(misfits, lambda path: (unnumbered(path), misfits[path].replace(repr(path), "", 1)))
-    return [repr(fold(paths)) + text for (_, text), paths in groups.items()]
-
-
 def _placed(variable: AbstractVariable, answer: Any, reason: Reason, mesh: Mesh) -> AbstractVariable:
-    """The variable with the sharding that an answer of the rules stands for; ShardingError if it does not fit."""
+    """The variable with the sharding that a rule gave; raises ShardingError if it does not fit."""
     layout: Any = None
     kind: str | None = None
     if isinstance(answer, Host):
@@ -216,7 +211,7 @@ def _placed(variable: AbstractVariable, answer: Any, reason: Reason, mesh: Mesh)
         if layout is not None and sorted(layout.major_to_minor) != list(range(len(variable.shape))):
             raise ShardingError(
                 f"{variable.path!r} of shape {variable.shape}: the layout's major_to_minor {layout.major_to_minor} is "
-                "no order of its dimensions"
+                "not an order of its dimensions"
             )
         answer = answer.sharding
     if isinstance(answer, NamedSharding) and isinstance(answer.mesh, Mesh):
@@ -227,7 +222,7 @@ def _placed(variable: AbstractVariable, answer: Any, reason: Reason, mesh: Mesh)
 
 
 def check_spec(variable: AbstractVariable, spec: Any, mesh: Mesh) -> PartitionSpec:
-    """A spec as a `PartitionSpec` that is known to fit the variable on the mesh; else raises ShardingError."""
+    """The spec as a `PartitionSpec`; raises ShardingError if it does not fit the variable on the mesh."""
     check_is_spec(spec, repr(variable.path))
     entries = spec_entries(spec)
     where = f"{variable.path!r} of shape {variable.shape} with {PartitionSpec(*entries)}"
@@ -249,20 +244,20 @@ def check_spec(variable: AbstractVariable, spec: Any, mesh: Mesh) -> PartitionSp
         parts = math.prod(mesh.shape[axis] for axis in axes)
         if variable.shape[dimension] % parts:
             fitting = [str(index) for index, size in enumerate(variable.shape) if size and size % parts == 0]
-            mend = "no dimension divides; replicate it with PartitionSpec() or use a mesh whose axis divides it"
-            mend = f"dimension {' or '.join(fitting)} would divide" if fitting else mend
+            hint = "no dimension divides; replicate it with PartitionSpec() or use a mesh whose axis divides it"
+            hint = f"dimension {' or '.join(fitting)} would divide" if fitting else hint
             raise ShardingError(
                 f"{where}: dimension {dimension} of size {variable.shape[dimension]} does not divide into {parts} "
-                f"parts (axis {', '.join(map(repr, axes))}); {mend}"
+                f"parts (axis {', '.join(map(repr, axes))}); {hint}"
             )
     return PartitionSpec(*entries)
 
 
 def _as_mesh(mesh: Any) -> Mesh:
     mesh = getattr(mesh, "backend_mesh", mesh)
-    if not isinstance(mesh, Mesh | AbstractMesh):  # one without devices has names and sizes, which is all that is used
-        mend = "Make one with jax.sharding.Mesh(devices, axis_names)."
-        raise ShardingError(f"mesh is a jax.sharding.Mesh; got {type(mesh).__name__}. {mend}")
+    if not isinstance(mesh, Mesh | AbstractMesh):  # only names and sizes are used, and an AbstractMesh has both
+        hint = "Make one with jax.sharding.Mesh(devices, axis_names)."
+        raise ShardingError(f"mesh is a jax.sharding.Mesh; got {type(mesh).__name__}. {hint}")
     return cast("Mesh", mesh)
 
 
@@ -272,5 +267,5 @@ def _unmatched_message(unmatched: list[AbstractVariable], threshold: int, mesh: 
     return (
         f"{len(unmatched)} variables of at least {format_bytes(threshold)} match no sharding rule and are replicated "
         f"on all {mesh.size} devices ({format_bytes(sum(v.nbytes for v in unmatched))} each): {described}. "
-        "Add a rule for them, or let repair=True of shard() split them; PartitionSpec() says that replication is meant."
+        "Add a rule for them, or pass repair=True to shard() to split them; PartitionSpec() as a rule replicates them."
     )

@@ -1,1 +1,1 @@
-"""What people read: text, tables, progress. It knows no model."""
+"""Output for people: text, tables, progress. It depends on no model."""

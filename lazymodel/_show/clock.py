@@ -1,7 +1,7 @@
-"""When this process started, and what was imported since: the zero of every timeline.
+"""The start of this process, and the imports since then: the zero of every timeline.
 
-Responsible for the moments that are over once anything else runs, so this imports nothing that takes time, and is
-itself the first that `lazymodel/__init__` imports. Moments are those of `time.perf_counter`.
+Responsible for times that cannot be measured later, so this imports nothing slow, and `lazymodel/__init__` imports it
+first. All times are those of `time.perf_counter`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import time
 
-_FIRST = time.perf_counter()  # lazymodel begins to be imported
+_FIRST = time.perf_counter()  # start of the import of lazymodel
 
 
 def _process_start() -> float | None:
-    """When this process started, to a hundredth of a second; None where the system does not say."""
+    """The start of this process, to a hundredth of a second; None if the system does not provide it."""
     try:
         with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
-            # After the name, which may have spaces and brackets; proc(5) counts this one as the 22nd.
+            # After the name, which may contain spaces and brackets; field 22 of proc(5), which counts from 1.
             ticks = int(file.read().rpartition(")")[2].split()[19])
         elapsed = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
@@ -26,7 +26,7 @@ def _process_start() -> float | None:
 
 _START = _process_start()
 START_IS_KNOWN = _START is not None
-ZERO: float = _FIRST if _START is None else min(_START, _FIRST)  # a tick of the system's clock is coarse
+ZERO: float = _FIRST if _START is None else min(_START, _FIRST)  # the system's clock has coarse ticks
 IMPORTS: list[tuple[str, float, float]] = []  # package, from, to
 if START_IS_KNOWN:
     IMPORTS.append(("before lazymodel", ZERO, _FIRST))

@@ -170,7 +170,7 @@ const draw = {
       head.append(th);
     });
     const body = table.createTBody();
-    const key = (cell) => cell.nbytes ?? cell.share ?? cell.placed ?? (/^[\d,]+$/.test(cell) ? Number(cell.replaceAll(",", "")) : cell);
+    const key = (cell) => cell.nbytes ?? cell.share ?? (cell.placed && JSON.stringify(cell.placed)) ?? (/^[\d,]+$/.test(cell) ? Number(cell.replaceAll(",", "")) : cell);
     const show = () => {
       let wanted = (row) => true;
       if (input.value) {
@@ -190,7 +190,7 @@ const draw = {
             tr.append(element("td", `${fits ? "✓" : "✗"} ${part}`, { class: `n ${fits ? "fits" : "short"}` }));
           }
           else if (cell.nbytes !== undefined) tr.append(element("td", bytes(cell.nbytes), { class: "n" }));
-          else { const td = element("td"); td.append(placed(section.placed[cell.placed])); tr.append(td); }
+          else { const td = element("td"); td.append(placed(cell.placed)); tr.append(td); }
         });
         return tr;
       }));

@@ -1,8 +1,8 @@
-"""Pages: what is known of a model in one HTML file that a browser opens without a network.
+"""Pages: information about a model in one HTML file that a browser opens offline.
 
-Responsible for the file, its charts and its tables; what they show is somebody else's matter. Plotly draws, and lies in
-the file. Names may be hostile, so none is ever markup: data is compressed JSON that no parser of HTML sees, the page's
-own script writes it as text, and what Plotly would read as markup is escaped.
+Responsible for the file, its charts and its tables, not for their content. Plotly draws, and is included in the file.
+Names may be hostile, so none is ever markup: data is compressed JSON that no HTML parser sees, the page's own script
+inserts it as text, and text that Plotly would read as markup is escaped.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 
 from lazymodel._errors import LazyModelError
 
-# Files of a page rather than strings: editors and linters know them.
+# Separate files rather than strings, so that editors and linters support them.
 _SCRIPT = Path(__file__).with_name("page.js")
 _STYLE = Path(__file__).with_name("page.css")
-_BOXES = 2000  # of a treemap at most: a browser draws so many within a second
+_BOXES = 2000  # limit for a treemap: a browser draws these within a second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,6 @@ class Text:
 
     lines: Sequence[str]
     title: str = ""
-    kind: str = "text"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,37 +42,33 @@ class Bars:
     title: str
     bars: Mapping[str, Mapping[str, int]]
     limit: int | None = None
-    kind: str = "bars"
 
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """Bytes over steps; of each step what it is called, and one amount for each line."""
+    """Bytes over steps: a name for each step, and one amount for each line."""
 
     title: str
     steps: Sequence[str]
     lines: Mapping[str, Sequence[int]]
     limit: int | None = None
-    kind: str = "lines"
 
 
 @dataclasses.dataclass(frozen=True)
 class Spans:
-    """Seconds as bars from starts to ends: a row for each name, with its pieces, in the order given."""
+    """Seconds as bars from start to end: a row for each name, with its intervals, in the given order."""
 
     title: str
     spans: Sequence[tuple[str, Sequence[tuple[float, float]]]]
     axis: str = "seconds"
-    kind: str = "spans"
 
 
 @dataclasses.dataclass(frozen=True)
 class Treemap:
-    """Bytes of paths, whose parts between `/` are what a reader zooms into."""
+    """Bytes of paths; a reader zooms into the parts between `/`."""
 
     title: str
     sizes: Mapping[str, int]
-    kind: str = "treemap"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,17 +78,15 @@ class Placed:
     shape: Sequence[int]
     axes: Sequence[Sequence[str]]
     mesh: Mapping[str, int]
-    kind: str = "placed"
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """A table that is filtered by what a reader types; cells are text, `Nbytes`, `Share` or `Placed`."""
+    """A table that a reader filters by typing; cells are text, `Nbytes`, `Share` or `Placed`."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
-    kind: str = "grid"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,15 +94,13 @@ class Nbytes:
     """A number of bytes in a cell."""
 
     nbytes: int
-    kind: str = "nbytes"
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """How much of what there is would be taken, in a cell: at most 1 where it fits."""
+    """The used share of a limit, in a cell: at most 1 if it fits."""
 
     of: float
-    kind: str = "share"
 
 
 Section = Text | Bars | Lines | Spans | Treemap | Grid
@@ -122,7 +113,7 @@ def save_page(path: str | os.PathLike[str], title: str, sections: Sequence[Secti
         LazyModelError: plotly is not installed, or the file cannot be written.
     """
     text, path = page(title, sections), Path(path)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")  # what was there stays until all of it is written
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")  # the old file stays until the new one is complete
     try:
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
@@ -133,7 +124,7 @@ def save_page(path: str | os.PathLike[str], title: str, sections: Sequence[Secti
 
 
 def plotly_source() -> str:
-    """Plotly's own program, as it stands in a page; LazyModelError where plotly is not installed."""
+    """Plotly's own program, as included in a page; raises LazyModelError if plotly is not installed."""
     try:
         from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
@@ -145,7 +136,13 @@ def page(title: str, sections: Sequence[Section]) -> str:
     """The HTML of a page."""
     plotly, style, script = _plotly(), _STYLE.read_text("utf-8"), _SCRIPT.read_text("utf-8")
     charts = any(not isinstance(section, Text | Grid) for section in sections)
-    data = json.dumps({"title": title, "sections": [_plain(each) for each in sections]})
+    plain: list[dict[str, Any]] = [{"kind": type(each).__name__.lower(), **vars(each)} for each in sections]
+    for each in plain:
+        if each["kind"] == "grid":
+            each["rows"] = [[*map(_cell, row)] for row in each["rows"]]
+        elif each["kind"] == "treemap":
+            each["sizes"] = _modules(each["sizes"])
+    data = json.dumps({"title": title, "sections": plain})
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -160,7 +157,7 @@ def page(title: str, sections: Sequence[Section]) -> str:
 
 
 def _packed(text: str) -> str:
-    """A text for a page's script to unpack: a fiftieth of what names and reasons of many variables take else."""
+    """A text for a page's script to unpack: a fiftieth of the size, for names and reasons of many variables."""
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 
@@ -169,40 +166,23 @@ def _plotly() -> str:
     return _packed(plotly_source())
 
 
-def _plain(section: Section) -> Any:
-    """A section as JSON has it: shapes and drawings that many rows share are written once."""
-    if not isinstance(section, Grid):
-        return dataclasses.asdict(section)
-    placed: dict[str, int] = {}
-    rows = [[_cell(cell, placed) for cell in row] for row in section.rows]
-    return {
-        "kind": section.kind,
-        "title": section.title,
-        "columns": list(section.columns),
-        "rows": rows,
-        "placed": [json.loads(each) for each in placed],
-    }
-
-
-def _cell(cell: Any, placed: dict[str, int]) -> Any:
+def _cell(cell: Any) -> Any:
     if isinstance(cell, Nbytes):
         return {"nbytes": cell.nbytes}
     if isinstance(cell, Share):
         return {"share": cell.of}
-    if isinstance(cell, Placed):
-        return {"placed": placed.setdefault(json.dumps(dataclasses.asdict(cell)), len(placed))}
-    return str(cell)
+    return {"placed": dataclasses.asdict(cell)} if isinstance(cell, Placed) else str(cell)
 
 
-def modules(paths: Mapping[str, int]) -> dict[str, int]:
-    """Bytes by path; by module, and outer modules, where there are too many."""
+def _modules(paths: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by path; by module, and then by outer modules, if there are too many."""
     sizes = dict(paths)
     while len(sizes) > _BOXES:
         outer: dict[str, int] = {}
         for path, nbytes in sizes.items():
             module = path.rpartition("/")[0] or path
             outer[module] = outer.get(module, 0) + nbytes
-        if len(outer) == len(sizes):  # nothing is in anything: the largest, and the rest
+        if len(outer) == len(sizes):  # no path has a module: show the largest, and the rest
             largest = sorted(sizes, key=lambda path: -sizes[path])[: _BOXES - 1]
             rest = sum(sizes.values()) - sum(sizes[path] for path in largest)
             return {**{path: sizes[path] for path in largest}, "others": rest}

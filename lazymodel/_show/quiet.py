@@ -1,7 +1,7 @@
-"""Nothing of TensorFlow's on the standard error of a command, before what the command has to say.
+"""Keeps TensorFlow's log off the standard error of a command, before the command's own output.
 
-KerasHub imports TensorFlow for its tokenizers, and TensorFlow logs, from C++, what it was built for and that there is
-no CUDA. Responsible for what commands of ours import and start; what a user's own program logs is the user's.
+KerasHub imports TensorFlow for its tokenizers, and TensorFlow logs, from C++, its build options and that there is no
+CUDA. Responsible for imports and starts of our commands only; logs of a user's own program are up to the user.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import sys
 import tempfile
 from collections.abc import Generator
 
-_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 0 asks for lines of the level INFO, too; JAX sets 1 where the user set nothing
+_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 0 also shows lines of the level INFO; JAX sets 1 if the user set nothing
 
-# TensorFlow 2.21 logs these whatever the level: lines of the level INFO, and one that says that they come too early.
+# TensorFlow 2.21 logs these at any level: lines of the level INFO, and one that these come too early.
 _NOISE = re.compile(
     rb"I\d{4} [\d:.]+ +\d+ [\w./-]+\.cc:\d+\] .*|WARNING: All log messages before absl::InitializeLog.*"
 )
@@ -23,7 +23,7 @@ _NOISE = re.compile(
 
 @contextlib.contextmanager
 def quiet_tensorflow() -> Generator[None, None, None]:
-    """Within the block, what TensorFlow logs of itself when it is imported is not shown; all else is, at the end."""
+    """Within the block, TensorFlow's import log is not shown; all other output is shown at the end."""
     if os.environ.setdefault(_LEVEL, "1") == "0":
         yield
         return
@@ -38,6 +38,6 @@ def quiet_tensorflow() -> Generator[None, None, None]:
             os.dup2(shown, 2)
             caught.seek(0)
             rest = b"".join(line for line in caught if not _NOISE.fullmatch(line.rstrip(b"\r\n")))
-            with contextlib.suppress(OSError):  # nobody reads it
+            with contextlib.suppress(OSError):  # the reader has gone
                 os.write(shown, rest)
             os.close(shown)

@@ -1,9 +1,8 @@
-"""Tables for a terminal and for a notebook.
+"""Reports: columns, rows and a summary are defined once, and shown in a terminal, in a notebook and on a page.
 
-A model has thousands of variables and a person reads about forty lines, so rows whose paths differ only in numbers are
-folded into one (`block_{0..25}/query/kernel`, 26 of them). What names hold reaches a terminal without control
-characters and markup, and HTML escaped. Rich's tables cut numbers where a terminal is narrow, and show in a notebook as
-preformatted text, so both are ours.
+A model has thousands of variables and a person reads about forty lines, so rows whose names differ only in numbers are
+folded into one (`block_{0..25}/query/kernel`, 26 of them). In a terminal, names are shown without control characters
+and markup; in HTML they are escaped. Rich draws a table in a terminal; in a notebook it would be preformatted text.
 """
 
 from __future__ import annotations
@@ -12,138 +11,218 @@ import dataclasses
 import functools
 import heapq
 import html
-import itertools
+import io
 import os
 import shutil
 import sys
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Self, cast
 
 import jax
+import numpy as np
 
-from lazymodel._show.text import fold, format_bytes, grouped_names, longest_piece, printable, unnumbered, wrapped
+from lazymodel._show.page import Grid, Nbytes, Section, Text, save_page
+from lazymodel._show.text import fold, format_bytes, grouped_by, grouped_names, printable, unnumbered
 
-_MAX_ROWS = 40  # rows of a table before the smallest are only counted
-_FALLBACK_WIDTH = 120  # columns, where no terminal says how wide it is
+_MAX_ROWS = 40  # rows of a table; the smallest further ones are only counted
+_FALLBACK_WIDTH = 120  # columns, if the width of the terminal is unknown
 _MIN_WIDTH = 40
-_MIN_COLUMN = 12  # columns that paths and origins have, however short they are
-_MIN_FOLDED = 20  # columns that folded paths and origins keep, or a third of their own: narrower ones read worse
-_GAP = _INDENT = "  "  # between columns; before a row's second line
+_MIN_COLUMN = 12  # minimum width of names and origins, however short they are
+_MIN_FOLDED = 20  # columns that names and origins keep in a narrow terminal: narrower ones are harder to read
 
-ACTIONS = {"load": "loaded", "initialize": "initialized"}  # and "constant", of plans and loads
+ACTIONS = {"load": "loaded", "initialize": "initialized"}  # plans and loads also have "constant"
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column: how its cells are shown, and how cells of folded rows are merged.
+
+    Attributes:
+        heading: Its heading.
+        key: Returns a value that cells of rows that fold have in common; None uses the cell.
+        merge: Returns the text for the cells of folded rows; None uses the first, since all are equal.
+        right: True if it is aligned to the right and never wrapped, for numbers.
+        is_bytes: True if cells are numbers of bytes.
+        page: True if it is shown on pages only.
+    """
+
+    heading: str
+    key: Callable[[Any], Hashable] | None = None
+    merge: Callable[[Sequence[Any]], str] | None = None
+    right: bool = False
+    is_bytes: bool = False
+    page: bool = False
+
+    @classmethod
+    def names(cls, heading: str) -> Self:
+        """Names, by which rows fold."""
+        return cls(heading, unnumbered, fold)
+
+    @classmethod
+    def notes(cls, heading: str) -> Self:
+        """Texts whose numbers fold like those of names."""
+        return cls(heading, _without_numbers, _merged_notes)
+
+    @classmethod
+    def number(cls, heading: str, merge: Callable[[Sequence[Any]], str] | None = None) -> Self:
+        """Numbers; with `merge`, which makes one text of several, rows with different numbers can fold."""
+        return cls(heading, None if merge is None else _alike, merge, right=True)
+
+    @classmethod
+    def nbytes(cls, heading: str, *, page: bool = False) -> Self:
+        """Numbers of bytes, which are added up."""
+        return cls(heading, _alike, lambda cells: format_bytes(sum(cells)), True, True, page)
+
+    @classmethod
+    def in_pages(cls, heading: str) -> Self:
+        """Values that are shown on pages only."""
+        return cls(heading, page=True)
+
+
+def _alike(cell: Any) -> None:
+    """The key of cells that do not prevent rows from folding."""
+
+
+@functools.lru_cache(maxsize=1024)  # there are few notes, such as a file's name
+def _without_numbers(note: str) -> str:
+    """The text without numbers and the underscores before them: Keras names layers `block`, `block_1`, `block_2`."""
+    return "".join(part.rstrip("_") for part in unnumbered(note))
+
+
+def _merged_notes(notes: Sequence[str]) -> str:
+    most, *others = sorted(grouped_names(dict.fromkeys(notes)), key=len, reverse=True)
+    return fold(most) + (f" and {sum(map(len, others)):,} more" if others else "")
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A title, a grid, and lines below it."""
+    """A title, cells, and lines below them; each thing is one row of cells.
+
+    If the first column has names, rows that differ only in their numbers are folded, and about 40 rows are shown, the
+    largest ones if a column has bytes.
+    """
 
     title: str
-    columns: tuple[str, ...]  # headings; the first and the last are of columns that may be cut into lines
-    rows: Sequence[Sequence[str]]
-    right: frozenset[str] = frozenset()  # columns that are aligned to the right, and never cut into lines
+    columns: Sequence[Column]
+    cells: Sequence[Sequence[Any]]
     lines: Sequence[str] = ()
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "title", printable(self.title))
-        object.__setattr__(self, "rows", tuple(tuple(map(printable, row)) for row in self.rows))
-        object.__setattr__(self, "lines", tuple(map(printable, self.lines)))
+    @functools.cached_property
+    def shown(self) -> list[Column]:
+        """The columns of the text; if rows fold, the second one has counts."""
+        first, *others = (column for column in self.columns if not column.page)
+        return [first, *([Column.number("count")] if first.merge else []), *others]
+
+    @functools.cached_property
+    def rows(self) -> list[tuple[str, ...]]:
+        """The shown cells as text; if rows fold, with their count in the second column."""
+        places = [(place, column) for place, column in enumerate(self.columns) if not column.page]
+        keys = [(place, column.key) for place, column in places]
+        sizes = [place for place, column in places if column.is_bytes]
+
+        def key(row: Sequence[Any]) -> Hashable:
+            return tuple(row[place] if key is None else key(row[place]) for place, key in keys)
+
+        folds = self.columns[0].merge is not None
+        groups = list(grouped_by(self.cells, key).values()) if folds else [[row] for row in self.cells]
+
+        def nbytes(group: Sequence[Sequence[Any]]) -> int:
+            return sum(row[sizes[0]] for row in group) if sizes else 0
+
+        most = _MAX_ROWS if folds else len(groups)
+        largest = heapq.nlargest(most, range(len(groups)), key=lambda index: (nbytes(groups[index]), -index))
+        rows: list[tuple[str, ...]] = []
+        for index in sorted(largest):
+            group = groups[index]
+            texts = [c.merge([row[p] for row in group]) if c.merge else str(group[0][p]) for p, c in places]
+            rows.append((*texts[:1], *([f"{len(group):,}"] if folds else []), *texts[1:]))
+        if left := [row for index in sorted(set(range(len(groups))) - set(largest)) for row in groups[index]]:
+            sums = [c.merge([row[p] for row in left]) if c.merge and c.is_bytes else "" for p, c in places[1:]]
+            rows.append((f"… and {len(groups) - len(largest):,} more", f"{len(left):,}", *sums))
+        return [tuple(map(printable, row)) for row in rows]
 
     def text(self) -> str:
-        """For a terminal, as wide as it; no colours.
+        """The text for a terminal, with its width and no colours. A narrow terminal folds names, never numbers."""
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table as RichTable
+        from rich.text import Text as RichText
 
-        Where there is no room, names are folded at separators; what still has none goes to a second line of each row.
-        """
         width = terminal_width()
-        lines = wrapped(self.title, width) + (self._grid(width) if self.rows else [])
-        lines += [line for text in self.lines for line in wrapped(text, width)]
-        return "\n".join(line.rstrip() for line in lines)
+        grid = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        sizes = self._widths(width)
+        for column, size in zip(self.shown, sizes, strict=True):
+            grid.add_column(
+                RichText(column.heading), width=size, justify="right" if column.right else "left", overflow="fold"
+            )
+        for row in self.rows:
+            grid.add_row(*map(RichText, row))
+        wide = max(width, sum(sizes) + 2 * len(sizes))  # numbers that do not fit overflow, and are not cut
+        console = Console(file=io.StringIO(), width=wide, color_system=None, force_jupyter=False, legacy_windows=False)
+        with console.capture() as captured:
+            if self.title:
+                console.print(RichText(printable(self.title)), width=width)
+            if self.rows:
+                console.print(grid)
+            for line in self.lines:
+                console.print(RichText(printable(line)), width=width)
+        return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
-    def _grid(self, width: int) -> list[str]:
+    def _widths(self, width: int) -> list[int]:
+        """The width of each column: the widest columns of text shrink until all fit the terminal."""
         from rich.cells import cell_len
 
-        rows = [self.columns, *self.rows]
-        natural, least = [], []
-        for index, name in enumerate(self.columns):
-            cells = [row[index] for row in rows]
-            size = max(map(cell_len, cells))
-            if index in (0, len(self.columns) - 1) and name not in self.right:  # a path, an origin
-                natural.append(max(size, _MIN_COLUMN))
-                least.append(min(natural[-1], max(_MIN_FOLDED, natural[-1] // 3, *map(longest_piece, cells))))
-            else:
-                natural.append(size)
-                least.append(size)
-        groups = _groups(natural, least, width)
-
-        def printed(row: Sequence[str]) -> Iterable[str]:
-            for place, widths in enumerate(groups):
-                columns = [wrapped(row[index], widths[index]) for index in widths]
-                for texts in itertools.zip_longest(*columns, fillvalue=""):
-                    blanks = [" " * (size - cell_len(text)) for size, text in zip(widths.values(), texts, strict=True)]
-                    right = [self.columns[index] in self.right for index in widths]
-                    cells = (b + t if r else t + b for b, t, r in zip(blanks, texts, right, strict=True))
-                    if any(texts):
-                        yield _INDENT * (place > 0) + _GAP.join(cells)
-
-        heading, *body = map(printed, rows)
-        rule = max(_total(widths) + len(_INDENT) * (place > 0) for place, widths in enumerate(groups))
-        return [*heading, "─" * rule, *itertools.chain.from_iterable(body)]
+        sizes: list[int] = []
+        least: list[int] = []
+        for place, column in enumerate(self.shown):
+            cells = [column.heading, *(row[place] for row in self.rows)]
+            outer = place in (0, len(self.shown) - 1) and not column.right
+            sizes.append(max(_MIN_COLUMN * outer, *map(cell_len, cells)))
+            words = max(cell_len(word) for cell in cells for word in cell.split() or [""])
+            least.append(sizes[-1] if column.right else min(words, _MIN_FOLDED))
+        while sum(sizes) + 2 * (len(sizes) - 1) > width:
+            wide = [place for place, size in enumerate(sizes) if size > least[place]]
+            if not wide:
+                break
+            sizes[max(wide, key=sizes.__getitem__)] -= 1
+        return sizes
 
     def html(self) -> str:
-        """For a notebook: self-contained, without colours of its own, so that it reads on light and dark pages."""
+        """The HTML for a notebook: self-contained, without colours, so that it works on light and dark pages."""
 
-        side = {name: "right" if name in self.right else "left" for name in self.columns}
-
-        def row(tag: str, cells: Sequence[str]) -> str:
-            style = "padding:0.1em 0.8em 0.1em 0;text-align:"
-            texts = (
-                f'<{tag} style="{style}{side[name]}">{html.escape(cell)}</{tag}>'
-                for name, cell in zip(self.columns, cells, strict=True)
-            )
+        def row(tag: str, cells: Iterable[str]) -> str:
+            sides = ("right" if column.right else "left" for column in self.shown)
+            style = "padding:0.1em 0.8em 0.1em 0;white-space:pre-wrap;text-align:"
+            texts = (f'<{tag} style="{style}{s}">{html.escape(c)}</{tag}>' for s, c in zip(sides, cells, strict=True))
             return f"<tr>{''.join(texts)}</tr>"
 
-        parts = [f"<p><strong>{html.escape(self.title)}</strong></p>"]
+        parts = [f"<p><strong>{html.escape(printable(self.title))}</strong></p>"]
         if self.rows:
-            body = "".join(row("td", cells) for cells in self.rows)
-            parts.append(f"<table><thead>{row('th', self.columns)}</thead><tbody>{body}</tbody></table>")
+            body, head = "".join(row("td", cells) for cells in self.rows), (column.heading for column in self.shown)
+            parts.append(f"<table><thead>{row('th', head)}</thead><tbody>{body}</tbody></table>")
         if self.lines:
-            parts.append(f"<p>{'<br/>'.join(map(html.escape, self.lines))}</p>")
+            parts.append(f"<p>{'<br/>'.join(html.escape(printable(line)) for line in self.lines)}</p>")
         return f"<div>{''.join(parts)}</div>"
+
+    def grid(self, title: str) -> Grid:
+        """The grid for a page: a row for each thing, with the columns that only pages show."""
+        rows = [
+            [Nbytes(cell) if column.is_bytes else cell for column, cell in zip(self.columns, row, strict=True)]
+            for row in self.cells
+        ]
+        return Grid(title, [column.heading for column in self.columns], rows)
 
 
 def terminal_width() -> int:
-    """Columns of the terminal, or of what is printed where there is none."""
+    """Columns of the terminal, or the default width without one."""
     return max(shutil.get_terminal_size((_FALLBACK_WIDTH, 24)).columns, _MIN_WIDTH)
 
 
-def _groups(natural: Sequence[int], least: Sequence[int], width: int) -> list[dict[int, int]]:
-    """Widths of the columns, by their places: in one line if narrow columns make them fit, or else in several."""
-    sizes = {index: min(size, width) for index, size in enumerate(natural)}
-    while _total(sizes) > width:
-        wide = [index for index, size in sizes.items() if size > least[index]]
-        if not wide:
-            break
-        sizes[max(wide, key=sizes.__getitem__)] -= 1
-    else:
-        return [sizes]
-    groups: list[dict[int, int]] = [{}]
-    for index, size in enumerate(natural):
-        indent = len(_INDENT) * (len(groups) > 1)
-        size = min(size, width - len(_INDENT))
-        if groups[-1] and indent + _total({**groups[-1], index: size}) > width:
-            groups.append({})
-        groups[-1][index] = size
-    return groups
-
-
-def _total(sizes: Mapping[int, int]) -> int:
-    return sum(sizes.values()) + len(_GAP) * (len(sizes) - 1)
-
-
 class Tabled:
-    """What prints as a table, and shows it in a notebook."""
+    """An object that prints as a table, and shows it in a notebook."""
 
     def table(self) -> Table:
-        """What is shown."""
+        """The tables."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -153,70 +232,44 @@ class Tabled:
         return self.table().html()
 
 
-# Rows that fold -------------------------------------------------------------------------------------------------------
+class Report(Tabled):
+    """A result as a table, plain values and a page."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as lists, dicts, strings and numbers, which `json` writes and reads back equal."""
+        return plain(self)
+
+    def sections(self) -> list[Section]:
+        """Sections of its page."""
+        table = self.table()
+        return [Text(table.lines), *self.charts(), table.grid("Variables")]
+
+    def charts(self) -> list[Section]:
+        """Sections of its page between the summary and the table."""
+        return []
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it as a page: one HTML file that works offline; needs plotly.
+
+        Raises:
+            LazyModelError: plotly is not installed, or the file cannot be written.
+        """
+        save_page(path, self.table().title, self.sections())
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One variable, ready to be grouped: those with equal keys and templates share a row of the table."""
-
-    path: str
-    cells: tuple[str, ...]  # shape, dtype, …: equal within a group
-    nbytes: int
-    note: str  # the last column; numbers in it are folded as in paths
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """Rows that are one row of the table."""
-
-    rows: Sequence[Row]
-    count: int
-    cells: tuple[str, ...]
-    nbytes: int  # of the whole group
-
-    @property
-    def name(self) -> str:
-        """All paths as one; asked for the groups that are shown only, because it takes a while."""
-        return fold([row.path for row in self.rows])
-
-    @property
-    def note(self) -> str:
-        """All notes as one."""
-        most, *others = sorted(grouped_names(dict.fromkeys(row.note for row in self.rows)), key=len, reverse=True)
-        return fold(most) + (f" and {sum(map(len, others)):,} more" if others else "")
-
-
-def grouped(rows: Iterable[Row]) -> list[Group]:
-    """Rows folded into groups, in the order in which each group first appears."""
-    members: dict[Hashable, list[Row]] = {}
-
-    @functools.cache  # there are few notes, such as a file's name
-    def template(note: str) -> str:
-        """Without numbers and the underscores before them: Keras calls layers `block`, `block_1`, `block_2`."""
-        return "".join(part.rstrip("_") for part in unnumbered(note))
-
-    for row in rows:
-        members.setdefault((unnumbered(row.path), row.cells, template(row.note)), []).append(row)
-    return [Group(group, len(group), group[0].cells, sum(row.nbytes for row in group)) for group in members.values()]
-
-
-def folded_table(
-    title: str, headings: Sequence[str], rows: Iterable[Row], lines: Iterable[str] = (), *, noun: str = "variable"
-) -> Table:
-    """A table of the largest groups; headings: of `Row.cells`, bytes, note; `noun` of the path."""
-    *cell_headings, bytes_heading, note_heading = headings
-    groups = grouped(rows)
-    largest = heapq.nlargest(_MAX_ROWS, range(len(groups)), key=lambda index: (groups[index].nbytes, -index))
-    shown = [groups[index] for index in sorted(largest)]
-    grid = [(group.name, f"{group.count:,}", *group.cells, format_bytes(group.nbytes), group.note) for group in shown]
-    if left := len(groups) - len(shown):
-        count = sum(group.count for group in groups) - sum(group.count for group in shown)
-        nbytes = sum(group.nbytes for group in groups) - sum(group.nbytes for group in shown)
-        blank = ("",) * len(cell_headings)
-        grid.append((f"… and {left:,} more", f"{count:,}", *blank, format_bytes(nbytes), ""))
-    columns = (noun, "count", *cell_headings, bytes_heading, note_heading)
-    return Table(title, columns, grid, frozenset(("count", bytes_heading)), tuple(lines))
+def plain(value: Any) -> Any:
+    """A value as lists, dicts, strings and numbers."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in cast("Mapping[Any, Any]", value).items()}
+    if hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, Sequence | jax.sharding.PartitionSpec):
+        return [plain(each) for each in cast("Iterable[Any]", value)]
+    return value.name if isinstance(value, np.dtype) else str(value)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -225,7 +278,7 @@ def shape_text(shape: tuple[int, ...]) -> str:
 
 
 def placed_text(spec: Any, memory_kind: str | None) -> str:
-    """How something is split, in words, and in which kind of memory, unless it is devices' own."""
+    """The spec as text, with the kind of memory unless it is the devices' own."""
     return f"{spec}" if memory_kind is None else f"{spec} in {memory_kind}"
 
 
@@ -239,10 +292,10 @@ def spec_text(spec: jax.sharding.PartitionSpec | None) -> str:
 
 
 def print_text(text: str) -> None:
-    """Prints what the terminal's encoding may lack, and where the reader (`head`, a pager) may have left."""
+    """Prints text: replaces characters missing in the terminal's encoding, and ignores a reader that has left."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
         print(text.encode(encoding, "replace").decode(encoding), flush=True)
     except BrokenPipeError:
-        # The interpreter flushes once more when it ends, and would complain.
+        # The interpreter flushes once more when it ends, and would raise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

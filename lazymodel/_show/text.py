@@ -1,6 +1,6 @@
-"""What people read and type, as text: byte counts, closest names, names that fold into one, lists cut short.
+"""Text for people: byte counts, closest names, names that fold into one, shortened lists.
 
-Names come from files that anyone may have written: `printable` keeps their control characters from a terminal.
+Names come from files of any origin: `printable` keeps their control characters from a terminal.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from lazymodel._errors import LazyModelError
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
-_MAX_VALUES = 4  # numbers that a fold lists one by one before it gives the first and the last only
+_MAX_VALUES = 4  # numbers that a fold lists individually; with more, it shows only some
 _CANDIDATES = 50  # names that `closest` compares in full
 _SUGGESTIONS = 3
-LISTED = 8  # names or findings of one kind that a message lists before it only counts
+LISTED = 8  # names or findings of one kind that a message lists; the rest is counted
 
 # Byte counts ----------------------------------------------------------------------------------------------------------
 
 _UNITS = {"": 1, "B": 1}
-for _power, _letter in enumerate("KMGTP", start=1):  # of SI, as disk vendors print it, and of IEC 80000-13
+for _power, _letter in enumerate("KMGTP", start=1):  # SI, as disk vendors use, and IEC 80000-13
     _UNITS.update({f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power})
 
-_MOST = (1 << 63) - 1  # bytes; what operating systems can count
-_LEAST_BUDGET = 512  # bytes: a sector of a disk. With less, tensors go one element at a time
+_MOST = (1 << 63) - 1  # bytes; the maximum that operating systems can count
+_LEAST_BUDGET = 512  # bytes: a sector of a disk. With less, tensors would be read one element at a time
 
 
 def parse_bytes(value: int | str, *, name: str = "a byte count", at_least: int = 0) -> int:
     """Bytes as an int, from an int or a string such as `"16GiB"`, `"64 MB"` or `"512"`.
 
-    A float that is whole is taken as well, as `16e9`. `name` is what it is called where it was written.
+    A whole float such as `16e9` is also accepted. `name` is used in messages.
 
     Raises:
-        LazyModelError: It is no count of bytes, has no known unit, or is less than `at_least` or more than 8 EiB.
+        LazyModelError: It is not a count of bytes, has an unknown unit, or is less than `at_least` or more than 8 EiB.
     """
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
@@ -63,9 +63,9 @@ def parse_bytes(value: int | str, *, name: str = "a byte count", at_least: int =
     return count
 
 
-def parse_budget(max_host_memory: int | str) -> int:
-    """Bytes of host memory that work may take, as `parse_bytes`, and not so few that it would never end."""
-    return parse_bytes(max_host_memory, name="max_host_memory", at_least=_LEAST_BUDGET)
+def parse_budget(size: int | str | None, default: int) -> int:
+    """Bytes of host memory that work may take, like `parse_bytes`; raises for less than a minimum."""
+    return default if size is None else parse_bytes(size, name="max_host_memory", at_least=_LEAST_BUDGET)
 
 
 def format_bytes(count: int | float) -> str:
@@ -80,10 +80,10 @@ def format_bytes(count: int | float) -> str:
 
 
 def closest(name: str, names: Iterable[str]) -> str:
-    """What to add to an error about an unknown name: `; closest: 'a', 'b'`, or nothing where none is close.
+    """The end of an error about an unknown name: `; closest: 'a', 'b'`, or an empty string if none is close.
 
-    Names are ranked by the letter pairs they share before the few best are compared in full, so thousands of names
-    take milliseconds. Those that begin with it are first. Case is ignored.
+    Names are ranked by the letter pairs they share before the best few are compared in full, so thousands of names
+    take milliseconds. Names that begin with `name` come first. Case is ignored.
     """
     pairs = _letter_pairs(name)
 
@@ -109,56 +109,22 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-# Wrapping -------------------------------------------------------------------------------------------------------------
-
-# Where a line may end, best first; never within a number, nor between it and its unit.
-_BREAKS = (
-    re.compile(r"(?<=\S\s)(?=\S)(?![KMGTP]?i?B\b)"),
-    re.compile(r"(?<=[/_])|(?<=[.:,;=|-])(?![\d.…])"),
-)
-
-
-def wrapped(text: str, width: int, breaks: Sequence[re.Pattern[str]] = _BREAKS) -> list[str]:
-    """Lines of at most so many columns: broken between words, long words at separators, and the rest where it must."""
-    from rich.cells import cell_len, chop_cells
-
-    if cell_len(text) <= width:
-        return [text]
-    if not breaks:
-        return chop_cells(text, width)
-    lines = [""]
-    for piece in breaks[0].split(text):
-        if cell_len(lines[-1] + piece.rstrip()) <= width:
-            lines[-1] += piece
-        else:
-            lines += wrapped(piece.rstrip(), width, breaks[1:])
-            lines[-1] += piece[len(piece.rstrip()) :]
-    return [line.rstrip() for line in lines if line]
-
-
-def longest_piece(text: str) -> int:
-    """Columns of the longest part that `wrapped` keeps whole if it can."""
-    from rich.cells import cell_len
-
-    return max(cell_len(piece.rstrip()) for word in _BREAKS[0].split(text) for piece in _BREAKS[1].split(word))
-
-
 # Folding --------------------------------------------------------------------------------------------------------------
 
-# Longer runs of digits are text: Python may refuse to read more of them as an int, and a hostile name may have them.
+# Longer runs of digits are text: Python may reject them as an int, and a hostile name may contain them.
 _NUMBER = re.compile(rf"(?<!\d)(\d{{1,{sys.int_info.str_digits_check_threshold}}})(?!\d)")
 
 
 def unnumbered(path: str) -> tuple[str, ...]:
-    """The text between the numbers: what paths that fold together have in common."""
+    """The text between the numbers, which is equal for paths that fold together."""
     return tuple(_NUMBER.split(path)[::2])
 
 
 def fold(paths: Sequence[str]) -> str:
     """One name for paths that differ only in numbers: `block_0/w`, `block_1/w` → `block_{0..1}/w`.
 
-    Numbers that are equal in all paths stay as they are. Where several differ, the name stands for combinations of
-    them, not necessarily for all: the count beside it is the exact one.
+    Numbers that are equal in all paths stay as they are. If several numbers differ, the name stands for combinations
+    of them, not necessarily for all: the count shown with it is exact.
     """
     columns = zip(*map(_NUMBER.split, paths), strict=True)
     return "".join(_fold_numbers(column) if place % 2 else column[0] for place, column in enumerate(columns))
@@ -176,7 +142,7 @@ def _fold_numbers(column: Sequence[str]) -> str:
 
 
 def grouped_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Items by key, in the order in which the first of each appears."""
+    """Items by key, in the order in which each key first appears."""
     groups: dict[K, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -184,12 +150,12 @@ def grouped_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def grouped_names(names: Iterable[str]) -> list[list[str]]:
-    """Names that differ only in numbers together."""
+    """Groups of names that differ only in numbers."""
     return list(grouped_by(names, unnumbered).values())
 
 
 def folded_names(names: Iterable[str]) -> list[str]:
-    """Names that differ only in numbers as one."""
+    """One name for each group of names that differ only in numbers."""
     return [fold(group) for group in grouped_names(names)]
 
 
@@ -197,7 +163,7 @@ def folded_names(names: Iterable[str]) -> list[str]:
 
 
 def listed(texts: Iterable[str], *, count: int | None = None, most: int = LISTED, separator: str = ", ") -> str:
-    """`a, b, c and 12 more`: the first of many; `count` is how many they are where `texts` has the first only."""
+    """`a, b, c and 12 more`: the first of many; `count` is their number if `texts` contains only the first ones."""
     first = list(texts)
     left = (len(first) if count is None else count) - most
     return separator.join(first[:most]) + (f" and {left:,} more" if left > 0 else "")
@@ -209,7 +175,7 @@ def first_lines(lines: Sequence[str], *, most: int = LISTED, indent: str = "") -
 
 
 def first_of(texts: Sequence[object], what: str) -> str:
-    """The first of several findings, and how many they are: `… (12 tensors do not match)`."""
+    """The first of several findings, and their number: `… (12 tensors do not match)`."""
     return str(texts[0]) + (f" ({len(texts):,} {what})" if len(texts) > 1 else "")
 
 

@@ -1,44 +1,44 @@
-"""What took how long since the process started: spans, told as a table with bars, in HTML, and as a figure.
+"""A timeline since the process started: spans, as a table with bars, as a figure and in a page.
 
-Responsible for keeping and showing them; what a span is of is said by whoever measures it.
+Responsible for keeping and showing spans; callers measure and name them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import html
 import time
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Self, overload
 
 from lazymodel._show import clock
-from lazymodel._show.figures import PALETTE, bar, empty_figure, finished_figure
+from lazymodel._show.figures import PALETTE, empty_figure, finished_figure
 from lazymodel._show.page import Spans
-from lazymodel._show.table import Table, Tabled, terminal_width
+from lazymodel._show.table import Column, Table, Tabled, plain, terminal_width
 from lazymodel._show.text import grouped_by, printable
 
-_WIDTH = 48  # columns of a bar in a terminal, where it has so many
-_BLOCK, _EARLIER = "█", "◂"
-_LEAST = 0.005  # seconds; a row of less would say 0.00
-_IDLE = 5.0  # seconds without a span that a picture shows in any case
+_WIDTH = 48  # columns of a bar in a terminal, if it is wide enough
+_BLOCK, _IDLE_BLOCK, _EARLIER = "█", "·", "◂"
+_LEAST = 0.005  # seconds; a shorter row would show 0.00
+_IDLE = 5.0  # longest time without a span that a picture always shows
 _ROW_INCHES = 0.28
 _COLOURS: dict[str, str] = dict(
     zip(("compile", "stream", "build", "initialize", "first step", "exchange", "import"), PALETTE, strict=True)
 )
 _OTHER = "#999999"
+_AXIS = f"seconds since {'the process started' if clock.START_IS_KNOWN else 'lazymodel was imported'}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Something that took time.
+    """A step that took time.
 
     Attributes:
-        name: What it was: `"import"`, `"build"`, `"shard"`, `"match"` (which tensor becomes which variable), `"lower"`,
-            `"compile"`, `"initialize"`, `"stream"`, `"exchange"`, `"rebuild"` (of the user's object), or yours.
-        start: When it began, in seconds since the process started; where that is unknown, since `import lazymodel`.
-        stop: When it was over, likewise.
-        detail: What of several by that name it was, such as the package that was imported.
+        name: The kind of step: `"import"`, `"build"`, `"shard"`, `"match"` (of tensors and variables), `"lower"`,
+            `"compile"`, `"initialize"`, `"stream"`, `"exchange"`, `"rebuild"` (of the user's object), or your own.
+        start: Its start, in seconds since the process started; if that is unknown, since `import lazymodel`.
+        stop: Its end, likewise.
+        detail: Distinguishes several steps with the same name, such as the imported package.
     """
 
     name: str
@@ -48,29 +48,29 @@ class Span:
 
     @classmethod
     def since(cls, start: float, name: str, detail: str = "") -> Self:
-        """What began at this moment of `time.perf_counter()` and is over now."""
+        """A span that began at this time of `time.perf_counter()` and ends now."""
         return cls(name, start - clock.ZERO, time.perf_counter() - clock.ZERO, detail)
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Its duration."""
         return self.stop - self.start
 
     @property
     def label(self) -> str:
-        """The name and what of several it was."""
+        """The name and the detail."""
         return f"{self.name}: {self.detail}" if self.detail else self.name
 
 
 class Timeline(Tabled, Sequence[Span]):
-    """Spans, in the order in which they were over; prints as a table with bars. Any thread may add to it."""
+    """Spans, in the order in which they ended; prints as a table with bars. Any thread may add to it."""
 
     def __init__(self, spans: Iterable[Span] = ()) -> None:
         self._spans = list(spans)
 
     @classmethod
     def after_imports(cls, spans: Iterable[Span]) -> Self:
-        """One that begins with what this process has imported, and then these."""
+        """A timeline that begins with the imports of this process, followed by these spans."""
         timeline = cls()
         for package, start, stop in clock.IMPORTS:
             timeline.add("import", start, stop, package)
@@ -93,12 +93,12 @@ class Timeline(Tabled, Sequence[Span]):
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def add(self, name: str, start: float, stop: float, detail: str = "") -> None:
-        """Adds what ran between two moments of `time.perf_counter()`."""
+        """Adds a span between two times of `time.perf_counter()`."""
         self._spans.append(Span(name, start - clock.ZERO, stop - clock.ZERO, detail))
 
     @contextlib.contextmanager
     def span(self, name: str, detail: str = "") -> Generator[None]:
-        """Adds what runs within the context, even if it fails."""
+        """Adds a span for the context, even if it fails."""
         start = time.perf_counter()
         try:
             yield
@@ -106,115 +106,79 @@ class Timeline(Tabled, Sequence[Span]):
             self.add(name, start, time.perf_counter(), detail)
 
     def seconds(self, name: str) -> float:
-        """How long everything of a name took, one after the other."""
+        """The total duration of all spans with a name."""
         return sum(span.seconds for span in self._spans if span.name == name)
 
     def to_dict(self) -> list[dict[str, Any]]:
         """The spans as dicts of strings and numbers."""
-        return [dataclasses.asdict(span) for span in self._spans]
+        return plain(self)
 
     # Showing ----------------------------------------------------------------------------------------------------------
 
     def table(self) -> Table:
-        """What is shown: a row for all spans of one label, in the order in which they began, but for the shortest."""
-        begin, end = self._window()
-        columns = ("seconds since the process started", "from", "to", "took", "")
-        if not clock.START_IS_KNOWN:
-            columns = ("seconds since lazymodel was imported", *columns[1:])
+        """A row for all spans of one label, in the order in which they began, except the shortest."""
+        rows, begin, end = self._rows()
         width = min(_WIDTH, terminal_width() - 2)
-        rows = [(label, *_numbers(spans), _cells(spans, begin, end, width)) for label, spans in self._rows().items()]
-        return Table("", columns, rows, frozenset(columns[1:]))
 
-    def _repr_html_(self) -> str:
-        return self.html()
+        def bar(intervals: Sequence[tuple[float, float]]) -> str:
+            """A bar in which every span has at least one column."""
+            cells = [_IDLE_BLOCK] * width
+            for start, stop in intervals:
+                first = min(int((start - begin) / (end - begin) * width), width - 1)
+                last = max(round((stop - begin) / (end - begin) * width), first + 1)
+                cells[first:last] = _BLOCK * (last - first)
+            return "".join(cells) if intervals else _EARLIER.ljust(width, _IDLE_BLOCK)
 
-    def html(self) -> str:
-        """For a notebook: a row for all spans of one label, with a bar that says how long on being pointed at."""
-        begin, end = self._window()
-        rows: list[str] = []
-        for label, spans in self._rows().items():
-            pieces: list[tuple[str, str, float]] = []
-            at = begin
-            for start, stop in _covered(spans, begin):
-                pieces.append(("", "", (start - at) / (end - begin)))
-                pieces.append((f"{label}: {stop - start:.2f} s", _colour(label), (stop - start) / (end - begin)))
-                at = stop
-            name, took = html.escape(printable(label)), _numbers(spans)[-1]
-            sides = f'<td>{name}</td><td style="text-align:right">{took} s</td>'
-            rows.append(f'<tr>{sides}<td style="width:70%">{bar(pieces)}</td></tr>')
-        return f'<table style="width:100%"><tbody>{"".join(rows)}</tbody></table>' if rows else ""
+        columns = (Column(_AXIS), *map(Column.number, ("from", "to", "took", "")))
+        cells = [(label, *(f"{number:.2f}" for number in numbers), bar(spans)) for label, *numbers, spans in rows]
+        return Table("", columns, cells)
 
     def plot(self, name: str, path: Any = None) -> Any:
-        """A `matplotlib.figure.Figure` of it, titled by the name, and written to a file; for `LoadReport.plot`."""
-        rows, (begin, end) = self._rows(), self._window()
+        """A `matplotlib.figure.Figure` of it with the name as title, written to a file; for `LoadReport.plot`."""
+        rows, begin, end = self._rows()
         drawn = empty_figure((9.6, 1.0 + _ROW_INCHES * max(len(rows), 1)))
         axes = drawn.subplots()
-        for place, (label, spans) in enumerate(rows.items()):
-            pieces = [(start, stop - start) for start, stop in _covered(spans, begin)]
-            axes.broken_barh(pieces, (place - 0.4, 0.8), color=_colour(label))
-            text, at = f" {_numbers(spans)[-1]} s", max(pieces[-1][0] + pieces[-1][1] if pieces else begin, begin)
-            # Beside its bar, and before it where that ends with the figure.
+        for place, (label, _, _, took, intervals) in enumerate(rows):
+            bars = [(start, stop - start) for start, stop in intervals]
+            axes.broken_barh(bars, (place - 0.4, 0.8), color=_COLOURS.get(label.partition(":")[0], _OTHER))
+            at = intervals[-1][1] if intervals else begin
+            # The text is next to its bar; before it if the bar ends near the edge of the figure.
             past = at > begin + 0.9 * (end - begin)
-            at = pieces[0][0] if past else at
-            axes.text(at, place, f"{text} ", fontsize=7, va="center", ha="right" if past else "left")
-        axes.set_yticks(range(len(rows)), [printable(label).replace("$", r"\$") for label in rows], fontsize=8)
+            side = "right" if past else "left"
+            axes.text(intervals[0][0] if past else at, place, f" {took:.2f} s ", fontsize=7, va="center", ha=side)
+        axes.set_yticks(range(len(rows)), [printable(row[0]).replace("$", r"\$") for row in rows], fontsize=8)
         axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
         axes.set_xlim(begin, end)
-        axes.set_xlabel(self.table().columns[0])
+        axes.set_xlabel(_AXIS)
         return finished_figure(drawn, name, path)
 
     def section(self) -> Spans:
-        """What shows it in a page."""
-        begin, _ = self._window()
-        rows = [(label, _covered(spans, begin)) for label, spans in self._rows().items()]
-        return Spans("What took how long", [row for row in rows if row[1]], self.table().columns[0])
+        """The section of a page that shows it."""
+        rows, _, _ = self._rows()
+        return Spans("What took how long", [(label, intervals) for label, *_, intervals in rows if intervals], _AXIS)
 
-    def _rows(self) -> dict[str, list[Span]]:
-        rows = grouped_by(sorted(self._spans, key=lambda span: (span.start, -span.stop)), lambda span: span.label)
-        return {label: spans for label, spans in rows.items() if sum(span.seconds for span in spans) >= _LEAST}
+    def _rows(self) -> tuple[list[tuple[str, float, float, float, list[tuple[float, float]]]], float, float]:
+        """Rows of label, start, end, seconds and the intervals of its spans, without overlaps; the limits of the bars.
 
-    def _window(self) -> tuple[float, float]:
-        """From when to when bars are drawn: not what an idle time longer than all that follows it cuts off, as of a
-        notebook whose imports ran in the morning.
+        Bars are not drawn before an idle time that is longer than everything after it, for example in a notebook whose
+        imports ran hours ago.
         """
         spans = sorted(self._spans, key=lambda span: -span.stop)
-        if not spans:
-            return 0.0, 1.0
-        begin, end = spans[0].start, spans[0].stop
+        begin, end = (spans[0].start, spans[0].stop) if spans else (0.0, 1.0)
         for span in spans:
             if begin - span.stop > max(end - begin, _IDLE):
                 break
             begin = min(begin, span.start)
-        return begin, max(end, begin + 1e-6)
-
-
-def _numbers(spans: Sequence[Span]) -> tuple[str, str, str]:
-    """From when, to when, and how long of it."""
-    stop = max(span.stop for span in spans)
-    return f"{spans[0].start:.2f}", f"{stop:.2f}", f"{sum(span.seconds for span in spans):.2f}"
-
-
-def _covered(spans: Sequence[Span], begin: float) -> list[tuple[float, float]]:
-    """What spans of one row cover of the time from `begin` on, in order and without overlaps."""
-    pieces: list[tuple[float, float]] = []
-    at = begin
-    for span in spans:
-        if span.stop > at:
-            pieces.append((max(span.start, at), span.stop))
-            at = span.stop
-    return pieces
-
-
-def _cells(spans: Sequence[Span], begin: float, end: float, width: int) -> str:
-    """A row's bar in a terminal, so many columns wide: every span has a column at least."""
-    pieces = _covered(spans, begin)
-    cells = [" "] * width
-    for start, stop in pieces:
-        first = min(int((start - begin) / (end - begin) * width), width - 1)
-        last = max(round((stop - begin) / (end - begin) * width), first + 1)
-        cells[first:last] = _BLOCK * (last - first)
-    return "".join(cells) if pieces else _EARLIER.ljust(width)
-
-
-def _colour(label: str) -> str:
-    return _COLOURS.get(label.partition(":")[0], _OTHER)
+        rows: list[tuple[str, float, float, float, list[tuple[float, float]]]] = []
+        in_order = sorted(self._spans, key=lambda span: (span.start, -span.stop))
+        for label, some in grouped_by(in_order, lambda span: span.label).items():
+            if (took := sum(span.seconds for span in some)) < _LEAST:
+                continue
+            intervals: list[tuple[float, float]] = []
+            at = begin
+            for span in some:
+                if span.stop > at:
+                    intervals.append((max(span.start, at), span.stop))
+                    at = span.stop
+            rows.append((label, some[0].start, max(span.stop for span in some), took, intervals))
+        return rows, begin, max(end, begin + 1e-6)

@@ -1,1 +1,1 @@
-"""Arrays that were not read yet: where their bytes lie, views of them, and how boxes of them are filled."""
+"""Arrays that are not read yet: where their bytes are stored, views of them, and how regions of them are filled."""

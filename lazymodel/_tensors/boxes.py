@@ -1,10 +1,10 @@
-"""Where a view's elements lie: boxes, slabs, byte strides, and made-up addresses that NumPy can rearrange.
+"""Where the elements of a view are stored: boxes, chunks, byte strides, and made-up addresses that NumPy can rearrange.
 
-Pure arithmetic on offsets, shapes and strides; nothing here reads, and no tensor is known here.
+Pure arithmetic on offsets, shapes and strides. Nothing here reads, and no tensor is known here.
 
-A view is carried out by NumPy itself, on an array of a tensor's shape and strides whose memory does not exist: its
-dtype is an opaque one of the right size, its addresses stand for byte offsets, and nothing may ever read one. So only
-operations that NumPy answers with a view may be applied to it.
+NumPy itself carries out views, on an array that has a tensor's shape and strides but no memory: its dtype is an opaque
+one of the right size, its addresses are byte offsets, and nothing may read them. So only operations for which NumPy
+returns a view may be applied to it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ BoxKey: TypeAlias = "tuple[tuple[int, int], ...]"  # the same, hashable: (start,
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Elements of a leaf's or a file's memory: `start` and `strides` in bytes. In file order, each element once, it is
-    normalized: strides are positive and descending, and no extent is 1.
+    """Elements of the memory of a tensor or a file: `start` and `strides` are in bytes. A geometry is normalized if it
+    has each element once and in file order: strides are positive and descending, and no extent is 1.
     """
 
     start: int
@@ -33,7 +33,7 @@ class Geometry:
     strides: tuple[int, ...]
 
     def take(self, axis: int, part: slice) -> Geometry:
-        """A range of one axis."""
+        """Returns the geometry of a range of one axis."""
         start, stop, _ = part.indices(self.shape[axis])
         shape = (*self.shape[:axis], stop - start, *self.shape[axis + 1 :])
         return Geometry(self.start + start * self.strides[axis], shape, self.strides)
@@ -44,17 +44,19 @@ class Geometry:
 
     @property
     def first(self) -> int:
-        """Its lowest byte."""
+        """The lowest byte of the geometry."""
         steps = zip(self.shape, self.strides, strict=True)
         return self.start + sum((n - 1) * stride for n, stride in steps if n and stride < 0)
 
     def span(self, itemsize: int, axis: int = 0) -> int:
-        """Bytes from the first to the last element, both included, of it all or of one index of the axes before."""
+        """Bytes from the first to the last element, both included: of the whole, or of one index of the axes before
+        `axis`.
+        """
         steps = zip(self.shape[axis:], self.strides[axis:], strict=True)
         return sum((n - 1) * abs(stride) for n, stride in steps) + itemsize
 
     def run(self, itemsize: int) -> int:
-        """Bytes of the longest contiguous run, where its axes are in file order (descending strides)."""
+        """Bytes of the longest contiguous run, if the axes are in file order (descending strides)."""
         run = itemsize
         for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if stride != run:
@@ -63,12 +65,12 @@ class Geometry:
         return run
 
     def file_axes(self) -> list[int]:
-        """Its axes in file order, without those of one index or one element (stride 0)."""
+        """Axes in file order, without those that have one index or one element (stride 0)."""
         axes = [axis for axis, n in enumerate(self.shape) if not n or (n > 1 and self.strides[axis])]
         return sorted(axes, key=lambda axis: -abs(self.strides[axis]))
 
     def normalized(self) -> Geometry:
-        """Its elements in file order, each once."""
+        """Returns the same elements in file order, each once."""
         axes = self.file_axes()
         return Geometry(
             self.first, tuple(self.shape[axis] for axis in axes), tuple(abs(self.strides[axis]) for axis in axes)
@@ -76,8 +78,8 @@ class Geometry:
 
 
 def ranges_of(geometry: Geometry, itemsize: int, gap: int) -> np.ndarray:
-    """First byte and the one after the last of every range that a normalized geometry lies in (`int64[n, 2]`), ranges
-    less than `gap` bytes apart taken for one.
+    """Byte ranges that a normalized geometry occupies, as `int64[n, 2]`: the first byte, and the byte after the last.
+    Ranges less than `gap` bytes apart are merged.
     """
     starts, span = np.array([geometry.start], np.int64), itemsize
     for extent, stride in zip(reversed(geometry.shape), reversed(geometry.strides), strict=True):
@@ -92,13 +94,15 @@ def ranges_of(geometry: Geometry, itemsize: int, gap: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def _anchor(itemsize: int) -> tuple[Addresses, int]:
-    """One element, which stands for byte 0 of every leaf of this item size, and its address."""
+    """One element, which represents byte 0 of every tensor of this item size, and its address."""
     anchor = np.zeros(1, f"V{itemsize}").view(Addresses)
     return anchor, int(anchor.__array_interface__["data"][0])
 
 
 class Addresses(np.ndarray):
-    """An array of made-up addresses. Its own class so that a debugger or a traceback that prints it reads nothing."""
+    """An array of made-up addresses. It has its own class so that a debugger or a traceback that prints it reads
+    nothing.
+    """
 
     def __repr__(self) -> str:
         return f"Addresses(shape={self.shape}, strides={self.strides})"
@@ -106,22 +110,24 @@ class Addresses(np.ndarray):
     __str__ = __repr__
 
 
-@functools.lru_cache(maxsize=4096)  # NumPy takes its time, and of thousands of tensors most share their shape
+@functools.lru_cache(maxsize=4096)  # NumPy is slow here, and most of thousands of tensors share their shape
 def fresh_view(shape: tuple[int, ...], itemsize: int) -> Addresses:
-    """The addresses of a C-contiguous array that starts at byte 0."""
+    """Returns the addresses of a C-contiguous array that starts at byte 0."""
     strides = c_strides(shape, itemsize)
     return np.lib.stride_tricks.as_strided(_anchor(itemsize)[0], shape, strides, subok=True).view(Addresses)
 
 
 def geometry_of(view: np.ndarray) -> Geometry:
-    """Start and strides of a view of `fresh_view`."""
+    """Start and strides of a view that was made from `fresh_view`."""
     address = int(view.__array_interface__["data"][0])
     return Geometry(address - _anchor(view.itemsize)[1], view.shape, view.strides)
 
 
 def normalize(geometry: Geometry, out: np.ndarray) -> tuple[Geometry, np.ndarray, list[int]]:
-    """Brings a geometry and the array it fills into file order: the normalized geometry, the view of `out` that it
-    fills, and the axes of `out` along which all elements are one (stride 0), so that what is filled is to be repeated.
+    """Brings a geometry and the array that it fills into file order.
+
+    Returns the normalized geometry, the view of `out` that it fills, and the axes of `out` along which all elements are
+    the same (stride 0), so that the filled values have to be repeated along them.
     """
     axes = geometry.file_axes()
     index: list[Any] = [0] * len(geometry.shape)
@@ -133,8 +139,8 @@ def normalize(geometry: Geometry, out: np.ndarray) -> tuple[Geometry, np.ndarray
 
 
 def repeat(out: np.ndarray, axes: Sequence[int]) -> None:
-    """Copies the first element along each of these axes over the others."""
-    # Only index 0 of *all* repeated axes is filled, so an axis is spread within index 0 of those still to come.
+    """Copies the first element along each of these axes to the other elements."""
+    # Only index 0 of *all* repeated axes is filled, so an axis is spread within index 0 of the axes that follow.
     for position, axis in enumerate(axes):
         later = axes[position + 1 :]
         part = out[tuple(slice(0, 1) if index in later else slice(None) for index in range(out.ndim))]
@@ -144,26 +150,26 @@ def repeat(out: np.ndarray, axes: Sequence[int]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Covering:
-    """The smallest box of an array that we can show to cover a normalized geometry of it."""
+    """The smallest box of an array that is known to cover a normalized geometry of it."""
 
     box: Box
-    inner: Geometry | None  # the geometry in a C-contiguous copy of the box; None where it is simply the box
-    # Where it is, for each axis of the geometry the axis of the box that it runs along, and the geometry's shape, its
-    # axes that run over several of the box's split up.
+    inner: Geometry | None  # the geometry in a C-contiguous copy of the box; None if the geometry is exactly the box
+    # If it is exactly the box: the axis of the box along which each axis of the geometry runs, and the geometry's shape
+    # after each axis that runs over several axes of the box is split.
     axes: tuple[int, ...] = ()
     split: tuple[int, ...] = ()
 
     def align(self, out: np.ndarray) -> np.ndarray:
-        """`out`, which the geometry fills, as an array of the box's shape; where it is simply the box."""
+        """Returns `out`, which the geometry fills, in the shape of the box. Only if the geometry is exactly the box."""
         index = tuple(slice(None) if axis in self.axes else None for axis in range(len(self.box)))
         return np.reshape(out, self.split, copy=False)[(*index, ...)]
 
 
 def cover(geometry: Geometry, shape: tuple[int, ...], itemsize: int) -> Covering:
-    """Finds the box of a C-contiguous array of `shape` that a normalized geometry needs."""
+    """Finds the box of a C-contiguous array of `shape` that covers a normalized geometry."""
     base = c_strides(shape, itemsize)
     first = [geometry.start // base[k] % shape[k] for k in range(len(shape))]
-    # Follow each axis, the innermost first, along the one base axis whose stride it is a multiple of.
+    # Follow each axis, the innermost first, along the only base axis whose stride divides its stride.
     pending = list(zip(geometry.shape, geometry.strides, strict=True))
     extents = [1] * len(shape)
     single: list[tuple[int, int, int]] = []  # (extent, base axis, step), innermost first
@@ -191,7 +197,7 @@ def cover(geometry: Geometry, shape: tuple[int, ...], itemsize: int) -> Covering
             return Covering(box, None, tuple(used), tuple(extent for extent, *_ in single))
         if len(single) == len(geometry.shape):
             return Covering(box, Geometry(0, geometry.shape, tuple(step * strides[axis] for _, axis, step in single)))
-    # Otherwise the contiguous range from the first to the last element, rounded to whole rows.
+    # Otherwise: the contiguous range from the first to the last element, rounded to whole rows.
     end = geometry.start + geometry.span(0)
     last = [end // base[k] % shape[k] for k in range(len(shape))]
     split = next((k for k in range(len(shape)) if first[k] != last[k]), len(shape) - 1)
@@ -206,14 +212,14 @@ def c_strides(shape: tuple[int, ...], itemsize: int) -> list[int]:
 
 
 def strided(array: np.ndarray, geometry: Geometry, dtype: np.dtype[Any] | None = None) -> np.ndarray:
-    """A view of a C-contiguous array's memory, in which the geometry must lie."""
+    """Returns a view of a C-contiguous array's memory, which must contain the geometry."""
     return np.ndarray(geometry.shape, dtype or array.dtype, cast(Any, array), geometry.start, geometry.strides)
 
 
 def slabs(shape: tuple[int, ...], limit: int, multiple: int = 1) -> Iterator[Box]:
-    """Splits a box into boxes that are contiguous in C order, each of at most `limit` elements, in order.
+    """Splits a box into chunks that are contiguous in C order, in order, each of at most `limit` elements.
 
-    Extents along the first axis, but the last, are multiples of `multiple`, even where that exceeds the limit.
+    Extents along the first axis, except the last, are multiples of `multiple`, even if that exceeds the limit.
     """
     inner = math.prod(shape[1:])
     if not shape or shape[0] * inner <= limit:
@@ -239,7 +245,7 @@ def grid(box: Box, extents: Sequence[int]) -> Iterator[Box]:
 def intersect(one: Box, other: Box) -> Box | None:
     """The common part of two boxes, or None."""
     common: list[slice] = []
-    for a, b in zip(one, other, strict=True):  # asked of every shard with every tile
+    for a, b in zip(one, other, strict=True):  # called for every shard with every tile
         start, stop = a.start if a.start > b.start else b.start, a.stop if a.stop < b.stop else b.stop
         if start >= stop:
             return None
@@ -253,23 +259,28 @@ def shift(box: Box, origin: Box) -> Box:
 
 
 def unshift(box: Box, origin: Box) -> Box:
-    """A box that is relative to the first corner of another, as one that is not."""
+    """Adds the first corner of another box: the inverse of `shift`."""
     return tuple(slice(a.start + b.start, a.stop + b.start) for a, b in zip(box, origin, strict=True))
 
 
 def coarse(box: Box, ratios: Sequence[int]) -> Box:
-    """The box that a box comes down to where so many indices of each axis come down to one."""
+    """Maps a box to a coarser array, where `ratios[axis]` indices of each axis become one index."""
     return tuple(slice(part.start // ratio, -(-part.stop // ratio)) for part, ratio in zip(box, ratios, strict=True))
 
 
+def fine(box: Box, ratios: Sequence[int]) -> Box:
+    """Maps a box of a coarser array back: the inverse of `coarse`. Axes without a ratio are dropped."""
+    return tuple(slice(part.start * ratio, part.stop * ratio) for part, ratio in zip(box, ratios, strict=False))
+
+
 def clip(targets: Iterable[tuple[Box, np.ndarray]], region: Box) -> list[tuple[Box, np.ndarray]]:
-    """What boxes, each with the array that it goes to, have in common with a region, with its part of the array."""
+    """The overlaps of boxes with a region, each with its part of the box's array."""
     pairs = ((box, out, intersect(box, region)) for box, out in targets)
     return [(common, out[(*shift(common, box), ...)]) for box, out, common in pairs if common is not None]
 
 
 def run_axis(region: Box, box: Box, out: np.ndarray) -> int:
-    """The first axis from which on a box is one run both in a C-contiguous array of `region` and in `out`, its own."""
+    """First axis from which on a box is one run, both in a C-contiguous array of `region` and in `out`, its array."""
     run = run_there = out.itemsize
     for axis in range(out.ndim - 1, -1, -1):
         if out.shape[axis] > 1 and (out.strides[axis] != run or run_there != run):
@@ -280,8 +291,8 @@ def run_axis(region: Box, box: Box, out: np.ndarray) -> int:
 
 
 def runs_in(region: Box, box: Box, out: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the runs of a box are, in its order: `int64[n]` byte offsets in a C-contiguous array of `region`, and
-    `int64[n, 2]` addresses and lengths of their places in `out`.
+    """Runs of a box, in its order: `int64[n]` byte offsets in a C-contiguous array of `region`, and `int64[n, 2]`
+    addresses and lengths of their places in `out`.
     """
     first = run_axis(region, box, out)
     strides = c_strides(box_shape(region), out.itemsize)
@@ -297,12 +308,12 @@ def runs_in(region: Box, box: Box, out: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def box_key(index: Any, shape: tuple[int, ...]) -> BoxKey:
-    """JAX's index of a shard, slices with open ends or None, as ranges that can be compared and hashed."""
+    """Converts JAX's index of a shard, slices with open ends or None, to ranges that can be compared and hashed."""
     return tuple(part.indices(extent)[:2] for part, extent in zip(index or (), shape, strict=True))
 
 
 def box_of(key: BoxKey) -> Box:
-    """The box of such ranges."""
+    """Converts such ranges to a box."""
     return tuple(slice(start, stop) for start, stop in key)
 
 
@@ -315,19 +326,19 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 
 def bounding(boxes: Sequence[Box]) -> Box:
-    """The smallest box around some boxes."""
+    """Returns the smallest box that contains all of these boxes."""
     return tuple(slice(min(s.start for s in axis), max(s.stop for s in axis)) for axis in zip(*boxes, strict=True))
 
 
 def checked_box(box: Box, shape: tuple[int, ...]) -> Box:
-    """A box with its ends filled in; ValueError if it is none of an array of this shape."""
+    """Fills in the open ends of a box. Raises ValueError if it is not a box of an array of this shape."""
     if len(box) != len(shape):
-        raise ValueError(f"a box of {len(box)} slices for a tensor of {len(shape)} dimensions")
+        raise ValueError(f"expected one slice for each of {len(shape)} dimensions, found {len(box)}")
     checked: list[slice] = []
     for part, extent in zip(box, shape, strict=True):
         start = 0 if part.start is None else part.start
         stop = extent if part.stop is None else part.stop
         if part.step not in (None, 1) or not 0 <= start <= stop <= extent:
-            raise ValueError(f"{part} is not a range of step 1 within a dimension of {extent}")
+            raise ValueError(f"expected a range of step 1 within a dimension of {extent}, found {part}")
         checked.append(slice(start, stop))
     return tuple(checked)

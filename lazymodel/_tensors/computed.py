@@ -1,30 +1,30 @@
-"""Tensors that are computed from another one while they are read, slab by slab.
+"""Tensors that are computed from another one while they are read, chunk by chunk.
 
-Responsible for the arithmetic of a blockwise function on boxes: which part of its input an element of an output needs,
-into which slabs the work is cut, and that every slab is read and computed once although several outputs come of it.
-What the function is, such as a quantization, is its maker's matter; whoever reads the outputs sees lazy tensors.
+Contains the arithmetic of a blockwise function on boxes: which region of its input an element of an output needs, into
+which chunks the work is cut, and how every chunk is read and computed once although it has several outputs. The caller
+provides the function, such as a quantization. Readers of the outputs get lazy tensors.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
-from lazymodel._tensors.boxes import Box, BoxKey, bounding, box_shape, clip, coarse, grid, intersect, shift, whole_box
+from lazymodel._tensors.boxes import Box, BoxKey, box_shape, clip, coarse, intersect, shift, whole_box
 from lazymodel._tensors.buffers import DType, Steps, Workspace, assign
-from lazymodel._tensors.fill import fill
+from lazymodel._tensors.decoded import cut
+from lazymodel._tensors.fill import Targets, fill
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.leaves import DividedLeaf, Part, View
+from lazymodel._tensors.tensor_source import CompositeSource, Part, View
 
-SLAB = 8 << 20  # bytes of the input that are computed at once: what is made of them on the way stays in the caches
-# A function is taken to need this many times its slab: the slab, a copy, and what NumPy makes of it on the way.
+CHUNK = 8 << 20  # bytes of the input that are computed at once: intermediate results stay in the caches
+# Memory that a function is assumed to need, as a multiple of its chunk: the chunk, a copy, and NumPy's temporaries.
 TEMPORARIES = 6
 
 Function: TypeAlias = "Callable[[np.ndarray], tuple[np.ndarray, ...]]"
@@ -35,162 +35,119 @@ class Output:
     """One of the arrays that a computation makes."""
 
     dtype: DType
-    ratios: tuple[int, ...]  # for each axis of the input, how many indices come down to one of the output
-    of: Callable[[tuple[np.ndarray, ...]], np.ndarray]  # of what the function returned for a slab, this output's part
-    small: bool = False  # whether it is kept once it was computed on the way to another output, as scales are
+    ratios: tuple[int, ...]  # for each axis of the input, how many of its indices become one index of the output
+    of: Callable[[tuple[np.ndarray, ...]], np.ndarray]  # picks this output from the function's result for a chunk
+    small: bool = False  # True if it is kept once it was computed for another output, as scales are
 
 
 class Computation:
-    """A function of one tensor that can be computed in slabs.
+    """A function of one tensor that can be computed in chunks.
 
-    It takes a slab and returns a tuple of arrays, gives the same bits for a slab as for the whole, and keeps no
-    reference to its argument. For each axis, slabs begin at multiples of `steps`: 1 where indices are independent of
-    each other, the extent where none are.
+    The function takes a chunk and returns a tuple of arrays, gives the same bits for a chunk as for the whole, and
+    keeps no reference to its argument. On each axis, chunks begin at multiples of `steps`: 1 if indices are independent
+    of each other, the extent if all depend on each other.
     """
 
     def __init__(self, source: View, function: Function, steps: Sequence[int]) -> None:
         self.source, self.function = source, function
         self.steps = tuple(max(min(step, extent), 1) for step, extent in zip(steps, source.shape, strict=True))
         self._outputs: list[Output] = []
-        self._kept: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # small outputs: values, and which are there
         self._guard = threading.Lock()
-        self._busy: dict[BoxKey, threading.Lock] = {}
+        # For each chunk: a lock, so that no two threads compute it, and its part of the small outputs, once computed.
+        self._chunks: dict[BoxKey, tuple[threading.Lock, dict[int, np.ndarray]]] = {}
 
     def output(self, output: Output) -> LazyTensor:
-        """A further output, as a lazy tensor of shape ceil(extent / ratio) on every axis."""
+        """Adds an output, and returns it as a lazy tensor of shape ceil(extent / ratio) on every axis."""
         self.steps = tuple(
             min(math.lcm(step, ratio), extent) if extent else 1
             for step, ratio, extent in zip(self.steps, output.ratios, self.source.shape, strict=True)
         )
         self._outputs.append(output)
-        return LazyTensor(ComputedLeaf(self, len(self._outputs) - 1, output))
+        return LazyTensor(ComputedTensor(self, len(self._outputs) - 1, output))
 
     @property
-    def unit_nbytes(self) -> int:
-        """Bytes of temporaries that the smallest slab needs."""
-        return math.prod(self.steps) * self.source.itemsize * TEMPORARIES + self.source.leaf.unit_nbytes
+    def min_scratch_nbytes(self) -> int:
+        """Bytes of temporaries that the smallest chunk needs."""
+        return math.prod(self.steps) * self.source.itemsize * TEMPORARIES + self.source.source.min_scratch_nbytes
 
-    def shape(self, output: Output) -> tuple[int, ...]:
-        return tuple(-(-extent // ratio) for extent, ratio in zip(self.source.shape, output.ratios, strict=True))
+    def chunks(self, output: Output, boxes: Sequence[Box]) -> list[Box]:
+        """Chunks of the input that boxes of an output need."""
+        # Always cut at the same places, so that the outputs of one chunk share it.
+        cut = self._cut(whole_box(self.source.shape), CHUNK)
+        return [chunk for chunk in cut if any(intersect(box, coarse(chunk, output.ratios)) for box in boxes)]
 
-    def slabs(self, output: Output, boxes: Sequence[Box]) -> list[Box]:
-        """The slabs of the input that boxes of an output need."""
-        region = tuple(
-            slice(part.start * ratio // step * step, min(-(-part.stop * ratio // step) * step, extent))
-            for part, ratio, step, extent in zip(
-                bounding(boxes), output.ratios, self.steps, self.source.shape, strict=True
-            )
-        )
-        # Cut at the same places whatever the region, so that outputs of one slab find each other.
-        cut = self._cut(whole_box(self.source.shape), SLAB)
-        slabs = [common for slab in cut if (common := intersect(slab, region)) is not None]
-        return [slab for slab in slabs if any(intersect(box, coarse(slab, output.ratios)) for box in boxes)]
-
-    def compute(
-        self, slab: Box, index: int, wanted: Sequence[tuple[Box, np.ndarray]], steps: Steps, workspace: Workspace
-    ) -> None:
-        """Computes a slab once, and takes from it what boxes of an output, each with its array, are in it."""
-        with self._alone(slab):
-            for piece in self._cut(slab, max(workspace.room, self.unit_nbytes) // TEMPORARIES):
-                with workspace.array(box_shape(piece), self.source.dtype) as values:
-                    fill(self.source, [piece], [values], workspace)
-                    results = self.function(values)
-                    self._keep(piece, results)
-                    output = self._outputs[index]
-                    within = coarse(piece, output.ratios)
-                    found = output.of(results)
-                    for common, out in clip(wanted, within):
-                        assign(out, found[(*shift(common, within), ...)], steps)
-
-    def keep(self, index: int, slabs: Sequence[Box], workspace: Workspace) -> np.ndarray:
-        """A small output, with what these slabs come down to computed, unless it was before."""
+    def compute(self, chunk: Box, index: int, targets: Targets, steps: Steps, workspace: Workspace) -> None:
+        """Computes a chunk and fills arrays with boxes of an output that are in it. A small output is computed once."""
+        with self._guard:
+            key = tuple((part.start, part.stop) for part in chunk)
+            lock, kept = self._chunks.setdefault(key, (threading.Lock(), {}))
         output = self._outputs[index]
-        for slab in slabs:
-            with self._alone(slab):
-                missing = not self._entry(index)[1][coarse(slab, output.ratios)].all()
-            if missing:
-                self.compute(slab, index, (), (), workspace)
-        return self._entry(index)[0]
+        with lock:
+            if index not in kept:
+                small = {
+                    number: np.empty(box_shape(coarse(chunk, each.ratios)), each.dtype)
+                    for number, each in enumerate(self._outputs)
+                    if each.small
+                }
+                for part in self._cut(chunk, max(workspace.available, self.min_scratch_nbytes) // TEMPORARIES):
+                    with workspace.array(box_shape(part), self.source.dtype) as values:
+                        fill(self.source, [part], [values], workspace)
+                        results = self.function(values)
+                        for number, array in small.items():
+                            each = self._outputs[number]
+                            array[shift(coarse(part, each.ratios), coarse(chunk, each.ratios))] = each.of(results)
+                        if not output.small:
+                            _assign(targets, coarse(part, output.ratios), output.of(results), steps)
+                kept.update(small)
+            if output.small:
+                _assign(targets, coarse(chunk, output.ratios), kept[index], steps)
 
     def release(self, index: int) -> None:
-        """Forgets a small output."""
+        """Discards a small output."""
         with self._guard:
-            self._kept.pop(index, None)
-            self._busy.clear()
-
-    def _keep(self, piece: Box, results: tuple[np.ndarray, ...]) -> None:
-        for index, output in enumerate(self._outputs):
-            if output.small:
-                values, there = self._entry(index)
-                box = coarse(piece, output.ratios)
-                values[box] = output.of(results)
-                there[box] = True
-
-    def _entry(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        with self._guard:
-            if index not in self._kept:
-                shape = self.shape(self._outputs[index])
-                self._kept[index] = np.empty(shape, self._outputs[index].dtype), np.zeros(shape, bool)
-            return self._kept[index]
-
-    @contextlib.contextmanager
-    def _alone(self, slab: Box) -> Generator[None]:
-        """Keeps other threads from the same slab, which would compute it a second time."""
-        with self._guard:
-            lock = self._busy.setdefault(tuple((part.start, part.stop) for part in slab), threading.Lock())
-        with lock:
-            yield
+            for _, kept in self._chunks.values():
+                kept.pop(index, None)
+            if not any(kept for _, kept in self._chunks.values()):
+                self._chunks = {}
 
     def _cut(self, box: Box, nbytes: int) -> Iterator[Box]:
-        """Divides a box at multiples of the steps, first along the file's outermost axis, until pieces are small, but
-        never smaller than a step.
-        """
-        chunk = list(box_shape(box))
-        for axis in self.source.file_order():
-            rest = math.prod(chunk) // max(chunk[axis], 1) * self.source.itemsize
-            if rest * chunk[axis] > nbytes:
-                chunk[axis] = min(chunk[axis], max(nbytes // max(rest, 1) // self.steps[axis], 1) * self.steps[axis])
-        return grid(box, [max(extent, 1) for extent in chunk])
+        """Divides a box into chunks of at most so many bytes, but never smaller than a step."""
+        limit = max(nbytes // self.source.itemsize, math.prod(self.steps))
+        return cut(box, limit, self.steps, self.source.file_order())
 
 
-class ComputedLeaf(DividedLeaf):
+def _assign(targets: Targets, region: Box, values: np.ndarray, steps: Steps) -> None:
+    """Fills arrays with the overlaps of their boxes and a region, whose values are given."""
+    for common, out in clip(targets, region):
+        assign(out, values[(*shift(common, region), ...)], steps)
+
+
+class ComputedTensor(CompositeSource):
     """One output of a computation."""
 
     def __init__(self, computation: Computation, index: int, output: Output) -> None:
         source = computation.source
-        self.pieces = (source,)
-        self.reads_pieces = not output.small
+        self.pieces, self.reads_pieces = (source,), not output.small
         self.name, self.file, self.offset = source.name, source.file, source.offset
-        self.shape, self.dtype = computation.shape(output), output.dtype
-        self.computation, self._index, self._output = computation, index, output
+        self.shape = tuple(-(-extent // ratio) for extent, ratio in zip(source.shape, output.ratios, strict=True))
+        self.dtype, self.computation, self._index, self._output = output.dtype, computation, index, output
 
     @property
-    def unit_nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.computation.unit_nbytes
+    def min_scratch_nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.computation.min_scratch_nbytes
 
     def parts(self, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: Steps) -> list[Part]:
-        computation, index, output = self.computation, self._index, self._output
-        slabs = computation.slabs(output, boxes)
-        if output.small:
-
-            def run(workspace: Workspace) -> None:
-                values = computation.keep(index, slabs, workspace)
-                for box, out in zip(boxes, outs, strict=True):
-                    assign(out, values[(*box, ...)], steps)
-
-            return [Part(sum(out.nbytes for out in outs), run)]
         parts: list[Part] = []
-        for slab in slabs:
-            wanted = clip(zip(boxes, outs, strict=True), coarse(slab, output.ratios))
-            nbytes = sum(out.nbytes for _, out in wanted)
-            parts.append(Part(nbytes, functools.partial(computation.compute, slab, index, wanted, steps)))
+        for chunk in self.computation.chunks(self._output, boxes):
+            targets = clip(zip(boxes, outs, strict=True), coarse(chunk, self._output.ratios))
+            run = functools.partial(self.computation.compute, chunk, self._index, targets, steps)
+            parts.append(Part(sum(out.nbytes for _, out in targets), run))
         return parts
 
     def reads(self, boxes: Sequence[Box]) -> Iterator[tuple[View, list[Box]]]:
         if self.reads_pieces:
-            yield self.computation.source, self.computation.slabs(self._output, boxes)
+            yield self.computation.source, self.computation.chunks(self._output, boxes)
 
     def release(self) -> None:
-        if self._output.small:
-            self.computation.release(self._index)
+        self.computation.release(self._index)
         super().release()

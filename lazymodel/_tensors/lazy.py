@@ -1,8 +1,8 @@
-"""Lazy tensors: arrays still on disk that take NumPy's view operations without reading a byte.
+"""Lazy tensors: arrays still on disk, on which NumPy's view operations work without reading a byte.
 
-Responsible for NumPy's protocols on views (`_tensors/leaves`), and for what is no view but stays lazy all the same:
-joining tensors, a fresh order of elements. How they are filled is in `_tensors/fill`, and where arrays go in
-`_materialize/stream`.
+Implements NumPy's protocols on views (`_tensors/tensor_source`), and operations that are not views but stay lazy:
+concatenation, and another order of elements. `_tensors/fill` fills them, and `_materialize/stream` decides where arrays
+go.
 """
 
 from __future__ import annotations
@@ -18,51 +18,51 @@ from lazymodel._errors import CheckpointError
 from lazymodel._tensors.boxes import Box, box_shape, checked_box, clip, intersect, shift, whole_box
 from lazymodel._tensors.buffers import Convert, DType, Steps, Workspace, empty_aligned
 from lazymodel._tensors.fill import fill, fill_parts
-from lazymodel._tensors.leaves import ArrayLeaf, DividedLeaf, Part, View
+from lazymodel._tensors.tensor_source import ArrayTensor, CompositeSource, Part, View
 
 READ_WORKSPACE = 64 << 20  # bytes of temporaries when a tensor is read outside of a stream
 
-# Array methods that read the tensor. A list, so that asking for anything else (`hasattr(x, "numpy")`) reads nothing.
+# Array methods that read the tensor. A list, so that looking for another one (`hasattr(x, "numpy")`) reads nothing.
 _READING_METHODS = (
     *("all", "any", "argmax", "argmin", "argsort", "clip", "copy", "cumsum", "dot", "flatten", "item", "max", "mean"),
     *("min", "nonzero", "prod", "repeat", "round", "std", "sum", "take", "tobytes", "tofile", "tolist", "var"),
 )
 
 
-class PiecesLeaf(DividedLeaf):
-    """Tensors joined along an axis; with a single one, a fresh C order for a view that is not contiguous."""
+class ConcatenatedTensor(CompositeSource):
+    """Tensors joined along an axis. A single one makes a view that is not contiguous C-ordered."""
 
-    def __init__(self, pieces: Sequence[LazyTensor], axis: int) -> None:
-        first = pieces[0]
-        self.pieces, self.axis = tuple(pieces), axis
+    def __init__(self, tensors: Sequence[LazyTensor], axis: int) -> None:
+        first = tensors[0]
+        self.pieces, self.axis = tuple(tensors), axis
         self.name, self.file, self.offset, self.dtype = first.name, first.file, first.offset, first.dtype
-        joined = sum(piece.shape[axis] for piece in pieces) if first.ndim else 1
+        joined = sum(tensor.shape[axis] for tensor in tensors) if first.ndim else 1
         self.shape = tuple(joined if index == axis else extent for index, extent in enumerate(first.shape))
-        self.unit_nbytes = max(piece.leaf.unit_nbytes for piece in pieces)
+        self.min_scratch_nbytes = max(tensor.source.min_scratch_nbytes for tensor in tensors)
 
     def places(self) -> Iterator[tuple[LazyTensor, Box]]:
-        """Each piece, and the box that it is of the whole."""
+        """Each of the joined tensors, and its region in the whole."""
         start = 0
-        for piece in self.pieces:
-            box = list(whole_box(piece.shape))
+        for tensor in self.pieces:
+            box = list(whole_box(tensor.shape))
             if box:
-                box[self.axis] = slice(start, start + piece.shape[self.axis])
+                box[self.axis] = slice(start, start + tensor.shape[self.axis])
                 start = box[self.axis].stop
-            yield cast(LazyTensor, piece), tuple(box)
+            yield cast(LazyTensor, tensor), tuple(box)
 
     def parts(self, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: Steps) -> list[Part]:
         parts: list[Part] = []
-        for piece, within in self.places():
+        for tensor, within in self.places():
             wanted = clip(zip(boxes, outs, strict=True), within)
             if wanted:
                 own = [shift(common, within) for common, _ in wanted]
-                parts += fill_parts(piece.converted(steps), own, [out for _, out in wanted])
+                parts += fill_parts(tensor.converted(steps), own, [out for _, out in wanted])
         return parts
 
     def reads(self, boxes: Sequence[Box]) -> Iterator[tuple[View, list[Box]]]:
-        for piece, within in self.places():
+        for tensor, within in self.places():
             if common := [found for box in boxes if (found := intersect(box, within)) is not None]:
-                yield piece, [shift(box, within) for box in common]
+                yield tensor, [shift(box, within) for box in common]
 
 
 def _reading(function: Callable[[Any], Any]) -> Callable[[LazyTensor], Any]:
@@ -70,11 +70,11 @@ def _reading(function: Callable[[Any], Any]) -> Callable[[LazyTensor], Any]:
 
 
 class LazyTensor(View, np.lib.mixins.NDArrayOperatorsMixin):
-    """An array still on disk. Made by a checkpoint, not by hand.
+    """An array still on disk. Checkpoints create it; users do not.
 
     Basic indexing, `transpose`, `reshape`, `split`, `concatenate`, `stack`, `astype` and the like return another lazy
-    tensor and read nothing; so do `+`, `-`, `*` and `/` with a scalar. Other arithmetic and every other NumPy function
-    read this one tensor and return an ordinary array.
+    tensor and read nothing. So do `+`, `-`, `*` and `/` with a scalar. Other arithmetic and all other NumPy functions
+    read this tensor and return an ordinary array.
 
     Example:
         >>> kernel = lm.open_checkpoint("model.safetensors")["up/kernel"]
@@ -89,10 +89,10 @@ class LazyTensor(View, np.lib.mixins.NDArrayOperatorsMixin):
     # Reading
 
     def read(self, box: Box | None = None) -> np.ndarray:
-        """Reads a box into a fresh, C-contiguous, 64-byte-aligned array that shares memory with nothing.
+        """Reads a box into a fresh, C-contiguous, 64-byte-aligned array that shares memory with no other.
 
         Args:
-            box: One slice a dimension, of step 1 and in range; None reads everything.
+            box: One slice per dimension, of step 1 and in range; None reads everything.
 
         Raises:
             CheckpointError: The file is truncated, changed or unreadable.
@@ -104,7 +104,7 @@ class LazyTensor(View, np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
-            raise ValueError(f"tensor {self.name!r} is in {self.file}: an array of it is always a copy")
+            raise ValueError(f"tensor {self.name!r} is in {self.file}: reading it into an array always makes a copy")
         return (self if dtype is None else self.astype(dtype)).read()
 
     __float__, __int__, __bool__ = _reading(float), _reading(int), _reading(bool)
@@ -148,27 +148,27 @@ class LazyTensor(View, np.lib.mixins.NDArrayOperatorsMixin):
         return self.at(self.addresses.squeeze(axis))
 
     def reshape(self, *shape: Any, order: Any = "C", copy: bool | None = None) -> Any:
-        """As `ndarray.reshape`; where that is not a view, elements are rearranged while they are read."""
+        """As `ndarray.reshape`. If that is not a view, elements are rearranged while they are read."""
         target = shape[0] if len(shape) == 1 else shape
         if order not in ("C", "A", None) or copy:
             return self.read().reshape(target, order=order)
         try:
             return self.at(np.reshape(self.addresses, target, copy=False))
         except ValueError:
-            rebased = LazyTensor(PiecesLeaf([self], 0))
+            rebased = LazyTensor(ConcatenatedTensor([self], 0))
             return rebased.at(np.reshape(rebased.addresses, target, copy=False))
 
     def ravel(self, order: Any = "C") -> Any:
-        """As `ndarray.ravel`, lazily for C order."""
+        """As `ndarray.ravel`; lazy for C order."""
         return self.reshape(-1, order=order)
 
     def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> LazyTensor:
-        """A cast, carried out while reading; bit-equal to `ndarray.astype`."""
+        """A cast that is done while reading; bit-equal to `ndarray.astype`."""
         dtype = np.dtype(dtype)
         return self if dtype == self.dtype else self.converted((Convert(dtype),))
 
     def view(self, dtype: Any = None) -> Any:
-        """The same bits as another dtype; read where the item size changes."""
+        """The same bits as another dtype. Reads the tensor if the item size changes."""
         if dtype is None:
             return self
         dtype = np.dtype(dtype)
@@ -182,10 +182,10 @@ class LazyTensor(View, np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         scalars = sum(isinstance(value, _SCALARS) for value in inputs)
-        # All operands but this one, which occurs once, are scalars.
+        # All operands except this tensor, which occurs once, are scalars.
         if ufunc in _SCALAR_UFUNCS and method == "__call__" and not kwargs and scalars == len(inputs) - 1:
             convert = _arithmetic(ufunc, self.dtype, inputs)
-            if convert.dtype.kind != "c":  # products of these may be fused or not, depending on where they lie
+            if convert.dtype.kind != "c":  # complex products may be fused or not, depending on their addresses
                 return self.converted((convert,))
         return getattr(ufunc, method)(*_read_all(inputs), **_read_all(kwargs))
 
@@ -204,10 +204,10 @@ class LazyTensor(View, np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def lazy(array: Any, name: str = "array") -> LazyTensor:
-    """A lazy tensor over an array in memory, so that arrays and tensors go one way.
+    """A lazy tensor for an array in memory, so that arrays and tensors are handled alike.
 
     Raises:
-        CheckpointError: It has elements that are no numbers, which NumPy would parse or replace: objects, text, dates,
+        CheckpointError: It has elements that are not numbers, which NumPy would parse or replace: objects, text, dates,
             records, masked elements.
     """
     if isinstance(array, LazyTensor):
@@ -216,17 +216,17 @@ def lazy(array: Any, name: str = "array") -> LazyTensor:
     if values.dtype.kind in "OSUMm" or values.dtype.type is np.void or np.ma.is_masked(array):
         found = "masked elements" if np.ma.is_masked(array) else f"an array of dtype {values.dtype}"
         raise CheckpointError(f"{name!r}: expected numbers, found {found}; convert it to an array of numbers first")
-    return LazyTensor(ArrayLeaf(values, name))
+    return LazyTensor(ArrayTensor(values, name))
 
 
 _BASIC = (NoneType, EllipsisType, slice, int, np.integer)  # of indexing; a bool is a mask
 _SCALARS = (bool, int, float, complex, np.generic)
-# Arithmetic whose every result is rounded by itself, and so does not depend on which box an element is read in.
+# Arithmetic that rounds each result separately, so it does not depend on the box in which an element is read.
 _SCALAR_UFUNCS: frozenset[Any] = frozenset((np.add, np.subtract, np.multiply, np.true_divide, np.negative))
 
 
 def _arithmetic(ufunc: Any, dtype: DType, inputs: tuple[Any, ...]) -> Convert:
-    """Arithmetic of one array of a dtype and scalars as a conversion; NumPy raises what it would for the array."""
+    """Arithmetic of one array and scalars as a conversion. Raises the errors that NumPy raises for the array."""
 
     def compute(values: np.ndarray) -> np.ndarray:
         return np.asarray(ufunc(*(value if isinstance(value, _SCALARS) else values for value in inputs)))
@@ -250,27 +250,27 @@ def _read_all(value: Any) -> Any:
 def _concatenate(arrays: Any, axis: Any = 0, **kwargs: Any) -> Any:
     if axis is None or set(kwargs) - {"dtype", "casting"}:
         return NotImplemented
-    pieces = [lazy(array) for array in arrays]
-    ndim = pieces[0].ndim
-    if not -ndim <= axis < ndim or len({piece.ndim for piece in pieces}) > 1:
-        return NotImplemented  # NumPy words the error, here and below
+    tensors = [lazy(array) for array in arrays]
+    ndim = tensors[0].ndim
+    if not -ndim <= axis < ndim or len({tensor.ndim for tensor in tensors}) > 1:
+        return NotImplemented  # NumPy raises the error, here and below
     axis = int(axis) % ndim
-    if len({(*piece.shape[:axis], *piece.shape[axis + 1 :]) for piece in pieces}) > 1:
+    if len({(*tensor.shape[:axis], *tensor.shape[axis + 1 :]) for tensor in tensors}) > 1:
         return NotImplemented
-    dtype = kwargs.get("dtype") or np.result_type(*(piece.dtype for piece in pieces))
-    return LazyTensor(PiecesLeaf([piece.astype(dtype) for piece in pieces], axis))
+    dtype = kwargs.get("dtype") or np.result_type(*(tensor.dtype for tensor in tensors))
+    return LazyTensor(ConcatenatedTensor([tensor.astype(dtype) for tensor in tensors], axis))
 
 
 def _stack(arrays: Any, axis: int = 0, **kwargs: Any) -> Any:
-    pieces = [lazy(array) for array in arrays]
-    if len({piece.shape for piece in pieces}) > 1 or not -pieces[0].ndim <= axis + 1 <= pieces[0].ndim + 1:
+    tensors = [lazy(array) for array in arrays]
+    if len({tensor.shape for tensor in tensors}) > 1 or not -tensors[0].ndim <= axis + 1 <= tensors[0].ndim + 1:
         return NotImplemented
-    axis = int(axis) % (pieces[0].ndim + 1)
+    axis = int(axis) % (tensors[0].ndim + 1)
     index = (*(slice(None),) * axis, None)
-    return _concatenate([piece[index] for piece in pieces], axis, **kwargs)
+    return _concatenate([tensor[index] for tensor in tensors], axis, **kwargs)
 
 
-# NumPy answers these with views, never copies; anything added here must as well.
+# NumPy returns views, never copies, from these. Anything added here must do so too.
 _VIEW_FUNCTIONS: frozenset[Any] = frozenset(
     (
         *(np.transpose, np.swapaxes, np.moveaxis, np.rollaxis, np.squeeze, np.expand_dims, np.broadcast_to),
@@ -289,7 +289,7 @@ def _ravel(a: Any, order: Any = "C") -> Any:
 
 
 def _copy(a: Any, *_: Any, **__: Any) -> Any:
-    return a  # nothing can write into it
+    return a  # it is read-only
 
 
 def _size(a: Any, axis: Any = None) -> int:

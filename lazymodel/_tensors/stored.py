@@ -1,6 +1,6 @@
-"""Where values lie: which tensors of which files they are read from, and how many bytes of these a process needs.
+"""Where values are stored: the tensors of files from which they are read, and the number of bytes that a process needs.
 
-In plain values that outlive the checkpoint: what is here holds no tensor, array or device.
+Uses plain values that outlive the checkpoint: nothing here holds a tensor, array or device.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import numpy as np
 from jax.sharding import Sharding
 
 from lazymodel._errors import CheckpointError
-from lazymodel._tensors.computed import ComputedLeaf
-from lazymodel._tensors.leaves import DividedLeaf, FileLeaf, Leaf, View
+from lazymodel._tensors.computed import ComputedTensor
 from lazymodel._tensors.shards import boxes_for
+from lazymodel._tensors.tensor_source import CompositeSource, FileTensor, TensorSource, View
 
 
 def misshapen(path: str, expected: Sequence[int], found: Sequence[int], where: str = "") -> str:
-    """What is wrong with a tensor of another shape than its variable's."""
+    """The message for a tensor whose shape differs from that of its variable."""
     return f"{path!r}: expected shape {tuple(expected)}, found {tuple(found)}" + (f" in {where}" if where else "")
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as a checkpoint has it.
+    """A tensor as a checkpoint stores it.
 
     Attributes:
         name: Its name in the checkpoint.
         file: The path of its file; empty for an array in memory.
         dtype: The name of its dtype as stored; empty where `nbytes` is None.
-        nbytes: Bytes of all its elements as stored, before any compression; None where its header is not readable,
-            which fails a load only if the tensor is needed.
+        nbytes: Bytes of all its elements as stored, before any compression; None if its header is not readable, which
+            fails a load only if the tensor is needed.
     """
 
     name: str
@@ -45,7 +45,7 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True)
 class MismatchedTensor:
-    """A tensor that was left out because its shape is not its variable's.
+    """A tensor that was left out because its shape differs from that of its variable.
 
     Attributes:
         path: The variable's path.
@@ -64,7 +64,7 @@ class MismatchedTensor:
 
 
 def where(source: Any) -> str:
-    """What values are read from, a view, an array or a `StoredTensor`, for messages: a tensor and its file."""
+    """The origin of values, for messages: the tensor and file of a view, an array or a `StoredTensor`."""
     if file := getattr(source, "file", ""):
         return f"tensor {source.name!r} of {file}"
     return f"tensor {source.name!r}" if isinstance(source, StoredTensor) else "an array in memory"
@@ -75,34 +75,37 @@ def needed_nbytes(source: Any, sharding: Sharding) -> int:
     if not isinstance(source, View):
         return 0
     boxes = boxes_for(sharding, source.shape).boxes
-    # What is broadcast is in the file once.
+    # Elements that are broadcast are stored once.
     elements = sum(math.prod(source.geometry(box).normalized().shape) for box in boxes)
-    return int(elements * stored_itemsize(source.leaf))
+    return int(elements * stored_itemsize(source.source))
 
 
 def stored_tensors(source: Any, name: str) -> tuple[StoredTensor, ...]:
-    """The tensors that a source of values reads from; `name` is what an array in memory is called."""
+    """The tensors from which a source of values reads; `name` is the name for an array in memory."""
     if not isinstance(source, View):
         array = np.asarray(source)
         return (StoredTensor(name, "", array.dtype.name, array.nbytes),)
-    found = ((leaf, math.prod(leaf.shape) * leaf.dtype.itemsize) for leaf in _leaves(source.leaf))
-    return tuple(dict.fromkeys(StoredTensor(leaf.name, leaf.file, leaf.dtype.name, n) for leaf, n in found))
+    return tuple(
+        dict.fromkeys(
+            StoredTensor(read.name, read.file, read.dtype.name, math.prod(read.shape) * read.dtype.itemsize)
+            for read in _read_from(source.source)
+        )
+    )
 
 
 def remote_sizes(sources: Iterable[Any]) -> dict[str, int]:
-    """Bytes of the files that lie far away, as far as sources of values are read from such files: path to size."""
-    leaves = (leaf for source in sources if isinstance(source, View) for leaf in _leaves(source.leaf))
-    files = (leaf.source for leaf in leaves if isinstance(leaf, FileLeaf))
-    return {file.path: file.size for file in files if file.remote}
+    """Bytes of the remote files from which sources of values are read: path to size."""
+    read = (each for source in sources if isinstance(source, View) for each in _read_from(source.source))
+    return {each.file: each.reader.size for each in read if isinstance(each, FileTensor) and each.reader.remote}
 
 
 def is_initial(source: Any) -> bool:
-    """Whether a source is computed from an initial value rather than from what a file has."""
-    return isinstance(source, View) and isinstance(source.leaf, ComputedLeaf) and not source.file
+    """Returns True if a source is computed from an initial value rather than from the values of a file."""
+    return isinstance(source, View) and isinstance(source.source, ComputedTensor) and not source.file
 
 
 def unused_tensors(checkpoint: Mapping[str, Any], names: Iterable[str]) -> tuple[StoredTensor, ...]:
-    """Describes tensors of a checkpoint that nothing takes; one that cannot be read is no error."""
+    """Describes tensors of a checkpoint that nothing uses. A tensor that cannot be read is not an error."""
     unused: list[StoredTensor] = []
     for name in names:
         try:
@@ -112,23 +115,23 @@ def unused_tensors(checkpoint: Mapping[str, Any], names: Iterable[str]) -> tuple
             continue
         tensor = stored_tensors(source, name)[0]
         if isinstance(source, View) and source.file:
-            tensor = dataclasses.replace(tensor, nbytes=int(source.size * stored_itemsize(source.leaf)))
+            tensor = dataclasses.replace(tensor, nbytes=int(source.size * stored_itemsize(source.source)))
         unused.append(dataclasses.replace(tensor, name=name))
     return tuple(unused)
 
 
-def _leaves(leaf: Leaf) -> Iterator[Leaf]:
-    """What a leaf is made of, down to what is in a file or in memory."""
-    if isinstance(leaf, DividedLeaf):
-        for piece in leaf.pieces:
-            yield from _leaves(piece.leaf)
+def _read_from(source: TensorSource) -> Iterator[TensorSource]:
+    """The sources, in a file or in memory, of which a source is made."""
+    if isinstance(source, CompositeSource):
+        for component in source.pieces:
+            yield from _read_from(component.source)
     else:
-        yield leaf
+        yield source
 
 
-def stored_itemsize(leaf: Leaf) -> Fraction:
-    """Bytes of files that are read for one element: the average where tensors of several dtypes were joined."""
-    if not isinstance(leaf, DividedLeaf):
-        return Fraction(leaf.dtype.itemsize if leaf.file else 0)
-    nbytes = sum((piece.size * stored_itemsize(piece.leaf) for piece in leaf.pieces), Fraction(0))
-    return nbytes / max(math.prod(leaf.shape), 1) if leaf.reads_pieces else Fraction(0)
+def stored_itemsize(source: TensorSource) -> Fraction:
+    """Bytes of files that are read for one element: the average if tensors of several dtypes were joined."""
+    if not isinstance(source, CompositeSource):
+        return Fraction(source.dtype.itemsize if source.file else 0)
+    nbytes = sum((component.size * stored_itemsize(component.source) for component in source.pieces), Fraction(0))
+    return nbytes / max(math.prod(source.shape), 1) if source.reads_pieces else Fraction(0)

@@ -1,1 +1,1 @@
-"""A function becomes init recipes."""
+"""Turns a function into init recipes."""

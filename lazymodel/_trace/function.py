@@ -1,6 +1,6 @@
-"""From a JAX init function to an abstract model: it is traced to a jaxpr, once, with its arrays as run-time inputs.
+"""Turns a JAX init function into an abstract model: traces it to a jaxpr, once, with its arrays as run-time inputs.
 
-`_trace/graph` cuts that into init recipes, and compiling and running these is in `_programs/programs`.
+`_trace/graph` divides the jaxpr into init recipes, and `_programs/programs` compiles and runs these.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from lazymodel._abstract.arrays import is_host_variable
 from lazymodel._abstract.framework import Framework
-from lazymodel._abstract.host_arrays import is_host_variable
 from lazymodel._abstract.paths import PathOf, unique_paths
 from lazymodel._abstract.paths import path_of as path_of_tree
 from lazymodel._abstract.spec import ModelSpec
@@ -21,13 +21,35 @@ from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import TraceError
 from lazymodel._programs.jaxprs import is_weak
 from lazymodel._programs.keys import is_key
-from lazymodel._trace.errors import raise_explained, refuse_negative
-from lazymodel._trace.escaped import is_iterator, refuse_empty, refuse_escaped
-from lazymodel._trace.graph import Graph
+from lazymodel._trace.errors import is_iterator, raise_explained, refuse_empty, refuse_escaped, refuse_negative
+from lazymodel._trace.graph import Graph, Program, Value
 from lazymodel._trace.inlined import keep_inlined
-from lazymodel._trace.named_axes import named_axes
-from lazymodel._trace.program import Program, Value
 from lazymodel._trace.small import on_host
+
+# Names that arrays of a result carry for their dimensions, as Haliax' and Penzai's `NamedArray` do.
+#
+# These are recognized by their attributes, since neither package is imported: a `NamedArray` is a pytree of one array,
+# with the axes in the structure. `_sharding/roles` knows the meaning of the names.
+
+
+def _named_axes(result: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[int, tuple[str | None, ...]]:
+    """`id` of the array → the name of each dimension, or None for a dimension without a name."""
+    names: dict[int, tuple[str | None, ...]] = {}
+    for node in jax.tree.leaves(result, is_leaf=lambda node: _is_named(node) or bool(is_leaf and is_leaf(node))):
+        if not _is_named(node):
+            continue
+        if hasattr(node, "data_array"):  # Penzai: dimensions without a name come first
+            array, axes = node.data_array, [str(name) for name in node.named_axes]
+        else:
+            array, axes = node.array, [str(axis.name) for axis in node.axes]
+        unnamed = (None,) * (len(getattr(array, "shape", axes)) - len(axes))
+        names[id(array)] = (*unnamed, *axes)
+    return names
+
+
+def _is_named(node: Any) -> bool:
+    kinds = (("data_array", "named_axes"), ("array", "axes"))
+    return type(node).__name__ == "NamedArray" and any(all(hasattr(node, name) for name in kind) for kind in kinds)
 
 
 def trace_function(
@@ -38,12 +60,12 @@ def trace_function(
     name: str | None = None,
     path_of: PathOf | None = None,
 ) -> ModelSpec:
-    """What `build_abstract(function, *args, **kwargs)` does for a function that JAX can trace.
+    """Implements `build_abstract(function, *args, **kwargs)` for a function that JAX can trace.
 
     A `jax.ShapeDtypeStruct` among the arguments stands for an array whose values no variable needs. An array that
     occurs twice in the result is one variable under its first path, and the same array in both places once rebuilt.
-    Arrays are weakly typed where the function's own are; outputs that are no arrays are handed back as they are.
-    `name` is what to call the model, by default the function's name; `path_of` names a leaf of the result from its
+    Arrays are weakly typed if the function's own are; outputs other than arrays are returned unchanged.
+    `name` is the name of the model, by default the function's name; `path_of` names a leaf of the result from its
     `jax.tree_util` key path, by default by the keys joined by `/`.
     """
     called: str = name or getattr(function, "__name__", type(function).__name__)
@@ -66,7 +88,7 @@ def trace_function(
         if value.step is None and value.data is None:
             what = "is an argument that was given as a ShapeDtypeStruct, so it has no value"
             raise TraceError(f"{path!r} {what}; pass an array")
-        # What was computed is initialized, even if it is known already: a checkpoint that lacks it lacks something.
+        # Computed values are initialized, even if known already: a checkpoint should contain them.
         if value.data is not None and not value.evaluated and not is_key(aval.dtype):
             sources[path] = value.data
         else:
@@ -94,34 +116,34 @@ def known_value(model: ModelSpec, path: str) -> np.ndarray[Any, Any] | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """Where in the result an array goes."""
+    """The place of an array in the result."""
 
     path: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """What a function returned, flattened: an array that occurs twice is one, under its first path."""
+    """The flattened result of a function: an array that occurs twice is listed once, under its first path."""
 
-    leaves: list[Any]  # slots for arrays, all else as it is
-    arrays: dict[str, Any]  # path to array; None for those of JAX once they are traced
-    others: list[tuple[str, Any]]  # path and leaf, of all that is no array
+    leaves: list[Any]  # slots for arrays, everything else unchanged
+    arrays: dict[str, Any]  # path → array; None for JAX arrays after tracing
+    others: list[tuple[str, Any]]  # path and leaf of everything that is not an array
     treedef: Any
-    axes: dict[str, tuple[str | None, ...]]  # path to the names of dimensions, of arrays that carry such
-    aliases: dict[str, str]  # other paths of an array that occurs twice, to its first one
+    axes: dict[str, tuple[str | None, ...]]  # path → the names of dimensions, for arrays that have some
+    aliases: dict[str, str]  # other paths of an array that occurs twice → its first path
 
     def unflatten(self, mapping: Mapping[str, Any]) -> Any:
         leaves = [mapping[leaf.path] if isinstance(leaf, _Slot) else leaf for leaf in self.leaves]
         return jax.tree.unflatten(self.treedef, leaves)
 
     def named(self, leaves: Sequence[Any]) -> dict[str, Any]:
-        """Path to array, of the leaves of such a result."""
+        """Path → array, from the leaves of such a result."""
         pairs = zip(self.leaves, leaves, strict=True)
         found = [(slot.path, leaf) for slot, leaf in pairs if isinstance(slot, _Slot)]
-        return dict(reversed(found))  # the first of several
+        return dict(reversed(found))  # the first one wins
 
     def traced(self) -> Flat:
-        """The same without what is dead once tracing is over."""
+        """The same without tracers, which are invalid after tracing."""
         arrays = {path: None if isinstance(array, jax.Array) else array for path, array in self.arrays.items()}
         return dataclasses.replace(self, arrays=arrays)
 
@@ -130,12 +152,12 @@ def flattened(result: Any, path_of: PathOf, is_leaf: Callable[[Any], bool] | Non
     """A result as its leaves, named by their `jax.tree_util` key paths."""
     found, treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_leaf)
     flat = Flat([], {}, [], treedef, {}, {})
-    names = named_axes(result, is_leaf)
+    names = _named_axes(result, is_leaf)
     slots: dict[int, _Slot] = {}
     for path, (_, leaf) in zip(unique_paths([path_of(keys) for keys, _ in found]), found, strict=True):
         if not isinstance(leaf, jax.Array) and not is_host_variable(leaf):
             flat.others.append((path, leaf))
-        elif id(leaf) not in slots:  # `found` keeps every leaf alive, so ids are not used twice
+        elif id(leaf) not in slots:  # `found` keeps every leaf alive, so ids are not reused
             slots[id(leaf)] = _Slot(path)
             flat.arrays[path] = leaf
             if any(axes := names.get(id(leaf), ())):
@@ -149,9 +171,9 @@ def flattened(result: Any, path_of: PathOf, is_leaf: Callable[[Any], bool] | Non
 def _trace(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], path_of: PathOf | None, name: str
 ) -> tuple[Flat, Any, list[Any]]:
-    """The result, its jaxpr of the array arguments to the distinct `jax.Array`s of the result, and these arguments."""
+    """The result, its jaxpr from array arguments to the distinct `jax.Array`s of the result, and these arguments."""
     arguments, in_tree = jax.tree.flatten((tuple(args), dict(kwargs)))
-    # NumPy arrays are no inputs: eager execution computes with them in NumPy, and in 64 bits, until JAX is given them.
+    # NumPy arrays are not inputs: eager execution computes with them in NumPy, in 64 bits, until JAX gets them.
     where = [index for index, leaf in enumerate(arguments) if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))]
     inputs, outputs = [arguments[index] for index in where], list[Flat]()
 

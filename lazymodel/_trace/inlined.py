@@ -1,19 +1,21 @@
-"""Keeps together, while tracing, what eager execution compiles together.
+"""Keeps operations together, while tracing, that eager execution compiles together.
 
 Most functions of `jax.numpy` are compiled functions that JAX inlines when it traces them: `x.mean(0)` becomes a sum and
-a division. Run eagerly, both are one kernel, in which the compiler divides by a constant otherwise than by a run-time
-number. Inside `keep_inlined`, such a function stays one equation of the outermost jaxpr, as it is one kernel there.
+a division. Run eagerly, both are one kernel, in which the compiler divides by a constant differently than by a run-time
+number. Inside `keep_inlined`, such a function stays one equation of the outermost jaxpr, as it is one kernel in eager
+execution.
 
-Nothing public says which equations came from one function, so the rule by which JAX puts a compiled function into a
-jaxpr is wrapped here; outside `keep_inlined` it does what it always did. What a compiled function calls itself is
-inlined as always, so nothing of this is left in JAX's caches. Where one kernel or several are the same, as for most
-elementwise functions, `comes_apart` says so.
+No public API shows which equations came from one function, so this module wraps the rule by which JAX puts a compiled
+function into a jaxpr; outside of `keep_inlined` the rule is unchanged. Functions called by a compiled function are
+inlined as usual, so JAX' caches are not affected. If one kernel and several give the same bits, as for most elementwise
+functions, `comes_apart` returns True.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import threading
 from collections.abc import Generator, Iterator
 from typing import Any, cast
@@ -24,21 +26,21 @@ import numpy as np
 from jax._src import core  # the class of the trace of eager execution is not exported
 from jax._src.interpreters import partial_eval  # the table of rules is not exported
 
-from lazymodel._programs.jaxprs import CALLS, JIT, equations, inner_jaxprs, is_partitionable, opened, rounds
+from lazymodel._programs.jaxprs import CALLS, JIT, equations, inner_jaxprs, is_partitionable, rounds
 
 _jit: Any = getattr(primitives, "jit_p", None)
 _rules = cast("dict[Any, Any]", partial_eval.custom_staging_rules)
 _usual = _rules[_jit]
-# Marks the names of functions that JAX would have inlined: they are taken apart again where that changes nothing.
+# Prefix for the names of functions that JAX would have inlined: they are split again if that changes nothing.
 INLINED = "inlined_"
 _keeping = threading.local()
-# Functions whose bodies eager execution runs step by step, by what JAX says that it traces them for.
+# Values of JAX' `traced_for` for functions whose bodies eager execution runs step by step.
 _STEPWISE = ("custom_jvp", "custom_vjp")
 
 
 @contextlib.contextmanager
 def keep_inlined(on: bool = True) -> Generator[None]:
-    """The outermost traces of this thread keep compiled functions that JAX would inline, or no longer do."""
+    """In the block, the outermost traces of this thread keep compiled functions that JAX would inline, if `on`."""
     before = getattr(_keeping, "on", False)
     _keeping.on = on
     try:
@@ -48,19 +50,25 @@ def keep_inlined(on: bool = True) -> Generator[None]:
 
 
 def comes_apart(eqn: Any) -> bool:
-    """Whether an equation is a function that JAX would have inlined, and its equations one by one give the same bits.
+    """True if an equation is a function that JAX would have inlined, and its equations one by one give the same bits.
 
-    They do if no more than one of them rounds, so that the compiler has nothing to fuse or reassociate, and that one
-    is elementwise, without a constant that it might be rewritten for. A bool that becomes a float is one as well: its
-    product with a number is compiled as a choice, of the number or of zero.
+    This is the case if at most one of them rounds, so the compiler has nothing to fuse or reassociate, and that one
+    is elementwise, without a constant for which it might be rewritten. A bool converted to float also counts as
+    rounding: its product with a number is compiled as a choice between the number and zero.
     """
     if eqn.primitive.name not in JIT or not eqn.params["name"].startswith(INLINED):
         return False
-    jaxpr = opened(eqn.params["jaxpr"])[0]
+    return _is_separable(eqn.params["jaxpr"])
+
+
+@functools.lru_cache(maxsize=512)  # layers share them
+def _is_separable(closed: Any) -> bool:
+    jaxpr = closed.jaxpr
     if len(jaxpr.eqns) == 1 and not _has_constant(jaxpr.eqns[0]):
         return jaxpr.eqns[0].primitive.name not in JIT
     rounding = list(_rounding(jaxpr))
-    if rounding and any(map(_is_of_bool, equations(jaxpr))):
+    converted = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "convert_element_type")
+    if rounding and any(eqn.invars[0].aval.dtype == np.bool_ for eqn in converted):
         return False
     return is_partitionable(jaxpr) and len(rounding) <= 1 and not any(map(_has_constant, rounding))
 
@@ -74,12 +82,8 @@ def _rounding(jaxpr: Any) -> Iterator[Any]:
             yield eqn
 
 
-def _is_of_bool(eqn: Any) -> bool:
-    return eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == np.bool_
-
-
 def _has_constant(eqn: Any) -> bool:
-    """Whether a floating-point number is fixed in an equation."""
+    """Returns True if an equation contains a floating-point constant."""
     return any(hasattr(atom, "val") and jax.numpy.issubdtype(atom.aval.dtype, np.inexact) for atom in eqn.invars)
 
 
@@ -91,17 +95,17 @@ def _rule(trace: Any, *args: Any, **params: Any) -> Any:
 
 
 def _kept(inline: Any) -> Any:
-    """The parameter of a function that JAX does not inline, or None where it would not anyway."""
+    """The parameter with which JAX does not inline a function; None if it would not do so anyway."""
     if isinstance(inline, enum.Enum):  # since JAX 0.12
         return inline.__class__["AUTO"] if inline.name == "JAX_EARLY" else None
     return False if inline else None
 
 
 def _runs_stepwise(trace: Any) -> bool:
-    """Whether eager execution runs what is traced one equation at a time, rather than in a compiled function."""
+    """True if eager execution runs the traced code one equation at a time, and not in a compiled function."""
     while True:
         outer = trace.parent_trace
-        while hasattr(outer, "parent_trace") and not hasattr(outer, "frame"):  # vmap and grad, which pass it on
+        while hasattr(outer, "parent_trace") and not hasattr(outer, "frame"):  # skip vmap and grad
             outer = outer.parent_trace
         if isinstance(outer, core.EvalTrace):
             return True

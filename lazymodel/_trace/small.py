@@ -1,9 +1,9 @@
 """Small equations, evaluated on the host while tracing: keys, counters and scalars are data, not program.
 
-An init function derives a key for every variable: thousands of tiny equations, each with parameters of its own, which
+An init function derives a key for every variable: thousands of tiny equations, each with its own parameters, which
 JAX would compile one by one. Data movement, integer arithmetic and the correctly rounded float operations give the same
-bits in NumPy, so NumPy does them; everything else is run by JAX on the CPU, as eager execution would. Which equations
-are small is decided in `_trace/graph`. PRNG keys are held as `pack_keys` packs them.
+bits in NumPy, so NumPy runs them; JAX runs everything else on the CPU, like eager execution. `_trace/graph` decides
+which equations are small. PRNG keys are stored as packed by `pack_keys`.
 """
 
 # pyright: reportUnknownLambdaType=false
@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 
 
 def on_host() -> contextlib.AbstractContextManager[Any]:
-    """Runs what JAX has to evaluate on the host's CPU, where there is a CPU backend."""
+    """Runs JAX' evaluations on the host's CPU, if there is a CPU backend."""
     try:
         cpu = jax.local_devices(backend="cpu")[0]
     except RuntimeError:
@@ -112,7 +112,7 @@ def _arithmetic(operation: Callable[..., Any], kinds: str) -> Callable[..., list
             return None
         result = np.asarray(operation(*values), dtype)
         if dtype.kind == "f":
-            # XLA may flush subnormals to zero, so those are left to it, with what is not finite.
+            # XLA may flush subnormals to zero, so JAX computes these, and values that are not finite.
             tiny = np.finfo(dtype).tiny if dtype in (np.float32, np.float64) else math.inf
             for array in (*values, result):
                 if not np.all(np.isfinite(array) & ((array == 0) | (np.abs(array) >= tiny))):
@@ -124,12 +124,12 @@ def _arithmetic(operation: Callable[..., Any], kinds: str) -> Callable[..., list
 
 @functools.lru_cache(maxsize=256)
 def _compiled(function: Callable[..., jax.Array], dtype: Any, *last: Any) -> Callable[..., jax.Array]:
-    """A function of keys to keys, as one of key data."""
+    """A function on keys as a compiled function on key data."""
     return jax.jit(lambda data, *rest: jax.random.key_data(function(as_keys(data, dtype), *rest, *last)))
 
 
 def _derive(eqn: Any, keys: Array, *counts: Array) -> list[Array] | None:
-    """Keys by `split` or `fold_in`."""
+    """Keys derived by `split` or `fold_in`."""
     if keys.ndim or any(count.ndim for count in counts) or not (counts or eqn.ctx.threefry_partitionable):
         return None
     function, last = (jax.random.fold_in, ()) if counts else (jax.random.split, (tuple(eqn.params["shape"]),))
@@ -141,7 +141,7 @@ _IDENTITIES = (
     *("copy", "copy_p", "stop_gradient", "random_clone", "device_put", "sharding_constraint"),
     *("optimization_barrier", "name"),
 )
-# What NumPy does, or None where it would not do the same.
+# NumPy's results, or None if NumPy would not give the same bits.
 _FAST: dict[str, Callable[..., list[Array] | None]] = {
     **dict.fromkeys(_IDENTITIES, lambda eqn, *values: list(values)),
     "slice": _slice,

@@ -1,6 +1,7 @@
-"""A trace in which small arrays have values, for a function of which only the result says whether it is JAX' own.
+"""A trace in which small arrays have values, for a function that only its result identifies as JAX' own or another's.
 
-What the function computes from constants is traced and computed, so that it can also be used where only values will do.
+Values that the function computes from constants are both traced and computed, so it can use them where only concrete
+values work.
 """
 
 from __future__ import annotations
@@ -11,30 +12,30 @@ from types import SimpleNamespace
 from typing import Any, Self, cast
 
 import jax
-from jax._src import core  # how a trace takes the place of another, nothing public says
+from jax._src import core  # there is no public API for replacing a trace
 
 from lazymodel._programs.jaxprs import equations, inner_jaxprs
 from lazymodel._trace.inlined import keep_inlined
 
-# Bytes of all that is computed. A large model is still built abstractly; the tables that layers are given are small.
+# Bytes of all computed values. Large models are still built abstractly; tables that layers take are small.
 _COMPUTED_NBYTES = 32 << 20
-_ALWAYS_NBYTES = 1 << 10  # of an array that always is: a seed, a scalar
+_ALWAYS_NBYTES = 1 << 10  # arrays up to this size are always computed: a seed, a scalar
 
 
 class ValuedTrace(core.Trace):
-    """Stands in for the trace that runs where this is made; used as a context manager, and kept until that trace ends.
+    """Replaces the current trace; used as a context manager, and kept until that trace ends.
 
-    An array with a value is an ordinary `jax.Array`, and known to the other trace as the result of what was traced.
+    An array with a value is an ordinary `jax.Array`, which the other trace knows as the result of the traced operation.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._trace: Any = core.trace_ctx.trace
-        # Objects of NNX may be changed only in the trace that they were made in.
+        # Objects of NNX may only be changed in the trace in which they were created.
         self._weakref, self.requires_low = self._trace._weakref, self._trace.requires_low
         self._available = _COMPUTED_NBYTES
-        self._passed = len(self._equations)  # how many were there before, or have values
-        self._kept: list[tuple[Any, Any]] = []  # values, which are known by their `id`, and their tracers
+        self._passed = len(self._equations)  # number of equations that existed before, or have values
+        self._kept: list[tuple[Any, Any]] = []  # values, identified by their `id`, and their tracers
         self._stack = contextlib.ExitStack()
         self.left = False
 
@@ -50,7 +51,7 @@ class ValuedTrace(core.Trace):
         return self._trace.frame.tracing_eqns
 
     def leave(self) -> bool:
-        """From here on JAX computes as if nothing were traced. False if something was traced that has no value."""
+        """From here on JAX computes without tracing. Returns False if something without a value was traced."""
         if self.left or core.trace_ctx.trace is not self:
             return True
         if len(self._equations) > self._passed:
@@ -100,11 +101,11 @@ class ValuedTrace(core.Trace):
         return (core.eval_trace if small and not isinstance(val, core.Tracer) else self._trace).stage_value(val)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._trace, name)  # what not every trace can do, such as `shard_map`
+        return getattr(self._trace, name)  # methods that not every trace has, such as `shard_map`
 
 
 def _nbytes(result: Any) -> float:
-    """Bytes of a traced array; infinitely many where it has its value already, or comes of a side effect."""
+    """Bytes of a traced array; infinite if it has a value already, or comes from a side effect."""
     if not isinstance(result, core.Tracer) or getattr(cast(Any, result).parent, "effects", None):
         return math.inf
     return _size(result.aval)

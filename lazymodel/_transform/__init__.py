@@ -1,1 +1,1 @@
-"""An abstract model becomes another: the verbs `with_optimizer`, `quantize`, `lora`, `reinitialize`, `rekey`."""
+"""Turns an abstract model into another: `with_optimizer`, `quantize`, `lora`, `reinitialize`, `rekey`."""

@@ -1,4 +1,4 @@
-"""The verbs `quantize` and `lora`: the layers of a model are changed, by the framework that knows them."""
+"""The methods `quantize` and `lora`: the framework changes the layers of a model."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from lazymodel._abstract.spec import AnyModel
 def quantize(model: AnyModel, how: Any, filters: str | Sequence[str] | Callable[[Any], bool] | None = None) -> AnyModel:
     """The quantized model: a kernel is quantized while it is read, and never exists whole in floating point.
 
-    For Keras models that are not changed otherwise yet: before `lora`, `shard`, `with_optimizer`, `reinitialize`.
-    Materialized, it is equal bit for bit to what the framework's own quantization makes of the loaded model.
+    For Keras models without other changes: before `lora`, `shard`, `with_optimizer`, `reinitialize`. The materialized
+    model is equal bit for bit to the framework's own quantization of the loaded model.
 
     Args:
         how: `"int8"`, `"int4"`, `"float8"` or a `keras.quantizers.QuantizationConfig`. Schemes that calibrate with
-            data (GPTQ, AWQ) need the loaded model. A quantizer of your own in a configuration is run at once, with
+            data (GPTQ, AWQ) need the loaded model. The user's own quantizer in a configuration is run at once, with
             one layer's weights read at a time. `"int4"` stores the kernels of `EinsumDense` as matrices, so rules
             for their float shapes do not fit; `lazymodel.auto()` does.
-        filters: Which layers, as the `filters` of `keras.Model.quantize`.
+        filters: Selects layers, like the `filters` of `keras.Model.quantize`.
 
     Raises:
-        LazyModelError: The model has no layers that can be quantized so, or is changed otherwise already.
+        LazyModelError: The model has no layers that can be quantized in this way, or has other changes already.
 
     Example:
         >>> abstract = lk.abstract_from_preset(keras_hub.models.GemmaBackbone, "preset")
@@ -33,19 +33,19 @@ def quantize(model: AnyModel, how: Any, filters: str | Sequence[str] | Callable[
 
 
 def lora(model: AnyModel, rank: int, targets: str | None = None) -> AnyModel:
-    """The model with LoRA pairs, initialized on their devices and split like their kernels where no rule is theirs.
+    """The model with LoRA pairs, initialized on their devices and split like their kernels unless a rule matches them.
 
-    For Keras models, as `model.backbone.enable_lora(rank)` does after loading: the pairs are all that is trained.
+    For Keras models, like `model.backbone.enable_lora(rank)` after loading: only the pairs are trained.
     It comes after `quantize` and before `shard`, `with_optimizer` and `reinitialize`.
 
     Args:
         rank: The rank of the pairs.
         targets: Regex of whole paths (`re.fullmatch`): the layers whose kernel or embeddings it matches get a pair.
-            None is the query and value projections, or what the backbone says.
+            None is the query and value projections, or the default of the backbone.
 
     Raises:
-        LazyModelError: The rank is no positive integer, no layer is a target, a target cannot have a pair, or the
-            model is changed otherwise already.
+        LazyModelError: The rank is not a positive integer, no layer is a target, a target cannot have a pair, or the
+            model has other changes already.
 
     Example:
         >>> tuned = lk.abstract_from_preset(keras_hub.models.GemmaBackbone, "preset").lora(4).shard(mesh, lm.auto())

@@ -1,8 +1,8 @@
-"""The verb `with_optimizer`: the state that an optimizer starts with, from shapes alone, as variables of the model.
+"""The method `with_optimizer`: adds the initial state of an optimizer, from shapes alone, as variables of the model.
 
-Responsible for finding it and for the parameter that each part of it belongs to, and is sharded like
-(`_sharding/follow`). How it is computed is `_trace`'s matter, by the same init programs as parameters. An optimizer is
-anything with an `init` function of a pytree of parameters; nothing here imports Optax.
+Responsible for finding the state and the parameter that each part of it belongs to, and is sharded like
+(`_sharding/follow`). `_trace` computes it, with the same init programs as parameters. An optimizer is any object with
+an `init` function that takes a pytree of parameters; nothing here imports Optax.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -18,10 +17,11 @@ import jax
 import numpy as np
 
 from lazymodel._abstract.framework import Derived, Framework, LoweredFunction, Optimizer, Training
-from lazymodel._abstract.paths import OPTIMIZER, rule_path
+from lazymodel._abstract.paths import OPTIMIZER, matched_paths, rule_path
 from lazymodel._abstract.spec import AnyModel, ModelSpec, Optimized
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError
+from lazymodel._programs.jaxprs import walk
 from lazymodel._programs.programs import given_recipe
 from lazymodel._sharding.follow import follow
 from lazymodel._show.text import closest
@@ -36,28 +36,28 @@ def with_optimizer(
     *,
     memory_kind: str | None = None,
 ) -> AnyModel:
-    """The model with the state that an optimizer starts with, as further variables.
+    """The model with the initial state of an optimizer, as further variables.
 
-    The state's variables are called `optimizer/` and their place in it, such as `optimizer/0/mu/layers/0/kernel`.
-    What has its parameter's shape is sharded like its parameter, whether `shard` was or will be called; what is
-    factored, as in Adafactor, by what is left of its parameter's spec; step counts and the like are replicated.
-    Nothing is allocated until `materialize`, which then returns
+    The paths of the state's variables are `optimizer/` and the place in the state, such as
+    `optimizer/0/mu/layers/0/kernel`. State with its parameter's shape is sharded like its parameter, whether `shard`
+    was or will be called; factored state, as in Adafactor, by the rest of its parameter's spec; step counts and the
+    like are replicated. Nothing is allocated until `materialize`, which then returns
 
-    - for a JAX function, an Equinox module or a Keras model, (model, state), with `state` what
-      `optimizer.init(params)` returns. `params` is the model's tree with None for all that is not trained, as
-      `equinox.filter(model, equinox.is_inexact_array)` has it.
+    - for a JAX function, an Equinox module or a Keras model, (model, state), where `state` is the result of
+      `optimizer.init(params)`. `params` is the model's tree with None for everything that is not trained, as in
+      `equinox.filter(model, equinox.is_inexact_array)`.
     - for Linen, (variables, state), where `params` is `variables["params"]`.
-    - for NNX, (module, optimizer), an `nnx.Optimizer` of what is trained.
+    - for NNX, (module, optimizer), an `nnx.Optimizer` of the trained variables.
 
     State that is a function of the parameters' values, such as a copy of them, is computed from the materialized
-    parameters, loaded or initialized. `materialize(checkpoint)` takes state from a checkpoint that has it.
+    parameters, loaded or initialized. `materialize(checkpoint)` takes state from a checkpoint that contains it.
 
     Args:
         optimizer: An Optax gradient transformation.
-        trained: Which variables it gets: a path regex (`re.fullmatch`) or a function of a variable; None is every
+        trained: The variables that it gets: a path regex (`re.fullmatch`) or a function of a variable; None is every
             trainable one. Integers, masks and keys are never trained.
-        memory_kind: Where the state of parameters lies: `"pinned_host"` keeps it in the hosts' memory, from which a
-            training step moves it (`docs/host_memory.md`). None is the devices' own, wherever the parameters are.
+        memory_kind: The memory of the parameters' state: `"pinned_host"` keeps it in the hosts' memory, from which a
+            training step moves it (`docs/host_memory.md`). None is the devices' own, even if parameters are elsewhere.
 
     Raises:
         LazyModelError: There is an optimizer already, or nothing to train.
@@ -71,13 +71,13 @@ def with_optimizer(
         >>> model, state = trained.materialize()
     """
     if not callable(getattr(optimizer, "init", None)):
-        takes = "with_optimizer takes an Optax gradient transformation, or what has its init(params)"
+        takes = "with_optimizer takes an Optax gradient transformation, or an object with init(params)"
         raise LazyModelError(f"{takes}; got {optimizer!r}")
     if model.optimized is not None:
         raise LazyModelError(f"{model.name} has an optimizer already; chain transformations, or start from the model")
     paths = _trained(model, trained)
     structs = {path: dataclasses.replace(model[path], sharding=None, layout=None).struct for path in paths}
-    found = _start(model, optimizer, structs)
+    found = _WithState(model, optimizer, structs)
     if taken := [path for path in found.structs if path in model.variables]:
         raise LazyModelError(f"{model.name} has a variable of its own at {taken[0]!r}, where optimizer state would go")
 
@@ -101,36 +101,70 @@ def with_optimizer(
         variables={**model.variables, **follow(state, model.variables, memory_kind=memory_kind)},
         recipes=(*model.recipes, *traced.recipes, *starts),
         sources={**model.sources, **on_host},
-        framework=_WithState(model, found),
-        derived=found.derive(paths),
+        framework=found,
+        derived=Derived(tuple(found.derived), paths, found.leaves) if found.derived else None,
         optimized=Optimized(paths, model, memory_kind),
     )
 
 
 class _WithState(Framework):
-    """The framework of a model and of its optimizer's state."""
+    """The framework of a model and of its optimizer's state, which is created abstractly.
 
-    def __init__(self, model: ModelSpec, found: _Started) -> None:
-        self._model, self._found = model, found
+    Attributes:
+        flat: The state.
+        training: Its abstract start.
+        structs: Path → shape and dtype of the state.
+        derived: The paths of state that depends on the values of parameters, in order.
+    """
+
+    def __init__(self, model: ModelSpec, optimizer: Optimizer, parameters: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+        """Raises TraceError if the optimizer's `init` needs the values of parameters on the host."""
+        self._model = model
+        self._start = functools.partial(model.framework.start_training, model.variables, optimizer)
+        started: list[tuple[Training, Flat]] = []
+
+        def flat(leaves: Mapping[str, Any]) -> list[Any]:
+            training = self._start(leaves)
+            found = flattened(training.state, lambda keys: OPTIMIZER + training.path_of(keys))
+            started.append((training, found.traced()))
+            return list(found.arrays.values())
+
+        try:
+            closed = jax.make_jaxpr(flat)(dict(parameters))
+        except Exception as error:
+            raise_explained(error)
+        ((self.training, self.flat),) = started
+
+        def results(eqn: Any, operands: list[bool]) -> list[bool]:
+            return [any(operands)] * len(eqn.outvars)
+
+        # For each value, True if it may depend on that of a parameter.
+        depend = walk(closed, [True] * len(closed.jaxpr.invars), lambda atom, value: False, results)
+        self.derived = [path for path, depends in zip(self.flat.arrays, depend, strict=True) if depends]
+        self.structs: dict[str, Any] = dict(zip(self.flat.arrays, closed.out_avals, strict=True))
+
+    def leaves(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Path → array of the state, from arrays of the parameters."""
+        return self.flat.named(jax.tree.leaves(self._start(parameters).state))
 
     def structure(self, leaves: Mapping[str, Any]) -> Any:
-        return self._model.framework.structure(leaves), self._found.flat.unflatten(leaves)
+        return self._model.framework.structure(leaves), self.flat.unflatten(leaves)
 
     def check_placed(self, variables: Mapping[str, AbstractVariable]) -> None:
         self._model.framework.check_placed({path: variables[path] for path in self._model})
 
     def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
         own = {path: arrays[path] for path in self._model}
-        return self._found.training.finish(self._model.framework.rebuild(own), self._found.flat.unflatten(arrays))
+        return self.training.finish(self._model.framework.rebuild(own), self.flat.unflatten(arrays))
 
     def outline(self, struct: jax.ShapeDtypeStruct) -> Any:
         return self._model.framework.outline(struct)
 
     @contextlib.contextmanager
     def outlined(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> Generator[Any]:
-        state = self._found.flat.unflatten({path: self.outline(struct) for path, struct in structs.items()})
+        state = self.flat.unflatten({path: self.outline(struct) for path, struct in structs.items()})
         with self._model.framework.outlined({path: structs[path] for path in self._model}) as model:
-            yield self._found.training.finish(model, state)
+            yield self.training.finish(model, state)
 
     def lowered(
         self,
@@ -151,86 +185,30 @@ class _WithState(Framework):
         raise LazyModelError(f"{model.name} has an optimizer already; lora comes before with_optimizer")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Started:
-    """What starting an optimizer abstractly found."""
-
-    start: Callable[[Mapping[str, Any]], Training]  # starts it with arrays of its parameters
-    flat: Flat  # the state
-    structs: Mapping[str, Any]  # path to shape and dtype
-    derived: frozenset[str]  # the paths of what depends on the values of parameters
-    training: Training  # the abstract start
-
-    def leaves(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Path to array, of arrays of the parameters."""
-        return self.flat.named(jax.tree.leaves(self.start(parameters).state))
-
-    def derive(self, parameters: Sequence[str]) -> Derived | None:
-        """How to compute what depends on the values of parameters, if anything does."""
-        paths = tuple(path for path in self.structs if path in self.derived)
-        return Derived(paths, tuple(parameters), self.leaves) if paths else None
-
-
-def _start(model: ModelSpec, optimizer: Optimizer, parameters: Mapping[str, jax.ShapeDtypeStruct]) -> _Started:
-    """Starts an optimizer abstractly; TraceError where its `init` needs the values of parameters on the host."""
-    start = functools.partial(model.framework.start_training, model.variables, optimizer)
-    started: list[tuple[Training, Flat]] = []
-
-    def flat(leaves: Mapping[str, Any]) -> list[Any]:
-        training = start(leaves)
-        found = flattened(training.state, lambda keys: OPTIMIZER + training.path_of(keys))
-        started.append((training, found.traced()))
-        return list(found.arrays.values())
-
-    try:
-        closed = jax.make_jaxpr(flat)(dict(parameters))
-    except Exception as error:
-        raise_explained(error)
-    ((training, found),) = started
-    derived = [path for path, depends in zip(found.arrays, _depend_on_inputs(closed.jaxpr), strict=True) if depends]
-    return _Started(start, found, dict(zip(found.arrays, closed.out_avals, strict=True)), frozenset(derived), training)
-
-
 def _parameter(name: str, parameters: Mapping[str, str]) -> str:
     """The parameter whose place in the tree ends a leaf's name, such as `0/mu/layers/0/kernel`; or an empty string."""
     while name not in parameters:
         _, slash, name = name.partition("/")
         if not slash:
-            return parameters.get("", "")  # where the tree is one array
+            return parameters.get("", "")  # the tree is a single array
     return parameters[name]
-
-
-def _depend_on_inputs(jaxpr: Any) -> list[bool]:
-    """For each result of a jaxpr, whether it may depend on an argument's value."""
-    dependent = set(jaxpr.invars)
-
-    def depends(atom: Any) -> bool:
-        return not hasattr(atom, "val") and atom in dependent  # what has a value is a literal
-
-    for eqn in jaxpr.eqns:
-        if any(map(depends, eqn.invars)):
-            dependent.update(eqn.outvars)
-    return [depends(atom) for atom in jaxpr.outvars]
 
 
 def _trained(model: ModelSpec, trained: Callable[[AbstractVariable], bool] | str | None) -> tuple[str, ...]:
     """The paths of the parameters that the optimizer gets."""
     candidates = [variable for variable in model.values() if jax.numpy.issubdtype(variable.dtype, np.inexact)]
     if trained is None:
-        chosen = [variable for variable in candidates if variable.trainable]
+        selected = [variable for variable in candidates if variable.trainable]
         what = "that is trainable"
     elif isinstance(trained, str):
-        try:
-            pattern = re.compile(trained)
-        except re.error as error:
-            raise LazyModelError(f"trained={trained!r} is not a regular expression: {error}") from error
-        chosen = [variable for variable in candidates if pattern.fullmatch(rule_path(variable.path))]
+        matched = matched_paths(trained, (variable.path for variable in candidates), LazyModelError, "trained")
+        selected = [model[path] for path in matched]
         what = f"that {trained!r} matches{closest(trained, [variable.path for variable in candidates])}"
     elif callable(trained):
-        chosen = list(filter(trained, candidates))
+        selected = list(filter(trained, candidates))
         what = "that the given function chooses"
     else:
         raise LazyModelError(f"trained is a path regex or a function of a variable; got {trained!r}")
-    if not chosen:
+    if not selected:
         raise LazyModelError(f"{model.name} has no floating-point variable {what}, so there is nothing to optimize")
-    return tuple(variable.path for variable in chosen)
+    return tuple(variable.path for variable in selected)

@@ -1,7 +1,7 @@
-"""The verbs `reinitialize` and `rekey`: another initializer, or other random keys, for some variables.
+"""The methods `reinitialize` and `rekey`: set another initializer, or other random keys, for some variables.
 
-Responsible for which variables get which initializer and which key. The initializers are traced like any init function
-(`_trace`), so they run as the same programs, equal bit for bit to calling them eagerly. Schemes are in `initializers`.
+Responsible for choosing the initializer and the key of each variable. The initializers are traced like any init
+function (`_trace`), so they run as the same programs, equal bit for bit to calling them eagerly.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import jax
 import numpy as np
@@ -19,19 +19,27 @@ from lazymodel._abstract.paths import Template, rule_path
 from lazymodel._abstract.spec import AnyModel, ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError, TraceError
-from lazymodel._mup.compare import Mup
 from lazymodel._programs.keys import is_key, key_data
-from lazymodel._programs.programs import InitRecipe, scaled_recipe
+from lazymodel._programs.programs import InitRecipe
 from lazymodel._show.text import closest
 from lazymodel._trace.function import trace_function
 from lazymodel._trace.small import on_host
 
 Initializer: TypeAlias = "Callable[..., Any]"
+
+
+@runtime_checkable
+class Rescaling(Protocol):
+    """Factors of initial values, such as `lazymodel.Mup`."""
+
+    def rescaled(self, model: AnyModel, /) -> AnyModel: ...
+
+
 InitRules: TypeAlias = "Mapping[str, Initializer] | Callable[[AbstractVariable], Initializer | None]"
 
 
 def path_key(key: jax.Array, path: str) -> jax.Array:
-    """The key of one variable: a function of a key and the variable's path alone, whatever other variables there are.
+    """The key of one variable: depends only on a key and the variable's path, not on other variables.
 
     It is `fold_in(fold_in(key, a), b)`, where `a` and `b` are the first and the second four bytes, as big-endian
     integers, of the SHA-256 digest of the path in UTF-8.
@@ -55,49 +63,53 @@ def path_key(key: jax.Array, path: str) -> jax.Array:
 
 def reinitialize(
     model: AnyModel,
-    rules: str | InitRules | Mup,
+    rules: str | InitRules | Rescaling,
     initializer: Initializer | None = None,
     *,
     key: jax.Array | int | None = None,
 ) -> AnyModel:
-    """Gives variables another initializer, run as any other: sharded, one program for each kind.
+    """Gives variables another initializer, which runs like any other: sharded, one program for each kind.
 
-    A variable's key is `lazymodel.path_key(key, path)`, so its values do not change when others come, go or are
+    A variable's key is `lazymodel.path_key(key, path)`, so its values do not change when others are added, removed or
     renamed, and are bit for bit those of `initializer(path_key(key, path), shape, dtype)`. Variables that no rule
-    matches keep their initializers and keys. One that the model was built with a weight for is initialized from
-    now on; a checkpoint given to `materialize` still goes before any initializer. Optimizer state stays as its
-    optimizer starts it, for the new values where it depends on them.
+    matches keep their initializers and keys. A variable that was built with a weight is initialized from now on; a
+    checkpoint given to `materialize` still takes precedence over any initializer. Optimizer state starts as its
+    optimizer defines, from the new values if it depends on them.
 
     Args:
-        rules: A path regex (`re.fullmatch`) and an initializer; or a mapping of them, of which the first that
-            matches is taken; or a callable of a variable that returns an initializer or None. In a pattern,
-            `{layer}` captures text without `/` and `.`. Or what `lazymodel.mup` returns: the model's own initial values
-            are then multiplied by its factors, keys and kinds of distributions staying as they are.
-        initializer: Any of `jax.nn.initializers`, of `lazymodel.initializers`, or a callable of key, shape and
-            dtype that JAX can trace. If it has further parameters named `path`, or as the pattern's captures, it is
-            given these, captured numbers as ints.
+        rules: A path regex (`re.fullmatch`) and an initializer; or a mapping of them, in which the first match is used;
+            or a callable that takes a variable and returns an initializer or None. In a pattern, `{layer}` captures
+            text without `/` and `.`. Or a result of `lazymodel.mup`: it multiplies the model's own initial values by
+            its factors, with unchanged keys and kinds of distributions.
+        initializer: Any of `jax.nn.initializers`, of `lazymodel.research.initializers`, or a callable of key, shape and
+            dtype that JAX can trace. If it has further parameters named `path`, or like the pattern's captures, it
+            gets these, with captured numbers as ints.
         key: A typed key, or its seed; needed if an initializer draws random values.
 
     Raises:
         LazyModelError: A pattern matches nothing, an initializer returns another shape or dtype, or a key is
-            lacking.
+            missing.
 
     Example:
         >>> abstract.reinitialize(".*/kernel", jax.nn.initializers.lecun_normal(), key=0)["up/kernel"].origin
         'truncated_normal'
     """
-    if isinstance(rules, Mup):
-        return _rescaled(model, rules, initializer, key)
+    if isinstance(rules, Rescaling):
+        if initializer is not None or key is not None:
+            raise LazyModelError(
+                "muP multiplies the model's own values and takes no initializer or key; rekey draws others"
+            )
+        return rules.rescaled(model)
     key = _checked_key(key)
     chosen = _choose(model, rules, initializer)
     absent = jax.ShapeDtypeStruct((), jax.eval_shape(jax.random.key, 0).dtype)
 
     def compute(key: jax.Array) -> dict[str, Any]:
-        values: dict[int, Any] = {}  # by identity; holding them keeps one's id from being used again
+        values: dict[int, Any] = {}  # by identity; holding them prevents reuse of their ids
         result: dict[str, Any] = {}
         for path, choice in chosen.items():
             value = _initial(model[path], choice, path_key(key, path))
-            # A copy where an initializer returns one array twice: these stay two variables.
+            # Copy if an initializer returns one array twice: these stay two variables.
             result[path] = jax.numpy.array(value, copy=True) if id(value) in values else value
             values[id(value)] = value
         return result
@@ -124,17 +136,17 @@ def reinitialize(
 def rekey(model: AnyModel, key: jax.Array | int, pattern: str = ".*") -> AnyModel:
     """Draws the values of the model's own initializers from keys by path, `lazymodel.path_key(key, path)`.
 
-    By default a model's keys come from the order in which it creates its variables, so adding one changes all that
-    follow. By path they do not. A variable whose initializer takes several keys has them folded from its own by
-    0, 1, …; variables that are cut from one random array have the key of the first. Keys that the model holds, such
-    as dropout's, stay as they are.
+    By default a model's keys depend on the order in which it creates its variables, so adding one changes all later
+    ones. Keys by path do not. A variable whose initializer takes several keys gets them folded from its own by
+    0, 1, …; variables that are slices of one random array have the key of the first. Keys that the model holds, such
+    as dropout's, do not change.
 
     Args:
         key: A typed key, or its seed.
         pattern: Path regex (`re.fullmatch`) of the variables.
 
     Raises:
-        LazyModelError: The pattern matches nothing, or the key is of another generator than the model's.
+        LazyModelError: The pattern matches nothing, or the key has another generator than the model's.
 
     Example:
         >>> alone = lm.build_abstract(lambda key: {"up": init(key)["up"]}, jax.random.key(0))
@@ -165,31 +177,8 @@ def rekey(model: AnyModel, key: jax.Array | int, pattern: str = ".*") -> AnyMode
     return dataclasses.replace(model, recipes=tuple(recipes))
 
 
-def _rescaled(model: AnyModel, scheme: Mup, initializer: Any, key: Any) -> AnyModel:
-    """The model's own initial values, multiplied."""
-    if initializer is not None or key is not None:
-        raise LazyModelError(
-            "muP multiplies the model's own values and takes no initializer or key; rekey draws others"
-        )
-    if lacking := [path for path, row in scheme.items() if path not in model or model[path].shape != row.shape]:
-        found = f"of shape {model[lacking[0]].shape}" if lacking[0] in model else "absent"
-        raise LazyModelError(
-            f"this muP is of {scheme.name}, whose {lacking[0]!r} has shape {scheme[lacking[0]].shape}; in {model.name} "
-            f"it is {found}. Compare the base with this model: lazymodel.mup(base, model)"
-        )
-    factors = scheme.factors
-    variables = dict(model.variables)
-    for path, factor in factors.items():
-        variables[path] = dataclasses.replace(variables[path], origin=f"{variables[path].origin} × {factor:.3g}")
-    recipes = tuple(
-        scaled_recipe(recipe, factors) if any(path in factors for path in recipe.paths) else recipe
-        for recipe in model.recipes
-    )
-    return dataclasses.replace(model, variables=variables, recipes=recipes)
-
-
 def _rekeyed(recipe: InitRecipe, key: jax.Array) -> tuple[np.ndarray[Any, Any], ...]:
-    """The recipe's inputs with keys of its path: that key itself, or one folded from it where there are several."""
+    """The recipe's inputs with keys by path: the key of the path, or keys folded from it if there are several."""
     base = path_key(key, recipe.paths[0])
     inputs = list(recipe.inputs)
     keys = [(index, dtype) for index, dtype in enumerate(recipe.keys) if dtype is not None]
@@ -218,11 +207,11 @@ def _checked_key(key: Any) -> jax.Array | None:
 
 # Rules ----------------------------------------------------------------------------------------------------------------
 
-_Choice: TypeAlias = "tuple[Initializer, Mapping[str, str | int]]"  # and what its pattern captured, numbers as ints
+_Choice: TypeAlias = "tuple[Initializer, Mapping[str, str | int]]"  # with the captures of its pattern, numbers as ints
 
 
 def _choose(model: ModelSpec, rules: Any, initializer: Initializer | None) -> dict[str, _Choice]:
-    """An initializer for each variable that gets a new one."""
+    """Path → initializer, for each variable that gets a new one."""
     if isinstance(rules, str):
         if initializer is None:
             raise LazyModelError(f"which initializer for {rules!r}? Such as jax.nn.initializers.normal(0.02)")
@@ -274,14 +263,14 @@ def _choose_by_pattern(model: ModelSpec, rules: Mapping[str, Any]) -> dict[str, 
 
 
 def _initial(variable: AbstractVariable, choice: _Choice, key: jax.Array) -> Any:
-    """The variable's value, traced."""
+    """The variable's traced value."""
     initializer, captures = choice
     known: dict[str, Any] = {**captures, "path": variable.path}
     expected = f"{variable.dtype.name}{list(variable.shape)}"
     try:
-        value = initializer(key, variable.shape, variable.dtype, **_wanted(variable, initializer, known))
+        value = initializer(key, variable.shape, variable.dtype, **_parameters(variable, initializer, known))
     except (LazyModelError, jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-        raise  # of what cannot be traced
+        raise  # errors of tracing
     except (TypeError, ValueError) as error:
         raise LazyModelError(
             f"{variable.path!r}: its initializer cannot make {expected}: {type(error).__name__}: {error} Give it "
@@ -295,22 +284,22 @@ def _initial(variable: AbstractVariable, choice: _Choice, key: jax.Array) -> Any
     if (found := f"{np.dtype(value.dtype).name}{list(value.shape)}") != expected:
         raise LazyModelError(
             f"{variable.path!r}: expected {expected}, and its initializer returned {found}; it is called with key, "
-            "shape and dtype, and is to return an array of these"
+            "shape and dtype, and has to return an array with these"
         )
     return value
 
 
-def _wanted(variable: AbstractVariable, initializer: Initializer, known: Mapping[str, Any]) -> dict[str, Any]:
-    """What a callable wants to know besides key, shape and dtype: parameters named `path` or like a capture."""
+def _parameters(variable: AbstractVariable, initializer: Initializer, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Further arguments of a callable after key, shape and dtype: `path`, and captures."""
     try:
         parameters = list(inspect.signature(initializer).parameters.values())[3:]
-    except (TypeError, ValueError):  # built in C: nothing is known of its parameters
+    except (TypeError, ValueError):  # built in C: its parameters are unknown
         return {}
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
-    if lacking := [name for name in needed if name not in known]:
+    if missing := [name for name in needed if name not in known]:
         raise LazyModelError(
-            f"{variable.path!r}: its initializer needs {lacking[0]!r}, which its pattern does not capture; "
-            f"write {{{lacking[0]}}} where the path has it"
+            f"{variable.path!r}: its initializer needs {missing[0]!r}, which its pattern does not capture; "
+            f"write {{{missing[0]}}} where the path has it"
         )
     return {parameter.name: known[parameter.name] for parameter in parameters if parameter.name in known}

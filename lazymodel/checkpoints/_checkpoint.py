@@ -10,15 +10,15 @@ import numpy as np
 from lazymodel._errors import CheckpointError
 from lazymodel._remote.path import Location
 from lazymodel._show.text import format_bytes, plural
+from lazymodel._tensors.byte_reader import ByteReader
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.source import Source
 
 
 class TensorHeader(NamedTuple):
-    """What a checkpoint's headers say of one tensor: its dtype in memory, shape, bytes in memory, and its file.
+    """The header of one tensor: its dtype in memory, shape, bytes in memory, and its file.
 
     `stored` is the name of its type in the file and its bytes there, where NumPy has no dtype for it;
-    `offset` its first byte there, where it lies in one piece and the headers say so.
+    `offset` its first byte there, if it is stored in one piece and the headers say so.
     """
 
     dtype: np.dtype[Any]
@@ -37,8 +37,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     Attributes:
         path: The path that was opened.
-        format: What its files are, for reports.
-        metadata: What they say about themselves, where the format has a place for that: strings (safetensors'
+        format: The format of its files, for reports.
+        metadata: Their metadata, if the format has any: strings (safetensors'
             `__metadata__`), or also numbers, bools and lists (GGUF).
 
     Example:
@@ -50,7 +50,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     format: str = "unknown"
     metadata: Mapping[str, Any] | None = None
 
-    def __init__(self, path: str | Location, names: list[str] | dict[str, Any], sources: Sequence[Source]) -> None:
+    def __init__(self, path: str | Location, names: list[str] | dict[str, Any], sources: Sequence[ByteReader]) -> None:
         self.path = str(path)
         self._names: dict[str, Any] = names if isinstance(names, dict) else dict.fromkeys(names)
         self._sources = sources
@@ -76,7 +76,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return name in self._names  # Mapping's own would make the tensor
 
     def describe(self, name: str) -> TensorHeader:
-        """What the headers say of a tensor that is there; formats that can tell make no tensor for it."""
+        """The header of an existing tensor; formats that can read it alone make no tensor for it."""
         tensor = self[name]
         return TensorHeader(tensor.dtype, tensor.shape, tensor.nbytes, tensor.file)
 

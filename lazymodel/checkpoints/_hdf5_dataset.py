@@ -1,44 +1,112 @@
 """Datasets of HDF5 files as tensors, each checked against the bytes that are there before it is believed.
 
-What lies in the file as it lies in memory (contiguous datasets, which is what Keras writes, and unfiltered chunks) is
-read straight from the file at the offset that the HDF5 library reports. Chunks with the usual filters (deflate,
-shuffle, Fletcher-32) are decoded here, each into no more memory than its shape needs; the library would inflate
-whatever a chunk claims to be. Everything else is read through h5py, which is imported on first use, chunk by chunk.
+Values that the file stores as they are in memory (contiguous datasets, as Keras writes them) are read straight from
+the file at the offset that the HDF5 library reports. Everything else is read through h5py, which is imported on first
+use. The library would inflate whatever a chunk claims to be, so deflated chunks are inflated here before, with a limit.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import math
 import os
 import threading
 import zlib
-from collections.abc import Generator
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError
 from lazymodel._remote.path import Location
-from lazymodel._remote.source import source_of
-from lazymodel._tensors.boxes import Box, Geometry, box_shape, c_strides, intersect, normalize, shift, slabs
+from lazymodel._remote.reader import source_of
+from lazymodel._tensors.boxes import Box, box_shape, intersect, shift, slabs
 from lazymodel._tensors.buffers import Convert, Workspace, assign
+from lazymodel._tensors.byte_reader import ByteReader
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.leaves import ArrayLeaf, FileLeaf, Leaf
-from lazymodel._tensors.source import Source
-from lazymodel.checkpoints._untrusted import MAX_RATIO
+from lazymodel._tensors.tensor_source import ArrayTensor, FileTensor, TensorSource
+from lazymodel.checkpoints._untrusted import MAX_RATIO, Window, corrupt
+
+# Object headers of HDF5 files, read without the HDF5 library, as far as must be known before it opens a dataset.
+#
+# The library crashes on descriptions of virtual datasets that are damaged, before anyone can ask it whether a dataset
+# is virtual. So this is found out here: in which way a dataset says that its values are stored. Nothing is believed
+# beyond that; what a header means is the library's business. Format: HDF5 File Format Specification 3.0, sections
+# IV.A.1 (object headers) and IV.A.2.i (the data layout message).
+
+
+VIRTUAL = 3  # the layout class of a dataset whose values are stored in other datasets
+_LAYOUT, _CONTINUATION = 0x08, 0x10  # types of messages
+_MAX_HEADER = 16 << 20  # bytes of one object's header; a message has at most 64 KiB, and a dataset some ten of them
+
+
+def layout_classes(read: Callable[[int, int], bytes], address: int, widths: tuple[int, int]) -> set[int]:
+    """The classes of storage that the object header at an address names: none for a group, one for a sound dataset.
+
+    `read` gives the bytes at an address, as many as requested or as the file has; `widths` are the bytes of an address
+    and of a length. Raises ValueError if there is no object header, or one that ends early.
+    """
+    classes: set[int] = set()
+    for kind, body in messages(read, address, widths):
+        if kind == _LAYOUT:
+            # Versions 1 and 2, in which there are no virtual datasets, put the number of dimensions first.
+            version = body[0] if body else 0
+            if len(body) < 3 or not 1 <= version <= 5:
+                raise ValueError(f"the data layout message at {address} has version {version}")
+            classes.add(body[2] if version < 3 else body[1])
+    return classes
+
+
+def messages(read: Callable[[int, int], bytes], address: int, widths: tuple[int, int]) -> Iterator[tuple[int, bytes]]:
+    """Type and content of every message of the header at an address, those of its continuations among them."""
+    head = read(address, 64)
+    tracked = False  # whether every message has a number
+    if head.startswith(b"OHDR\x02"):
+        flags = head[5] if len(head) > 5 else 0
+        tracked = bool(flags & 0x04)
+        start = 6 + (16 if flags & 0x20 else 0) + (4 if flags & 0x10 else 0)
+        width = 1 << (flags & 0x03)
+        blocks = [(address + start + width, int.from_bytes(head[start : start + width], "little"))]
+        prefix = 4 + (2 if tracked else 0)
+    elif head.startswith(b"\x01") and len(head) >= 16:
+        blocks = [(address + 16, int.from_bytes(head[8:12], "little"))]
+        prefix = 8
+    else:
+        raise ValueError(f"there is no object header at {address}")
+    new = prefix != 8
+    seen: set[int] = set()
+    left = _MAX_HEADER
+    while blocks:
+        start, size = blocks.pop()
+        left -= size
+        if start in seen or left < 0:
+            raise ValueError(f"the object header at {address} does not end")
+        seen.add(start)
+        data = read(start, size)
+        if len(data) < size:
+            raise ValueError(f"the object header at {address} is cut off")
+        at = 0
+        while at + prefix <= size:
+            kind = data[at] if new else int.from_bytes(data[at : at + 2], "little")
+            length = int.from_bytes(data[at + 1 : at + 3] if new else data[at + 2 : at + 4], "little")
+            body = data[at + prefix : at + prefix + length]
+            if len(body) < length:
+                raise ValueError(f"a message of the object header at {address} is cut off")
+            if kind == _CONTINUATION:
+                offset = int.from_bytes(body[: widths[0]], "little")
+                count = int.from_bytes(body[widths[0] : sum(widths)], "little")
+                # Newer ones begin with a signature and end with a checksum.
+                blocks.append((offset + 4, max(count - 8, 0)) if new else (offset, count))
+            yield kind, body
+            at += prefix + length
+
 
 _LIBRARY = 1 << 20  # bytes; the HDF5 library's own buffer for conversions (H5Pset_buffer's default)
 _METADATA = 256 << 10  # bytes of B-trees and headers that it keeps of a file
-_INFLATE_IN = 64 << 10  # bytes handed to zlib at a time: what it does not take at once, it copies
-_INFLATE_OUT = 256 << 10  # bytes taken from zlib at a time
-_CHECKSUM = 32 << 10  # words summed at a time; their weighted sum stays far below 2**64
-_PLACE = np.dtype([("offset", np.int64), ("size", np.int64), ("mask", np.int64)])  # of a chunk
+_SIZE = np.dtype(np.int64)  # of the number of bytes of a chunk
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_BYTE = np.dtype(np.uint8)
 
 
 def import_h5py() -> Any:
@@ -47,43 +115,6 @@ def import_h5py() -> Any:
     except ImportError as error:
         raise CheckpointError("HDF5 weights need h5py, which is not installed: pip install h5py") from error
     return h5py
-
-
-@contextlib.contextmanager
-def corrupt(message: str) -> Generator[None]:
-    """Raises CheckpointError for whatever goes wrong inside: h5py turns a corrupt file into nearly any exception."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{message} ({error or type(error).__name__})") from error
-
-
-class Window(io.RawIOBase):
-    """A range of a file as a file of its own: a member of an uncompressed archive."""
-
-    def __init__(self, source: Source, base: int, size: int) -> None:
-        super().__init__()
-        self._file = source.open_file()
-        self._base, self._size, self._position = base, size, 0
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(min(len(view), self._size - self._position), 0)
-        self._file.seek(self._base + self._position)
-        count = cast(Any, self._file).readinto(view[:count])
-        self._position += count
-        return count
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
 
 
 class H5File:
@@ -102,8 +133,8 @@ class H5File:
             if not self._handle:
                 path, base = self.source.path, self.source.base
                 whole = base == 0 and self.size == self.source.size and not self.source.remote
-                mend = "found one that is truncated or corrupt. Download or copy it again."
-                with corrupt(f"{path}: expected an HDF5 file of {self.size} bytes, {mend}"):
+                fix = "found one that is truncated or corrupt. Download or copy it again."
+                with corrupt(f"{path}: expected an HDF5 file of {self.size} bytes, {fix}"):
                     # No chunk cache: chunks are read once, and what a reading needs would come on top.
                     target = path if whole else Window(self.source, base, self.size)
                     handle = h5py.File(target, "r", rdcc_nbytes=0)
@@ -123,18 +154,7 @@ class H5File:
         self.source.close()
 
 
-class _Target(NamedTuple):
-    """An array to fill, the conversions on the way, and memory for what that takes."""
-
-    out: np.ndarray
-    steps: tuple[Convert, ...]
-    workspace: Workspace
-
-    def part(self, box: Box) -> _Target:
-        return self._replace(out=self.out[(*box, ...)])
-
-
-class DatasetLeaf(Leaf):
+class DatasetTensor(TensorSource):
     """A dataset that is not one range of the file: chunked, compressed, converted, or in the header."""
 
     def __init__(self, file: H5File, name: str, dataset: Any, dtype: np.dtype[Any]) -> None:
@@ -142,256 +162,163 @@ class DatasetLeaf(Leaf):
         self.offset, self.origin = 0, file.source
         self._chunks: tuple[int, ...] | None = dataset.chunks
         self._bits: np.dtype[Any] = dataset.dtype
-        self._filters = _Filters(dataset)
-        self._places: np.ndarray | None = None
-        self.unit_nbytes = 0 if _is_exact(dataset) and not self._filters.any else _LIBRARY
+        self._filters = _filters(dataset, f"{self.file}: dataset {name!r}")
+        self._sizes: np.ndarray | None = None
+        self.min_scratch_nbytes = 0 if _is_exact(dataset) and not self._filters else _LIBRARY
         if self._chunks:
-            self._chunk_nbytes = math.prod(self._chunks) * self._bits.itemsize
+            width = dataset.id.get_type().get_size()
+            self._chunk_nbytes = math.prod(self._chunks) * width  # decoded, as it is stored
             places = math.prod(-(-extent // n) for extent, n in zip(self.shape, self._chunks, strict=True))
-            self.unit_nbytes += places * _PLACE.itemsize
-            if self._filters.any:
-                # Encoded, decoded and rearranged, by us or by the library.
-                self.unit_nbytes += 3 * self._chunk_nbytes
+            self.min_scratch_nbytes += places * _SIZE.itemsize
+            if self._filters:
+                # Encoded, decoded and rearranged.
+                self.min_scratch_nbytes += 3 * self._chunk_nbytes * max(self._bits.itemsize // width, 1)
                 self.row_step = self._chunks[0]
 
-    def sources(self) -> tuple[Source, ...]:
+    def readers(self) -> tuple[ByteReader, ...]:
         return (self._h5.source,)
 
     def release(self) -> None:
-        self._places = None
+        self._sizes = None
 
     def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
-        target = _Target(out, steps, workspace)
         try:
             self._h5.source.check_unchanged()
             dataset = self._h5.open()[self.name]
             if self._chunks is None:
-                self._read(dataset, box, target)
+                self._read(dataset, box, out, steps, workspace)
                 self._h5.source.count(math.prod(box_shape(box)) * self._bits.itemsize)
             else:
-                self._read_chunks(dataset, self._chunks, box, target)
+                self._read_chunks(dataset, self._chunks, box, out, steps, workspace)
             self._h5.source.check_unchanged()
         except Exception as error:
             raise CheckpointError(
                 f"cannot read dataset {self.name!r} of {self.file}: {error or type(error).__name__}"
             ) from error
 
-    def _read(self, dataset: Any, box: Box, target: _Target) -> None:
-        """Fills a target with a box of the dataset through the HDF5 library."""
+    def _read(self, dataset: Any, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
+        """Fills `out` with a box of the dataset through the HDF5 library."""
         h5s = import_h5py().h5s
-        steps, workspace = target.steps, target.workspace
         space = dataset.id.get_space()
-        limit = max(workspace.room, self.unit_nbytes, self._bits.itemsize) // self._bits.itemsize
+        limit = max(workspace.available, self.min_scratch_nbytes, self._bits.itemsize) // self._bits.itemsize
         for piece in slabs(box_shape(box), limit):
-            out = target.out[(*piece, ...)]
-            in_place = not steps and out.flags.c_contiguous
-            with contextlib.nullcontext(out) if in_place else workspace.array(out.shape, self.dtype) as values:
+            target = out[(*piece, ...)]
+            in_place = not steps and target.flags.c_contiguous
+            with contextlib.nullcontext(target) if in_place else workspace.array(target.shape, self.dtype) as values:
                 if box:
                     start = tuple(whole.start + part.start for whole, part in zip(box, piece, strict=True))
                     space.select_hyperslab(start, values.shape)
                 memory = h5s.create_simple(values.shape) if box else h5s.create(h5s.SCALAR)
                 dataset.id.read(memory, space, values.view(self._bits))
                 if not in_place:
-                    assign(out, values, steps)
+                    assign(target, values, steps)
 
-    def _read_chunks(self, dataset: Any, chunks: tuple[int, ...], box: Box, target: _Target) -> None:
-        """Fills a target with a box, one chunk after the other."""
-        if (places := self._places) is None:
-            places = self._places = _chunk_places(dataset)
-        rows = (range(part.start // n, -(-part.stop // n)) for part, n in zip(box, chunks, strict=True))
-        for place in itertools.product(*rows):
-            chunk: Box = tuple(slice(k * n, (k + 1) * n) for k, n in zip(place, chunks, strict=True))
-            piece = cast(Box, intersect(chunk, box))
-            part = target.part(shift(piece, box))
-            offset, size, mask = (int(value) for value in places[place])
-            if offset < 0:
-                if not _has_fill_value(dataset):
-                    ranges = ", ".join(f"{part.start}:{part.stop}" for part in chunk)
-                    raise CheckpointError(
-                        f"expected values in [{ranges}], found a chunk that was never written, and no fill value"
-                    )
-            elif offset + size > self._h5.size:
+    def _read_chunks(
+        self,
+        dataset: Any,
+        chunks: tuple[int, ...],
+        box: Box,
+        out: np.ndarray,
+        steps: tuple[Convert, ...],
+        workspace: Workspace,
+    ) -> None:
+        """Fills `out` with a box, encoded chunks one after the other, each once it is known what it decodes to."""
+        if (sizes := self._sizes) is None:
+            sizes = self._sizes = self._chunk_sizes(dataset, chunks)
+        rows = tuple(slice(part.start // n, -(-part.stop // n)) for part, n in zip(box, chunks, strict=True))
+        if not sizes[rows].all() and not _has_fill_value(dataset):
+            ranges = ", ".join(f"{part.start}:{part.stop}" for part in box)
+            raise CheckpointError(f"expected values in [{ranges}], found a chunk never written, and no fill value")
+        if not self._filters:
+            self._read(dataset, box, out, steps, workspace)
+            self._h5.source.count(math.prod(box_shape(box)) * self._bits.itemsize)
+        else:
+            for place in itertools.product(*(range(part.start, part.stop) for part in rows)):
+                chunk: Box = tuple(slice(k * n, (k + 1) * n) for k, n in zip(place, chunks, strict=True))
+                if sizes[place]:
+                    self._check_chunk(dataset, tuple(part.start for part in chunk), int(sizes[place]))
+                piece = cast(Box, intersect(chunk, box))
+                self._read(dataset, piece, out[(*shift(piece, box), ...)], steps, workspace)
+            self._h5.source.count(int(sizes[rows].sum()))
+
+    def _chunk_sizes(self, dataset: Any, chunks: tuple[int, ...]) -> np.ndarray:
+        """The bytes of every chunk in the file by its place in the grid, 0 where it was never written."""
+        # All at once: the library looks a single one up by going through all of them.
+        sizes = np.zeros(tuple(-(-extent // n) for extent, n in zip(self.shape, chunks, strict=True)), _SIZE)
+        # Encoded chunks are as long as their values, with a checksum perhaps, unless they are compressed as well.
+        checksum = 4 * (import_h5py().h5z.FILTER_FLETCHER32 in self._filters)
+        known = () if _compresses(self._filters) else (self._chunk_nbytes, self._chunk_nbytes + checksum)
+
+        def note(info: Any) -> None:
+            if info.byte_offset + info.size > self._h5.size:
                 raise CheckpointError(
-                    f"expected a chunk up to byte {offset + size}, found {self._h5.size} bytes; it is "
+                    f"expected a chunk up to byte {info.byte_offset + info.size}, found {self._h5.size} bytes; it is "
                     "truncated. Download or copy it again."
                 )
-            elif self._filters.known:
-                partial = any(part.stop > extent for part, extent in zip(chunk, self.shape, strict=True))
-                if self._read_chunk(offset, size, self._filters.applied(mask), partial, shift(piece, chunk), part):
-                    continue
-            self._read(dataset, piece, part)
-            self._h5.source.count(size)
+            if known and info.size not in known:
+                raise CheckpointError(
+                    f"expected a chunk of {self._chunk_nbytes} bytes, found {info.size}; it is corrupt"
+                )
+            place = tuple(start // n for start, n in zip(info.chunk_offset, chunks, strict=True))
+            if all(index < count for index, count in zip(place, sizes.shape, strict=True)):
+                sizes[place] = info.size  # others are left over from when the dataset was larger
 
-    def _read_chunk(
-        self, offset: int, size: int, filters: tuple[bool, ...], partial: bool, box: Box, target: _Target
-    ) -> bool:
-        """Fills a target with a box of a chunk, without the library; False where only that can tell what it is."""
-        # A dataset can be told to leave chunks that reach over its edge unfiltered (H5Pset_chunk_opts), which h5py does
-        # not show. Such a chunk is as long as its values are.
-        chunks = cast("tuple[int, ...]", self._chunks)
-        shuffle = filters[0]
-        out, steps, workspace = target
-        if not any(filters):
-            self._check_length(size)
-            place = Geometry(offset, chunks, tuple(c_strides(chunks, self._bits.itemsize))).box(box)
-            place, ordered, _ = normalize(place, out)
-            self._h5.source.read_strided(place, self.dtype, ordered, steps, workspace)
-            return True
-        if size > self._chunk_nbytes + self._chunk_nbytes // 8 + 1024:  # more than zlib ever adds
-            self._check_length(size)
-        with workspace.array((self._chunk_nbytes,), _BYTE) as decoded:
-            if not self._decode(offset, size, filters, partial and size == self._chunk_nbytes, decoded, workspace):
-                return False
-            if not shuffle:
-                assign(out, decoded.view(self.dtype).reshape(chunks)[box], steps)
-                return True
-            # Shuffled: the first byte of every value, then the second of every value, and so on.
-            planes = decoded.reshape(self._bits.itemsize, *chunks)[(slice(None), *box)]
-            with workspace.array(out.shape, self.dtype) as values:
-                bytes_of = values.view(_BYTE).reshape(*out.shape, self._bits.itemsize)
-                bytes_of[...] = np.moveaxis(planes, 0, -1)
-                assign(out, values, steps)
-        return True
+        dataset.id.chunk_iter(note)
+        return sizes
 
-    def _decode(
-        self, offset: int, size: int, filters: tuple[bool, ...], unfiltered: bool, out: np.ndarray, workspace: Workspace
-    ) -> bool:
-        """Fills `out` with a chunk, checked and inflated; False where the chunk is one that may be `unfiltered`."""
-        _, deflate, checksum = filters
-        if unfiltered and not deflate:
-            return False
-        with workspace.array((size,), _BYTE) as encoded:
-            self._h5.source.read_into(offset, encoded)
-            if checksum:
-                encoded, stored = encoded[:-4], encoded[-4:].tobytes()
-                if not _is_checksum(stored, encoded):
-                    if unfiltered:
-                        return False
-                    raise CheckpointError(f"expected a chunk of checksum {stored.hex()}, found another; it is corrupt")
-            if deflate:
-                try:
-                    self._check_length(_inflate(encoded, out))
-                except zlib.error:
-                    if unfiltered:
-                        return False
-                    raise
-            else:
-                self._check_length(encoded.size)
-                out[:] = encoded
-        return True
-
-    def _check_length(self, length: int) -> None:
-        if length != self._chunk_nbytes:
-            raise CheckpointError(f"expected a chunk of {self._chunk_nbytes} bytes, found {length}; it is corrupt")
-
-
-class _Filters:
-    """How the chunks of a dataset are encoded."""
-
-    def __init__(self, dataset: Any) -> None:
+    def _check_chunk(self, dataset: Any, start: tuple[int, ...], size: int) -> None:
+        """Raises CheckpointError if a chunk would inflate to anything but its values: the library has no limit."""
         h5z = import_h5py().h5z
-        plist = dataset.id.get_create_plist()
-        filters = [plist.get_filter(index) for index in range(plist.get_nfilters())]
-        codes = [code for code, *_ in filters]
-        allowed: dict[int, list[tuple[int, ...]]] = {
-            h5z.FILTER_SHUFFLE: [(dataset.dtype.itemsize,)],
-            h5z.FILTER_DEFLATE: [(level,) for level in range(10)],
-            h5z.FILTER_FLETCHER32: [()],
-        }
-        self._bits = [1 << codes.index(code) if code in codes else 0 for code in allowed]
-        self.any = bool(codes)
-        # Whether they may be shorter than their values.
-        self.compressing = any(code not in (h5z.FILTER_SHUFFLE, h5z.FILTER_FLETCHER32) for code in codes)
-        # Whether `DatasetLeaf` can decode them: of the filters shuffle, deflate and Fletcher-32 each at most once, in
-        # this order, on values that are stored as they are in memory.
-        self.known = (
-            codes == [code for code in allowed if code in codes]
-            and all(tuple(values) in allowed[code] for code, _, values, _ in filters)
-            and _is_exact(dataset)
-            # Versions of the library differ in whether a chunk's offset counts from the end of the user block.
-            and not dataset.file.userblock_size
-        )
+        if h5z.FILTER_DEFLATE not in self._filters:
+            return
+        found = size
+        if size <= self._chunk_nbytes + self._chunk_nbytes // 8 + 1024:  # more than zlib ever adds
+            # The only call of h5py that does not take its lock itself, which nothing public hands out: without it,
+            # threads would be in the HDF5 library at the same time.
+            with import_h5py()._objects.phil:
+                mask, encoded = dataset.id.read_direct_chunk(start)
+            if mask & 1 << self._filters.index(h5z.FILTER_DEFLATE):
+                return
+            try:
+                found = len(zlib.decompressobj().decompress(encoded, self._chunk_nbytes + 1))
+            except zlib.error:
+                # Chunks that reach over the edge may be stored as they are (H5Pset_chunk_opts); the library knows.
+                return
+        if found != self._chunk_nbytes:
+            raise CheckpointError(f"expected a chunk of {self._chunk_nbytes} bytes, found {found}; it is corrupt")
 
-    def applied(self, mask: int) -> tuple[bool, ...]:
-        """Whether a chunk is shuffled, deflated and checksummed; `mask` has a bit for every filter left out."""
-        return tuple(bool(bit & ~mask) for bit in self._bits)
+
+def _filters(dataset: Any, what: str) -> list[int]:
+    """The codes of the filters that encode the chunks of a dataset, in the order in which writing applies them."""
+    h5z = import_h5py().h5z
+    plist = dataset.id.get_create_plist()
+    codes = [plist.get_filter(index)[0] for index in range(plist.get_nfilters())]
+    if h5z.FILTER_DEFLATE in codes and set(codes[codes.index(h5z.FILTER_DEFLATE) + 1 :]) - {h5z.FILTER_FLETCHER32}:
+        raise CheckpointError(
+            f"{what}: expected gzip as the last filter but for a checksum, found another after it. Save it with "
+            "gzip alone"
+        )
+    return codes
+
+
+def _compresses(filters: list[int]) -> bool:
+    """Returns True if filters may make chunks shorter than their values."""
+    h5z = import_h5py().h5z
+    return any(code not in (h5z.FILTER_SHUFFLE, h5z.FILTER_FLETCHER32) for code in filters)
 
 
 def _is_exact(dataset: Any) -> bool:
-    """Whether values are stored with the bits that they have in memory."""
+    """Returns True if values are stored with the bits that they have in memory."""
     return dataset.dtype.kind == "V" or import_h5py().h5t.py_create(dataset.dtype, logical=True).equal(
         dataset.id.get_type()
     )
 
 
 def _has_fill_value(dataset: Any) -> bool:
-    """Whether the library says what a chunk holds that was never written."""
+    """Returns True if the library knows what a chunk holds that was never written."""
     h5d = import_h5py().h5d
     plist = dataset.id.get_create_plist()
     return plist.fill_value_defined() != h5d.FILL_VALUE_UNDEFINED and plist.get_fill_time() != h5d.FILL_TIME_NEVER
-
-
-def _inflate(encoded: np.ndarray, out: np.ndarray) -> int:
-    """Inflates a zlib stream into `out`; returns its length, or one more than there is room for and stops there."""
-    decoder = zlib.decompressobj()
-    done = 0
-    for start in range(0, encoded.size, _INFLATE_IN):
-        rest: Any = cast(Any, encoded[start : start + _INFLATE_IN])
-        while True:
-            # One byte more than there is room for, to notice that there is one.
-            limit = min(_INFLATE_OUT, out.size + 1 - done)
-            piece = decoder.decompress(rest, limit)
-            if done + len(piece) > out.size:
-                return out.size + 1
-            out[done : done + len(piece)] = np.frombuffer(piece, _BYTE)
-            done += len(piece)
-            rest = decoder.unconsumed_tail
-            if decoder.eof:
-                return done
-            if not rest and len(piece) < limit:
-                break
-    raise zlib.error("the stream ends early")
-
-
-def _fletcher32(data: np.ndarray) -> int:
-    """The checksum that HDF5 appends to chunks: Fletcher's, of big-endian 16-bit words (`H5_checksum_fletcher32`)."""
-    words = data[: data.size // 2 * 2].view(">u2")
-    first = second = 0
-    for start in range(0, words.size, _CHECKSUM):
-        block = words[start : start + _CHECKSUM].astype(np.uint64)
-        second += block.size * first + int((block * np.arange(block.size, 0, -1, dtype=np.uint64)).sum())
-        first += int(block.sum())
-    if data.size % 2:
-        first += int(data[-1]) << 8
-        second += first
-    return second % 65535 << 16 | first % 65535  # for which both 0 and 65535 stand
-
-
-def _is_checksum(stored: bytes, data: np.ndarray) -> bool:
-    """Whether the four bytes after a chunk are its checksum; before HDF5 1.6.3 its halves were byte-swapped."""
-    checksum = _fletcher32(data)
-    halves = [(int.from_bytes(stored[2:], order), int.from_bytes(stored[:2], order)) for order in ("little", "big")]
-    return len(stored) == 4 and any(high % 65535 << 16 | low % 65535 == checksum for high, low in halves)
-
-
-def _chunk_places(dataset: Any) -> np.ndarray:
-    """Where every chunk lies, by its place in the grid: byte offset or -1, bytes, mask of filters left out."""
-    # All at once: the library looks a single one up by going through all of them.
-    chunks: tuple[int, ...] = dataset.chunks
-    grid = tuple(-(-extent // n) for extent, n in zip(dataset.shape, chunks, strict=True))
-    places = np.full(grid, -1, _PLACE)
-    places["size"] = 0
-
-    def note(info: Any) -> None:
-        place = tuple(start // n for start, n in zip(info.chunk_offset, chunks, strict=True))
-        if any(index >= count for index, count in zip(place, grid, strict=True)):
-            return  # left over from when the dataset was larger
-        if places["offset"][place] >= 0:
-            raise CheckpointError(f"expected one chunk at {list(info.chunk_offset)}, found two; it is corrupt")
-        places[place] = (info.byte_offset, info.size, info.filter_mask)
-
-    dataset.id.chunk_iter(note)
-    return places
 
 
 def dataset_tensor(file: H5File, name: str) -> LazyTensor:
@@ -402,7 +329,7 @@ def dataset_tensor(file: H5File, name: str) -> LazyTensor:
         dtype, shape = _checked(file, f"{path}: dataset {name!r}", dataset)
         nbytes = math.prod(shape) * dtype.itemsize
         if not nbytes:
-            return LazyTensor(ArrayLeaf(np.empty(shape, dtype), name))
+            return LazyTensor(ArrayTensor(np.empty(shape, dtype), name))
         if dataset.id.get_create_plist().get_layout() == import_h5py().h5d.CONTIGUOUS:
             offset = dataset.id.get_offset()
             if offset is None:
@@ -416,8 +343,8 @@ def dataset_tensor(file: H5File, name: str) -> LazyTensor:
                     f"{file.size} bytes. Download or copy it again."
                 )
             elif _is_exact(dataset):
-                return LazyTensor(FileLeaf(name, file.source, int(offset), shape, dtype))
-        return LazyTensor(DatasetLeaf(file, name, dataset, dtype))
+                return LazyTensor(FileTensor(name, file.source, int(offset), shape, dtype))
+        return LazyTensor(DatasetTensor(file, name, dataset, dtype))
 
 
 def _checked(file: H5File, what: str, dataset: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
@@ -443,8 +370,8 @@ def _checked(file: H5File, what: str, dataset: Any) -> tuple[np.dtype[Any], tupl
         return dtype, shape
     chunks = cast("tuple[int, ...] | None", dataset.chunks)
     held = int(dataset.id.get_storage_size())
-    # Compressed values may exceed the file, and ones never written take no room: both within reason.
-    most = max(held * (MAX_RATIO if _Filters(dataset).compressing else 1), file.size)
+    # Compressed values may exceed the file, and values never written take no bytes: both within reason.
+    most = max(held * (MAX_RATIO if _compresses(_filters(dataset, what)) else 1), file.size)
     width = dataset.id.get_type().get_size()
     places = math.prod(-(-extent // n) for extent, n in zip(shape, chunks or shape, strict=True))
     if max(count, math.prod(chunks or ())) * width > most or max(held, places) > file.size:
@@ -457,9 +384,9 @@ def _checked(file: H5File, what: str, dataset: Any) -> tuple[np.dtype[Any], tupl
 
 
 def _has_text(dataset: Any, name: bytes) -> bool:
-    """Whether a dataset has an attribute of this name that is a string."""
-    # The string itself, which for Keras is always "bfloat16", is not read: it lies in a heap of the file, and where
-    # that is damaged the library reads on for ever, or takes gigabytes.
+    """Returns True if a dataset has an attribute of this name that is a string."""
+    # The string itself, which for Keras is always "bfloat16", is not read: it is in a heap of the file, and where that
+    # is damaged the library reads on for ever, or takes gigabytes.
     h5py = import_h5py()
     if not h5py.h5a.exists(dataset.id, name):
         return False

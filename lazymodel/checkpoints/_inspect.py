@@ -1,8 +1,7 @@
-"""What is in a checkpoint, and everything that is wrong with it: what `lazymodel inspect` prints.
+"""The contents of a checkpoint and all of its problems, as `lazymodel inspect` prints them.
 
-`open_checkpoint` stops at the first thing that is wrong, because nothing should be loaded from such a checkpoint. A
-person who wants to mend it needs the whole list: here every shard is opened on its own, and what the index says is
-compared with what they hold. Reading the files is the formats' own; no tensor's bytes are read.
+Opening a checkpoint finds what is wrong with it; here that is shown, with the tensors of every file that can be
+opened. No tensor's bytes are read.
 """
 
 from __future__ import annotations
@@ -13,42 +12,28 @@ import os
 import reprlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
+from lazymodel._errors import LazyModelError, LazyModelWarning
 from lazymodel._remote.path import Location, RemotePath
-from lazymodel._show.page import Bars, Grid, Nbytes, Section, Text, Treemap, modules, save_page
-from lazymodel._show.table import Row, folded_table, shape_text
+from lazymodel._show.page import Bars, Grid, Section, Text, Treemap, save_page
+from lazymodel._show.table import Column, Report, Table, plain, shape_text
 from lazymodel._show.text import first_lines, format_bytes, plural, printable
 from lazymodel.checkpoints._checkpoint import Checkpoint
-from lazymodel.checkpoints._numpy import npy_names
-from lazymodel.checkpoints._open import (
-    SAFETENSORS,
-    Format,
-    content_files,
-    format_of,
-    located,
-    no_checkpoint,
-    open_located,
-    weight_files,
-)
-from lazymodel.checkpoints._orbax_folder import find_item
-from lazymodel.checkpoints._shards import Part, open_indexed, open_loose, short, some
-from lazymodel.checkpoints._steps import newest_step
-from lazymodel.checkpoints._untrusted import read_json_file, weight_map
-from lazymodel.checkpoints._verify import known_hashes, mismatches, no_hash
-from lazymodel.checkpoints._verify_remote import known_object_hashes, object_mismatches
+from lazymodel.checkpoints._open import content_files, find_contents, located
+from lazymodel.checkpoints._shards import Contents, short, some
+from lazymodel.checkpoints._verify import find_mismatches, no_hash
 
 _MAX_PROBLEMS = 40  # problems that the text shows; `to_dict` has all
-_MAX_VALUES = 100  # of a list in the metadata; the vocabulary of a tokenizer is told by its first ones
+_MAX_VALUES = 100  # of a list in the metadata; the first ones identify the vocabulary of a tokenizer
 
 
 class TensorSummary(NamedTuple):
     """One tensor: its name, dtype, shape, bytes, and the file that has it (relative to the checkpoint's folder).
 
-    Of quantized GGUF tensors the name of their type, such as `Q4_K`, and their bytes in the file. Of safetensors and
+    For quantized GGUF tensors, the name of their type, such as `Q4_K`, and their bytes in the file. Of safetensors and
     GGUF also the tensor's first byte in the file.
     """
 
@@ -71,15 +56,15 @@ class FileSummary(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What is wrong, in a sentence, and in which file; None where it is no single file's."""
+    """A problem in a sentence, and its file; None if it is not of a single file."""
 
     file: str | None
     message: str
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class CheckpointSummary:
-    """What `inspect_checkpoint` found. `str()` is a report for a person, `to_dict()` the same for a program."""
+class CheckpointSummary(Report):
+    """The result of `inspect_checkpoint`. `str()` is a report for a person, `to_dict()` the same for a program."""
 
     path: str
     format: str  # what the files are: `safetensors`, `hdf5` and so on, or `unknown`
@@ -103,17 +88,20 @@ class CheckpointSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """The summary in types that JSON has; counts are of bytes."""
-        return {
-            "path": self.path,
-            "format": self.format,
-            "num_tensors": len(self.tensors),
-            "nbytes": self.nbytes,
-            "dtypes": self.dtypes,
-            "metadata": self.metadata,
-            "files": [{**file._asdict(), "verified": list(file.verified)} for file in self.files],
-            "tensors": [{**tensor._asdict(), "shape": list(tensor.shape)} for tensor in self.tensors],
-            "problems": [problem._asdict() for problem in self.problems],
-        }
+        own = {"num_tensors": len(self.tensors), "nbytes": self.nbytes, "dtypes": self.dtypes}
+        return plain(dataclasses.replace(self, metadata={})) | own | {"metadata": self.metadata}  # as deep as files say
+
+    def sections(self) -> list[Section]:
+        """Parts of its page."""
+        problems = [problem.message for problem in self.problems]
+        count = f"{plural(len(problems), 'problem')} found" if problems else "no problems found"
+        sections: list[Section] = [Text([self._line(), count, *problems])]
+        if self.tensors:
+            sizes = {tensor.name.replace(".", "/"): tensor.nbytes for tensor in self.tensors}
+            sections += [Bars("Bytes by dtype", {"all tensors": self.dtypes}), Treemap("Names by bytes", sizes)]
+        sections += [self._tensor_table().grid("Tensors"), self.table().grid("Files")]
+        metadata = [(key, str(value)) for key, value in self.metadata.items()]
+        return [*sections, *([Grid("Metadata", ("key", "value"), metadata)] if metadata else [])]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the summary as a page: one HTML file that needs no network; needs plotly.
@@ -121,63 +109,47 @@ class CheckpointSummary:
         Raises:
             LazyModelError: plotly is not installed, or the file cannot be written.
         """
-        problems = [problem.message for problem in self.problems]
-        count = f"{plural(len(problems), 'problem')} found" if problems else "no problems found"
-        sections: list[Section] = [Text([self._line(), count, *problems])]
-        if self.tensors:
-            sections.append(Bars("Bytes by dtype", {"all tensors": self.dtypes}))
-            sizes = {tensor.name.replace(".", "/"): tensor.nbytes for tensor in self.tensors}
-            sections.append(Treemap("Names by bytes", modules(sizes)))
-        columns = ("tensor", "dtype", "shape", "bytes", "file", "offset")
-        rows = [
-            (
-                one.name,
-                one.dtype,
-                shape_text(one.shape),
-                Nbytes(one.nbytes),
-                one.file,
-                "" if one.offset is None else f"{one.offset:,}",
-            )
-            for one in self.tensors
-        ]
-        sections.append(Grid("Tensors", columns, rows))
-        files = [(one.path, f"{one.tensors:,}", Nbytes(one.nbytes), ", ".join(one.verified)) for one in self.files]
-        sections.append(Grid("Files", ("file", "tensors", "bytes", "verified"), files))
-        if self.metadata:
-            metadata = [(key, str(value)) for key, value in self.metadata.items()]
-            sections.append(Grid("Metadata", ("key", "value"), metadata))
-        save_page(path, f"{self.path}: checkpoint", sections)
+        save_page(path, f"{self.path}: checkpoint", self.sections())
 
     def _line(self) -> str:
         size = f"{format_bytes(self.nbytes)} in {plural(len(self.files), 'file')}"
         return f"{self.format}, {plural(len(self.tensors), 'tensor')}, {size}"
 
-    def __repr__(self) -> str:
-        return f"CheckpointSummary({self.path!r}: {self._line()}, {plural(len(self.problems), 'problem')})"
-
-    def __str__(self) -> str:
-        """The report for a person, as wide as the terminal; no colours."""
+    def table(self) -> Table:
+        """The files, and a summary below them."""
         by_file = Counter(problem.file for problem in self.problems)
 
-        def file_row(file: FileSummary) -> Row:
+        def cells(file: FileSummary) -> tuple[Any, ...]:
             state = f"{', '.join(file.verified)} as stated" if file.verified else "ok"
-            if by_file[file.path]:
-                state = plural(by_file[file.path], "problem")
-            return Row(short(file.path), (f"{file.tensors:,}",), file.nbytes, state)
-
-        def tensor_row(one: TensorSummary) -> Row:
-            return Row(short(one.name), (shape_text(one.shape), one.dtype), one.nbytes, short(one.file))
+            state = plural(by_file[file.path], "problem") if by_file[file.path] else state
+            return short(file.path), f"{file.tensors:,}", file.nbytes, state
 
         lines: list[str] = []
         if self.tensors:
             lines.append(f"dtypes: {', '.join(f'{name} {format_bytes(size)}' for name, size in self.dtypes.items())}")
         metadata = [f"metadata: {short(key)} = {short(str(value))}" for key, value in self.metadata.items()]
         lines += first_lines(metadata, indent="metadata: ")
-        title, headings = f"{self.path}: {self._line()}", ("tensors", "bytes", "state")
-        parts = [folded_table(title, headings, map(file_row, self.files), lines, noun="file").text()]
-        if self.tensors:
-            headings = ("shape", "dtype", "bytes", "file")
-            parts.append(folded_table("", headings, map(tensor_row, self.tensors), noun="tensor").text())
+        columns = (Column.names("file"), Column("tensors"), Column.nbytes("bytes"), Column.notes("state"))
+        return Table(f"{self.path}: {self._line()}", columns, [*map(cells, self.files)], lines)
+
+    def _tensor_table(self) -> Table:
+        columns = (
+            Column.names("tensor"), Column("shape"), Column("dtype"), Column.nbytes("bytes"), Column.notes("file"),
+            Column.in_pages("offset"),
+        )  # fmt: skip
+
+        def cells(t: TensorSummary) -> tuple[Any, ...]:
+            offset = "" if t.offset is None else f"{t.offset:,}"
+            return short(t.name), shape_text(t.shape), t.dtype, t.nbytes, short(t.file), offset
+
+        return Table("", columns, [*map(cells, self.tensors)])
+
+    def __repr__(self) -> str:
+        return f"CheckpointSummary({self.path!r}: {self._line()}, {plural(len(self.problems), 'problem')})"
+
+    def __str__(self) -> str:
+        """The report for a person, as wide as the terminal; no colours."""
+        parts = [self.table().text(), *([self._tensor_table().text()] if self.tensors else [])]
         # Not in a table: a message with a path in it is copied, searched and quoted in one line.
         messages = [f"  - {printable(problem.message)}" for problem in self.problems]
         problems = first_lines(messages, most=_MAX_PROBLEMS, indent="  ")
@@ -199,10 +171,14 @@ def inspect_checkpoint(
         CheckpointError: Nothing is there, or nothing in a folder is a checkpoint. Everything else that is wrong is a
             problem in the summary.
     """
-    found = _Inspection(located(path, storage_options))
+    where = located(path, storage_options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", LazyModelWarning)
-        found.look()
+        contents = find_contents(where)
+        found = _Inspection(contents)
+        for checkpoint, names in contents.parts:
+            with checkpoint:
+                found.add(checkpoint, names)
     for warning in caught:
         if issubclass(warning.category, LazyModelWarning):
             found.problem(str(warning.message))
@@ -210,113 +186,38 @@ def inspect_checkpoint(
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     if verify:
         found.verify()
-    return found.summary()
+    counts = Counter(tensor.file for tensor in found.tensors.values())
+    names = {file: found.relative(file) for file in found.files}
+    files = [FileSummary(names[file], found.size(file), counts[names[file]], found.files[file]) for file in names]
+    tensors, problems = tuple(found.tensors.values()), tuple(found.problems)
+    return CheckpointSummary(str(found.where), contents.format, found.metadata, tuple(files), tensors, problems)
 
 
 class _Inspection:
-    """What was found so far."""
+    """The tables of a checkpoint's contents."""
 
-    def __init__(self, where: Location) -> None:
-        self.where = where
-        self.root = where if where.is_dir() else where.parent
-        self.format = "unknown"
+    def __init__(self, contents: Contents) -> None:
+        self.where = contents.where
+        self.root = self.where if self.where.is_dir() else self.where.parent
         self.metadata: dict[str, Any] = {}
-        self.files: dict[str, tuple[str, ...]] = {}  # path → algorithms of hashes that it was found to have
+        # path → algorithms of hashes that it was found to have
+        self.files: dict[str, tuple[str, ...]] = {str(file): () for file in contents.files}
         self.tensors: dict[str, TensorSummary] = {}
         self.problems: list[Problem] = []
+        self.add_metadata(contents.metadata)
+        for message, file in contents.problems:
+            self.problem(message, file)
 
-    # What there is.
-
-    def look(self) -> None:
-        try:
-            files = weight_files(self.where) if self.where.is_dir() else [self.where]
-        except CheckpointError as error:
-            self.format = "safetensors"
-            self.problem(str(error))
-            return
-        if files and files[0].suffix == ".safetensors" and self.where.is_dir():
-            self.look_at_loose(files)
-        elif files:
-            self.look_at_file(files[0])
-        else:
-            try:
-                item = find_item(self.where)
-            except CheckpointError:
-                item = self.where  # something of Orbax' that cannot be opened; opening it says why
-            if item is None and (step := newest_step(self.where)) is not None:
-                self.where = self.root = step
-                self.look()
-                return
-            if item is None and not npy_names(self.where):
-                raise no_checkpoint(self.where)
-            self.format = "orbax" if item is not None else "numpy"
-            self.look_at_whole(self.where)
-
-    def look_at_file(self, file: Location) -> None:
-        """A file that is an index or the whole checkpoint."""
-        if kind := format_of(file):
-            self.format = kind.name
-        if kind and kind.shard:
-            self.look_at_index(file, kind.shard)
-        else:
-            self.look_at_whole(file)
-
-    def look_at_whole(self, path: Location) -> None:
-        """A checkpoint of one file, or in a format that can only be opened as a whole."""
-        if path.is_file():
-            self.files[str(path)] = ()
-        try:
-            checkpoint = open_located(path, as_stored=True)
-        except LazyModelError as error:
-            self.problem(str(error), path if path.is_file() else None)
-            return
-        self.format = checkpoint.format
-        self.files.update(dict.fromkeys(content_files(checkpoint), ()))
-        self.add([(checkpoint, checkpoint)])
-
-    def look_at_index(self, index: Location, kind: Format) -> None:
-        """An index and the shards that it names, or, where it cannot be read, those that lie beside it."""
-        self.files[str(index)] = ()
-        try:
-            content = read_json_file(index)
-            weights = weight_map(content, index)
-        except CheckpointError as error:
-            self.problem(str(error), index)
-            self.look_at_loose(sorted(index.parent.glob(f"*{kind.suffixes[0]}")), kind)
-            return
-        self.add_metadata(content.get("metadata"))
-        self.add(open_indexed(index, weights, self.noting(kind), self.problem, grouped=kind.grouped))
-
-    def look_at_loose(self, paths: Sequence[Location], kind: Format = SAFETENSORS) -> None:
-        self.format = kind.name
-        self.add(open_loose(self.root, paths, self.noting(kind), self.problem))
-
-    def noting(self, kind: Format) -> Callable[[Any], Checkpoint]:
-        """Opens a file of a format, which is noted, whether it can be opened or not."""
-
-        def open(path: Location) -> Checkpoint:
-            if path.is_file():
-                self.files[str(path)] = ()
-            return kind.open(path)
-
-        return open
-
-    # What is noted of it.
-
-    def add(self, parts: Iterable[Part]) -> None:
-        for checkpoint, names in parts:
-            with checkpoint:
-                self.add_part(checkpoint, names)
-
-    def add_part(self, checkpoint: Checkpoint, names: Iterable[str]) -> None:
-        """Notes tensors, and that some were found before."""
+    def add(self, checkpoint: Checkpoint, names: Iterable[str]) -> None:
+        """Notes the tensors of a file, and that some were found before."""
         path = checkpoint.path
+        self.files.update(dict.fromkeys(content_files(checkpoint), ()))
         try:
             self.add_metadata(checkpoint.metadata)
         except LazyModelError as error:
             self.problem(str(error), path)
         again: dict[str, list[str]] = {}
-        texts: dict[Any, str] = {}  # a million tensors may lie in one file, and have one dtype
+        texts: dict[Any, str] = {}  # a million tensors may be in one file, and have one dtype
         for name in names:
             try:
                 dtype, shape, nbytes, file, stored, offset = checkpoint.describe(name)
@@ -343,7 +244,7 @@ class _Inspection:
         self.problems.append(Problem(None if file is None else self.relative(file), message))
 
     def relative(self, path: str | Location) -> str:
-        """A path relative to the checkpoint's folder where it lies inside."""
+        """A path relative to the checkpoint's folder where it is inside."""
         if isinstance(self.root, RemotePath):
             return str(path).removeprefix(f"{self.root}/")
         inside = os.path.relpath(str(path), self.root)
@@ -357,30 +258,16 @@ class _Inspection:
     def verify(self) -> None:
         """Compares the files with the hashes that are stated for them."""
         try:
-            if isinstance(self.root, RemotePath):
-                there = [file for file in self.files if (self.root / self.relative(file)).is_file()]
-                hashes = known_object_hashes(there, True, self.root)
-                wrong = object_mismatches(hashes, self.root)
-            else:
-                hashes = known_hashes([file for file in self.files if os.path.isfile(file)], True, self.root)
-                wrong = mismatches(hashes)
+            hashes, wrong = find_mismatches([file for file in self.files if self.size(file)], self.root)
         except LazyModelError as error:
             self.problem(str(error))
             return
         for file, message in wrong.items():
             self.problem(message, file)
-        if lacking := [file for file, stated in hashes.items() if not stated]:
-            self.problem(no_hash(lacking, True))
+        if missing := [file for file, stated in hashes.items() if not stated]:
+            self.problem(no_hash(missing, True))
         for file, stated in hashes.items():
             self.files[file] = () if file in wrong else tuple(hash.algorithm for hash in stated)
-
-    def summary(self) -> CheckpointSummary:
-        found = Counter(tensor.file for tensor in self.tensors.values())
-        files: list[FileSummary] = []
-        for file, verified in self.files.items():
-            files.append(FileSummary(self.relative(file), self.size(file), found[self.relative(file)], verified))
-        tensors, problems = tuple(self.tensors.values()), tuple(self.problems)
-        return CheckpointSummary(str(self.where), self.format, self.metadata, tuple(files), tensors, problems)
 
 
 def _plain(value: Any) -> Any:

@@ -9,13 +9,13 @@ is believed. Formats: `numpy.lib.format`; APPNOTE.TXT 6.3.10 (zip) sections 4.3.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import io
 import math
 import os
 import threading
 import warnings
+import zipfile
 import zlib
 from collections.abc import Generator, Sequence
 from typing import Any, cast
@@ -24,17 +24,19 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError
 from lazymodel._remote.path import Location, RemotePath, fetch_heads
-from lazymodel._remote.source import source_of
+from lazymodel._remote.reader import source_of
 from lazymodel._tensors.boxes import Geometry
 from lazymodel._tensors.buffers import Steps
+from lazymodel._tensors.byte_reader import ByteReader
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.leaves import ArrayLeaf, FileLeaf
-from lazymodel._tensors.source import Source
+from lazymodel._tensors.tensor_source import ArrayTensor, FileTensor
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._untrusted import (
     MAX_DIMENSIONS,
     Member,
+    Window,
     check_pointer,
+    corrupt,
     counts,
     reading,
     shard_path,
@@ -44,30 +46,27 @@ from lazymodel.checkpoints._untrusted import (
 
 _MAX_HEADER = 12 + 10_000  # bytes: magic and length, then as much header as NumPy itself reads from untrusted files
 
-_INPUT = 64 << 10  # compressed bytes of one read: with deflate's ratio at most 64 MiB, taken out piece by piece
 _PIECE = 1 << 20  # decompressed bytes that are held at once
-_STATE = 48 << 10  # bytes of zlib's state and buffered input that a place to go on from keeps, and a little more
-_SPACING = 16 << 20  # decompressed bytes between two places to resume from, at first
-_RESUMES = 16  # such places at most; from then on every other is dropped and the spacing doubled
+_STATE = 48 << 10  # bytes of a stream's state and buffered input, and a little more
+_STREAMS = 8  # that are kept where reading stopped: as many as threads read one member
 _PIECES = 1 << 12  # of a stored member, whose checksums are kept until what is before them was read
 _POLYNOMIAL = 0xEDB88320  # CRC-32's, its highest power in the lowest bit
-_CURSORS = 8  # places where reading stopped that are remembered: as many as threads read one member
 
 
 class NumpyCheckpoint(Checkpoint):
     """A `.npz` archive: member name without `.npy` → tensor. A `.npy` file has one tensor, named as the file is; of a
     folder of such files, by the path in it.
 
-    A deflated stream can only be read from its start, so that a box is found by decompressing what lies before it.
-    Where reading stopped is remembered, and so are some places in between: reading an array in order, or in several
-    shards of whole rows, decompresses it about once; shards of columns decompress it once each. Once an array was read
-    up to its end, in order, its checksum has been compared with the archive's. So is that of a stored one on a disk,
-    once this process has read all of it.
+    A deflated stream can only be read from its start, so that a box is found by decompressing what is before it.
+    Streams are kept where reading stopped: reading an array in order, or in several shards of whole rows, decompresses
+    it about once; shards of columns decompress it once each. Once an array was read up to its end, in order, its
+    checksum has been compared with the archive's. So is that of a stored one on a disk, once this process has read all
+    of it.
     """
 
     format = "numpy"
 
-    def __init__(self, path: Location, sources: Sequence[Source], tensors: dict[str, LazyTensor]) -> None:
+    def __init__(self, path: Location, sources: Sequence[ByteReader], tensors: dict[str, LazyTensor]) -> None:
         super().__init__(path, tensors, sources)
         self._tensors = tensors
 
@@ -79,7 +78,7 @@ def open_npy(path: Location) -> NumpyCheckpoint:
 
 def open_npy_folder(folder: Location, names: Sequence[str]) -> NumpyCheckpoint:
     """Opens the `.npy` files of a folder, which `npy_names` lists: `layers/0/kernel.npy` → `layers/0/kernel`."""
-    # As shards that an index in the folder names: links that lead out of it are refused.
+    # As shards that an index in the folder names: links that lead out of it raise.
     files = {name: shard_path(folder / "index", f"{name}.npy") for name in names}
     fetch_heads(files.values())
     return _open_files(folder, files)
@@ -99,7 +98,7 @@ def npy_names(folder: Location) -> list[str]:
 
 
 def _open_files(path: Location, files: dict[str, Location]) -> NumpyCheckpoint:
-    sources: list[Source] = []
+    sources: list[ByteReader] = []
     tensors: dict[str, LazyTensor] = {}
     for name, file in files.items():
         check_pointer(file)
@@ -112,16 +111,22 @@ def _open_files(path: Location, files: dict[str, Location]) -> NumpyCheckpoint:
 
 
 def open_npz(path: Location) -> NumpyCheckpoint:
-    """Opens a `.npz` archive. Members that are no arrays, which `np.load` gives as bytes, are left out."""
+    """Opens a `.npz` archive. Members that are not arrays, which `np.load` gives as bytes, are left out."""
     source = source_of(path)
-    members = [zip_member(path, info) for info in zip_directory(path, ".npz")]
     tensors: dict[str, LazyTensor] = {}
     end = 0
-    for member in members:
+    archive = zip_directory(source, path, ".npz")
+    for info in sorted(archive.infolist(), key=lambda each: each.header_offset):
+        member = zip_member(path, info)
         if member.header < end:
             raise CheckpointError(f"{path}: member {member.name!r} overlaps another at byte {end}; it is corrupt")
         end = member.start + member.stored
-        head = _head(member)
+        with corrupt(f"{path}: member {member.name!r} is corrupt"), member.path.open("rb") as file:
+            file.seek(member.start)
+            # Deflating can also make longer, a little.
+            head = file.read(min(member.stored, 2 * _MAX_HEADER)) or b""
+            if member.deflated:
+                head = zlib.decompressobj(-zlib.MAX_WBITS).decompress(head, _MAX_HEADER)
         if not head.startswith(np.lib.format.MAGIC_PREFIX):
             if member.name.endswith(".npy"):
                 raise CheckpointError(
@@ -132,30 +137,21 @@ def open_npz(path: Location) -> NumpyCheckpoint:
         name = member.name.removesuffix(".npy")
         if name in tensors:
             raise CheckpointError(f"{path}: expected each array once, found two named {name!r}; it is corrupt")
-        kind = _DeflatedSource if member.deflated else _StoredSource
-        values = source if source.remote and not member.deflated else kind(source, member)
+        values: ByteReader = source
+        if member.deflated:
+            values = _DeflatedReader(source, member, info)
+        elif not source.remote:
+            values = _StoredReader(source, member)
         tensors[name] = _array(name, f"{path}: array {name!r}", head, values, member.start, member.size)
     return NumpyCheckpoint(path, [source], tensors)
 
 
-def _head(member: Member) -> bytes:
-    """The first of a member's decompressed bytes."""
-    with member.path.open("rb") as file:
-        file.seek(member.start)
-        data = file.read(min(member.stored, _MAX_HEADER + _INPUT)) or b""  # deflating can also make longer, a little
-    size = min(member.size, _MAX_HEADER)
-    try:
-        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size) if member.deflated else data[:size]
-    except zlib.error as error:
-        raise CheckpointError(f"{member.path}: member {member.name!r} is corrupt: {error}") from error
-
-
-def _array(name: str, what: str, head: bytes, source: Source, start: int, size: int) -> LazyTensor:
+def _array(name: str, what: str, head: bytes, source: ByteReader, start: int, size: int) -> LazyTensor:
     """A tensor from the first bytes of a `.npy` file of `size` bytes that begins at `start` of a source."""
     stream = io.BytesIO(head)
     try:
         version = np.lib.format.read_magic(stream)
-        # Version 3 is for field names outside latin-1: a record, which is refused below in the others.
+        # Version 3 is for field names outside latin-1: a record, which raises below for the others.
         if version not in ((1, 0), (2, 0)):
             raise ValueError(f"it has version {version}")
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -188,18 +184,20 @@ def _array(name: str, what: str, head: bytes, source: Source, start: int, size: 
             "corrupt. Download or copy it again."
         )
     if not nbytes:
-        return LazyTensor(ArrayLeaf(np.empty(shape, dtype.newbyteorder("=")), name))
-    if isinstance(source, _StoredSource):
+        return LazyTensor(ArrayTensor(np.empty(shape, dtype.newbyteorder("=")), name))
+    if isinstance(source, _StoredReader):
         source.begin(head[:begin])
-    kind = _DeflatedLeaf if isinstance(source, _DeflatedSource) else FileLeaf if source.remote or start else _NpyLeaf
+    kind = (
+        _DeflatedTensor if isinstance(source, _DeflatedReader) else FileTensor if source.remote or start else _NpyTensor
+    )
     leaf = kind(name, source, start + begin, tuple(reversed(shape)) if fortran else shape, dtype)
     return LazyTensor(leaf).T if fortran else LazyTensor(leaf)
 
 
-class _MemberSource(Source):
+class _MemberReader(ByteReader):
     """The bytes of a member, at the addresses that they have, or would have were they stored, from its start on."""
 
-    def __init__(self, file: Source, member: Member) -> None:
+    def __init__(self, file: ByteReader, member: Member) -> None:
         super().__init__(str(member.path))
         self._file, self._member = file, member
         self._guard = threading.Lock()  # of what a subclass keeps for later reads
@@ -210,7 +208,7 @@ class _MemberSource(Source):
         raise NotImplementedError
 
     @property
-    def origin(self) -> Source:
+    def origin(self) -> ByteReader:
         return self._file
 
     def check_unchanged(self) -> None:
@@ -228,8 +226,8 @@ class _MemberSource(Source):
             raise self._corrupt(f"bytes whose checksum is {crc:#x}, not {self._member.crc:#x}")
 
 
-class _StoredSource(_MemberSource):
-    """A member that is stored as it is. Once all of it was read, in whichever pieces, its checksum is compared."""
+class _StoredReader(_MemberReader):
+    """A member that is stored as it is. Once all of it was read, in any order, its checksum is compared."""
 
     _header = b""  # what was read of it when it was opened
 
@@ -290,95 +288,57 @@ def _product(a: int, b: int) -> int:
     return result
 
 
-@dataclasses.dataclass(eq=False)
-class _Cursor:
-    """A place in a deflated stream from which decompressing can go on."""
+class _DeflatedReader(_MemberReader):
+    """The decompressed bytes of a member. `zipfile` checks how many they are and their checksum, at the end of them.
 
-    decoder: Any = dataclasses.field(default_factory=lambda: zlib.decompressobj(-zlib.MAX_WBITS))
-    taken: int = 0  # compressed bytes that were read from the file
-    tail: bytes = b""  # those of them that the decoder has not used yet
-    position: int = 0  # decompressed bytes that lie before
-    crc: int = 0  # their checksum
+    Each stream reads the file by itself: `ZipFile.open` of one archive, in several threads at once, misplaces members.
+    """
 
-    def copy(self) -> _Cursor:
-        return _Cursor(self.decoder.copy(), self.taken, self.tail, self.position, self.crc)
+    def __init__(self, file: ByteReader, member: Member, info: zipfile.ZipInfo) -> None:
+        super().__init__(file, member)
+        self._info = info
 
-
-class _DeflatedSource(_MemberSource):
-    """The decompressed bytes of a member."""
+    def _open(self) -> zipfile.ZipExtFile:
+        stored = Window(self._file, self._member.start, self._member.stored)
+        return zipfile.ZipExtFile(cast(Any, stored), "r", self._info)
 
     def forget(self) -> None:
-        """Gives up the places to go on from; the next read begins at the start."""
+        """Drops the streams that reads continue; the next read begins at the start."""
         with self._guard:
-            self._idle: list[_Cursor] = []  # where reads stopped; the newest last
-            self._resume: list[_Cursor] = [_Cursor()]  # never moved, only copied; ascending
-            self._spacing = _SPACING
+            self._streams: list[Any] = []  # where reads stopped, the newest last; each is used by one thread at a time
 
     def read_into(self, offset: int, *outs: np.ndarray) -> None:
-        for out in outs:
-            if out.size:
-                self._read_one(offset, out)
-            offset += out.nbytes
-
-    def _read_one(self, offset: int, out: np.ndarray) -> None:
-        target = memoryview(cast(Any, out.reshape(-1).view(np.uint8)))
         position = offset - self._member.start
-        cursor = self._cursor(position)
-        while cursor.position < position:
-            self._next(cursor, position - cursor.position)
-        done = 0
-        while done < len(target):
-            piece = self._next(cursor, len(target) - done)
-            target[done : done + len(piece)] = piece
-            done += len(piece)
-        if cursor.position < self._member.size:
-            with self._guard:
-                self._idle = [*self._idle[1 - _CURSORS :], cursor]
-        self._file.count(done)
-
-    def _cursor(self, position: int) -> _Cursor:
-        """The place nearest before a position, for the caller alone."""
         with self._guard:
-            idle = max((c for c in self._idle if c.position <= position), key=lambda c: c.position, default=None)
-            resume = max((c for c in self._resume if c.position <= position), key=lambda c: c.position)
-            if idle is None or idle.position < resume.position:
-                return resume.copy()
-            self._idle.remove(idle)
-            return idle
-
-    def _next(self, cursor: _Cursor, limit: int) -> bytes:
-        """Moves a cursor on by at most `limit` bytes; returns them."""
-        member = self._member
-        limit = min(limit, _PIECE)
-        piece = b""
-        while not piece:
-            data = cursor.tail
-            if not data and not cursor.decoder.eof:
-                want = min(_INPUT, member.stored - cursor.taken)
-                with reading(f"{self.path} at byte {cursor.taken}"):
-                    data = self._file.peek(member.start + cursor.taken, want)
-                cursor.taken += len(data)
-            try:
-                piece = cursor.decoder.decompress(data, limit)
-            except zlib.error as error:
-                raise self._corrupt(f"a deflated stream that breaks at byte {cursor.position} ({error})") from error
-            cursor.tail = cursor.decoder.unconsumed_tail
-            if not piece and (cursor.decoder.eof or not data):
-                raise self._corrupt(f"only {cursor.position}")
-        cursor.position += len(piece)
-        cursor.crc = zlib.crc32(piece, cursor.crc)
-        if cursor.position == member.size:
-            self._check(cursor.crc)
-        if not cursor.tail:
+            before = [stream for stream in self._streams if stream.tell() <= position]
+            if stream := max(before, key=lambda each: each.tell(), default=None):
+                self._streams.remove(stream)
+        try:
+            with reading(self.path):
+                stream = stream or self._open()
+                while stream.tell() < position:
+                    self._next(stream, position - stream.tell())
+                for out in outs:
+                    target = memoryview(cast(Any, out.reshape(-1).view(np.uint8)))
+                    done = 0
+                    while done < len(target):
+                        piece = self._next(stream, len(target) - done)
+                        target[done : done + len(piece)] = piece
+                        done += len(piece)
+                    self._file.count(done)
+        except (zlib.error, zipfile.BadZipFile, EOFError) as error:
+            raise self._corrupt(f"others ({error})") from error
+        if stream.tell() < self._member.size:
             with self._guard:
-                if cursor.position - self._resume[-1].position >= self._spacing:
-                    self._resume.append(cursor.copy())
-                    if len(self._resume) > _RESUMES:
-                        self._resume, self._spacing = self._resume[::2], 2 * self._spacing
+                self._streams = [*self._streams[1 - _STREAMS :], stream]
+
+    def _next(self, stream: Any, limit: int) -> bytes:
+        if not (piece := stream.read(min(limit, _PIECE))):
+            raise self._corrupt(f"only {stream.tell()}")
         return piece
 
 
-class _NpyLeaf(FileLeaf):
+class _NpyTensor(FileTensor):
     """An array that is a file: open only while it is read, as there may be more of them than may be open."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -396,17 +356,17 @@ class _NpyLeaf(FileLeaf):
             with self._lock:
                 self._readers -= 1
                 if not self._readers:
-                    self.source.close()
+                    self.reader.close()
 
     def copy_mapped(self, boxes: Sequence[tuple[Geometry, np.ndarray]], steps: Steps) -> bool:
         with self._reading():
             return super().copy_mapped(boxes, steps)
 
 
-class _DeflatedLeaf(FileLeaf):
+class _DeflatedTensor(FileTensor):
     """An array in a deflated member."""
 
-    unit_nbytes = _PIECE + (_CURSORS + _RESUMES) * _STATE
+    min_scratch_nbytes = 2 * _PIECE + _STREAMS * _STATE
 
     def release(self) -> None:
-        cast(_DeflatedSource, self.source).forget()
+        cast(_DeflatedReader, self.reader).forget()

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import os
-import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from lazymodel._devices.agreement import opening
-from lazymodel._devices.coordination import run_store
+from lazymodel._devices.collective import opening, run_store
 from lazymodel._errors import CheckpointError
 from lazymodel._remote.hugging_face import cached_commit, cached_snapshot, is_offline
-from lazymodel._remote.path import Location, RemotePath, remote_path
+from lazymodel._remote.path import Location, RemotePath
 from lazymodel._remote.requests import Unavailable
 from lazymodel._remote.url import is_url
-from lazymodel.checkpoints._checkpoint import Checkpoint, JoinedCheckpoint
+from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._decoded import DecodedCheckpoint, decoded
-from lazymodel.checkpoints._foreign import foreign
 from lazymodel.checkpoints._gguf import model_files, open_gguf, split_names
 from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5
 from lazymodel.checkpoints._numpy import npy_names, open_npy, open_npy_folder, open_npz
 from lazymodel.checkpoints._orbax import open_orbax
 from lazymodel.checkpoints._orbax_folder import find_item
 from lazymodel.checkpoints._safetensors import SafetensorsFile
-from lazymodel.checkpoints._shards import by_shard, open_indexed, open_loose
-from lazymodel.checkpoints._steps import newest_step
+from lazymodel.checkpoints._shards import Contents
+from lazymodel.checkpoints._steps import newest_step, place_of
 from lazymodel.checkpoints._untrusted import check_pointer, read_json_file, require_shards, shard_path, weight_map
 from lazymodel.checkpoints._verify import Verify, verify_files
-from lazymodel.checkpoints._verify_remote import verify_objects
 
 SAVING = ".lazymodel-saving"  # what the names of savers' own folders end in
 OLD = "old"  # in one: the folder that is being replaced, where the file system cannot exchange two in one step
@@ -40,27 +37,17 @@ class Format(NamedTuple):
     name: str
     suffixes: tuple[str, ...]
     magic: bytes | None
-    open: Callable[[Any], Checkpoint]  # of a `Location`
-    shard: Format | None = None  # the format of the files that it names, where it is an index
-    grouped: bool = False  # whether its indexes list groups of tensors, each perhaps in several shards
+    open: Callable[[Any], Checkpoint]  # of a `Location`; of an index, the files that it names
+    shards: str = ""  # what names of the shards end in, where it is an index
+    grouped: bool = False  # whether the index lists groups of tensors, each perhaps in several shards
 
 
-def _index_of(suffix: str, kind: Format) -> Format:
-    def open_index(index: Location) -> Checkpoint:
-        weights = weight_map(read_json_file(index), index)
-        return JoinedCheckpoint(index, open_indexed(index, weights, kind.open, grouped=kind.grouped))
-
-    return Format(kind.name, (suffix,), None, open_index, kind)
-
-
-SAFETENSORS = Format("safetensors", (".safetensors",), None, SafetensorsFile)
-_HDF5 = Format("hdf5", (".weights.h5", ".h5", ".hdf5"), b"\x89HDF\r\n\x1a\n", open_hdf5, grouped=True)
 # The first one that a file's name or content fits is its format.
 _FORMATS = (
-    _index_of(".safetensors.index.json", SAFETENSORS),
-    _index_of(".weights.json", _HDF5),
-    SAFETENSORS,
-    _HDF5,
+    Format("safetensors", (".safetensors.index.json",), None, SafetensorsFile, ".safetensors"),
+    Format("hdf5", (".weights.json",), None, open_hdf5, ".weights.h5", grouped=True),
+    Format("safetensors", (".safetensors",), None, SafetensorsFile),
+    Format("hdf5", (".weights.h5", ".h5", ".hdf5"), b"\x89HDF\r\n\x1a\n", open_hdf5),
     Format("numpy", (".npz",), None, open_npz),
     Format("numpy", (".npy",), b"\x93NUMPY", open_npy),
     Format("hdf5", (".keras",), b"PK\x03\x04", open_archive),
@@ -72,6 +59,50 @@ _SUPPORTED = (
     "folder of steps), a folder of numbered folders with safetensors, a .gguf file or a folder of one model's, or "
     "NumPy's .npz and .npy, or a folder of .npy"
 )
+
+
+# Formats that are known and not read: patterns of names, what such a file is, and how it becomes one that is read. The
+# first that fits is meant.
+_FOREIGN = (
+    (
+        ("*.pt", "*.pth", "*.bin", "*.ckpt"),
+        "a pickle of PyTorch, which can run any code when it is read",
+        "save it as safetensors: "
+        '`safetensors.torch.save_file(torch.load(path, weights_only=True, map_location="cpu"), "model.safetensors")`',
+    ),
+    (
+        ("*.index", "*.data-?????-of-?????", "saved_model.pb"),
+        "a checkpoint of TensorFlow",
+        'load it there and save it as Keras weights: `model.save_weights("model.weights.h5")`',
+    ),
+    (
+        ("*.msgpack", "checkpoint", "checkpoint_*"),
+        "Flax' msgpack",
+        'save it as safetensors: `lm.save(flax.serialization.msgpack_restore(open(path, "rb").read()), '
+        '"model.safetensors")`',
+    ),
+    (
+        ("*.eqx",),
+        "leaves of an Equinox model, which have no names",
+        "load it there and save it as safetensors: `lm.save(eqx.tree_deserialise_leaves(path, model), "
+        '"model.safetensors")`',
+    ),
+    (
+        ("*.pkl", "*.pickle"),
+        "a Python pickle, which can run any code when it is read",
+        'if you trust it, load it and save its arrays as safetensors: `lm.save(tree, "model.safetensors")`',
+    ),
+)
+
+
+def foreign(names: Iterable[str]) -> str:
+    """The kind of file that the first of these names is known for, and the fix; empty if none is known."""
+    there = sorted(names)
+    for patterns, what, fix in _FOREIGN:
+        for name in there:
+            if any(fnmatchcase(name, pattern) for pattern in patterns):
+                return f"{name} looks like {what}; {fix}. "
+    return ""
 
 
 def format_of(file: Location, head: bytes = b"") -> Format | None:
@@ -102,13 +133,13 @@ def open_checkpoint(
             names, of which the newest with an index or a `model.safetensors` is opened; a `.gguf` file, any file of a
             split one, or their folder; a `.npz` or `.npy` file; or a folder with nothing of these but `.npy` files in
             it and its folders, whose paths are the names. Archives are read in place. A Hugging Face folder that is
-            quantized opens as the plain checkpoint that it stands for; see docs/quantized.md.
+            quantized opens as the plain checkpoint that it encodes; see docs/quantized.md.
         storage_options: For URLs: what obstore's store takes, such as `{"region": "…"}`; see docs/buckets.md.
         verify: Whether to hash the files first, index and all, and refuse content that is not what is stated: True for
             the hashes that a Hugging Face cache or download, or a manifest such as `SHA256SUMS` in the folder, states;
             the path of a manifest; or a mapping of file name, relative to the checkpoint's folder, to
-            `"sha256:<hex>"`. This reads every file once. Of a URL, True takes the hashes that the Hugging Face hub or
-            a manifest beside it states.
+            `"sha256:<hex>"`. This reads every file once. For a URL, True takes the hashes that the Hugging Face hub or
+            a manifest in the same folder states.
 
     Where several processes run (`jax.distributed`), opening takes part in what they agree on: all of them open the same
     checkpoints, and where one cannot, its error is raised in the others as well, when they come to materialize or save.
@@ -133,15 +164,16 @@ def open_checkpoint(
             try:
                 return open_located(where)
             except CheckpointError:
-                if (now := _replaced(where, path, storage_options)) is None:
+                # A bucket in which another checkpoint took its place meanwhile is looked at once more.
+                if not isinstance(where, RemotePath) or not where.store.lists:
+                    raise
+                now = cast(RemotePath, located(path, storage_options))
+                if _objects(now) == _objects(where):
                     raise
             return open_located(now)
         with open_located(where) as unverified:
             files = content_files(unverified)
-        if isinstance(where, RemotePath):
-            verify_objects(files, verify, where.parent if where.is_file() else where)
-            return open_located(where)  # once more, and pinned to what was hashed
-        hashed = verify_files(files, verify, where if where.is_dir() else where.parent)
+        hashed = verify_files(files, verify, where.parent if where.is_file() else where)
         checkpoint = open_located(where)  # once more, so that headers and index, too, are those that were hashed
         try:
             for source in hashed:
@@ -152,19 +184,10 @@ def open_checkpoint(
         return checkpoint
 
 
-def _replaced(
-    where: Location, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
-) -> Location | None:
-    """Where a checkpoint is in a bucket that took the place of another one while that was opened, if one did."""
-
-    def state(there: RemotePath) -> list[Any]:
-        files = weight_files(there) if there.is_dir() else [there]
-        return [(str(file), there.store.find(file.key)) for file in cast("Sequence[RemotePath]", files)]
-
-    if not isinstance(where, RemotePath) or not where.store.lists:
-        return None
-    now = cast(RemotePath, located(path, storage_options))
-    return now if state(now) != state(where) else None
+def _objects(place: RemotePath) -> list[Any]:
+    """The objects in a bucket that are a checkpoint, with their versions."""
+    files = cast("Sequence[RemotePath]", weight_files(place) if place.is_dir() else [place])
+    return [(str(file), file.store.find(file.key)) for file in files]
 
 
 def content_files(checkpoint: Checkpoint) -> list[str]:
@@ -180,20 +203,16 @@ def staging_folder(destination: Path, *, inside: bool = False) -> Path:
     return destination / SAVING if inside else destination.parent / f".{destination.name}{SAVING}"
 
 
-def located(path: str | os.PathLike[str] | RemotePath, storage_options: Mapping[str, Any] | None = None) -> Location:
+def located(path: str | os.PathLike[str] | RemotePath, options: Mapping[str, Any] | None = None) -> Location:
     """Where a path or URL leads, to something that is there; CheckpointError if nothing is.
 
-    What lies complete in the local cache of the Hugging Face hub is there and nowhere else.
+    If the local cache of the Hugging Face hub has all of it, that is the place.
     """
     if isinstance(path, RemotePath):
         return path
-    if not isinstance(cast(Any, path), str | os.PathLike):
-        raise CheckpointError(f"open_checkpoint takes a path or URL, text or a pathlib.Path; got {reprlib.repr(path)}")
-    if not is_url(path):
-        if storage_options:
-            raise CheckpointError(f"{os.fspath(path)}: storage_options are for URLs, found a path")
+    where = place_of(path, options)
+    if isinstance(where, Path):
         return existing(path)
-    where = remote_path(cast(str, path), storage_options)
     if (cached := cached_copy(where)) is not None:
         return cached.path
     if where.store.lists and not where.exists():
@@ -215,21 +234,21 @@ def existing(path: str | os.PathLike[str]) -> Path:
 
 
 class CachedCopy(NamedTuple):
-    """Where something of the Hugging Face hub lies on this machine, and whether the hub cannot be asked for more."""
+    """A path in the local cache of the Hugging Face hub; `offline` is True if the hub cannot be reached."""
 
     path: Path
     offline: bool
 
 
 def cached_copy(where: RemotePath) -> CachedCopy | None:
-    """What the local cache of the Hugging Face hub has of a place in it: a file, or all weights of a folder.
+    """Finds a place of the Hugging Face hub in the local cache: a file, or all weights of a folder.
 
-    Of a revision, the commit that the hub says it is; where the hub cannot be reached, or must not be asked
-    (`HF_HUB_OFFLINE`), the one that it was. Several processes, of which one may have what another lacks, all ask the
-    hub: they divide between them what comes from there, and must come to the same division.
+    A revision is resolved to a commit by the hub; if that cannot be reached, or must not be (`HF_HUB_OFFLINE`), by the
+    cache. Several processes, whose caches may differ, all ask the hub: they divide the downloads between them, and must
+    agree on the division.
 
     Raises:
-        CheckpointError: The hub cannot be asked, and not all is in the cache.
+        CheckpointError: The hub cannot be reached, and the cache is incomplete.
     """
     repository = where.store.repository
     if repository is None or (run_store() is not None and not is_offline()):
@@ -266,11 +285,11 @@ def _in_snapshot(snapshot: Path | None, key: str) -> Path | None:
         files = [file.parent / name for file in there for name in split_names(file.name)]
         for file in files:
             kind = format_of(file)
-            if kind is not None and kind.shard is not None:
-                weights = weight_map(read_json_file(file), file)
-                require_shards(
-                    file, [shard_path(file, shard) for shard in by_shard(weights, file, grouped=kind.grouped)]
-                )
+            if kind is not None and kind.shards:
+                index = Contents(file)
+                shards = index.by_shard(file, weight_map(read_json_file(file), file), grouped=kind.grouped)
+                index.checkpoint()
+                require_shards(file, [shard_path(file, shard) for shard in shards])
     except CheckpointError:
         return None
     return where if files and all(file.is_file() for file in files) else None
@@ -290,36 +309,76 @@ def weight_files(folder: Location) -> Sequence[Location]:
     return sorted(folder.glob("*.safetensors")) or model_files(folder)
 
 
-def no_checkpoint(folder: Location) -> CheckpointError:
-    """The error for a folder in which nothing is known."""
-    found = foreign(file.name for file in folder.glob("*"))
-    return CheckpointError(f"found no checkpoint in folder {folder}; {found}supported: {_SUPPORTED}")
+def find_contents(where: Location) -> Contents:
+    """Opens what is at a place as it is stored, and notes what is wrong with it.
+
+    Raises:
+        CheckpointError: Nothing in a folder is a checkpoint.
+    """
+    found = Contents(where, "safetensors")
+    files: Sequence[Location] = [where]
+    if where.is_dir():
+        with found.noting():
+            files = weight_files(where)
+        if found.problems:
+            return found
+        if files and files[0].suffix == ".safetensors":
+            found.add_loose(where, files, SafetensorsFile)
+            return found
+    if not files:
+        return _without_weight_files(where)
+    file, there = files[0], files[0].is_file()
+    if there:
+        found.files.append(file)
+    if (kind := format_of(file)) is not None and kind.shards:
+        found.index, found.format = file, kind.name
+        try:
+            content = read_json_file(file)
+            weights = weight_map(content, file)
+        except CheckpointError as error:
+            found.problem(str(error), file)
+            # What is stored alongside is shown all the same.
+            found.add_loose(file.parent, sorted(file.parent.glob(f"*{kind.shards}")), kind.open)
+            return found
+        found.metadata = content.get("metadata")
+        found.add_indexed(file, weights, kind.open, grouped=kind.grouped)
+        return found
+    found.format = "unknown" if kind is None else kind.name
+    with found.noting(file if there else None):
+        head = check_pointer(file)
+        # PyTorch's files are archives as well, and Equinox' are NumPy's one after the other.
+        if kind is None and (kind := format_of(file, head)) and kind.open in (open_archive, open_npy):
+            kind = None if foreign([file.name]) else kind
+        if kind is None:
+            raise CheckpointError(f"{where} is in no known format; {foreign([where.name])}supported: {_SUPPORTED}")
+        found.add(kind.open(file))
+        found.format = kind.name
+    return found
 
 
-def _known_format(file: Location) -> Format | None:
-    kind = format_of(file, check_pointer(file))
-    # PyTorch's files are archives as well, and Equinox' are NumPy's one after the other.
-    shared = kind is not None and kind.open in (open_archive, open_npy) and not file.name.endswith(kind.suffixes)
-    return None if shared and foreign([file.name]) else kind
+def _without_weight_files(where: Location) -> Contents:
+    """Opens a folder without files that are known by their name: of Orbax, of steps, or of `.npy` files."""
+    found, item = Contents(where, "orbax"), None
+    with found.noting():
+        if (item := find_item(where)) is not None:
+            found.add(open_orbax(where, item))
+    if item is not None or found.problems:
+        return found
+    if (step := newest_step(where)) is not None:
+        return find_contents(step)
+    if not (names := npy_names(where)):
+        others = foreign(file.name for file in where.glob("*"))
+        raise CheckpointError(f"found no checkpoint in folder {where}; {others}supported: {_SUPPORTED}")
+    found.format = "numpy"
+    with found.noting():
+        found.add(open_npy_folder(where, names))
+    return found
 
 
 def open_located(where: Location, *, as_stored: bool = False) -> Checkpoint:
-    """Opens what is at a place, decoded where the configuration beside it says that it is quantized."""
-    files = weight_files(where) if where.is_dir() else [where]
-    if not files:
-        if (item := find_item(where)) is not None:
-            return open_orbax(where, item)
-        if (step := newest_step(where)) is not None:
-            return open_located(step, as_stored=as_stored)
-        if names := npy_names(where):
-            return open_npy_folder(where, names)
-        raise no_checkpoint(where)
-    if where.is_dir() and files[0].suffix == ".safetensors":
-        checkpoint = JoinedCheckpoint(where, open_loose(where, files, SafetensorsFile))
-    elif (kind := _known_format(files[0])) is None:
-        raise CheckpointError(f"{where} is in no known format; {foreign([where.name])}supported: {_SUPPORTED}")
-    else:
-        checkpoint = kind.open(files[0])
-    if as_stored or checkpoint.format != SAFETENSORS.name:
+    """Opens what is at a place, decoded where the configuration alongside it says that it is quantized."""
+    found = find_contents(where)
+    checkpoint = found.checkpoint()
+    if as_stored or checkpoint.format != "safetensors":
         return checkpoint
-    return decoded(checkpoint, where if where.is_dir() else where.parent)
+    return decoded(checkpoint, found.where if found.where.is_dir() else found.where.parent)

@@ -1,6 +1,6 @@
 """The arrays of an Orbax item, read with tensorstore alone.
 
-A zarr array is cut into chunks, and a chunk that was never stored stands for zeros. Orbax says in `_METADATA` that it
+A zarr array is cut into chunks, and a chunk that was never stored means zeros. Orbax says in `_METADATA` that it
 stores those too; then a chunk that is not there was lost, and is an error here rather than a weight of zeros.
 Nothing is read through Orbax, whose checkpointers restore whole trees. tensorstore is imported on first use.
 """
@@ -22,13 +22,13 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError, warn
 from lazymodel._remote.path import Location, RemotePath
-from lazymodel._remote.source import source_of
+from lazymodel._remote.reader import source_of
 from lazymodel._remote.tensorstore import kvstore
 from lazymodel._tensors.boxes import Box, box_shape, shift
 from lazymodel._tensors.buffers import Convert, Workspace, assign
+from lazymodel._tensors.byte_reader import SAMPLES, ByteReader
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.leaves import ArrayLeaf, Leaf
-from lazymodel._tensors.source import SAMPLES, Source
+from lazymodel._tensors.tensor_source import ArrayTensor, TensorSource
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._orbax_folder import DRIVERS, MANIFEST, METADATA, Tree, TreeLeaf, read_tree, require_complete
 from lazymodel.checkpoints._untrusted import check_pointer, files_inside, is_number
@@ -46,7 +46,7 @@ _LOOK = 0.1  # seconds between two looks at whether what is read is still waited
 _FILE_THREADS = 8  # reads in flight in tensorstore; streams come with threads of their own
 _TREE_CACHE = 16 << 20  # bytes for nodes of an OCDBT database, which would otherwise be read once a chunk
 
-# What tensorstore raises for its status codes.
+# The exceptions that tensorstore raises for its status codes.
 _FAILURES = (ValueError, OSError, RuntimeError, LookupError, TypeError)
 
 
@@ -61,7 +61,7 @@ def _tensorstore() -> Any:
 
 
 def _code(error: Exception) -> str:
-    """What a remote failure is, in one word: its text has URLs with their signatures, and what a server wrote."""
+    """The kind of a remote failure in one word: its text has URLs with signatures, and the server's text."""
     found = re.match("[A-Z_]+(?=:)", str(error))
     return found[0] if found else type(error).__name__
 
@@ -91,7 +91,7 @@ class _Store:
         self.item = item
         self.places = [item / name for name in files]
         ts = _tensorstore()
-        # Nothing is cached but OCDBT's own nodes: every decoded chunk is the memory of the read that asked for it.
+        # Nothing is cached but OCDBT's own nodes: every decoded chunk is the memory of the read that needs it.
         self._context = ts.Context(
             {
                 "cache_pool": {"total_bytes_limit": 0},
@@ -134,7 +134,7 @@ class _Store:
         )
 
     def fingerprint(self, count: int = SAMPLES) -> str:
-        """What tells the files from those of another item, as `Source.fingerprint`."""
+        """A fingerprint of the files, as `ByteReader.fingerprint`."""
         digest = hashlib.blake2b(digest_size=8)
         for place in self.places:
             known = place.store.known(place.key) if isinstance(place, RemotePath) else None
@@ -227,7 +227,7 @@ class OrbaxCheckpoint(Checkpoint):
         if not is_number(dtype):
             raise CheckpointError(f"{what}: expected numbers, found {array.dtype.name}, which cannot be weights")
         if not math.prod(shape):
-            return LazyTensor(ArrayLeaf(np.empty(shape, dtype), name))
+            return LazyTensor(ArrayTensor(np.empty(shape, dtype), name))
         chunk = tuple(array.chunk_layout.read_chunk.shape or ())
         if any(step > extent for step, extent in zip(chunk, shape, strict=True)):
             raise CheckpointError(
@@ -243,10 +243,10 @@ class OrbaxCheckpoint(Checkpoint):
         if missing and not self._warned:
             self._warned = True
             warn(
-                f"{what} lacks {missing} of its chunks, which are read as zeros. The Orbax that wrote it left out "
-                "chunks of zeros, so that lost ones cannot be told from them; save it with a newer Orbax to be sure."
+                f"{what} is missing {missing} of its chunks, which are read as zeros. The Orbax that wrote it left out "
+                "chunks of zeros, so lost ones look the same; save it with a newer Orbax to be sure."
             )
-        leaf = ChunkedLeaf(name, array, dtype, chunk, self._source, self._kept)
+        leaf = ChunkedTensor(name, array, dtype, chunk, self._source, self._kept)
         leaf.file, leaf.offset = self.item, self._order[name]
         return LazyTensor(leaf)
 
@@ -255,29 +255,29 @@ class OrbaxCheckpoint(Checkpoint):
         super().close()
 
 
-class ChunkedLeaf(Leaf):
+class ChunkedTensor(TensorSource):
     """A zarr array, read through tensorstore in boxes made of whole chunks.
 
     `chunk` is the smallest box that can be decoded alone (in zarr 3, an inner chunk of a shard).
     """
 
     def __init__(
-        self, name: str, array: Any, dtype: np.dtype[Any], chunk: tuple[int, ...], source: Source, kept: _Kept
+        self, name: str, array: Any, dtype: np.dtype[Any], chunk: tuple[int, ...], source: ByteReader, kept: _Kept
     ) -> None:
         self.name, self.file, self.shape, self.dtype, self.chunk = name, source.path, tuple(array.shape), dtype, chunk
         self.offset, self.origin = 0, source
         nbytes = math.prod(chunk) * dtype.itemsize
         self._keep = nbytes >= _KEEP
-        self.unit_nbytes = (_COPIES + (_KEPT - 1 if self._keep else 0)) * nbytes
+        self.min_scratch_nbytes = (_COPIES + (_KEPT - 1 if self._keep else 0)) * nbytes
         # Kept chunks of whole rows are as good in small pieces; others are needed all at once.
         self.row_step = 1 if not chunk or (self._keep and chunk[1:] == self.shape[1:]) else chunk[0]
         self._array, self._source, self._kept = array, source, kept
 
-    def sources(self) -> tuple[Source, ...]:
+    def readers(self) -> tuple[ByteReader, ...]:
         return (self._source,)
 
     def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
-        limit = 0 if self._keep else max(min(workspace.room, _COPIES * _BATCH), self.unit_nbytes) // _COPIES
+        limit = 0 if self._keep else max(min(workspace.available, _COPIES * _BATCH), self.min_scratch_nbytes) // _COPIES
         for piece in _whole_chunks(box, self.chunk, limit // self.dtype.itemsize):
             target = out[(*shift(piece, box), ...)]
             chunk = piece
@@ -386,10 +386,10 @@ def _whole_chunks(box: Box, chunk: tuple[int, ...], limit: int) -> Iterator[Box]
     first = [part.start // step for part, step in zip(box, chunk, strict=True)]
     counts = [-(-part.stop // step) - start for part, step, start in zip(box, chunk, first, strict=True)]
     taken = [1] * len(box)
-    room = limit // math.prod(chunk)
+    left = limit // math.prod(chunk)
     for axis in reversed(range(len(box))):
-        taken[axis] = max(min(counts[axis], room), 1)
-        room //= taken[axis]
+        taken[axis] = max(min(counts[axis], left), 1)
+        left //= taken[axis]
         if taken[axis] < counts[axis]:
             break
     for index in itertools.product(*(range(0, count, take) for count, take in zip(counts, taken, strict=True))):

@@ -37,7 +37,7 @@ _PROCESS = "ocdbt.process_"  # what names of the databases of single writers beg
 _STEP_METADATA = "_CHECKPOINT_METADATA"
 _V1_MARK = "orbax.checkpoint"
 _COMMITTED = "commit_success.txt"
-# What Orbax writes into an item or a step, beside arrays and items that have names of their own.
+# Files that Orbax writes into an item or a step, in addition to arrays and named items.
 _OWN = frozenset(
     (METADATA, _STEP_METADATA, MANIFEST, _V1_MARK, _COMMITTED, "_sharding", "_strings.json", "array_metadatas", "d")
 )
@@ -80,7 +80,7 @@ def find_item(folder: Location) -> Location | None:
             if tree is None or tree.stores_arrays or tree.empty:
                 arrays.append(child)
     if len(arrays) > 1 and {child.name for child in arrays} == {"pytree", "assets"}:
-        # Keras' callback keeps the model's files (vocabularies) as byte arrays beside its variables.
+        # Keras' callback keeps the model's files (vocabularies) as byte arrays alongside its variables.
         arrays = [child for child in arrays if child.name == "pytree"]
     if len(arrays) == 1:
         return arrays[0]
@@ -90,12 +90,12 @@ def find_item(folder: Location) -> Location | None:
             f"{', '.join(repr(str(child)) for child in arrays)}"
         )
     found = listed(sorted(child.name for child in _folders(folder)))
-    mend = "Wait until saving has finished." if unfinished else "Copy the whole checkpoint again."
-    raise CheckpointError(f"{folder}: expected an Orbax item that holds arrays, found {found or 'no folders'}. {mend}")
+    hint = "Wait until saving has finished." if unfinished else "Copy the whole checkpoint again."
+    raise CheckpointError(f"{folder}: expected an Orbax item that holds arrays, found {found or 'no folders'}. {hint}")
 
 
 def foreign_entries(folder: Location) -> list[str]:
-    """Names of the files and folders in a folder that are no part of the one Orbax item that it is, or has in it."""
+    """Names of the files and folders in a folder that are not part of the one Orbax item that it is or contains."""
 
     def own(path: Location) -> bool:
         if path.name in _OWN or path.name.startswith(_PROCESS):
@@ -118,7 +118,7 @@ def _is_array(folder: Location) -> bool:
 
 
 def _is_item(folder: Location) -> bool:
-    """Whether a folder holds a tree of arrays, or what is left of one."""
+    """Returns True if a folder holds a tree of arrays, or the rest of one."""
     if (folder / METADATA).exists() or (folder / MANIFEST).exists():
         return True
     return any(child.name.startswith(_PROCESS) or _is_array(child) for child in _folders(folder))
@@ -189,18 +189,18 @@ class TreeLeaf:
 
     @property
     def name(self) -> str:
-        """What its tensor is called."""
+        """The name of its tensor."""
         return "/".join(self.keys) or _ALONE
 
     @property
     def stored_as(self) -> str:
-        """What its array is called in the storage."""
+        """The name of its array in the storage."""
         return ".".join(self.keys)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """What `_METADATA` says: the leaves, the tensors without elements, and fields of its own."""
+    """The content of `_METADATA`: leaves, tensors without elements, and other fields."""
 
     leaves: list[TreeLeaf]
     empty: dict[str, LazyTensor]
@@ -208,7 +208,7 @@ class Tree:
 
     @property
     def stores_arrays(self) -> bool:
-        """Whether any leaf is stored as an array, or may be."""
+        """True if any leaf is stored as an array, or may be."""
         return any(leaf.kind not in _TEXT_OR_EMPTY for leaf in self.leaves)
 
     def names(self, item: Location, arrays: Mapping[str, Any]) -> dict[str, str]:
@@ -227,12 +227,12 @@ class Tree:
                 names[leaf.name] = leaf.stored_as
                 owners[leaf.stored_as] = leaf.keys
         if missing := [leaf.name for leaf in self.leaves if leaf.kind in _ARRAYS and leaf.stored_as not in arrays]:
-            mend = "Copy the whole checkpoint again."
+            hint = "Copy the whole checkpoint again."
             if (item / "checkpoint").is_file():
-                mend = "They are in the 'checkpoint' file of an old Orbax: restore it with Orbax and save it again."
+                hint = "They are in the 'checkpoint' file of an old Orbax: restore it with Orbax and save it again."
             raise CheckpointError(
                 f"{item}: expected {len(self.leaves)} arrays and values, found none stored for {len(missing)}: "
-                f"{listed(missing)}. {mend}"
+                f"{listed(missing)}. {hint}"
             )
         if twice := sorted(self.empty.keys() & names.keys()):
             raise CheckpointError(
@@ -284,7 +284,7 @@ def require_complete(item: Location, tree: Tree | None, files: list[str]) -> Non
 
 
 def zero_size_metadata(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """What the custom metadata of a tree says about those of its arrays that have no elements; nothing if none has."""
+    """The custom metadata of a tree about its arrays without elements; empty if it has none."""
     found = {name: [np.dtype(array.dtype).name, list(array.shape)] for name, array in arrays.items() if not array.size}
     return {_ZERO_SIZE: found} if found else {}
 

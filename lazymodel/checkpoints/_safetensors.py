@@ -1,8 +1,8 @@
 """safetensors files and folders of them (format: https://github.com/huggingface/safetensors#format).
 
 A file is 8 bytes of little-endian header length, a JSON header, then the tensors' bytes. Nothing in a header is
-believed before it is checked, and nothing is allocated for a tensor because a header says so. What the reference
-implementation refuses (gaps, overlaps, bytes left over, headers that are not UTF-8) is refused here.
+believed before it is checked, and nothing is allocated for a tensor because a header says so. Files that the
+reference implementation rejects (gaps, overlaps, bytes left over, headers that are not UTF-8) are rejected here.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError
 from lazymodel._remote.path import Location
-from lazymodel._remote.source import source_of
+from lazymodel._remote.reader import source_of
 from lazymodel._tensors.boxes import Box, Geometry, box_shape, normalize, slabs
 from lazymodel._tensors.buffers import Convert, Workspace, assign
+from lazymodel._tensors.byte_reader import ByteReader
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.leaves import FileLeaf, Leaf
-from lazymodel._tensors.source import Source
+from lazymodel._tensors.tensor_source import FileTensor, TensorSource
 from lazymodel.checkpoints._checkpoint import Checkpoint, TensorHeader
 from lazymodel.checkpoints._safetensors_header import FLOAT4, read_header
 from lazymodel.checkpoints._untrusted import check_pointer
@@ -30,7 +30,7 @@ _PACKED_UNIT = 16 << 10  # bytes of workspace for packed values, at least: rows 
 _BYTE = np.dtype(np.uint8)
 
 
-class PackedLeaf(Leaf):
+class PackedTensor(TensorSource):
     """4-bit floats, two a byte in the file, each a byte of its own in memory.
 
     The earlier element is in the low bits, as in PyTorch's `float4_e2m1fn_x2` (c10, `Float4_e2m1fn_x2.h`), which is
@@ -38,18 +38,18 @@ class PackedLeaf(Leaf):
     odd number of them the next one begins within a byte.
     """
 
-    unit_nbytes = _PACKED_UNIT
+    min_scratch_nbytes = _PACKED_UNIT
 
-    def __init__(self, name: str, source: Source, offset: int, shape: tuple[int, ...]) -> None:
-        self.name, self.source, self.file, self.offset = name, source, source.path, offset
+    def __init__(self, name: str, source: ByteReader, offset: int, shape: tuple[int, ...]) -> None:
+        self.name, self.reader, self.file, self.offset = name, source, source.path, offset
         self.shape, self.dtype = shape, FLOAT4
 
-    def sources(self) -> tuple[Source, ...]:
-        return (self.source,)
+    def readers(self) -> tuple[ByteReader, ...]:
+        return (self.reader,)
 
     def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
         # Half a byte an element as packed, a byte where values cannot be unpacked in place, the rest for reading.
-        limit = max(workspace.room, _PACKED_UNIT) // 4
+        limit = max(workspace.available, _PACKED_UNIT) // 4
         try:
             for piece in slabs(box_shape(box), limit):
                 corner = [whole.start + part.start for whole, part in zip(box, piece, strict=True)]
@@ -60,7 +60,7 @@ class PackedLeaf(Leaf):
                 with workspace.array(target.shape, FLOAT4) as values:
                     self._unpack(corner, values.view(_BYTE), workspace)
                     assign(target, values, steps)
-            self.source.check_unchanged()
+            self.reader.check_unchanged()
         except CheckpointError as error:
             raise CheckpointError(f"tensor {self.name!r}: {error}") from error
 
@@ -88,7 +88,7 @@ class PackedLeaf(Leaf):
         shape = (*values.shape[:-1], (first + values.shape[-1] + 1) // 2)
         with workspace.array(shape, _BYTE) as packed:
             place, target, _ = normalize(Geometry(self.offset + start // 2, shape, (*strides, 1)), packed)
-            self.source.read_strided(place, _BYTE, target, (), workspace)
+            self.reader.read_strided(place, _BYTE, target, (), workspace)
             low, high = values[..., first::2], values[..., 1 - first :: 2]
             np.bitwise_and(packed[..., first : first + low.shape[-1]], 15, out=low)
             np.right_shift(packed[..., : high.shape[-1]], 4, out=high)
@@ -115,8 +115,8 @@ class SafetensorsFile(Checkpoint):
     def _tensor(self, name: str) -> LazyTensor:
         kind, offset = self.header.find(name)
         if kind.dtype == FLOAT4:
-            return LazyTensor(PackedLeaf(name, self.source, offset, kind.shape))
-        return LazyTensor(FileLeaf(name, self.source, offset, kind.shape, kind.dtype))
+            return LazyTensor(PackedTensor(name, self.source, offset, kind.shape))
+        return LazyTensor(FileTensor(name, self.source, offset, kind.shape, kind.dtype))
 
     def describe(self, name: str) -> TensorHeader:
         kind, offset = self.header.find(name)

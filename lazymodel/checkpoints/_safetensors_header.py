@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._tensors.source import Source
+from lazymodel._tensors.byte_reader import ByteReader
 from lazymodel.checkpoints._untrusted import MAX_DIMENSIONS, counts, read_json_object, reading
 
 MAX_HEADER = 100_000_000  # bytes; the reference implementation's own limit
@@ -65,7 +65,7 @@ _METADATA = '{"__metadata__":'
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What many tensors have in common: their dtype and shape."""
+    """The dtype and shape that many tensors share."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a header says."""
+    """The content of a header."""
 
     metadata: dict[str, str]
     names: dict[str, int]  # of the tensors, in the order in which the file has them, to their numbers
@@ -103,7 +103,7 @@ class Header:
         return sum(count * kind.nbytes for count, kind in zip(found, self.kinds, strict=True))
 
 
-def read_header(source: Source) -> Header:
+def read_header(source: ByteReader) -> Header:
     """Reads and checks the header of a file."""
     path, size = source.path, source.size
     data = _read(source)
@@ -126,16 +126,16 @@ def read_header(source: Source) -> Header:
     return Header(metadata or {}, names, list(codes), np.array(numbers, np.int32), begins)
 
 
-def _read(source: Source) -> bytes:
+def _read(source: ByteReader) -> bytes:
     path, size = source.path, source.size
     with reading(path), source.open_file() as file:
         length = int.from_bytes(prefix := file.read(8), "little")
         if len(prefix) < 8:
-            raise CheckpointError(f"{path} is no safetensors file: expected at least 8 bytes, found {size}")
+            raise CheckpointError(f"{path} is not a safetensors file: expected at least 8 bytes, found {size}")
         if length > MAX_HEADER:
             raise CheckpointError(
-                f"{path} is no safetensors file, or corrupt: expected a header of at most {MAX_HEADER} bytes, found a "
-                f"length of {length}"
+                f"{path} is not a safetensors file, or corrupt: expected a header of at most {MAX_HEADER} bytes, found "
+                f"{length}"
             )
         if 8 + length > size or len(data := file.read(length)) < length:
             raise CheckpointError(
@@ -159,7 +159,7 @@ def _written_as_usual(data: bytes, start: int, available: int) -> Header | None:
             text = "," + text.removeprefix("{") if text.startswith("{") else ""
     except (ValueError, RecursionError):
         return None
-    # What lies between tensors, then name, dtype, shape, begin and end of the next one.
+    # Bytes between tensors, then name, dtype, shape, begin and end of the next one.
     parts = _TENSOR.split(text)
     if len(parts) < 7 or any(parts[:-1:6]) or parts[-1].rstrip(" \t\n\r") != "}" or not _is_metadata(metadata):
         return None
@@ -199,7 +199,7 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_metadata(metadata: Any) -> bool:
-    """Whether it is None, for a header without any, or maps strings to strings."""
+    """Returns True for None, of a header without metadata, and for a mapping of strings to strings."""
     if metadata is None:
         return True
     return isinstance(metadata, dict) and all(

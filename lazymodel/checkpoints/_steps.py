@@ -10,6 +10,7 @@ import base64
 import dataclasses
 import json
 import os
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -21,12 +22,12 @@ from lazymodel._show.text import listed
 from lazymodel.checkpoints._untrusted import read_json_file, reading, weight_map
 
 DECIDING = ("model.safetensors.index.json", "model.safetensors")  # files of which one makes a step count
-KEY = "lazymodel"  # in a checkpoint's metadata: what was said of the step, as JSON
+KEY = "lazymodel"  # in a checkpoint's metadata: the description of the step, as JSON
 _BYTES = "base64"
 
 
 def is_nothing(place: Location) -> bool:
-    """Returns True where nothing was saved yet: there is nothing, or an empty folder. A web server does not tell."""
+    """Returns True if nothing was saved yet: there is nothing, or an empty folder. Web servers cannot say."""
     if isinstance(place, RemotePath):
         return place.store.lists and not place.exists()
     return not place.exists() or (place.is_dir() and not any(place.iterdir()))
@@ -58,13 +59,13 @@ def newest_step(folder: Location) -> Location | None:
     return next((step for _, step in step_folders(folder) if is_complete(step)), None)
 
 
-def steps_place(path: Any, storage_options: Mapping[str, Any] | None) -> Location:
-    """The place that the path or URL of a folder of steps names; nothing need be there."""
+def place_of(path: Any, options: Mapping[str, Any] | None) -> Location:
+    """The place that a path or URL names; nothing need be there."""
     if not isinstance(path, str | os.PathLike):
-        raise LazyModelError(f"the path of a folder of steps is text or a pathlib.Path; got {path!r}")
+        raise CheckpointError(f"expected a path or URL, text or a pathlib.Path; got {reprlib.repr(path)}")
     if is_url(path):
-        return remote_path(cast(str, path), storage_options)
-    if storage_options:
+        return remote_path(cast(str, path), options)
+    if options:
         raise CheckpointError(f"{os.fspath(path)}: storage_options are for URLs, found a path")
     return Path(cast("str | os.PathLike[str]", path))
 
@@ -106,7 +107,7 @@ class TrainingState:
 
 
 def described(metadata: Mapping[str, Any] | None, data: Any) -> dict[str, Any]:
-    """What is said of a step, of types that JSON has.
+    """The description of a step, of types that JSON has.
 
     Raises:
         LazyModelError: Something in it is of another type; `data` may be bytes as well.

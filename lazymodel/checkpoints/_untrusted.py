@@ -1,4 +1,4 @@
-"""What files claim, checked before it is believed: pointers, JSON, indexes, shards, links, members of archives.
+"""Checks of untrusted content: pointers, JSON, indexes, shards, links, members of archives.
 
 Formats: https://git-lfs.github.com/spec/v1; https://huggingface.co/docs/hub/local-cache; APPNOTE.TXT 6.3.10 (zip),
 sections 4.3.7 and 4.4. Everything raises `CheckpointError` for what is corrupt, hostile or cannot be read.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import io
 import json
 import os
 import reprlib
@@ -25,6 +26,7 @@ from lazymodel._errors import CheckpointError
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._remote.url import is_url
 from lazymodel._show.text import format_bytes, listed
+from lazymodel._tensors.byte_reader import ByteReader
 
 MAX_JSON = 100 << 20  # bytes; an index of a million tensors is below this
 MAX_DIMENSIONS = 32  # NumPy 1's; no model comes near
@@ -35,12 +37,12 @@ _LOCAL_HEADER = 30  # bytes of a member's local file header, before its name
 
 
 def is_number(dtype: np.dtype[Any]) -> bool:
-    """Whether arrays of a dtype can be weights: NumPy's numbers, and those of ml_dtypes."""
+    """Returns True if arrays of a dtype can be weights: NumPy's numbers, and those of ml_dtypes."""
     return is_numpys(dtype) or dtype.type.__module__ == ml_dtypes.bfloat16.__module__
 
 
 def is_numpys(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype is one of NumPy's own numbers. By its kind and text ml_dtypes' float8_e5m2 is, too."""
+    """Returns True for NumPy's own numbers. By its kind and text ml_dtypes' float8_e5m2 is one, too."""
     return dtype.kind in "biufc" and dtype.isbuiltin != 2
 
 
@@ -61,8 +63,19 @@ def reading(path: str | Location, verb: str = "read") -> Generator[None]:
         raise CheckpointError(f"cannot {verb} {path}: {error.strerror}") from error
 
 
+@contextlib.contextmanager
+def corrupt(message: str) -> Generator[None]:
+    """Raises CheckpointError for whatever goes wrong inside: of a corrupt file, libraries raise nearly anything."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{message} ({error or type(error).__name__})") from error
+
+
 def check_pointer(file: Location) -> bytes:
-    """The first bytes of a file that is no Git LFS pointer, a small text file in the place of the real one."""
+    """The first bytes of a file that is not a Git LFS pointer, a small text file in the place of the real one."""
     # Only regular files are opened: a pipe would block whoever opens it, and opening a device can do anything.
     with reading(file, "open"):
         if not stat.S_ISREG(file.stat().st_mode):
@@ -106,12 +119,8 @@ def read_json_object(data: bytes, file: str) -> dict[str, Any]:
 
     try:
         text = data.decode()  # json by itself would take UTF-16 as well
-        parsed = json.loads(text)
-        # Each pair of key and value takes a colon. Where there are no more colons than keys that came out, no key was
-        # repeated; where there are, in strings or deeper in, a slower parser looks at each pair.
-        if text.count(":") > _count_keys(parsed):
-            parsed = json.loads(text, object_pairs_hook=unique)
-        if "\\u" in text:  # half of a surrogate pair is no character, and fails to be written anywhere
+        parsed = json.loads(text, object_pairs_hook=unique)
+        if "\\u" in text:  # half of a surrogate pair is not a character, and fails to be written anywhere
             json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
@@ -120,14 +129,6 @@ def read_json_object(data: bytes, file: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{file}: expected a JSON object, found a {type(parsed).__name__}; it is corrupt")
     return cast("dict[str, Any]", parsed)
-
-
-def _count_keys(parsed: Any) -> int:
-    """The keys of an object and of the objects in it, without those further down."""
-    if not isinstance(parsed, dict):
-        return 0
-    values = cast("dict[str, Any]", parsed).values()
-    return len(values) + sum(len(cast("dict[str, Any]", value)) for value in values if isinstance(value, dict))
 
 
 def read_json_file(file: Location) -> dict[str, Any]:
@@ -160,7 +161,7 @@ def leads_out(path: Path, root: Path) -> Path | None:
 
 
 def shard_path(index: Location, shard: Any) -> Location:
-    """Where a shard that an index names lies: in the index's own folder, and nowhere else (see `leads_out`)."""
+    """The path of a shard that an index names: in the index's own folder, and nowhere else (see `leads_out`)."""
     if not isinstance(shard, str) or not shard or "\0" in shard:
         raise CheckpointError(f"{index}: expected a shard's file name, found {reprlib.repr(shard)}")
     parts = shard.replace("\\", "/").split("/")
@@ -195,13 +196,13 @@ def require_shards(index: Location, paths: Sequence[Location]) -> None:
     """Raises CheckpointError listing the shards that are not there."""
     if missing := [path.name for path in paths if not path.is_file()]:
         raise CheckpointError(
-            f"{index}: expected {len(paths)} shard files beside it, found {len(paths) - len(missing)}; missing "
+            f"{index}: expected {len(paths)} shard files alongside it, found {len(paths) - len(missing)}; missing "
             f"{listed(missing)}. Download them too."
         )
 
 
 def files_inside(folder: Location) -> list[str]:
-    """Paths in a folder of all its files, with slashes; refuses what is no file, and links that lead out."""
+    """Paths in a folder of all its files, with slashes; raises for anything but files, and for links that lead out."""
     if isinstance(folder, RemotePath):
         return folder.files_below()
     root = folder.resolve()
@@ -243,17 +244,43 @@ class Member:
     deflated: bool
 
 
-def zip_directory(path: Location, kind: str) -> list[zipfile.ZipInfo]:
-    """The members that an archive lists, in the order in which they should lie; nothing of it is checked yet."""
+class Window(io.RawIOBase):
+    """A range of a file as a file of its own, such as a member of an uncompressed archive. It opens nothing itself."""
+
+    def __init__(self, source: ByteReader, base: int, size: int) -> None:
+        super().__init__()
+        self._source, self._base, self._size, self._position = source, base, size, 0
+        self._file = source.open_file() if source.remote else None  # which keeps what was fetched
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count, position = max(min(len(view), self._size - self._position), 0), self._base + self._position
+        if self._file is None:
+            data = self._source.peek(position, count)
+            count = len(data)
+            view[:count] = data
+        else:
+            self._file.seek(position)
+            count = cast(Any, self._file).readinto(view[:count])
+        self._position += count
+        return count
+
+
+def zip_directory(source: ByteReader, path: Location, kind: str) -> zipfile.ZipFile:
+    """The archive that a file is; nothing of what it lists is checked yet."""
     check_pointer(path)
-    try:
-        with path.open("rb") as file, zipfile.ZipFile(cast(Any, file)) as archive:
-            return sorted(archive.infolist(), key=lambda info: info.header_offset)
-    except Exception as error:  # zipfile turns a corrupt file into nearly any of them
-        raise CheckpointError(
-            f"{path}: expected a {kind} archive, found one that is truncated or corrupt ({error}). Download or copy it "
-            "again."
-        ) from error
+    with corrupt(f"{path}: expected a {kind} archive, found a truncated or corrupt one. Download or copy it again"):
+        return zipfile.ZipFile(cast(Any, Window(source, 0, source.size)))
 
 
 def zip_member(path: Location, info: zipfile.ZipInfo) -> Member:

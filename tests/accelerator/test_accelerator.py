@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 import lazymodel as lm
-from lazymodel._tensors import shards
+from tests.foreign_memory import MEMORIES
 
 LAYERS = 4
 BUDGETS = [None, 256, 24]  # MiB; where CPU devices stand in, KiB
@@ -62,7 +62,7 @@ def assert_same(model: Any, arrays: dict[str, np.ndarray]) -> None:
 def test_there_is_an_accelerator(on_accelerator: bool) -> None:
     if not on_accelerator:
         pytest.skip("no accelerator here, CPU devices stand in (JAX_PLATFORMS= lets JAX look for one)")
-    assert {shards.MEMORIES.get(device.platform) for device in jax.local_devices()} == {"own"}, "a new platform"
+    assert {MEMORIES.get(device.platform) for device in jax.local_devices()} == {"own"}, "a new platform"
 
 
 def test_the_peak_is_what_was_planned(tmp_path: Path, mesh: Mesh, size: int, on_accelerator: bool) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
 _INTERVAL = 0.002  # seconds between two samples
 BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}  # as installed packages have it: without, imports take seconds more
 
@@ -76,10 +77,25 @@ def run(command: Sequence[str], *, env: dict[str, str] | None = None) -> Measure
     return Measurement(end - begin, peak, inside, report)
 
 
+def script(arguments: Sequence[object], *, env: dict[str, str]) -> Any:
+    """Runs a Python script in a process of its own that sees this repository; the JSON of the last line it prints."""
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | repository() | env)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed with exit status {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def repository() -> dict[str, str]:
+    """The environment that gives a process this repository's packages."""
+    paths = [str(ROOT), str(ROOT / "integrations"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 def arguments(doc: str | None, *, runs: int | None = None, child: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser of a script: --json, --runs where it has a default, and the arguments of --child, which is our own."""
-    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     if runs is not None:
         parser.add_argument("--runs", type=int, default=runs)
     if child:
@@ -101,31 +117,76 @@ def speedup(slow: Sequence[Measurement], fast: Sequence[Measurement]) -> float:
     return statistics.median(a.seconds / b.seconds for a, b in zip(slow, fast, strict=True))
 
 
+def medians(runs: Sequence[Measurement]) -> dict[str, float]:
+    """Of one way's runs: seconds, of the processor too, GB/s of the bytes that it reports, and peaks against these."""
+    nbytes = runs[0].result["nbytes"]
+    seconds, peak = (
+        statistics.median(values) for values in zip(*((m.seconds, m.peak_nbytes) for m in runs), strict=True)
+    )
+    found = {"seconds": seconds, "gigabytes_per_second": nbytes / seconds / 1e9, "peak": peak / nbytes}
+    return found | {"peak_over_nbytes": peak - nbytes, "cpu": statistics.median(m.result["cpu"] for m in runs)}
+
+
+def require_equal(results: dict[str, list[Measurement]], *groups: Iterable[str]) -> None:
+    """Ends the script if ways of a group, by default all, report other values than others of it."""
+    for group in groups or (results,):
+        digests = {m.result["digest"] for way in {*group} & {*results} for m in results[way] if "digest" in m.result}
+        if len(digests) > 1:
+            raise SystemExit(f"{sorted(group)} differ: {digests}")
+
+
 def stock_and_ours(script: str, folder: str, runs: int) -> dict[str, list[Measurement]]:
     """Runs `script --child stock FOLDER` and `script --child ours FOLDER` in turn; each reports its values' digest."""
     command = [script, "--child"]
     results = in_turns(("stock", "ours"), runs, lambda how: run([*command, how, folder], env=virtual_devices()))
-    digests = {m.result["digest"] for measurements in results.values() for m in measurements}
-    if len(digests) != 1:
-        raise SystemExit(f"stock and ours differ: {digests}")
+    require_equal(results)
     return results
 
 
 def show_loads(results: dict[str, list[Measurement]], dtype: str, *, as_json: bool) -> None:
     """Prints what `stock_and_ours` found of two ways to load a model, whose bytes they report."""
     nbytes, runs = results["ours"][0].result["nbytes"], len(results["ours"])
-    seconds = {how: statistics.median(m.seconds for m in found) for how, found in results.items()}
-    peaks = {how: statistics.median(m.peak_nbytes for m in found) / nbytes for how, found in results.items()}
     ratio = speedup(results["stock"], results["ours"])
+    summary = {how: medians(found) for how, found in results.items()}
     if as_json:
-        summary = {how: {"seconds": seconds[how], "peak": peaks[how]} for how in results}
         print(json.dumps({**summary, "ratio": {"seconds": ratio}}))
         return
     print(f"{nbytes / 2**30:.2f} GiB in {dtype} onto 8 devices, {runs} runs each, medians")
-    for how in results:
-        print(f"  {how:6} {seconds[how]:6.2f} s   peak private memory {peaks[how]:.2f} × the model")
+    for how, figures in summary.items():
+        print(f"  {how:6} {figures['seconds']:6.2f} s   peak private memory {figures['peak']:.2f} × the model")
     print("  every value equal bit for bit")
     print(f"  ours is {ratio:.1f} × as fast (median of pairs)")
+
+
+def distribute(mesh: Any, layout: Any) -> None:
+    """In the child: Keras' models are split so over its device mesh, and the backend is there."""
+    import jax
+    import keras
+
+    distribution = keras.distribution.ModelParallel(layout_map=layout, batch_dim_name=mesh.axis_names[0])
+    keras.distribution.set_distribution(distribution)
+    keras.utils.set_random_seed(0)
+    jax.block_until_ready(jax.numpy.zeros(()) + 1)  # the backend itself is not what is measured
+
+
+def keras_mesh(**axes: int) -> Any:
+    """In the child: Keras' mesh of all devices."""
+    import keras
+
+    return keras.distribution.DeviceMesh(tuple(axes.values()), list(axes), keras.distribution.list_devices())
+
+
+def write_shards(folder: Path, files: Sequence[dict[str, Any]]) -> None:
+    """Writes arrays as a safetensors folder with an index, of a file for each mapping."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir(exist_ok=True)
+    weight_map: dict[str, str] = {}
+    for number, tensors in enumerate(files):
+        file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        save_file(tensors, folder / file)
+        weight_map |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def back_memory(nbytes: int) -> None:

@@ -4,7 +4,7 @@
 
 A bf16 safetensors folder, shaped like a decoder, is written once and read from the page cache onto all devices that JAX
 finds, sharded on the last axis that divides. The ways take turns, each in a process of its own; medians are printed.
-Seconds are from the call until every array is ready. Device memory is the peak of the fullest device, as it tells by
+Seconds are from the call until every array is ready. Device memory is the peak of the most loaded device, of
 `memory_stats()`, over its part of the model; host memory the peak of private memory over the whole model. CPU devices
 (`JAX_PLATFORMS=cpu`) tell nothing of the first, and show only that this works.
 
@@ -15,7 +15,6 @@ pin (the client's `dma_map`): if these are far above `pageable` and `ours` is at
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -24,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _measure import Measurement, back_memory, digest, emit, measured, run
+import _measure
 
 WAYS = {
     "pageable": "jax.device_put of NumPy arrays",
@@ -42,7 +41,6 @@ def save(folder: Path, nbytes: int) -> None:
     """Writes a decoder of about so many bytes, a file a layer."""
     import ml_dtypes
     import numpy as np
-    from safetensors.numpy import save_file
 
     narrow = 1 if nbytes >= 1 << 30 else 8  # the same shapes, smaller
     hidden, intermediate, vocabulary = HIDDEN // narrow, INTERMEDIATE // narrow, VOCABULARY // narrow
@@ -50,24 +48,16 @@ def save(folder: Path, nbytes: int) -> None:
     layer |= dict.fromkeys(("gate", "up"), (intermediate, hidden))
     each = 2 * sum(int(np.prod(shape)) for shape in layer.values())
     rng = np.random.default_rng(0)
-    folder.mkdir()
-    weight_map: dict[str, str] = {}
     files = [{"embed": (vocabulary, hidden)}]
     files += [{f"layers.{i}.{name}": shape for name, shape in layer.items()} for i in range(max(nbytes // each, 1))]
-    for number, shapes in enumerate(files):
-        values = {name: rng.integers(0, 2**14, shape, np.uint16) for name, shape in shapes.items()}
-        file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
-        save_file({name: array.view(ml_dtypes.bfloat16) for name, array in values.items()}, folder / file)
-        weight_map |= dict.fromkeys(shapes, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    values = ({name: rng.integers(0, 2**14, shape, np.uint16) for name, shape in shapes.items()} for shapes in files)
+    _measure.write_shards(folder, [{n: array.view(ml_dtypes.bfloat16) for n, array in each.items()} for each in values])
 
 
 def child(way: str, folder: Path) -> None:
     """One way, in a process of its own."""
     if way == "save":
-        with measured() as report:
-            save(folder, int(sys.argv[4]))
-        emit(report)
+        _measure.emit_measured(save, folder, int(sys.argv[4]))
         return
     import jax
     import numpy as np
@@ -91,15 +81,15 @@ def child(way: str, folder: Path) -> None:
         nbytes = sum(tensor.nbytes for tensor in checkpoint.values())
     load = _loader(way, folder, structs)
     if devices[0].platform == "cpu":
-        back_memory(2 * nbytes)
+        _measure.back_memory(2 * nbytes)
     held = [(device.memory_stats() or {}).get("bytes_in_use", 0) for device in devices]
-    with measured() as report:
+    with _measure.measured() as report:
         arrays = load()
         jax.block_until_ready(arrays)
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices]
     report |= {"nbytes": nbytes, "devices": f"{len(devices)} × {devices[0].device_kind}"}
     report["device_peak"] = max(peak - start for peak, start in zip(peaks, held, strict=True)) * len(devices) / nbytes
-    emit(report | {"digest": digest(arrays[name] for name in sorted(arrays))})
+    _measure.emit(report | {"digest": _measure.digest(arrays[name] for name in sorted(arrays))})
 
 
 def _loader(way: str, folder: Path, structs: dict[str, Any]) -> Callable[[], dict[str, Any]]:
@@ -150,38 +140,34 @@ def _loader(way: str, folder: Path, structs: dict[str, Any]) -> Callable[[], dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _measure.arguments(__doc__, runs=3)
     parser.add_argument("--gib", type=float, default=8.0, help="bytes of the checkpoint")
-    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    results: dict[str, list[Measurement]] = {way: [] for way in args.only}
+    results: dict[str, list[_measure.Measurement]] = {way: [] for way in args.only}
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "checkpoint")
-        run([__file__, "--child", "save", path, str(int(args.gib * 2**30))])
+        _measure.run([__file__, "--child", "save", path, str(int(args.gib * 2**30))])
         for _ in range(args.runs):
             for way in list(results):
                 try:
-                    results[way].append(run([__file__, "--child", way, path]))
+                    results[way].append(_measure.run([__file__, "--child", way, path]))
                 except SystemExit as error:  # an accelerator without pinned memory, say
                     print(f"{WAYS[way]}: {error}", file=sys.stderr)
                     del results[way]
     found = {
         way: {
-            "gigabytes_per_second": statistics.median(m.result["nbytes"] / m.seconds / 1e9 for m in runs),
+            "gigabytes_per_second": _measure.medians(runs)["gigabytes_per_second"],
             "device_peak": statistics.median(m.result["device_peak"] for m in runs),
-            "host_peak": statistics.median(m.peak_nbytes / m.result["nbytes"] for m in runs),
+            "host_peak": _measure.medians(runs)["peak"],
         }
         for way, runs in results.items()
     }
-    every = [measurement for runs in results.values() for measurement in runs]
-    if len({measurement.result["digest"] for measurement in every}) != 1:
-        raise SystemExit("the ways differ in what they load")
+    _measure.require_equal(results)
     if args.json:
         print(json.dumps(found))
         return
-    one = every[0].result
+    one = next(iter(results.values()))[0].result
     print(f"{one['nbytes'] / 2**30:.2f} GiB in bf16 onto {one['devices']}, {args.runs} runs each, medians")
     for way, line in found.items():
         device = f"{line['device_peak']:5.2f} ×" if line["device_peak"] else "unknown"

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import _measure
@@ -20,17 +18,14 @@ LAYERS = 16
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _measure.arguments(__doc__)
     parser.add_argument("--mib", type=int, default=1024, help="MiB of the parameters")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         _measure.emit(materialize(options.mib * 2**20))
         return
-    root = Path(__file__).parents[2]
-    paths = [str(root), str(root / "integrations"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = _measure.virtual_devices() | {"PYTHONPATH": os.pathsep.join(paths)}
+    environment = _measure.virtual_devices() | _measure.repository()
     measured = _measure.run([__file__, "--child", "--mib", str(options.mib)], env=environment)
     report = {**measured.result, "peak_nbytes": measured.peak_nbytes, "seconds": measured.seconds}
     report["ratio"] = report["peak_nbytes"] / report["parameter_nbytes"]

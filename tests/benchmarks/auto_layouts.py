@@ -295,7 +295,7 @@ def main() -> None:
     parser.add_argument("--collectives", action="store_true")
     options = parser.parse_args()
     if not options.json:
-        print("| model | mesh | rules | forward, MB | gradient, MB | × published | fullest device, MB |")
+        print("| model | mesh | rules | forward, MB | gradient, MB | × published | most loaded device, MB |")
         print("|---" * 7 + "|")
     for name in (name for name in CASES if options.only in name):
         for text in options.mesh or ["2x4", "1x8", "8x1"]:

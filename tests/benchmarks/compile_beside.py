@@ -8,9 +8,7 @@ first step. Files are local, or behind a link that is capped so that loading tak
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,9 +17,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from _measure import script
+
 from tests.servers.object_server import ObjectServer
 
-ROOT = Path(__file__).resolve().parents[2]
 LAYERS, WIDTH, VOCABULARY = 16, 512, 8192
 SHAPES = {"query": (1, 1), "key": (1, 1), "value": (1, 1), "out": (1, 1), "up": (1, 4), "down": (4, 1)}
 WAYS = ("load", "compile", "serial", "beside")
@@ -84,16 +83,10 @@ def child(way: str, url: str) -> None:
 def measured(runs: int, url: str) -> dict[str, tuple[float, float]]:
     """Each way's medians of seconds, and of seconds of processor time."""
     found: dict[str, list[list[float]]] = {way: [] for way in WAYS}
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "JAX_PLATFORMS": "cpu",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-    }
+    environment = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     for _ in range(runs):
         for way, times in found.items():
-            command = [sys.executable, __file__, "--child", way, url]
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-            times.append(json.loads(done.stdout.splitlines()[-1]))
+            times.append(script([__file__, "--child", way, url], env=environment))
     return {way: (statistics.median(wall), statistics.median(cpu)) for way, (wall, cpu) in _columns(found).items()}
 
 

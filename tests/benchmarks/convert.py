@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
@@ -29,7 +29,6 @@ import numpy as np  # noqa: E402
 from _measure import BYTECODE, Measurement, emit, measured, run, virtual_devices  # noqa: E402
 
 import lazymodel as lm  # noqa: E402
-from lazymodel._tensors.lazy import LazyTensor, lazy  # noqa: E402
 
 FORMATS = {
     "safetensors": ["out.safetensors"],
@@ -42,16 +41,18 @@ FORMATS = {
 }
 
 
-def checkpoint(gib: float) -> dict[str, LazyTensor]:
+def checkpoint(gib: float) -> dict[str, lm.LazyTensor]:
     """Random float32, the same 64 MiB again and again: values do not matter here."""
     block = np.random.default_rng(0).normal(size=(4096, 4096)).astype(np.float32)
     count = max(round(16 * gib), 4)
-    whole = lazy(np.broadcast_to(block, (count, 4096, 4096)))
     large = count // 4
-    return {
-        "embedding": whole[:large].reshape(-1, 4096),
-        **{f"layers.{n}.kernel": whole[n] for n in range(large, count)},
-    }
+
+    def parts(tensors: Mapping[str, lm.LazyTensor]) -> dict[str, lm.LazyTensor]:
+        whole = tensors["whole"]
+        layers = {f"layers.{n}.kernel": whole[n] for n in range(large, count)}
+        return {"embedding": whole[:large].reshape(-1, 4096), **layers}
+
+    return dict(lm.map_checkpoint({"whole": np.broadcast_to(block, (count, 4096, 4096))}, parts))
 
 
 def converted(*arguments: str | Path) -> Measurement:
@@ -65,7 +66,7 @@ def child(arguments: list[str]) -> None:
 
     if "--cls" in arguments:
         import keras_hub  # noqa: F401
-    from lazymodel._cli.main import main as command
+    from lazymodel.__main__ import main as command
 
     with measured() as report:
         report["status"] = command(["convert", "--quiet", *arguments])

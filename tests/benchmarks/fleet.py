@@ -4,7 +4,7 @@ Run as `python tests/benchmarks/fleet.py [GIB]`, of the model; it needs nine tim
 
 1. Four processes of two CPU devices, mesh (data=4, model=2), from a file with and without an exchange, and from a
    server on this machine with one: bytes that all of them read
-   together against the file, private memory of the fullest beyond its arrays, in units of a group, and seconds.
+   together against the file, private memory of the most loaded beyond its arrays, in units of a group, and seconds.
 2. `reshard` between (8, 1), (2, 4) and four of eight devices, with and without donation: peak of private memory against
    the model, and seconds.
 """
@@ -22,23 +22,23 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from _measure import repository
+
 from tests.private_memory import Peak, private_nbytes
 from tests.processes import free_address
 from tests.servers.object_server import ObjectServer
 
-ROOT = Path(__file__).resolve().parents[2]
 PROCESSES, DEVICES = 4, 8
 VARIABLES = 32
 GROUP = 64 << 20  # bytes of a device: a few groups even for a small model
 
 
 def environment(devices: int) -> dict[str, str]:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "integrations"), os.environ.get("PYTHONPATH", "")])
     flags = f"--xla_force_host_platform_device_count={devices}"
     # What is freed goes back at once: malloc's pools would keep XLA's buffers, which says nothing of what is in use.
     malloc = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
     jax = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    return os.environ | {"PYTHONPATH": paths} | jax | malloc
+    return os.environ | repository() | jax | malloc
 
 
 def abstract(gib: float) -> Any:
@@ -71,9 +71,9 @@ def load(process: int, address: str, path: str, gib: float, replicas: str) -> No
     from jax.sharding import Mesh
 
     import lazymodel as lm
-    from lazymodel._tensors import division
+    from lazymodel._tensors import read_partition
 
-    division.GROUP = GROUP
+    read_partition.GROUP = GROUP
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, PROCESSES, process)
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
@@ -168,7 +168,7 @@ def move(gib: float, before: str, after: str, donate: bool) -> None:
     most = max(reports[0].held_nbytes)
     print(
         f"  {before:>9} → {after:9} {'donated' if donate else 'kept':7}: peak {(peak.most - base) / nbytes:.2f} × the "
-        f"model in this process; fullest device {reports[0].peak_nbytes / most:.2f} × the more it holds before or "
+        f"model in this process; most loaded device {reports[0].peak_nbytes / most:.2f} × the more it holds before or "
         f"after; {reports[0].num_groups} groups, {seconds:.2f} s"
     )
 

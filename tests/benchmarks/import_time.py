@@ -9,16 +9,15 @@ work on the machine changes less.
 
 from __future__ import annotations
 
-import argparse
 import compileall
 import json
 import os
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from _measure import ROOT, arguments, repository
+
 PAIRS = {"lazymodel": "jax", "lazymodel_keras": "keras"}
 SCRIPT = """
 import sys, time
@@ -31,17 +30,14 @@ print(time.perf_counter() - wall, time.process_time() - cpu, len(sys.modules))
 def measure(names: str) -> list[float]:
     """Seconds, processor seconds and modules of a new process that imports them."""
     environment = {**os.environ, "KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3", "JAX_PLATFORMS": "cpu"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "integrations"), *sys.path[1:]])
+    environment |= repository()
     command = [sys.executable, "-c", SCRIPT.format(names=names)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return [float(figure) for figure in done.stdout.split()[-3:]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = arguments(__doc__, runs=7).parse_args()
     for folder in (ROOT / "lazymodel", *(ROOT / "integrations").glob("lazymodel_*")):
         compileall.compile_dir(folder, quiet=1)
     found: dict[str, dict[str, float]] = {}

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import _measure
@@ -28,14 +26,12 @@ MODELS = ["nnx", "linen", "plain"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _measure.arguments(__doc__, runs=3)
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--check-layers", type=int, help="layers whose values are compared; as --layers by default")
     parser.add_argument("--check-whole-layers", type=int, default=4, help="the most for which whole-tree jit is too")
     parser.add_argument("--memory-hidden", type=int, default=512, help="width for the measurement of memory; 0: none")
-    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--one", nargs=2, metavar=("WAY", "MODEL"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -100,9 +96,7 @@ def _subprocess(way: str, model: str, options: argparse.Namespace) -> dict[str, 
     command += ["--check-layers", str(options.check_layers or options.layers)]
     command += ["--check-whole-layers", str(options.check_whole_layers)]
     command += ["--memory-hidden", str(options.memory_hidden)]
-    root = Path(__file__).parents[2]
-    paths = [str(root), str(root / "integrations"), os.environ.get("PYTHONPATH", "")]
-    environment = _measure.virtual_devices() | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    environment = _measure.virtual_devices() | _measure.repository()
     measurement = _measure.run(command, env=environment)
     return measurement.result | ({"peak_nbytes": measurement.peak_nbytes} if way == "memory" else {})
 

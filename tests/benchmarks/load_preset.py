@@ -15,20 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import _measure
 from _drawing import COLOURS, pyplot, save_svg
-from _measure import (
-    Measurement,
-    arguments,
-    back_memory,
-    digest,
-    emit,
-    emit_measured,
-    measured,
-    run,
-    show_loads,
-    stock_and_ours,
-    virtual_devices,
-)
 
 BACKED = 4 << 30  # bytes that each process touches before it is measured, so that both find memory equally ready
 
@@ -67,19 +55,15 @@ def save(folder: Path) -> None:
 def load(how: str, folder: Path | str, fetch: Callable[[], Path] | None = None) -> dict[str, Any]:
     """In the child: one load onto 8 devices, of a folder or URL, or of the folder that is fetched first."""
     import jax
-    import keras
     import keras_hub
     import numpy as np
 
     import lazymodel_keras as lk
 
-    mesh = keras.distribution.DeviceMesh((1, 8), ["batch", "model"], keras.distribution.list_devices())
-    layout = keras_hub.models.GemmaBackbone.get_layout_map(mesh)
-    keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch"))
-    keras.utils.set_random_seed(0)
-    jax.block_until_ready(jax.numpy.zeros(()) + 1)  # the backend itself is not what is measured
-    back_memory(BACKED)
-    with measured() as report:
+    mesh = _measure.keras_mesh(batch=1, model=8)
+    _measure.distribute(mesh, keras_hub.models.GemmaBackbone.get_layout_map(mesh))
+    _measure.back_memory(BACKED)
+    with _measure.measured() as report:
         if fetch is not None:
             folder = fetch()
         if how == "stock":
@@ -88,31 +72,31 @@ def load(how: str, folder: Path | str, fetch: Callable[[], Path] | None = None) 
             model = lk.from_preset(keras_hub.models.GemmaBackbone, str(folder), progress=False)
         jax.block_until_ready([variable.value for variable in model.weights])
         report["nbytes"] = sum(int(np.prod(v.shape)) * 4 for v in model.weights)
-    return report | {"digest": digest(variable.value for variable in model.weights)}
+    return report | {"digest": _measure.digest(variable.value for variable in model.weights)}
 
 
 def main() -> None:
-    parser = arguments(__doc__, runs=5, child=("HOW", "FOLDER"))
+    parser = _measure.arguments(__doc__, runs=5, child=("HOW", "FOLDER"))
     parser.add_argument("--plot", metavar="FILE")
     options = parser.parse_args()
     if options.child:
         how, folder = options.child
         if how == "save":
-            emit_measured(save, Path(folder))
+            _measure.emit_measured(save, Path(folder))
         else:
-            emit(load(how, Path(folder)))
+            _measure.emit(load(how, Path(folder)))
         return
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = str(Path(temporary) / "gemma")
-        run([__file__, "--child", "save", folder], env=virtual_devices(1))
-        results = stock_and_ours(__file__, folder, options.runs)
-    show_loads(results, "float32", as_json=options.json)
+        _measure.run([__file__, "--child", "save", folder], env=_measure.virtual_devices(1))
+        results = _measure.stock_and_ours(__file__, folder, options.runs)
+    _measure.show_loads(results, "float32", as_json=options.json)
     if options.plot:
         plot(results, results["ours"][0].result["nbytes"], options.plot)
 
 
-def plot(results: dict[str, list[Measurement]], nbytes: int, file: str) -> None:
+def plot(results: dict[str, list[_measure.Measurement]], nbytes: int, file: str) -> None:
     """Draws private memory over time for each way's median run."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7.2, 3.2), layout="constrained")

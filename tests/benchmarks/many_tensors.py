@@ -9,20 +9,16 @@ commits run this on both in turn.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from _measure import virtual_devices
+from _measure import arguments, script, virtual_devices
 
 TENSORS = 10_000  # each of 2 KiB or 64 bytes
 SHAPES = ((16, 32), (32, 16), (16,), (8, 64))
@@ -274,18 +270,13 @@ CASES: dict[str, Callable[[Clock, Path], None]] = {
 
 def measure(case: str, folder: Path) -> Steps:
     """One run of a case in a process of its own."""
-    command = [sys.executable, __file__, "--child", case, str(folder)]
-    output = subprocess.run(command, env={**os.environ, **virtual_devices()}, check=True, stdout=subprocess.PIPE)
-    return json.loads(output.stdout.splitlines()[-1])
+    return script([__file__, "--child", case, folder], env=virtual_devices())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=3)
+    parser = arguments(__doc__, runs=3, child=("CASE", "FOLDER"))
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--folder", type=Path, help="where the files are kept, instead of a temporary folder")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", nargs=2, metavar=("CASE", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         clock = Clock()

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from _measure import arguments, back_memory, digest, emit, emit_measured, measured, run, show_loads, stock_and_ours
+import _measure
 
 BACKED = 5 << 29  # bytes that each process touches before it is measured, so that both find memory equally ready
 SHARDS = 3
@@ -123,10 +123,9 @@ def shapes(model: str) -> dict[str, tuple[int, ...]]:
 
 
 def save(folder: Path) -> None:
-    """Writes the folder of the model that it is named after, one shard at a time."""
+    """Writes the folder of the model that it is named after."""
     import ml_dtypes
     import numpy as np
-    from safetensors.numpy import save_file
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIGS[folder.name]))
@@ -139,14 +138,8 @@ def save(folder: Path) -> None:
         return rng.standard_normal(shape, dtype=np.float32).astype(ml_dtypes.bfloat16)
 
     tensors = list(shapes(folder.name).items())
-    weight_map: dict[str, str] = {}
-    for shard in range(SHARDS):
-        file = f"model-{shard + 1:05}-of-{SHARDS:05}.safetensors"
-        part = tensors[len(tensors) * shard // SHARDS : len(tensors) * (shard + 1) // SHARDS]
-        values = {name: values_of(name, shape) for name, shape in part}
-        save_file(values, folder / file)
-        weight_map |= dict.fromkeys(values, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    parts = [tensors[len(tensors) * n // SHARDS : len(tensors) * (n + 1) // SHARDS] for n in range(SHARDS)]
+    _measure.write_shards(folder, [{name: values_of(name, shape) for name, shape in part} for part in parts])
 
 
 def load(how: str, folder: Path) -> dict[str, Any]:
@@ -157,16 +150,14 @@ def load(how: str, folder: Path) -> dict[str, Any]:
 
     import lazymodel_keras as lk
 
-    mesh = keras.distribution.DeviceMesh((8,), ["model"], keras.distribution.list_devices())
+    mesh = _measure.keras_mesh(model=8)
     layout = keras.distribution.LayoutMap(mesh)
     for path, axes in LAYOUT.items():
         layout[path] = axes
-    keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="model"))
     cls: Any = getattr(keras_hub.models, CLASSES[folder.name])
-    keras.utils.set_random_seed(0)
-    jax.block_until_ready(jax.numpy.zeros(()) + 1)  # the backend itself is not what is measured
-    back_memory(BACKED)
-    with measured() as report:
+    _measure.distribute(mesh, layout)
+    _measure.back_memory(BACKED)
+    with _measure.measured() as report:
         if how == "stock":
             model = cls.from_preset(str(folder), dtype="bfloat16")
         else:
@@ -175,26 +166,26 @@ def load(how: str, folder: Path) -> dict[str, Any]:
         report["nbytes"] = sum(variable.value.nbytes for variable in model.weights)
     experts = [v.value for v in model.weights if "/experts/" in v.path and not v.path.endswith("_bias")]
     assert len(experts) == 2 * LAYERS and all(not value.sharding.is_fully_replicated for value in experts)
-    return report | {"digest": digest(variable.value for variable in model.weights)}
+    return report | {"digest": _measure.digest(variable.value for variable in model.weights)}
 
 
 def main() -> None:
-    parser = arguments(__doc__, runs=3, child=("HOW", "FOLDER"))
+    parser = _measure.arguments(__doc__, runs=3, child=("HOW", "FOLDER"))
     parser.add_argument("--model", choices=CONFIGS, default="qwen3_moe")
     options = parser.parse_args()
     if options.child:
         how, folder = options.child
         if how == "save":
-            emit_measured(save, Path(folder))
+            _measure.emit_measured(save, Path(folder))
         else:
-            emit(load(how, Path(folder)))
+            _measure.emit(load(how, Path(folder)))
         return
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = str(Path(temporary) / options.model)
-        run([__file__, "--child", "save", folder])
-        results = stock_and_ours(__file__, folder, options.runs)
-    show_loads(results, "bfloat16", as_json=options.json)
+        _measure.run([__file__, "--child", "save", folder])
+        results = _measure.stock_and_ours(__file__, folder, options.runs)
+    _measure.show_loads(results, "bfloat16", as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from _measure import arguments, back_memory, digest, emit, emit_measured, measured, run, stock_and_ours, virtual_devices
+import _measure
 
 BACKED = 6 << 30  # bytes that each process touches before it is measured, so that both find memory equally ready
 MIB = 1 << 20
@@ -28,19 +28,14 @@ BATCH, SEQUENCE = 8, 64
 ALLOWANCE = 0.15  # of the quantized size, which a peak may exceed together with the largest layer in float
 
 
-def distribute() -> None:
+def split() -> None:
     """In the child: 8 devices and KerasHub's own layout map."""
-    import jax
-    import keras
     import keras_hub
 
     warnings.simplefilter("ignore")  # of layers that have nothing to quantize
-    mesh = keras.distribution.DeviceMesh((1, 8), ["batch", "model"], keras.distribution.list_devices())
-    layout = keras_hub.models.GemmaBackbone.get_layout_map(mesh)
-    keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch"))
-    keras.utils.set_random_seed(0)
-    jax.block_until_ready(jax.numpy.zeros(()) + 1)  # the backend itself is not what is measured
-    back_memory(BACKED)
+    mesh = _measure.keras_mesh(batch=1, model=8)
+    _measure.distribute(mesh, keras_hub.models.GemmaBackbone.get_layout_map(mesh))
+    _measure.back_memory(BACKED)
 
 
 def quantize(how: str, folder: str) -> None:
@@ -50,9 +45,9 @@ def quantize(how: str, folder: str) -> None:
 
     import lazymodel_keras as lk
 
-    distribute()
+    split()
     cls = keras_hub.models.GemmaBackbone
-    with measured() as report:
+    with _measure.measured() as report:
         if how == "stock":
             model = cls.from_preset(folder)
             model.quantize(MODE)
@@ -61,10 +56,10 @@ def quantize(how: str, folder: str) -> None:
         jax.block_until_ready([variable.value for variable in model.weights])
     weights = sorted(model.weights, key=lambda variable: variable.path)
     floats = lk.abstract_from_preset(cls, folder)
-    emit(
+    _measure.emit(
         report
         | {
-            "digest": digest(variable.value for variable in weights),
+            "digest": _measure.digest(variable.value for variable in weights),
             "nbytes": sum(variable.value.nbytes for variable in model.weights),
             "float_nbytes": floats.nbytes,
             "largest_nbytes": max(variable.nbytes for variable in floats.values()),
@@ -82,12 +77,12 @@ def lora(folder: str) -> None:
     import lazymodel_keras as lk
 
     def digests(model: Any) -> dict[str, str]:
-        return {v.path: digest([v.value]) for v in model.variables}
+        return {v.path: _measure.digest([v.value]) for v in model.variables}
 
-    distribute()
+    split()
     tokens = np.random.default_rng(0).integers(1, 1000, (BATCH, SEQUENCE + 1)).astype("int32")
     inputs = {"token_ids": tokens[:, :-1], "padding_mask": np.ones((BATCH, SEQUENCE), "bool")}
-    with measured() as report:
+    with _measure.measured() as report:
         start = time.monotonic()
         abstract = lk.abstract_from_preset(keras_hub.models.GemmaCausalLM, folder, preprocessor=None, dtype="bfloat16")
         model = abstract.lora(8).materialize(progress=False)
@@ -98,7 +93,7 @@ def lora(folder: str) -> None:
         model.compile(optimizer=keras.optimizers.Adam(1e-3), loss=loss)
         fitted = model.fit(inputs, tokens[:, 1:], batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
     after = digests(model)
-    emit(
+    _measure.emit(
         report
         | {
             "losses": fitted.history["loss"],
@@ -113,7 +108,7 @@ def lora(folder: str) -> None:
 
 def report_quantize(folder: str, runs: int) -> tuple[dict[str, Any], str]:
     """Measures both ways; what they took, as numbers and as text."""
-    results = stock_and_ours(__file__, folder, runs)
+    results = _measure.stock_and_ours(__file__, folder, runs)
     found = results["ours"][0].result
     nbytes, largest = found["nbytes"], found["largest_nbytes"]
     allowed = (1 + ALLOWANCE) * nbytes + largest
@@ -150,7 +145,7 @@ def report_quantize(folder: str, runs: int) -> tuple[dict[str, Any], str]:
 
 def report_lora(folder: str) -> tuple[dict[str, Any], str]:
     """Measures a load and two training steps; what they took, as numbers and as text."""
-    measurement = run([__file__, "--child", "lora", folder], env=virtual_devices())
+    measurement = _measure.run([__file__, "--child", "lora", folder], env=_measure.virtual_devices())
     found = measurement.result
     loading = max(nbytes for moment, nbytes in measurement.samples if moment <= found["load_seconds"])
     strangers = [path for path in found["changed"] if "lora" not in path]
@@ -170,7 +165,7 @@ def report_lora(folder: str) -> tuple[dict[str, Any], str]:
 
 
 def main() -> None:
-    parser = arguments(__doc__, runs=3, child=("HOW", "FOLDER"))
+    parser = _measure.arguments(__doc__, runs=3, child=("HOW", "FOLDER"))
     parser.add_argument("--preset", metavar="FOLDER", help="a Gemma2 preset in float32; default: one is written")
     parser.add_argument("--lora", action="store_true")
     options = parser.parse_args()
@@ -179,7 +174,7 @@ def main() -> None:
         if how == "save":
             from stream import save_preset
 
-            emit_measured(save_preset, Path(folder))
+            _measure.emit_measured(save_preset, Path(folder))
         elif how == "lora":
             lora(folder)
         else:
@@ -189,7 +184,7 @@ def main() -> None:
         folder = options.preset
         if folder is None:
             folder = str(Path(temporary) / "gemma")
-            run([__file__, "--child", "save", folder], env=virtual_devices(1))
+            _measure.run([__file__, "--child", "save", folder], env=_measure.virtual_devices(1))
         summary, text = report_lora(folder) if options.lora else report_quantize(folder, options.runs)
     print(json.dumps(summary) if options.json else text)
 

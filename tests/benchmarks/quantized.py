@@ -1,6 +1,6 @@
 """Quantized checkpoints onto 8 devices, decoded: lazymodel against plain NumPy, a GiB of result each.
 
-    python tests/benchmarks/quantized.py [--runs 3] [--forms fp8 gptq ...] [--nbytes 1GiB] [--json]
+    python tests/benchmarks/quantized.py [--runs 3] [--forms fp8 gptq ...] [--gib 1] [--json]
 
 A Hugging Face folder, or a GGUF file, of square matrices in each form is opened and materialized, every other matrix
 split by rows and by columns. Beside it, plain NumPy reads each tensor whole, decodes it as the form's reference does,
@@ -12,10 +12,8 @@ of the result's bytes.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -26,7 +24,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 import ml_dtypes  # noqa: E402
 import numpy as np  # noqa: E402
-from _measure import back_memory, emit, measured, run, virtual_devices  # noqa: E402
+from _measure import arguments, back_memory, emit, in_turns, measured, medians, require_equal, run, virtual_devices  # noqa: E402
 
 WIDTH = 4096
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -195,44 +193,31 @@ def child(how: str, name: str, folder: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=3)
+    parser = arguments(__doc__, runs=3, child=("HOW", "FORM", "FOLDER"))
     parser.add_argument("--forms", nargs="+", choices=(*DECODE, *GGUF, *MORE_GGUF), default=[*DECODE, *GGUF])
-    parser.add_argument("--nbytes", default="1GiB")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--gib", type=float, default=1.0, help="of result, in GiB")
     options = parser.parse_args()
     if options.child:
         child(*options.child)
         return
-    from lazymodel._show.text import parse_bytes
-
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name in options.forms:
         with tempfile.TemporaryDirectory() as folder:
-            path, nbytes = Path(folder, "folder" if name in DECODE else "m.gguf"), parse_bytes(options.nbytes)
+            path, nbytes = Path(folder, "folder" if name in DECODE else "m.gguf"), int(options.gib * 2**30)
             if name not in DECODE:
                 write_gguf(path, name, nbytes)
             else:
                 form = forms()[name]
                 write(path, form, max(nbytes // (WIDTH * WIDTH * form.dtype.itemsize), 1))
-            results: dict[str, list[Any]] = {"ours": [], "numpy": []}
-            for _ in range(options.runs):
-                for how, runs in results.items():
-                    command = [__file__, "--child", how, name, str(path)]
-                    runs.append(run(command, env=virtual_devices()))
-        if len({m.result["digest"] for runs in results.values() for m in runs}) != 1:
-            raise SystemExit(f"{name}: lazymodel and NumPy differ")
+            command = [name, str(path)]
+            results = in_turns(
+                ("ours", "numpy"),
+                options.runs,
+                lambda how, command=command: run([__file__, "--child", how, *command], env=virtual_devices()),
+            )
+        require_equal(results)
         nbytes = results["ours"][0].result["nbytes"]
-        found[name] = {
-            how: {
-                "seconds": statistics.median(m.seconds for m in runs),
-                "cpu": statistics.median(m.result["cpu"] for m in runs),
-                "gigabytes_per_second": nbytes / 1e9 / statistics.median(m.seconds for m in runs),
-                "peak": statistics.median(m.peak_nbytes for m in runs) / nbytes,
-            }
-            for how, runs in results.items()
-        }
+        found[name] = {how: medians(runs) for how, runs in results.items()}
         if not options.json:
             each = "; ".join(
                 f"{how} {figures['gigabytes_per_second']:5.2f} GB/s, {figures['cpu']:5.2f} s of CPU, "

@@ -26,18 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from _measure import (
-    Measurement,
-    arguments,
-    back_memory,
-    emit,
-    emit_measured,
-    in_turns,
-    measured,
-    run,
-    speedup,
-    virtual_devices,
-)
+import _measure
 from stream import BACKED, load_safetensors, save_preset, save_safetensors
 
 from tests.servers.object_server import ObjectServer
@@ -67,8 +56,8 @@ def obstore_ranges(url: str) -> None:
     store = HTTPStore(url, client_options={"allow_http": True, "pool_max_idle_per_host": "64"})
     size = 8 << 20
     names = [f"model-{index + 1:05}-of-00003.safetensors" for index in range(3)]
-    back_memory(BACKED)
-    with measured() as report:
+    _measure.back_memory(BACKED)
+    with _measure.measured() as report:
         chunks: list[tuple[str, int, int]] = []
         for name in names:
             nbytes = obstore.head(store, name)["size"]
@@ -89,7 +78,7 @@ def obstore_ranges(url: str) -> None:
         for thread in threads:
             thread.join()
         report["nbytes"] = sum(map(len, kept))
-    emit(report)
+    _measure.emit(report)
 
 
 def load_preset_from(way: str, url: str) -> None:
@@ -112,17 +101,17 @@ def load_preset_from(way: str, url: str) -> None:
             return folder
 
         report = load_preset.load("stock", folder, fetch) if way == "stock" else load_preset.load("ours", url)
-        emit(report | {"written": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())})
+        _measure.emit(report | {"written": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())})
 
 
-def measure(way: str, server: ObjectServer) -> Measurement:
+def measure(way: str, server: ObjectServer) -> _measure.Measurement:
     """Runs one way; what the server counted comes along."""
     capped = way.endswith("-capped") or way in ON_PRESET
     server.configure(bandwidth=BANDWIDTH if capped else None, latency=LATENCY if capped else 0.0)
     server.faults(FAULTS if way.endswith("-faulty") else (), every=EVERY)
     server.reset_counters()
     url = server.url("preset" if way in ON_PRESET else "decoder")
-    found = run([__file__, "--child", way, url], env=virtual_devices())
+    found = _measure.run([__file__, "--child", way, url], env=_measure.virtual_devices())
     server.faults()
     counted = server.counters()
     found.result.update(sent=counted["bytes"], requests=counted["requests"])
@@ -131,9 +120,9 @@ def measure(way: str, server: ObjectServer) -> Measurement:
 
 def child(way: str, where: str) -> None:
     if way == "save":
-        emit_measured(save_safetensors, Path(where))
+        _measure.emit_measured(save_safetensors, Path(where))
     elif way == "save-preset":
-        emit_measured(save_preset, Path(where))
+        _measure.emit_measured(save_preset, Path(where))
     elif way in ON_PRESET:
         load_preset_from(way, where)
     elif way == "obstore":
@@ -143,7 +132,7 @@ def child(way: str, where: str) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__, runs=5, child=("WAY", "WHERE"))
+    parser = _measure.arguments(__doc__, runs=5, child=("WAY", "WHERE"))
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
     options = parser.parse_args()
     if options.child:
@@ -152,40 +141,31 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for way, name in (("save", "decoder"), ("save-preset", "preset")):
             if name == "decoder" or set(ON_PRESET) & set(options.only):
-                run([__file__, "--child", way, str(Path(temporary) / name)], env=virtual_devices(1))
+                _measure.run([__file__, "--child", way, str(Path(temporary) / name)], env=_measure.virtual_devices(1))
         with ObjectServer(Path(temporary)) as server:
-            results = in_turns(options.only, options.runs, lambda way: measure(way, server))
+            results = _measure.in_turns(options.only, options.runs, lambda way: measure(way, server))
     report(results, as_json=options.json)
 
 
-def report(results: dict[str, list[Measurement]], *, as_json: bool) -> None:
+def report(results: dict[str, list[_measure.Measurement]], *, as_json: bool) -> None:
     """Prints medians, and ratios as medians over the rounds."""
-    for group in (set(results) & set(ON_PRESET), set(results) - set(ON_PRESET)):
-        digests = {m.result["digest"] for way in group for m in results[way] if "digest" in m.result}
-        if len(digests) > 1:
-            raise SystemExit(f"values differ: {digests}")
+    _measure.require_equal(results, set(results) & set(ON_PRESET), set(results) - set(ON_PRESET))
 
     def summary(way: str) -> dict[str, float]:
-        runs = results[way]
-        nbytes = runs[0].result["nbytes"]
-        seconds = statistics.median(m.seconds for m in runs)
-        return {
-            "seconds": seconds,
-            "megabytes_per_second": nbytes / seconds / 1e6,
-            "peak": statistics.median(m.peak_nbytes for m in runs) / nbytes,
-            "sent": statistics.median(m.result["sent"] for m in runs) / nbytes,
-            "requests": statistics.median(m.result["requests"] for m in runs),
-        }
+        runs, found = results[way], _measure.medians(results[way])
+        sent = statistics.median(m.result["sent"] for m in runs) / runs[0].result["nbytes"]
+        requests = statistics.median(m.result["requests"] for m in runs)
+        return found | {"megabytes_per_second": 1e3 * found["gigabytes_per_second"], "sent": sent, "requests": requests}
 
     ratios: dict[str, float] = {}
     for way in ("first", "last", "budget"):
         if way in results and "obstore" in results:
-            ratios[f"{WAYS[way]}, speed over obstore's"] = speedup(results["obstore"], results[way])
+            ratios[f"{WAYS[way]}, speed over obstore's"] = _measure.speedup(results["obstore"], results[way])
     for way in ("first-capped", "last-capped"):
         if way in results:
             ratios[f"{WAYS[way]}, share of the link"] = summary(way)["megabytes_per_second"] / (BANDWIDTH / 1e6)
     if results.keys() >= set(ON_PRESET):
-        ratios["from_preset(url), times as fast"] = speedup(results["stock"], results["preset"])
+        ratios["from_preset(url), times as fast"] = _measure.speedup(results["stock"], results["preset"])
     if as_json:
         print(json.dumps({"ways": {way: summary(way) for way in results}, "ratios": ratios}))
         return

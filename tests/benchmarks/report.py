@@ -171,7 +171,7 @@ def page(results: Results) -> str:
         parts += [table("until, files | KerasHub alone | `lk.from_preset` | with `compile=`", rows)]
         parts += [
             "On one device. The link is so slow that reading the files takes as long as compiling: "
-            "[From nothing to the first step](cold_start.md).",
+            "[Reduce startup time](cold_start.md).",
             where(results, "cold_start"),
         ]
     if "init" in found or "abstract" in found:

@@ -16,25 +16,12 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import statistics
 import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
-from _measure import (
-    Measurement,
-    arguments,
-    back_memory,
-    digest,
-    emit,
-    emit_measured,
-    in_turns,
-    measured,
-    run,
-    speedup,
-    virtual_devices,
-)
+import _measure
 
 HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS = 2048, 5632, 32000, 10
 PRESET = {"num_layers": 8, "hidden_dim": 2048, "intermediate_dim": 16384}  # of the Gemma2 of load_preset.py
@@ -73,19 +60,14 @@ def save_safetensors(folder: Path) -> None:
         shapes |= {f"layers.{layer}.down": (HIDDEN, INTERMEDIATE), f"layers.{layer}.norm": (HIDDEN,)}
     total = sum(int(np.prod(shape)) for shape in shapes.values())
     rng = np.random.default_rng(0)
-    folder.mkdir()
-    weight_map: dict[str, str] = {}
     shards: list[dict[str, Any]] = [{}, {}, {}]
     done = 0
     for name, shape in shapes.items():
         values = rng.integers(0, 2**14, shape, np.uint16).view(ml_dtypes.bfloat16)
         shard = min(3 * done // total, 2)
         shards[shard][name] = values
-        weight_map[name] = f"model-{shard + 1:05}-of-00003.safetensors"
         done += values.size
-    for index, tensors in enumerate(shards):
-        save_file(tensors, folder / f"model-{index + 1:05}-of-00003.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    _measure.write_shards(folder, shards)
     matrix = rng.integers(0, 2**14, (16384, 16384), np.uint16).view(ml_dtypes.bfloat16)
     save_file({"matrix": matrix}, folder.parent / "matrix.safetensors")
 
@@ -119,15 +101,15 @@ def limit(files: list[Path]) -> None:
                 done += os.preadv(descriptors[file], [view[done:]], start + done)
             buffers.append(view)
 
-    back_memory(BACKED)
-    with measured() as report:
+    _measure.back_memory(BACKED)
+    with _measure.measured() as report:
         threads = [threading.Thread(target=work) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         report["nbytes"] = sum(len(view) for view in buffers)
-    emit(report)
+    _measure.emit(report)
 
 
 def load_safetensors(way: str, folder: Path | str) -> None:
@@ -137,7 +119,6 @@ def load_safetensors(way: str, folder: Path | str) -> None:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     import lazymodel as lm
-    from lazymodel._tensors.source import BYTES_READ
 
     mesh = Mesh(np.array(jax.devices()), ("model",))
     jax.block_until_ready(jax.numpy.zeros(()) + 1)  # the backend itself is not what is measured
@@ -159,8 +140,8 @@ def load_safetensors(way: str, folder: Path | str) -> None:
 
         logging.disable(logging.WARNING)
         with ocp.Context(checkpoint_layout=ocp.options.CheckpointLayout.SAFETENSORS):
-            back_memory(BACKED)
-            with measured() as report:
+            _measure.back_memory(BACKED)
+            with _measure.measured() as report:
                 arrays = ocp.load(folder, structs)
                 jax.block_until_ready(arrays)
     else:
@@ -169,15 +150,16 @@ def load_safetensors(way: str, folder: Path | str) -> None:
         def init() -> dict[str, Any]:
             return {name: jax.numpy.zeros(struct.shape, struct.dtype) for name, struct in structs.items()}
 
-        back_memory(BACKED)
-        with measured() as report:
+        _measure.back_memory(BACKED)
+        with _measure.measured() as report:
             abstract = lm.build_abstract(init)
             abstract = abstract.shard(mesh, lambda variable: structs[variable.path].sharding.spec)
-            arrays = abstract.materialize(lm.open_checkpoint(folder), max_host_memory=budget, progress=False)
+            checkpoint = lm.open_checkpoint(folder)
+            arrays = abstract.materialize(checkpoint, max_host_memory=budget, progress=False)
             jax.block_until_ready(arrays)
-        report["read"] = BYTES_READ.count
+        report["read"] = checkpoint.bytes_read
     report["nbytes"] = sum(array.nbytes for array in arrays.values())
-    emit(report | {"digest": digest(arrays[name] for name in sorted(arrays))})
+    _measure.emit(report | {"digest": _measure.digest(arrays[name] for name in sorted(arrays))})
 
 
 def load_matrix(way: str, file: Path) -> None:
@@ -187,30 +169,31 @@ def load_matrix(way: str, file: Path) -> None:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     import lazymodel as lm
-    from lazymodel._materialize.stream import StreamItem, stream
-    from lazymodel._tensors.source import BYTES_READ
 
-    tensor = lm.open_checkpoint(file)["matrix"]
+    checkpoint = lm.open_checkpoint(file)
+    tensor = checkpoint["matrix"]
     columns = tensor.shape[1]
     if way == "quarter":
         tensor = tensor[:, columns // 4 : columns // 2]
     devices = jax.devices()[: 2 if way == "quarter" else 1]
     sharding = NamedSharding(Mesh(np.array(devices), ("model",)), PartitionSpec(None, "model"))
     jax.block_until_ready(jax.numpy.zeros(()) + 1)
-    back_memory(BACKED)
-    with measured() as report:
-        ((_, array),) = stream([StreamItem("matrix", tensor, tensor.shape, tensor.dtype, sharding)])
+    _measure.back_memory(BACKED)
+    abstract = lm.build_abstract(lambda: {"matrix": jax.numpy.zeros(tensor.shape, tensor.dtype)})
+    abstract = abstract.shard(sharding.mesh, {"matrix": sharding.spec})
+    with _measure.measured() as report:
+        array = abstract.materialize({"matrix": tensor}, progress=False)["matrix"]
         jax.block_until_ready(array)
-    report |= {"read": BYTES_READ.count, "nbytes": array.nbytes}
-    emit(report | {"digest": digest([array])})
+    report |= {"read": checkpoint.bytes_read, "nbytes": array.nbytes}
+    _measure.emit(report | {"digest": _measure.digest([array])})
 
 
 def child(way: str, folder: Path) -> None:
     """One piece of work in a process of its own."""
     if way == "save":
-        emit_measured(save_safetensors, folder / "decoder")
+        _measure.emit_measured(save_safetensors, folder / "decoder")
     elif way == "save-preset":
-        emit_measured(save_preset, folder / "preset")
+        _measure.emit_measured(save_preset, folder / "preset")
     elif way == "limit":
         limit(sorted((folder / "decoder").glob("*.safetensors")))
     elif way == "limit-preset":
@@ -218,7 +201,7 @@ def child(way: str, folder: Path) -> None:
     elif way in ON_PRESET:
         import load_preset
 
-        emit(load_preset.load({"preset": "ours"}.get(way, way), folder / "preset"))
+        _measure.emit(load_preset.load({"preset": "ours"}.get(way, way), folder / "preset"))
     elif way in ON_MATRIX:
         load_matrix(way, folder / "matrix.safetensors")
     else:
@@ -226,7 +209,7 @@ def child(way: str, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__, runs=5, child=("WAY", "FOLDER"))
+    parser = _measure.arguments(__doc__, runs=5, child=("WAY", "FOLDER"))
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--folder", metavar="FOLDER", help="keep the checkpoints here, and use those that are there")
     options = parser.parse_args()
@@ -238,48 +221,33 @@ def main() -> None:
         for way, made in (("save", "decoder"), ("save-preset", "preset")):
             if not (folder / made).exists() and (made == "decoder" or set(ON_PRESET) & set(options.only)):
                 folder.mkdir(exist_ok=True)
-                run([__file__, "--child", way, str(folder)], env=virtual_devices(1))
+                _measure.run([__file__, "--child", way, str(folder)], env=_measure.virtual_devices(1))
         for file in folder.rglob("*.*"):
             with file.open("rb") as stream:  # warm the page cache
                 while stream.read(32 << 20):
                     pass
         command = [__file__, "--child"]
-        results = in_turns(
-            options.only, options.runs, lambda way: run([*command, way, str(folder)], env=virtual_devices())
+        results = _measure.in_turns(
+            options.only,
+            options.runs,
+            lambda way: _measure.run([*command, way, str(folder)], env=_measure.virtual_devices()),
         )
     report(results, as_json=options.json)
 
 
-def report(results: dict[str, list[Measurement]], *, as_json: bool) -> None:
+def report(results: dict[str, list[_measure.Measurement]], *, as_json: bool) -> None:
     """Prints medians, and ratios as medians over the rounds."""
-    for group in (
-        {"first", "last", "budget", "budget-last", "orbax", "orbax-last"},
-        {"preset", "stock"},
-        {"quarter"},
-        {"whole"},
-    ):
-        digests = {m.result["digest"] for way in group & set(results) for m in results[way]}
-        if len(digests) > 1:
-            raise SystemExit(f"{sorted(group)} differ: {digests}")
+    by_axis = ("first", "last", "budget", "budget-last", "orbax", "orbax-last")
+    _measure.require_equal(results, by_axis, ("preset", "stock"), ("quarter",), ("whole",))
 
     def summary(way: str) -> dict[str, float]:
-        runs = results[way]
-        nbytes = runs[0].result["nbytes"]
-        seconds = statistics.median(m.seconds for m in runs)
-        found = {
-            "seconds": seconds,
-            "gigabytes_per_second": nbytes / seconds / 1e9,
-            "peak": statistics.median(m.peak_nbytes for m in runs) / nbytes,
-            "peak_over_nbytes": statistics.median(m.peak_nbytes for m in runs) - nbytes,
-        }
-        if "read" in runs[0].result:
-            found["read"] = runs[0].result["read"] / nbytes
-        return found
+        found, of = _measure.medians(results[way]), results[way][0].result
+        return found | ({"read": of["read"] / of["nbytes"]} if "read" in of else {})
 
     def ratio(slow: str, fast: str) -> float | None:
         if slow not in results or fast not in results:
             return None
-        return speedup(results[slow], results[fast])
+        return _measure.speedup(results[slow], results[fast])
 
     ratios = {
         "first axis, speed over the limit": ratio("limit", "first"),

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from _measure import Measurement, emit, measured, run
+from _measure import Measurement, arguments, emit, measured, run
 from build_abstract import MODELS
 
 GIB = 1 << 30
@@ -65,8 +65,6 @@ def write_folder(folder: Path, nbytes: int) -> None:
 
 def plain_read(paths: list[Path]) -> None:
     """Reads files by as many threads as there are cores, in pieces, into memory that was touched before."""
-    from lazymodel._tensors.buffers import cores
-
     pieces = [(path, start) for path in paths for start in range(0, path.stat().st_size, 4 << 20)]
     local: dict[str, Any] = {}
 
@@ -75,7 +73,7 @@ def plain_read(paths: list[Path]) -> None:
         os.preadv(files[piece[0]], [buffer], piece[1])
 
     files = {path: os.open(path, os.O_RDONLY) for path in paths}
-    with ThreadPoolExecutor(cores()) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(one, pieces))
     for fd in files.values():
         os.close(fd)
@@ -141,7 +139,6 @@ def diffs(folder: Path, options: argparse.Namespace, command: list[str]) -> None
     import numpy as np
 
     import lazymodel as lm
-    from lazymodel._tensors.lazy import lazy
 
     generator = np.random.default_rng(0)
     tensors = {
@@ -150,8 +147,8 @@ def diffs(folder: Path, options: argparse.Namespace, command: list[str]) -> None
     }
     nbytes = sum(array.nbytes for array in tensors.values())
     # The same random floats again and again, which no reader can know.
-    named = {f"{n}.{name}": array for n in range(round(options.gib * GIB / nbytes)) for name, array in tensors.items()}
-    named = {name: lazy(array, name) for name, array in named.items()}
+    copies = range(round(options.gib * GIB / nbytes))
+    named = dict(lm.map_checkpoint(tensors, lambda t: {f"{n}.{name}": t[name] for n in copies for name in tensors}))
     for name in ("a", "b"):
         lm.save(named, folder / f"{name}.safetensors", progress=False)
     lm.save({name: array * 1.001 for name, array in named.items()}, folder / "c.safetensors", progress=False)
@@ -161,12 +158,11 @@ def diffs(folder: Path, options: argparse.Namespace, command: list[str]) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__, child=("WHAT", "FOLDER"))
     parser.add_argument("what", nargs="*", default=["initialized", "folder", "diff", "save"])
     parser.add_argument("--gib", type=float, default=4)
     parser.add_argument("--layers", type=int, default=MODELS["Gemma2-9B"][1]["num_layers"], help="fewer, for a trial")
     parser.add_argument("--folder", help="where files go for the while; by default with other temporary files")
-    parser.add_argument("--child", nargs=2, metavar=("WHAT", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ.update({"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax"})
     if options.child:

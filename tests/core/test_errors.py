@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import os
 import re
+import stat
 import types
 import warnings
 from collections.abc import Callable, Generator
@@ -21,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from lazymodel._errors import warn
-from lazymodel._save import atomic
 
 KEPT = types.SimpleNamespace()
 
@@ -60,14 +61,14 @@ class World:
         return lm.open_checkpoint(path)
 
     def fill_disk(self) -> Path:
-        sync = atomic.sync
+        fsync = os.fsync
 
-        def full(path: Path) -> None:
-            if Path(path) == self.folder:
-                raise OSError(28, "No space left on device", str(path))
-            sync(path)
+        def full(descriptor: int) -> None:
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                raise OSError(28, "No space left on device")
+            fsync(descriptor)
 
-        self._monkeypatch.setattr(atomic, "sync", full)
+        self._monkeypatch.setattr(os, "fsync", full)
         return self.folder / "saved.safetensors"
 
 

@@ -40,6 +40,14 @@ def what_if(**options: Any) -> Callable[[], Any]:
     return lambda: lm.WhatIf(**options)
 
 
+def planned(**options: Any) -> Callable[[], Any]:
+    return lambda: MODEL.plan(**options)
+
+
+def plan_what_if(**options: Any) -> Callable[[], Any]:
+    return lambda: MODEL.plan(what_if=lm.WhatIf(**options))
+
+
 def forward(*inputs: Any) -> Callable[[], Any]:
     return lambda: MODEL.plan(compile=lm.Compile("forward", *inputs))
 
@@ -84,7 +92,7 @@ def smallest(*args: Any, **options: Any) -> Callable[[], Any]:
         (lambda: lm.map_checkpoint({}, lm.WeightMap({}), {}), "the abstract model too; got dict"),  # pyright: ignore
         (lambda: lm.WeightMap.suggest({}, {"a": X}), "a table is for an abstract model ... got dict"),  # pyright: ignore
         *(
-            (lambda path=path: lm.open_checkpoint(path), f"open_checkpoint takes a path or URL ... got {path!r}")  # pyright: ignore
+            (lambda path=path: lm.open_checkpoint(path), f"expected a path or URL ... got {path!r}")  # pyright: ignore
             for path in (None, 3, b"x", {})
         ),
         (what_if(optimizer=ADAM), "with_optimizer() takes an optimizer itself, and a plan then counts its state"),
@@ -104,6 +112,23 @@ def smallest(*args: Any, **options: Any) -> Callable[[], Any]:
         (what_if(lora_rank=8, lora_targets=["a"]), "lora_targets ['a'] is not a regular expression"),
         (what_if(quantize=["int8"]), "quantize is 'int8' or 'int4'; got ['int8']"),
         (what_if(quantize=np.int8), "quantize is 'int8' or 'int4'"),
+        (what_if(optimizer="adamx"), "optimizer 'adamx' is not known; closest: 'adam"),
+        (what_if(optimizer=-1), "optimizer is a name, a number of slots or their dtypes; got -1"),
+        (what_if(lora_rank=2, lora_targets="("), "not a regular expression"),
+        (what_if(lora_targets=".*"), "lora_targets was given without lora_rank"),
+        (plan_what_if(lora_rank=2, lora_targets="nothing"), "no variable of ... is a LoRA target 'nothing'"),
+        (plan_what_if(quantize="int8", optimizer="adam"), "quantized parameters cannot be trained; add lora_rank"),
+        (planned(what_if=lm.WhatIf(quantize="int8"), compile=lm.Compile("train")), "plan them one by one"),
+        (planned(what_if="adam"), "what_if is a lazymodel.WhatIf, ... ; got 'adam'"),
+        (planned(compile="forward"), "compile is a lazymodel.Compile, ... ; got 'forward'"),
+        (lambda: MODEL.shard(MESH, "auto").plan(compile=lm.Compile("forward", len)), "needs devices to compile for"),
+        (planned(compile=lm.Compile("train")), "needs a function and its inputs: Compile('train', f"),
+        (planned(device_memory="16 potatoes"), "cannot read '16 potatoes' as bytes"),
+        (lambda: lm.Compile("fast"), "what is compiled is a jitted function or one of 'init', ... ; got 'fast'"),  # pyright: ignore
+        (lambda: lm.Compile("forward", batch=0), "batch and sequence are positive numbers; got {'batch': 0}"),
+        (lambda: lm.Compile("forward", sequence=True), "are positive numbers; got {'sequence': True}"),
+        (lambda: lm.Compile("forward", inputs=(X,)), "a keyword of 'forward' is batch or sequence; got inputs"),  # pyright: ignore
+        (lambda: lm.Compile("train", len, batch=4), "batch and sequence are for a model's own functions"),
         (lambda: lm.Compile("init", batch=4), "'init' takes neither a function nor sizes; got batch"),
         (lambda: lm.Compile("init", len, X), "neither a function nor sizes; got a function"),
         (forward("f"), "a function is called with the model, then the inputs; got 'f'"),
@@ -121,7 +146,7 @@ def smallest(*args: Any, **options: Any) -> Callable[[], Any]:
         (smallest("v5e"), "the rules fit on no v5e slice. v5e:1x1: shard() without rules"),
         (smallest("v5e", "atuo"), "rules='atuo' is not known; closest: 'auto'"),
         (smallest("v5e", {".*": P("modle")}), "the rules fit on no v5e slice. v5e:1x1: 'a/kernel' ... no axis 'modle'"),
-        (smallest("v5e", "auto", axes=["model"]), "axes is a mapping of axis name to size"),
+        (smallest("v5e", "auto", axes=["model"]), "axes as a mapping of axis name to size"),
     ],
 )  # fmt: skip
 def test_an_error_of_ours_names_it_and_the_mend(call: Callable[[], Any], message: str) -> None:

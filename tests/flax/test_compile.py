@@ -65,6 +65,7 @@ def test_nnx_jit(abstract: lm.AbstractModel) -> None:
     assert nnx.jit(lambda model, x: loss(model, x))(other, X) == first
 
 
+@pytest.mark.parametrize("abstract", ["sharded"], indirect=True)
 def test_nnx_split_and_merge(abstract: lm.AbstractModel) -> None:
     step = jax.jit(lambda graph, state, x: loss(nnx.merge(graph, state), x), static_argnums=0)
     model = abstract.materialize(compile=lm.Compile(step, X).of(nnx.split))
@@ -73,7 +74,7 @@ def test_nnx_split_and_merge(abstract: lm.AbstractModel) -> None:
     assert events == []
 
 
-@pytest.mark.parametrize("donated", [(), (0, 1)])
+@pytest.mark.parametrize(("abstract", "donated"), [("one device", ()), ("sharded", (0, 1))], indirect=["abstract"])
 def test_training_with_an_nnx_optimizer(abstract: lm.AbstractModel, donated: tuple[int, ...]) -> None:
     def own(model: Model, optimizer: nnx.Optimizer[Model], x: jax.Array) -> jax.Array:
         return train(model, optimizer, x)

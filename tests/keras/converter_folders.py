@@ -22,7 +22,7 @@ from keras_hub.src.utils.preset_utils import get_preset_loader  # finds the conv
 from keras_hub.src.utils.transformers.safetensor_utils import SafetensorLoader  # what converters read through
 from safetensors.numpy import load_file
 
-from lazymodel_keras._record.session import record
+import lazymodel as lm
 
 from .models import write_safetensors_folder
 
@@ -166,6 +166,6 @@ def asked_for(name: str) -> AskedFor:
                 break
         patch.setattr(SafetensorLoader, "get_tensor", get_tensor)
         patch.setattr(SafetensorLoader, "port_weight", port_weight)
-        record(lambda: cls.from_preset(folder, **load))
+        lm.build_abstract(cls.from_preset, folder, **load)
     rng = np.random.default_rng(1)
     return AskedFor(cls, load, {key: rng.standard_normal(s).astype("float32") for key, s in shapes.items()})

@@ -5,137 +5,74 @@ What it changes is done here as `convert_hf_to_gguf.py` does it, forwards; nothi
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import keras_hub
 import numpy as np
 from gguf import GGMLQuantizationType as Type
-from safetensors.numpy import save_file
+
+from . import models
 
 Config = dict[str, Any]
 Tensors = dict[str, np.ndarray]
 
 LAYERS, WIDTH, INNER, HEADS, PAIRS, VOCABULARY, EXPERTS = 2, 64, 96, 8, 4, 96, 4
-_BASE: Config = {
-    "vocab_size": VOCABULARY, "num_hidden_layers": LAYERS, "hidden_size": WIDTH, "intermediate_size": INNER,
-    "num_attention_heads": HEADS, "num_key_value_heads": PAIRS, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "max_position_embeddings": 512, "tie_word_embeddings": False, "architectures": ["ForCausalLM"],
-}  # fmt: skip
 _QWEN: Config = {"use_sliding_window": False, "sliding_window": None, "rope_theta": 1e6}
-_EXPERTS: Config = {
-    "num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1,
-    "shared_expert_intermediate_size": 64, "norm_topk_prob": False, "output_router_logits": False,
-    "router_aux_loss_coef": 0.001, "mlp_only_layers": [],
-}  # fmt: skip
+_EXPERTS: Config = {**models.EXPERTS, "moe_intermediate_size": 32, "output_router_logits": False}
 _GEMMA: Config = {"head_dim": 16, "tie_word_embeddings": True}
 _CAPPED: Config = {
     **_GEMMA, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
     "sliding_window": 128,
 }  # fmt: skip
+_FACTORS = {"short_factor": [1.0, 1.5, 2.0, 4.0], "long_factor": [1.25, 2.0, 4.0, 8.0]}
 ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """A kind of model: KerasHub's class, llama.cpp's name, and what its `config.json` has besides."""
+class Kind(NamedTuple):
+    """A kind of model: KerasHub's class, llama.cpp's name, and its `config.json`."""
 
     cls: Any
     name: str
     config: Config
-    bias: bool = False
-
-    @property
-    def settings(self) -> Config:
-        return {**_BASE, **self.config}
 
 
-_MODELS = keras_hub.models
+def _kind(cls: str, name: str, model_type: str, **entries: Any) -> Kind:
+    sizes: Config = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": INNER, "rms_norm_eps": 1e-6}
+    config = models.decoder(model_type, **sizes | {"max_position_embeddings": 512} | entries)
+    return Kind(getattr(keras_hub.models, f"{cls}Backbone"), name, config)
+
+
 KINDS = {
-    "llama": Kind(_MODELS.Llama3Backbone, "llama", {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": ROPE}),
-    "mistral": Kind(
-        _MODELS.MistralBackbone, "llama", {"model_type": "mistral", "head_dim": 16, "sliding_window": None}
+    "llama": _kind("Llama3", "llama", "llama", rope_theta=5e5, rope_scaling=ROPE),
+    "mistral": _kind("Mistral", "llama", "mistral", head_dim=16, sliding_window=None),
+    "mixtral": _kind("Mixtral", "llama", "mixtral", sliding_window=None, **models.LOCAL_EXPERTS),
+    "qwen2": _kind("Qwen", "qwen2", "qwen2", **_QWEN, tie_word_embeddings=True),
+    "qwen2_moe": _kind(
+        "QwenMoe", "qwen2moe", "qwen2_moe", **_QWEN | _EXPERTS | {"norm_topk_prob": False},
+        shared_expert_intermediate_size=64,
     ),
-    "mixtral": Kind(
-        _MODELS.MixtralBackbone, "llama",
-        {
-            "model_type": "mixtral", "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "sliding_window": None,
-            "output_router_logits": False,
-        },
-    ),
-    "qwen2": Kind(
-        _MODELS.QwenBackbone, "qwen2", {"model_type": "qwen2", **_QWEN, "tie_word_embeddings": True}, bias=True
-    ),
-    "qwen2_moe": Kind(_MODELS.QwenMoeBackbone, "qwen2moe", {"model_type": "qwen2_moe", **_QWEN, **_EXPERTS}, bias=True),
-    "qwen3": Kind(_MODELS.Qwen3Backbone, "qwen3", {"model_type": "qwen3", **_QWEN, "head_dim": 16}),
-    "qwen3_moe": Kind(
-        _MODELS.Qwen3MoeBackbone, "qwen3moe",
-        {"model_type": "qwen3_moe", **_QWEN, **_EXPERTS, "norm_topk_prob": True, "head_dim": 16},
-    ),
-    "phi3": Kind(
-        _MODELS.Phi3Backbone, "phi3",
-        {
-            "model_type": "phi3", "max_position_embeddings": 1024,
-            "rope_scaling": {"short_factor": [1.0, 1.5, 2.0, 4.0], "long_factor": [1.25, 2.0, 4.0, 8.0]},
-        },
-    ),
-    "gemma": Kind(_MODELS.GemmaBackbone, "gemma", {"model_type": "gemma", **_GEMMA}),
-    "gemma2": Kind(_MODELS.GemmaBackbone, "gemma2", {"model_type": "gemma2", **_CAPPED}),
-    "gemma3": Kind(
-        _MODELS.Gemma3Backbone, "gemma3",
-        {
-            "model_type": "gemma3_text", **_CAPPED, "attn_logit_softcapping": None, "rope_theta": 1e6,
-            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        },
+    "qwen3": _kind("Qwen3", "qwen3", "qwen3", **_QWEN, head_dim=16),
+    "qwen3_moe": _kind("Qwen3Moe", "qwen3moe", "qwen3_moe", **_QWEN, **_EXPERTS, head_dim=16),
+    "phi3": _kind("Phi3", "phi3", "phi3", max_position_embeddings=1024, rope_scaling=_FACTORS),
+    "gemma": _kind("Gemma", "gemma", "gemma", **_GEMMA),
+    "gemma2": _kind("Gemma", "gemma2", "gemma2", **_CAPPED),
+    "gemma3": _kind(
+        "Gemma3", "gemma3", "gemma3_text", **_CAPPED | {"attn_logit_softcapping": None}, rope_theta=1e6,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
     ),
 }  # fmt: skip
 
 
 def tensors_of(kind: Kind) -> Tensors:
     """Random weights in Hugging Face's names; scales have few digits, as those of models in bfloat16 do."""
-    config = kind.settings
-    model, head_dim = config["model_type"], config.get("head_dim", WIDTH // HEADS)
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (VOCABULARY, WIDTH), "norm": (WIDTH,)}
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    if model in ("gemma2", "gemma3_text"):
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    for layer in range(LAYERS):
-        at = f"layers.{layer}."
-        shapes |= {at + name: (WIDTH,) for name in norms}
-        for name, heads in (("q", HEADS), ("k", PAIRS), ("v", PAIRS)):
-            shapes[f"{at}self_attn.{name}_proj"] = (heads * head_dim, WIDTH)
-        shapes[f"{at}self_attn.o_proj"] = (WIDTH, HEADS * head_dim)
-        if model in ("qwen3", "qwen3_moe", "gemma3_text"):
-            shapes |= {f"{at}self_attn.{name}_norm": (head_dim,) for name in "qk"}
-        parts = {"mlp.": INNER}
-        if model == "mixtral":
-            shapes[f"{at}block_sparse_moe.gate"] = (EXPERTS, WIDTH)
-            parts = {f"block_sparse_moe.experts.{expert}.": INNER for expert in range(EXPERTS)}
-        elif model.endswith("moe"):
-            shapes[f"{at}mlp.gate"] = (EXPERTS, WIDTH)
-            parts = {f"mlp.experts.{expert}.": 32 for expert in range(EXPERTS)}
-        if model == "qwen2_moe":
-            shapes[f"{at}mlp.shared_expert_gate"] = (1, WIDTH)
-            parts["mlp.shared_expert."] = 64
-        gate, up, down = ("w1", "w3", "w2") if model == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-        for part, inner in parts.items():
-            shapes |= {f"{at}{part}{gate}": (inner, WIDTH), f"{at}{part}{up}": (inner, WIDTH)}
-            shapes[f"{at}{part}{down}"] = (WIDTH, inner)
-    rng = np.random.default_rng(1)
-    made = {f"model.{name}.weight": rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    made |= {name: np.round(value * 64) / 64 + 0 for name, value in made.items() if value.ndim == 1}
-    if kind.bias:
-        for name in [name for name in made if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
-            made[name.replace(".weight", ".bias")] = rng.standard_normal(made[name].shape[0]).astype(np.float32)
-    if not config["tie_word_embeddings"]:
-        made["lm_head.weight"] = rng.standard_normal((VOCABULARY, WIDTH)).astype(np.float32)
-    return made
+    made = models.random_tensors(models.decoder_shapes(kind.config))
+    return {name: np.round(x * 64) / 64 + 0 if "norm" in name else x for name, x in made.items()}
 
 
 def fused(tensors: Tensors) -> Tensors:
@@ -156,7 +93,7 @@ def permute(weights: np.ndarray, heads: int) -> np.ndarray:
 
 def stored_tensors(kind: Kind, tensors: Tensors) -> Tensors:
     """What llama.cpp stores of a model, by its names (`gguf.TensorNameMap`)."""
-    config = kind.settings
+    config = kind.config
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == kind.name)
     names = gguf.get_tensor_name_map(arch, LAYERS)
     stacks: dict[str, list[np.ndarray]] = {}
@@ -207,7 +144,7 @@ def _rope_factors(config: Config) -> np.ndarray:
 
 def metadata_of(kind: Kind) -> dict[str, Any]:
     """The entries that `set_gguf_parameters` writes."""
-    config = kind.settings
+    config = kind.config
     entries = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": WIDTH,
@@ -229,13 +166,9 @@ def metadata_of(kind: Kind) -> dict[str, Any]:
         entries["expert_feed_forward_length"] = config["moe_intermediate_size"]
     if kind.name == "qwen2moe":
         entries["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
-    for key, name in (
-        ("attn_logit_softcapping", "attn_logit_softcapping"),
-        ("final_logit_softcapping", "final_logit_softcapping"),
-        ("attention.sliding_window", "sliding_window"),
-    ):
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window"):
         if config.get(name) is not None:
-            entries[key] = config[name]
+            entries[name.replace("sliding", "attention.sliding")] = config[name]
     if kind.name == "phi3":
         entries["rope.scaling.original_context_length"] = 512
     if kind.name == "gemma3":
@@ -265,9 +198,10 @@ def write_gguf(
 
 def add_byte_level(folder: Path, pre: str, special: list[str], boundaries: dict[str, str]) -> dict[str, Any]:
     """Writes the vocabulary files of a byte-level BPE that is trained on this file, and returns what GGUF has of it."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, pre_tokenizers, trainers
+    from tokenizers.models import BPE
 
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
@@ -334,7 +268,5 @@ def dequantized(value: np.ndarray, kind: Type) -> np.ndarray:
 
 def write_folder(folder: Path, kind: Kind, tensors: Tensors) -> Path:
     """The Hugging Face folder of a model."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(kind.settings))
-    save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, folder / "model.safetensors")
-    return folder
+    contiguous = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    return models.write_safetensors_folder(folder, kind.config, contiguous)

@@ -97,159 +97,112 @@ def open_inputs(model: Any, **given: Callable[[tuple[int, ...]], Any] | tuple[in
     return keras.tree.map_structure(some, declared)
 
 
-def _zeros(shape: tuple[int, ...]) -> np.ndarray:
-    return np.zeros(shape, "int32")
-
-
 BACKBONES: dict[str, HubModel] = {}
 TASKS: dict[str, HubModel] = {}
+
+# What a constructor's argument of this name is, in every class; what is left open by default stays open.
+SIZES: dict[str, Any] = {
+    "vocabulary_size": _VOCABULARY, "vocab_size": _VOCABULARY, "num_layers": 2, "encoder_num_layers": 2,
+    "decoder_num_layers": 2, "num_heads": 2, "num_attention_heads": 4, "num_query_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 4, "hidden_dim": 16, "hidden_size": 16, "intermediate_dim": 32, "embedding_dim": 8,
+    "max_sequence_length": 16, "num_experts": 4, "top_k": 2, "moe_intermediate_dim": 8, "patch_size": 4,
+    "image_size": 16, "image_shape": (16, 16, 3),
+}  # fmt: skip
+_OPEN = (None, 0, (None, None, 3))
+
+
+def tiny(cls: Any, **own: Any) -> Any:
+    """An instance of the sizes above, but for its own arguments."""
+    defaults = {name: argument.default for name, argument in inspect.signature(cls.__init__).parameters.items()}
+    return cls(**{name: size for name, size in SIZES.items() if defaults.get(name) not in _OPEN} | own)
 
 
 def _backbone(
     cls: Any,
-    config: dict[str, Any] | Callable[[], dict[str, Any]],
+    towers: Callable[[], dict[str, Any]] = dict,
+    /,
     *,
     remark: str = "",
     inputs: Inputs = open_inputs,
-    **fields: Any,
+    fields: dict[str, str] | None = None,
+    **own: Any,
 ) -> None:
-    """Adds a backbone, if there is such a class; `config` is a function where it holds towers."""
-    if cls is None:
-        return
-    name = f"{cls.__name__} ({remark})" if remark else cls.__name__
-
-    def build() -> keras.Model:
-        return cls(**(config() if callable(config) else config))
-
-    BACKBONES[name] = HubModel(name, cls, build, inputs, **fields)
+    """Adds a tiny backbone, if there is such a class; `towers` makes those of its own arguments that are models."""
+    if cls is not None:
+        name = f"{cls.__name__} ({remark})" if remark else cls.__name__
+        BACKBONES[name] = HubModel(name, cls, lambda: tiny(cls, **own, **towers()), inputs, **fields or {})
 
 
 # Encoders and decoders for text.
 
-_TRANSFORMER = {"vocabulary_size": _VOCABULARY, "num_layers": 2, "num_heads": 2, "hidden_dim": 16}
-_ENCODER = {**_TRANSFORMER, "intermediate_dim": 32, "max_sequence_length": 16}
-_DECODER = {
-    "vocabulary_size": _VOCABULARY, "num_layers": 2, "num_query_heads": 4, "num_key_value_heads": 2, "hidden_dim": 16,
-    "intermediate_dim": 32,
-}  # fmt: skip
-
 for _cls in (
     M.BartBackbone, M.BertBackbone, M.DistilBertBackbone, M.ESMBackbone, M.GPT2Backbone, M.GPTNeoXBackbone,
-    M.OPTBackbone, M.RobertaBackbone, M.XLMRobertaBackbone,
+    M.OPTBackbone, M.RobertaBackbone, M.XLMRobertaBackbone, M.AlbertBackbone, M.BloomBackbone,
 ):  # fmt: skip
-    _backbone(_cls, _ENCODER)
-_backbone(M.AlbertBackbone, {**_ENCODER, "embedding_dim": 8})
-_backbone(M.BloomBackbone, {**_TRANSFORMER, "intermediate_dim": 32})
-_backbone(M.DebertaV3Backbone, {**_ENCODER, "bucket_size": 4})
+    _backbone(_cls)
+_backbone(M.DebertaV3Backbone, bucket_size=4)
+_backbone(M.EdRecBackbone, num_layers_enc=2, num_layers_dec=2)
+_backbone(M.ElectraBackbone)
+# XLA:CPU ends the process over a sharded FFT of which a device's part does not divide by the devices again.
+_backbone(M.FNetBackbone, hidden_dim=64, intermediate_dim=128, max_sequence_length=_LENGTH)
+_backbone(M.FalconBackbone, num_attention_heads=2)
+_backbone(M.GemmaBackbone, use_post_ffw_norm=True, use_post_attention_norm=True)
+_backbone(M.GptOssBackbone, sliding_window=4, head_dim=4)
+_backbone(M.LlamaBackbone)
+_backbone(M.Llama3Backbone)
 _backbone(
-    M.EdRecBackbone,
-    {
-        "vocab_size": _VOCABULARY, "num_layers_enc": 2, "num_layers_dec": 2, "hidden_dim": 16, "intermediate_dim": 32,
-        "num_heads": 2,
+    M.Llama3Backbone, tie_word_embeddings=True, remark="tied",
+    fields={
+        "load_error": "'token_embedding' expected 2 variables, but received 0",
+        "reason": "`get_config` leaves out `tie_word_embeddings`",
     },
 )  # fmt: skip
-_backbone(
-    M.ElectraBackbone,
-    {
-        "vocab_size": _VOCABULARY, "num_layers": 2, "num_heads": 2, "hidden_dim": 16, "embedding_dim": 8,
-        "intermediate_dim": 32, "max_sequence_length": 16,
-    },
-)  # fmt: skip
-_backbone(
-    M.FNetBackbone,
-    {
-        # XLA:CPU ends the process over a sharded FFT of which a device's part does not divide by the devices again.
-        "vocabulary_size": _VOCABULARY, "num_layers": 2, "hidden_dim": 64, "intermediate_dim": 128,
-        "max_sequence_length": _LENGTH,
-    },
-)  # fmt: skip
-_backbone(
-    M.FalconBackbone,
-    {
-        "vocabulary_size": _VOCABULARY, "num_layers": 2, "num_attention_heads": 2, "hidden_dim": 16,
-        "intermediate_dim": 32,
-    },
-)  # fmt: skip
-_backbone(M.GemmaBackbone, {**_DECODER, "head_dim": 4, "use_post_ffw_norm": True, "use_post_attention_norm": True})
-_backbone(M.GptOssBackbone, {**_DECODER, "num_experts": 4, "sliding_window": 4, "head_dim": 4})
-_backbone(M.LlamaBackbone, _DECODER)
-_backbone(M.Llama3Backbone, _DECODER)
-_backbone(
-    M.Llama3Backbone, {**_DECODER, "tie_word_embeddings": True}, remark="tied",
-    load_error="'token_embedding' expected 2 variables, but received 0",
-    reason="`get_config` leaves out `tie_word_embeddings`",
-)  # fmt: skip
-_backbone(M.MistralBackbone, _DECODER)
-_backbone(M.MixtralBackbone, {**_DECODER, "num_experts": 4})
-_backbone(M.Phi3Backbone, {**_DECODER, "max_sequence_length": 16, "pretraining_sequence_length": 16})
-_backbone(M.QwenBackbone, _DECODER)
-_backbone(M.Qwen3Backbone, {**_DECODER, "head_dim": 4})
-_MOE = {"moe_intermediate_dim": 8, "num_experts": 4, "top_k": 2}
-_backbone(M.QwenMoeBackbone, {**_DECODER, **_MOE, "shared_expert_intermediate_dim": 16})
-_backbone(M.Qwen3MoeBackbone, {**_DECODER, **_MOE, "head_dim": 4})
+_backbone(M.MistralBackbone)
+_backbone(M.MixtralBackbone)
+_backbone(M.Phi3Backbone, pretraining_sequence_length=16)
+_backbone(M.QwenBackbone)
+_backbone(M.Qwen3Backbone)
+_backbone(M.QwenMoeBackbone, shared_expert_intermediate_dim=16)
+_backbone(M.Qwen3MoeBackbone, head_dim=4)
 _QWEN3_5 = {
     "head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 4,
 }  # fmt: skip
-_backbone(M.Qwen3_5Backbone, {**_DECODER, **_QWEN3_5}, remark="text")
+_backbone(M.Qwen3_5Backbone, **_QWEN3_5, remark="text")
+_backbone(M.Qwen3_5MoeBackbone, **_QWEN3_5, shared_expert_intermediate_size=16)
+_backbone(M.RoformerV2Backbone, head_size=8)
+# Its kernel works on chunks of 16 tokens.
+_CHUNK = functools.partial(open_inputs, token_ids=(16,), padding_mask=(16,))
+_backbone(M.RWKV7Backbone, head_size=8, gate_lora=8, mv_lora=4, aaa_lora=4, decay_lora=4, inputs=_CHUNK)
 _backbone(
-    M.Qwen3_5MoeBackbone,
-    {
-        **{name: value for name, value in _DECODER.items() if name != "intermediate_dim"}, **_QWEN3_5, **_MOE,
-        "shared_expert_intermediate_size": 16,
-    },
+    M.SmolLM3Backbone, attention_bias=False, attention_dropout=0.0, rope_layer_enabled_list=[True, False],
+    layer_types=["attention"] * 2, mlp_bias=False, layer_norm_epsilon=1e-5, max_position_embeddings=16,
+    rope_theta=10000.0, partial_rotary_factor=1.0,
 )  # fmt: skip
-_backbone(M.RoformerV2Backbone, {**_TRANSFORMER, "intermediate_dim": 32, "head_size": 8})
-_backbone(
-    M.RWKV7Backbone,
-    {
-        "hidden_size": 16, "head_size": 8, "num_layers": 2, "vocabulary_size": _VOCABULARY, "intermediate_dim": 32,
-        "gate_lora": 8, "mv_lora": 4, "aaa_lora": 4, "decay_lora": 4,
-    },
-    # its kernel works on chunks of 16 tokens
-    inputs=functools.partial(open_inputs, token_ids=(16,), padding_mask=(16,)),
-)  # fmt: skip
-_backbone(
-    M.SmolLM3Backbone,
-    {
-        "vocabulary_size": _VOCABULARY, "hidden_dim": 16, "intermediate_dim": 32, "num_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": False, "attention_dropout": 0.0,
-        "rope_layer_enabled_list": [True, False], "layer_types": ["attention"] * 2, "mlp_bias": False,
-        "layer_norm_epsilon": 1e-5, "max_position_embeddings": 16, "rope_theta": 10000.0, "partial_rotary_factor": 1.0,
-    },
-)  # fmt: skip
-_backbone(M.T5Backbone, {**_TRANSFORMER, "intermediate_dim": 32})
 _T5GEMMA = {
-    "vocabulary_size": _VOCABULARY,
-    **{
-        f"{side}_{name}": value
-        for side in ("encoder", "decoder")
-        for name, value in {
-            "hidden_dim": 16, "intermediate_dim": 32, "num_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "head_dim": 4, "layer_types": ["full_attention", "sliding_attention"],
-        }.items()
-    },
-    "sliding_window": 4,
-}  # fmt: skip
-_backbone(M.T5GemmaBackbone, _T5GEMMA)
-_backbone(M.T5Gemma2Backbone, _T5GEMMA, remark="text")
-_backbone(M.XLNetBackbone, {**_TRANSFORMER, "intermediate_dim": 32})
+    f"{side}_{name}": value
+    for side in ("encoder", "decoder")
+    for name, value in {
+        "hidden_dim": 16, "intermediate_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
+        "layer_types": ["full_attention", "sliding_attention"],
+    }.items()
+} | {"sliding_window": 4}  # fmt: skip
+_backbone(M.T5Backbone)
+_backbone(M.T5GemmaBackbone, **_T5GEMMA)
+_backbone(M.T5Gemma2Backbone, **_T5GEMMA, remark="text")
+_backbone(M.XLNetBackbone)
 
 # Images.
 
-_VIT = {
-    "image_shape": (16, 16, 3), "patch_size": 4, "num_layers": 2, "num_heads": 2, "hidden_dim": 16,
-    "intermediate_dim": 32,
-}  # fmt: skip
-_DINO = {**_VIT, "num_layers": 4, "image_shape": (_IMAGE, _IMAGE, 3)}
 _RESNET = {
     "input_conv_filters": [64], "input_conv_kernel_sizes": [3], "stackwise_num_filters": [64, 8, 8, 8],
     "stackwise_num_blocks": [1, 1, 1, 1], "stackwise_num_strides": [1, 2, 2, 2], "block_type": "basic_block",
 }  # fmt: skip
+_SQUARE = (_IMAGE, _IMAGE, 3)
 _MIT = {
     "num_layers": 4, "hidden_dims": [8, 16, 24, 32], "layerwise_depths": [1, 1, 1, 1],
     "layerwise_num_heads": [1, 1, 2, 2], "layerwise_sr_ratios": [8, 4, 2, 1], "layerwise_patch_sizes": [7, 3, 3, 3],
-    "layerwise_strides": [4, 2, 2, 2], "max_drop_path_rate": 0.1, "image_shape": (_IMAGE, _IMAGE, 3),
+    "layerwise_strides": [4, 2, 2, 2], "max_drop_path_rate": 0.1, "image_shape": _SQUARE,
 }  # fmt: skip
 _HGNET = {
     "depths": [1, 1, 1, 1], "embedding_size": 8, "hidden_sizes": [8, 16, 16, 16], "stem_channels": [3, 8, 8],
@@ -265,51 +218,42 @@ def _resnet(**changes: Any) -> Any:
 
 
 _backbone(
-    M.BASNetBackbone,
-    lambda: {
-        "image_encoder": _resnet(),
-        "num_classes": 1, "image_shape": (64, 64, 3), "projection_filters": 64,
-    },
+    M.BASNetBackbone, lambda: {"image_encoder": _resnet()}, num_classes=1, image_shape=(64, 64, 3),
+    projection_filters=64,
 )  # fmt: skip
 _backbone(
-    M.CSPNetBackbone,
-    {
-        "stem_filters": 8, "stem_kernel_size": 3, "stem_strides": 1, "stackwise_depth": [1, 1],
-        "stackwise_strides": [1, 2], "stackwise_num_filters": [8, 16], "block_type": "dark_block", "stage_type": "csp",
-        "block_ratio": [0.5],
-    },
+    M.CSPNetBackbone, stem_filters=8, stem_kernel_size=3, stem_strides=1, stackwise_depth=[1, 1],
+    stackwise_strides=[1, 2], stackwise_num_filters=[8, 16], block_type="dark_block", stage_type="csp",
+    block_ratio=[0.5],
 )  # fmt: skip
+_STAGES = ["stage3", "stage4"]
 _backbone(
     M.DFineBackbone,
-    lambda: {
-        "backbone": M.HGNetV2Backbone(**_HGNET, image_shape=(None, None, 3), out_features=["stage3", "stage4"]),
-        "decoder_in_channels": [16, 16], "encoder_hidden_dim": 16, "num_labels": 4, "num_denoising": 0,
-        "learn_initial_query": False, "num_queries": 10, "anchor_image_size": (64, 64), "feat_strides": [16, 32],
-        "num_feature_levels": 2, "hidden_dim": 16, "encoder_in_channels": [16, 16], "encode_proj_layers": [1],
-        "num_attention_heads": 2, "encoder_ffn_dim": 32, "num_encoder_layers": 1, "hidden_expansion": 0.5,
-        "depth_multiplier": 0.5, "eval_idx": -1, "num_decoder_layers": 2, "decoder_attention_heads": 2,
-        "decoder_ffn_dim": 32, "decoder_n_points": [3, 3], "lqe_hidden_dim": 8, "num_lqe_layers": 2,
-        "out_features": ["stage3", "stage4"], "image_shape": (64, 64, 3), "seed": 0,
-    },
+    lambda: {"backbone": M.HGNetV2Backbone(**_HGNET, image_shape=(None, None, 3), out_features=_STAGES)},
+    decoder_in_channels=[16, 16], encoder_hidden_dim=16, num_labels=4, num_denoising=0, learn_initial_query=False,
+    num_queries=10, anchor_image_size=(64, 64), feat_strides=[16, 32], num_feature_levels=2,
+    encoder_in_channels=[16, 16], encode_proj_layers=[1], num_attention_heads=2, encoder_ffn_dim=32,
+    num_encoder_layers=1, hidden_expansion=0.5, depth_multiplier=0.5, eval_idx=-1, num_decoder_layers=2,
+    decoder_attention_heads=2, decoder_ffn_dim=32, decoder_n_points=[3, 3], lqe_hidden_dim=8, num_lqe_layers=2,
+    out_features=_STAGES, image_shape=(64, 64, 3), seed=0,
 )  # fmt: skip
-_backbone(M.DINOV2Backbone, {**_VIT, "position_embedding_shape": (24, 24, 3), "num_register_tokens": 2})
-_backbone(M.DINOV3Backbone, _VIT)
+_backbone(M.DINOV2Backbone, position_embedding_shape=(24, 24, 3), num_register_tokens=2)
+_backbone(M.DINOV3Backbone)
 _backbone(
-    M.DeepLabV3Backbone,
-    lambda: {
-        "image_encoder": _resnet(), "low_level_feature_key": "P2", "spatial_pyramid_pooling_key": "P4",
-        "upsampling_size": 4, "dilation_rates": [2], "projection_filters": 8, "image_shape": (_IMAGE, _IMAGE, 3),
-    },
+    M.DeepLabV3Backbone, lambda: {"image_encoder": _resnet()}, low_level_feature_key="P2",
+    spatial_pyramid_pooling_key="P4", upsampling_size=4, dilation_rates=[2], projection_filters=8, image_shape=_SQUARE,
 )  # fmt: skip
-_backbone(M.DeiTBackbone, _VIT)
-_backbone(M.DenseNetBackbone, {"stackwise_num_repeats": [1, 1], "growth_rate": 4})
+_backbone(M.DeiTBackbone)
+_backbone(M.DenseNetBackbone, stackwise_num_repeats=[1, 1], growth_rate=4)
 _backbone(
     M.DepthAnythingBackbone,
     lambda: {
-        "image_encoder": M.DINOV2Backbone(**_DINO, position_embedding_shape=(24, 24, 3)),
-        "reassemble_factors": [4, 2, 1, 0.5], "neck_hidden_dims": [8, 8, 16, 16], "fusion_hidden_dim": 8,
-        "head_hidden_dim": 8, "head_in_index": -1, "feature_keys": ["stage1", "stage2", "stage3", "stage4"],
+        "image_encoder": tiny(
+            M.DINOV2Backbone, num_layers=4, image_shape=_SQUARE, position_embedding_shape=(24, 24, 3)
+        )
     },
+    reassemble_factors=[4, 2, 1, 0.5], neck_hidden_dims=[8, 8, 16, 16], fusion_hidden_dim=8, head_hidden_dim=8,
+    head_in_index=-1, feature_keys=["stage1", "stage2", "stage3", "stage4"],
 )  # fmt: skip
 _EFFICIENT_NET = {
     "stackwise_kernel_sizes": [3, 3], "stackwise_num_repeats": [1, 1], "stackwise_input_filters": [8, 8],
@@ -319,24 +263,20 @@ _EFFICIENT_NET = {
     "stackwise_depth_coefficients": [1.0, 1.0], "stackwise_force_input_filters": [0, 0],
     "stackwise_nores_option": [False, False], "input_shape": (None, None, 3),
 }  # fmt: skip
-_backbone(M.EfficientNetBackbone, _EFFICIENT_NET)
+_backbone(M.EfficientNetBackbone, **_EFFICIENT_NET)
 _backbone(
-    M.EfficientNetBackbone, {**_EFFICIENT_NET, "num_features": 16}, remark="narrow",
-    load_error="objects could not be loaded", reason="`get_config` leaves out `num_features`",
+    M.EfficientNetBackbone, **_EFFICIENT_NET, num_features=16, remark="narrow",
+    fields={"load_error": "objects could not be loaded", "reason": "`get_config` leaves out `num_features`"},
 )  # fmt: skip
 # Of smaller images one point is left at the end, and XLA dies of a sharded depthwise convolution over all there is.
-_backbone(M.HGNetV2Backbone, {**_HGNET, "image_shape": (2 * _IMAGE, 2 * _IMAGE, 3)})
-_backbone(M.MiTBackbone, _MIT)
+_backbone(M.HGNetV2Backbone, **_HGNET, image_shape=(2 * _IMAGE, 2 * _IMAGE, 3))
+_backbone(M.MiTBackbone, **_MIT)
 _backbone(
-    M.MobileNetBackbone,
-    {
-        "stackwise_expansion": [[8], [16, 16]], "stackwise_num_blocks": [1, 2], "stackwise_num_filters": [[8], [8, 8]],
-        "stackwise_kernel_size": [[3], [5, 5]], "stackwise_num_strides": [[2], [2, 1]],
-        "stackwise_se_ratio": [[None], [0.25, 0.25]], "stackwise_activation": [["relu"], ["hard_swish"] * 2],
-        "stackwise_padding": [[1], [2, 2]], "output_num_filters": 16, "depthwise_filters": 8, "depthwise_stride": 2,
-        "depthwise_residual": False, "last_layer_filter": 16, "squeeze_and_excite": 0.5,
-        "image_shape": (_IMAGE, _IMAGE, 3),
-    },
+    M.MobileNetBackbone, stackwise_expansion=[[8], [16, 16]], stackwise_num_blocks=[1, 2],
+    stackwise_num_filters=[[8], [8, 8]], stackwise_kernel_size=[[3], [5, 5]], stackwise_num_strides=[[2], [2, 1]],
+    stackwise_se_ratio=[[None], [0.25, 0.25]], stackwise_activation=[["relu"], ["hard_swish"] * 2],
+    stackwise_padding=[[1], [2, 2]], output_num_filters=16, depthwise_filters=8, depthwise_stride=2,
+    depthwise_residual=False, last_layer_filter=16, squeeze_and_excite=0.5, image_shape=_SQUARE,
 )  # fmt: skip
 MOBILENET_V5 = {
     # Three stages: an edge residual, two inverted bottlenecks, and an inverted bottleneck with attention.
@@ -349,176 +289,110 @@ MOBILENET_V5 = {
     "stackwise_pw_kernel_sizes": [[1], [0, 0], [0, 0]], "stackwise_num_heads": [[0], [0, 0], [0, 2]],
     "stackwise_key_dims": [[0], [0, 0], [0, 8]], "stackwise_value_dims": [[0], [0, 0], [0, 8]],
     "stackwise_kv_strides": [[0], [0, 0], [0, 1]], "stackwise_use_cpe": [[False], [False] * 2, [False] * 2],
-    "num_features": 16, "stem_size": 8, "image_shape": (_IMAGE, _IMAGE, 3),
+    "num_features": 16, "stem_size": 8, "image_shape": _SQUARE,
 }  # fmt: skip
-_backbone(M.MobileNetV5Backbone, {**MOBILENET_V5, "msfa_output_resolution": 4})
-_backbone(M.ResNetBackbone, {**_RESNET, "block_type": "bottleneck_block", "use_pre_activation": True})
+_backbone(M.MobileNetV5Backbone, **MOBILENET_V5, msfa_output_resolution=4)
+_backbone(M.ResNetBackbone, **_RESNET | {"block_type": "bottleneck_block", "use_pre_activation": True})
 _backbone(
-    M.RetinaNetBackbone,
-    lambda: {
-        "image_encoder": _resnet(image_shape=(128, 128, 3)), "min_level": 3, "max_level": 6, "use_p5": False,
-        "image_shape": (128, 128, 3),
-    },
+    M.RetinaNetBackbone, lambda: {"image_encoder": _resnet(image_shape=(128, 128, 3))}, min_level=3, max_level=6,
+    use_p5=False, image_shape=(128, 128, 3),
 )  # fmt: skip
-_backbone(M.SegFormerBackbone, lambda: {"image_encoder": M.MiTBackbone(**_MIT), "projection_filters": 8})
-_backbone(
-    M.SwinTransformerBackbone,
-    {"image_shape": (_IMAGE, _IMAGE, 3), "embed_dim": 8, "depths": (1, 2), "num_heads": (2, 2), "window_size": 4},
-)
-_backbone(M.VGGBackbone, {"stackwise_num_repeats": [1, 1], "stackwise_num_filters": [8, 16]})
-_backbone(
-    M.ViTBackbone,
-    {
-        "image_shape": (16, 16, 3), "patch_size": (4, 4), "num_layers": 2, "num_heads": 2, "hidden_dim": 16,
-        "mlp_dim": 32,
-    },
-)  # fmt: skip
+_backbone(M.SegFormerBackbone, lambda: {"image_encoder": M.MiTBackbone(**_MIT)}, projection_filters=8)
+_backbone(M.SwinTransformerBackbone, image_shape=_SQUARE, embed_dim=8, depths=(1, 2), num_heads=(2, 2), window_size=4)
+_backbone(M.VGGBackbone, stackwise_num_repeats=[1, 1], stackwise_num_filters=[8, 16])
+_backbone(M.ViTBackbone, patch_size=(4, 4), mlp_dim=32)
 _VIT_DET = {
-    "hidden_size": 16, "num_layers": 2, "intermediate_dim": 32, "num_heads": 2, "global_attention_layer_indices": [1],
-    "image_shape": (64, 64, 3), "patch_size": 8, "num_output_channels": 8, "window_size": 2,
+    "global_attention_layer_indices": [1], "image_shape": (64, 64, 3), "patch_size": 8, "num_output_channels": 8,
+    "window_size": 2,
 }  # fmt: skip
-_backbone(M.ViTDetBackbone, _VIT_DET)
-_backbone(
-    M.XceptionBackbone,
-    {"stackwise_conv_filters": [[8, 8], [16, 16]], "stackwise_pooling": [True, False]},
-)
+_backbone(M.ViTDetBackbone, **_VIT_DET)
+_backbone(M.XceptionBackbone, stackwise_conv_filters=[[8, 8], [16, 16]], stackwise_pooling=[True, False])
 
 # Audio.
 
 _backbone(
-    M.MoonshineBackbone,
-    {
-        "vocabulary_size": _VOCABULARY, "filter_dim": 16, "encoder_num_layers": 2, "decoder_num_layers": 2,
-        "hidden_dim": 16, "intermediate_dim": 32, "encoder_num_heads": 2, "decoder_num_heads": 2,
-        "max_position_embeddings": 32,
-    },
+    M.MoonshineBackbone, filter_dim=16, encoder_num_heads=2, decoder_num_heads=2, max_position_embeddings=32,
     inputs=functools.partial(open_inputs, encoder_input_values=(1024, 1), encoder_padding_mask=(1024,)),
 )  # fmt: skip
+# A convolution with stride 2 halves the encoder's length, which is that of its position embedding.
+_FEATURES = functools.partial(open_inputs, encoder_features=(16, 8))
 _backbone(
-    M.WhisperBackbone,
-    {
-        **_TRANSFORMER, "intermediate_dim": 32, "num_mels": 8, "max_encoder_sequence_length": 16,
-        "max_decoder_sequence_length": _LENGTH,
-    },
-    # A convolution with stride 2 halves the encoder's length, which is that of its position embedding.
-    inputs=functools.partial(open_inputs, encoder_features=(16, 8)),
+    M.WhisperBackbone, num_mels=8, max_encoder_sequence_length=16, max_decoder_sequence_length=_LENGTH,
+    inputs=_FEATURES,
 )  # fmt: skip
 
 # Several modalities.
 
 
-def _clip_text(cls: Any, **changes: Any) -> Any:
-    return cls(**{**_ENCODER, "embedding_dim": 16, "max_sequence_length": _LENGTH, **changes})
-
-
-def _blip2_vision() -> Any:
-    return M.BLIP2VisionEncoder(
-        image_size=16, patch_size=4, num_layers=2, num_heads=2, hidden_dim=16, intermediate_dim=32,
-        use_patch_bias=True, use_class_token=True, use_mha_bias=True, use_mlp_bias=True, dropout_rate=0.0,
-        layer_norm_epsilon=1e-6, initializer_range=0.02,
+def _blip2() -> dict[str, Any]:
+    vision = tiny(
+        M.BLIP2VisionEncoder, use_patch_bias=True, use_class_token=True, use_mha_bias=True, use_mlp_bias=True,
+        dropout_rate=0.0, layer_norm_epsilon=1e-6, initializer_range=0.02,
     )  # fmt: skip
-
-
-def _blip2_qformer() -> Any:
-    return M.BLIP2QFormer(
-        num_query_tokens=4, num_layers=2, num_heads=2, hidden_dim=16, intermediate_dim=32, vision_dim=16,
-        cross_attention_frequency=2, dropout=0.0, layer_norm_epsilon=1e-6,
+    qformer = tiny(
+        M.BLIP2QFormer, num_query_tokens=4, vision_dim=16, cross_attention_frequency=2, dropout=0.0,
+        layer_norm_epsilon=1e-6,
     )  # fmt: skip
+    return {"vision_encoder": vision, "qformer": qformer}
 
 
-_backbone(
-    M.BLIP2Backbone,
-    lambda: {
-        "vision_encoder": _blip2_vision(), "qformer": _blip2_qformer(),
-        "language_model": M.BLIP2CustomOPT(
-            **_TRANSFORMER, intermediate_dim=32, num_query_tokens=4, dropout=0.0, max_sequence_length=16,
-            qformer_hidden_dim=16,
-        ),
-    },
-)  # fmt: skip
-_backbone(
-    M.BLIP2Backbone,
-    lambda: {
-        "vision_encoder": _blip2_vision(), "qformer": _blip2_qformer(),
-        "language_model": M.BLIP2FlanT5(
-            **_TRANSFORMER, intermediate_dim=32, num_query_tokens=4, qformer_hidden_dim=16,
-        ),
-    },
-    remark="Flan-T5",
-)  # fmt: skip
-_backbone(M.CLIPTextEncoder, lambda: {**_ENCODER, "embedding_dim": 16, "max_sequence_length": _LENGTH})
-_backbone(M.CLIPVisionEncoder, _VIT)
-_backbone(
-    M.CLIPBackbone,
-    lambda: {
-        "vision_encoder": M.CLIPVisionEncoder(**_VIT, name="vision_encoder"),
-        "text_encoder": _clip_text(M.CLIPTextEncoder, name="text_encoder"),
-        "projection_dim": 16,
-    },
-)  # fmt: skip
-_backbone(M.MetaCLIP2TextEncoder, lambda: {**_ENCODER, "embedding_dim": 16, "max_sequence_length": _LENGTH})
-_backbone(M.MetaCLIP2VisionEncoder, _VIT)
-_backbone(
-    M.MetaCLIP2Backbone,
-    lambda: {
-        "vision_encoder": M.MetaCLIP2VisionEncoder(**_VIT, name="vision_encoder"),
-        "text_encoder": _clip_text(M.MetaCLIP2TextEncoder, name="text_encoder"),
-        "projection_dim": 16,
-    },
-)  # fmt: skip
-_backbone(M.SigLIPTextEncoder, lambda: {**_ENCODER, "embedding_dim": 16, "max_sequence_length": _LENGTH})
-_backbone(M.SigLIPVisionEncoder, _VIT)
-_backbone(
-    M.SigLIPBackbone,
-    lambda: {"vision_encoder": M.SigLIPVisionEncoder(**_VIT), "text_encoder": _clip_text(M.SigLIPTextEncoder)},
-)
-_backbone(
-    M.FluxBackbone,
-    {
-        "input_channels": 8, "hidden_size": 16, "mlp_ratio": 2.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2,
-        "axes_dim": [2, 2, 4], "theta": 10_000, "use_bias": True, "guidance_embed": True, "image_shape": (_LENGTH, 8),
-        "text_shape": (_LENGTH, 16), "image_ids_shape": (_LENGTH, 3), "text_ids_shape": (_LENGTH, 3), "y_shape": (16,),
-    },
-)  # fmt: skip
-_GEMMA3 = {**_DECODER, "image_size": 16, "head_dim": 4, "use_sliding_window_attention": True, "sliding_window_size": 4}
-_backbone(M.Gemma3Backbone, {**_GEMMA3, "vision_encoder": None}, remark="text")
+def _blip2_language(cls: Any, **own: Any) -> Any:
+    return tiny(cls, num_query_tokens=4, qformer_hidden_dim=16, **own)
 
 
-def _gemma3_vision() -> Any:
-    return M.Gemma3VisionEncoder(
-        image_size=16, patch_size=4, num_heads=2, hidden_dim=8, num_layers=2, intermediate_dim=16, output_dim=16,
-        pool_size=2,
-    )  # fmt: skip
+_backbone(M.BLIP2Backbone, lambda: {**_blip2(), "language_model": _blip2_language(M.BLIP2CustomOPT, dropout=0.0)})
+_backbone(M.BLIP2Backbone, lambda: {**_blip2(), "language_model": _blip2_language(M.BLIP2FlanT5)}, remark="Flan-T5")
+_TEXT = {"embedding_dim": 16, "max_sequence_length": _LENGTH}
+for _both, _vision, _text, _own in (
+    (M.CLIPBackbone, M.CLIPVisionEncoder, M.CLIPTextEncoder, {"projection_dim": 16}),
+    (M.MetaCLIP2Backbone, M.MetaCLIP2VisionEncoder, M.MetaCLIP2TextEncoder, {"projection_dim": 16}),
+    (M.SigLIPBackbone, M.SigLIPVisionEncoder, M.SigLIPTextEncoder, {}),
+):
+    _backbone(_text, **_TEXT)
+    _backbone(_vision)
+
+    def _towers(vision: Any = _vision, text: Any = _text) -> dict[str, Any]:
+        text_encoder = tiny(text, **_TEXT, name="text_encoder")
+        return {"vision_encoder": tiny(vision, name="vision_encoder"), "text_encoder": text_encoder}
+
+    _backbone(_both, _towers, **_own)
+_backbone(
+    M.FluxBackbone, input_channels=8, mlp_ratio=2.0, depth=2, depth_single_blocks=2, axes_dim=[2, 2, 4], theta=10_000,
+    use_bias=True, guidance_embed=True, image_shape=(_LENGTH, 8), text_shape=(_LENGTH, 16),
+    image_ids_shape=(_LENGTH, 3), text_ids_shape=(_LENGTH, 3), y_shape=(16,),
+)  # fmt: skip
+_GEMMA3 = {"use_sliding_window_attention": True, "sliding_window_size": 4}
+_backbone(M.Gemma3Backbone, **_GEMMA3, vision_encoder=None, remark="text")
+
+
+def _gemma3_vision() -> dict[str, Any]:
+    encoder = tiny(M.Gemma3VisionEncoder, hidden_dim=8, intermediate_dim=16, output_dim=16, pool_size=2)
+    return {"vision_encoder": encoder}
 
 
 _IMAGE_TOKENS = functools.partial(
     open_inputs, images=(1, 16, 16, 3), token_ids=(12,), padding_mask=(12,), vision_mask=(12,), vision_indices=(4,)
 )
-_backbone(M.Gemma3Backbone, lambda: {**_GEMMA3, "vision_encoder": _gemma3_vision()}, inputs=_IMAGE_TOKENS)
+_backbone(M.Gemma3Backbone, _gemma3_vision, **_GEMMA3, inputs=_IMAGE_TOKENS)
 _GEMMA3N = {
     "text_vocab_size": _VOCABULARY, "text_hidden_size": 16, "num_hidden_layers": 2, "pad_token_id": 0,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": [32, 32],
-    "hidden_activation": "gelu_approximate", "layer_types": ["sliding_attention", "full_attention"],
-    "sliding_window": 4, "rope_theta": 10_000.0, "max_position_embeddings": 32, "vocab_size_per_layer_input": 32,
+    "intermediate_size": [32, 32], "hidden_activation": "gelu_approximate",
+    "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "rope_theta": 10_000.0,
+    "max_position_embeddings": 32, "vocab_size_per_layer_input": 32,
     "hidden_size_per_layer_input": 8, "altup_num_inputs": 2, "laurel_rank": 4,
 }  # fmt: skip
-_backbone(M.Gemma3nBackbone, _GEMMA3N, remark="text")
+_backbone(M.Gemma3nBackbone, **_GEMMA3N, remark="text")
 _backbone(
-    M.Gemma3nBackbone,
-    {
-        **_GEMMA3N, "vision_encoder_config": {**MOBILENET_V5, "msfa_output_resolution": 4},
-        "vision_hidden_size": 16, "vision_vocab_size": 8, "vision_vocab_offset": 64,
-        "vision_soft_tokens_per_image": 16, "image_token_id": 60,
-        "audio_encoder_config": {
-            "hidden_size": 8, "input_feat_size": 16, "sscp_conv_channel_size": [8, 4],
-            "sscp_conv_kernel_size": [(3, 3), (3, 3)], "sscp_conv_stride_size": [(2, 2), (2, 2)],
-            "sscp_conv_group_norm_eps": 1e-3, "num_hidden_layers": 1, "rms_norm_eps": 1e-6,
-            "gradient_clipping": 1.0, "residual_weight": 0.5, "num_attention_heads": 2, "attention_chunk_size": 4,
-            "num_attention_context_right": 0, "num_attention_context_left": 5, "attention_logit_cap": 50.0,
-            "conv_kernel_size": 5, "reduction_factor": 2,
-        },
-        "audio_hidden_size": 8, "audio_vocab_size": 8, "audio_vocab_offset": 72, "audio_soft_tokens_per_image": 4,
-        "audio_token_id": 61,
+    M.Gemma3nBackbone, **_GEMMA3N, vision_encoder_config={**MOBILENET_V5, "msfa_output_resolution": 4},
+    vision_hidden_size=16, vision_vocab_size=8, vision_vocab_offset=64, vision_soft_tokens_per_image=16,
+    image_token_id=60, audio_hidden_size=8, audio_vocab_size=8, audio_vocab_offset=72, audio_soft_tokens_per_image=4,
+    audio_token_id=61,
+    audio_encoder_config={
+        "hidden_size": 8, "input_feat_size": 16, "sscp_conv_channel_size": [8, 4],
+        "sscp_conv_kernel_size": [(3, 3), (3, 3)], "sscp_conv_stride_size": [(2, 2), (2, 2)],
+        "sscp_conv_group_norm_eps": 1e-3, "num_hidden_layers": 1, "rms_norm_eps": 1e-6, "gradient_clipping": 1.0,
+        "residual_weight": 0.5, "num_attention_heads": 2, "attention_chunk_size": 4, "num_attention_context_right": 0,
+        "num_attention_context_left": 5, "attention_logit_cap": 50.0, "conv_kernel_size": 5, "reduction_factor": 2,
     },
     inputs=functools.partial(
         open_inputs, images=(1, _IMAGE, _IMAGE, 3), token_ids=(24,), padding_mask=(24,),
@@ -526,32 +400,29 @@ _backbone(
     ),
 )  # fmt: skip
 _GEMMA4 = {
-    **_DECODER, "image_size": 16, "head_dim": 4, "sliding_window_size": 4,
-    "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 8, "num_global_key_value_heads": 2,
+    "sliding_window_size": 4, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 8,
+    "num_global_key_value_heads": 2,
 }  # fmt: skip
-_backbone(M.Gemma4Backbone, {**_GEMMA4}, remark="text")
+_backbone(M.Gemma4Backbone, **_GEMMA4, remark="text")
 _backbone(
-    M.Gemma4Backbone,
-    {**_GEMMA4, "enable_moe_block": True, "num_experts": 4, "expert_intermediate_dim": 8, "num_experts_per_token": 2},
-    remark="experts",
-)
+    M.Gemma4Backbone, **_GEMMA4, enable_moe_block=True, num_experts=4, expert_intermediate_dim=8,
+    num_experts_per_token=2, remark="experts",
+)  # fmt: skip
 
 
 def _gemma4_towers() -> dict[str, Any]:
-    vision = M.Gemma4VisionEncoder(
-        image_size=16, patch_size=4, num_heads=2, hidden_dim=16, num_layers=2, intermediate_dim=16, head_dim=8,
-        output_dim=16, pool_size=2, position_embedding_size=16,
-    )  # fmt: skip
-    audio = M.Gemma4AudioEncoder(
-        input_feat_size=16, hidden_size=16, num_heads=2, num_layers=1, chunk_size=4, context_left=5, context_right=0,
+    vision = tiny(
+        M.Gemma4VisionEncoder, intermediate_dim=16, head_dim=8, output_dim=16, pool_size=2, position_embedding_size=16
+    )
+    audio = tiny(
+        M.Gemma4AudioEncoder, input_feat_size=16, num_layers=1, chunk_size=4, context_left=5, context_right=0,
         sscp_conv_channels=(8, 4), output_proj_dims=16, output_dim=16,
     )  # fmt: skip
     return {"vision_encoder": vision, "audio_encoder": audio, "num_audio_tokens_per_clip": 4}
 
 
 _backbone(
-    M.Gemma4Backbone,
-    lambda: {**_GEMMA4, **_gemma4_towers()},
+    M.Gemma4Backbone, _gemma4_towers, **_GEMMA4,
     inputs=functools.partial(
         open_inputs, token_ids=(12,), padding_mask=(12,), position_ids=(12,), vision_mask=(12,), audio_mask=(12,),
         vision_indices=(4,), audio_indices=(4,), pixel_values=(1, 16, 48), pixel_position_ids=lambda _: np.stack(
@@ -561,42 +432,31 @@ _backbone(
 )  # fmt: skip
 _backbone(
     M.PARSeqBackbone,
-    lambda: {
-        "image_encoder": M.ViTBackbone(
-            image_shape=(16, 16, 3), patch_size=(4, 4), num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32,
-            use_class_token=False,
-        ),
-        "vocabulary_size": _VOCABULARY, "max_label_length": _LENGTH, "decoder_hidden_dim": 16, "num_decoder_layers": 1,
-        "num_decoder_heads": 2, "decoder_mlp_dim": 32,
-    },
+    lambda: {"image_encoder": tiny(M.ViTBackbone, patch_size=(4, 4), mlp_dim=32, use_class_token=False)},
+    max_label_length=_LENGTH, decoder_hidden_dim=16, num_decoder_layers=1, num_decoder_heads=2, decoder_mlp_dim=32,
 )  # fmt: skip
 _backbone(
-    M.PaliGemmaBackbone,
-    {
-        **_DECODER, "image_size": 16, "head_dim": 4, "vit_patch_size": 4, "vit_num_heads": 2, "vit_hidden_dim": 8,
-        "vit_num_layers": 2, "vit_intermediate_dim": 16,
-    },
+    M.PaliGemmaBackbone, vit_patch_size=4, vit_num_heads=2, vit_hidden_dim=8, vit_num_layers=2,
+    vit_intermediate_dim=16,
 )  # fmt: skip
 
 
-def _qwen3_5_vision() -> Any:
+def _qwen3_5_vision() -> dict[str, Any]:
     from keras_hub.src.models.qwen3_5.qwen3_5_vision_encoder import Qwen3_5VisionEncoder  # a tower; not exported
 
-    return Qwen3_5VisionEncoder(
-        depth=2, hidden_size=16, num_heads=2, intermediate_size=32, patch_size=4, temporal_patch_size=2,
-        in_channels=3, spatial_merge_size=2, out_hidden_size=16, num_position_embeddings=16,
+    encoder = tiny(
+        Qwen3_5VisionEncoder, depth=2, intermediate_size=32, temporal_patch_size=2, in_channels=3,
+        spatial_merge_size=2, out_hidden_size=16, num_position_embeddings=16,
     )  # fmt: skip
+    return {"vision_encoder": encoder, "mrope_section": [1, 0, 0]}
 
 
-_backbone(
-    M.Qwen3_5Backbone,
-    lambda: {**_DECODER, **_QWEN3_5, "vision_encoder": _qwen3_5_vision(), "mrope_section": [1, 0, 0]},
-)
+_backbone(M.Qwen3_5Backbone, _qwen3_5_vision, **_QWEN3_5)
 
 
 def _sam() -> dict[str, Any]:
     return {
-        "image_encoder": M.ViTDetBackbone(**_VIT_DET),
+        "image_encoder": tiny(M.ViTDetBackbone, **_VIT_DET),
         "prompt_encoder": L.SAMPromptEncoder(
             hidden_size=8, image_embedding_size=(8, 8), input_image_size=(64, 64), mask_in_channels=8
         ),
@@ -646,37 +506,34 @@ _backbone(
 
 
 def _stable_diffusion_3(*, t5: bool) -> dict[str, Any]:
+    clip = {"max_sequence_length": _LENGTH, "intermediate_output_index": 0}
     return {
-        "mmdit_patch_size": 2, "mmdit_hidden_dim": 16, "mmdit_num_layers": 2, "mmdit_num_heads": 2,
-        "mmdit_position_size": 24, "mmdit_qk_norm": "rms_norm", "mmdit_dual_attention_indices": (0,),
         "vae": VAEBackbone(
-            encoder_num_filters=[32, 32, 32, 32], encoder_num_blocks=[1, 1, 1, 1], decoder_num_filters=[32, 32, 32, 32],
-            decoder_num_blocks=[1, 1, 1, 1], name="vae",
+            encoder_num_filters=[32] * 4, encoder_num_blocks=[1] * 4, decoder_num_filters=[32] * 4,
+            decoder_num_blocks=[1] * 4, name="vae",
         ),
-        "clip_l": _clip_text(
-            M.CLIPTextEncoder, hidden_dim=8, embedding_dim=8, intermediate_output_index=0, name="clip_l"
-        ),
-        "clip_g": _clip_text(M.CLIPTextEncoder, intermediate_output_index=0, name="clip_g"),
-        "t5": T5Encoder(**{**_TRANSFORMER, "hidden_dim": 32}, intermediate_dim=32, name="t5") if t5 else None,
-        "image_shape": (64, 64, 3),
+        "clip_l": tiny(M.CLIPTextEncoder, hidden_dim=8, **clip, name="clip_l"),
+        "clip_g": tiny(M.CLIPTextEncoder, embedding_dim=16, **clip, name="clip_g"),
+        "t5": tiny(T5Encoder, hidden_dim=32, name="t5") if t5 else None,
     }  # fmt: skip
 
 
-_backbone(M.StableDiffusion3Backbone, lambda: _stable_diffusion_3(t5=False))
-_backbone(M.StableDiffusion3Backbone, lambda: _stable_diffusion_3(t5=True), remark="T5")
+_MMDIT = {
+    "mmdit_patch_size": 2, "mmdit_hidden_dim": 16, "mmdit_num_layers": 2, "mmdit_num_heads": 2,
+    "mmdit_position_size": 24, "mmdit_qk_norm": "rms_norm", "mmdit_dual_attention_indices": (0,),
+    "image_shape": (64, 64, 3),
+}  # fmt: skip
+_backbone(M.StableDiffusion3Backbone, lambda: _stable_diffusion_3(t5=False), **_MMDIT)
+_backbone(M.StableDiffusion3Backbone, lambda: _stable_diffusion_3(t5=True), **_MMDIT, remark="T5")
 _backbone(
-    M.T5Gemma2Backbone,
-    lambda: {**_T5GEMMA, "vision_encoder": _gemma3_vision(), "eoi_token_index": 62},
+    M.T5Gemma2Backbone, _gemma3_vision, **_T5GEMMA, eoi_token_index=62,
     inputs=functools.partial(
         open_inputs, images=(1, 16, 16, 3), encoder_token_ids=(12,), encoder_padding_mask=(12,), vision_indices=(4,)
     ),
-)
-_VIDEO = {
-    "num_frames": 2, "patch_size": 4, "hidden_dim": 16, "intermediate_dim": 32, "num_heads": 2,
-    "num_spatial_layers": 1, "num_temporal_layers": 1, "num_auxiliary_layers": 1, "image_shape": (16, 16, 3),
-}  # fmt: skip
-_backbone(M.VideoPrismBackbone, {**_VIDEO, "vocabulary_size": _VOCABULARY, "num_text_layers": 1})
-_backbone(M.VideoPrismBackbone, {**_VIDEO, "num_auxiliary_layers": 0}, remark="video")
+)  # fmt: skip
+_VIDEO = {"num_frames": 2, "num_spatial_layers": 1, "num_temporal_layers": 1}
+_backbone(M.VideoPrismBackbone, **_VIDEO, num_auxiliary_layers=1, vocabulary_size=_VOCABULARY, num_text_layers=1)
+_backbone(M.VideoPrismBackbone, **_VIDEO, num_auxiliary_layers=0, remark="video")
 
 
 def exported(base: Any) -> dict[str, list[str]]:

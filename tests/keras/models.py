@@ -19,37 +19,16 @@ from safetensors.numpy import save_file
 
 import lazymodel_keras as lk
 
-GEMMA = {
-    "vocabulary_size": 64,
-    "num_layers": 2,
-    "num_query_heads": 8,
-    "num_key_value_heads": 8,
-    "hidden_dim": 32,
-    "intermediate_dim": 64,
-    "head_dim": 4,
-    "use_post_ffw_norm": True,
-    "use_post_attention_norm": True,
-    "attention_logit_soft_cap": 50.0,
-    "final_logit_soft_cap": 30.0,
-}
-LLAMA3 = {
-    "vocabulary_size": 64,
-    "num_layers": 2,
-    "num_query_heads": 8,
-    "num_key_value_heads": 4,
-    "hidden_dim": 32,
-    "intermediate_dim": 64,
-}
-BERT = {"vocabulary_size": 64, "num_layers": 2, "num_heads": 4, "hidden_dim": 32, "intermediate_dim": 64}
-VIT = {
-    "image_shape": (16, 16, 3),
-    "patch_size": (4, 4),
-    "num_layers": 2,
-    "num_heads": 4,
-    "hidden_dim": 32,
-    "mlp_dim": 64,
-}
+_SIZES = {"vocabulary_size": 64, "num_layers": 2, "hidden_dim": 32, "intermediate_dim": 64}
+BERT = {**_SIZES, "num_heads": 4}
+LLAMA3 = {**_SIZES, "num_query_heads": 8, "num_key_value_heads": 4}
 MIXTRAL = {**LLAMA3, "num_experts": 4, "top_k": 2}
+GEMMA = {
+    **LLAMA3, "num_key_value_heads": 8, "head_dim": 4, "use_post_ffw_norm": True, "use_post_attention_norm": True,
+    "attention_logit_soft_cap": 50.0, "final_logit_soft_cap": 30.0,
+}  # fmt: skip
+VIT = {"image_shape": (16, 16, 3), "patch_size": (4, 4), "num_layers": 2, "num_heads": 4, "hidden_dim": 32}
+VIT |= {"mlp_dim": 64}
 
 BACKBONES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma": (keras_hub.models.GemmaBackbone, GEMMA),
@@ -171,10 +150,15 @@ def seeded(build: Callable[[], Any], seed: int = 0) -> Any:
 
 def save_hugging_face(folder: Path, name: str, *, dtype: Any = np.float32, shards: int = 1) -> Path:
     """Writes a Hugging Face folder of one of the models above."""
-    config, shapes = _HUGGING_FACE[name]()
-    rng = np.random.default_rng(1)
-    tensors = {key: rng.standard_normal(shape).astype(dtype) for key, shape in shapes.items()}
-    return write_safetensors_folder(folder, config, tensors, shards=shards)
+    config, shapes = hugging_face(name)
+    return write_safetensors_folder(folder, config, random_tensors(shapes, dtype), shards=shards)
+
+
+def hugging_face(name: str) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """The configuration of one of the models above, and the shapes of its tensors."""
+    if name in ("bert", "vit"):
+        return _bert() if name == "bert" else _vit()
+    return _DECODERS[name], decoder_shapes(_DECODERS[name])
 
 
 def write_safetensors_folder(
@@ -198,109 +182,85 @@ def write_safetensors_folder(
     return folder
 
 
-def _decoder(model_type: str, extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    hidden, heads, kv_heads, inner, vocabulary, layers = 32, 8, 4, 64, 64, 2
-    head = hidden // heads
-    config = {
-        "architectures": ["ForCausalLM"],
-        "model_type": model_type,
-        "vocab_size": vocabulary,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        **extra,
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (vocabulary, hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (vocabulary, hidden),
-    }
-    for i in range(layers):
-        layer = f"model.layers.{i}"
-        shapes |= {
-            f"{layer}.input_layernorm.weight": (hidden,),
-            f"{layer}.post_attention_layernorm.weight": (hidden,),
-            f"{layer}.self_attn.q_proj.weight": (heads * head, hidden),
-            f"{layer}.self_attn.k_proj.weight": (kv_heads * head, hidden),
-            f"{layer}.self_attn.v_proj.weight": (kv_heads * head, hidden),
-            f"{layer}.self_attn.o_proj.weight": (hidden, heads * head),
-        }
-        if model_type in ("qwen3_moe", "gemma3_text"):
-            shapes |= {f"{layer}.self_attn.{name}_norm.weight": (head,) for name in "qk"}
-        if model_type == "gemma3_text":
-            shapes |= {f"{layer}.{name}_feedforward_layernorm.weight": (hidden,) for name in ("pre", "post")}
-        if model_type == "mixtral":
-            shapes[f"{layer}.block_sparse_moe.gate.weight"] = (4, hidden)
-            for expert in range(4):
-                prefix = f"{layer}.block_sparse_moe.experts.{expert}"
-                shapes |= {
-                    f"{prefix}.w1.weight": (inner, hidden),
-                    f"{prefix}.w2.weight": (hidden, inner),
-                    f"{prefix}.w3.weight": (inner, hidden),
-                }
-        elif model_type == "qwen3_moe":
-            shapes[f"{layer}.mlp.gate.weight"] = (4, hidden)
-            for expert in range(4):
-                prefix = f"{layer}.mlp.experts.{expert}"
-                shapes |= {
-                    f"{prefix}.gate_proj.weight": (inner, hidden),
-                    f"{prefix}.up_proj.weight": (inner, hidden),
-                    f"{prefix}.down_proj.weight": (hidden, inner),
-                }
-        else:
-            shapes |= {
-                f"{layer}.mlp.gate_proj.weight": (inner, hidden),
-                f"{layer}.mlp.up_proj.weight": (inner, hidden),
-                f"{layer}.mlp.down_proj.weight": (hidden, inner),
-            }
-    return config, shapes
+def decoder(model_type: str, **entries: Any) -> dict[str, Any]:
+    """The configuration of a tiny decoder."""
+    sizes = {"vocab_size": 64, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "rope_theta": 10000.0, "rms_norm_eps": 1e-5}
+    known = {"model_type": model_type, "architectures": ["ForCausalLM"], "tie_word_embeddings": False}
+    return {**sizes, **heads, **known, **entries}
 
 
-def _encoder_layer(names: dict[str, str], prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for part in ("query", "key", "value"):
-        shapes[f"{prefix}.attention.{names['attention']}{part}.weight"] = (hidden, hidden)
-        shapes[f"{prefix}.attention.{names['attention']}{part}.bias"] = (hidden,)
-    for norm in (names["norm_1"], names["norm_2"]):
-        shapes[f"{prefix}.{norm}.weight"] = shapes[f"{prefix}.{norm}.bias"] = (hidden,)
-    for part, shape in (
-        ("attention.output.dense", (hidden, hidden)),
-        ("intermediate.dense", (inner, hidden)),
-        ("output.dense", (hidden, inner)),
-    ):
-        shapes[f"{prefix}.{part}.weight"], shapes[f"{prefix}.{part}.bias"] = shape, shape[:1]
-    return shapes
+def decoder_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors that a decoder of this configuration has."""
+    model, width, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
+    head = config.get("head_dim", width // heads)
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (config["vocab_size"], width), "norm": (width,)}
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if model in ("gemma2", "gemma3_text"):
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    for layer in range(config["num_hidden_layers"]):
+        at = f"layers.{layer}."
+        shapes |= {at + name: (width,) for name in norms}
+        for name, count in (("q", heads), ("k", config["num_key_value_heads"]), ("v", config["num_key_value_heads"])):
+            shapes[f"{at}self_attn.{name}_proj"] = (count * head, width)
+        shapes[f"{at}self_attn.o_proj"] = (width, heads * head)
+        if model in ("qwen3", "qwen3_moe", "gemma3_text"):
+            shapes |= {f"{at}self_attn.{name}_norm": (head,) for name in "qk"}
+        inner, experts, names = {f"{at}mlp.": config["intermediate_size"]}, 0, ("gate_proj", "up_proj", "down_proj")
+        if model == "mixtral":
+            part, experts, size = "block_sparse_moe", config["num_local_experts"], config["intermediate_size"]
+            names = ("w1", "w3", "w2")
+        elif model.endswith("moe"):
+            part, experts, size = "mlp", config["num_experts"], config["moe_intermediate_size"]
+        if experts:
+            shapes[f"{at}{part}.gate"] = (experts, width)
+            inner = {f"{at}{part}.experts.{expert}.": size for expert in range(experts)}
+        if model == "qwen2_moe":
+            shapes[f"{at}mlp.shared_expert_gate"] = (1, width)
+            inner[f"{at}mlp.shared_expert."] = config["shared_expert_intermediate_size"]
+        for each, size in inner.items():
+            shapes |= {f"{each}{name}": (size, width) for name in names[:2]} | {f"{each}{names[2]}": (width, size)}
+    found = {f"model.{name}.weight": shape for name, shape in shapes.items()}
+    if model in ("qwen2", "qwen2_moe"):
+        found |= {re.sub("weight$", "bias", n): s[:1] for n, s in found.items() if re.search("[qkv]_proj.weight", n)}
+    if not config["tie_word_embeddings"]:
+        found["lm_head.weight"] = (config["vocab_size"], width)
+    return found
+
+
+def random_tensors(shapes: dict[str, tuple[int, ...]], dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def _encoder_layer(at: str, attention: str, norms: tuple[str, str]) -> dict[str, tuple[int, ...]]:
+    kernels = {f"{attention}{part}": (32, 32) for part in ("query", "key", "value")}
+    kernels |= {"attention.output.dense": (32, 32), "intermediate.dense": (64, 32), "output.dense": (32, 64)}
+    biases = {f"{at}{name}.bias": shape[:1] for name, shape in kernels.items()}
+    scales = {f"{at}{norm}.{part}": (32,) for norm in norms for part in ("weight", "bias")}
+    return {f"{at}{name}.weight": shape for name, shape in kernels.items()} | biases | scales
+
+
+_ENCODER = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 64}
 
 
 def _bert() -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    hidden, inner, layers = 32, 64, 2
     config = {
-        "architectures": ["BertModel"],
-        "model_type": "bert",
-        "vocab_size": 64,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
+        **_ENCODER, "architectures": ["BertModel"], "model_type": "bert", "vocab_size": 64,
         "max_position_embeddings": 512,  # KerasHub before 0.31 takes it for granted
-    }
+    }  # fmt: skip
     shapes: dict[str, tuple[int, ...]] = {
-        "embeddings.word_embeddings.weight": (64, hidden),
-        "embeddings.position_embeddings.weight": (512, hidden),
-        "embeddings.token_type_embeddings.weight": (2, hidden),
-        "embeddings.LayerNorm.weight": (hidden,),
-        "embeddings.LayerNorm.bias": (hidden,),
-        "pooler.dense.weight": (hidden, hidden),
-        "pooler.dense.bias": (hidden,),
+        "embeddings.word_embeddings.weight": (64, 32),
+        "embeddings.position_embeddings.weight": (512, 32),
+        "embeddings.token_type_embeddings.weight": (2, 32),
+        "embeddings.LayerNorm.weight": (32,),
+        "embeddings.LayerNorm.bias": (32,),
+        "pooler.dense.weight": (32, 32),
+        "pooler.dense.bias": (32,),
     }
-    names = {"attention": "self.", "norm_1": "attention.output.LayerNorm", "norm_2": "output.LayerNorm"}
-    for i in range(layers):
-        shapes |= _encoder_layer(names, f"encoder.layer.{i}", hidden, inner)
+    for i in range(2):
+        at = f"encoder.layer.{i}."
+        shapes |= _encoder_layer(at, "attention.self.", ("attention.output.LayerNorm", "output.LayerNorm"))
     # As in the checkpoints that Google published; newer ones have `weight` and `bias`.
     older = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
     return config, {
@@ -309,55 +269,36 @@ def _bert() -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
 
 
 def _vit() -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    hidden, inner, layers = 32, 64, 2
     config = {
-        "architectures": ["ViTForImageClassification"],
-        "model_type": "vit",
-        "image_size": 16,
-        "patch_size": 4,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-        "qkv_bias": True,
+        **_ENCODER, "architectures": ["ViTForImageClassification"], "model_type": "vit", "image_size": 16,
+        "patch_size": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "qkv_bias": True,
         "id2label": {str(i): f"label {i}" for i in range(5)},
-    }
+    }  # fmt: skip
     shapes: dict[str, tuple[int, ...]] = {
-        "vit.embeddings.patch_embeddings.projection.weight": (hidden, 3, 4, 4),
-        "vit.embeddings.patch_embeddings.projection.bias": (hidden,),
-        "vit.embeddings.cls_token": (1, 1, hidden),
-        "vit.embeddings.position_embeddings": (1, 17, hidden),
-        "vit.layernorm.weight": (hidden,),
-        "vit.layernorm.bias": (hidden,),
-        "classifier.weight": (5, hidden),
+        "vit.embeddings.patch_embeddings.projection.weight": (32, 3, 4, 4),
+        "vit.embeddings.patch_embeddings.projection.bias": (32,),
+        "vit.embeddings.cls_token": (1, 1, 32),
+        "vit.embeddings.position_embeddings": (1, 17, 32),
+        "vit.layernorm.weight": (32,),
+        "vit.layernorm.bias": (32,),
+        "classifier.weight": (5, 32),
         "classifier.bias": (5,),
     }
-    names = {"attention": "attention.", "norm_1": "layernorm_before", "norm_2": "layernorm_after"}
-    for i in range(layers):
-        shapes |= _encoder_layer(names, f"vit.encoder.layer.{i}", hidden, inner)
+    for i in range(2):
+        at = f"vit.encoder.layer.{i}."
+        shapes |= _encoder_layer(at, "attention.attention.", ("layernorm_before", "layernorm_after"))
     return config, shapes
 
 
-_HUGGING_FACE: dict[str, Callable[[], tuple[dict[str, Any], dict[str, tuple[int, ...]]]]] = {
-    "llama3": lambda: _decoder("llama", {}),
-    "mixtral": lambda: _decoder(
-        "mixtral",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 512, "output_router_logits": False},
-    ),
-    "mistral": lambda: _decoder("mistral", {"sliding_window": 512}),
-    "qwen3_moe": lambda: _decoder(
-        "qwen3_moe",
-        {
-            "head_dim": 4, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2,
-            "norm_topk_prob": True, "decoder_sparse_step": 1, "sliding_window": None, "router_aux_loss_coef": 0.001,
-        },
-    ),
+# Some of a decoder's entries that KerasHub's converters ask for.
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+EXPERTS |= {"norm_topk_prob": True, "router_aux_loss_coef": 0.001, "mlp_only_layers": []}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False}
+_DECODERS = {
+    "llama3": decoder("llama"),
+    "mixtral": decoder("mixtral", sliding_window=512, **LOCAL_EXPERTS),
+    "mistral": decoder("mistral", sliding_window=512),
+    "qwen3_moe": decoder("qwen3_moe", head_dim=4, sliding_window=None, **EXPERTS),
     # An embedding model: its last two projections are in files of their own.
-    "gemma3_text": lambda: _decoder(
-        "gemma3_text", {"head_dim": 4, "use_bidirectional_attention": True, "tie_word_embeddings": True}
-    ),
-    "bert": _bert,
-    "vit": _vit,
-}  # fmt: skip
+    "gemma3_text": decoder("gemma3_text", head_dim=4, use_bidirectional_attention=True, tie_word_embeddings=True),
+}

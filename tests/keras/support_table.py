@@ -3,8 +3,8 @@
     python -m tests.keras.support_table            # minutes; writes the page
     python -m tests.keras.support_table NAME ...   # prints the rows of these classes
 
-The first three columns are what `test_every_model` asserts; that the last two hold while loading, `test_every_variant`
-does. For their counts the tiny model is built without its initializers, given zeros, and asked.
+The columns are what `test_every_model` asserts, the last two of what is adapted while it is loaded. For their counts
+the tiny model is built without its initializers, given zeros, and asked.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ PAGE = Path(__file__).parent.parent.parent / "integrations" / "MODELS.md"
 
 _INTRODUCTION = """# KerasHub models
 
-Whether a model that you want works: what lazymodel does with every backbone and task class of KerasHub {version},
-{backbones} backbones and {tasks} tasks. How to load one is in [Keras and KerasHub](../docs/keras.md). The tests build a
-tiny one of each class; where a class has several configurations that differ in kind, each has a row.
+This page lists which models of KerasHub {version} work with lazymodel: {backbones} backbones and {tasks} tasks.
+[Use Keras and KerasHub models](../docs/keras.md) describes how to load one. The tests build a tiny model of each class;
+if a class has several configurations that differ in kind, each has a row.
 
-- **build**: `lm.build_abstract` defers every variable; what is materialized is bit for bit what KerasHub initializes.
-- **shard**: `lm.auto()` has a place for every variable, and the model loads onto 8 devices.
-- **load**: `lk.from_preset` gives bit for bit what `from_preset` gives.
+- **build**: `lm.build_abstract` defers every variable; materialized values equal KerasHub's initial values bit for bit.
+- **shard**: `lm.auto()` has a sharding for every variable, and the model loads onto 8 devices.
+- **load**: `lk.from_preset` gives the same as `from_preset`, bit for bit.
 - **LoRA**: how many layers of the tiny backbone `enable_lora` adapts by default, and `.lora(2)` of the abstract model,
-  with the same values bit for bit; – where KerasHub has none to adapt.
-- **int8**: how many of its layers `quantize("int8")` changes, and `.quantize("int8")` of the abstract model, likewise;
-  – where none can be.
+  with the same values bit for bit; – if KerasHub has none to adapt.
+- **int8**: how many of its layers `quantize("int8")` changes, and `.quantize("int8")` of the abstract model, with the
+  same values; – if none can be changed.
 
-Where KerasHub itself fails, the cell says how; a test says so when it no longer does.
+If KerasHub itself fails, the cell has its error; a test fails when the error is gone.
 """
 _FOOTER = "Written by `python -m tests.keras.support_table`.\n"
 _COLUMNS = ("build", "shard", "load", "LoRA", "int8")

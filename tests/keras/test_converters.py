@@ -32,7 +32,7 @@ from . import hugging_face_models
 from .converter_folders import ASKED_FOR, asked_for, write_asked_for, write_hugging_face
 from .hub_configs import MOBILENET_V5
 from .hugging_face_models import HUGGING_FACE
-from .models import assert_same, save_hugging_face, seeded, write_safetensors_folder
+from .models import assert_same, random_tensors, save_hugging_face, seeded, write_safetensors_folder
 from .versions import needs_keras_hub
 
 # KerasHub's own layers cause these.
@@ -48,11 +48,9 @@ _WAYS = [
 ]  # fmt: skip
 
 
-def _check(
-    cls: Any, write: Callable[..., Path], what: Any, tmp_path: Path, mesh: Mesh, ways: Any = None, **load: Any
-) -> None:
+def _check(cls: Any, write: Callable[..., Path], what: Any, tmp_path: Path, mesh: Mesh, ways: Any, **load: Any) -> None:
     """Loads the same folders in both ways."""
-    for index, (dtype, shards, model_dtype) in enumerate(ways or _WAYS):
+    for index, (dtype, shards, model_dtype) in enumerate(ways):
         folder = str(write(tmp_path / str(index), what, dtype=dtype, shards=shards))
         cls = cls or get_preset_loader(folder).check_backbone_class()
         given = {**load, "dtype": model_dtype} if model_dtype else dict(load)
@@ -112,9 +110,7 @@ def test_a_converter_that_goes_through_a_narrower_dtype(tmp_path: Path) -> None:
 def test_a_converter_that_opens_files_itself(tmp_path: Path, mesh8: Mesh) -> None:
     """Gemma 3's embedding models have two projections in folders of their own."""
     folder = save_hugging_face(tmp_path / "gemma3", "gemma3_text")
-    rng = np.random.default_rng(0)
-    shapes = {"2_Dense": (3072, 32), "3_Dense": (32, 3072)}
-    projections = {name: rng.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
+    projections = random_tensors({"2_Dense": (3072, 32), "3_Dense": (32, 3072)})
     for name, values in projections.items():
         write_safetensors_folder(folder / name, {}, {"linear.weight": values})
     cls = keras_hub.models.Gemma3Backbone
@@ -156,17 +152,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("name", HUGGING_FACE)
-def test_all_of_hugging_face(name: str, made: Path, tmp_path: Path, mesh8: Mesh) -> None:
-    _check(None, write_hugging_face, made / name, tmp_path, mesh8)
+_OF_HUGGING_FACE = [
+    *((name, "", _WAYS) for name in HUGGING_FACE),
+    *((name, original.task, _WAYS[:2]) for name, original in HUGGING_FACE.items() if original.task),
+]
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("name", [name for name, original in HUGGING_FACE.items() if original.task])
-def test_all_heads_of_hugging_face(name: str, made: Path, tmp_path: Path, mesh8: Mesh) -> None:
-    cls = getattr(keras_hub.models, HUGGING_FACE[name].task)
-    _check(cls, write_hugging_face, made / name, tmp_path, mesh8, _WAYS[:2], preprocessor=None)
+@pytest.mark.parametrize(
+    ("name", "task", "ways"), _OF_HUGGING_FACE, ids=[task or name for name, task, _ in _OF_HUGGING_FACE]
+)
+def test_all_of_hugging_face(name: str, task: str, ways: Any, made: Path, tmp_path: Path, mesh8: Mesh) -> None:
+    cls, load = (getattr(keras_hub.models, task), {"preprocessor": None}) if task else (None, {})
+    _check(cls, write_hugging_face, made / name, tmp_path, mesh8, ways, **load)
 
 
 # What KerasHub itself fails at, and with which error.

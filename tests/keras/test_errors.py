@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import keras
@@ -31,11 +33,6 @@ def preset(tmp_path: Path) -> Path:
     return save_preset(tmp_path / "bert", "bert")
 
 
-@pytest.fixture
-def hugging_face(tmp_path: Path) -> Path:
-    return save_hugging_face(tmp_path / "llama3", "llama3", shards=2)
-
-
 @pytest.fixture(autouse=True)
 def keras_is_left_alone():
     """Whatever fails inside, Keras afterwards makes ordinary variables."""
@@ -45,25 +42,14 @@ def keras_is_left_alone():
     assert "assign" not in vars(variable)
 
 
-def fails(cls: type, folder: Path, *patterns: str, **kwargs: object) -> None:
-    with pytest.raises(lm.CheckpointError) as caught:
-        lk.from_preset(cls, str(folder), **kwargs)
-    for pattern in patterns:
-        assert pattern in str(caught.value)
-
-
-def test_missing_folder(tmp_path: Path) -> None:
-    fails(BERT, tmp_path / "nowhere", "nowhere does not exist")
-
-
-def test_unknown_name() -> None:
-    with pytest.raises(lm.CheckpointError, match="'bert_bas_en' is neither .*closest: 'bert_base_en'"):
-        lk.from_preset(BERT, "bert_bas_en")
-
-
-def test_name_of_the_hugging_face_hub() -> None:
-    with pytest.raises(lm.CheckpointError, match="'hf://google/gemma-2-2b'"):
-        lk.from_preset(BERT, "google/gemma-2-2b")
+def test_names_of_no_preset(tmp_path: Path) -> None:
+    for name, found in (
+        (f"{tmp_path}/nowhere", "nowhere does not exist"),
+        ("bert_bas_en", "'bert_bas_en' is neither .*closest: 'bert_base_en'"),
+        ("google/gemma-2-2b", "'hf://google/gemma-2-2b'"),
+    ):
+        with pytest.raises(lm.CheckpointError, match=found):
+            lk.from_preset(BERT, name)
 
 
 def test_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,124 +61,108 @@ def test_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         lk.from_preset(BERT, "bert_base_en")
 
 
-def test_folder_with_a_pickle_in_place_of_safetensors(hugging_face: Path) -> None:
-    for file in hugging_face.glob("*.safetensors*"):
+def changed_h5(change: Callable[[h5py.File], Any]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        with h5py.File(folder / "model.weights.h5", "a") as file:
+            change(file)
+
+    return damage
+
+
+def other_kernel(file: h5py.File) -> None:
+    del file["layers/dense/vars/0"]
+    file["layers/dense/vars/0"] = np.zeros((32, 16), "float32")
+
+
+def cut(name: str, end: int | None = None) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: end or len(data) // 2])
+
+    return damage
+
+
+def changed_tensors(change: Callable[[dict[str, np.ndarray]], Any]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        for file in folder.glob("*.safetensors"):
+            tensors = load_file(file)
+            if UP in tensors:
+                change(tensors)
+            save_file(tensors, file)
+
+    return damage
+
+
+def pickled(folder: Path) -> None:
+    for file in folder.glob("*.safetensors*"):
         file.unlink()
-    (hugging_face / "pytorch_model.bin").write_bytes(b"PK")
-    fails(LLAMA3, hugging_face, "pytorch_model.bin looks like a pickle", "save_file(")
+    (folder / "pytorch_model.bin").write_bytes(b"PK")
 
 
-def test_folder_without_config(preset: Path) -> None:
-    (preset / "config.json").unlink()
-    fails(BERT, preset, "no config.json")
+def of_unknown_dtype(folder: Path) -> None:
+    for file in folder.glob("*.safetensors"):
+        data = file.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        if UP in header:
+            header[UP]["dtype"] = "Q4_K"
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
 
 
-def test_missing_weight_file(preset: Path) -> None:
-    (preset / "model.weights.h5").unlink()
-    fails(BERT, preset, "model.weights")
+H5, SHARD, UP = "model.weights.h5", "model-00001-of-00002.safetensors", "model.layers.1.mlp.up_proj.weight"
+PRESETS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), ["no config.json"]),
+    "no weights": (lambda folder: (folder / H5).unlink(), ["model.weights"]),
+    "truncated": (cut(H5), [H5, "truncated"]),
+    "LFS pointer": (lambda folder: (folder / H5).write_text(LFS_POINTER), [H5, "LFS"]),
+    "another shape": (changed_h5(other_kernel), ["pooled_dense/kernel", "(32, 32)", "(32, 16)", H5]),
+    "no such tensor": (changed_h5(lambda file: file.pop("layers/dense/vars/1")), [H5, "pooled_dense"]),
+    "no shard": (lambda folder: sorted(folder.glob("model_*.h5"))[1].unlink(), ["model_00001.weights.h5"]),
+}
+FOLDERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "a pickle": (pickled, ["pytorch_model.bin looks like a pickle", "save_file("]),
+    "no shard": (lambda folder: (folder / SHARD).unlink(), [SHARD]),
+    "truncated": (cut(SHARD, -100), [SHARD, "truncated"]),
+    "LFS pointer": (lambda folder: (folder / SHARD).write_text(LFS_POINTER), [SHARD, "LFS"]),
+    "no such tensor": (changed_tensors(lambda tensors: tensors.pop(UP)), ["of-00002.safetensors", UP]),
+    "another shape": (
+        changed_tensors(lambda tensors: tensors.update({UP: np.zeros((16, 32), "float32")})),
+        ["of-00002.safetensors", UP, "feedforward_intermediate_dense/kernel", "(32, 64)", "(32, 16)"],
+    ),
+    "an unknown dtype": (of_unknown_dtype, ["of-00002.safetensors", UP, "Q4_K"]),
+}
 
 
-def test_truncated_h5(preset: Path) -> None:
-    file = preset / "model.weights.h5"
-    data = file.read_bytes()
-    file.write_bytes(data[: len(data) // 2])
-    fails(BERT, preset, "model.weights.h5", "truncated")
+DAMAGES = {"preset": PRESETS, "hugging_face": FOLDERS}
 
 
-def test_lfs_pointer_h5(preset: Path) -> None:
-    (preset / "model.weights.h5").write_text(LFS_POINTER)
-    fails(BERT, preset, "model.weights.h5", "LFS")
+@pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind, cases in DAMAGES.items() for case in cases])
+def test_a_damaged_folder(kind: str, case: str, tmp_path: Path) -> None:
+    damage, found = DAMAGES[kind][case]
+    if kind == "preset":
+        shards = {"max_shard_size": 7e-5} if case == "no shard" else {}  # GB
+        cls, folder = BERT, save_preset(tmp_path / "bert", "bert", **shards)
+    else:
+        cls, folder = LLAMA3, save_hugging_face(tmp_path / "llama3", "llama3", shards=2)
+    damage(folder)
+    with pytest.raises(lm.CheckpointError) as caught:
+        lk.from_preset(cls, str(folder))
+    for pattern in found:
+        assert pattern in str(caught.value)
 
 
-def test_tensor_of_another_shape_h5(preset: Path) -> None:
-    with h5py.File(preset / "model.weights.h5", "a") as file:
-        del file["layers/dense/vars/0"]
-        file["layers/dense/vars/0"] = np.zeros((32, 16), "float32")
-    fails(BERT, preset, "pooled_dense/kernel", "(32, 32)", "(32, 16)", "model.weights.h5")
-
-
-def test_missing_tensor_h5(preset: Path) -> None:
-    with h5py.File(preset / "model.weights.h5", "a") as file:
-        del file["layers/dense/vars/1"]
-    fails(BERT, preset, "model.weights.h5", "pooled_dense")
-
-
-def test_unexpected_tensor_h5(preset: Path) -> None:
-    with h5py.File(preset / "model.weights.h5", "a") as file:
-        file["layers/another/vars/0"] = np.zeros(3, "float32")
-    fails(BERT, preset, "layers/another/vars/0", "strict=False")
-    with pytest.warns(
-        lm.LazyModelWarning, match=r"model\.weights\.h5 holds 1 tensors .*: layers/another/vars/0\. They are left out"
-    ) as caught:
-        lk.from_preset(BERT, str(preset), strict=False)
-    assert [warning.filename for warning in caught] == [__file__], "it points to the caller's line"
-
-
-def test_missing_shard_h5(tmp_path: Path) -> None:
-    folder = save_preset(tmp_path / "gemma", "gemma", max_shard_size=2e-5)
-    sorted(folder.glob("model_*.weights.h5"))[1].unlink()
-    fails(BACKBONES["gemma"][0], folder, "model_00001.weights.h5")
-
-
-def test_missing_shard_safetensors(hugging_face: Path) -> None:
-    (hugging_face / "model-00002-of-00002.safetensors").unlink()
-    fails(LLAMA3, hugging_face, "model-00002-of-00002.safetensors")
-
-
-def test_truncated_safetensors(hugging_face: Path) -> None:
-    file = hugging_face / "model-00001-of-00002.safetensors"
-    data = file.read_bytes()
-    file.write_bytes(data[:-100])
-    fails(LLAMA3, hugging_face, file.name, "truncated")
-
-
-def test_lfs_pointer_safetensors(hugging_face: Path) -> None:
-    file = hugging_face / "model-00001-of-00002.safetensors"
-    file.write_text(LFS_POINTER)
-    fails(LLAMA3, hugging_face, file.name, "LFS")
-
-
-def test_missing_tensor_safetensors(tmp_path: Path) -> None:
-    folder = save_hugging_face(tmp_path / "llama3", "llama3")
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors")
-    fails(LLAMA3, folder, "model.safetensors", "model.layers.1.mlp.up_proj.weight")
-
-
-def test_tensor_of_another_shape_safetensors(tmp_path: Path) -> None:
-    folder = save_hugging_face(tmp_path / "llama3", "llama3")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"] = np.zeros(16, "float32")
-    save_file(tensors, folder / "model.safetensors")
-    fails(LLAMA3, folder, "model.safetensors", "model.norm.weight", "(32,)", "(16,)")
-
-
-def test_unsupported_dtype_safetensors(tmp_path: Path) -> None:
-    folder = save_hugging_face(tmp_path / "llama3", "llama3")
-    file = folder / "model.safetensors"
-    data = file.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    header["model.norm.weight"]["dtype"] = "Q4_K"
-    text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-    fails(LLAMA3, folder, "model.safetensors", "model.norm.weight", "Q4_K")
-
-
-def test_mesh_without_the_rules_axis(preset: Path, mesh42: Mesh) -> None:
-    with pytest.raises(lm.ShardingError, match=r"pooled_dense/kernel.*no axis 'tensor'; its axes are 'batch' \(4\)"):
-        lk.from_preset(BERT, str(preset), mesh=mesh42, rules={"pooled_dense/kernel": P("tensor"), ".*": P()})
-
-
-def test_indivisible_dimension(preset: Path, mesh8: Mesh) -> None:
-    with pytest.raises(lm.ShardingError, match="segment_embedding/embeddings.*size 2 does not divide into 8"):
-        lk.from_preset(BERT, str(preset), mesh=mesh8, rules={"segment.*": P("model"), ".*": P()})
-
-
-def test_mesh_without_rules(preset: Path, mesh8: Mesh) -> None:
-    with pytest.raises(lm.ShardingError, match="mesh was given without rules"):
-        lk.from_preset(BERT, str(preset), mesh=mesh8)
+@pytest.mark.parametrize(
+    ("rules", "found"),
+    [
+        ({"pooled_dense/kernel": P("tensor"), ".*": P()}, r"pooled_dense/kernel.*no axis 'tensor'; .* 'model' \(8\)"),
+        ({"segment.*": P("model"), ".*": P()}, "segment_embedding/embeddings.*size 2 does not divide into 8"),
+        (None, "mesh was given without rules"),
+    ],
+)
+def test_rules_that_do_not_fit(rules: Any, found: str, preset: Path, mesh8: Mesh) -> None:
+    with pytest.raises(lm.ShardingError, match=found):
+        lk.from_preset(BERT, str(preset), mesh=mesh8, rules=rules)
 
 
 def test_plan_that_does_not_fit(preset: Path, mesh8: Mesh) -> None:

@@ -1,11 +1,15 @@
 """Every backbone and task class of KerasHub: built abstractly, materialized and loaded, bit for bit as stock does it.
 
-The default suite does this for a few, `-m large -k every_model` for all. Classes that KerasHub itself cannot build or
-load carry its error in `hub_configs`, and their test fails once that error is gone.
+And every backbone with LoRA and with int8 weights while it is loaded: what stock makes of it afterwards. The default
+suite does this for a few, `-m large -k every_model` for all. Classes that KerasHub itself cannot build or load carry
+its error in `hub_configs`, and their test fails once that error is gone.
 """
 
 from __future__ import annotations
 
+import gc
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +21,6 @@ from jax.sharding import Mesh
 
 import lazymodel as lm
 import lazymodel_keras as lk
-from lazymodel_keras._model.skeleton import model_variables
-from lazymodel_keras._record.session import record
 
 from .hub_configs import BACKBONES, TASKS, HubModel, exported
 from .models import assert_same, bits, randomize, seeded
@@ -32,11 +34,10 @@ pytestmark = [
 ]
 
 # Plain layers, buffers assigned while building, states of random generators, experts, and a task with its metrics.
-_REPRESENTATIVE = (
-    "Gemma3Backbone", "DINOV2Backbone", "Qwen3MoeBackbone", "BertMaskedLM", "WhisperBackbone",
-)  # fmt: skip
+_BUILT = ("Gemma3Backbone", "DINOV2Backbone", "Qwen3MoeBackbone", "BertMaskedLM", "WhisperBackbone")
 # Materializing compiles a program for every shape, which is what takes time here.
-_VALUES = ("DINOV2Backbone", "BertMaskedLM")
+_VALUES = ("DINOV2Backbone",)
+_LOADED = ("Gemma3Backbone", "BertMaskedLM", "WhisperBackbone")
 
 _MODELS = {**BACKBONES, **TASKS}
 
@@ -47,7 +48,7 @@ def test_every_exported_class_is_in_the_table(base: str, table: dict[str, HubMod
     assert set(exported(getattr(keras_hub.models, base))) == names
 
 
-@pytest.mark.parametrize("name", mostly_large(_MODELS, _REPRESENTATIVE))
+@pytest.mark.parametrize("name", mostly_large(_MODELS, _BUILT))
 def test_builds_abstractly(name: str) -> None:
     model = _MODELS[name]
     if model.build_error:
@@ -55,13 +56,12 @@ def test_builds_abstractly(name: str) -> None:
             model.build()
         return
     live = sum(array.nbytes for array in jax.live_arrays())
-    recording, built = record(model.build)
-    variables = _all_variables(built)
-    assert variables
+    abstract = lm.build_abstract(model.build)
+    variables = _all_variables(abstract.framework.result)
+    assert len(abstract) >= len(variables) > 0
     assert all(variable._value is None for variable in variables), "a variable has a value already"
-    assert {id(variable) for variable in variables} <= {id(variable) for variable, _ in recording.variables()}
     nbytes = sum(array.nbytes for array in jax.live_arrays()) - live
-    assert nbytes < sum(_nbytes(variable) for variable in variables) / 2  # tables and scalars that models keep
+    assert nbytes < abstract.nbytes / 2  # tables and scalars that models keep
 
 
 @pytest.mark.parametrize("name", mostly_large(_MODELS, _VALUES))
@@ -78,7 +78,7 @@ def test_values(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", mostly_large(_MODELS, _REPRESENTATIVE, lambda name: [needs_saved_tasks] if name in TASKS else [])
+    "name", mostly_large(_MODELS, _LOADED, lambda name: [needs_saved_tasks] if name in TASKS else [])
 )
 def test_round_trip(name: str, tmp_path: Path, mesh8: Mesh) -> None:
     model, folder = _MODELS[name], tmp_path / "preset"
@@ -118,16 +118,64 @@ def test_all_rows_of_the_page(name: str) -> None:
     assert row(_MODELS[name]) in PAGE.read_text().splitlines()
 
 
-def _nbytes(variable: Any) -> int:
-    return int(np.prod(variable.shape)) * np.dtype(jax.numpy.dtype(variable.dtype)).itemsize
-
-
 def _all_variables(model: Any) -> list[Any]:
     """What the model, its optimizer and its metrics hold, each variable once."""
-    return list({id(variable): variable for variable in model_variables(model)}.values())
+    held = [*model.variables, *getattr(model, "metrics_variables", ())]
+    held += getattr(getattr(model, "optimizer", None), "variables", ())
+    return list({id(variable): variable for variable in held}.values())
 
 
 def _assert_equal(stock: Any, ours: Any) -> None:
     assert_same(stock, ours, outputs=False)
     for expected, found in zip(_all_variables(stock), _all_variables(ours), strict=True):
         np.testing.assert_array_equal(bits(expected), bits(found), err_msg=expected.path)
+
+
+_ADAPTABLE = [name for name, model in BACKBONES.items() if not (model.build_error or model.load_error)]
+
+
+_VARIANTS: list[tuple[Callable[[Any], None], Callable[[lm.AbstractModel], lm.AbstractModel]]] = [
+    (lambda model: model.enable_lora(2), lambda abstract: abstract.lora(2)),
+    (lambda model: model.quantize("int8"), lambda abstract: abstract.quantize("int8")),
+]
+
+
+@pytest.mark.parametrize("name", mostly_large(_ADAPTABLE, ["ViTBackbone"]))
+def test_variants(name: str, tmp_path: Path, mesh8: Mesh) -> None:
+    """Both are equal to stock's bit for bit, or refused where stock fails or has nothing to change."""
+    model, folder = BACKBONES[name], tmp_path / "preset"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the backbones, and of layers that Keras does not quantize
+        randomize(seeded(model.build, seed=1)).save_to_preset(str(folder))
+        for variant, step in _VARIANTS:
+            stock, error = _stock(lambda: model.cls.from_preset(str(folder), **model.load), variant)
+
+            def ours(step: Callable[[Any], Any] = step) -> Any:
+                abstract = lk.abstract_from_preset(model.cls, str(folder), **model.load)
+                return step(abstract).shard(mesh8, lm.auto()).materialize()
+
+            if error is not None or not _changed(stock):
+                with pytest.raises((lm.LazyModelError, *([type(error)] if error else []))):
+                    seeded(ours)
+            else:
+                assert_same(stock, seeded(ours), outputs=False)
+
+
+def _stock(load: Callable[[], Any], variant: Callable[[Any], None]) -> tuple[Any, Exception | None]:
+    """What stock KerasHub makes of the loaded model, or how it fails."""
+
+    def build() -> Any:
+        loaded = load()
+        gc.freeze()  # Keras collects garbage after every layer that it quantizes: all of this process' without it
+        variant(loaded)
+        return loaded
+
+    try:
+        return seeded(build), None
+    except Exception as error:  # whatever KerasHub raises
+        return None, error
+
+
+def _changed(model: Any) -> bool:
+    layers = model._flatten_layers(include_self=False)  # public names list only the outermost ones
+    return any(getattr(layer, "lora_enabled", False) or getattr(layer, "quantization_mode", None) for layer in layers)

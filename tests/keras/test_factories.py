@@ -39,7 +39,7 @@ class Maker:
         return mlp()
 
 
-RESULTS: dict[str, Callable[[], Any]] = {
+RESULTS: dict[str, Callable[..., Any]] = {
     "pytree": lambda: {"w": jnp.zeros((4, 4)), "n": jnp.arange(3)},
     "equinox": lambda: eqx.nn.Linear(4, 2, key=jax.random.key(0)),
     "nnx": lambda: flax.nnx.Linear(4, 2, rngs=flax.nnx.Rngs(0)),
@@ -49,34 +49,30 @@ RESULTS: dict[str, Callable[[], Any]] = {
     "partial": functools.partial(lambda units: keras.Sequential([keras.Input((4,)), keras.layers.Dense(units)]), 3),
     "object": Maker(),
     "several": lambda: (mlp(), mlp()),
+    "argument": lambda key: {"w": jax.random.normal(key, (4,))},
 }
+
+
+def counted(build: Callable[..., Any]) -> Any:
+    """A function that counts how often it runs."""
+
+    def run(*args: Any) -> Any:
+        run.calls += 1  # pyright: ignore[reportFunctionMemberAccess]
+        return build(*args)
+
+    run.calls = 0  # pyright: ignore[reportFunctionMemberAccess]
+    return run
 
 
 @pytest.mark.parametrize("kind", RESULTS)
 def test_a_factory_runs_once(kind: str) -> None:
-    calls = 0
-
-    def build(*_: Any):
-        nonlocal calls
-        calls += 1
-        return RESULTS[kind]()
-
-    abstract = seeded(lambda: lm.build_abstract(build))
-    assert calls == 1 and len(abstract) > 0
-    assert [v.shape for v in abstract.values()] == [v.shape for v in seeded(lambda: lm.build_abstract(build)).values()]
-    assert calls == 2
-
-
-def test_a_factory_with_arrays_runs_once() -> None:
-    calls = 0
-
-    def build(key: Any):
-        nonlocal calls
-        calls += 1
-        return {"w": jax.random.normal(key, (4,))}
-
-    lm.build_abstract(build, jax.random.key(0))
-    assert calls == 1
+    build = counted(RESULTS[kind])
+    args = (jax.random.key(0),) if kind == "argument" else ()
+    abstract = seeded(lambda: lm.build_abstract(build, *args))
+    assert build.calls == 1 and len(abstract) > 0
+    again = seeded(lambda: lm.build_abstract(build, *args))
+    assert [v.shape for v in abstract.values()] == [v.shape for v in again.values()]
+    assert build.calls == 2
 
 
 @pytest.mark.parametrize("kind", ["keras", "pytree"])
@@ -100,15 +96,8 @@ def test_layers_have_values_and_jax_functions_have_none() -> None:
             self.dense = keras.layers.Dense(4)
             self.dense.build((None, 2))
 
-    calls = 0
-
-    def build():
-        nonlocal calls
-        calls += 1
-        return Drops()
-
-    model = lm.build_abstract(build).materialize()
-    assert model.rates == [0.0, 0.25, 0.5] and calls == 1
+    build = counted(Drops)
+    assert lm.build_abstract(build).materialize().rates == [0.0, 0.25, 0.5] and build.calls == 1
     live = sum(array.nbytes for array in jax.live_arrays())
     abstract = lm.build_abstract(lambda: {"w": jnp.zeros((1 << 20, 1 << 20))})
     assert abstract.nbytes == 4 << 40
@@ -157,19 +146,15 @@ def draw() -> list[float]:
 @pytest.mark.parametrize("kind", BEFORE)
 def test_what_is_computed_before_the_first_layer_is_computed_once(kind: str) -> None:
     """And more models of one factory draw nothing from the process-wide generators."""
-    calls = 0
-
-    def build():
-        nonlocal calls
-        calls += 1
-        return BEFORE[kind]()
-
+    build = counted(BEFORE[kind])
     expected = seeded(build, 7)
     after = draw(), draw()
     abstract = seeded(lambda: lm.build_abstract(build), 7)
-    assert calls == 2 and draw() == after[0]
-    for _ in range(2):
-        assert_same(expected, abstract.materialize(), outputs=False)
+    assert build.calls == 2 and draw() == after[0]
+    models = [abstract.materialize() for _ in range(2)]
+    assert models[0] is not models[1]
+    for model in models:
+        assert_same(expected, model, outputs=False)
     assert draw() == after[1]
 
 
@@ -186,17 +171,15 @@ def test_what_is_too_large_to_be_computed_before_it_is_known_to_be_keras() -> No
 
 def test_functions_that_make_layers_and_return_arrays() -> None:
     """They run once as well, and what is large is said to have been computed whole."""
-    calls = 0
 
     def build(units: int):
-        nonlocal calls
-        calls += 1
         dense = keras.layers.Dense(units, kernel_initializer=keras.initializers.RandomNormal(seed=1))
         dense.build((None, 4))
         return {"w": dense.kernel.value, "b": jnp.ones(3)}
 
-    abstract = lm.build_abstract(build, 3)
-    assert calls == 1
+    once = counted(build)
+    abstract = lm.build_abstract(once, 3)
+    assert once.calls == 1
     expected, found = build(3), abstract.materialize()
     jax.tree.map(np.testing.assert_array_equal, expected, found)
     with pytest.warns(lm.LazyModelWarning, match=r"build makes Keras layers.* 1\.56 MiB"):
@@ -224,32 +207,23 @@ def test_arrays_as_arguments_of_a_factory() -> None:
 @pytest.mark.parametrize("build", [lambda: mlp(), lambda: keras.layers.Dropout(0.5)])
 def test_where_nothing_can_be_recorded(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A function that returns arrays is traced there, too."""
-    with lk.deferred():
-        with pytest.raises(lm.LazyModelError, match="already being built abstractly"):
+
+    def refused(message: str) -> None:
+        with pytest.raises(lm.LazyModelError, match=message):
             lm.build_abstract(build)
         assert lm.build_abstract(lambda: {"w": jnp.ones(3)})["w"].shape == (3,)
-    monkeypatch.setattr(keras.config, "is_nnx_enabled", lambda: True)
-    with pytest.raises(lm.LazyModelError, match="NNX mode.*KERAS_NNX_ENABLED"):
-        lm.build_abstract(build)
-    assert lm.build_abstract(lambda: {"w": jnp.ones(3)})["w"].shape == (3,)
 
-
-def test_a_second_model_of_an_unannotated_factory() -> None:
-    abstract = seeded(lambda: lm.build_abstract(lambda: mlp()))
-    first, second = abstract.materialize(), abstract.materialize()
-    assert first is not second
-    assert_same(first, second)
-
-
-def test_another_backend_is_said_of_functions_that_make_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with TensorFlow, where nothing of such a layer is traced."""
+    with lk.deferred():
+        refused("already being built abstractly")
+    with monkeypatch.context() as patch:
+        patch.setattr(keras.config, "is_nnx_enabled", lambda: True)
+        refused("NNX mode.*KERAS_NNX_ENABLED")
     layer = keras.layers.Activation("relu")
+    build = lambda: layer  # noqa: E731  # with TensorFlow nothing of such a layer is traced
     monkeypatch.setattr(keras.backend, "backend", lambda: "tensorflow")
-    with pytest.raises(lm.LazyModelError, match="needs Keras on JAX; the backend is 'tensorflow'. Set KERAS_BACKEND"):
-        lm.build_abstract(lambda: layer)
-    assert lm.build_abstract(lambda: {"w": jnp.ones(3)})["w"].shape == (3,)
+    refused("needs Keras on JAX; the backend is 'tensorflow'. Set KERAS_BACKEND")
 
 
 def test_a_model_that_is_built_is_said_to_be() -> None:
-    with pytest.raises(lm.LazyModelError, match="'made', a Dense whose variables are there already"):
+    with pytest.raises(lm.LazyModelError, match="'made', a Dense whose variables exist already"):
         lm.build_abstract(keras.layers.Dense(2, name="made"))

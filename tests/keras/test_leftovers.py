@@ -9,40 +9,46 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
+import jax
 import keras
-import keras_hub
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 import lazymodel as lm
 import lazymodel_keras as lk
-from lazymodel_keras._record.hugging_face import _on_purpose
 
-from .models import BACKBONES, assert_same, bits, save_hugging_face, seeded, write_safetensors_folder
+from .models import BACKBONES, assert_same, bits, save_hugging_face, save_preset, seeded, write_safetensors_folder
 
 LLAMA3 = BACKBONES["llama3"][0]
-F8 = ml_dtypes.float8_e4m3fn
 Tensors = dict[str, np.ndarray]
 
 
 def rewritten(
-    folder: Path, name: str, change: Callable[[Tensors], Any] | None = None, *, shards: int = 1, **config: Any
+    folder: Path, change: Callable[[Tensors], Any] = lambda tensors: None, *, shards: int = 1, **config: Any
 ) -> str:
-    """A Hugging Face folder with some tensors and entries of its configuration changed."""
-    made = save_hugging_face(folder / "made", name)
+    """A Hugging Face folder of Llama with some tensors and entries of its configuration changed."""
+    made = save_hugging_face(folder / "made", "llama3")
     tensors = load_file(made / "model.safetensors")
-    if change is not None:
-        change(tensors)
+    change(tensors)
     given = json.loads((made / "config.json").read_text()) | config
     return str(write_safetensors_folder(folder / "changed", given, tensors, shards=shards))
 
 
-def refused(folder: str, cls: Any = LLAMA3, **given: Any) -> str:
+def refused(folder: str, **given: Any) -> str:
     with pytest.raises(lm.CheckpointError) as caught:
-        (lk.abstract_from_preset if "cast" in given else lk.from_preset)(cls, folder, **given)
+        (lk.abstract_from_preset if "cast" in given else lk.from_preset)(LLAMA3, folder, **given)
     return str(caught.value)
+
+
+def assert_as_stock(folder: str, **given: Any) -> None:
+    ours = seeded(lambda: lk.abstract_from_preset(LLAMA3, folder, **given).materialize())
+    assert_same(seeded(lambda: LLAMA3.from_preset(folder)), ours, outputs=False)
 
 
 # Tensors that nothing asked for ---------------------------------------------------------------------------------------
@@ -50,93 +56,81 @@ def refused(folder: str, cls: Any = LLAMA3, **given: Any) -> str:
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_configuration_with_more_layers(shards: int, tmp_path: Path) -> None:
-    text = refused(rewritten(tmp_path, "llama3", shards=shards, num_hidden_layers=4))
+    text = refused(rewritten(tmp_path, shards=shards, num_hidden_layers=4))
     assert "model.layers.2." in text
-    assert "nor any like it from number 2 on: it has those of 0 to 1. Does the configuration have more layers" in text
+    assert "number 2 on: it has those of 0 to 1" in text
 
 
-@pytest.mark.parametrize("shards", [1, 2, 30])
+@pytest.mark.parametrize("shards", [1, 30])
 def test_a_configuration_with_fewer_layers(shards: int, tmp_path: Path) -> None:
-    """With 30 shards, most of the second layer's are never opened."""
-    folder = rewritten(tmp_path, "llama3", shards=shards, num_hidden_layers=1)
-    text = refused(folder)
-    assert f"{folder} holds 9 tensors that KerasHub's converter did not ask for: model.layers.1." in text
-    assert "Is its config.json that of another model?" in text
-    assert text.endswith("Pass strict=False to leave them out.")
-    stock = seeded(lambda: LLAMA3.from_preset(folder))
+    """With 30 shards, most of the second layer's are never opened; one that was not downloaded is in the index."""
+    folder = rewritten(tmp_path, shards=shards, num_hidden_layers=1)
+    up = "model.layers.1.mlp.up_proj.weight"
+    holds = f"{folder} holds 9 tensors .* model.layers.1."
+    loads: list[Callable[..., Any]] = [lk.from_preset, lk.abstract_from_preset, within_deferred]
+    for load in loads:
+        with pytest.raises(lm.CheckpointError, match=f"{holds}.*config.json.*strict=False"):
+            load(LLAMA3, folder)
+        with pytest.warns(lm.LazyModelWarning, match=f"{holds}.*left out"):
+            load(LLAMA3, folder, strict=False)
+    with pytest.raises(lm.CheckpointError, match=holds):
+        lm.build_abstract(LLAMA3.from_preset, folder)
     reports: list[lm.LoadReport] = []
-    with pytest.warns(lm.LazyModelWarning, match=r"holds 9 tensors .* They are left out") as caught:
+    with pytest.warns(lm.LazyModelWarning) as caught:
         ours = seeded(lambda: lk.from_preset(LLAMA3, folder, strict=False, report=reports.append))
     assert [warning.filename for warning in caught] == [__file__]
-    assert_same(stock, ours, outputs=False)
-    unused = {tensor.name: tensor for tensor in reports[0].unused}
-    assert len(unused) == 9
-    assert unused["model.layers.1.mlp.up_proj.weight"].nbytes == 64 * 32 * 4
+    assert_same(seeded(lambda: LLAMA3.from_preset(folder)), ours, outputs=False)
+    unused = {tensor.name: tensor.nbytes for tensor in reports[0].unused}
+    assert (len(unused), unused[up]) == (9, 64 * 32 * 4)
+    if shards > 1:
+        index = json.loads((Path(folder) / "model.safetensors.index.json").read_text())["weight_map"]
+        lost = [name for name in unused if index[name] == index[up]]
+        (Path(folder) / index[up]).unlink()
+        with pytest.warns(lm.LazyModelWarning, match=holds):
+            abstract = lk.abstract_from_preset(LLAMA3, folder, strict=False)
+        assert [tensor.name for tensor in abstract.unused if tensor.nbytes is None] == lost == [up]
 
 
-def test_a_shard_that_was_not_downloaded(tmp_path: Path) -> None:
-    """KerasHub downloads only the shards that it needs; what the others hold is known from the index."""
-    folder = rewritten(tmp_path, "llama3", shards=40, num_hidden_layers=1)
-    index = json.loads((Path(folder) / "model.safetensors.index.json").read_text())["weight_map"]
-    (Path(folder) / index["model.layers.1.mlp.up_proj.weight"]).unlink()
-    assert "holds 9 tensors" in refused(folder)
-    with pytest.warns(lm.LazyModelWarning, match="holds 9 tensors"):
-        abstract = lk.abstract_from_preset(LLAMA3, folder, strict=False)
-    assert [tensor.name for tensor in abstract.unused if tensor.nbytes is None] == ["model.layers.1.mlp.up_proj.weight"]
-
-
-def test_an_adapter(tmp_path: Path) -> None:
-    def add(tensors: Tensors) -> None:
-        tensors["model.layers.0.self_attn.q_proj.lora_A.weight"] = np.ones((4, 32), np.float32)
-
-    text = refused(rewritten(tmp_path, "llama3", add))
-    assert "holds 1 tensors" in text
-    assert "model.layers.0.self_attn.q_proj.lora_A.weight" in text
-
-
-def test_within_a_block(tmp_path: Path) -> None:
-    folder = rewritten(tmp_path, "llama3", num_hidden_layers=1)
-    with pytest.raises(lm.CheckpointError, match="holds 9 tensors"), lk.deferred():
-        LLAMA3.from_preset(folder)
-    with pytest.warns(lm.LazyModelWarning, match="holds 9 tensors"), lk.deferred(strict=False):
-        LLAMA3.from_preset(folder)
-    with pytest.raises(lm.CheckpointError, match="holds 9 tensors"):
-        lm.build_abstract(LLAMA3.from_preset, folder)
+def within_deferred(cls: Any, folder: str, **options: Any) -> Any:
+    with lk.deferred(**options):
+        return cls.from_preset(folder)
 
 
 def test_a_projection_of_its_own_where_the_model_ties_it(tmp_path: Path) -> None:
     """The same tensor stored twice is left out; one that the configuration says is another is not."""
-    tied = rewritten(tmp_path / "tied", "llama3", tie_word_embeddings=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ours = seeded(lambda: lk.from_preset(LLAMA3, tied))
-    assert_same(seeded(lambda: LLAMA3.from_preset(tied)), ours, outputs=False)
+        assert_as_stock(rewritten(tmp_path / "tied", tie_word_embeddings=True))
 
     def untie(tensors: Tensors) -> None:
         tensors["language_model.lm_head.weight"] = tensors["lm_head.weight"] * 2
 
-    assert "language_model.lm_head.weight" in refused(rewritten(tmp_path / "untied", "llama3", untie))
+    assert "language_model.lm_head.weight" in refused(rewritten(tmp_path / "untied", untie))
 
 
-def test_a_file_that_ones_own_code_reads(tmp_path: Path) -> None:
-    """It takes what it wants, unless that needs what it leaves."""
-    import safetensors
+def test_what_keras_or_a_converter_left_is_in_the_report(tmp_path: Path) -> None:
+    preset, hugging_face = save_preset(tmp_path / "preset", "llama3"), save_hugging_face(tmp_path / "hf", "llama3")
+    with h5py.File(preset / "model.weights.h5", "a") as file:
+        file["layers/another/vars/0"] = np.zeros(3, "float32")
+        file["optimizer/vars/0"] = np.zeros(2, "int32")
+    file = hugging_face / "model.safetensors"
+    save_file(load_file(file) | {"lm_head.extra": np.zeros((4, 4), "float16")}, file)
+    for folder, extra, expected in (
+        (preset, "layers/another/vars/0", {("layers/another/vars/0", 12), ("optimizer/vars/0", 8)}),
+        (hugging_face, "lm_head.extra", {("lm_head.extra", 32)}),
+    ):
+        assert f": {extra}." in refused(str(folder))
+        with pytest.warns(lm.LazyModelWarning, match=f"holds 1 tensors .*: {extra}"):
+            abstract = lk.abstract_from_preset(LLAMA3, str(folder), strict=False)
+        assert {(tensor.name, tensor.nbytes) for tensor in abstract.unused} == expected
+        assert all(Path(tensor.file).parent == folder for tensor in abstract.unused)
+        reports: list[lm.LoadReport] = []
+        abstract.shard(Mesh(jax.devices()[:1], ("model",)), lambda _: P()).materialize(report=reports.append)
+        assert reports[0].unused == abstract.unused
+        assert len(reports[0].files) == 1
 
-    def build() -> keras.Model:
-        model = counting(("int32", "bool"))
-        with safetensors.safe_open(str(tmp_path / "own.safetensors"), framework="np") as file:
-            model.layers[0].table.assign(file.get_tensor("table"))
-        return model
 
-    table = np.arange(4, dtype=np.int32)
-    save_file({"table": table, "other": np.ones(2, np.float32)}, tmp_path / "own.safetensors")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        abstract = lm.build_abstract(build)
-    np.testing.assert_array_equal(abstract.materialize().layers[0].table.value, table)
-    assert [tensor.name for tensor in abstract.unused] == ["other"]
-
-
+# A `model_type`, or an architecture of timm's → what converters leave out on purpose.
 PURPOSE = {
     "llama": "model.layers.3.self_attn.rotary_emb.inv_freq model.rotary_emb.inv_freq score.weight",
     "gpt2": "h.0.attn.bias transformer.h.11.attn.masked_bias h.1.crossattention.bias lm_head.weight",
@@ -160,42 +154,45 @@ PURPOSE = {
     "gemma": "lm_head.weight",
     "gemma3": "language_model.lm_head.weight vision_tower.vision_model.head.probe "
     "vision_tower.vision_model.embeddings.position_ids",
+    # As many of the last layers as the configuration says have no keys of their own, though files store some.
+    "gemma3n": "model.language_model.layers.28.self_attn.k_proj.weight model.layers.29.self_attn.v_norm.weight",
     "qwen3_5": "mtp.layers.0.self_attn.q_proj.weight mtp.fc.weight",
     "sam3_video": "tracker_model.mask_downsample.weight tracker_neck.fpn_layers.0.proj1.bias "
     "detector_model.mask_decoder.pixel_decoder.conv_layers.2.bias",
-    "": "layer1.0.bn1.num_batches_tracked fc.weight head.fc.bias classifier.bias conv_head.weight "
+    "resnet18": "layer1.0.bn1.num_batches_tracked fc.weight head.fc.bias classifier.bias conv_head.weight "
     "pre_logits.fc1.weight",
 }
+MISTAKES = [
+    "model.layers.30.mlp.up_proj.weight", "bert.encoder.layer.11.attention.self.query.bias", "h.3.attn.c_attn.bias",
+    "h.3.attn.c_proj.weight", "model.layers.0.self_attn.q_proj.lora_A.weight", "model.visual.patch_embed.proj.weight",
+    "vision_tower.vision_model.encoder.layers.3.mlp.fc1.weight", "encoder.layer.0.mlp.fc.weight",
+    "model.embed_tokens.weight", "bert.embeddings.LayerNorm.weight", "extra.weight",
+    "model.language_model.layers.27.self_attn.k_proj.weight", "model.language_model.layers.30.self_attn.k_proj.weight",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", PURPOSE)
-def test_what_converters_leave_out_on_purpose(kind: str) -> None:
-    pattern = _on_purpose({"model_type": kind})
-    assert [name for name in PURPOSE[kind].split() if not pattern.fullmatch(name)] == []
+def test_what_converters_leave_out_on_purpose(kind: str, tmp_path: Path) -> None:
+    config: dict[str, Any] = {"architecture" if kind == "resnet18" else "model_type": kind}
+    config |= {"text_config": {"num_hidden_layers": 30, "num_kv_shared_layers": 2}}
 
+    def build() -> Any:
+        """In place of a converter."""
+        layer = keras.layers.Layer()
+        with safetensors.safe_open(str(tmp_path / "model.safetensors"), framework="np") as file:
+            layer.table = keras.Variable(file.get_tensor("table"))
+        return layer
 
-@pytest.mark.parametrize("kind", ["", "llama", "bert", "gpt2", "gemma3", "swin", "esm", "sam3_video"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.layers.30.mlp.up_proj.weight", "bert.encoder.layer.11.attention.self.query.bias", "h.3.attn.c_attn.bias",
-        "h.3.attn.c_proj.weight", "model.layers.0.self_attn.q_proj.lora_A.weight",
-        "model.visual.patch_embed.proj.weight",
-        "vision_tower.vision_model.encoder.layers.3.mlp.fc1.weight", "encoder.layer.0.mlp.fc.weight",
-        "model.embed_tokens.weight", "bert.embeddings.LayerNorm.weight", "extra.weight",
-    ],
-)  # fmt: skip
-def test_what_they_do_not(kind: str, name: str) -> None:
-    assert not _on_purpose({"model_type": kind}).fullmatch(name)
-
-
-def test_layers_that_share_keys() -> None:
-    """As many of the last layers as the configuration says have no keys of their own, though files store some."""
-    pattern = _on_purpose(
-        {"model_type": "gemma3n", "text_config": {"num_hidden_layers": 30, "num_kv_shared_layers": 2}}
-    )
-    name = "model.language_model.layers.{}.self_attn.k_proj.weight"
-    assert [layer for layer in range(32) if pattern.fullmatch(name.format(layer))] == [28, 29]
+    names, array = PURPOSE[kind].split(), np.ones(2, "float32")
+    write_safetensors_folder(tmp_path, config, dict.fromkeys(["table", *names], array))
+    assert {tensor.name for tensor in lm.build_abstract(build).unused} == {*names}
+    write_safetensors_folder(tmp_path, config, dict.fromkeys(["table", *names, *MISTAKES], array))
+    with pytest.raises(lm.CheckpointError, match=f"holds {len(MISTAKES)} tensors"):
+        lm.build_abstract(build)
+    write_safetensors_folder(tmp_path, {}, dict.fromkeys(["table", *MISTAKES], array))
+    abstract = lm.build_abstract(build)  # a file of one's own, of which one takes what one wants
+    np.testing.assert_array_equal(abstract.materialize().table.value, array)
+    assert {tensor.name for tensor in abstract.unused} == {*MISTAKES}
 
 
 # Quantized folders ----------------------------------------------------------------------------------------------------
@@ -215,111 +212,92 @@ METHODS = {
 def test_a_configuration_that_says_how_it_is_quantized(method: str, where: str, tmp_path: Path) -> None:
     found: Any = METHODS[method]
     found = {"quantization_config": found} if where == "text_config" else found
-    folder = rewritten(tmp_path, "llama3", **{where: found})
+    folder = rewritten(tmp_path, **{where: found})
     key = "quantization_config" if where == "text_config" else where
     text = refused(folder, strict=False, cast="unsafe")
-    assert f"{Path(folder) / 'config.json'}: {key} says that the weights are quantized with {method!r}" in text
-    assert ("none of them is stored so" if method in ("fp8", "bitsandbytes") else "load a dequantized copy") in text
+    assert f"{Path(folder) / 'config.json'}: {key} states that the weights are quantized with {method!r}" in text
+    known = method in ("fp8", "bitsandbytes")
+    assert ("none of them is. Remove the entry" if known else "load a dequantized copy") in text
 
 
 def test_before_anything_is_opened(tmp_path: Path) -> None:
-    folder = rewritten(tmp_path, "llama3", quantization_config=METHODS["hqq"])
+    folder = rewritten(tmp_path, quantization_config=METHODS["hqq"])
     (Path(folder) / "model.safetensors").write_bytes(b"no tensors at all")
     assert "quantized with 'hqq'" in refused(folder)
-    good = str(Path(folder).parent / "made")
+    good = str(tmp_path / "made")
     with lk.deferred():
         with pytest.raises(lm.CheckpointError, match="quantized with 'hqq'"):
             LLAMA3.from_preset(folder)
         ours = seeded(lambda: LLAMA3.from_preset(good))  # another file is another matter
-    assert_same(seeded(lambda: LLAMA3.from_preset(good)), ours, outputs=False)
-
-
-@pytest.mark.parametrize(
-    "found", [None, {}, {"quant_method": "bitsandbytes", "load_in_8bit": False, "load_in_4bit": False}]
-)
-def test_a_configuration_that_says_it_is_not_quantized(found: Any, tmp_path: Path) -> None:
-    folder = rewritten(tmp_path, "llama3", quantization_config=found)
-    assert_same(
-        seeded(lambda: LLAMA3.from_preset(folder)), seeded(lambda: lk.from_preset(LLAMA3, folder)), outputs=False
-    )
+    stock = seeded(lambda: LLAMA3.from_preset(good))
+    assert_same(stock, ours, outputs=False)
+    not_quantized = {"quant_method": "bitsandbytes", "load_in_8bit": False, "load_in_4bit": False}
+    for number, found in enumerate((None, {}, not_quantized)):
+        same = rewritten(tmp_path / str(number), quantization_config=found)
+        assert_same(stock, seeded(lambda same=same: lk.from_preset(LLAMA3, same)), outputs=False)
 
 
 UP = "model.layers.0.mlp.up_proj"
 
 
-def _fp8(tensors: Tensors) -> None:
-    tensors[f"{UP}.weight"] = tensors[f"{UP}.weight"].astype(F8)
-    tensors[f"{UP}.weight_scale_inv"] = np.full((1, 1), 0.01, np.float32)
+def stored_as(dtype: Any, **beside: np.ndarray) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        up = tensors[f"{UP}.weight"]
+        tensors[f"{UP}.weight"] = (up * 20 if dtype == np.int8 else up).astype(dtype)
+        tensors.update({f"{UP}.{name}": value for name, value in beside.items()})
+
+    return change
 
 
-def _bare_fp8(tensors: Tensors) -> None:
-    tensors[f"{UP}.weight"] = tensors[f"{UP}.weight"].astype(F8)
-
-
-def _int8(tensors: Tensors) -> None:
-    tensors[f"{UP}.weight"] = (tensors[f"{UP}.weight"] * 20).astype(np.int8)
-    tensors[f"{UP}.SCB"] = np.ones(64, np.float32)
-
-
-def _per_channel(tensors: Tensors) -> None:
-    tensors[f"{UP}.weight"] = (tensors[f"{UP}.weight"] * 20).astype(np.int8)
-    tensors[f"{UP}.scales"] = np.ones(64, np.float32)
-
-
-def _scale_alone(tensors: Tensors) -> None:
-    tensors[f"{UP}.weight_scale"] = np.ones((), np.float32)
-
-
-def _gptq(tensors: Tensors) -> None:
-    tensors[f"{UP}.g_idx"] = np.zeros(32, np.int32)
-    tensors[f"{UP}.qzeros"] = np.zeros((1, 8), np.int32)
+F8, ONES = ml_dtypes.float8_e4m3fn, np.ones(64, np.float32)
+LEFT = "which nothing uses"
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (_fp8, f"'{UP}.weight_scale_inv', which nothing takes"),
-        (_bare_fp8, f"'{UP}.weight' (float8_e4m3fn)"),
-        (_int8, f"'{UP}.weight' (int8) beside '{UP}.SCB', which nothing takes"),
-        (_per_channel, f"'{UP}.weight' (int8) beside '{UP}.scales', which nothing takes"),
-        (_scale_alone, f"'{UP}.weight_scale', which nothing takes"),
-        (_gptq, f"'{UP}.g_idx', which nothing takes, '{UP}.qzeros', which nothing takes"),
+        (stored_as(F8, weight_scale_inv=np.full((1, 1), 0.01, np.float32)), f"'{UP}.weight_scale_inv', {LEFT}"),
+        (stored_as(F8), f"'{UP}.weight' (float8_e4m3fn)"),
+        (stored_as(np.int8, SCB=ONES), f"'{UP}.weight' (int8) with '{UP}.SCB', {LEFT}"),
+        (stored_as(np.int8, scales=ONES), f"'{UP}.weight' (int8) with '{UP}.scales', {LEFT}"),
+        (stored_as(np.float32, weight_scale=np.ones((), np.float32)), f"'{UP}.weight_scale', {LEFT}"),
+        (
+            stored_as(np.float32, g_idx=np.zeros(32, np.int32), qzeros=np.zeros((1, 8), np.int32)),
+            f"'{UP}.g_idx', {LEFT}, '{UP}.qzeros', {LEFT}",
+        ),
     ],
 )
 def test_quantized_weights_that_no_configuration_tells_of(
     change: Callable[[Tensors], Any], words: str, tmp_path: Path
 ) -> None:
-    folder = rewritten(tmp_path, "llama3", change, shards=2)
-    for given in ({}, {"strict": False}, {"strict": False, "cast": "unsafe"}):
-        text = refused(folder, **given)
-        assert f"{folder} holds quantized weights: " in text
+    folder = rewritten(tmp_path, change, shards=2)
+    for given in ({}, {"strict": False, "cast": "unsafe"}):
+        assert f"{folder} holds quantized weights: " in (text := refused(folder, **given))
         assert words in text
-        assert "load a dequantized copy" in text
 
 
 # Casts ----------------------------------------------------------------------------------------------------------------
 
 
-def test_integers_as_weights_of_a_folder(tmp_path: Path) -> None:
+def test_weights_of_other_dtypes_in_a_folder(tmp_path: Path) -> None:
     """What every bfloat16 and float32 has is cast; what they need not have, by value."""
-    name = "model.norm.weight"
 
-    def change(dtype: Any, value: int) -> Callable[[Tensors], Any]:
-        return lambda tensors: tensors.update({name: np.full(32, value, dtype)})
+    def with_norm(name: str, value: int | complex, dtype: Any) -> str:
+        norm = np.full(32, value, dtype)
+        return rewritten(tmp_path / name, lambda tensors: tensors.update({"model.norm.weight": norm}))
 
-    exact = rewritten(tmp_path / "exact", "llama3", change(np.int64, 3))
-    assert_same(seeded(lambda: LLAMA3.from_preset(exact)), seeded(lambda: lk.from_preset(LLAMA3, exact)), outputs=False)
-    inexact = rewritten(tmp_path / "inexact", "llama3", change(np.int64, 2**24 + 1))
-    assert "expected numbers that float32 has, found 16777217 (int64)" in refused(inexact)
-    stock = seeded(lambda: LLAMA3.from_preset(inexact))
-    assert_same(
-        stock, seeded(lambda: lk.abstract_from_preset(LLAMA3, inexact, cast="unsafe").materialize()), outputs=False
-    )
-    complex_ = rewritten(
-        tmp_path / "complex", "llama3", lambda tensors: tensors.update({name: np.ones(32, np.complex64)})
-    )
-    with pytest.raises(lm.CheckpointError, match="expected float32, found complex64 .*: the cast can lose imaginary"):
-        lk.abstract_from_preset(LLAMA3, complex_)
+    assert_as_stock(with_norm("exact", 3, np.int64))
+    inexact = with_norm("inexact", 2**24 + 1, np.int64)
+    assert "expected numbers that fit into float32, found 16777217 (int64)" in refused(inexact)
+    assert_as_stock(inexact, cast="unsafe")
+    with_imaginary = with_norm("complex", 1, np.complex64)
+    assert "expected float32, found complex64" in refused(with_imaginary)
+    with pytest.raises(lm.CheckpointError, match="found complex64"):  # cast before it is quantized
+        lk.abstract_from_preset(LLAMA3, with_imaginary).quantize("int8")
+    with pytest.raises(lm.LazyModelError, match="expected cast='safe'.*got 'no'"):
+        lk.abstract_from_preset(LLAMA3, inexact, cast="no")
+    with pytest.raises(lm.LazyModelError, match="expected cast='safe'.*got 'no'"), lk.deferred(cast="no"):
+        pass
 
 
 class Counting(keras.layers.Layer):
@@ -342,96 +320,83 @@ def counting(dtypes: tuple[str, str]) -> keras.Model:
     return keras.Sequential([keras.Input((4,)), Counting(dtypes, name="counting")])
 
 
+def saved_counting(dtypes: tuple[str, str], last: int, mask: list[int], file: Path) -> Path:
+    saved = counting(dtypes)
+    saved.layers[0].table.assign([1, 2, 3, last])
+    saved.layers[0].mask.assign(mask)
+    saved.save(file) if file.suffix == ".keras" else saved.save_weights(file)
+    return file
+
+
+def stock_counting(dtypes: tuple[str, str], file: Path) -> keras.Model:
+    model = counting(dtypes)
+    model.load_weights(file)
+    return model
+
+
+def load_deferred(dtypes: tuple[str, str], file: Path, **options: Any) -> Any:
+    with lk.deferred(**options):
+        return stock_counting(dtypes, file)
+
+
+def restore_deferred(dtypes: tuple[str, str], file: Path, **options: Any) -> Any:
+    with lk.deferred():
+        return lk.restore(counting(dtypes), file, **options)
+
+
+WAYS: list[Callable[..., Any]] = [
+    lambda dtypes, file, **options: lk.restore(counting(dtypes), file, **options),
+    lambda dtypes, file, **options: lk.restore(lm.build_abstract(counting, dtypes), file, **options),
+    load_deferred,
+    restore_deferred,
+]
+
+
 @pytest.mark.parametrize("own", [("int32", "bool"), ("int8", "uint8"), ("uint32", "bool")])
 def test_tables_and_masks_of_keras_files(own: tuple[str, str], tmp_path: Path) -> None:
-    saved = counting(own)
-    saved.layers[0].table.assign([1, 2, 3, 100])
-    saved.layers[0].mask.assign([1, 0, 1, 0])
-    file = tmp_path / "model.weights.h5"
-    saved.save_weights(file)
+    file = saved_counting(own, 100, [1, 0, 1, 0], tmp_path / "model.weights.h5")
     for wanted in (own, ("int32", "bool"), ("int8", "int32"), ("float32", "float32")):
-        stock, restored = counting(wanted), counting(wanted)
-        stock.load_weights(file)
-        lk.restore(restored, file)
-        assert_same(stock, restored, outputs=False)
-        with lk.deferred():
-            built = counting(wanted)
-            built.load_weights(file)
-        assert_same(stock, built, outputs=False)
+        for load in (WAYS[0], load_deferred):
+            assert_same(stock_counting(wanted, file), load(wanted, file), outputs=False)
 
 
 @pytest.mark.parametrize(
     ("own", "wanted", "words"),
     [
         (("float32", "bool"), ("int32", "bool"), "'counting/table': expected int32, found float32 in tensor"),
-        (("int32", "bool"), ("int8", "bool"), "expected numbers that int8 has, found 300 (int32)"),
-        (("int32", "int32"), ("int32", "bool"), "expected numbers that bool has, found 2 (int32)"),
+        (("int32", "bool"), ("int8", "bool"), "expected numbers that fit into int8, found 300 (int32)"),
+        (("int32", "int32"), ("int32", "bool"), "expected numbers that fit into bool, found 2 (int32)"),
         (("int32", "float32"), ("int32", "bool"), "'counting/mask': expected bool, found float32 in tensor"),
     ],
 )
 def test_casts_that_stock_keras_makes_in_silence(
     own: tuple[str, str], wanted: tuple[str, str], words: str, tmp_path: Path
 ) -> None:
-    saved = counting(own)
-    saved.layers[0].table.assign([1, 2, 3, 300])
-    saved.layers[0].mask.assign([1, 0, 1, 0] if own[1] == "bool" else [2, 0, 1, 0])
-    file = tmp_path / "model.weights.h5"
-    saved.save_weights(file)
+    mask = [1, 0, 1, 0] if own[1] == "bool" else [2, 0, 1, 0]
+    file = saved_counting(own, 300, mask, tmp_path / "model.weights.h5")
     model = counting(wanted)
     before = [bits(variable).tolist() for variable in model.variables]
     with pytest.raises(lm.CheckpointError, match=re.escape(words)):
         lk.restore(model, file)
     assert [bits(variable).tolist() for variable in model.variables] == before
-    with pytest.raises(lm.CheckpointError, match=re.escape(words)), lk.deferred():
-        counting(wanted).load_weights(file)
-    stock = counting(wanted)
-    stock.load_weights(file)
-    lk.restore(model, file, cast="unsafe")
-    assert_same(stock, model, outputs=False)
-    with lk.deferred(cast="unsafe"):
-        built = counting(wanted)
-        built.load_weights(file)
-    assert_same(stock, built, outputs=False)
-    with lk.deferred():
-        built = counting(wanted)
-        lk.restore(built, file, cast="unsafe")
-    assert_same(stock, built, outputs=False)
-    abstract = lm.build_abstract(counting, wanted)
-    assert_same(stock, lk.restore(abstract, file, cast="unsafe"), outputs=False)
+    stock = stock_counting(wanted, file)
+    for load in WAYS:
+        with pytest.raises(lm.CheckpointError, match=re.escape(words)):
+            load(wanted, file)
+        assert_same(stock, load(wanted, file, cast="unsafe"), outputs=False)
 
 
 def test_load_model(tmp_path: Path) -> None:
-    saved = counting(("int32", "bool"))
-    saved.save(tmp_path / "model.keras")
-    saved.layers[0].table.assign([1, 2, 3, 4])
-    saved.save(tmp_path / "other.keras")
-
     class Narrow(Counting):
         @classmethod
         def from_config(cls, config: Any) -> Any:
             return cls(**{**config, "dtypes": ("bool", "bool")})
 
     Narrow.__name__ = "Counting"  # files name a layer's place after its class
-    objects = {"Counting": Narrow}
-    model = lk.load_model(tmp_path / "model.keras", objects)
-    assert model.layers[0].table.dtype == "bool"
-    with pytest.raises(lm.CheckpointError, match="expected numbers that bool has, found 2"):
-        lk.load_model(tmp_path / "other.keras", objects)
-    assert lk.load_model(tmp_path / "other.keras", objects, cast="unsafe").layers[0].table.value.all()
-
-
-@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
-def test_quantizing_does_not_take_quantized_numbers(tmp_path: Path) -> None:
-    """What is quantized while it is read is cast to the kernel's dtype first."""
-    change = lambda tensors: tensors.update({f"{UP}.weight": np.ones((64, 32), np.complex64)})  # noqa: E731
-    folder = rewritten(tmp_path, "llama3", change)
-    with pytest.raises(lm.CheckpointError, match="found complex64"):
-        lk.abstract_from_preset(keras_hub.models.Llama3Backbone, folder).quantize("int8")
-
-
-def test_no_other_word(tmp_path: Path) -> None:
-    folder = str(save_hugging_face(tmp_path / "llama3", "llama3"))
-    with pytest.raises(lm.LazyModelError, match="cast is 'safe'"):
-        lk.abstract_from_preset(LLAMA3, folder, cast="no")
-    with pytest.raises(lm.LazyModelError, match="cast is 'safe'"), lk.deferred(cast="no"):
-        pass
+    objects, dtypes = {"Counting": Narrow}, ("int32", "bool")
+    file = saved_counting(dtypes, 4, [1, 0, 1, 0], tmp_path / "model.keras")
+    with pytest.raises(lm.CheckpointError, match="expected numbers that fit into bool, found 2"):
+        lk.load_model(file, objects)
+    assert lk.load_model(file, objects, cast="unsafe").layers[0].table.value.all()
+    counting(dtypes).save(file)
+    assert lk.load_model(file, objects).layers[0].table.dtype == "bool"

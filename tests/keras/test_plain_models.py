@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import keras
 import numpy as np
+import optax
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 import lazymodel_keras as lk
 
-from .models import assert_same, bits, seeded
+from .models import bits, seeded
 
 layers = keras.layers
 
@@ -166,18 +166,34 @@ def test_a_model_without_build() -> None:
     assert len(abstract) == 0
 
 
-@pytest.mark.parametrize("build", [functional, preprocessing])
-def test_saved_and_loaded(build: Callable[[], keras.Model], tmp_path: Path, mesh42: Mesh) -> None:
-    source = seeded(build, seed=1)
-    source.save(tmp_path / "model.keras")
-    with lk.deferred(mesh=mesh42, rules=columns):
-        model = keras.saving.load_model(tmp_path / "model.keras")
-        assert all(variable._value is not None for variable in model.variables), "loaded when it returns"
-    for one, other in zip(source.variables, model.variables, strict=True):
-        np.testing.assert_array_equal(bits(one), bits(other), err_msg=one.path)
+def test_a_model_moves_in_place_and_trains_there(mesh8: Mesh) -> None:
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(32)])
+    model.compile("sgd", "mse")
+    before = [np.asarray(weight) for weight in model.get_weights()]
+    four = Mesh(mesh8.devices[:4], ("model",))
+    paths = {variable.path: variable for variable in model.variables}
+    targets = {path: NamedSharding(four, P(None, "model") if path.endswith("kernel") else P()) for path in paths}
+    assert lm.reshard(model, targets, donate=True) is model
+    for weight, value in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(weight, value)
+    kernel = model.layers[0].kernel
+    assert kernel.value.sharding == NamedSharding(four, P(None, "model"))
+    kernel.assign(np.zeros((16, 32)))
+    assert kernel.value.sharding == NamedSharding(four, P(None, "model"))
 
 
-def test_saved_and_loaded_as_it_is(tmp_path: Path) -> None:
-    source = seeded(sequential, seed=1)
-    source.save(tmp_path / "model.keras")
-    assert_same(source, lk.load_model(tmp_path / "model.keras"))
+def test_a_model_lies_on_the_host_between_its_uses(mesh8: Mesh) -> None:
+    def make() -> keras.Model:
+        return keras.Sequential([keras.Input((16,)), keras.layers.Dense(32)])
+
+    abstract = lm.build_abstract(make).with_optimizer(optax.adam(1e-3), memory_kind="pinned_host")
+    model, state = abstract.shard(mesh8, {".*": P()}).materialize()  # Optax' state may lie there
+    assert {leaf.sharding.memory_kind for leaf in state[0].mu.values()} == {"pinned_host"}
+    x = np.ones((2, 16), np.float32)
+    before, own = np.asarray(model(x)), model.layers[0].kernel.value.sharding
+    for kind in ("pinned_host", "device"):
+        assert lm.reshard(model, own.with_memory_kind(kind), donate=True) is model
+        assert {variable.value.sharding.memory_kind for variable in model.variables} == {kind}
+    assert np.array_equal(model(x), before)
+    with pytest.raises(lm.ShardingError, match="sequential.*/dense.*/kernel: in pinned_host, and Keras' layers"):
+        abstract.shard(mesh8, {".*kernel": lm.Host(P()), ".*": P()}).materialize()

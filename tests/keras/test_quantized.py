@@ -16,24 +16,20 @@ from safetensors.numpy import save_file
 import lazymodel as lm
 import lazymodel_keras as lk
 from lazymodel.checkpoints import SafetensorsFile
-from tests.quantized import FORMS, Form, Tensors, quantized, settings, write_folder
+from tests.quantized import FORMS, Form, quantized, settings, write_folder
 from tests.servers.object_server import ObjectServer
 
-from .models import bits
+from .models import EXPERTS, bits, decoder, decoder_shapes, random_tensors
 
-LAYERS, HIDDEN, INNER, HEADS, VOCABULARY, EXPERTS = 3, 64, 128, 8, 64, 4
+LAYERS, HIDDEN, INNER = 3, 64, 128
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (keras_hub.models.Llama3Backbone, {}),
     "qwen3": (keras_hub.models.Qwen3Backbone, {"use_sliding_window": False, "sliding_window": None}),
     "qwen3_moe": (
         keras_hub.models.Qwen3MoeBackbone,
-        {
-            "use_sliding_window": False, "sliding_window": None, "num_experts": EXPERTS, "num_experts_per_tok": 2,
-            "moe_intermediate_size": INNER, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
-            "router_aux_loss_coef": 0.0,
-        },
+        {"use_sliding_window": False, "sliding_window": None, **EXPERTS, "moe_intermediate_size": INNER},
     ),
-}  # fmt: skip
+}
 RULES = {
     ".*(query|key|value|feedforward_gate_dense|feedforward_intermediate_dense)/kernel": P(None, "model"),
     ".*(attention_output|feedforward_output_dense)/kernel": P("model"),
@@ -43,37 +39,12 @@ RULES = {
 }
 
 
-def config_of(kind: str, form: Form) -> dict[str, Any]:
-    return settings(
-        form, architectures=["ForCausalLM"], vocab_size=VOCABULARY, num_hidden_layers=LAYERS, rope_theta=10000.0,
-        num_attention_heads=HEADS, num_key_value_heads=HEADS, hidden_size=HIDDEN, head_dim=HIDDEN // HEADS,
-        intermediate_size=INNER, rms_norm_eps=1e-5, tie_word_embeddings=False, **MODELS[kind][1] | {"model_type": kind},
-    )  # fmt: skip
-
-
-def tensors_of(kind: str) -> Tensors:
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
-    for layer in range(LAYERS):
-        at = f"model.layers.{layer}."
-        shapes |= {f"{at}self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"}
-        shapes |= {f"{at}{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
-        if kind != "llama":
-            shapes |= {f"{at}self_attn.{name}_norm.weight": (HIDDEN // HEADS,) for name in "qk"}
-        if kind == "qwen3_moe":
-            shapes[f"{at}mlp.gate.weight"] = (EXPERTS, HIDDEN)
-        inner = [f"experts.{expert}." for expert in range(EXPERTS)] if kind == "qwen3_moe" else [""]
-        for each in inner:
-            shapes |= {f"{at}mlp.{each}{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
-            shapes[f"{at}mlp.{each}down_proj.weight"] = (HIDDEN, INNER)
-    shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
-    rng = np.random.default_rng(1)
-    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-
-
 def folders(folder: Path, kind: str, form: Form, *, shards: int = 1) -> tuple[str, str]:
     """A quantized folder, and one with what its weights stand for."""
-    config = config_of(kind, form)
-    stored, plain = quantized(form, tensors_of(kind), lambda module: module.endswith("_proj"))
+    sizes = {"num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": INNER, "head_dim": 8}
+    config = settings(form, **decoder(kind, **sizes, num_key_value_heads=8, **MODELS[kind][1]))
+    tensors = random_tensors(decoder_shapes(config))
+    stored, plain = quantized(form, tensors, lambda module: module.endswith("_proj"))
     made = write_folder(folder / "quantized", config, stored, shards=shards)
     del config["quantization_config"]
     return str(made), str(write_folder(folder / "plain", config, plain))
@@ -124,7 +95,7 @@ def refused(folder: str, **given: Any) -> str:
         (lambda stored, _: stored.pop(f"{Q}.weight_scale_inv"), f"'{Q}.weight' (float8_e4m3fn)"),
         (lambda stored, _: stored.update({f"{Q}.g_idx": np.zeros(64, np.int32)}), f"'{Q}.g_idx' (int32)"),
         (lambda stored, _: stored.update({f"{Q}.weight_scale_inv": np.ones((4, 4), np.float32)}), "block of [24, 16]"),
-        (lambda _, config: config.update(modules_to_not_convert=["self_attn.q_proj"]), "what is not converted"),
+        (lambda _, config: config.update(modules_to_not_convert=["self_attn.q_proj"]), "as not converted"),
         (lambda _, config: config.update(quant_method="quark"), "quantized with 'quark'"),
     ],
 )

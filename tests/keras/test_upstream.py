@@ -14,10 +14,9 @@ import pytest
 from keras.src.backend.common import global_state
 from keras.src.saving import saving_lib
 
-from lazymodel._tensors.float4 import decoded_pairs
 from lazymodel_keras import _upstream
 
-from .versions import KERAS, needs_keras, parts
+from .versions import KERAS, parts
 
 
 def test_variables_made_in_a_stateless_scope_are_pending() -> None:
@@ -35,30 +34,44 @@ def test_variables_made_in_a_stateless_scope_are_pending() -> None:
     assert variable._value is None, "a variable taken off the list is not initialized"
 
 
-def test_keras_variable_is_made_by_the_class_that_is_patched() -> None:
-    assert "__init__" in vars(_upstream.VariableBase)
+BLOCKS = ["abs_max_quantize_grouped_with_zero_point"] if parts(KERAS) >= (3, 14) else []
+CHECKED = ["safe_get_h5_dataset", "safe_get_h5_group"] if parts(KERAS) >= (3, 15) else []
+WHOLE = ["_load_model_from_orbax_checkpoint"] if parts(KERAS) >= (3, 14) else []
+# What is patched stands in the owner's own dictionary.
+OWN: list[tuple[Any, list[str]]] = [
+    (_upstream.VariableBase, ["__init__"]),
+    (_upstream.WeightsStore, ["__getitem__", "_get_h5_file", "__setitem__"]),
+    (_upstream.SAVING_LIB.ShardedH5IOStore, ["__setitem__"]),
+    (_upstream.SAVING_LIB, ["is_memory_sufficient"]),
+    (_upstream.SAVING_API, WHOLE),
+    (_upstream.LEGACY_H5, ["load_subset_weights_from_hdf5_group", "load_optimizer_weights_from_hdf5_group", *CHECKED]),
+]
+
+
+def test_what_is_patched_is_there() -> None:
+    for owner, names in OWN:
+        assert all(callable(vars(owner).get(name)) for name in names), owner
     assert issubclass(keras.Variable, _upstream.VariableBase)
-    assert callable(keras.Variable._direct_assign)
-    assert callable(keras.Variable._convert_to_tensor)
+    assert callable(keras.Variable._direct_assign) and callable(keras.Variable._convert_to_tensor)
     assert keras.Variable(np.zeros(2))._layout is None
-
-
-def test_weights_are_read_through_the_store_that_is_patched(tmp_path) -> None:
-    assert _upstream.WeightsStore is saving_lib.H5IOStore
     assert issubclass(saving_lib.ShardedH5IOStore, saving_lib.H5IOStore)
-    for name in ("__getitem__", "_get_h5_file"):
-        assert name in vars(_upstream.WeightsStore)
+    assert _upstream.WeightsStore is saving_lib.H5IOStore is _upstream.SAVING_LIB.H5IOStore
+    for cls in (keras_hub.models.Backbone, keras_hub.models.Task):
+        assert isinstance(vars(cls)["from_preset"], classmethod)
+    for module in _upstream.QUANTIZERS:
+        for name in ("abs_max_quantize", *BLOCKS, "pack_int4", "unpack_int4"):
+            assert vars(module)[name] is getattr(keras.quantizers, name)
+    for name in ("reshape", "transpose", "squeeze", "expand_dims"):
+        assert vars(_upstream.OPS)[name] is getattr(keras.ops, name)
+
+
+def test_weights_are_read_through_the_store_that_is_patched(tmp_path: Path) -> None:
     model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(2)])
     model.save_weights(tmp_path / "m.weights.h5")
     store = saving_lib.H5IOStore(tmp_path / "m.weights.h5", mode="r")
     store.get("layers/dense")
     assert store._h5_entry_group["0"].name == "/layers/dense/vars/0"
     store.close()
-
-
-def test_from_preset_is_a_classmethod_of_two_classes() -> None:
-    for cls in (keras_hub.models.Backbone, keras_hub.models.Task):
-        assert isinstance(vars(cls)["from_preset"], classmethod)
 
 
 def test_undone_draws() -> None:
@@ -69,6 +82,8 @@ def test_undone_draws() -> None:
     second = keras.layers.Dense(2)
     assert first.name == second.name == "dense"
     assert first.kernel_initializer.seed == second.kernel_initializer.seed
+    keras.utils.clear_session()
+    assert _upstream.automatic_name(keras.layers.BatchNormalization) == keras.layers.BatchNormalization().name
 
 
 def test_every_optimizer_is_built_through_the_method_that_is_patched() -> None:
@@ -79,16 +94,6 @@ def test_every_optimizer_is_built_through_the_method_that_is_patched() -> None:
         optimizer.build([variable])
         slots = [slots for slots in vars(optimizer).values() if isinstance(slots, list) and len(slots) == 1]
         assert name == "SGD" or any(slot.shape == (3,) and slot is not variable for (slot,) in slots)
-
-
-def test_whole_models_are_read_through_functions_that_are_patched() -> None:
-    assert callable(_upstream.SAVING_LIB.is_memory_sufficient)
-    for name in ("load_subset_weights_from_hdf5_group", "load_optimizer_weights_from_hdf5_group"):
-        assert callable(vars(_upstream.LEGACY_H5)[name])
-    for store in (_upstream.SAVING_LIB.H5IOStore, _upstream.SAVING_LIB.ShardedH5IOStore):
-        assert "__setitem__" in vars(store)
-    keras.utils.clear_session()
-    assert _upstream.automatic_name(keras.layers.BatchNormalization) == keras.layers.BatchNormalization().name
 
 
 def test_what_is_compiled_is_closed_over_by_the_functions_that_models_keep() -> None:
@@ -145,52 +150,31 @@ def test_arrays_that_are_committed_to_no_device() -> None:
     np.testing.assert_array_equal(jax.jit(lambda x: x + 1, donate_argnums=0)(found), np.arange(1.0, 5.0))
 
 
-@needs_keras("3.14", "whole models in Orbax checkpoints")
-def test_whole_models_in_orbax_are_read_through_a_function_that_is_patched() -> None:
-    assert callable(_upstream.SAVING_API._load_model_from_orbax_checkpoint)
-
-
-@needs_keras("3.15", "checks of links in legacy files")
-def test_legacy_files_are_read_with_checks() -> None:
-    for name in ("safe_get_h5_dataset", "safe_get_h5_group"):
-        assert callable(vars(_upstream.LEGACY_H5)[name])
-
-
-def test_what_layers_quantize_with_is_what_is_replaced() -> None:
-    blocks = ["abs_max_quantize_grouped_with_zero_point"] if parts(KERAS) >= (3, 14) else []
-    for module in _upstream.QUANTIZERS:
-        for name in ("abs_max_quantize", *blocks, "pack_int4", "unpack_int4"):
-            assert vars(module)[name] is getattr(keras.quantizers, name)
-    for name in ("reshape", "transpose", "squeeze", "expand_dims"):
-        assert vars(_upstream.OPS)[name] is getattr(keras.ops, name)
-
-
 def test_kerashub_forgets_the_dtype_of_quantized_backbones() -> None:
-    """Once it does not, `_record/kerashub`'s saved policies are not needed."""
+    """Once it does not, `_record/weight_files`'s saved policies are not needed."""
     loader = _upstream.preset_loader_class()
     assert loader({}, {}).get_backbone_kwargs(trainable=True) == ({"dtype": None}, {"trainable": True})
 
 
-def test_what_gpt_oss_is_decoded_with_is_what_is_replaced() -> None:
-    """KerasHub's own function decodes, and the converter calls the one in its place."""
-    convert = _upstream.gpt_oss_converter().convert_weights
-    found: list[Any] = []
-    ours = np.arange(6).reshape(1, 2, 3)
-    changed = _upstream.with_gpt_oss_decoder(convert, lambda decode: found.append(decode) or (lambda *_: ours))
-    assert changed is not None, "KerasHub decodes in another way, and the host holds all experts again"
-    blocks, scales = np.full((1, 1, 1, 16), 0x42, np.uint8), np.full((1, 1, 1), 128, np.uint8)
-    np.testing.assert_array_equal(found[0](blocks, scales), np.tile(np.float32([2, 4]), (1, 1, 16)))
-    assert decoded_pairs(found[0]) is not None
+def test_what_gpt_oss_is_decoded_with_is_all_that_its_converter_makes_of_samples() -> None:
+    """KerasHub's converter assigns what it decodes, transposed, and asks for nothing else of the experts' numbers."""
     layer, backbone, loader = mock.MagicMock(), mock.MagicMock(num_layers=1), mock.MagicMock()
     backbone.transformer_layers = [layer]
-    changed(backbone, loader, {})
+    blocks, scales = np.full((1, 3, 1, 16), 0x42, np.uint8), np.full((1, 3, 1), 128, np.uint8)
+    loader.get_tensor = lambda name: {"blocks": blocks, "scales": scales}.get(name.rpartition("_")[2])
+    _upstream.gpt_oss_converter().convert_weights(backbone, loader, {})
     for variable in (layer.sparse_moe_block.experts.gate_up_proj, layer.sparse_moe_block.experts.down_proj):
         ((assigned,), _) = variable.assign.call_args
-        np.testing.assert_array_equal(assigned, ours.transpose(0, 2, 1))
+        np.testing.assert_array_equal(assigned, np.tile(np.float32([2, 4] * 16)[:, None], (1, 1, 3)))
 
 
-def test_no_other_converter_is_taken_for_that_of_gpt_oss() -> None:
-    assert _upstream.with_gpt_oss_decoder(test_undone_draws, lambda decode: decode) is None
+def test_keyword_arguments_that_nobody_took_end_in_a_functional_model() -> None:
+    cls, config = keras_hub.models.BertBackbone, {"vocabulary_size": 8, "num_layers": 1, "num_heads": 1}
+    cls(**config, hidden_dim=2, intermediate_dim=2, mseh=3)
+    stop = mock.patch.object(_upstream.Functional, "__init__", side_effect=LookupError)
+    with stop as end, pytest.raises(LookupError):
+        cls(**config, hidden_dim=2, intermediate_dim=2, mseh=3)
+    assert end.call_args.kwargs["mseh"] == 3
 
 
 def test_shards_are_found_through_the_index_that_is_replaced(tmp_path) -> None:

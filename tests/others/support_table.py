@@ -30,23 +30,26 @@ LARGE = 1 << 20  # bytes of a variable that is not to be replicated where it can
 
 _INTRODUCTION = """# Models of other packages
 
-What lazymodel does with models that others wrote in JAX.
+This page lists which models of other JAX packages work with lazymodel. [Flax](../docs/flax.md) and
+[Start](../docs/start.md) describe how to build and shard one, and [Convert weights to other names and
+layouts](../docs/weight_maps.md) how to load weights into it.
 
-- **build**: `lm.build_abstract` takes the package's own class, module or init function, with the number of variables of
-  a tiny model of the same layers.
-- **values**: what is materialized on eight devices by `lm.auto()` is bit for bit what the package's own code makes.
-- **shard**: of the model as published, or as named, `lm.auto()` replicates no variable of 1 MiB or more that eight
+- **build**: `lm.build_abstract` takes the package's own class, module or init function; the number is that of the
+  variables of a tiny model of the same layers.
+- **values**: the values materialized on eight devices with `lm.auto()` equal those of the package's own code bit for
+  bit.
+- **shard**: for the model as published, or as named, `lm.auto()` replicates no variable of 1 MiB or more that eight
   devices could split.
-- **plan**: that model's parameters, and the bytes of them that each of eight devices holds.
-- **load**: what loads a Hugging Face checkpoint to the values that the package's own loader gives: a table of
-  `lazymodel_flax.tunix`, or what `WeightMap.suggest` proposes; – where the package has no such loader or needs PyTorch
-  for it.
+- **plan**: that model's parameters, and their bytes on each of eight devices.
+- **load**: how to load a Hugging Face checkpoint to the same values as with the package's own loader: with a table of
+  `lazymodel_flax.tunix`, or with what `WeightMap.suggest` proposes; – if the package has no such loader, or one that
+  needs PyTorch.
 
-Where a package itself fails, the row says how; a test fails once it does not any more. Penzai's parameters are bound to
-their model, and are no pytrees: `pz.unbind_params(model, freeze=True)` inside of the init function gives one.
+If a package itself fails, the row has its error; a test fails when the error is gone. Penzai's parameters are bound to
+their model, and are not pytrees: `pz.unbind_params(model, freeze=True)` inside the init function makes a pytree.
 """
 _COLUMNS = ("build", "values", "shard", "plan", "load")
-_FOOTER = """In an environment of their own each, as no two agree on versions of what is below them: `maxtext` and
+_FOOTER = """Use a separate environment for each, as no two agree on the versions of their dependencies: `maxtext` and
 `gemma` with Python 3.12, the others with Python 3.11.
 
 ```bash

@@ -82,13 +82,9 @@ def hostile(answer: Answer, found: Mapping[str, Any]) -> Answer:
     if mode == "redirect":
         answer.close()
         return Answer(HTTPStatus.FOUND, [("Location", found["location"])])
-    if mode in ("endless", "endless-error"):  # -error: clients like to read what an error has to say
+    if mode in ("endless", "endless-length"):  # without a Content-Length, or with one that nobody has room for
         answer.close()
-        status = HTTPStatus.INTERNAL_SERVER_ERROR if mode == "endless-error" else answer.status
-        return Answer(status, answer.headers, length=-1, then="endless")
-    if mode == "endless-length":  # a Content-Length that nobody has room for
-        answer.close()
-        return Answer(answer.status, answer.headers, length=1 << 60, then="endless")
+        return Answer(answer.status, answer.headers, length=-1 if mode == "endless" else 1 << 60, then="endless")
     match mode:
         case "wrong-range":  # bytes that lie one behind those asked for
             answer.header("Content-Range", _content_range(answer, by=1))

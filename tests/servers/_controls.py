@@ -94,8 +94,6 @@ class Controls:
         self._by: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._ranges: defaultdict[str, list[list[int | None] | None]] = defaultdict(list)
         self._in_flight = self._most_in_flight = 0
-        self._refused: dict[tuple[str, str], tuple[float, int]] = {}
-        self._gaps: list[dict[str, Any]] = []
 
     def reset_counters(self) -> None:
         with self._lock:
@@ -139,7 +137,6 @@ class Controls:
                 "cdn_authorization": self._totals["cdn_authorization"],
                 "most_in_flight": self._most_in_flight,
                 "ranges": dict(self._ranges),
-                "retry_gaps": self._gaps,
                 **{name: dict(self._by[name]) for name in ("methods", "statuses", "faults", "uploads")},
                 "paths": dict(self._by["paths"]),
                 "path_bytes": dict(self._by["path_bytes"]),
@@ -169,9 +166,6 @@ class Controls:
             self._by["paths"][path] += 1
             if method == "GET":
                 self._ranges[path].append(_bounds(span))
-            if (refused := self._refused.pop((path, span), None)) is not None:
-                seconds = time.monotonic() - refused[0]
-                self._gaps.append({"path": path, "range": span, "status": refused[1], "seconds": seconds})
             self._in_flight += 1
             self._most_in_flight = max(self._most_in_flight, self._in_flight)
             counting = self._counting
@@ -182,11 +176,8 @@ class Controls:
                 if counting == self._counting:
                     self._in_flight -= 1
 
-    def answered(self, path: str, span: str, status: int) -> None:
-        with self._lock:
-            self._by["statuses"][str(status)] += 1
-            if status in (429, 503):
-                self._refused[path, span] = (time.monotonic(), status)
+    def answered(self, status: int) -> None:
+        self.count("statuses", str(status))
 
     def next_fault(self, method: str, path: str, carries_object: bool) -> str | None:
         with self._lock:

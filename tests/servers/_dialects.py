@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, unquote
 from xml.sax.saxutils import escape
 
 from tests.servers._answers import Answer, Span, as_json, as_xml, refusal
@@ -101,16 +101,9 @@ class Dialects:
     # Plain HTTP. Listing is WebDAV's in obstore, which few web servers speak: 405, as from them.
 
     def http(self, request: Request) -> Answer:
-        match request.method:
-            case "GET" | "HEAD":
-                return self.get(request, request.rest, lambda _: [])
-            case "PUT":
-                return self.put(request, request.rest)
-            case "DELETE":
-                self.objects.delete(request.rest)
-                return Answer(HTTPStatus.NO_CONTENT)
-            case _:
-                return refusal(HTTPStatus.METHOD_NOT_ALLOWED)
+        if request.method in ("GET", "HEAD"):
+            return self.get(request, request.rest, lambda _: [])
+        return refusal(HTTPStatus.METHOD_NOT_ALLOWED)
 
     # Google Cloud Storage: https://cloud.google.com/storage/docs/xml-api/reference-methods
 
@@ -121,8 +114,6 @@ class Dialects:
             case "GET" if not name:
                 return self._gcs_list(request, bucket)
             case "GET" | "HEAD":
-                if query.get("generation", str((meta := self.objects.meta(path)).generation)) != str(meta.generation):
-                    raise FileNotFoundError(path)
                 return self.get(
                     request, path, lambda meta: [_goog(meta), ("x-goog-stored-content-encoding", "identity")]
                 )
@@ -150,9 +141,6 @@ class Dialects:
                 there = str(self.objects.meta(path).generation) if self._exists(path) else "0"
                 if request.headers.get("x-goog-if-generation-match", there) != there:
                     return refusal(HTTPStatus.PRECONDITION_FAILED)
-                if (source := request.headers.get("x-goog-copy-source")) is not None:
-                    meta = self.objects.copy(unquote(source), path)
-                    return as_xml(f"<CopyObjectResult><ETag>{escape(meta.etag)}</ETag></CopyObjectResult>")
                 answer = self.put(request, path)
                 answer.status = HTTPStatus.OK
                 return answer
@@ -208,9 +196,6 @@ class Dialects:
                 there = self.objects.meta(path).etag if self._exists(path) else ""
                 if request.headers.get("If-Match", there) != there:
                     return refusal(HTTPStatus.PRECONDITION_FAILED)
-                if (source := request.headers.get("x-ms-copy-source")) is not None:
-                    self.objects.copy(unquote(urlsplit(source).path).removeprefix("/azure/"), path)
-                    return Answer(HTTPStatus.ACCEPTED, [("x-ms-copy-status", "success")])
                 return self.put(request, path)
             case "DELETE":
                 self.objects.delete(path)

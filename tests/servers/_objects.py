@@ -114,10 +114,6 @@ class Objects:
 
         return self._write(path, fill)
 
-    def copy(self, source: str, path: str) -> Meta:
-        origin = self.file(source)
-        return self._write(path, lambda file: shutil.copyfile(origin, file))
-
     def delete(self, path: str) -> None:
         self.file(path).unlink()
 

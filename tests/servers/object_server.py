@@ -119,7 +119,7 @@ class ObjectServer:
     def hostile(self, path: str, mode: str | None, **options: Any) -> None:
         """Answers with `path`'s bytes, or of a URL's path that begins with "/", are made hostile; None: no longer.
 
-        Modes: "endless", "endless-length", "endless-error", "wrong-range", "wrong-size", "changing-length",
+        Modes: "endless", "endless-length", "wrong-range", "wrong-size", "changing-length",
         "ignores-range", "redirect" (with `location`; of itself: a loop), "many-headers", "large-header", "longer",
         "shorter", "less-than-range", "more-than-range", "no-etag", "drip" (with `pace`, bytes/s).
         """
@@ -146,8 +146,8 @@ class ObjectServer:
         `requests`, `connections`, `most_in_flight`; `bytes` of bodies, as given to the kernel: what a client that went
         away never read is among them; `authorization`, `cdn_authorization`: requests that came with the header; by
         name: `methods`, `statuses` ("0": a reset), `faults`, `paths` (requests), `path_bytes`, `ranges` ([start, stop]
-        or None each), `uploads` (begun, completed, aborted), `open_uploads`; `retry_gaps`: for each 429 and 503, the
-        seconds until the same range was asked for again. Requests from before a reset are no part of it.
+        or None each), `uploads` (begun, completed, aborted), `open_uploads`. Requests from before a reset are no part
+        of it.
         """
         return self._ask("counters")
 

@@ -41,6 +41,11 @@ def part(data: bytes, asked: Asked, **headers: str) -> Reply:
     return 206, span | {name.replace("_", "-"): value for name, value in headers.items()}, body
 
 
+def only(path: str, reply: Callable[[Asked], Reply]) -> Callable[[Asked], Reply]:
+    """A server that has one file, and nothing else of which readers of checkpoints ask whether it is there."""
+    return lambda asked: reply(asked) if asked.path == path else (404, {}, b"")
+
+
 @contextmanager
 def scripted(reply: Callable[[Asked], Reply]) -> Generator[str]:
     """The origin of a server that answers so."""

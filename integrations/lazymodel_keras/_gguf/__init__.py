@@ -1,1 +1,1 @@
-"""GGUF files as presets: what is in one, as KerasHub's own Hugging Face converters ask for it."""
+"""GGUF files as presets: their content in the form that KerasHub's own Hugging Face converters request."""

@@ -1,7 +1,7 @@
-"""The models that a GGUF file may have, a row each: what Hugging Face calls them, their settings and their tensors.
+"""The models that a GGUF file may contain, one row each: their names on Hugging Face, their settings and tensors.
 
-Responsible for undoing what llama.cpp's `convert_hf_to_gguf.py` does to a model's configuration and tensors, lazily; a
-setting that it leaves out is what llama.cpp takes for it. Vocabularies are `tokenizer`'s matter.
+Responsible for lazily reversing what llama.cpp's `convert_hf_to_gguf.py` does to a model's configuration and tensors.
+Missing settings have llama.cpp's defaults. `_gguf/folder` writes vocabularies.
 """
 
 from __future__ import annotations
@@ -11,16 +11,58 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
 from lazymodel import Checkpoint, CheckpointError, LazyTensor
 from lazymodel._quantized.contents import Plain
 from lazymodel._show.text import listed
-from lazymodel_keras._gguf.metadata import Metadata
 
-Settings = dict[str, Any]
+_ARCHITECTURE = "general.architecture"
+_REQUIRED: Any = object()
+_KINDS = {int: "a whole number", float: "a number", str: "a text", list: "a list"}
+
+
+class Metadata:
+    """The metadata of a file, by keys without the architecture's name.
+
+    Attributes:
+        file: The path of the file, for messages.
+        architecture: llama.cpp's name of the architecture.
+    """
+
+    def __init__(self, file: str, entries: Mapping[str, Any]) -> None:
+        self.file, self._entries = file, entries
+        self.architecture: str = self._checked(_ARCHITECTURE, str, _REQUIRED)
+
+    def of_model(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
+        """An entry of the architecture: `block_count` for `llama.block_count`."""
+        return self._checked(f"{self.architecture}.{key}", kind, default)
+
+    def of_tokenizer(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
+        """An entry of the tokenizer: `tokens` for `tokenizer.ggml.tokens`."""
+        return self._checked(f"tokenizer.ggml.{key}", kind, default)
+
+    def refuse(self, key: str, expected: str, found: Any) -> NoReturn:
+        """Raises CheckpointError for an entry with a wrong value."""
+        raise CheckpointError(f"{self.file}: expected {key} of its metadata to be {expected}, found {found}")
+
+    def _checked(self, key: str, kind: type, default: Any) -> Any:
+        value = self._entries.get(key, default)
+        if value is _REQUIRED:
+            self.refuse(key, _KINDS[kind], "no such entry")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if kind is float and number:
+            # A number such as 1e-6 that was stored as a float32 becomes 1e-6 again.
+            return float(str(np.float32(value)) if np.float32(value) == value else value)
+        if value is default or (isinstance(value, kind) and (number or kind not in (int, float))):
+            return value
+        found = f"a list of {len(value)}" if isinstance(value, list) else repr(value)
+        self.refuse(key, _KINDS.get(kind, "true or false"), found)
+
+
+Settings: TypeAlias = dict[str, Any]
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -41,7 +83,7 @@ _LAYER = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    # Of one expert, which llama.cpp stacks.
+    # Names for one expert; llama.cpp stacks experts.
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
@@ -51,14 +93,14 @@ _FOUR_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_MIXTRAL = {
+_MIXTRAL_LAYER = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
 _EMBEDDINGS, _LAST_NORM = "token_embd.weight", "output_norm.weight"
-_MOST = 2**31  # of what Keras takes for a size
+_MOST = 2**31  # the limit of sizes in Keras
 _POSITIVE = ("num_attention_heads", "num_key_value_heads", "hidden_size", "original_max_position_embeddings")
 _LEAST = {**dict.fromkeys(_POSITIVE, 1), "head_dim": 2}
 _ROPE_FREQUENCIES = "rope_freqs.weight"
@@ -68,25 +110,25 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A kind of model.
+    """A type of model.
 
     Attributes:
-        model_type: Hugging Face's name of it.
-        backbone: KerasHub's.
-        more: Settings besides those that all have, of the metadata.
-        layer: What tensors of a layer are called otherwise than elsewhere.
-        fixed: Settings that KerasHub's class, or its converter, leaves no choice of.
-        vocabularies: What the file may say splits text into words, where that is a byte-level BPE; none for
+        model_type: Its name on Hugging Face.
+        backbone: Its class in KerasHub.
+        more: Settings in addition to those that all models have; see `_MISTRAL`.
+        layer: Names of tensors of a layer that differ from those of other models.
+        fixed: Settings with only one possible value in KerasHub's class, or its converter.
+        vocabularies: Known values of the setting that splits text into words, for a byte-level BPE; empty for
             SentencePiece.
-        interleaved: Whether the rows of each head's queries and keys are stored in the order of llama.cpp's rotation.
-        offset_norms: Whether scales are stored with the 1 that this model adds to them.
-        wide_heads: Whether heads may be of another size than the width divided by their number.
-        scaled_rope: Whether linearly scaled rotary embeddings are known.
+        interleaved: True if the rows of each head's queries and keys are stored in the order of llama.cpp's rotation.
+        offset_norms: True if scales are stored with the 1 that this model adds to them.
+        wide_heads: True if the head size may differ from the width divided by the number of heads.
+        scaled_rope: True if linearly scaled rotary embeddings are supported.
     """
 
     model_type: str
     backbone: str
-    more: Callable[[Metadata], Settings] = lambda _: {}
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     layer: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     fixed: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     vocabularies: tuple[str, ...] = ()
@@ -96,63 +138,58 @@ class Architecture:
     scaled_rope: bool = False
 
 
-def _mistral(metadata: Metadata) -> Settings:
-    return {"sliding_window": metadata.of_model("attention.sliding_window", int, None)}
+def _query_scalar(largest: int) -> Callable[[Metadata], int]:
+    """Returns the function that computes the scale of queries of Gemma 2 and 3; `largest`: layers of the 27B model.
 
-
-def _mixtral(metadata: Metadata) -> Settings:
-    return {
-        **_mistral(metadata),
-        "num_local_experts": metadata.of_model("expert_count", int),
-        "num_experts_per_tok": metadata.of_model("expert_used_count", int),
-        "output_router_logits": False,
-    }
-
-
-def _qwen(_: Metadata) -> Settings:
-    return {"use_sliding_window": False, "sliding_window": None}
-
-
-def _qwen_experts(metadata: Metadata, *, normed: bool) -> Settings:
-    return {
-        **_qwen(metadata),
-        "num_experts": metadata.of_model("expert_count", int),
-        "num_experts_per_tok": metadata.of_model("expert_used_count", int),
-        "moe_intermediate_size": metadata.of_model("expert_feed_forward_length", int),
-        "shared_expert_intermediate_size": metadata.of_model("expert_shared_feed_forward_length", int, 0),
-        "norm_topk_prob": normed,  # not in the file: llama.cpp does so for these models
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.001,  # of training alone, and Hugging Face's default
-    }
-
-
-def _gemma(metadata: Metadata, *, largest: int) -> Settings:
-    """What Gemma 2 and 3 share; `largest` is the number of layers of the 27B model.
-
-    Its queries alone are scaled by the width divided by the number of heads: llama.cpp knows it by that, too.
+    Only its queries are scaled by the width divided by the number of heads: llama.cpp also identifies it by its layers.
     """
-    heads, width = metadata.of_model("attention.head_count", int), metadata.of_model("embedding_length", int)
-    by_width = metadata.of_model("block_count", int) == largest
-    return {
-        "query_pre_attn_scalar": width // heads if by_width else metadata.of_model("attention.key_length", int),
-        "attn_logit_softcapping": metadata.of_model("attn_logit_softcapping", float, None),
-        "final_logit_softcapping": metadata.of_model("final_logit_softcapping", float, None),
-        "sliding_window": metadata.of_model("attention.sliding_window", int, None),
-    }
+
+    def scalar(metadata: Metadata) -> int:
+        if metadata.of_model("block_count", int) != largest:
+            return metadata.of_model("attention.key_length", int)
+        return metadata.of_model("embedding_length", int) // metadata.of_model("attention.head_count", int)
+
+    return scalar
 
 
-def _gemma2(metadata: Metadata) -> Settings:
-    defaults = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096}
-    found = _gemma(metadata, largest=46)
-    return {**found, **{name: value for name, value in defaults.items() if found[name] is None}}
-
-
-def _phi3(metadata: Metadata) -> Settings:
+def _original_context(metadata: Metadata) -> int:
     context = metadata.of_model("context_length", int)
-    return {"original_max_position_embeddings": metadata.of_model("rope.scaling.original_context_length", int, context)}
+    return metadata.of_model("rope.scaling.original_context_length", int, context)
 
+
+# Settings in addition to those of all models: an entry of the metadata (key, kind, default if it may be missing), a
+# function of the metadata, or a constant.
+_MISTRAL: Settings = {"sliding_window": ("attention.sliding_window", int, None)}
+_MIXTRAL: Settings = {
+    **_MISTRAL,
+    "num_local_experts": ("expert_count", int),
+    "num_experts_per_tok": ("expert_used_count", int),
+    "output_router_logits": False,
+}
+_QWEN: Settings = {"use_sliding_window": False, "sliding_window": None}
+_QWEN_EXPERTS: Settings = {
+    **_QWEN,
+    "num_experts": ("expert_count", int),
+    "num_experts_per_tok": ("expert_used_count", int),
+    "moe_intermediate_size": ("expert_feed_forward_length", int),
+    "shared_expert_intermediate_size": ("expert_shared_feed_forward_length", int, 0),
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,  # only used in training; Hugging Face's default
+}
+_GEMMA2: Settings = {
+    "query_pre_attn_scalar": _query_scalar(46),
+    "attn_logit_softcapping": ("attn_logit_softcapping", float, 50.0),
+    "final_logit_softcapping": ("final_logit_softcapping", float, 30.0),
+    "sliding_window": ("attention.sliding_window", int, 4096),
+}
+_GEMMA3: Settings = {
+    "query_pre_attn_scalar": _query_scalar(62),
+    "attn_logit_softcapping": ("attn_logit_softcapping", float, None),
+    "final_logit_softcapping": ("final_logit_softcapping", float, None),
+    "sliding_window": ("attention.sliding_window", int, None),
+}
 
 _LLAMA_BPE = ("llama-bpe", "llama3", "llama-v3", "smaug-bpe")
 _QWEN_BPE = ("qwen2", "deepseek-r1-qwen")
@@ -162,44 +199,44 @@ _GEMMA_FIXED = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
 
 LLAMA3 = Architecture("llama", "LlamaBackbone", vocabularies=_LLAMA_BPE, **_SPLITS)
 LLAMA2 = dataclasses.replace(LLAMA3, vocabularies=())
-MISTRAL = Architecture("mistral", "MistralBackbone", _mistral, wide_heads=True, **_SPLITS)
+MISTRAL = Architecture("mistral", "MistralBackbone", _MISTRAL, wide_heads=True, **_SPLITS)
 TEKKEN = dataclasses.replace(MISTRAL, vocabularies=("tekken",))
-PHI3 = Architecture("phi3", "Phi3Backbone", _phi3, {"ffn_up": "mlp.gate_up_proj"})
-_MIXTURE = Architecture("mixtral", "MixtralBackbone", _mixtral, _MIXTRAL, **_SPLITS)
+PHI3 = Architecture(
+    "phi3", "Phi3Backbone", {"original_max_position_embeddings": _original_context}, {"ffn_up": "mlp.gate_up_proj"}
+)
+_MIXTURE = Architecture("mixtral", "MixtralBackbone", _MIXTRAL, _MIXTRAL_LAYER, **_SPLITS)
+_QWEN2 = Architecture("qwen2", "QwenBackbone", _QWEN, vocabularies=_QWEN_BPE)
+# The file does not contain if the router's weights are normalized: llama.cpp does so for Qwen 3.
+_QWEN2_MOE = Architecture(
+    "qwen2_moe", "QwenMoeBackbone", {**_QWEN_EXPERTS, "norm_topk_prob": False}, vocabularies=_QWEN_BPE
+)
+_QWEN3 = dataclasses.replace(_QWEN2, model_type="qwen3", backbone="Qwen3Backbone", wide_heads=True)
+_QWEN3_MOE = dataclasses.replace(
+    _QWEN3, model_type="qwen3_moe", backbone="Qwen3MoeBackbone", more={**_QWEN_EXPERTS, "norm_topk_prob": True}
+)
+_GEMMA_3 = Architecture(
+    "gemma3_text", "Gemma3Backbone", _GEMMA3, _FOUR_NORMS, {"rope_theta": 1e6}, scaled_rope=True, **_GEMMA
+)
 
-# llama.cpp's name → what it may be.
+# llama.cpp's name → candidates.
 ARCHITECTURES: Mapping[str, tuple[Architecture, ...]] = {
     "llama": (LLAMA3, LLAMA2, MISTRAL, TEKKEN, _MIXTURE),
-    "qwen2": (Architecture("qwen2", "QwenBackbone", _qwen, vocabularies=_QWEN_BPE),),
-    "qwen2moe": (
-        Architecture(
-            "qwen2_moe", "QwenMoeBackbone", functools.partial(_qwen_experts, normed=False), vocabularies=_QWEN_BPE
-        ),
-    ),
-    "qwen3": (Architecture("qwen3", "Qwen3Backbone", _qwen, vocabularies=_QWEN_BPE, wide_heads=True),),
-    "qwen3moe": (
-        Architecture(
-            "qwen3_moe", "Qwen3MoeBackbone", functools.partial(_qwen_experts, normed=True), vocabularies=_QWEN_BPE,
-            wide_heads=True,
-        ),
-    ),
+    "qwen2": (_QWEN2,),
+    "qwen2moe": (_QWEN2_MOE,),
+    "qwen3": (_QWEN3,),
+    "qwen3moe": (_QWEN3_MOE,),
     "gemma": (Architecture("gemma", "GemmaBackbone", fixed=_GEMMA_FIXED, **_GEMMA),),
-    "gemma2": (Architecture("gemma2", "GemmaBackbone", _gemma2, _FOUR_NORMS, _GEMMA_FIXED, **_GEMMA),),
-    "gemma3": (
-        Architecture(
-            "gemma3_text", "Gemma3Backbone", functools.partial(_gemma, largest=62), _FOUR_NORMS, {"rope_theta": 1e6},
-            scaled_rope=True, **_GEMMA,
-        ),
-    ),
+    "gemma2": (Architecture("gemma2", "GemmaBackbone", _GEMMA2, _FOUR_NORMS, _GEMMA_FIXED, **_GEMMA),),
+    "gemma3": (_GEMMA_3,),
     "phi3": (PHI3,),
-}  # fmt: skip
+}
 
 
 def architecture(metadata: Metadata, cls: Any, models: Any) -> Architecture:
-    """The row that a file is of, for a class of KerasHub (`models`) that is to be made of it.
+    """Returns the row of a file, for the KerasHub class (of `models`) that is built from it.
 
-    llama.cpp calls Llama 2 and 3, Mistral and Mixtral alike. Experts and vocabularies tell them apart, but for Llama 2
-    and Mistral, which compute the same: these are Mistral where the class is.
+    llama.cpp has one name for Llama 2 and 3, Mistral and Mixtral. Experts and vocabularies distinguish them, except
+    Llama 2 and Mistral, which compute the same: these are Mistral if the class is.
     """
     rows = ARCHITECTURES.get(metadata.architecture)
     if rows is None:
@@ -216,10 +253,16 @@ def architecture(metadata: Metadata, cls: Any, models: Any) -> Architecture:
     return LLAMA3 if byte_level or issubclass(family, models.Llama3Backbone) else LLAMA2
 
 
-def settings(row: Architecture, metadata: Metadata, stored: Checkpoint) -> Settings:
-    """The `config.json` that the model has on Hugging Face, as far as KerasHub reads it.
+def _setting(metadata: Metadata, entry: Any) -> Any:
+    if isinstance(entry, tuple):
+        return metadata.of_model(*entry)
+    return entry(metadata) if callable(entry) else entry
 
-    Raises CheckpointError where an entry lacks, contradicts the tensors, or asks for what KerasHub's class has not.
+
+def settings(row: Architecture, metadata: Metadata, stored: Checkpoint) -> Settings:
+    """The model's `config.json` on Hugging Face, as far as KerasHub reads it.
+
+    Raises CheckpointError if an entry is missing, contradicts the tensors, or is not supported by KerasHub's class.
     """
     of = metadata.of_model
     heads, width = of("attention.head_count", int), of("embedding_length", int)
@@ -227,7 +270,7 @@ def settings(row: Architecture, metadata: Metadata, stored: Checkpoint) -> Setti
     embeddings = stored.describe(_EMBEDDINGS).shape if _EMBEDDINGS in stored else ()
     if len(embeddings) != 2:
         raise CheckpointError(f"{metadata.file}: expected a matrix {_EMBEDDINGS!r}, found shape {embeddings}")
-    if _LAST_NORM not in stored:  # KerasHub would take any other that is called like it
+    if _LAST_NORM not in stored:  # KerasHub would use another tensor with a similar name
         raise CheckpointError(f"{metadata.file}: expected a tensor {_LAST_NORM!r}, found none")
     found: Settings = {
         "model_type": row.model_type,
@@ -243,7 +286,7 @@ def settings(row: Architecture, metadata: Metadata, stored: Checkpoint) -> Setti
         "rope_theta": of("rope.freq_base", float, row.fixed.get("rope_theta", 10000.0)),
         "max_position_embeddings": of("context_length", int),
         "tie_word_embeddings": "output.weight" not in stored,
-        **row.more(metadata),
+        **{name: _setting(metadata, entry) for name, entry in row.more.items()},
     }
     _check(row, metadata, found, stored)
     if rope := _rope_scaling(row, metadata, found, stored):
@@ -263,10 +306,10 @@ def _check(row: Architecture, metadata: Metadata, found: Settings, stored: Check
     head_dim = found["head_dim"]
     for name in ("attention.value_length", "rope.dimension_count"):
         if (size := metadata.of_model(name, int, head_dim)) != head_dim:
-            metadata.refuse(key(name), f"{head_dim}, the size of a head, as KerasHub's {row.backbone} has it", size)
+            metadata.refuse(key(name), f"{head_dim}, the size of a head, as in KerasHub's {row.backbone}", size)
     plain = found["hidden_size"] // found["num_attention_heads"]
     if not row.wide_heads and head_dim != plain:
-        metadata.refuse(key("attention.key_length"), f"{plain}, as KerasHub's {row.backbone} has it", head_dim)
+        metadata.refuse(key("attention.key_length"), f"{plain}, as in KerasHub's {row.backbone}", head_dim)
     for name, value in row.fixed.items():
         if not math.isclose(found[name], value, rel_tol=1e-6):
             raise CheckpointError(
@@ -275,14 +318,12 @@ def _check(row: Architecture, metadata: Metadata, found: Settings, stored: Check
             )
     numbers = {int(match[1]) for match in map(_IN_LAYER.match, stored) if match}
     if numbers != set(range(len(numbers))) or found["num_hidden_layers"] != len(numbers):
-        layers = listed(map(str, sorted(numbers))) or "none"
-        metadata.refuse(
-            key("block_count"), f"the number of layers that there are ({layers})", found["num_hidden_layers"]
-        )
+        layers = listed(f"blk.{number}" for number in sorted(numbers)) or "none"
+        metadata.refuse(key("block_count"), f"the number of layers in the file ({layers})", found["num_hidden_layers"])
 
 
 def _rope_scaling(row: Architecture, metadata: Metadata, found: Settings, stored: Checkpoint) -> Settings | None:
-    """How rotary embeddings are scaled: Llama 3's and Phi-3's factors are tensors, Gemma 3's an entry."""
+    """The scaling of rotary embeddings: factors of Llama 3 and Phi-3 are tensors, that of Gemma 3 is an entry."""
     kind = metadata.of_model("rope.scaling.type", str, "none")
     factor = metadata.of_model("rope.scaling.factor", float, 1.0)
     half = found["head_dim"] // 2
@@ -301,7 +342,7 @@ def _rope_scaling(row: Architecture, metadata: Metadata, found: Settings, stored
     if row.backbone != "LlamaBackbone" or not np.allclose(factors, _llama3_factors(found, scaling), rtol=1e-4):
         raise CheckpointError(
             f"tensor {_ROPE_FREQUENCIES!r} of {metadata.file}: expected ones, or for Llama those of Llama 3, found "
-            f"others, which KerasHub's {row.backbone} has no place for"
+            f"others, which KerasHub's {row.backbone} does not support"
         )
     return scaling
 
@@ -314,7 +355,7 @@ def _values(stored: Checkpoint, name: str, count: int) -> list[float]:
 
 
 def _llama3_factors(found: Settings, scaling: Settings) -> np.ndarray:
-    """What Llama 3.1 divides each frequency by, as `transformers` and llama.cpp compute it."""
+    """The divisors of frequencies in Llama 3.1, as `transformers` and llama.cpp compute them."""
     head_dim, context = found["head_dim"], scaling["original_max_position_embeddings"]
     lengths = 2 * math.pi * found["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -324,11 +365,11 @@ def _llama3_factors(found: Settings, scaling: Settings) -> np.ndarray:
 
 _IN_LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
 _PART = re.compile(r"(.+)\.(weight|bias)")
-_ONE_EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d{1,6})")  # as files of early Mixtrals have them
+_ONE_EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d{1,6})")  # in files of early Mixtrals
 
 
 def plain_tensors(row: Architecture, found: Settings, stored: Checkpoint) -> tuple[dict[str, Plain], dict[str, None]]:
-    """Hugging Face's tensors by their names there, as lazy views of those of a file, and which of these are left."""
+    """Hugging Face's tensors by their names there, as lazy views of a file's tensors, and the file's unused tensors."""
     plain: dict[str, Plain] = {}
     left = dict.fromkeys(stored)
     for name in (_ROPE_FREQUENCIES, *((_LONG, _SHORT) if row is PHI3 else ())):
@@ -359,13 +400,13 @@ def plain_tensors(row: Architecture, found: Settings, stored: Checkpoint) -> tup
         elif name.endswith("_exps"):
             if (shape := stored.describe(source).shape)[:1] != (experts,):
                 raise CheckpointError(
-                    f"tensor {source!r} of {stored.path}: expected {experts} experts, as its metadata says, "
+                    f"tensor {source!r} of {stored.path}: expected {experts} experts, as in its metadata, "
                     f"found shape {shape}"
                 )
             for index in range(experts):
                 add(plain_name.format(index), source, functools.partial(_row, index=index))
         elif name == "ffn_gate_inp_shexp":
-            add(plain_name, source, lambda tensor: tensor.reshape(1, -1))  # of one row, which llama.cpp drops
+            add(plain_name, source, lambda tensor: tensor.reshape(1, -1))  # it has one row, which llama.cpp drops
         elif row.interleaved and name in ("attn_q", "attn_k"):
             heads = found["num_attention_heads" if name == "attn_q" else "num_key_value_heads"]
             add(plain_name, source, functools.partial(_in_halves, heads=heads))
@@ -389,6 +430,6 @@ def _less_one(tensor: LazyTensor) -> Any:
 
 
 def _in_halves(tensor: LazyTensor, heads: int) -> Any:
-    """The rows of each head, of which llama.cpp rotates neighbours, in the order in which halves are rotated."""
+    """The rows of each head, which llama.cpp rotates as neighbouring pairs, in the order of rotating halves."""
     apart = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
     return apart.swapaxes(1, 2).reshape(tensor.shape)

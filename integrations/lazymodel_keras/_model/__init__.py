@@ -1,1 +1,1 @@
-"""From a recorded Keras object to an abstract model, and back."""
+"""Turns a recorded Keras object into an abstract model, and back."""

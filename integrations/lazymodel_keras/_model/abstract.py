@@ -1,4 +1,4 @@
-"""From a Keras object whose variables are abstract to an `AbstractModel`."""
+"""Creates an `AbstractModel` from a Keras object whose variables are abstract."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from lazymodel._sharding.shard import check_spec
 from lazymodel._show.text import first_of, format_bytes, listed
 from lazymodel._show.timeline import Span
 from lazymodel_keras import _upstream
-from lazymodel_keras._model.skeleton import Skeleton
+from lazymodel_keras._model.keras_object import AbstractKerasObject
 from lazymodel_keras._model.training import optimizer_variables, slot_references, trained_variables
 from lazymodel_keras._record.initializers import LARGE, GivenValue
 
 _REPLICATED_NBYTES = 1 << 20
 
 
-def from_skeleton(skeleton: Skeleton, *, quiet: bool = False, spent: Sequence[Span] = ()) -> AbstractModel[Any]:
-    """The model of a skeleton, which keeps it as its `spec`; shardings are those of the `keras.distribution` then.
+def from_skeleton(
+    skeleton: AbstractKerasObject, *, quiet: bool = False, spent: Sequence[Span] = ()
+) -> AbstractModel[Any]:
+    """The model of a skeleton, which is stored as its `spec`; shardings are those of its `keras.distribution`.
 
-    Raises CheckpointError where a tensor can lose what it means in its variable's dtype. With `quiet`, nothing is said
-    of what the distribution replicates.
+    Raises CheckpointError if a tensor could lose its meaning in its variable's dtype. With `quiet`, there are no
+    warnings about what the distribution replicates.
     """
     recipes: list[InitRecipe] = []
     sources: dict[str, Any] = {}
@@ -60,7 +62,7 @@ def from_skeleton(skeleton: Skeleton, *, quiet: bool = False, spent: Sequence[Sp
         if why := skeleton.recording.refused_cast(path, value, dtype):
             refused.append(why)
     if refused:
-        raise CheckpointError(f"{first_of(refused, 'tensors are refused')}.")
+        raise CheckpointError(f"{first_of(refused, 'tensors are rejected')}.")
     paths = {id(variable): path for path, (variable, _) in skeleton.variables.items()}
     variables = _placed(skeleton, abstract, paths)
     if skeleton.distribution is not None and not quiet:
@@ -83,10 +85,11 @@ def from_skeleton(skeleton: Skeleton, *, quiet: bool = False, spent: Sequence[Sp
     return model
 
 
-def extended(abstract: ModelSpec, skeleton: Skeleton) -> AbstractModel[Any]:
-    """The model of a skeleton to which variables were added since `abstract` was made of it and maybe placed.
+def extended(abstract: ModelSpec, skeleton: AbstractKerasObject) -> AbstractModel[Any]:
+    """The model of a skeleton that got more variables since `abstract` was created from it and perhaps placed.
 
-    They come from checkpoints as the skeleton says, and lie as what they belong to, or on every device of the mesh.
+    New variables have values from checkpoints if the skeleton does, and are placed like their owners, or on every
+    device of the mesh.
     """
     new = from_skeleton(skeleton, quiet=True)
     own = {path: dataclasses.replace(abstract[path], origin=new[path].origin) for path in abstract}
@@ -94,7 +97,7 @@ def extended(abstract: ModelSpec, skeleton: Skeleton) -> AbstractModel[Any]:
     return dataclasses.replace(
         new,
         variables={**own, **follow(added, own)},
-        # The abstract model's own ways of initializing, which may have been changed since it was built.
+        # The abstract model's initial values, which may have been changed since it was built.
         recipes=(*abstract.recipes, *(r for r in new.recipes if not set(r.paths).intersection(own))),
         sources={**abstract.sources, **new.sources},
         programs=abstract.programs,
@@ -103,9 +106,9 @@ def extended(abstract: ModelSpec, skeleton: Skeleton) -> AbstractModel[Any]:
 
 
 def _placed(
-    skeleton: Skeleton, abstract: Mapping[str, AbstractVariable], paths: Mapping[int, str]
+    skeleton: AbstractKerasObject, abstract: Mapping[str, AbstractVariable], paths: Mapping[int, str]
 ) -> dict[str, AbstractVariable]:
-    """The variables, optimizer state told from others, with the shardings that the distribution gives them."""
+    """The variables with the shardings of the distribution; optimizer state has those of its owners."""
     distribution = skeleton.distribution
     references = slot_references(skeleton.recording)
     state = optimizer_variables(skeleton.recording, skeleton.result)
@@ -113,8 +116,8 @@ def _placed(
     slots: dict[str, AbstractVariable] = {}
     for path, (variable, _) in skeleton.variables.items():
         reference = references.get(id(variable))
-        # What is placed already stays there, whatever rules say; a slot goes where the variable is that it belongs to,
-        # even if that has its values already. Step counts belong to none.
+        # Placed variables stay where they are, whatever the rules; a slot is placed like the variable that it belongs
+        # to, even if that has its values already. Step counts belong to no variable.
         placed = _upstream.value(variable)
         if placed is None and reference is None and id(variable) not in state:
             variables[path] = _with_layout(abstract[path], variable, distribution)
@@ -126,12 +129,12 @@ def _placed(
         slots[path] = dataclasses.replace(slot, follows=follows, sharding=getattr(placed, "sharding", slot.sharding))
     variables |= slots
     if distribution is not None:
-        # Published layout maps know no LoRA pairs and no quantization scales.
+        # Published layout maps do not contain LoRA pairs and quantization scales.
         without_layout = [path for path in variables if path not in slots and not has_layout(path, distribution)]
         variables |= follow_weights(variables, without_layout)
         related = {path: slot for path, slot in slots.items() if slot.sharding is None}
         related = follow(related, {path: v for path, v in variables.items() if path not in slots})
-        # An optimizer alone has no variable whose mesh it could take.
+        # An optimizer alone has no variable whose mesh it could use.
         alone = {path: v for path, v in related.items() if v.sharding is None}
         variables |= related
         variables |= {p: _with_layout(v, skeleton.variables[p][0], distribution) for p, v in alone.items()}
@@ -139,19 +142,19 @@ def _placed(
 
 
 def _with_layout(abstract: AbstractVariable, variable: Any, distribution: Any) -> AbstractVariable:
-    """The variable with the sharding that it was made with, or that the active distribution gives it."""
+    """The variable with the sharding that it was created with, or that the active distribution gives it."""
     layout = own = _upstream.layout(variable)
     if own is None and distribution is not None:
         layout = distribution.get_variable_layout(variable)
     sharding = getattr(layout, "backend_layout", layout)
     if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.Mesh):
         check_spec(abstract, sharding.spec, sharding.mesh)
-    reason = None if own is None else Reason("metadata", "the layout that it was made with")
+    reason = None if own is None else Reason("metadata", "the layout that it was created with")
     return dataclasses.replace(abstract, sharding=sharding, reason=reason)
 
 
 def has_layout(path: str, distribution: Any) -> bool:
-    """Whether the layout map of a distribution has an entry for a variable."""
+    """Returns True if the layout map of a distribution has an entry for a variable."""
     return distribution is not None and distribution.get_tensor_layout(rule_path(path)) is not None
 
 
@@ -167,7 +170,7 @@ def _warn_replicated(variables: Iterable[AbstractVariable]) -> None:
 
 
 def _warn_computed(computed: Mapping[str, GivenValue]) -> None:
-    """Names what is large and could not be split over devices when it was initialized."""
+    """Warns about large values that could not be split over devices when they were initialized."""
     large = {path: found for path, found in computed.items() if found.whole_nbytes > LARGE}
     if not large:
         return

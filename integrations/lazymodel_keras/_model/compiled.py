@@ -1,14 +1,17 @@
-"""What `predict`, `fit` and `generate` compile on their first call, lowered while a model's variables have no values.
+"""Functions that `predict`, `fit` and `generate` compile on their first call, lowered while variables have no values.
 
-Responsible for lowering the very functions that the model keeps, with the arguments that it will give them, so that
-their first call finds them compiled. What they will be called with is `_model/examples`' matter.
+Responsible for lowering the same functions that the model keeps, with the arguments that it will pass, so that their
+first call finds them compiled. The arguments are one batch, in the structure, shapes, dtypes and placement that Keras
+passes to compiled functions: from the user's inputs, or from the model itself. Preprocessors run on examples, since
+their outputs (bool masks, weights) are not described anywhere.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import keras
@@ -18,13 +21,13 @@ from lazymodel import LazyModelError
 from lazymodel._abstract.framework import LoweredFunction
 from lazymodel._errors import warn
 from lazymodel_keras import _upstream
-from lazymodel_keras._model.examples import described, first_batch, generated, refused_example
 
-Besides: TypeAlias = "Callable[[jax.stages.Compiled], None]"
+_SEQUENCE = 1024  # tokens, by default, if the model takes as many
+_IMAGE = 224  # pixels per side, if a model takes images of any size
 
 
 class _Described(keras.StatelessScope):
-    """A scope in which the value of a variable is the struct that describes it, but to programs that are traced."""
+    """A scope in which the value of a variable is the struct that describes it, except in programs being traced."""
 
     def __init__(self, structs: Mapping[int, jax.ShapeDtypeStruct]) -> None:
         super().__init__(initialize_variables=False)
@@ -37,12 +40,13 @@ class _Described(keras.StatelessScope):
 
 @contextlib.contextmanager
 def holding(structs: Sequence[tuple[Any, jax.ShapeDtypeStruct]]) -> Generator[None]:
-    """Within the block, some abstract variables have structs for values.
+    """Within the block, some abstract variables have structs as values.
 
-    A program that reads one other than through its arguments would keep what it finds, so that raises LazyModelError.
+    A program that reads a variable other than through its arguments would keep its value, so this raises
+    LazyModelError.
     """
 
-    def refuse(variable: Any) -> Any:
+    def reject(variable: Any) -> Any:
         def initializer(*args: Any, **kwargs: Any) -> Any:
             raise LazyModelError(
                 f"what is compiled reads variable {variable.path}, which is none of its arguments, and which has no "
@@ -53,7 +57,7 @@ def holding(structs: Sequence[tuple[Any, jax.ShapeDtypeStruct]]) -> Generator[No
 
     abstract = [variable for variable, _ in structs]
     with (
-        _upstream.initialized_by(abstract, [refuse(variable) for variable in abstract]),
+        _upstream.initialized_by(abstract, [reject(variable) for variable in abstract]),
         _Described({id(variable): struct for variable, struct in structs}),
     ):
         yield
@@ -69,18 +73,23 @@ def lower(
     sequence: int | None,
     anew: bool,
 ) -> list[LoweredFunction]:
-    """What one of a model's own functions will run; `structs` are its abstract variables and their arrays to be.
+    """Lowers the programs that one of a model's own functions will run.
 
-    With `anew` the model gets another function in place of the one that it keeps, which can be for other shardings.
+    `structs` are its abstract variables with their future arrays. With `anew` the model gets a new function in place of
+    the one that it keeps, for other shardings for example.
 
     Raises:
-        LazyModelError: The model has no such function, compiles none, or does not say what it takes.
+        LazyModelError: The model has no such function, compiles none, or does not define its inputs.
     """
     check(model, what)
     if what == "train" and not _upstream.is_built(model):
         raise LazyModelError(f"fit would build the optimizer of {model.name!r} first; fit uses none of with_optimizer")
-    if what == "train":
-        _check_placement(model, structs)
+    several = any(len(struct.sharding.device_set) > 1 for _, struct in structs if struct.sharding)
+    if what == "train" and several and keras.distribution.distribution() is None:
+        warn(
+            f"fit of {model.name!r} without a keras.distribution leaves variables where the compiler likes, and "
+            "compiles its second step for that. Load and train it within lazymodel_keras.distribution(mesh).scope()"
+        )
     if what == "generate":
         return _lower_generate(model, structs, inputs, batch, sequence, anew)
     data = first_batch(model, what, inputs, batch, sequence)
@@ -96,48 +105,26 @@ def lower(
         together = jitted.pop("concatenate", None)
         (step,) = jitted.values()
         lowered = step.lower(state, data)
-        besides = (
-            _epoch(model, state[-1])
-            if what == "train"
-            else together and _together(model, together, lowered, (state, data))
-        )
+
+    def concatenate(compiled: jax.stages.Compiled) -> None:
+        # Program by which `predict`, with several steps per execution, joins their outputs.
+        outputs, _ = _results(lowered, compiled, (state, data))
+        together.lower([outputs] * model.steps_per_execution).compile()
+
+    besides = functools.partial(_run_epoch, model, state[-1]) if what == "train" else together and concatenate
     return [LoweredFunction(f"{what}: {model.name} of {_text(data)}", lowered, besides)]
 
 
-def _epoch(model: Any, structs: Sequence[jax.ShapeDtypeStruct]) -> Besides:
-    """Runs the small programs by which `fit` begins and ends an epoch: metrics are reset, and give their results."""
-
-    def run(_: jax.stages.Compiled) -> None:
-        states = iter(structs)
-        for metric in model.metrics:
-            metric.stateless_reset_state()
-            metric.stateless_result([_zeros(next(states)) for _ in metric.variables])
-
-    return run
-
-
-def _together(model: Any, concatenate: Any, lowered: jax.stages.Lowered, args: Any) -> Besides:
-    """Compiles how `predict` with several steps an execution puts their outputs together."""
-
-    def run(compiled: jax.stages.Compiled) -> None:
-        outputs, _ = _results(lowered, compiled, args)
-        concatenate.lower([outputs] * model.steps_per_execution).compile()
-
-    return run
-
-
-def _texts(task: Any, lowered: jax.stages.Lowered, args: Any) -> Besides:
-    """Makes texts of tokens, for which some versions of KerasHub run small programs."""
-
-    def run(compiled: jax.stages.Compiled) -> None:
-        tokens, _ = _results(lowered, compiled, args)
-        task.preprocessor.generate_postprocess(jax.tree.map(_zeros, tokens))
-
-    return run
+def _run_epoch(model: Any, structs: Sequence[jax.ShapeDtypeStruct], compiled: jax.stages.Compiled) -> None:
+    """Runs the small programs by which `fit` begins and ends an epoch: reset metrics, and get their results."""
+    states = iter(structs)
+    for metric in model.metrics:
+        metric.stateless_reset_state()
+        metric.stateless_result([_zeros(next(states)) for _ in metric.variables])
 
 
 def _results(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, args: Any) -> Any:
-    """What a program returns, as structs; committed to devices only if some of its arguments are."""
+    """Results of a program, as structs; committed to devices only if some of its arguments are."""
     if all(getattr(argument, "sharding", None) is None for argument in jax.tree.leaves(args)):
         return jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), lowered.out_info)
 
@@ -154,13 +141,8 @@ def _zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_callback(struct.shape, struct.sharding, values.__getitem__)
 
 
-def forget(model: Any, what: str) -> None:
-    """Has a model make one of its functions anew when it is next called."""
-    setattr(model, f"{what}_function", None)
-
-
 def check(model: Any, what: str) -> None:
-    """Raises LazyModelError where a model has no such function, or compiles none."""
+    """Raises LazyModelError if a model has no such function, or does not compile it."""
     name = repr(getattr(model, "name", type(model).__name__))
     if not isinstance(model, keras.Model):
         raise LazyModelError(f"{what!r} is a function of a keras.Model; this is {type(model).__name__}")
@@ -178,17 +160,6 @@ def check(model: Any, what: str) -> None:
         raise LazyModelError(f"{name} has {how}: {what} compiles nothing that could be compiled before")
 
 
-def _check_placement(model: Any, structs: Sequence[tuple[Any, jax.ShapeDtypeStruct]]) -> None:
-    """Warns where `fit` compiles its step once more than can be known before."""
-    if keras.distribution.distribution() is None and any(
-        len(s.sharding.device_set) > 1 for _, s in structs if s.sharding
-    ):
-        warn(
-            f"fit of {model.name!r} without a keras.distribution leaves variables where the compiler likes, and "
-            "compiles its second step for that. Load and train it within lazymodel_keras.distribution(mesh).scope()"
-        )
-
-
 def _lower_generate(
     task: Any,
     structs: Sequence[tuple[Any, jax.ShapeDtypeStruct]],
@@ -197,8 +168,8 @@ def _lower_generate(
     sequence: int | None,
     anew: bool,
 ) -> list[LoweredFunction]:
-    """Runs `generate` up to what it would compile, which says what that is called with."""
-    given, keywords = generated(task, inputs, batch, sequence)
+    """Runs `generate` up to the call that would compile, which provides the arguments."""
+    given, keywords = _generate_call(task, inputs, batch, sequence)
     kept, task.generate_function = None if anew else task.generate_function, _upstream.called
     try:
         task.generate(given, **keywords)
@@ -206,7 +177,7 @@ def _lower_generate(
     except _upstream.Called as call:
         args, kwargs = call.arguments
     except Exception as error:
-        raise refused_example(task, "generate", error) from error
+        raise _rejected_example(task, "generate", error) from error
     finally:
         task.generate_function = kept
     function = task.make_generate_function()
@@ -214,18 +185,181 @@ def _lower_generate(
         jitted, args, kwargs = _upstream.call_of_jitted(function, args, kwargs)
         args, kwargs = jax.tree.map(_struct, (args, kwargs))
         lowered = jitted.lower(*args, **kwargs)
-    makes_texts = hasattr(task.preprocessor, "generate_postprocess")
-    besides = _texts(task, lowered, args) if makes_texts else None
+
+    def make_texts(compiled: jax.stages.Compiled) -> None:
+        # Some versions of KerasHub run small programs for this.
+        tokens, _ = _results(lowered, compiled, args)
+        task.preprocessor.generate_postprocess(jax.tree.map(_zeros, tokens))
+
+    besides = make_texts if hasattr(task.preprocessor, "generate_postprocess") else None
     return [LoweredFunction(f"generate: {task.name} of {_text(args[0])}", lowered, besides)]
 
 
 def _struct(value: Any) -> Any:
-    """The struct of an array; anything else, such as a static argument's number, as it is."""
+    """The struct of an array; anything else, such as a static argument's number, unchanged."""
     if isinstance(value, jax.ShapeDtypeStruct) or not hasattr(value, "dtype"):
         return value
-    return described(value) if isinstance(value, jax.Array) else jax.ShapeDtypeStruct(value.shape, value.dtype)
+    return _as_struct(value) if isinstance(value, jax.Array) else jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 
 def _text(data: Any) -> str:
     shapes = (f"{' × '.join(map(str, leaf.shape))} {leaf.dtype.name}" for leaf in jax.tree.leaves(data))
     return ", ".join(dict.fromkeys(shapes))
+
+
+# Their arguments ------------------------------------------------------------------------------------------------------
+
+
+def inputs_of(model: Any, batch: int, sequence: int | None, described: dict[str, None] | None = None) -> Any:
+    """Structs of the inputs of a functional model, with unknown sizes filled in; `described` gets them as text.
+
+    Raises:
+        LazyModelError: The model does not define its inputs.
+    """
+    tensors = getattr(model, "input", None) if isinstance(model, keras.Model) else None
+    if tensors is None and isinstance(model, keras.Sequential) and model.built:
+        (tensors,) = model.inputs
+    if tensors is None:
+        raise LazyModelError(
+            f"{getattr(model, 'name', type(model).__name__)} does not say what inputs it takes (it is not a functional "
+            "Keras model); give them: Compile('predict', x) or Compile('train', x, y), and for a plan a function and "
+            "its inputs"
+        )
+    if sequence is None:
+        longest = (getattr(owner, "max_sequence_length", None) for owner in (model, getattr(model, "backbone", None)))
+        sequence = min([_SEQUENCE, *(length for length in longest if isinstance(length, int) and length > 0)])
+
+    def struct(tensor: Any) -> jax.ShapeDtypeStruct:
+        unknown = _IMAGE if len(tensor.shape) > 3 else sequence
+        shape = (batch, *(unknown if size is None else size for size in tensor.shape[1:]))
+        if described is not None:
+            described[f"{' × '.join(map(str, shape))} {tensor.dtype}"] = None
+        return jax.ShapeDtypeStruct(shape, jax.numpy.dtype(tensor.dtype))
+
+    return keras.tree.map_structure(struct, tensors)
+
+
+def first_batch(model: Any, what: str, inputs: Sequence[Any], batch: int | None, sequence: int | None) -> Any:
+    """One batch as `fit` (`what="train"`) or `predict` passes it to the compiled function, as structs.
+
+    `inputs` are the arguments of the call: `x`, `y`, `sample_weight`. With all three the batch is that of
+    `train_on_batch`, which includes weights even if they are None.
+
+    Raises:
+        LazyModelError: The model does not define its inputs, or its preprocessor rejects these.
+    """
+    x, y, weights = (*map(_values, inputs), None, None, None)[:3]
+    if getattr(model, "preprocessor", None) is None:
+        x = _values(inputs_of(model, batch or 1, sequence)) if x is None else x
+        if what == "train" and y is None:
+            y = _labels(model, x)
+        return _placed((x, y, weights) if len(inputs) > 2 else keras.utils.pack_x_y_sample_weight(x, y, weights))
+    x = _example(model, batch or 1) if x is None else x
+
+    def preprocess(y: Any) -> Any:
+        return model.preprocess_samples(x, y, weights)
+
+    packed = _preprocessed(model, what, sequence, lambda: preprocess(y))
+    made, labels, _ = keras.utils.unpack_x_y_sample_weight(packed)
+    if what == "train" and labels is None:
+        y = _labels(model, jax.tree.map(np.asarray, made))
+        packed = _preprocessed(model, what, sequence, lambda: preprocess(y))
+    return _placed(packed)
+
+
+def _generate_call(
+    model: Any, inputs: Sequence[Any], batch: int | None, sequence: int | None
+) -> tuple[Any, dict[str, Any]]:
+    """Arguments of `generate`: the given ones, or empty texts, or rows of tokens without a preprocessor."""
+    if getattr(model, "preprocessor", None) is None:
+        tokens = inputs[0] if inputs else inputs_of(model, batch or 1, sequence)
+        return _values(tokens), {"stop_token_ids": None}  # 'auto', the default, needs a tokenizer
+    return _values(inputs[0]) if inputs else _example(model, batch or 1), {"max_length": sequence}
+
+
+def _example(model: Any, batch: int) -> Any:
+    """An input of a task's preprocessor: texts, or images of its size."""
+    preprocessor = model.preprocessor
+    size = getattr(preprocessor, "image_size", None)
+    if getattr(preprocessor, "tokenizer", None) is None and size is not None:
+        return np.zeros((batch, *size, 3), "float32")
+    return [""] * batch
+
+
+def _preprocessed(model: Any, what: str, sequence: int | None, preprocess: Callable[[], Any]) -> Any:
+    try:
+        with _padded(model.preprocessor, sequence):
+            return jax.tree.map(np.asarray, preprocess())
+    except Exception as error:
+        raise _rejected_example(model, what, error) from error
+
+
+def _rejected_example(model: Any, what: str, error: Exception) -> LazyModelError:
+    """The error for inputs that a task or its preprocessor rejects."""
+    return LazyModelError(
+        f"{model.name!r} cannot be called with what Compile({what!r}) gives it ({type(error).__name__}: {error}). "
+        f"Pass another batch size, or an example of its inputs: Compile({what!r}, x)"
+    )
+
+
+@contextlib.contextmanager
+def _padded(preprocessor: Any, sequence: int | None) -> Generator[None]:
+    """Makes a preprocessor pad to a length in the block."""
+    if sequence is None:
+        yield
+        return
+    own = preprocessor.sequence_length
+    preprocessor.sequence_length = sequence
+    try:
+        yield
+    finally:
+        preprocessor.sequence_length = own
+
+
+def _labels(model: Any, x: Any) -> np.ndarray:
+    """Labels for a loss of Keras: class numbers for a sparse loss, otherwise values like the outputs."""
+    loss = getattr(model, "loss", None)
+    name = loss if isinstance(loss, str) else getattr(loss, "__name__", None) or type(loss).__name__
+
+    def symbolic(array: Any) -> Any:
+        return keras.KerasTensor(array.shape, keras.backend.standardize_dtype(array.dtype))
+
+    output = model.compute_output_spec(jax.tree.map(symbolic, x))
+    if loss is None or isinstance(loss, list | tuple | dict) or not hasattr(output, "shape"):
+        raise LazyModelError(
+            f"{model.name!r} does not say what labels its loss takes (it has {name} and outputs {output}); give them: "
+            "Compile('train', x, y)"
+        )
+    if name.lower().startswith("sparse"):
+        return np.zeros(output.shape[:-1], "int32")
+    return np.zeros(output.shape, "float32")
+
+
+def _values(given: Any) -> Any:
+    """Replaces structs by arrays of zeros."""
+
+    def value(leaf: Any) -> Any:
+        return np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+    return jax.tree.map(value, given)
+
+
+def _placed(batch: Any) -> Any:
+    """A batch as structs, split over processes and devices like the active distribution does."""
+    distribution = keras.distribution.distribution()
+
+    def struct(value: Any) -> jax.ShapeDtypeStruct:
+        array = np.asarray(value)
+        if distribution is None:
+            return _as_struct(array)
+        layout = distribution.get_data_layout(array.shape).backend_layout
+        return _as_struct(jax.make_array_from_process_local_data(layout, array))
+
+    return jax.tree.map(struct, batch)
+
+
+def _as_struct(array: Any) -> jax.ShapeDtypeStruct:
+    """The struct of an array for a jitted function: with its sharding, if it is committed to that."""
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    sharding = array.sharding if isinstance(array, jax.Array) and array.committed else None
+    return jax.ShapeDtypeStruct(array.shape, dtype, sharding=sharding)

@@ -1,6 +1,6 @@
-"""What training adds to a model: optimizer state that is placed like the variables it belongs to.
+"""Training state of a model: optimizer state that is placed like the variables it belongs to.
 
-Responsible for telling which optimizer variable belongs to which model variable, and for meshes and distributions that
+Responsible for finding the model variable that an optimizer variable belongs to, and for meshes and distributions that
 Keras can train on. Not responsible for the training itself, which is Keras' own `fit`.
 """
 
@@ -18,10 +18,11 @@ from lazymodel_keras._record.recording import Recording
 
 
 def slot_references(recording: Recording) -> dict[int, Any]:
-    """`id` of each optimizer variable that belongs to a model variable, and that variable.
+    """`id` of each optimizer variable that belongs to a model variable → that variable.
 
-    Optimizers keep state for a variable in lists that run parallel to the variables they were built for. That holds for
-    all of Keras' and for others that follow its guide; a name would not do: Adafactor's moments share their variable's.
+    Optimizers keep state in lists that run parallel to the variables they were built for. That is true for all of
+    Keras' optimizers and for others that follow its guide. Names are not enough: Adafactor's moments have the name of
+    their variable.
     """
     references: dict[int, Any] = {}
     for optimizer, owners in _optimizers(recording):
@@ -30,7 +31,7 @@ def slot_references(recording: Recording) -> dict[int, Any]:
             if not isinstance(slots, list | tuple) or len(slots) != len(owners):
                 continue
             if [id(slot) for slot in slots] == own:
-                continue  # all of its variables, as many as it was built for by chance
+                continue  # the list of all its variables, which has the same length by chance
             for slot, owner in zip(slots, owners, strict=True):
                 if isinstance(slot, keras.Variable) and owner is not None and slot is not owner:
                     references[id(slot)] = owner
@@ -38,14 +39,14 @@ def slot_references(recording: Recording) -> dict[int, Any]:
 
 
 def _optimizers(recording: Recording) -> Iterator[tuple[Any, list[Any]]]:
-    """The optimizers that were built, and what for: None where that is no more."""
+    """The built optimizers and the variables they were built for; None for a variable that no longer exists."""
     for reference, variables in recording.optimizers:
         if (optimizer := reference()) is not None:
             yield optimizer, [variable() for variable in variables]
 
 
 def optimizer_variables(recording: Recording, result: Any) -> set[int]:
-    """`id` of every variable of the optimizers that were built, and of those that an object was compiled with."""
+    """`id` of every variable of the built optimizers, and of those that an object was compiled with."""
     objects = result if isinstance(result, list | tuple) else (result,)
     optimizers = [optimizer for optimizer, _ in _optimizers(recording)]
     optimizers += [item if isinstance(item, keras.Optimizer) else getattr(item, "optimizer", None) for item in objects]
@@ -53,7 +54,7 @@ def optimizer_variables(recording: Recording, result: Any) -> set[int]:
 
 
 def trained_variables(recording: Recording, paths: Mapping[int, str]) -> tuple[str, ...] | None:
-    """The paths, by `id`, of what the optimizers among these variables were built for; None where there is none."""
+    """Paths, by `id`, of what the optimizers among these variables were built for; None without an optimizer."""
     found = [owners for optimizer, owners in _optimizers(recording) if any(id(v) in paths for v in optimizer.variables)]
     trained = (variable for owners in found for variable in owners if variable is not None and variable.trainable)
     return tuple(dict.fromkeys(paths[id(v)] for v in trained if id(v) in paths)) if found else None
@@ -62,8 +63,8 @@ def trained_variables(recording: Recording, paths: Mapping[int, str]) -> tuple[s
 def automatic(array: jax.Array) -> jax.Array:
     """The array on a mesh of Auto axes, in the same buffers.
 
-    `jax.make_mesh` gives Explicit axes since JAX 0.7: every operation then has to say how its result is sharded where
-    that is not evident, which Keras' layers do not (Dropout, for one, fails). Under Auto axes XLA decides.
+    `jax.make_mesh` gives Explicit axes since JAX 0.7: then every operation whose result sharding is ambiguous has to
+    state it, which Keras' layers do not (Dropout fails, for example). Under Auto axes XLA decides.
     """
     placed = _automatic(array.sharding)
     if placed is array.sharding:
@@ -73,10 +74,10 @@ def automatic(array: jax.Array) -> jax.Array:
 
 
 def kept_sharding(sharding: Any) -> Any:
-    """The sharding that a variable's array has in the finished model; None where it is committed to no device.
+    """The sharding of a variable's array in the finished model; None if it is committed to no device.
 
-    That is how Keras' own are on its one device. What is committed there would make fresh arrays, as metrics get them
-    with every epoch, others than those that a step returns, and JAX compile that step twice.
+    Keras' own arrays on its one device are not committed. Committed ones would differ from fresh arrays, which metrics
+    get with every epoch, so JAX would compile the step twice.
     """
     default = jax.local_devices()[0]
     if sharding == SingleDeviceSharding(default) and jax.config.jax_default_device in (None, default):
@@ -96,13 +97,13 @@ def _automatic(sharding: Any) -> Any:
 def distribution(mesh: Mesh, batch_axis: str | None = None) -> Any:
     """The `keras.distribution` under which `fit` splits batches over an axis of the mesh that a model was placed on.
 
-    Without one, `fit` works as well, but every device along the batch axis computes the same whole batch, and where
-    the compiler leaves the updated variables until the end of an epoch is its own choice. Variables keep the shardings
-    that they have; new ones, such as metrics, are replicated.
+    Without one, `fit` works as well, but every device along the batch axis computes the same whole batch, and the
+    compiler chooses where updated variables are until the end of an epoch. Variables keep their shardings; new ones,
+    such as metrics, are replicated.
 
     Args:
         mesh: The mesh that the model was placed on.
-        batch_axis: The mesh axis over which batches are split; None is the mesh's first.
+        batch_axis: The mesh axis over which batches are split; None is the mesh's first axis.
 
     Raises:
         ShardingError: The mesh has no such axis.
@@ -118,7 +119,7 @@ def distribution(mesh: Mesh, batch_axis: str | None = None) -> Any:
     devices = [f"{device.platform}:{device.id}" for device in mesh.devices.flat]
     device_mesh = keras.distribution.DeviceMesh(mesh.devices.shape, names, devices)
     layouts = keras.distribution.LayoutMap(device_mesh)
-    # Of one process or several, each brings its own batches here as it does without a distribution.
+    # With one process or several, each process brings its own batches, as without a distribution.
     return keras.distribution.ModelParallel(
         layout_map=layouts, batch_dim_name=batch_axis or names[0], auto_shard_dataset=False
     )

@@ -1,1 +1,1 @@
-"""What is recorded of Keras while a model is built: variables without values, weight files that are not read."""
+"""Records of Keras while a model is built: variables without values, weight files that are not read."""

@@ -1,8 +1,8 @@
-"""Hugging Face and timm folders: what they hold, in all shards, besides what KerasHub's converters ask for.
+"""Hugging Face and timm folders: tensors, in all shards, that KerasHub's converters do not request.
 
-What converters leave out on purpose is known by name: buffers that every model computes for itself, tied weights that
-are stored twice, heads of other tasks, and parts of a model that KerasHub does not have. Everything else that nobody
-asked for is most likely a mistake: layers beyond those of the configuration, another configuration, adapters.
+Tensors that converters omit on purpose are known by name: buffers that every model computes itself, tied weights that
+are stored twice, heads of other tasks, and parts of a model that KerasHub does not have. Any other tensor that was
+not requested is most likely a mistake: layers beyond those of the configuration, another configuration, adapters.
 """
 
 from __future__ import annotations
@@ -11,27 +11,26 @@ import contextlib
 import functools
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, cast
 
-from lazymodel import Checkpoint, CheckpointError
+from lazymodel import CheckpointError
 from lazymodel._quantized.config import ADVICE, find_config
 from lazymodel._quantized.plain import require_known
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._show.text import listed
-from lazymodel._tensors.casting import weights
-from lazymodel._tensors.quantized import is_marker, scales_beside
+from lazymodel._tensors.casting import is_marker, scales_beside, weights
 from lazymodel._tensors.stored import StoredTensor, unused_tensors
 from lazymodel.checkpoints import SafetensorsFile
-from lazymodel.checkpoints._decoded import CONFIG, DecodedCheckpoint, DecodedFile, read_config
+from lazymodel.checkpoints._decoded import CONFIG, DecodedCheckpoint, read_config
 from lazymodel.checkpoints._open import content_files, open_located
 from lazymodel.checkpoints._untrusted import read_json_file, require_shards, shard_path, weight_map
 from lazymodel_keras._gguf.folder import GgufModel
 
-# Model type and how it is quantized, where KerasHub's own converter asks for the parts.
+# (model type, quantization method) for which KerasHub's own converter requests the parts.
 _BY_CONVERTER = frozenset({("gpt_oss", "mxfp4")})
 
-# Whatever the model: buffers, what was trained along for speculative decoding, and value heads.
+# For any model: buffers, parts trained for speculative decoding, and value heads.
 _ANY = (
     r"(?:.*\.)?rotary_?(?:pos_)?emb\w*\.(?:inv_freq|cos_cached|sin_cached)",
     r"(?:.*\.)?h\.\d+\.(?:attn|crossattention)\.(?:masked_)?bias",
@@ -47,7 +46,7 @@ _HEADS = (
     r"|predictions|sop_classifier|contact_head|multiple_choice_head|sequence_summary|head|conv_head|fc|pre_logits"
     r"|vocab_(?:layer_norm|projector|transform))\..*",
 )
-# A vision transformer's, of which the tower takes the last layer: KerasHub has none.
+# The head of a vision transformer whose last layer the tower uses: KerasHub has none.
 _TOWER_HEAD = (r"(?:.*\.)?vision_tower\.vision_model\.head\..*",)
 _MASKED_HEAD = (r"lm_head\..*",)
 _MASKED_IMAGE = (r"decoder\..*", r"(?:\w+\.)?embeddings\.mask_token")
@@ -62,13 +61,13 @@ _BY_TYPE: Mapping[str, tuple[str, ...]] = {
     "dinov2": _MASKED_IMAGE,
     "dinov2_with_registers": _MASKED_IMAGE,
     "dinov3_vit": _MASKED_IMAGE,
-    # The positions of the tables that rotary embeddings came after.
+    # The positions of tables that rotary embeddings replaced.
     "esm": (*_MASKED_HEAD, r"(?:esm\.)?contact_head\..*", r"(?:esm\.)?embeddings\.position_embeddings\.weight"),
     "gemma3": _TOWER_HEAD,
-    # The assistant's own projections are its task's.
+    # The assistant's own projections belong to its task.
     "gemma4_assistant": (r"(?:pre|post)_projection\.weight", r"masked_embedding\..*"),
     "paligemma": _TOWER_HEAD,
-    # There is one token type, which KerasHub leaves out.
+    # There is one token type, which KerasHub omits.
     "roberta": (*_MASKED_HEAD, r"(?:roberta\.)?embeddings\.token_type_embeddings\.weight"),
     # KerasHub has the detector without its tracker.
     "sam3_video": (
@@ -84,9 +83,9 @@ _BY_TYPE: Mapping[str, tuple[str, ...]] = {
 
 
 def open_decoded(path: str | RemotePath) -> DecodedCheckpoint | None:
-    """The checkpoint that a file is of, where the configuration beside it says that it is quantized; None elsewhere.
+    """The checkpoint of a file, if the configuration in its folder shows that it is quantized; otherwise None.
 
-    Raises CheckpointError where it is in a way that is not known.
+    Raises CheckpointError for an unknown kind of quantization.
     """
     where = Path(path) if isinstance(path, str) else path
     config = _config(where.parent)
@@ -97,15 +96,15 @@ def open_decoded(path: str | RemotePath) -> DecodedCheckpoint | None:
     checkpoint = open_located(where.parent)
     if str(where) not in checkpoint.files:
         checkpoint = open_located(where)
-    assert isinstance(checkpoint, DecodedCheckpoint)  # else it would not have been opened
+    assert isinstance(checkpoint, DecodedCheckpoint)  # otherwise opening it would have raised
     return checkpoint
 
 
 def checkpoint_files(path: str) -> list[str]:
-    """The files that decide what a weight file's checkpoint holds: the index that names it and all shards, or itself.
+    """The files that determine the content of a weight file's checkpoint: its index and all shards, or the file itself.
 
-    Loaders open one shard after the other. Hashing all at the first takes as long as the slowest of several threads.
-    Raises CheckpointError where an index beside it cannot be read, or a shard is missing.
+    Loaders open one shard after the other. Hashing all at the first takes as long as the slowest in several threads.
+    Raises CheckpointError if an index in its folder cannot be read, or a shard is missing.
     """
     if path.endswith(".gguf"):
         with open_located(Path(path)) as checkpoint:
@@ -123,69 +122,61 @@ def checkpoint_files(path: str) -> list[str]:
 
 
 class Leftovers:
-    """What the folders of the opened safetensors files hold and nothing asked for, in shards too that nobody opened."""
+    """Tensors in the folders of the opened files that nothing requested, also in shards that were not opened."""
 
     def __init__(self, files: Mapping[str, Any]) -> None:  # path to `OpenedFile`
-        kinds = SafetensorsFile | DecodedFile | GgufModel
+        kinds = SafetensorsFile | DecodedCheckpoint  # includes GGUF files
         self._files: dict[Location, Any] = {f.where: f for f in files.values() if isinstance(f.tensors, kinds)}
         self._by_folder: dict[Location, dict[Location, list[str]]] = {}  # folder, or GGUF file → file → names
         for path, file in self._files.items():
             folder = path if isinstance(file.tensors, GgufModel) else path.parent
             self._by_folder.setdefault(folder, {})[path] = file.unused
-        self._decoded: dict[Location, Checkpoint] = {}  # by folder
         for folder, unused in self._by_folder.items():
-            tensors = next(self._files[path].tensors for path in unused)
-            if isinstance(tensors, GgufModel):
-                continue
-            if isinstance(tensors, DecodedFile):
-                self._decoded[folder] = tensors.whole
-            for shard, names in _by_shard(folder, list(unused), tensors).items():
-                unused.setdefault(shard, names)
+            if all(isinstance(self._files[path].tensors, SafetensorsFile) for path in unused):
+                for shard, names in _by_shard(folder, list(unused)).items():
+                    unused.setdefault(shard, names)
 
     @property
     def unopened(self) -> tuple[StoredTensor, ...]:
-        """What shards hold that nobody opened."""
+        """Tensors in shards that were not opened."""
         found: list[StoredTensor] = []
         for path, names in (item for unused in self._by_folder.values() for item in unused.items()):
             if path in self._files:
                 continue
-            if path.parent in self._decoded:
-                found += unused_tensors(self._decoded[path.parent], names)
-                continue
             try:
                 with contextlib.closing(SafetensorsFile(path)) as file:
                     found += unused_tensors(file, [name for name in names if name in file])
-            except CheckpointError:  # not downloaded, which is nobody's loss
+            except CheckpointError:  # not downloaded, and not needed
                 found += [StoredTensor(name, str(path), "", None) for name in names]
         return tuple(found)
 
     def quantized(self) -> list[str]:
-        """What only makes sense together with something that nobody asked for, as messages."""
+        """Messages about tensors that are only useful together with others that nothing requested."""
         messages: list[str] = []
         for folder, unused in self._by_folder.items():
             left = {name for names in unused.values() for name in names}
-            found = [f"{name!r}, which nothing takes" for name in sorted(left) if is_marker(name)]
+            found = [f"{name!r}, which nothing uses" for name in sorted(left) if is_marker(name)]
             files = [self._files[path] for path in unused if path in self._files]
-            asked = ((name, file.tensors.get(name)) for file in files for name in file.asked)
-            for name, tensor in asked:
+            requested = ((name, file.tensors.get(name)) for file in files for name in file.requested)
+            for name, tensor in requested:
                 if tensor is None or not weights(tensor):
                     continue
                 scales = scales_beside(name, left)
                 if scales or tensor.dtype.kind not in "iu":
-                    beside = f" beside {scales[0]!r}, which nothing takes" if scales else ""
-                    found.append(f"{name!r} ({tensor.dtype.name}){beside}")
+                    with_scales = f" with {scales[0]!r}, which nothing uses" if scales else ""
+                    found.append(f"{name!r} ({tensor.dtype.name}){with_scales}")
             if found:
                 messages.append(f"{folder} holds quantized weights: {listed(found)}. {ADVICE}")
         return messages
 
     def unexpected(self) -> list[str]:
-        """What nobody asked for and no converter leaves out on purpose, as messages."""
+        """Messages about tensors that nothing requested and no converter omits on purpose."""
         messages: list[str] = []
         for folder, unused in self._by_folder.items():
             gguf = self._files[folder].tensors if folder in self._files else None
             config = _config(folder) if gguf is None else gguf.settings
             if not (config.get("model_type") or config.get("architecture")):
-                continue  # a file that someone's own code takes what it wants from
+                continue  # a file that the user's own code reads in part
             on_purpose = _on_purpose(config)
             names = [
                 name
@@ -196,14 +187,14 @@ class Leftovers:
             ]
             if names:
                 messages.append(
-                    f"{folder} holds {len(names)} tensors that KerasHub's converter did not ask for: {listed(names)}"
+                    f"{folder} holds {len(names)} tensors that KerasHub's converter did not request: {listed(names)}"
                     + (". Is its config.json that of another model?" if gguf is None else "")
                 )
         return messages
 
 
 def _on_purpose(config: Mapping[str, Any]) -> re.Pattern[str]:
-    """Matches the names of what converters leave out, of a model of this configuration."""
+    """Matches the names of tensors that converters omit for a model with this configuration."""
     kind = str(config.get("model_type", ""))
     patterns = [*_ANY, *_HEADS, *_BY_TYPE.get(kind, ())]
     text = config.get("text_config")
@@ -211,7 +202,7 @@ def _on_purpose(config: Mapping[str, Any]) -> re.Pattern[str]:
     tied = [holder["tie_word_embeddings"] for holder in (config, text) if "tie_word_embeddings" in holder]
     if any(tied) or not tied:
         patterns.append(r"(?:.*\.)?(?:lm_head(?:\.out_proj)?\.weight|embed_out\.weight)")
-    # Layers that use the keys and values of an earlier one have none, though files do.
+    # Layers that share the keys and values of an earlier one have none, but files contain them.
     shared, layers = (text.get(key, config.get(key)) for key in ("num_kv_shared_layers", "num_hidden_layers"))
     if kind.startswith(("gemma3n", "gemma4")) and isinstance(shared, int) and isinstance(layers, int):
         numbers = "|".join(map(str, range(max(layers - shared, 0), layers)))
@@ -224,23 +215,19 @@ _compiled = functools.lru_cache(maxsize=16)(re.compile)
 
 
 def _config(folder: Location) -> dict[str, Any]:
-    """The configuration in a folder; KerasHub has read it before, where it is needed."""
+    """The configuration in a folder; empty if unreadable, since KerasHub raises itself where it needs it."""
     try:
         return read_config(folder)
     except CheckpointError:
         return {}
 
 
-def _by_shard(folder: Location, opened: Iterable[Location], tensors: Checkpoint) -> dict[Location, list[str]]:
-    """File → names of the tensors in it, of the checkpoint that one of the opened files is of, or its index says."""
-    shards: dict[Location, list[str]] = {}
-    if isinstance(tensors, DecodedFile):
-        for name in tensors.whole:
-            shards.setdefault(folder / PurePosixPath(tensors.whole.file_of(name)).name, []).append(name)
-        return shards
+def _by_shard(folder: Location, opened: Iterable[Location]) -> dict[Location, list[str]]:
+    """File → names of its tensors, according to an index that names one of the opened files."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return {}
+    shards: dict[Location, list[str]] = {}
     for name, shard in weight_map(read_json_file(index), index).items():
         shards.setdefault(shard_path(index, shard), []).append(name)
     return shards if set(opened).intersection(shards) else {}

@@ -1,12 +1,12 @@
-"""Initial values of variables: Keras' own initializers become init programs, and all others run when Keras runs them.
+"""Initial values of variables: Keras' own initializers become init programs; all others run when Keras runs them.
 
-One of Keras' own classes is a function of its attributes, a seed, the shape and the dtype. What it is when its turn
-comes is noted; variables that differ in nothing but their seeds share one program. An integer seed `s` means
-`uint32[2]` `[s, 0]` to Keras on JAX, and passing that array instead gives the same values bit for bit.
+An initializer of a class of Keras is a function of its attributes, a seed, the shape and the dtype. Its state at its
+turn is recorded; variables that differ only in their seeds share one program. An integer seed `s` means `uint32[2]`
+`[s, 0]` to Keras on JAX, and passing that array instead gives the same values bit for bit.
 
-Anything else may read or change whatever it likes, so it is called once, with what Keras would call it with. Up to
-`LARGE` bytes it computes its value at once. Beyond that it is traced, so that each device computes its own shard;
-where it cannot be, its value is kept whole on the host.
+Any other initializer may read or change anything, so it is called once, with the arguments that Keras would pass. Up to
+`LARGE` bytes it computes its value at once. Larger values are traced, so that each device computes its own shard; if
+tracing is not possible, the value is kept whole on the host.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from lazymodel._abstract.spec import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._programs.jaxprs import CONFIG, uses_x64
 from lazymodel._programs.programs import InitRecipe, given_recipe
-from lazymodel._tensors.device import DeviceLeaf
+from lazymodel._tensors.shards import DeviceTensor
 from lazymodel._trace.function import trace_function
 from lazymodel._trace.small import on_host
 from lazymodel_keras import _upstream
 from lazymodel_keras._record.patches import active, while_recording
 
 LARGE = 1 << 20  # bytes; a decoder's hundreds of smaller variables fit on any host
-_TEMPLATES = 512  # kept for later models; a decoder has about ten
-_TEMPLATE_SEED = np.asarray([0x5BD1E995, 0x9E3779B9], np.uint32)  # by which the seed is found among a program's inputs
+_TEMPLATES = 512  # kept for later models; a decoder needs about ten
+_TEMPLATE_SEED = np.asarray([0x5BD1E995, 0x9E3779B9], np.uint32)  # identifies the seed among a program's inputs
 
 _KERAS = frozenset(
     cls
@@ -51,13 +51,13 @@ Source: TypeAlias = "InitRecipe | LazyTensor | np.ndarray[Any, Any]"
 
 @dataclasses.dataclass(frozen=True)
 class GivenValue:
-    """An array that a variable starts with.
+    """An array that is the initial value of a variable.
 
     Attributes:
         value: The array.
-        origin: What made it.
-        computed: Whether an initializer did, rather than the code that created the variable.
-        twice: Whether that was called twice.
+        origin: The name of the initializer that made it, or `constant`.
+        computed: True if an initializer made it, False if the code that created the variable did.
+        twice: True if the initializer was called twice.
     """
 
     value: Any
@@ -79,7 +79,7 @@ class GivenValue:
         return 0 if isinstance(self.value, LazyTensor) else self.value.nbytes
 
     def source(self, path: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Source, np.dtype[Any]]:
-        """How the variable gets its value, and the dtype of that."""
+        """The source of the variable's value, and the dtype of the value."""
         array = self.value if isinstance(self.value, LazyTensor) else np.asarray(self.value)
         if not self.computed:
             return array, dtype
@@ -111,10 +111,10 @@ class TracedInitializer:
 
 @dataclasses.dataclass(frozen=True)
 class KerasInitializer:
-    """One of Keras' own initializers as it was when its turn came: a function of the seed, the shape and the dtype."""
+    """One of Keras' own initializers in its state at its turn: a function of the seed, the shape and the dtype."""
 
     kind: type[Any]
-    attributes: Mapping[str, Any]  # all but the seed: numbers and strings, also in tuples and lists
+    attributes: Mapping[str, Any]  # all except the seed: numbers and strings, also in tuples and lists
     seed: np.ndarray[Any, Any] | None
 
     shape: ClassVar[None] = None  # the variable's own
@@ -145,8 +145,8 @@ class KerasInitializer:
         return jnp.asarray(initializer(shape, dtype=dtype))
 
     def _template(self, shape: tuple[int, ...], dtype: str) -> tuple[ModelSpec, int | None]:
-        """The initializer traced with a seed of no variable, and which of the program's inputs that is."""
-        # Of numbers that are equal, -0.0 and 0.0, 1 and True, the representations differ.
+        """The initializer traced with a placeholder seed, and the index of the seed among the program's inputs."""
+        # `repr` also distinguishes equal numbers: -0.0 and 0.0, 1 and True.
         config = (uses_x64(), CONFIG.jax_threefry_partitionable, CONFIG.jax_default_prng_impl)
         key = (self.kind, repr(self.attributes), self.seed is None, shape, dtype, *config)
         if (template := self._templates.get(key)) is None:
@@ -166,12 +166,12 @@ class KerasInitializer:
         return trace_function(lambda *seed: self._run(shape, dtype, *seed), seeds, {})
 
 
-# Each is an initializer as well, which can be called any number of times and changes nothing.
+# Each of these is also an initializer, which can be called any number of times without side effects.
 InitialValue: TypeAlias = "GivenValue | TracedInitializer | KerasInitializer"
 
 
 def value_on_host(initial: InitialValue, shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
-    """The whole initial value, bit for bit as a variable's devices would compute it."""
+    """The whole initial value, bit for bit as the devices of a variable would compute it."""
     if isinstance(initial, GivenValue):
         return np.asarray(initial.value, None if initial.computed else jnp.dtype(dtype))
     with on_host(), jax.ensure_compile_time_eval():
@@ -179,7 +179,7 @@ def value_on_host(initial: InitialValue, shape: tuple[int, ...], dtype: str) -> 
 
 
 def initial_value(variable: Any, initializer: Any) -> InitialValue:
-    """What a variable is initialized with; to be called once for each, when its turn has come."""
+    """The initial value of a variable; call it once for each variable, at its turn."""
     if isinstance(initializer, GivenValue):
         return initializer
     if (own := _keras_initializer(initializer)) is not None:
@@ -188,7 +188,7 @@ def initial_value(variable: Any, initializer: Any) -> InitialValue:
     shape, dtype = tuple(variable.shape), _upstream.own_dtype(variable)
     if _takes_layout(variable, initializer):
         array = _upstream.initialized(variable, initializer)
-        return GivenValue(LazyTensor(DeviceLeaf(variable.path, array)), origin, computed=True)
+        return GivenValue(LazyTensor(DeviceTensor(variable.path, array)), origin, computed=True)
 
     def run() -> Any:
         return _upstream.as_tensor(variable, initializer(shape, dtype=dtype), None)
@@ -198,11 +198,11 @@ def initial_value(variable: Any, initializer: Any) -> InitialValue:
         try:
             with _undone_if_not_traced():
                 return _computed(trace_function(run, (), {}), origin)
-        except Exception:  # it needs the values of arrays, or else it fails again
+        except Exception:  # it needs the values of arrays; any other error occurs again below
             twice = True
     error: Exception | None = None
     try:
-        with jax.ensure_compile_time_eval():  # whoever else traces
+        with jax.ensure_compile_time_eval():  # even inside another trace
             values = run()
             if not isinstance(values, jax.core.Tracer):
                 return GivenValue(np.array(values), origin, computed=True, twice=twice)
@@ -215,7 +215,7 @@ def initial_value(variable: Any, initializer: Any) -> InitialValue:
 
 
 def _computed(model: ModelSpec, origin: str) -> InitialValue:
-    """What was traced, or its value where that is made of NumPy's: programs have all inputs whole on every device."""
+    """The traced initializer, or its value if its inputs are large NumPy arrays, which every device would hold."""
     (variable,) = model.values()
     if not model.recipes:
         return GivenValue(np.array(model.sources[variable.path]), origin, computed=True)
@@ -227,7 +227,7 @@ def _computed(model: ModelSpec, origin: str) -> InitialValue:
 
 
 def _keras_initializer(initializer: Any) -> KerasInitializer | None:
-    """One of Keras' own initializers; draws its seed, if it has a generator. None for any other."""
+    """The record of one of Keras' own initializers, for which a seed generator draws; None for any other."""
     kind, seed = type(initializer), getattr(initializer, "seed", None)
     if kind not in _KERAS or not isinstance(seed, int | keras.random.SeedGenerator | None):
         return None
@@ -242,21 +242,21 @@ def _keras_initializer(initializer: Any) -> KerasInitializer | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether values of one representation are the same."""
+    """Returns True if equal representations mean equal values."""
     if type(value) in (tuple, list):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, complex, str) or isinstance(value, np.number)
 
 
 def _takes_layout(variable: Any, initializer: Callable[..., Any]) -> bool:
-    """Whether Keras gives an initializer the layout of a variable; those of Keras 3.14 and newer do."""
+    """Returns True if Keras passes the layout of a variable to its initializer, as Keras 3.14 and newer do."""
     placed = _upstream.layout(variable) is not None or keras.distribution.distribution() is not None
     return placed and "layout" in inspect.signature(initializer).parameters
 
 
 @contextlib.contextmanager
 def _undone_if_not_traced() -> Generator[None]:
-    """Undoes what an initializer draws inside the block if that fails."""
+    """Undoes the draws of an initializer inside the block if it fails."""
     undo = _upstream.remembered_draws()
     recording = active()
     recording.draws = []
@@ -272,7 +272,7 @@ def _undone_if_not_traced() -> Generator[None]:
 
 
 def _seeds_are_known(recording: Any) -> contextlib.AbstractContextManager[Any]:
-    """Computes with values in an initializer that is traced."""
+    """Computes concrete values inside an initializer that is traced."""
     return contextlib.nullcontext() if recording.draws is None else jax.ensure_compile_time_eval()
 
 

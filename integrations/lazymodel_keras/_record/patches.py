@@ -1,4 +1,4 @@
-"""Patches of Keras and KerasHub that stay while some thread needs them, and act in the threads that do."""
+"""Patches of Keras and KerasHub that are installed while a thread needs them, and act in that thread only."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import inspect
 import threading
 from collections.abc import Callable, Generator
 from typing import Any
+
+from lazymodel_keras import _upstream
 
 Install = Callable[[contextlib.ExitStack], None]
 
@@ -22,7 +24,7 @@ def active() -> Any:
 
 @contextlib.contextmanager
 def activated(recording: Any) -> Generator[None]:
-    """Makes a recording this thread's."""
+    """Makes a recording the active one of this thread."""
     _thread.recording = recording
     try:
         yield
@@ -42,27 +44,32 @@ class SharedPatches:
 
     @property
     def here(self) -> bool:
-        """Whether this thread needs them."""
+        """True if this thread needs them."""
         return getattr(self._thread, "needs", False)
 
     def register(self, install: Install) -> Install:
-        """Has a function install its patches until the stack that it is given closes; they act where `here` only."""
+        """Registers a function that installs patches until its stack closes; they only act where `here` is True."""
         self._installs.append(install)
         return install
 
     def replace(self, undo: contextlib.ExitStack, owner: Any, name: str, ours: Any) -> None:
-        """Has `ours(original, …)` called in place of `owner.name(…)` until `undo` closes, where `here`."""
+        """Calls `ours(original, …)` in place of `owner.name(…)` until `undo` closes, if `here`.
+
+        For a module, also in the modules of KerasHub that have imported the name from there.
+        """
         found = vars(owner)[name]
-        original = getattr(found, "__func__", found)  # of a method of the class
+        original = getattr(found, "__func__", found)  # for a class method
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             return ours(original, *args, **kwargs) if self.here else original(*args, **kwargs)
 
-        replace(undo, owner, name, call if found is original else type(found)(call))
+        importers = _upstream.modules_with(name, found) if inspect.ismodule(owner) else ()
+        for holder in (owner, *importers):
+            replace(undo, holder, name, call if found is original else type(found)(call))
 
     def replacing(self, owner: Any, name: str) -> Callable[[Any], Any]:
-        """Does so with the decorated function; `owner` may be a function that returns it, None if it is not there."""
+        """Does so with the decorated function; `owner` may be a function that returns it, or None if there is none."""
 
         def decorate(ours: Any) -> Any:
             @self.register
@@ -76,7 +83,7 @@ class SharedPatches:
 
     @contextlib.contextmanager
     def needed(self) -> Generator[None]:
-        """Keeps the patches installed for a while."""
+        """Keeps the patches installed in the block."""
         with self._lock:
             if self._users == 0:
                 with contextlib.ExitStack() as undo:
@@ -108,14 +115,14 @@ collecting_patches = SharedPatches()
 @collecting_patches.register
 def _no_full_collections(undo: contextlib.ExitStack) -> None:
     # Importing Keras and KerasHub makes a full garbage collection due: a quarter of a second in which no other thread
-    # reads or compiles, as long as a model takes to load. What is young is still collected.
+    # reads or compiles, as long as a model takes to load. Young objects are still collected.
     young, middle, old = gc.get_threshold()
     undo.callback(gc.set_threshold, young, middle, old)
     gc.set_threshold(young, middle, max(old, 1 << 20))
 
 
 def while_recording(owner: Any, name: str) -> Callable[[Any], Any]:
-    """As `SharedPatches.replacing`, in threads that record: the decorated function gets the recording first."""
+    """Like `SharedPatches.replacing`, in threads that record: the decorated function gets the recording first."""
 
     def decorate(ours: Any) -> Any:
         @recording_patches.replacing(owner, name)

@@ -1,7 +1,7 @@
-"""What is noted while Keras code runs abstractly: variables, what would be assigned to them, and weight files.
+"""Runs Keras code abstractly: records variables, the values assigned to them, and weight files.
 
-Every `variable.assign` of an abstract variable is noted instead of carried out. That variables are abstract, and files
-hand out lazy tensors, is `_record/session`'s and `_record/weight_files`' matter; nothing here decides about devices.
+Every `variable.assign` of an abstract variable is recorded instead of carried out. `_record/weight_files` makes files
+return lazy tensors; nothing here decides about devices.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import sys
 import time
 import weakref
 from collections import ChainMap
@@ -23,37 +24,30 @@ import numpy as np
 
 from lazymodel import CheckpointError, LazyModelError, LazyTensor
 from lazymodel._remote.path import Location, RemotePath
+from lazymodel._tensors.byte_reader import FileReader
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, converted, refusal
-from lazymodel._tensors.files import FileSource
 from lazymodel._tensors.lazy import lazy
-from lazymodel._tensors.stored import (
-    MismatchedTensor,
-    StoredTensor,
-    misshapen,
-    stored_tensors,
-    unused_tensors,
-    where,
-)
+from lazymodel._tensors.stored import MismatchedTensor, StoredTensor, misshapen, stored_tensors, unused_tensors, where
 from lazymodel.checkpoints._decoded import DecodedCheckpoint
 from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel_keras import _upstream
 from lazymodel_keras._record.hugging_face import Leftovers, checkpoint_files, open_decoded
 from lazymodel_keras._record.initializers import GivenValue, InitialValue, initial_value, value_on_host
-from lazymodel_keras._record.patches import active
+from lazymodel_keras._record.patches import activated, active, recording_patches, while_recording
 from lazymodel_keras._record.remote import RemoteFiles
 
 
 @dataclasses.dataclass(eq=False)
 class RecordedVariable:
-    """What is known about one abstract variable."""
+    """One abstract variable."""
 
-    reference: weakref.ref[Any]  # weakly: what Keras throws away while building is not materialized
-    initial: InitialValue | None = None  # None until its turn has come, and for what is adopted
-    value: Any = None  # assigned to it last, a lazy tensor or an array
+    reference: weakref.ref[Any]  # weak: variables that Keras drops while building are not materialized
+    initial: InitialValue | None = None  # None until its turn, and for adopted variables
+    value: Any = None  # the last assigned value, a lazy tensor or an array
 
 
 class _NoValue:
-    """The initializer of an abstract variable, which Keras calls where it reads the value outside of our scope."""
+    """The initializer of an abstract variable, which Keras calls if it reads the value outside of our scope."""
 
     def __init__(self, recording: Recording, variable: Any, initializer: Any) -> None:
         self._recording, self._variable = weakref.ref(recording), weakref.ref(variable)
@@ -70,7 +64,7 @@ class _NoValue:
 
 
 def has_no_value(variable: Any) -> LazyModelError:
-    """The error where an abstract variable is used once what built it is over."""
+    """The error for using an abstract variable after the code that built it has ended."""
     return LazyModelError(
         f"variable {getattr(variable, 'path', None)!r} has no value: it was built abstractly, and what built it ended "
         "with an exception, or returned a model without it. Build the model again"
@@ -79,31 +73,31 @@ def has_no_value(variable: Any) -> LazyModelError:
 
 @dataclasses.dataclass(frozen=True)
 class OpenedFile:
-    """A weight file and the names of the tensors that were asked for."""
+    """A weight file and the names of the tensors that were requested."""
 
     tensors: Any
     where: Location
-    asked: set[str] = dataclasses.field(default_factory=set[str])
+    requested: set[str] = dataclasses.field(default_factory=set[str])
 
     def __getitem__(self, name: str) -> LazyTensor:
-        self.asked.add(name)
+        self.requested.add(name)
         return self.tensors[name]
 
     @property
     def unused(self) -> list[str]:
-        """The names that nothing asked for."""
-        return [name for name in self.tensors if name not in self.asked]
+        """Names of tensors that nothing requested."""
+        return [name for name in self.tensors if name not in self.requested]
 
 
 class _RecordingScope(keras.StatelessScope):
-    """A StatelessScope in which variables that have a value behave as if there were no scope."""
+    """A StatelessScope in which variables with a value behave as if there were no scope."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__(initialize_variables=False)
         self._recording = recording
 
     def add_update(self, update: tuple[Any, Any]) -> None:
-        # Only variables that existed before, or were materialized meanwhile, get here: ours shadow `assign`.
+        # Only variables that existed before, or were materialized meanwhile, come here: ours override `assign`.
         variable, value = update
         _upstream.assign_directly(variable, value)
 
@@ -113,37 +107,49 @@ class _RecordingScope(keras.StatelessScope):
         return None if value is None else keras.ops.convert_to_tensor(value)
 
 
+@dataclasses.dataclass(frozen=True)
+class LoadOptions:
+    """Options for loading weights; see `lazymodel_keras.abstract_from_preset`."""
+
+    strict: bool = True
+    cast: str = SAFE
+    verify: Verify = False
+    storage_options: Mapping[str, Any] | None = None
+
+
 class Recording:
-    """What was noted in one stretch of Keras code that ran abstractly, or several; see `_record/session`.
+    """The record of Keras code that ran abstractly, in one block or several; see `session`.
 
     Attributes:
-        verify: As in `lazymodel.open_checkpoint`, for every weight file.
-        cast: As in `AbstractModel.materialize`, for what is assigned.
+        options: How weights are loaded.
+        cast: The `cast` of the options, for assigned values.
         remote: The files at URLs.
-        recorded: What was recorded, by `id` of the variable, in order of creation.
-        files: The weight files that were opened, by path or URL; while `on_loaded` is called, those of that call.
-        problems: Assignments that did not fit their variable, as errors and as what a report says.
-        on_loaded: Where it is wanted at once, called with an object whose weights were just loaded, what loaded them,
-            for messages, and whether only some of a file's tensors were wanted.
-        on_made: Where it is wanted, called before a layer or an optimizer is made.
-        loading: Whether a call that loads weights is running; only the outermost one counts.
-        optimizers: The optimizers that were built, and for which variables, both weakly.
-        restart: Puts back what is drawn from process-wide sources; see `_upstream.remembered_draws`.
-        initialized: What variables are initialized with, by path, in order of creation.
-        draws: While an initializer is traced, the state of each generator that it has drawn from, and what it was.
-        began: The moment of `time.perf_counter()` when what is built began to be, for timelines.
+        keywords: The keyword arguments that constructors have to take, if known; see `_build.Keywords`.
+        recorded: The records of variables, by `id` of the variable, in order of creation.
+        files: The opened weight files, by path or URL; while `on_loaded` is called, only those of that call.
+        problems: Assignments that did not match their variable, as errors and as entries of a report.
+        on_loaded: If set, called with an object whose weights were just loaded, the name of the call that loaded them,
+            for messages, and True if only some of a file's tensors were requested.
+        on_made: If set, called before a layer or an optimizer is created.
+        loading: True while a call that loads weights is running; only the outermost one counts.
+        optimizers: The built optimizers and their variables, both as weak references.
+        restart: Restores process-wide sources of draws; see `_upstream.remembered_draws`.
+        initialized: Initial values of variables, by path, in order of creation.
+        draws: While an initializer is traced, the state of each generator that it has drawn from, with its old value.
+        began: The time of `time.perf_counter()` when building began, for timelines.
     """
 
     def __init__(
         self,
-        verify: Verify = False,
-        cast: str = SAFE,
+        options: LoadOptions | None = None,
         remote: RemoteFiles | None = None,
         initialized: Mapping[str, Sequence[InitialValue]] | None = None,
     ) -> None:
-        check_mode(cast)
-        self.remote = remote or RemoteFiles()
-        self.verify, self.cast = verify, cast
+        self.options = options = options or LoadOptions()
+        check_mode(options.cast)
+        self.remote = remote or RemoteFiles(options.storage_options)
+        self.cast = options.cast
+        self.keywords: Any = None
         self.recorded: dict[int, RecordedVariable] = {}
         self.files: dict[str, OpenedFile] = {}
         self.problems: list[tuple[RecordedVariable, CheckpointError, MismatchedTensor]] = []
@@ -156,20 +162,19 @@ class Recording:
         self.initialized: dict[str, list[InitialValue]] = {}
         self.draws: list[tuple[Any, Any]] | None = None
         self._initialized_before = {path: list(values) for path, values in (initialized or {}).items()}
-        self._waiting: list[tuple[Any, Any]] = []  # variables made while Keras traced, and their initializers
+        self._waiting: list[tuple[Any, Any]] = []  # variables created while Keras traced, and their initializers
         self.began = time.perf_counter()
-        self._hashed: dict[str, FileSource] = {}  # by absolute path, as they were when their hash was taken
-        self._unverified: CheckpointError | None = None
-        self._refused: CheckpointError | None = None
+        self._hashed: dict[str, FileReader] = {}  # by absolute path, in the state in which they were hashed
+        self._rejected: LazyModelError | None = None
         self._decoded: dict[str, DecodedCheckpoint | None] = {}  # by folder
 
     def of(self, variable: Any) -> RecordedVariable | None:
-        """What was recorded of a variable; None for all others."""
+        """Returns the record of a variable; None if it has none."""
         recorded = self.recorded.get(id(variable))
         return recorded if recorded is not None and recorded.reference() is variable else None
 
     def known_value(self, variable: Any) -> np.ndarray[Any, Any] | None:
-        """What a recorded variable holds, whole: what was assigned last, or its initial value; None for all others."""
+        """Returns the value of a recorded variable: what was assigned last, or its initial value; None for others."""
         recorded = self.of(variable)
         if recorded is None or (recorded.value is None and _upstream.value(variable) is not None):
             return None
@@ -182,42 +187,42 @@ class Recording:
         return value_on_host(recorded.initial, tuple(variable.shape), dtype)
 
     def variables(self) -> Iterator[tuple[Any, RecordedVariable]]:
-        """The recorded variables that are alive and abstract, or adopted and assigned to, in order of creation."""
+        """Recorded variables that exist and are abstract, or are adopted and assigned to, in order of creation."""
         for recorded in self.recorded.values():
             variable = recorded.reference()
             if variable is not None and (_upstream.value(variable) is None or recorded.value is not None):
                 yield variable, recorded
 
-    def open(self, path: str | RemotePath, opener: Callable[[Any], Any]) -> OpenedFile:
-        """The weight file at a path, checked and opened once: all its tensors read through one descriptor.
+    def open(self, path: str | RemotePath, opener: Callable[[Any], Any], name: str = "") -> OpenedFile:
+        """Returns the weight file at a path, checked and opened once: all its tensors read through one descriptor.
 
-        A path may stand for an object; what opens files is given that.
+        A path may stand for an object, which is passed to `opener`. `name` is a different key than the path.
         """
         where = self.remote.location(path) if isinstance(path, str) else path
-        name = str(where)
+        name = name or str(where)
         if name not in self.files:
             self.check_content(where)
             self.files[name] = OpenedFile(opener(where), Path(where) if isinstance(where, str) else where)
         return self.files[name]
 
     def decoded(self, path: str | RemotePath) -> DecodedCheckpoint | None:
-        """The quantized checkpoint in the folder of a file, opened once; None where nothing says that it is one."""
+        """The quantized checkpoint in the folder of a file, opened once; None if the folder is not quantized."""
         folder = str((Path(path) if isinstance(path, str) else path).parent)
         if folder not in self._decoded:
             try:
                 self._decoded[folder] = open_decoded(path)
             except CheckpointError as error:
-                self.refuse(error)  # converters probe
+                self.refuse(error)  # converters probe, and catch errors
         return self._decoded[folder]
 
     def close_files(self) -> None:
-        """Closes the weight files that are open, so that they can be written again; tensors open them when read."""
+        """Closes the open weight files, so that they can be overwritten; tensors open them again when read."""
         for file in self.files.values():
             file.tensors.close()
 
     def check_content(self, path: str | RemotePath) -> None:
-        """Hashes a weight file and what belongs to it, once, where that is wanted."""
-        if self.verify is False:
+        """Hashes a weight file and the files that belong to it, once, if `verify` is given."""
+        if self.options.verify is False:
             return
         if isinstance(path, RemotePath):
             self.refuse_unverified(f"{path}, which is at a URL")
@@ -225,58 +230,49 @@ class Recording:
         where = os.path.abspath(path)
         try:
             if where not in self._hashed:
-                sources = verify_files(checkpoint_files(where), self.verify, os.path.dirname(where))
+                sources = verify_files(checkpoint_files(where), self.options.verify, os.path.dirname(where))
                 self._hashed |= {source.path: source for source in sources}
             self._hashed[where].check_unchanged()
         except CheckpointError as error:
-            self._unverified = self._unverified or error
-            raise
+            self.refuse(error)
 
     def refuse_unverified(self, what: str) -> None:
-        """Raises CheckpointError where content is to be verified; for values that come from no file that can be."""
-        if self.verify is not False:
-            self._unverified = CheckpointError(
+        """Raises CheckpointError if content is to be verified; for values that are not in a file that can be."""
+        if self.options.verify is not False:
+            error = CheckpointError(
                 f"cannot verify {what}: expected weights in a file on a disk that lazymodel reads itself (.h5, .keras, "
                 ".safetensors), found others. Leave verify= out if they are to be trusted."
             )
-            raise self._unverified
+            self.refuse(error)
 
-    def refuse(self, error: CheckpointError) -> NoReturn:
-        """Raises an error for a file that nothing may be taken from, and once more from `require_verified`."""
-        self._refused = error
+    def refuse(self, error: LazyModelError) -> NoReturn:
+        """Raises the error that ends the load; `explaining` raises it again, since loaders and converters catch it."""
+        self._rejected = self._rejected or error
         raise error
 
-    def require_verified(self) -> None:
-        """Raises what files were refused with, their hash or `refuse`, which loaders may take for any failure."""
-        if self._unverified is not None:
-            raise self._unverified
-        if (refused := self._refused) is not None:
-            self._refused = None  # another file may be loaded in the same block
-            raise refused
-
     def unused_tensors(self) -> tuple[StoredTensor, ...]:
-        """What the opened files hold and nothing asked for."""
+        """Tensors of the opened files that nothing requested."""
         opened = (tensor for file in self.files.values() for tensor in unused_tensors(file.tensors, file.unused))
         return (*opened, *Leftovers(self.files).unopened)
 
     def as_assigned(self, path: str, value: Any, dtype: np.dtype[Any]) -> LazyTensor:
-        """What was assigned to a variable, in its dtype; raises CheckpointError where that can lose what it means."""
+        """Returns the assigned value, in the dtype of the variable; raises CheckpointError if that may lose meaning."""
         tensor = lazy(value, path)
         if why := self.refused_cast(path, value, dtype):
             raise CheckpointError(why)
         return converted(tensor, dtype, SAFE if tensor.file else UNSAFE)
 
     def refused_cast(self, path: str, value: Any, dtype: np.dtype[Any]) -> str:
-        """Why a value from a file is not cast to a dtype; an empty string where it may be."""
+        """The reason not to cast a value from a file to a dtype; an empty string if the cast is safe."""
         if not isinstance(value, LazyTensor) or not value.file or value.dtype == dtype:
             return ""
         names = ChainMap(*(file.tensors for file in self.files.values()))
         return refusal(path, value, dtype, where(value), names)
 
     def add(self, variable: Any, initializer: Any) -> None:
-        """Notes a variable that was just created without a value, and what it is initialized with.
+        """Records a variable that was just created without a value, and its initializer.
 
-        What is created while Keras traces is initialized by `initialize_waiting`, as by Keras itself.
+        Variables created while Keras traces are initialized by `initialize_waiting`, like in Keras itself.
         """
         self._note(variable)
         self._waiting.append((variable, initializer))
@@ -284,7 +280,7 @@ class Recording:
             self.initialize_waiting()
 
     def initialize_waiting(self) -> None:
-        """Has the turn come of all variables that were created since."""
+        """Initializes all variables that were created since the last call."""
         waiting, self._waiting = self._waiting, []
         for variable, initializer in waiting:
             known = self._initialized_before.get(variable.path)
@@ -298,13 +294,13 @@ class Recording:
             self.recorded[id(variable)].initial = initial
 
     def end(self) -> None:
-        """Has variables whose turn did not come, since what builds them failed, raise where they are used."""
+        """Makes variables that were not initialized, because building them failed, raise when they are used."""
         for variable, initializer in self._waiting:
             _upstream.set_initial(variable, _NoValue(self, variable, initializer), None)
         self._waiting = []
 
     def adopt(self, variable: Any) -> None:
-        """Notes what is assigned to a variable that has a value, instead of having it carried out."""
+        """Records values assigned to a variable that has a value, instead of assigning them."""
         if _upstream.value(variable) is not None and id(variable) not in self.recorded:
             self._note(variable)
 
@@ -313,18 +309,18 @@ class Recording:
         variable.assign = functools.partial(self._assign, recorded)
 
     def is_outermost(self) -> bool:
-        """Whether the code that runs is in no scope that is nested in ours, such as where Keras traces a layer."""
+        """Returns True if the running code is in no scope within ours, such as that of Keras tracing a layer."""
         if _upstream.current_scope() is None and active() is self:  # after `keras.utils.clear_session`
             _upstream.set_scope(self.scope)
         return _upstream.current_scope() is self.scope
 
     def holds_nothing_for(self, variable: Any) -> bool:
-        """Whether a variable is recorded and nothing was assigned to it."""
+        """Returns True if a variable is recorded and nothing was assigned to it."""
         recorded = self.of(variable)
         return recorded is not None and recorded.value is None
 
     def _assign(self, recorded: RecordedVariable, value: Any) -> Any:
-        """What `variable.assign` does while the variable is abstract."""
+        """Replaces `variable.assign` while the variable is abstract."""
         variable: Any = recorded.reference()
         if not self.is_outermost():
             if _upstream.current_scope() is None or isinstance(_upstream.current_scope(), _RecordingScope):
@@ -334,7 +330,7 @@ class Recording:
             other = self.of(value)
             alike = (value.shape, _upstream.own_dtype(value)) == (variable.shape, _upstream.own_dtype(variable))
             if other is not None and _upstream.value(value) is None and alike:
-                # Read from the same tensor, or initialized by the same program: the copy that it would be.
+                # Read from the same tensor, or initialized by the same program, so it equals the copy.
                 recorded.value, recorded.initial = other.value, other.initial
                 return value
             value = value.value
@@ -343,8 +339,8 @@ class Recording:
             wrong = misshapen(variable.path, variable.shape, value.shape, where(value))
             error = CheckpointError(f"{wrong}; is this the checkpoint of another configuration?")
             tensor = stored_tensors(value, variable.path)[0]
-            misfit = MismatchedTensor(variable.path, tensor, tuple(variable.shape), tuple(value.shape))
-            self.problems.append((recorded, error, misfit))
+            mismatch = MismatchedTensor(variable.path, tensor, tuple(variable.shape), tuple(value.shape))
+            self.problems.append((recorded, error, mismatch))
             raise error
         if self.cast == UNSAFE and isinstance(value, LazyTensor):
             value = converted(value, jax.numpy.dtype(_upstream.own_dtype(variable)), UNSAFE)
@@ -353,7 +349,7 @@ class Recording:
 
     @contextlib.contextmanager
     def explaining(self, what: str) -> Generator[None]:
-        """Has a failure to load name the first mismatch that no later assignment made good, or why a file was refused.
+        """Makes a failure to load name the first mismatch that no later assignment fixed, or why a file was rejected.
 
         Keras tries several ways, and some may fail.
         """
@@ -361,7 +357,9 @@ class Recording:
             try:
                 yield
             finally:
-                self.require_verified()
+                rejected, self._rejected = self._rejected, None  # another file may be loaded in the same block
+                if rejected is not None:
+                    raise rejected
         except (ValueError, KeyError, OSError) as error:
             left = {id(recorded): problem for recorded, problem, _ in self.problems if recorded.value is None}
             if not left:
@@ -370,13 +368,102 @@ class Recording:
             raise CheckpointError(f"{what}: {next(iter(left.values()))}{more}") from error
 
     def mismatched_tensors(self, variables: Iterable[Any]) -> tuple[MismatchedTensor, ...]:
-        """The tensors that some variables were left without because of their shapes."""
+        """The tensors that some variables did not get because of their shapes."""
         kept = {id(variable) for variable in variables}
-        left = ((recorded, misfit) for recorded, _, misfit in self.problems if recorded.value is None)
-        return tuple({id(r): misfit for r, misfit in left if id(r.reference()) in kept}.values())
+        left = ((recorded, mismatch) for recorded, _, mismatch in self.problems if recorded.value is None)
+        return tuple({id(r): mismatch for r, mismatch in left if id(r.reference()) in kept}.values())
 
     def forget(self, variable: Any) -> None:
-        """Takes a variable out of the recording: from now on it is an ordinary Keras variable."""
+        """Removes a variable from the recording: from then on it is an ordinary Keras variable."""
         self.recorded.pop(id(variable), None)
         vars(variable).pop("assign", None)
         _upstream.not_pending(variable)
+
+
+def recording_problem() -> str:
+    """Returns why this thread's Keras code cannot be recorded; an empty string if it can be."""
+    if keras.backend.backend() != "jax":
+        return (
+            f"lazymodel needs Keras on JAX; the backend is {keras.backend.backend()!r}. "
+            "Set KERAS_BACKEND=jax before Keras is imported."
+        )
+    if keras.config.is_nnx_enabled():
+        return "Keras' NNX mode allocates every variable when it is created; unset KERAS_NNX_ENABLED"
+    if active() is not None:
+        return "models are already being built abstractly here; leave the outer block first"
+    return ""
+
+
+@contextlib.contextmanager
+def session(recording: Recording) -> Generator[Recording]:
+    """Records this thread's Keras code within the block; one recording may have several such blocks.
+
+    Raises LazyModelError if another recording is running in this thread, or Keras cannot be recorded.
+    """
+    if problem := recording_problem():
+        raise LazyModelError(problem)
+    try:
+        with recording_patches.needed(), _upstream.no_pending_variables(), recording.scope, activated(recording):
+            yield recording
+            recording.initialize_waiting()
+    finally:
+        recording.end()
+        # A global seed generator that was created in the block belongs to the process, not to the model.
+        state = _upstream.global_seed_state()
+        if (value := recording.known_value(state)) is not None:
+            recording.forget(state)
+            _upstream.initialize(state, GivenValue(value))
+
+
+def record(build: Callable[[], Any], first: Recording | None = None) -> tuple[Recording, Any]:
+    """Runs a build function abstractly; after a `first` run, with its files at URLs and its initial values."""
+    new = Recording() if first is None else Recording(remote=first.remote, initialized=first.initialized)
+    with session(new) as recording:
+        return recording, build()
+
+
+@while_recording(_upstream.VariableBase, "__init__")
+def _initialize(
+    recording: Recording,
+    original: Any,
+    self: Any,
+    initializer: Any,
+    shape: Any = None,
+    dtype: Any = None,
+    *rest: Any,
+    **options: Any,
+) -> None:
+    ours = recording.is_outermost()
+    if ours and not callable(initializer) and not isinstance(initializer, str):
+        # Keras does not create a variable from an array in a StatelessScope, but from an initializer that returns it.
+        array = initializer.value if isinstance(initializer, keras.Variable) else initializer
+        if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+            array = _upstream.as_tensor(self, array, dtype)
+        initializer, shape = GivenValue(array), tuple(array.shape)
+        if dtype is None:  # JAX has no 64 bits unless they are enabled
+            dtype = jax.dtypes.canonicalize_dtype(keras.backend.standardize_dtype(array.dtype)).name
+    original(self, initializer, shape, dtype, *rest, **options)
+    if ours or _upstream.value(self) is None:  # created while Keras traces a layer: also abstract
+        recording.add(self, _upstream.initializer(self))
+
+
+@while_recording(keras.StatelessScope, "__exit__")
+def _exit(recording: Recording, original: Any, self: Any, *exception: Any) -> None:
+    original(self, *exception)
+    if _upstream.current_scope() is recording.scope and self.initialize_variables:
+        recording.initialize_waiting()
+
+
+@while_recording(_upstream.OptimizerBase, "build")
+def _build(recording: Recording, original: Any, self: Any, variables: Any) -> None:
+    original(self, variables)
+    recording.optimizers.append((weakref.ref(self), [weakref.ref(variable) for variable in variables]))
+
+
+@while_recording(_upstream.OPS, "copy")
+def _copy(recording: Recording, original: Any, x: Any) -> Any:
+    # ScheduleFreeAdamW assigns copies of the variables to its own. The assigned value can be the variable itself, which
+    # has no value yet. Other callers may keep the copy, so they get one.
+    abstract = recording.of(x) is not None and _upstream.value(x) is None
+    building = abstract and isinstance(sys._getframe(3).f_locals.get("self"), keras.Optimizer)
+    return x if building else original(x)

@@ -1,9 +1,9 @@
-"""Files at URLs for code that knows paths only: KerasHub's loaders, and Keras' own.
+"""Files at URLs for code that only takes paths: KerasHub's loaders, and Keras' own.
 
-Small files (configurations, vocabularies, indexes of shards) are fetched into a temporary folder when they are asked
-for. Files of weights never are: what is handed out for one is a path in that folder at which nothing is, and whoever
-opens files while a recording runs asks here which object it stands for. A folder whose weights are all in the local
-cache of the Hugging Face hub is used from there.
+Small files (configurations, vocabularies, indexes of shards) are fetched into a temporary folder on request. Weight
+files are never fetched: each has a placeholder path in that folder, without a file, and code that opens files while a
+recording runs looks up the object for that path here. If all weights of a folder are in the local cache of the Hugging
+Face hub, they are used from there.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from lazymodel._show.text import format_bytes
 from lazymodel.checkpoints._open import CachedCopy, cached_copy, located
 from lazymodel_keras._gguf.folder import GgufFolder, is_gguf
 
-_MOST = 256 << 20  # bytes of a preset's small files together; the largest vocabularies have a tenth of it
+_MOST = 256 << 20  # bytes of all small files of a preset; the largest vocabularies have a tenth of it
 _WEIGHTS = (".h5", ".hdf5", ".safetensors", ".keras", ".npz", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack")
 _CONFIG = "config.json"
 _STOCK = ("hf", "gs")  # schemes that KerasHub reads by itself, with a download
 
 
 class StandIn(RemoteFile):
-    """An object as an open file whose name is the path that stands for it; what wraps it tells by its name."""
+    """An object as an open file; its name is its placeholder path, since wrappers identify it by name."""
 
     def __init__(self, where: RemotePath, path: str) -> None:
         super().__init__(where.store, where.key)
@@ -41,18 +41,18 @@ class StandIn(RemoteFile):
     def __str__(self) -> str:
         return self.name
 
-    __repr__ = __str__  # HDF5 calls a file object by this
+    __repr__ = __str__  # HDF5 uses this as the name of a file object
 
 
 class _Folder:
-    """A folder at a URL, and the one in which its small files are."""
+    """A folder at a URL, and the local folder of its small files."""
 
     def __init__(self, where: RemotePath, own: Path, cached: CachedCopy | None) -> None:
         self.where, self.own, self.cached = where, own, cached
-        self.nbytes = 0  # fetched
+        self.nbytes = 0  # fetched so far
 
     def file(self, name: str) -> str:
-        """The path of a file in it; FileNotFoundError where there is none."""
+        """The path of a file in it; raises FileNotFoundError if there is none."""
         if name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/"):
             raise CheckpointError(
                 f"{self.where}: expected files inside it, found {name!r}; do not trust this checkpoint"
@@ -69,11 +69,11 @@ class _Folder:
         return str(path)
 
     def location(self, path: str) -> RemotePath:
-        """What a path in it stands for."""
+        """Returns the object for a path in it."""
         return self.where / Path(path).relative_to(self.own).as_posix()
 
     def saved_model(self) -> str:
-        """A folder as `model.save(path, zipped=False)` writes it; of the weights there is only a name."""
+        """A folder as `model.save(path, zipped=False)` writes it; the weights are only an empty file."""
         names = [_CONFIG, *(name for name in self.where.files_below() if name.startswith("assets/"))]
         for name in names:
             self.file(name)
@@ -85,7 +85,7 @@ class _Folder:
             self.nbytes += (size := where.stat().st_size)
             if self.nbytes > _MOST:
                 raise CheckpointError(
-                    f"{where}: expected at most {format_bytes(_MOST)} of configurations and vocabularies beside the "
+                    f"{where}: expected at most {format_bytes(_MOST)} of configurations and vocabularies besides the "
                     f"weights, found {format_bytes(self.nbytes)} with this file of {format_bytes(size)}. Copy the "
                     "folder without its weights to a disk to look at it."
                 )
@@ -94,7 +94,7 @@ class _Folder:
 
 
 class RemoteFiles:
-    """The files at URLs that one recording, and those that repeat it, have asked for.
+    """The files at URLs that one recording, and those that repeat it, have requested.
 
     Attributes:
         options: As `storage_options` in `lazymodel.open_checkpoint`, for all URLs.
@@ -102,14 +102,14 @@ class RemoteFiles:
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         self.options = options
-        self._folders: dict[str, _Folder | GgufFolder] = {}  # by URL or path, as given and as shown
+        self._folders: dict[str, _Folder | GgufFolder] = {}  # by URL or path, as given and as displayed
         self._located: dict[str, Location] = {}
         self._own: str | None = None
 
     def serves(self, path: Any) -> bool:
-        """Whether something is a URL that is read here.
+        """Returns True for a URL that is read here.
 
-        What KerasHub can read by itself it does where obstore is lacking, and repositories of the hub without an owner.
+        Without obstore, KerasHub reads what it can by itself, and always repositories of the hub without an owner.
         """
         if not is_supported(path):
             return False
@@ -118,13 +118,13 @@ class RemoteFiles:
         return not stock and (scheme.lower() != "hf" or "/" in rest.strip("/"))
 
     def holds(self, preset: Any) -> bool:
-        """Whether something is a preset that is handed out here, at a URL or in a GGUF file."""
+        """Returns True for a preset that is read here, at a URL or in a GGUF file."""
         return self.serves(preset) or (is_gguf(preset) and not is_url(preset))
 
     def folder(self, url: str, cls: Any = None) -> str:
-        """Makes a folder at a URL known, and returns the URL as messages may show it, which `file` takes as well.
+        """Registers a folder at a URL; returns the URL as displayed in messages, which `file` also takes.
 
-        So it does with the URL or path of a GGUF file, of which `cls` is to be made.
+        Does the same for the URL or path of a GGUF file, from which `cls` is to be built.
         """
         name = shown(url)
         if is_gguf(url):
@@ -139,31 +139,31 @@ class RemoteFiles:
         return name
 
     def file(self, folder: str, name: str) -> str:
-        """The path of a file in the folder at a URL: a copy of a small one, or what stands for one of weights.
+        """The path of a file in the folder at a URL: a copy of a small file, or the placeholder of a weight file.
 
         Raises:
             FileNotFoundError: There is no such file.
-            CheckpointError: It cannot be read, or is too large for a small one.
+            CheckpointError: It cannot be read, or is too large for a small file.
         """
         return self._folders[self.folder(folder)].file(name)
 
     def location(self, path: str) -> str | RemotePath:
-        """The object that a path stands for; other paths as they are."""
+        """The object for a placeholder path; other paths unchanged."""
         folder = self._holding(path)
         return path if folder is None else folder.location(path)
 
     def gguf(self, path: str) -> GgufFolder | None:
-        """The GGUF file that a path stands for; None for other paths."""
+        """The GGUF file for a placeholder path; None for other paths."""
         folder = self._holding(path)
         return folder if isinstance(folder, GgufFolder) else None
 
     def gguf_preset(self, preset: Any) -> GgufFolder | None:
-        """The GGUF file that a preset is, once it is known; None for others."""
+        """The GGUF file of a registered preset; None for others."""
         folder = self._folders.get(preset)
         return folder if isinstance(folder, GgufFolder) else None
 
     def located(self, path: Any) -> Any:
-        """Where a URL leads, to something that is there (CheckpointError if nothing is); paths as they are."""
+        """The location of a URL (raises CheckpointError if nothing is there); paths are returned unchanged."""
         if not self.serves(path):
             return path
         if path not in self._located:
@@ -171,9 +171,9 @@ class RemoteFiles:
         return self._located[path]
 
     def for_keras(self, where: Any) -> Any:
-        """What Keras can open of what `located` returned, which may be a saved model in a folder.
+        """Returns what Keras can open for a result of `located`, which may be a saved model in a folder.
 
-        A path, or a file object of a file that Keras would open by itself.
+        A path, or a file object for a file that Keras would open by itself.
         """
         if not isinstance(where, RemotePath):
             return where
@@ -191,7 +191,7 @@ class RemoteFiles:
         return path if path.endswith((".weights.h5", ".weights.json")) else StandIn(where, path)
 
     def _holding(self, path: str) -> _Folder | GgufFolder | None:
-        """The folder that a path is in."""
+        """The folder that contains a path."""
         folders = self._folders.values() if os.path.isabs(path) else ()
         return next((folder for folder in folders if Path(path).is_relative_to(folder.own)), None)
 
@@ -203,11 +203,11 @@ class RemoteFiles:
 
 
 def check_storage_options(path: Any, options: Mapping[str, Any] | None) -> None:
-    """Raises CheckpointError where options of a store were given for something that is no URL."""
+    """Raises CheckpointError if options of a store were given for a path that is not a URL."""
     if options and not is_url(path):
         raise CheckpointError(f"{os.fspath(path)}: storage_options are for URLs, found a path or a preset's name")
 
 
 def has_obstore() -> bool:
-    """Whether URLs can be reached."""
+    """Returns True if URLs can be reached."""
     return importlib.util.find_spec("obstore") is not None

@@ -1,36 +1,44 @@
-"""Weight files as Keras and KerasHub open them, handing out lazy tensors instead of arrays.
+"""Weight files as Keras and KerasHub open them, which return lazy tensors instead of arrays.
 
 Keras reads `.weights.h5` through its `H5IOStore`, legacy HDF5 files layer by layer and Orbax checkpoints with Orbax;
 KerasHub's Hugging Face and timm converters read through `safetensors.safe_open`. While a recording runs, these return
-lazy tensors instead; they are otherwise as upstream has them, failures included, because loaders probe.
+lazy tensors; everything else is as upstream, errors included, because loaders probe.
+
+This module also changes KerasHub's own loaders and converters: presets that were saved quantized keep their dtype
+policies, and GPT-OSS' experts, which its converter would decode on the host, are decoded when they are read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import os
 import re
 from collections.abc import Callable, Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import h5py
+import keras
+import numpy as np
 
 from lazymodel import CheckpointError, LazyTensor, open_checkpoint
+from lazymodel._errors import warn
+from lazymodel._quantized.float4 import CODES, Float4Tensor, decoded_pairs, samples
 from lazymodel._remote.path import RemotePath
 from lazymodel.checkpoints import SafetensorsFile
-from lazymodel.checkpoints._decoded import DecodedFile
 from lazymodel.checkpoints._hdf5_dataset import H5File
 from lazymodel.checkpoints._untrusted import zip_member
 from lazymodel_keras import _upstream
+from lazymodel_keras._gguf.folder import converter
 from lazymodel_keras._record.patches import active, recording_patches, replace, while_recording
 from lazymodel_keras._record.remote import StandIn
 
 
 class LazySafeOpen:
-    """What `safetensors.safe_open(path, framework="np")` returns, with lazy tensors."""
+    """The result of `safetensors.safe_open(path, framework="np")`, with lazy tensors."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -39,7 +47,7 @@ class LazySafeOpen:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        pass  # the tensors that were handed out keep the file open for as long as they live
+        pass  # returned tensors keep the file open as long as they exist
 
     def keys(self) -> list[str]:
         return list(self._file.tensors.keys())
@@ -51,7 +59,7 @@ class LazySafeOpen:
 
     def get_tensor(self, name: str) -> LazyTensor:
         if name not in self._file.tensors:
-            # As safetensors does: converters probe for names and catch this.
+            # Like safetensors: converters probe for names and catch this.
             raise CheckpointError(f"{self._file.tensors.path} has no tensor {name!r}{known_layers(name, self.keys())}")
         return self._file[name]
 
@@ -60,7 +68,7 @@ class LazySafeOpen:
 
 
 def known_layers(name: str, names: Iterable[str]) -> str:
-    """What to add about a lacking tensor whose like exist for lower numbers only: that layers are lacking."""
+    """Returns a hint that layers are missing, if tensors like a missing one exist for lower numbers only."""
     stored = list(names)
     for number in re.finditer(r"(?<![0-9])[0-9]{1,9}(?![0-9])", name):
         before, after = re.escape(name[: number.start()]), re.escape(name[number.end() :])
@@ -83,9 +91,9 @@ def _get(recording: Any, original: Any, self: Any, key: str) -> Any:
         path = str(recording.remote.location(os.fsdecode(self.h5_file.filename)))
         if path in recording.files:
             return recording.files[path][name]
-        recording.refuse_unverified(f"{name!r} of {path}")  # what is no file on disk is held in memory
+        recording.refuse_unverified(f"{name!r} of {path}")  # anything but a file on disk is held in memory
         return original(self, key)
-    # An archive is read in place; one that was compressed again afterwards is read the stock way.
+    # An archive is read in place; one with compressed members is read as stock Keras does.
     path = recording.remote.location(os.fspath(self.archive.filename))
     with contextlib.suppress(*() if isinstance(path, RemotePath) else (CheckpointError,)):
         return recording.open(path, open_checkpoint)[name]
@@ -95,12 +103,12 @@ def _get(recording: Any, original: Any, self: Any, key: str) -> Any:
 @while_recording(_upstream.WeightsStore, _upstream.WEIGHTS_STORE_OPEN)
 def _open(recording: Any, original: Any, self: Any, path_or_io: Any, mode: str | None = None) -> Any:
     if (mode or self.mode) == "r":
-        # Checked by us first: our errors say what is wrong with the file.
+        # We check the file first: our errors describe the problem.
         if self.archive:
             where = recording.remote.location(os.fspath(self.archive.filename))
             recording.check_content(where)
             if isinstance(where, RemotePath):
-                # Python's own reading of a member goes through all that lies before a place in it.
+                # Python's own reading of a member reads everything before a position in it.
                 recording.open(where, open_checkpoint)
                 member = zip_member(where, self.archive.getinfo(str(path_or_io)))
                 return H5File(where, member.start, member.size).open()
@@ -117,75 +125,49 @@ def _open(recording: Any, original: Any, self: Any, path_or_io: Any, mode: str |
 def _extract_assets(
     recording: Any, original: Any, self: Any, root_path: Any, archive: Any = None, **options: Any
 ) -> Any:
-    """Has Keras extract the assets of an archive; it would extract the weights as well."""
+    """Makes Keras extract only the assets of an archive; it would extract the weights as well."""
     if archive is None or archive.mode != "r":
         return original(self, root_path, archive=archive, **options)
     everything = archive.filelist
-    archive.filelist = [info for info in everything if "/" in info.filename]  # the weights lie at the top
+    archive.filelist = [info for info in everything if "/" in info.filename]  # the weights are at the top level
     try:
         return original(self, root_path, archive=archive, **options)
     finally:
         archive.filelist = everything
 
 
-@recording_patches.register
-def _install_safe_open(undo: contextlib.ExitStack) -> None:
-    try:
-        import safetensors
-    except ImportError:
-        return  # KerasHub says so itself when a converter needs it
-    original_safe_open: Any = safetensors.safe_open
-
-    def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
-        recording = active()
-        if recording is None:
-            return original_safe_open(filename, *args, **kwargs)
-        name = os.fspath(filename)
-        if (gguf := recording.remote.gguf(name)) is not None:
-            return LazySafeOpen(recording.open(name, lambda _: gguf.tensors(fresh=recording.verify is not False)))
-        path = recording.remote.location(name)
-        if (whole := recording.decoded(path)) is not None:
-            return LazySafeOpen(recording.open(path, lambda where: DecodedFile(whole, str(where))))
-        return LazySafeOpen(recording.open(path, SafetensorsFile))
-
-    for module in _upstream.modules_with("safe_open", original_safe_open):
-        replace(undo, module, "safe_open", safe_open)
-    replace(undo, safetensors, "safe_open", safe_open)
+@while_recording(_upstream.safetensors, "safe_open")
+def _safe_open(recording: Any, original: Any, filename: Any, *_: Any, **__: Any) -> LazySafeOpen:
+    name = os.fspath(filename)
+    if (gguf := recording.remote.gguf(name)) is not None:
+        fresh = recording.options.verify is not False
+        return LazySafeOpen(recording.open(name, lambda _: gguf.tensors(fresh=fresh)))
+    path = recording.remote.location(name)
+    if (whole := recording.decoded(path)) is not None:
+        recording.check_content(path)
+        return LazySafeOpen(recording.open(path, lambda _: whole, whole.path))  # any shard stands for the whole
+    return LazySafeOpen(recording.open(path, SafetensorsFile))
 
 
 @while_recording(_upstream.safetensors_loader, "__init__")
 def _list_tensors(recording: Any, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Has KerasHub look for the tensors of a quantized folder by their plain names, not by those of the index."""
+    """Makes KerasHub look for the tensors of a quantized folder by their plain names, not by those of the index."""
     original(self, *args, **kwargs)
     if (index := self.safetensor_config) is None:
         return
     path = recording.remote.location(os.fspath(_upstream.index_of(self)))
     if (whole := recording.decoded(path if isinstance(path, RemotePath) else str(Path(path)))) is not None:
-        shards = {PurePosixPath(shard).name: shard for shard in index["weight_map"].values()}
-        names = {name: shards[PurePosixPath(whole.file_of(name)).name] for name in whole}
-        self.safetensor_config = {**index, "weight_map": names}
+        any_shard = next(iter(index["weight_map"].values()))
+        self.safetensor_config = {**index, "weight_map": dict.fromkeys(whole, any_shard)}
 
 
-@recording_patches.register
-def _install_get_file(undo: contextlib.ExitStack) -> None:
-    if (original_get_file := _upstream.get_preset_file()) is None:
-        return
-
-    @functools.wraps(original_get_file)
-    def get_file(preset: Any, path: Any) -> Any:
-        recording = active()
-        if recording is None or not recording.remote.holds(preset):
-            return original_get_file(preset, path)
-        return recording.remote.file(preset, path)
-
-    # Converters are imported when they are first needed, and then keep this function; outside of recordings it is
-    # KerasHub's own.
-    for module in _upstream.modules_with("get_file", original_get_file):
-        replace(undo, module, "get_file", get_file)
+@while_recording(_upstream.preset_utils, "get_file")
+def _get_file(recording: Any, original: Any, preset: Any, path: Any) -> Any:
+    return recording.remote.file(preset, path) if recording.remote.holds(preset) else original(preset, path)
 
 
-# Files of whole models, `.keras` and legacy HDF5. Keras before 3.15 follows any link in a legacy file; ours are checked
-# when `open_checkpoint` reads them.
+# Files of whole models, `.keras` and legacy HDF5. Keras before 3.15 follows any link in a legacy file;
+# `open_checkpoint` checks the files that we read.
 _LEGACY = _upstream.LEGACY_H5
 _dataset_of: Callable[[Any, str], Any] = getattr(_LEGACY, "safe_get_h5_dataset", operator.getitem)
 _group_of: Callable[[Any, str], Any] = getattr(_LEGACY, "safe_get_h5_group", operator.getitem)
@@ -193,25 +175,113 @@ _group_of: Callable[[Any, str], Any] = getattr(_LEGACY, "safe_get_h5_group", ope
 
 @while_recording(_upstream.SAVING_LIB, "is_memory_sufficient")
 def _is_memory_sufficient(recording: Any, original: Any, model: Any) -> Any:
-    # Keras would copy the weights of a `.keras` file into memory or beside the file, and reads them in place where
+    # Keras would copy the weights of a `.keras` file into memory or to a file next to it; it reads them in place if
     # neither works.
     raise MemoryError("weights are read in place")
 
 
 @while_recording(_LEGACY, "load_subset_weights_from_hdf5_group")
-def _load_weights(recording: Any, original: Any, group: Any) -> Any:
-    return _lazily(recording, original, group, group)
-
-
 @while_recording(_LEGACY, "load_optimizer_weights_from_hdf5_group")
-def _load_optimizer_weights(recording: Any, original: Any, group: Any) -> Any:
-    return _lazily(recording, original, group, _group_of(group, "optimizer_weights"))
-
-
-def _lazily(recording: Any, original: Any, group: Any, holder: Any) -> Any:
+def _read_legacy(recording: Any, original: Any, group: Any) -> Any:
+    holder = _group_of(group, "optimizer_weights") if "optimizer" in original.__name__ else group
     names = _LEGACY.load_attributes_from_hdf5_group(holder, "weight_names")
     path = recording.remote.location(os.fsdecode(holder.file.filename))
     if isinstance(path, str) and not os.path.isfile(path):
         return original(group)
     file = recording.open(path, open_checkpoint)
     return [file[_dataset_of(holder, name).name.lstrip("/")] for name in names]
+
+
+# KerasHub's loaders and converters -----------------------------------------------------------------------------------
+
+
+@recording_patches.register
+def _install_from_preset(undo: contextlib.ExitStack) -> None:
+    for cls in _upstream.classes_defining("from_preset"):
+        recording_patches.replace(undo, cls, "from_preset", _from_preset)
+
+
+def _from_preset(original: Any, cls: Any, preset: Any, *args: Any, **kwargs: Any) -> Any:
+    """Makes KerasHub's messages show a URL without its secrets, and reads a GGUF file for this class."""
+    recording = active()
+    if recording is not None and recording.remote.holds(preset):
+        preset = recording.remote.folder(preset, cls)
+    return original(cls, preset, *args, **kwargs)
+
+
+@while_recording(_upstream.transformers_loader, "__init__")
+def _convert_otherwise(recording: Any, original: Any, self: Any, preset: Any, config: Any) -> None:
+    """Makes one of our converters convert a GGUF file of a model that KerasHub has no converter for."""
+    folder = recording.remote.gguf_preset(preset)
+    ours = None if folder is None else converter(folder.row)
+    original(self, preset, config if ours is None else {**config, "model_type": "llama"})
+    if ours is not None:
+        self.config, self.converter = config, ours
+
+
+@while_recording(_upstream.preset_loader_class, "get_backbone_kwargs")
+def _keep_saved_policies(recording: Any, original: Any, self: Any, **kwargs: Any) -> Any:
+    """Keeps the dtype policies of a quantized preset, which its loader would overwrite with None."""
+    own, others = original(self, **kwargs)
+    saved = (self.config.get("config") or {}).get("dtype")
+    if own.get("dtype") is None and isinstance(saved, dict) and _is_quantized(keras.dtype_policies.get(saved)):
+        own["dtype"] = saved
+    return own, others
+
+
+def _is_quantized(policy: Any) -> bool:
+    policies = policy.values() if isinstance(policy, keras.dtype_policies.DTypePolicyMap) else [policy]
+    return any(policy.quantization_mode is not None for policy in policies)
+
+
+_EXPERTS = ("gate_up_proj", "down_proj")
+
+
+class _Samples:
+    """A loader of a GPT-OSS folder that returns samples in place of its experts."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def get_tensor(self, name: str) -> Any:
+        which, _, kind = name.rsplit(".", 1)[-1].rpartition("_")
+        if kind not in ("blocks", "scales"):
+            return self._loader.get_tensor(name)
+        return samples()[_EXPERTS.index(which)][kind == "scales"]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+@while_recording(_upstream.gpt_oss_converter, "convert_weights")
+def _decode_lazily(recording: Any, original: Any, backbone: Any, loader: Any, config: Any) -> None:
+    """Makes the experts decode when they are read: KerasHub's converter holds all of them on the host, in float32.
+
+    It converts samples in their place; the values that it assigns show how it decodes any number.
+    """
+    experts, assigned = list[Any](), dict[str, Any]()
+    try:
+        experts += [layer.sparse_moe_block.experts for layer in backbone.transformer_layers]
+        with contextlib.ExitStack() as undo, np.errstate(all="ignore"):  # the largest scale is NaN
+            for of, name in itertools.product(experts, _EXPERTS):
+                replace(undo, getattr(of, name), "assign", functools.partial(assigned.__setitem__, name))
+            original(backbone, _Samples(loader), config)
+        table = decoded_pairs([assigned[name].swapaxes(1, 2) for name in _EXPERTS])
+    except (AttributeError, KeyError, TypeError, ValueError):
+        table = None
+    if table is None:
+        warn(
+            "this KerasHub decodes GPT-OSS' experts in a way that lazymodel does not know: the host holds all of them "
+            "decoded, until the model is materialized"
+        )
+        original(backbone, loader, config)
+        return
+    for (index, of), name in itertools.product(enumerate(experts), _EXPERTS):
+        stored = f"model.layers.{index}.mlp.experts.{name}"
+        blocks, scales = (loader.get_tensor(f"{stored}_{kind}") for kind in ("blocks", "scales"))
+        if (blocks.dtype, scales.dtype, blocks.shape) != (np.uint8, np.uint8, (*scales.shape, CODES)):
+            raise CheckpointError(
+                f"{stored}_blocks: expected uint8 of shape {(*scales.shape, CODES)}, like its scales, found "
+                f"{blocks.dtype} {blocks.shape} and {scales.dtype} scales"
+            )
+        getattr(of, name).assign(np.transpose(LazyTensor(Float4Tensor(blocks, scales, lambda: table)), (0, 2, 1)))

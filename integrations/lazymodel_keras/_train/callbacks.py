@@ -1,7 +1,7 @@
-"""A checkpoint callback that also saves where training was, also in buckets, and how to read that back.
+"""A checkpoint callback that also saves the state of training, on disks and in buckets, and a function that reads it.
 
-Everything else is `keras.callbacks.OrbaxCheckpoint`. It has no place for epoch, data iterator or metadata of one's own,
-and its steps do not say whether they count epochs or batches.
+Everything else is `keras.callbacks.OrbaxCheckpoint`. It cannot save an epoch, a data iterator or the user's metadata,
+and its steps do not show if they count epochs or batches.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import collections
 import contextlib
 import dataclasses
 import os
+import re
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import keras
 
 import lazymodel
-from lazymodel import CheckpointError, LazyModelError, open_checkpoint
+from lazymodel import CheckpointError, LazyModelError, open_checkpoint, save_step
 from lazymodel._remote.path import remote_path
 from lazymodel._remote.url import is_url, shown
-from lazymodel.checkpoints._steps import KEY, described, is_nothing, read_described
+from lazymodel._save.remote import check_writable
+from lazymodel.checkpoints._steps import KEY, described, is_nothing, place_of, read_described
 from lazymodel.checkpoints._untrusted import read_json_file, read_json_object
 from lazymodel_keras._record.remote import RemoteFiles, check_storage_options, has_obstore
 from lazymodel_keras._train.restore import step_folder
-from lazymodel_keras._train.steps import RemoteSteps
 
 _Stock: Any = getattr(keras.callbacks, "OrbaxCheckpoint", keras.callbacks.Callback)
 
@@ -34,27 +34,27 @@ _Stock: Any = getattr(keras.callbacks, "OrbaxCheckpoint", keras.callbacks.Callba
 class TrainingCheckpoint(_Stock):
     """`keras.callbacks.OrbaxCheckpoint` that saves the epoch, the state of a data iterator and metadata with each step.
 
-    On disks the checkpoints are those of the stock callback, and are restored with `restore` or by Keras itself; what
-    is added is read with `training_state`.
+    On disks the checkpoints are those of the stock callback, and are restored with `restore` or by Keras itself;
+    `training_state` reads the additions.
 
     In buckets a step is a folder of safetensors, `s3://bucket/run/12/`, which `restore`, `training_state` and
-    `lazymodel.open_checkpoint` read; Keras itself does not, and it has no configuration of the model. It is uploaded as
-    `lazymodel.save` does it, by all processes, straight from the devices and with no more than 256 MiB of a host's
-    memory; training goes on when it is there. Only a complete step is ever seen. A failure leaves nothing of it, and
-    what a killed program left, a later save removes, unless `max_to_keep=None`.
+    `lazymodel.open_checkpoint` read; Keras itself does not, and it has no configuration of the model. All processes
+    upload it as `lazymodel.save` does, directly from the devices and with no more than 256 MiB of host memory; training
+    continues when the upload is complete. Only complete steps are visible. After a failure nothing of the step remains,
+    and a later save removes what a killed program left, unless `max_to_keep=None`.
 
     Args:
-        directory: A folder to save to. It may be relative to the folder that is current when this is made, or begin
-            with `~`; the stock callback never commits a step to such a one. Or a URL that begins with `s3://`, `gs://`
-            or `az://`, which needs obstore; without it Orbax is asked, which reaches `gs://` only.
-        metadata: What else to save, of types that JSON has: a mapping, or a function that is called at each save.
+        directory: A folder to save to. It may be relative to the current folder at this time, or begin with `~`; the
+            stock callback never commits a step to such a folder. Or a URL that begins with `s3://`, `gs://` or `az://`,
+            which needs obstore; without it Orbax saves, and only to `gs://`.
+        metadata: Further values to save, in types of JSON: a mapping, or a function that is called at each save.
         storage_options: For a URL: as in `lazymodel.open_checkpoint`.
-        **options: Those of the stock callback, such as `save_freq`, `max_to_keep`, `monitor` and `save_best_only`.
+        **options: Options of the stock callback, such as `save_freq`, `max_to_keep`, `monitor` and `save_best_only`.
 
     Raises:
-        LazyModelError: This version of Keras has no such callback, or nothing can be saved to the URL.
-        CheckpointError: From `fit`: a step could not be saved. What fails in the background is raised when the next
-            step is saved, or at the end of training, where the stock callback may say nothing. Earlier steps stay.
+        LazyModelError: This version of Keras has no such callback, or the URL is not writable.
+        CheckpointError: From `fit`: a step could not be saved. A failure in the background is raised when the next
+            step is saved, or at the end of training, where the stock callback may not report it. Earlier steps stay.
 
     Example:
         >>> checkpoint = lk.TrainingCheckpoint("checkpoints", metadata={"run": 3})
@@ -77,50 +77,50 @@ class TrainingCheckpoint(_Stock):
         where = os.path.expanduser(os.fspath(directory))
         check_storage_options(where, storage_options)
         if is_url(where) and has_obstore():
-            steps = RemoteSteps(where, storage_options)
-            # The stock callback makes a checkpointer of Orbax' at once, which takes a folder on a disk only.
+            check_writable(remote_path(where, storage_options))
+            # The stock callback creates an Orbax checkpointer at once, which only takes a folder on a disk. Nothing is
+            # saved in the background: the next batch's update may donate the arrays that are read.
             with tempfile.TemporaryDirectory() as unused:
-                super().__init__(unused, **options)
+                super().__init__(unused, **options | {"save_on_background": False})
                 self.checkpointer.close()
-            self.directory, steps.max_to_keep = where, self.max_to_keep
-            self.checkpointer = _Describing(steps, self._describe, shown(where))
+            self.directory = where
+            self.checkpointer = _RemoteSteps(where, max_to_keep=self.max_to_keep, storage_options=storage_options)
         else:
             self._save_with_orbax(where, options)
+        self.checkpointer = _Describing(self.checkpointer, self._describe, shown(self.directory))
         self._metadata = metadata
         self._epoch = self._batch = self._trained = 0
-        # (batches taken from the data, its state then), from what was trained on last to what was taken last.
+        # (batches taken from the data, its state then), from the last batch trained on to the last batch taken.
         self._states: collections.deque[tuple[int, Any]] = collections.deque()
 
     def _save_with_orbax(self, where: str, options: dict[str, Any]) -> None:
-        # Orbax takes a relative folder, and then fails to write to it.
-        where = where if is_url(where) else os.path.abspath(where)
         try:
-            super().__init__(where, **options)
-        except Exception as error:  # of many types: Orbax's own, those of the libraries that it reaches buckets with
+            # Orbax accepts a relative folder, and then fails to write to it.
+            super().__init__(where if is_url(where) else os.path.abspath(where), **options)
+        except Exception as error:  # of many types: Orbax's own, and those of the libraries that access buckets
             if not is_url(where):
                 raise
             reason = str(error).replace(where, shown(where)).partition("\n")[0]
             raise LazyModelError(
                 f"Orbax, which saves the steps without obstore, cannot save to {shown(where)}: {reason}. Install "
                 "obstore, with which s3://, gs:// and az:// are saved to: pip install 'lazymodel[remote]'"
-            ) from None  # which may show a query that signs
-        self.checkpointer = _Describing(self.checkpointer, self._describe, where)
+            ) from None  # it may show a signing query
 
     def data(self, iterator: Any) -> Iterator[Any]:
-        """The batches of an iterator, for `fit`, with its state noted after each.
+        """The batches of an iterator, for `fit`; its state is recorded after each.
 
-        `fit` takes batches before it trains on them; what is saved with a step is the state after the last batch that
-        was trained on. Give `fit` `steps_per_epoch`, since it takes this for data without an end, and `shuffle=False`.
-        The `fit` of KerasHub's tasks takes datasets only: `keras.Model.fit(task, …)` takes this, of batches that are
+        `fit` takes batches before it trains on them; a step is saved with the state after the last batch that was
+        trained on. Pass `steps_per_epoch` to `fit`, since it treats this as data without an end, and `shuffle=False`.
+        The `fit` of KerasHub's tasks takes datasets only: `keras.Model.fit(task, …)` takes this, with batches that are
         preprocessed already.
 
         Args:
-            iterator: An iterator with `get_state()`, and `set_state(state)` to go on with, as Grain's have. A state is
-                bytes or of types that JSON has.
+            iterator: An iterator with `get_state()`, and `set_state(state)` to resume from a state, like those of
+                Grain. A state is bytes or a value in types of JSON.
 
         Raises:
-            LazyModelError: It has no `get_state`, or there are several processes, whose iterators have states of their
-                own.
+            LazyModelError: It has no `get_state`, or there are several processes, whose iterators have separate
+                states.
         """
         if not callable(getattr(iterator, "get_state", None)):
             raise LazyModelError(
@@ -135,7 +135,7 @@ class TrainingCheckpoint(_Stock):
         self._states = states = collections.deque([(0, iterator.get_state())])
 
         def noted() -> Iterator[Any]:
-            # A generator, which `data` is not so that it complains at once: what Keras takes for a stream of batches.
+            # A generator, since Keras treats one as a stream of batches; `data` is not one, so that it raises at once.
             for count, batch in enumerate(iterator, 1):
                 states.append((count, iterator.get_state()))
                 yield batch
@@ -161,26 +161,46 @@ class TrainingCheckpoint(_Stock):
         try:
             self.checkpointer.settle()
         finally:
-            super().on_train_end(logs)  # which closes the checkpointer, and drops what that raises
+            super().on_train_end(logs)  # closes the checkpointer, and drops its errors
 
     def wait_until_finished(self) -> None:
-        """Waits until what was saved is on disk; raises CheckpointError where a step could not be saved."""
+        """Waits until everything is saved to disk; raises CheckpointError if a step could not be saved."""
         self.checkpointer.settle()
         super().wait_until_finished()
 
     def _describe(self) -> dict[str, Any]:
-        """What is saved besides the model: a step's metadata and data, as `lazymodel.save` has them."""
+        """Custom metadata of a step: the arguments of `lazymodel.save_step` other than the model."""
         given = self._metadata() if callable(self._metadata) else self._metadata
         where = {"epoch": self._epoch, "batch": self._batch, "metadata": dict(given or {})}
         return {KEY: described(where, self._states[0][1] if self._states else None)}
 
 
+class _RemoteSteps:
+    """A checkpointer that saves with `lazymodel.save_step`, since Orbax itself can only access Google's buckets.
+
+    Tensors have the same names as in Orbax checkpoints: `trainable_variables/model/dense/kernel`.
+    """
+
+    def __init__(self, url: str, **options: Any) -> None:
+        self._url, self._options = url.rstrip("/"), options
+
+    def save_checkpointables(
+        self, step: int, checkpointables: Mapping[str, Any], *, custom_metadata: Mapping[str, Any]
+    ) -> None:
+        save_step(checkpointables["pytree"], self._url, step, **custom_metadata[KEY], **self._options, progress=False)
+
+    def wait(self) -> None:
+        pass
+
+    close = wait
+
+
 class _Describing:
-    """An Orbax checkpointer that adds custom metadata to every step, and tells of every step that was not saved."""
+    """A checkpointer that adds custom metadata to every step, and raises for every step that was not saved."""
 
     def __init__(self, checkpointer: Any, describe: Callable[[], dict[str, Any]], directory: str) -> None:
         self._checkpointer, self._describe, self._directory = checkpointer, describe, directory
-        self._saving: list[tuple[int, Any]] = []
+        self._saving: tuple[int, Any] | None = None  # the step that is being saved in the background
 
     def save_checkpointables(self, step: int, *args: Any, **options: Any) -> Any:
         options["custom_metadata"] = self._describe()
@@ -188,29 +208,27 @@ class _Describing:
             return self._checkpointer.save_checkpointables(step, *args, **options)
 
     def save_checkpointables_async(self, step: int, *args: Any, **options: Any) -> Any:
-        self.settle()  # Orbax waits for the step before, too
+        self.settle()  # Orbax also waits for the previous step
         options["custom_metadata"] = self._describe()
         with self._naming(step):
             saving = self._checkpointer.save_checkpointables_async(step, *args, **options)
-        if saving is not None:  # it was not skipped
-            self._saving.append((step, saving))
+        self._saving = None if saving is None else (step, saving)  # None if it was skipped
         return saving
 
     def settle(self) -> None:
-        """Waits for what is saved in the background; raises CheckpointError where it was not."""
-        while self._saving:
-            step, saving = self._saving.pop()
-            with self._naming(step):
-                saving.result()
+        """Waits for the step that is being saved in the background; raises CheckpointError if it was not saved."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            with self._naming(saving[0]):
+                saving[1].result()
 
     @contextlib.contextmanager
     def _naming(self, step: int) -> Generator[None]:
         try:
             yield
         except Exception as error:  # Orbax' own, tensorstore's, the system's
-            raise CheckpointError(
-                f"step {step} was not saved to {self._directory}: {error or type(error).__name__}"
-            ) from error
+            reason = error or type(error).__name__
+            raise CheckpointError(f"step {step} was not saved to {self._directory}: {reason}") from error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._checkpointer, name)
@@ -218,14 +236,14 @@ class _Describing:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingState(lazymodel.TrainingState):
-    """Where training was when a checkpoint was saved, as `lazymodel.TrainingState`, and by epochs.
+    """The state of training when a checkpoint was saved: `lazymodel.TrainingState` and epochs.
 
-    The stock callback's `step` counts epochs from 0, or batches where `save_freq` is a number.
+    The stock callback's `step` counts epochs from 0, or batches if `save_freq` is a number.
 
     Attributes:
-        epoch: What to give `fit` as `initial_epoch`: the epochs that were completed. None where the stock callback
-            saved it, and the number of updates does not tell.
-        batch: Batches of the next epoch that were trained on already; 0 where epochs were saved.
+        epoch: The `initial_epoch` for `fit`: the number of completed epochs. None if the stock callback saved it, and
+            the number of updates does not show it.
+        batch: Batches of the next epoch that were trained on already; 0 if epochs were saved.
 
     Example:
         >>> state = lk.training_state("checkpoints")  # saved as in the example of `TrainingCheckpoint`
@@ -240,16 +258,16 @@ class TrainingState(lazymodel.TrainingState):
 def training_state(
     path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> TrainingState | None:
-    """Where training was when a checkpoint was saved, by `TrainingCheckpoint` or the stock callback; None where nothing
-    was saved yet, so that training begins.
+    """The state of training when a checkpoint was saved, by `TrainingCheckpoint` or the stock callback; None if nothing
+    was saved yet, so training begins.
 
     Args:
-        path: The folder of a step, or one of steps, of which the newest complete one is taken; `~` is the home folder.
-            Or the URL of one.
+        path: The folder of a step, or a folder of steps, from which the newest complete one is used; `~` is the home
+            folder. Or the URL of one.
         storage_options: For a URL: as in `lazymodel.open_checkpoint`.
 
     Raises:
-        CheckpointError: It is no such checkpoint, or what was saved with it cannot be read.
+        CheckpointError: It is not such a checkpoint, or the saved state cannot be read.
 
     Example:
         >>> lk.training_state("checkpoints").epoch  # saved as in the example of `TrainingCheckpoint`
@@ -258,41 +276,33 @@ def training_state(
     text = os.path.expanduser(os.fspath(path))
     check_storage_options(text, storage_options)
     files = RemoteFiles(storage_options)
-    if files.serves(text) or not is_url(text):
-        place = remote_path(text, storage_options) if is_url(text) else Path(text)
-        if is_nothing(place):
-            return None
+    if (files.serves(text) or not is_url(text)) and is_nothing(place_of(text, storage_options)):
+        return None
     where = files.located(text)
     with open_checkpoint(where) as checkpoint:
-        text_of_step = (checkpoint.metadata or {}).get(KEY)
-        item = checkpoint.files[0] if text_of_step is not None else getattr(checkpoint, "item", None)
-        folder = None if item is None else step_folder(where, str(item))
+        about = (checkpoint.metadata or {}).get(KEY)
+        inside = getattr(checkpoint, "item", None) if about is None else checkpoint.files[0]
+        folder = None if inside is None else step_folder(where, str(inside))
         number = "" if folder is None else folder.name.rpartition("_")[2]
         if folder is None or not number.isdecimal():
             raise CheckpointError(
                 f"{shown(text)}: expected a step that a callback for training saved, found {checkpoint.format}"
             )
-        updates = [
-            int(checkpoint[name].read())
-            for name in checkpoint
-            if name.startswith("optimizer_variables/") and name.endswith("/iteration") and checkpoint[name].shape == ()
-        ]
+        counts = [name for name in checkpoint if re.fullmatch("optimizer_variables/.*/iteration", name)]
+        updates = max((int(checkpoint[name].read()) for name in counts if checkpoint[name].shape == ()), default=0)
     step, file = int(number), folder / "_CHECKPOINT_METADATA"
-    if text_of_step is not None:
-        ours = read_json_object(text_of_step.encode(), str(folder))
+    if about is not None:
+        ours = read_json_object(about.encode(), str(folder))
     else:
-        custom = read_json_file(file).get("custom_metadata") if file.exists() else None
-        ours = cast("dict[str, Any]", custom).get(KEY) if isinstance(custom, dict) else None
+        custom: Any = read_json_file(file).get("custom_metadata") if file.exists() else None
+        ours = custom.get(KEY) if isinstance(custom, dict) else None
     if ours is None:
-        return TrainingState(str(folder), step, {}, None, _stock_epoch(step, max(updates, default=0)), 0)
+        # The stock callback's step is an epoch's number from 0, or a number of batches. All epochs have the same number
+        # of updates, at least one.
+        by_epochs = updates > step and updates % (step + 1) == 0
+        return TrainingState(str(folder), step, {}, None, step + 1 if by_epochs else None, 0)
     found, data = read_described(ours, folder)
     try:
         return TrainingState(str(folder), step, dict(found["metadata"]), data, int(found["epoch"]), int(found["batch"]))
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{folder}: expected epoch, batch and metadata under {KEY!r}, found {error!r}") from error
-
-
-def _stock_epoch(step: int, updates: int) -> int | None:
-    """The epochs that were completed, where the stock callback's step is an epoch's number from 0, not batches."""
-    # Epochs have the same number of updates each, at least one.
-    return step + 1 if updates > step and updates % (step + 1) == 0 else None

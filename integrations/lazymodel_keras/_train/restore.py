@@ -1,18 +1,22 @@
-"""Training checkpoints back into Keras models: weights, optimizer state and metrics, each device its own shards.
+"""Restores training checkpoints into Keras models: weights, optimizer state and metrics; each device reads its shards.
 
-Responsible for finding each variable's tensor in what `keras.callbacks.OrbaxCheckpoint`, `model.save` and
-`save_weights` wrote, and for saying what does not fit. Files are read by the stream as any other checkpoint's.
+Responsible for finding each variable's tensor in checkpoints of `keras.callbacks.OrbaxCheckpoint`, `model.save` and
+`save_weights`, and for reporting mismatches. The stream reads the files like those of any other checkpoint.
 
-Orbax checkpoints name variables by path. Stock Keras leaves what it does not find under the exact path as it is, in
-silence; here paths are matched by `_train/names`, and what is left over is an error.
+Orbax checkpoints name variables by path. Stock Keras silently skips variables that it does not find under the exact
+path; here `_train/restore` matches paths, and what remains unmatched raises.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
+import itertools
 import os
+import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, Unpack, cast, overload
 
@@ -30,47 +34,91 @@ from lazymodel.checkpoints._untrusted import read_json_file
 from lazymodel_keras import _upstream
 from lazymodel_keras._build import KerasModel, Materializing, check_all_used, check_options
 from lazymodel_keras._model.abstract import extended, from_skeleton
-from lazymodel_keras._model.skeleton import Skeleton, model_variables
+from lazymodel_keras._model.keras_object import AbstractKerasObject, model_variables
 from lazymodel_keras._record.patches import active, while_recording
-from lazymodel_keras._record.recording import Recording
+from lazymodel_keras._record.recording import LoadOptions, Recording, session
 from lazymodel_keras._record.remote import RemoteFiles, check_storage_options
-from lazymodel_keras._record.session import session
-from lazymodel_keras._train.names import match_paths, match_slots
+
+# Matching of saved paths and paths of a model, despite names that Keras gives differently in another program.
+#
+# Keras numbers automatic names over the whole process (`dense_4`), and variables of a model made from its configuration
+# do not have the name of the model in front. Paths are matched across such differences if that is possible in only one
+# way.
+
+
+def _match_paths(paths: Iterable[str], saved: Iterable[str], automatic: set[str]) -> dict[str, str]:
+    """Path of the model → saved path, for all that can be matched.
+
+    Equal paths are matched first, if that matches all of the model's. Otherwise all are compared without the numbers of
+    `automatic` names but with their order. Then one path may have fewer leading parts than the other, if it matches no
+    other path.
+    """
+    if set(paths) <= set(saved):
+        return {path: path for path in paths}
+    ours, theirs = _renumbered(paths, automatic), _renumbered(saved, automatic)
+    matched = {ours.pop(name): theirs.pop(name) for name in [*ours] if name in theirs}
+    fits = [(path, theirs[end]) for name, path in ours.items() for end in _endings(name) if end in theirs]
+    fits += [(ours[end], path) for name, path in theirs.items() for end in _endings(name) if end in ours]
+    of_ours, of_theirs = (collections.Counter(pair[side] for pair in fits) for side in (0, 1))
+    return matched | {path: other for path, other in fits if of_ours[path] == of_theirs[other] == 1}
+
+
+def _endings(name: str) -> list[str]:
+    parts = name.split("/")
+    return ["/".join(parts[start:]) for start in range(len(parts))]
+
+
+def _renumbered(paths: Iterable[str], automatic: set[str]) -> dict[str, str]:
+    """Path with automatic names counted from 0 in their order (`dense_4`, `dense_7` → `dense#0`, …) → the path."""
+    part = re.compile(rf"(?<![^/])({'|'.join(map(re.escape, automatic))})(?:_(\d+))?(?![^/])")
+    found = {(base, int(number or 0)) for path in paths for base, number in part.findall(path)}
+    ranks: dict[tuple[str, int], int] = {}
+    for _, numbers in itertools.groupby(sorted(found), key=lambda each: each[0]):
+        ranks |= {each: rank for rank, each in enumerate(numbers)}
+    return {part.sub(lambda m: f"{m[1]}#{ranks[m[1], int(m[2] or 0)]}", path): path for path in paths}
+
+
+def _match_slots(
+    slots: Mapping[str, Any], names: Mapping[str, str], saved_as: Mapping[str, str], automatic: set[str]
+) -> dict[str, str]:
+    """Path of each optimizer variable → its name in the checkpoint, for all that can be matched.
+
+    The state that an optimizer keeps for a variable is named after it, `adam/net_dense_kernel_momentum`.
+    """
+    prefixes = {path.replace("/", "_") + "_": saved.replace("/", "_") + "_" for path, saved in saved_as.items()}
+    expected: dict[str, str] = {}
+    for path in slots:
+        scope, _, leaf = path.rpartition("/")
+        owner = max((prefix for prefix in prefixes if leaf.startswith(prefix)), key=len, default="")
+        expected[path] = (f"{scope}/" if scope else "") + prefixes.get(owner, "") + leaf[len(owner) :]
+    matched = _match_paths(expected.values(), names, automatic)
+    return {path: names[matched[name]] for path, name in expected.items() if name in matched}
+
 
 T = TypeVar("T")
 
 _WEIGHTS = ("trainable_variables", "non_trainable_variables")
 _OPTIMIZER = "optimizer_variables"
 _METRICS = "metrics_variables"
-_WITH_STATE = (".keras", ".weights.h5", ".weights.json")  # Keras' own files in which optimizer state may be
+_WITH_STATE = (".keras", ".weights.h5", ".weights.json")  # Keras' own files that may contain optimizer state
 _SAVING = _upstream.SAVING_API
-_SEED_STATE = "seed_generator_state"  # the random state of dropout and the like: training state, no weight
+_SEED_STATE = "seed_generator_state"  # the random state of dropout and the like: training state, not a weight
+
+
+class Restoring(Materializing, total=False):
+    """The options of `restore`."""
+
+    weights_only: bool
+    strict: bool
+    cast: str
+    storage_options: Mapping[str, Any] | None
+    compile: Compile | Sequence[Compile] | None
 
 
 @overload
-def restore(
-    model: AbstractModel[T],
-    path: str | os.PathLike[str],
-    *,
-    weights_only: bool = ...,
-    strict: bool = ...,
-    cast: str = ...,
-    storage_options: Mapping[str, Any] | None = ...,
-    compile: Compile | Sequence[Compile] | None = ...,
-    **options: Unpack[Materializing],
-) -> T: ...
+def restore(model: AbstractModel[T], path: str | os.PathLike[str], **options: Unpack[Restoring]) -> T: ...
 @overload
-def restore(
-    model: T,
-    path: str | os.PathLike[str],
-    *,
-    weights_only: bool = ...,
-    strict: bool = ...,
-    cast: str = ...,
-    storage_options: Mapping[str, Any] | None = ...,
-    compile: Compile | Sequence[Compile] | None = ...,
-    **options: Unpack[Materializing],
-) -> T: ...
+def restore(model: T, path: str | os.PathLike[str], **options: Unpack[Restoring]) -> T: ...
 def restore(
     model: Any,
     path: str | os.PathLike[str],
@@ -82,36 +130,35 @@ def restore(
     compile: Compile | Sequence[Compile] | None = None,
     **options: Unpack[Materializing],
 ) -> Any:
-    """Puts a training checkpoint into a model, wherever its variables are placed; each device reads only its shards.
+    """Restores a training checkpoint into a model, wherever its variables are placed; each device reads its shards.
 
-    The mesh may be another than the one that saved. Optimizer state is restored with the weights: an optimizer that was
-    not built yet is built, its variables placed like those that they belong to. So are the metrics that have variables
-    (`fit` begins each epoch with fresh ones) and the states of random generators, where the checkpoint has them.
-    `training_state` tells the epoch to go on with.
+    The mesh may differ from the one that saved. Optimizer state is restored with the weights: an optimizer that was
+    not built yet is built, with its variables placed like those that they belong to. Metrics that have variables
+    (`fit` begins each epoch with new ones) and the states of random generators are also restored, if the checkpoint has
+    them. `training_state` returns the epoch to resume from.
 
     Args:
         model: A Keras model, which is filled in place and keeps its shardings. Or an abstract one, which needs memory
-            for one copy of the state only: what `lazymodel.build_abstract` returned, not materialized yet; or, within
+            for only one copy of the state: the result of `lazymodel.build_abstract`, not materialized yet; or, within
             `deferred()` or a function that is built abstractly, a model whose variables are still abstract.
-        path: What `keras.callbacks.OrbaxCheckpoint` or `lk.TrainingCheckpoint` saved (the folder, for the newest step,
-            or a step's); or a `.keras`, `.weights.h5`, `.weights.json` or legacy `.h5` file, of which the last is
-            restored without its optimizer state. Or the URL of one of these, which is read from there; see
+        path: A checkpoint of `keras.callbacks.OrbaxCheckpoint` or `lk.TrainingCheckpoint` (the folder, for the newest
+            step, or the folder of a step); or a `.keras`, `.weights.h5`, `.weights.json` or legacy `.h5` file; the
+            last is restored without its optimizer state. Or the URL of one of these, which is read from there; see
             `abstract_from_preset`.
-        weights_only: Whether to leave optimizer, metrics and random states as they are; into an instance with another
-            optimizer, say.
-        strict: Whether a variable without a tensor, a tensor without a variable and a tensor of another shape are an
-            error; if not, these variables stay as they are or are initialized, with a warning that lists them.
+        weights_only: True leaves optimizer, metrics and random states unchanged, for example for a different optimizer.
+        strict: True raises for a variable without a tensor, a tensor without a variable and a tensor of another shape;
+            False leaves these variables unchanged or initializes them, with a warning that lists them.
         cast: As in `AbstractModel.materialize`. Within a block or build function that casts unsafely, so does this.
-        storage_options: For a URL: as in `lazymodel.open_checkpoint`. Within a block or build function, those given
-            here hold for this call.
-        compile: As in `from_preset`: what will be called, compiled while the checkpoint is read.
-        **options: See `AbstractModel.materialize`; within a block or build function its own hold.
+        storage_options: For a URL: as in `lazymodel.open_checkpoint`. Within a block or build function, they apply to
+            this call.
+        compile: As in `from_preset`: what to compile while the checkpoint is read.
+        **options: See `AbstractModel.materialize`; within a block or build function, its own options apply.
 
     Returns:
-        The model, or the one that was made of the abstract one.
+        The model, or the one built from the abstract model.
 
     Raises:
-        CheckpointError: The checkpoint is missing, corrupt, or does not fit; nothing was restored then.
+        CheckpointError: The checkpoint is missing, corrupt, or does not match; then nothing was restored.
         LazyModelError: The model has no variables yet.
 
     Example:
@@ -124,48 +171,38 @@ def restore(
     check_options("restore", options)
     text = os.path.expanduser(os.fspath(path))
     check_storage_options(text, storage_options)
-    recording = active()
-    remote = RemoteFiles(storage_options) if recording is None or storage_options is not None else recording.remote
-    where = remote.located(text)
+    outer = active()
+    remote = RemoteFiles(storage_options) if outer is None or storage_options is not None else outer.remote
+    read = functools.partial(read_state, path=remote.located(text), weights_only=weights_only, strict=strict)
+    materializing = {**options, "compile": compile}
     if isinstance(model, AbstractModel):
-        restored, recording = _restore_abstract(model, where, weights_only, strict, cast, remote)
-        try:
-            return restored.materialize(compile=compile, **options)
-        finally:
-            recording.close_files()
-    if recording is None:
-        _restore_placed(
-            Recording(cast=cast, remote=remote), model, where, weights_only, strict, {**options, "compile": compile}
-        )
-        return model
-    others, recording.files = recording.files, {}  # this call answers for its own
-    outer_cast, outer_remote = recording.cast, recording.remote
-    recording.cast, recording.remote = UNSAFE if cast == UNSAFE else outer_cast, remote
+        return _restore_abstract(model, read, cast, remote, materializing)
+    if outer is None:
+        return _restore_placed(Recording(LoadOptions(cast=cast), remote), model, read, materializing)
+    before = outer.files, outer.cast, outer.remote
+    # This call checks its own files only.
+    outer.files, outer.cast, outer.remote = {}, UNSAFE if cast == UNSAFE else outer.cast, remote
     try:
-        read_state(recording, model, where, weights_only=weights_only, strict=strict)
-        if recording.on_loaded is not None:
-            recording.on_loaded(model, "restore", True)
+        read(outer, model)
+        if outer.on_loaded is not None:
+            outer.on_loaded(model, "restore", True)
     finally:
-        recording.files = {**others, **recording.files}
-        recording.cast, recording.remote = outer_cast, outer_remote
+        opened = outer.files
+        outer.files, outer.cast, outer.remote = before
+        outer.files |= opened
     return model
 
 
 def _restore_placed(
-    recording: Recording,
-    model: Any,
-    where: str | Location,
-    weights_only: bool,
-    strict: bool,
-    options: Mapping[str, Any],
-) -> None:
-    """Restores into a model whose variables have their places, outside of any block."""
+    recording: Recording, model: Any, read: Callable[[Recording, Any], None], options: Mapping[str, Any]
+) -> Any:
+    """Restores into a model whose variables are placed, outside of any block."""
     try:
         with session(recording):
-            read_state(recording, model, where, weights_only=weights_only, strict=strict)
+            read(recording, model)
         _materialize(recording, model, options)
     except BaseException:
-        # The optimizer may have been built for this. It stays built, with nothing restored into it.
+        # The optimizer may have been built here. It stays built, with nothing restored into it.
         for variable, recorded in list(recording.variables()):
             recorded.value = None
             if _upstream.value(variable) is not None:
@@ -174,12 +211,13 @@ def _restore_placed(
         raise
     finally:
         recording.close_files()
+    return model
 
 
 def read_state(
     recording: Recording, model: Any, path: str | Location, *, weights_only: bool = False, strict: bool = True
 ) -> None:
-    """Assigns a checkpoint's tensors to a model's variables, unread, while a recording runs; raises as `restore`."""
+    """Assigns a checkpoint's tensors to a model's variables, unread, in a recording; raises like `restore`."""
     if not isinstance(model, keras.Model) or not model.variables:
         name = getattr(model, "name", type(model).__name__)
         raise LazyModelError(
@@ -190,7 +228,7 @@ def read_state(
     if not where.exists():
         raise CheckpointError(f"checkpoint {path} does not exist")
     if where.is_dir() and (where / "model.weights.h5").exists():
-        where = where / "model.weights.h5"  # what `model.save(path, zipped=False)` wrote
+        where = where / "model.weights.h5"  # written by `model.save(path, zipped=False)`
     try:
         for variable in model_variables(model):
             recording.adopt(variable)
@@ -208,7 +246,7 @@ def read_state(
 
 
 def is_orbax(path: Any) -> bool:
-    """Whether stock Keras would look for an Orbax checkpoint at a path: a folder that is no saved model of its own."""
+    """Returns True for a folder in which stock Keras looks for an Orbax checkpoint, as it is not a saved model."""
     where = path if isinstance(path, RemotePath) else Path(path)
     return where.is_dir() and not (where / "config.json").exists()
 
@@ -216,7 +254,7 @@ def is_orbax(path: Any) -> bool:
 def model_from_orbax(
     path: str | Location, custom_objects: Any, compile: bool, safe_mode: bool, *, strict: bool = True
 ) -> Any:
-    """The model that an Orbax checkpoint carries the configuration of, if it does, while a recording runs."""
+    """The model whose configuration an Orbax checkpoint contains, in a recording; without one, CheckpointError."""
     recording = active()
     assert recording is not None
     recording.refuse_unverified(str(path))
@@ -247,28 +285,28 @@ def model_from_orbax(
 
 
 def step_folder(where: str | Location, inside: str) -> Location:
-    """The folder of a step: what something that was found in it, or is it, at or below a place, is in."""
+    """The folder of a step: the parent of `inside`, which was found at or below `where`."""
     if not isinstance(where, RemotePath):
         return Path(inside).parent
     below = inside.removeprefix(str(where)).strip("/")
     return (where / below if below else where).parent
 
 
-# Into models ----------------------------------------------------------------------------------------------------------
+# Models ---------------------------------------------------------------------------------------------------------------
 
 
 class _PlacedModel(KerasModel):
-    """A model whose variables have their places, which may be the memory of hosts until it is moved back."""
+    """A model whose variables are placed, possibly in host memory until they are moved back."""
 
     def check_placed(self, variables: Mapping[str, AbstractVariable]) -> None:
         pass
 
 
 def _materialize(recording: Recording, model: Any, options: Mapping[str, Any]) -> None:
-    """Gives a model that is placed already what was recorded for it; what has no mesh is replicated on the model's.
+    """Gives a placed model its recorded values; variables without a mesh are replicated on the model's mesh.
 
-    An optimizer that was made apart from the model has its step count on one device; arrays that are committed to it
-    could not be used together with the model's.
+    An optimizer that was created separately from the model has its step count on one device; arrays that are committed
+    to it could not be used together with the model's arrays.
     """
     skeleton = _PlacedModel(None, recording, model)
     if not skeleton.variables:
@@ -285,24 +323,32 @@ def _materialize(recording: Recording, model: Any, options: Mapping[str, Any]) -
 
 
 def _restore_abstract(
-    abstract: AbstractModel[Any], path: str | Location, weights_only: bool, strict: bool, cast: str, remote: RemoteFiles
-) -> tuple[AbstractModel[Any], Recording]:
-    """The abstract model with the checkpoint's tensors as sources and an optimizer that is built, and its recording."""
+    abstract: AbstractModel[Any],
+    read: functools.partial[None],
+    cast: str,
+    remote: RemoteFiles,
+    options: Mapping[str, Any],
+) -> Any:
+    """Materializes an abstract model with the checkpoint's tensors as sources, and builds its optimizer."""
     skeleton = abstract.framework
-    if not isinstance(skeleton, Skeleton) or skeleton.used:
+    if not isinstance(skeleton, AbstractKerasObject) or skeleton.used:
         raise LazyModelError(
-            f"cannot restore {path} into the abstract model {abstract.name}: expected one of a Keras model that was "
-            "not materialized yet. Build it abstractly again, or restore into the materialized model."
+            f"cannot restore {read.keywords['path']} into the abstract model {abstract.name}: expected one of a Keras "
+            "model that was not materialized yet. Build it abstractly again, or restore into the materialized model."
         )
     start, recording = time.perf_counter(), skeleton.present().recording
-    skeleton.used = True  # an optimizer is built that the abstract model knows nothing of
+    skeleton.used = True  # the object gets an optimizer that the abstract model does not have
     recording.cast, recording.remote = cast, remote
     with session(recording):
-        read_state(recording, skeleton.result, path, weights_only=weights_only, strict=strict)
+        read(recording, skeleton.result)
     filled = KerasModel(None, recording, skeleton.result)
     filled.add_variables(skeleton.variables)
     restored = extended(abstract, filled)
-    return dataclasses.replace(restored, spent=(*abstract.spent, Span.since(start, "build", "restoring"))), recording
+    restored = dataclasses.replace(restored, spent=(*abstract.spent, Span.since(start, "build", "restoring")))
+    try:
+        return restored.materialize(**options)
+    finally:
+        recording.close_files()
 
 
 # Keras' own files -----------------------------------------------------------------------------------------------------
@@ -323,7 +369,7 @@ def _read_keras(recording: Recording, model: Any, path: Location, weights_only: 
                 f"{len(state)}. Compile the model with the optimizer that it was saved with, or pass weights_only=True."
             )
     skipped = [optimizer] if optimizer is not None and (weights_only or not state) else []
-    loading, recording.loading = recording.loading, True  # what is wrong is said here, and what is loaded
+    loading, recording.loading = recording.loading, True  # errors and loaded objects are reported here
     try:
         with recording.explaining(f"restoring {path}"):
             file = recording.remote.for_keras(path)
@@ -356,34 +402,30 @@ def _read_orbax(recording: Recording, model: Any, path: Location, weights_only: 
     optimizer = None if weights_only or not names.get(_OPTIMIZER) else getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
-    automatic = {_upstream.automatic_name(type(part)) for part in _parts(model)} | {"seed_generator", "variable"}
-
+    automatic = _automatic_names(model)
     weights = {variable.path: variable for variable in model.variables}
     if weights_only:
-        weights = {path: variable for path, variable in weights.items() if not path.endswith(_SEED_STATE)}
+        weights = {of: variable for of, variable in weights.items() if not of.endswith(_SEED_STATE)}
         names["weights"] = {saved: name for saved, name in names["weights"].items() if not saved.endswith(_SEED_STATE)}
-    saved_as = match_paths(list(weights), list(names["weights"]), automatic)
-    taken = {path: names["weights"][saved] for path, saved in saved_as.items()}
-    wanted = dict(weights)
-    unused = {name for name in names["weights"].values() if name not in set(taken.values())}
+    saved_as = _match_paths(weights, names["weights"], automatic)
+    targets, taken = dict(weights), {of: names["weights"][saved] for of, saved in saved_as.items()}
+    unused = {*names["weights"].values()}
     if optimizer is not None:
         slots = {variable.path: variable for variable in optimizer.variables}
-        found = match_slots(slots, names[_OPTIMIZER], saved_as, automatic)
-        wanted |= slots
-        taken |= found
-        unused |= {name for name in names[_OPTIMIZER].values() if name not in set(found.values())}
-    _require_complete(model, path, wanted, taken, unused, strict=strict)
+        targets |= slots
+        taken |= _match_slots(slots, names[_OPTIMIZER], saved_as, automatic)
+        unused |= {*names[_OPTIMIZER].values()}
+    _require_complete(model, path, targets, taken, sorted(unused - {*taken.values()}), strict=strict)
     if not weights_only and names.get(_METRICS):
-        # Metrics that have no variables yet get them from the first batch, and fresh values at once.
+        # Metrics without variables yet get them from the first batch, with initial values.
         metrics = {variable.path: variable for variable in getattr(model, "metrics_variables", ())}
-        matched = match_paths(list(metrics), list(names[_METRICS]), automatic)
-        wanted |= metrics
-        taken |= {path: names[_METRICS][saved] for path, saved in matched.items()}
+        targets |= metrics
+        taken |= {of: names[_METRICS][it] for of, it in _match_paths(metrics, names[_METRICS], automatic).items()}
 
-    misfits = {of: name for of, name in taken.items() if tuple(wanted[of].shape) != file.tensors[name].shape}
-    if misfits:
-        shapes = {of: (wanted[of].shape, file.tensors[name].shape) for of, name in misfits.items()}
-        found = listed((misshapen(of, *shapes[of], f"tensor {misfits[of]!r}") for of in misfits), separator="; ")
+    mismatches = {of: name for of, name in taken.items() if tuple(targets[of].shape) != file.tensors[name].shape}
+    if mismatches:
+        shapes = {of: (targets[of].shape, file.tensors[name].shape) for of, name in mismatches.items()}
+        found = listed((misshapen(of, *shapes[of], f"tensor {mismatches[of]!r}") for of in mismatches), separator="; ")
         if strict:
             raise CheckpointError(
                 f"{path} does not fit {model.name!r}: {found}. Is this the checkpoint of another configuration? "
@@ -391,34 +433,32 @@ def _read_orbax(recording: Recording, model: Any, path: Location, weights_only: 
             )
         warn(f"{path}: left out, since they do not fit: {found}")
     for of, name in taken.items():
-        if of not in misfits:
-            wanted[of].assign(file[name])
+        if of not in mismatches:
+            targets[of].assign(file[name])
 
 
-def _parts(model: Any) -> Iterable[Any]:
-    """What gives variables of a model the first parts of their paths."""
-    yield from _upstream.flat_layers(model)
-    yield from getattr(model, "metrics", None) or ()
+def _automatic_names(model: Any) -> set[str]:
+    """The names, up to their numbers, that Keras gives to parts of a model without a name."""
+    parts = [*_upstream.flat_layers(model), *(getattr(model, "metrics", None) or ())]
     optimizer = getattr(model, "optimizer", None)
     while optimizer is not None:
-        yield optimizer
-        yield from getattr(optimizer, "optimizers", ())
+        parts += [optimizer, *getattr(optimizer, "optimizers", ())]
         optimizer = getattr(optimizer, "inner_optimizer", None)
+    return {_upstream.automatic_name(type(part)) for part in parts} | {"seed_generator", "variable"}
 
 
 def _require_complete(
-    model: Any, path: Location, wanted: Mapping[str, Any], taken: Mapping[str, str], unused: set[str], *, strict: bool
+    model: Any, path: Location, targets: Iterable[str], taken: Mapping[str, str], unused: Sequence[str], *, strict: bool
 ) -> None:
-    """Raises, or warns without `strict`, where variables lack tensors or tensors lack variables."""
-    lacking = [variable_path for variable_path in wanted if variable_path not in taken]
+    """Raises, or warns without `strict`, if variables have no tensor or tensors have no variable."""
+    missing = [variable_path for variable_path in targets if variable_path not in taken]
     parts: list[str] = []
-    names = sorted(unused)
-    if lacking:
-        near = closest(lacking[0], [name.partition("/")[2] for name in names])
-        folded = listed(folded_names(lacking))
-        parts.append(f"has no tensor for {len(lacking)} variables of {model.name!r}: {folded}{near}")
+    if missing:
+        near = closest(missing[0], [name.partition("/")[2] for name in unused])
+        folded = listed(folded_names(missing))
+        parts.append(f"has no tensor for {len(missing)} variables of {model.name!r}: {folded}{near}")
     if unused:
-        parts.append(f"holds {len(unused)} tensors that {model.name!r} has no variable for: {listed(names)}")
+        parts.append(f"holds {len(unused)} tensors that {model.name!r} has no variable for: {listed(unused)}")
     if parts and strict:
         raise CheckpointError(
             f"{path} {' and '.join(parts)}. Build the model and its optimizer as they were when it was saved; "
@@ -430,5 +470,5 @@ def _require_complete(
 
 @while_recording(lambda: _SAVING if hasattr(_SAVING, _upstream.LOAD_ORBAX) else None, _upstream.LOAD_ORBAX)
 def _load_orbax(recording: Recording, original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Has `keras.saving.load_model` read Orbax checkpoints lazily, and match their paths."""
+    """Makes `keras.saving.load_model` read Orbax checkpoints lazily, and match their paths."""
     return model_from_orbax(*args, **kwargs)

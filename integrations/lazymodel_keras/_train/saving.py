@@ -1,54 +1,74 @@
-"""Keras' own ways of saving, without a copy of the whole model on the host.
+"""Keras' and KerasHub's own ways of saving: streamed through the host, and atomic.
 
-Keras asks every variable for a NumPy array. JAX makes one of the whole sharded array and keeps it for as long as that
-lives: after `save_weights` the host holds the model once more. Here Keras is given stand-ins that know a variable's
-shape and dtype, and where HDF5 would copy one's values, these are written from the shards, a slab at a time.
+Keras converts every variable to a NumPy array. JAX makes one of the whole sharded array and keeps it as long as that
+exists: after `save_weights` the host holds the model once more. Here Keras gets stand-ins with a variable's shape and
+dtype, and where HDF5 would copy the values, these are written from the shards, a chunk at a time.
+
+Keras also overwrites the file that it replaces, so killing it loses both the old and the new weights. Here it gets a
+path in a saver's own folder (`lazymodel._save.atomic`), and the files written there are put in place in one step:
+
+    a file          `.weights.h5`, `.keras`, `.lora.h5`, legacy `.h5`: one rename
+    sharded weights the index decides: shards under names that the old index does not have, then the index; then, since
+                    Keras opens the first shard by name, the same shards under Keras' own names, and the index again
+    a folder        a preset, an unzipped model: everything is written into a new folder, which also gets links to the
+                    other files of the old one, and the two are exchanged
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import os
+import shutil
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import h5py
 import jax
 import keras
 import numpy as np
 
-from lazymodel._save.hdf5 import reserving_properties
+from lazymodel._save.atomic import carry_over, staging, writing
+from lazymodel._save.destination import check_room
+from lazymodel._save.hdf5 import replace_shards, reserving_properties
 from lazymodel._tensors.boxes import slabs
-from lazymodel._tensors.device import DeviceLeaf
 from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.shards import DeviceTensor
+from lazymodel.checkpoints._open import staging_folder
 from lazymodel_keras import _upstream
+from lazymodel_keras._model.keras_object import model_variables
 from lazymodel_keras._record.patches import SharedPatches
-from lazymodel_keras._train import whole_saving
 
-_SLAB = 16 << 20  # bytes written at a time
+_CHUNK = 16 << 20  # bytes written at a time
+_WEIGHTS, _SHARDS = "model.weights.h5", "model.weights.json"  # weights of a preset, in one file or sharded
+
+# Path of a file → (name, tensor, offset in the file) of each tensor whose bytes are reserved there.
+Reserved = dict[Path, list[tuple[str, LazyTensor, int]]]
 
 
 @contextlib.contextmanager
 def streamed_saving() -> Generator[None]:
-    """Within the block, what Keras and KerasHub save goes through the host's memory a few MiB at a time.
+    """Within the block, Keras and KerasHub save through the host's memory, a few MiB at a time.
 
     For `model.save_to_preset`, `save_weights` (sharded too), `model.save` and callbacks that call them, such as
-    `keras.callbacks.ModelCheckpoint` in a `fit` inside the block. What is in the files is the same. `model.save` of a
-    `.keras` file needs the weights' size once more on disk, in a temporary file beside it.
+    `keras.callbacks.ModelCheckpoint` in a `fit` inside the block. The content of the files does not change.
+    `model.save` to a `.keras` file needs the weights' size once more on disk, in a temporary file next to it.
 
-    Each call replaces what is there completely or not at all: at every moment the path opens as what was saved before
-    or as what is saved now, whatever fails or is killed, and other files in the folder stay. A second saver of the same
-    path is refused. What a killed one left (`.NAME.lazymodel-saving` beside a path, `.lazymodel-saving` beside sharded
-    weights) the next one removes. A preset, and a model saved with `zipped=False`, is a new folder in the place of the
-    old one, with links to the files that it keeps, so it cannot be a mount point. The disk needs room for old and new.
+    Each call replaces the files completely or not at all: at every moment the path opens as the last saved state or as
+    the new one, after any error or kill, and other files in the folder stay. If two savers run at the same path, the
+    second raises. The next saver removes the files of a killed one (`.NAME.lazymodel-saving` next to a path,
+    `.lazymodel-saving` next to sharded weights). A preset, and a model saved with `zipped=False`, is a new folder that
+    replaces the old one, with links to the files that it keeps, so it cannot be a mount point. The disk needs space for
+    old and new.
 
-    All of the model has to be on this process's devices; with several processes, save with `lazymodel.save` or
+    The whole model has to be on this process's devices; with several processes, save with `lazymodel.save` or
     `keras.callbacks.OrbaxCheckpoint`.
 
     Raises:
         LazyModelError: From the call that saves: a part of a variable is on another process's devices, another saver
-            is at the same path, or the system refuses to write there.
+            is at the same path, or the system does not allow writing there.
 
     Example:
         >>> with lk.streamed_saving():
@@ -60,50 +80,30 @@ def streamed_saving() -> Generator[None]:
         yield
 
 
-class _StandIn(np.ndarray):
-    """An array without values of its own, for a variable whose values are to be written from its shards."""
-
-    tensor: LazyTensor
-
-    @classmethod
-    def of(cls, path: str, array: Any) -> _StandIn:
-        tensor = array if isinstance(array, LazyTensor) else LazyTensor(DeviceLeaf(path, array))
-        made = np.broadcast_to(np.zeros((), tensor.dtype), tensor.shape).view(cls)
-        made.tensor = tensor
-        return made
-
-
-class Reserved(NamedTuple):
-    """Room in an HDF5 file for a tensor."""
-
-    file: Path
-    tensor: LazyTensor
-    offset: int  # byte in the file
+_patches = SharedPatches()
+_thread = threading.local()
 
 
 @contextlib.contextmanager
-def reserving() -> Generator[list[Reserved]]:
-    """Within the block, what `streamed_saving` would write from shards gets room in its file, and is in the list."""
-    _thread.reserved = reserved = list[Reserved]()
+def reserving() -> Generator[Reserved]:
+    """Within the block, Keras saves to the given path, and reserves bytes for values that would be streamed."""
+    _thread.reserved = reserved = Reserved()
     try:
-        with _patches.needed():
+        with _patches.needed(), _as_it_is():
             yield reserved
     finally:
         _thread.reserved = None
 
 
-_patches = SharedPatches()
-_thread = threading.local()
+class _StandIn(np.ndarray):
+    """An array without its own values, for a variable whose values are written from its shards."""
 
-
-@_patches.register
-def _install(undo: contextlib.ExitStack) -> None:
-    whole_saving.install(undo, _patches)
+    tensor: LazyTensor
 
 
 @_patches.replacing(_upstream.SAVING_LIB, "is_memory_sufficient")
 def _is_memory_sufficient(original: Any, model: Any) -> bool:
-    return False  # Keras writes a .keras file's weights to disk first then
+    return False  # Keras then writes a .keras file's weights to disk first
 
 
 @_patches.replacing(_upstream.SAVING_LIB.H5IOStore, "__setitem__")
@@ -111,7 +111,10 @@ def _is_memory_sufficient(original: Any, model: Any) -> bool:
 def _set(original: Any, self: Any, key: str, value: Any) -> None:
     array = value.value if isinstance(value, keras.Variable) else value
     if isinstance(array, jax.Array | LazyTensor):
-        value = _StandIn.of(getattr(value, "path", "a value"), array)
+        path = getattr(value, "path", "a value")
+        tensor = array if isinstance(array, LazyTensor) else LazyTensor(DeviceTensor(path, array))
+        value = np.broadcast_to(np.zeros((), tensor.dtype), tensor.shape).view(_StandIn)
+        value.tensor = tensor
     original(self, key, value)
 
 
@@ -126,13 +129,110 @@ def _create(
 ) -> Any:
     if not isinstance(data, _StandIn):
         return original(self, name, shape, dtype, data, **options)
-    reserved: list[Reserved] | None = getattr(_thread, "reserved", None)
-    if reserved is not None:
-        dataset = original(self, name, data.shape, data.dtype, dcpl=reserving_properties(), **options)
-        if data.size:
-            reserved.append(Reserved(Path(self.file.filename), data.tensor, dataset.id.get_offset()))
+    reserved: Reserved | None = getattr(_thread, "reserved", None)
+    if reserved is None:
+        dataset = original(self, name, data.shape, data.dtype, **options)
+        for chunk in slabs(data.shape, max(_CHUNK // data.dtype.itemsize, 1)):
+            dataset[chunk] = np.asarray(data.tensor[chunk])
         return dataset
-    dataset = original(self, name, data.shape, data.dtype, **options)
-    for slab in slabs(data.shape, max(_SLAB // data.dtype.itemsize, 1)):
-        dataset[slab] = np.asarray(data.tensor[slab])
+    dataset = original(self, name, data.shape, data.dtype, dcpl=reserving_properties(), **options)
+    if data.size:
+        place = (data.tensor.name, data.tensor, dataset.id.get_offset())
+        reserved.setdefault(Path(self.file.filename), []).append(place)
     return dataset
+
+
+# Atomic saving --------------------------------------------------------------------------------------------------------
+
+
+@_patches.register
+def _install(undo: contextlib.ExitStack) -> None:
+    ways: list[tuple[Any, str]] = [
+        (_upstream.SAVING_LIB, "save_weights_only"),
+        (_upstream.SAVING_LIB, "save_model"),
+        (_upstream.LEGACY_H5, "save_model_to_hdf5"),
+    ]
+    if (models := _upstream.hub_models()) is not None:
+        ways.append((models.Backbone, "save_lora_weights"))
+        ways += [(cls, "save_to_preset") for cls in _upstream.classes_defining("save_to_preset")]
+    for owner, name in ways:
+        _patches.replace(undo, owner, name, _saved_whole)
+
+
+def _saved_whole(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Does what Keras' or KerasHub's `original` does, completely or not at all."""
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    (_, model), (where, target), *_ = bound.arguments.items()
+    if getattr(_thread, "as_it_is", False) or not _is_local(target):
+        return original(*args, **kwargs)
+
+    def write(path: Path) -> Any:
+        bound.arguments[where] = path if isinstance(target, Path) else str(path)
+        with _as_it_is():
+            return original(*bound.args, **bound.kwargs)
+
+    path = Path(os.path.realpath(os.fspath(target)))  # a link stays, and its target is replaced
+    if original.__name__ != "save_lora_weights":
+        # HDF5 may end the process if the disk is full when it closes a file.
+        variables = {id(variable): variable for variable in model_variables(model)}.values()
+        needed = sum(getattr(variable.value, "nbytes", 0) for variable in variables)
+        check_room(path, needed, next(folder for folder in path.parents if folder.is_dir()))
+    if original.__name__ == "save_to_preset":
+        return save_folder(write, path, outdated_of_preset)
+    if not bound.arguments.get("zipped", True):
+        return save_folder(write, path, lambda path, new: [])
+    sharded = bound.arguments.get("max_shard_size") is not None
+    destination, rivals = path.parent if sharded else path, [staging_folder(path.parent)]
+    with staging(destination, inside=sharded, rivals=rivals) as stage:
+        result = write(stage.new / path.name)
+        if sharded:
+            replace_shards(stage, path.name if path.suffix == ".json" else path.with_suffix(".json").name)
+            return result
+        if path.exists():
+            with writing(path):
+                shutil.copymode(path, stage.new / path.name)
+        stage.replace_file(path.name)
+    return result
+
+
+@contextlib.contextmanager
+def _as_it_is() -> Generator[None]:
+    """Within the block, Keras saves to the path that it is given."""
+    _thread.as_it_is = True
+    try:
+        yield
+    finally:
+        _thread.as_it_is = False
+
+
+def _is_local(target: Any) -> bool:
+    """Returns True for the path of a local file or folder that is not a device or pipe."""
+    if not isinstance(target, str | os.PathLike) or "://" in str(target):
+        return False
+    return not os.path.exists(target) or os.path.isfile(target) or os.path.isdir(target)
+
+
+def outdated_of_preset(path: Path, new: Path) -> list[str]:
+    """Names in an old preset that are obsolete once there is a new one, and would be found."""
+    written = set(os.listdir(new))
+    names: list[str] = []
+    if written & {_WEIGHTS, _SHARDS}:
+        names += [_WEIGHTS, _SHARDS, *(shard.name for shard in path.glob("model_*.weights.h5"))]
+    return [*names, "task.weights.h5"] if "task.json" in written else names
+
+
+def save_folder(write: Callable[[Path], Any], path: Path, outdated: Callable[[Path, Path], list[str]]) -> Any:
+    """Replaces a folder by the files that `write` writes into a new one and the old files that are not outdated."""
+    rivals = [staging_folder(path, inside=True), *path.glob(".*.lazymodel-saving")]
+    current = os.getcwd()
+    try:
+        with staging(path, rivals=rivals) as stage:
+            result = write(stage.new)
+            if path.is_dir():
+                with writing(path):
+                    carry_over(path, stage.new, leave=outdated(path, stage.new))
+            stage.replace_folder()
+    finally:
+        with contextlib.suppress(OSError):  # the current folder was deleted before
+            os.chdir(current)  # it may be in the folder that was exchanged
+    return result

@@ -1,8 +1,8 @@
-"""LoRA pairs that are made on their devices, split like the kernels that they belong to.
+"""LoRA pairs that are created on their devices, split like the kernels that they belong to.
 
 Responsible for choosing the layers and for enabling LoRA on them as KerasHub does, on models whose variables are
-abstract and on finished ones. The pairs are ordinary variables of Keras' own making; how they are initialized is
-`_record/initializers`' matter, and how they are split the core's.
+abstract and on finished ones. The pairs are ordinary variables, created by Keras; `_record/initializers` initializes
+them, and the core splits them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from lazymodel._sharding.follow import follow_weights
 from lazymodel._show.text import closest
 from lazymodel_keras import _upstream
 from lazymodel_keras._model.abstract import from_skeleton, has_layout
-from lazymodel_keras._model.skeleton import Skeleton, model_variables
-from lazymodel_keras._record.recording import Recording
-from lazymodel_keras._record.session import session
+from lazymodel_keras._model.keras_object import AbstractKerasObject, model_variables
+from lazymodel_keras._record.recording import Recording, session
 
-# Keras' layers of these modes have no LoRA, or not before they were calibrated.
+# Keras' layers in these modes have no LoRA, or not before calibration.
 _WITHOUT_LORA = ("float8", "gptq", "awq")
 
 
 def enable_lora(model: Any, rank: int, targets: str | None = None) -> None:
-    """Does what `model.backbone.enable_lora(rank)` does, with every pair made directly where its kernel is.
+    """Does what `model.backbone.enable_lora(rank)` does, and creates every pair directly where its kernel is.
 
-    Called on a finished model, KerasHub's own method leaves the pairs on one device, or whole on every device of the
-    active `keras.distribution`; these are split like their kernels. Everything else of the backbone is frozen. A model
+    On a finished model, KerasHub's own method leaves the pairs on one device, or whole on every device of the
+    active `keras.distribution`; these are split like their kernels. Everything else in the backbone is frozen. A model
     that was compiled before has to be compiled again, as after KerasHub's own method.
 
     Args:
@@ -39,7 +38,7 @@ def enable_lora(model: Any, rank: int, targets: str | None = None) -> None:
         targets: Likewise.
 
     Raises:
-        LazyModelError: The rank is no positive integer, no layer is a target, or a target cannot have a pair.
+        LazyModelError: The rank is not a positive integer, no layer is a target, or a target cannot have a pair.
 
     Example:
         >>> lk.enable_lora(model, 4)
@@ -49,7 +48,7 @@ def enable_lora(model: Any, rank: int, targets: str | None = None) -> None:
     check_lora(rank, targets)
     with session(Recording()) as recording:
         add_lora(model, rank, targets)
-    pairs = from_skeleton(Skeleton(None, recording, model, only_own=True))
+    pairs = from_skeleton(AbstractKerasObject(None, recording, model, only_own=True))
     known = {variable.path: _described(variable) for variable in model_variables(model) if variable.path not in pairs}
     distribution = keras.distribution.distribution()
     without_rule = [path for path in pairs if not has_layout(path, distribution)]
@@ -58,7 +57,7 @@ def enable_lora(model: Any, rank: int, targets: str | None = None) -> None:
 
 
 def check_lora(rank: Any, targets: str | None) -> None:
-    """Raises LazyModelError where a LoRA cannot be what is meant, whatever the model."""
+    """Raises LazyModelError for arguments that are invalid for any model."""
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise LazyModelError(f"the rank of a LoRA is a positive integer; got {rank!r}")
     if targets is not None:
@@ -69,7 +68,7 @@ def check_lora(rank: Any, targets: str | None) -> None:
 
 
 def add_lora(model: Any, rank: int, targets: str | None) -> None:
-    """Enables LoRA on the layers that are targets, as `Backbone.enable_lora` does; raises what `enable_lora` raises."""
+    """Enables LoRA on the target layers, like `Backbone.enable_lora`; raises as `enable_lora` above."""
     backbone = getattr(model, "backbone", None) or model
     layers = [layer for layer in _upstream.flat_layers(backbone, include_self=False) if layer.weights]
     able = [index for index, layer in enumerate(layers) if hasattr(layer, "enable_lora")]
@@ -77,29 +76,29 @@ def add_lora(model: Any, rank: int, targets: str | None) -> None:
         if not hasattr(backbone, "default_lora_layer_names"):
             raise LazyModelError(f"{model.name} is no KerasHub model and has no usual LoRA targets; say which")
         names = backbone.default_lora_layer_names()
-        chosen = [index for index in able if layers[index].name in names]
-        wanted = f"layers named {', '.join(map(repr, names))}"
+        selected = [index for index in able if layers[index].name in names]
+        expected = f"layers named {', '.join(map(repr, names))}"
     else:
-        chosen = [index for index in able if any(re.fullmatch(targets, v.path) for v in layers[index].weights)]
+        selected = [index for index in able if any(re.fullmatch(targets, v.path) for v in layers[index].weights)]
         paths = [variable.path for index in able for variable in layers[index].weights]
-        wanted = f"variables that match {targets!r}{closest(targets, paths)}"
-    if not chosen:
-        raise LazyModelError(f"{model.name} has no LoRA targets: expected {wanted}. Set the targets to a path regex")
-    for layer in (layers[index] for index in chosen):
+        expected = f"variables that match {targets!r}{closest(targets, paths)}"
+    if not selected:
+        raise LazyModelError(f"{model.name} has no LoRA targets: expected {expected}. Set the targets to a path regex")
+    for layer in (layers[index] for index in selected):
         if (mode := layer.quantization_mode) in _WITHOUT_LORA:
             raise LazyModelError(f"{layer.path}: Keras has no LoRA for layers quantized with {mode!r}")
     try:
         if targets is None:
             backbone.enable_lora(rank)
             return
-        # The same for layers told by position rather than by name.
+        # The same, with layers by position instead of by name.
         backbone.trainable = True
         for layer in _upstream.flat_layers(backbone, include_self=False):
             layer.trainable = False
-        for index in chosen:
+        for index in selected:
             layers[index].trainable = True
             layers[index].enable_lora(rank)
-        _upstream.set_lora_layers(backbone, chosen, rank)
+        _upstream.set_lora_layers(backbone, selected, rank)
     except (ValueError, NotImplementedError) as error:  # a constraint on the kernel, or LoRA already
         raise LazyModelError(f"LoRA cannot be enabled on {model.name}: {error}") from error
 

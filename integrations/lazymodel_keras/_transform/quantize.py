@@ -1,9 +1,9 @@
-"""Quantization while streaming: Keras quantizes abstract layers, and the numbers follow slab by slab, when read.
+"""Quantization while streaming: Keras quantizes abstract layers, and values are computed chunk by chunk when read.
 
-Responsible for running Keras' own `Model.quantize` on a model whose weights are still lazy tensors. The functions that
-Keras quantizes with are replaced meanwhile by ones that return lazy tensors of the results; these compute with the very
-functions that were replaced, a slab of a kernel at a time. So the abstract model has the quantized variables, what is
-materialized is equal bit for bit to quantizing the loaded model, and no whole float kernel ever exists.
+Responsible for running Keras' own `Model.quantize` on a model whose weights are still lazy tensors. Meanwhile, Keras'
+quantization functions are replaced by ones that return lazy tensors of the results; these call the original functions
+for one chunk of a kernel at a time. So the abstract model has the quantized variables, the materialized model is equal
+bit for bit to a quantized loaded model, and no whole float kernel ever exists.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import keras
 import numpy as np
 
 from lazymodel import LazyModelError, LazyTensor
-from lazymodel._tensors.computed import Computation, ComputedLeaf, Output
+from lazymodel._tensors.computed import Computation, ComputedTensor, Output
 from lazymodel._trace.small import on_host
 from lazymodel_keras import _upstream
-from lazymodel_keras._model.lazy_values import lazy_value
-from lazymodel_keras._record.patches import SharedPatches, active
+from lazymodel_keras._model.lazy_values import held_lazily, lazy_operations
+from lazymodel_keras._record.patches import SharedPatches
 
 Filters: TypeAlias = "str | Sequence[str] | Callable[[Any], bool] | None"
 
@@ -31,7 +31,7 @@ _MODES = ("int8", "int4", "float8")
 
 
 def check_quantization(how: Any) -> None:
-    """Raises LazyModelError where `how` is no quantization that needs only the weights."""
+    """Raises LazyModelError if `how` is not a quantization that needs only the weights."""
     mode = how.mode if isinstance(how, keras.quantizers.QuantizationConfig) else how
     if mode in ("gptq", "awq"):
         raise LazyModelError(
@@ -45,10 +45,10 @@ def check_quantization(how: Any) -> None:
 
 
 def quantize(model: Any, how: Any, filters: Filters = None) -> None:
-    """Does what `model.quantize` does, to a model that is being recorded, where `check_quantization` lets it.
+    """Does what `model.quantize` does, for a model that is being recorded; `check_quantization` must accept `how`.
 
     Raises:
-        LazyModelError: Some layer is quantized already, or has a LoRA pair, or Keras refuses.
+        LazyModelError: A layer is quantized already, or has a LoRA pair, or Keras raises.
     """
     quantized = [layer for layer in _upstream.flat_layers(model) if layer.quantization_mode is not None]
     if quantized:
@@ -61,7 +61,7 @@ def quantize(model: Any, how: Any, filters: Filters = None) -> None:
         raise LazyModelError(f"{model.name} has LoRA pairs already, at {adapted[0].path}; quantize comes before lora")
     options: dict[str, Any] = {"mode": how} if isinstance(how, str) else {"config": how}
     try:
-        with _patches.needed(), _quick_collections():
+        with _patches.needed(), lazy_operations.needed(), _quick_collections():
             model.quantize(**options, filters=filters)
     except (ValueError, TypeError) as error:
         raise LazyModelError(f"Keras cannot quantize {model.name} with {how!r}: {error}") from error
@@ -74,13 +74,13 @@ def quantize(model: Any, how: Any, filters: Filters = None) -> None:
 
 @contextlib.contextmanager
 def _quick_collections() -> Generator[None]:
-    """Keeps the garbage collector from what is there already.
+    """Keeps the garbage collector from checking existing objects.
 
-    Keras collects garbage whenever a layer lets go of a variable, to have its memory back at once: half a second for
-    each layer of a large program. Abstract variables have none.
+    Keras collects garbage whenever a layer releases a variable, to free its memory at once: half a second for each
+    layer of a large program. Abstract variables have no memory.
     """
     if gc.get_freeze_count():
-        yield  # someone else's, and not for us to undo
+        yield  # frozen by other code, which we must not undo
         return
     gc.freeze()
     try:
@@ -89,30 +89,17 @@ def _quick_collections() -> Generator[None]:
         gc.unfreeze()
 
 
-# What Keras quantizes with -------------------------------------------------------------------------------------------
-
-
-def _weight(value: Any) -> LazyTensor | None:
-    """The lazy tensor that an abstract variable stands for; None for all else."""
-    if isinstance(value, LazyTensor):
-        return value
-    recording = active()
-    if recording is None or not isinstance(value, keras.Variable):
-        return None
-    recorded = recording.of(value)
-    if recorded is None or _upstream.value(value) is not None:
-        return None
-    return lazy_value(recording, value, recorded)
+# Keras' quantization functions ---------------------------------------------------------------------------------------
 
 
 def _dtype(name: str) -> np.dtype[Any]:
     return jax.numpy.dtype(name)
 
 
-def _slabwise(outputs: Callable[..., tuple[tuple[int, ...], list[Output]]]) -> Callable[..., Any]:
-    """A function that quantizes an array in place of Keras': of a lazy tensor it returns some, computed slab by slab.
+def _chunked(outputs: Callable[..., tuple[tuple[int, ...], list[Output]]]) -> Callable[..., Any]:
+    """A replacement for a quantization function of Keras: for a lazy tensor, its results are computed in chunks.
 
-    `outputs` takes the tensor, the function's second argument and its dtype; it returns what slabs consist of, and the
+    `outputs` takes the tensor, the function's second argument and its dtype; it returns the units of chunks, and the
     results.
     """
 
@@ -120,7 +107,7 @@ def _slabwise(outputs: Callable[..., tuple[tuple[int, ...], list[Output]]]) -> C
         bound = inspect.signature(original).bind(*args, **kwargs)
         bound.apply_defaults()
         inputs, over, *rest = bound.args
-        tensor = _weight(inputs)
+        tensor = held_lazily(inputs)
         if tensor is None or not bound.arguments["to_numpy"]:
             return original(*args, **kwargs)
         steps, results = outputs(tensor, over, bound.arguments["dtype"])
@@ -145,9 +132,9 @@ def _over_groups(tensor: LazyTensor, block_size: int, dtype: str) -> tuple[tuple
 
 
 def _pack_int4(original: Any, arr: Any, axis: int = 0, dtype: Any = "int8") -> Any:
-    tensor = _weight(arr)
+    tensor = held_lazily(arr)
     order = None if tensor is None else _order(tensor)
-    if tensor is None or order is None or not isinstance(tensor.leaf, ComputedLeaf):
+    if tensor is None or order is None or not isinstance(tensor.source, ComputedTensor):
         return original(arr, axis, dtype)
     along = order[axis % tensor.ndim]
 
@@ -155,51 +142,35 @@ def _pack_int4(original: Any, arr: Any, axis: int = 0, dtype: Any = "int8") -> A
         return _on_host(lambda values: original(values, along, dtype)[:1], found[0])[0]
 
     ratios = tuple(2 if index == along else 1 for index in range(tensor.ndim))
-    packed = np.transpose(tensor.leaf.computation.output(Output(_dtype(dtype), ratios, pack)), order)
+    packed = np.transpose(tensor.source.computation.output(Output(_dtype(dtype), ratios, pack)), order)
     return packed, packed.shape, tensor.shape[axis]
 
 
 def _order(tensor: LazyTensor) -> tuple[int, ...] | None:
-    """Which axis of its leaf each axis of a tensor is, where it is nothing but a transposition of the leaf."""
+    """For each axis of a tensor, the axis of its leaf, if it is only a transposition of the leaf; otherwise None."""
     order = tensor.file_order()
-    same = tensor.transpose(order).geometry() == LazyTensor(tensor.leaf).geometry()
+    same = tensor.transpose(order).geometry() == LazyTensor(tensor.source).geometry()
     return tuple(int(axis) for axis in np.argsort(order)) if order and same and not tensor.steps else None
 
 
 def _unpack_int4(original: Any, packed: Any, orig_len: int, axis: int = 0, dtype: Any = "int8") -> Any:
-    tensor = _weight(packed)
+    tensor = held_lazily(packed)
     if tensor is None:
         return original(packed, orig_len, axis, dtype)
-    # A LoRA pair asks for the kernel's shape, and for nothing else.
+    # A LoRA pair only needs the shape of the kernel.
     shape = [orig_len if index == axis % tensor.ndim else extent for index, extent in enumerate(tensor.shape)]
     return keras.KerasTensor(shape, dtype=dtype)
 
 
-def _viewing(view: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation of `keras.ops` that views lazy tensors instead of reading them."""
-
-    def operation(original: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        tensor = _weight(x)
-        return original(x, *args, **kwargs) if tensor is None else view(tensor, *args, **kwargs)
-
-    return operation
-
-
 def _on_host(function: Callable[..., Any], *args: Any) -> tuple[np.ndarray, ...]:
-    """What a function of Keras returns, as NumPy arrays, with nothing put on an accelerator on the way."""
+    """The results of a function of Keras as NumPy arrays; nothing is put on an accelerator."""
     with on_host():
         return tuple(np.asarray(result) for result in function(*args))
 
 
-_VIEWS: dict[str, Callable[..., Any]] = {
-    "reshape": lambda x, newshape: np.reshape(x, tuple(newshape)),
-    "transpose": lambda x, axes=None: np.transpose(x, axes),
-    "squeeze": lambda x, axis=None: np.squeeze(x, axis if axis is None or isinstance(axis, int) else tuple(axis)),
-    "expand_dims": lambda x, axis: np.expand_dims(x, axis if isinstance(axis, int) else tuple(axis)),
-}
 _QUANTIZERS: dict[str, Callable[..., Any]] = {
-    "abs_max_quantize": _slabwise(_over_axes),
-    "abs_max_quantize_grouped_with_zero_point": _slabwise(_over_groups),
+    "abs_max_quantize": _chunked(_over_axes),
+    "abs_max_quantize_grouped_with_zero_point": _chunked(_over_groups),
     "pack_int4": _pack_int4,
     "unpack_int4": _unpack_int4,
 }
@@ -212,5 +183,3 @@ def _install(undo: contextlib.ExitStack) -> None:
         for module in _upstream.QUANTIZERS:
             if hasattr(module, name):  # Keras before 3.14 has no groups
                 _patches.replace(undo, module, name, ours)
-    for name, view in _VIEWS.items():
-        _patches.replace(undo, _upstream.OPS, name, _viewing(view))

@@ -3,14 +3,17 @@
 Inputs are made from small valid checkpoints of every kind by flips, splices, cuts and, for JSON, by headers that lie;
 each is determined by its kind and number. For each, in bounded memory and time, either opening or reading raises
 CheckpointError and nothing else, or all tensors equal those of an independent reader: the one below for safetensors,
-the package's for GGUF, h5py for HDF5. HDF5 inputs run in child processes, where a crash or a hang of the HDF5 library
-can be told apart: this file, run as a script, is the child.
+the package's for GGUF, h5py for HDF5. All of this is in processes of their own, where a crash or a hang of the HDF5
+library can be told apart: this file, run as a script, forks them.
 """
 
+import collections
 import io
 import itertools
 import json
 import math
+import mmap
+import os
 import random
 import resource
 import signal
@@ -20,12 +23,17 @@ import tracemalloc
 import zipfile
 from pathlib import Path
 
+import gguf
+import h5py
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
 
-from lazymodel._errors import CheckpointError
-from lazymodel.checkpoints import open_checkpoint
+from lazymodel import CheckpointError, open_checkpoint
+from tests import gguf_files
+
+ROOT = Path(__file__).parents[3]
 
 SECONDS = 20  # for one input; it takes milliseconds
 MEMORY = (4 << 20, 64)  # bytes that one input may take: a constant, and a multiple of its size
@@ -186,8 +194,6 @@ def odd_index(weights: dict[str, object], rng: random.Random) -> bytes:
 
 def gguf_model(folder: Path, rng: random.Random, count: int) -> Path:
     """A model in one file or several, of which one is odd."""
-    from tests import gguf_files  # not above: a child has no such package
-
     numbers = np.random.default_rng(rng.getrandbits(32))
     tensors = {}
     for name in rng.sample(["a", "b", "blk.0.weight", "ß", "c"], rng.randrange(1, 5)):
@@ -238,8 +244,6 @@ def odd_gguf(pieces: list[bytes], rng: random.Random) -> bytes:
 
 def h5_seeds() -> dict[str, bytes]:
     """A small valid file of every kind."""
-    import h5py
-
     numbers = np.arange(60, dtype=np.float32).reshape(10, 6)
 
     def external(file):
@@ -312,8 +316,6 @@ def h5_seeds() -> dict[str, bytes]:
 
 def h5_outside() -> bytes:
     """What external links and virtual datasets of the seeds point to."""
-    import h5py
-
     memory = io.BytesIO()
     with h5py.File(memory, "w") as file:
         file["w"] = np.array([MAGIC] * 3, "V17")
@@ -408,10 +410,9 @@ def compare_safetensors(path: Path, found: dict[str, np.ndarray]) -> None:
         expected = {name: plain_safetensors(path / shard)[name] for name, shard in weights.items()}
     else:
         expected = plain_safetensors(path)
-        reference = pytest.importorskip("safetensors")
         try:
-            reference.deserialize(path.read_bytes())
-        except reference.SafetensorError as error:
+            safetensors.deserialize(path.read_bytes())
+        except safetensors.SafetensorError as error:
             # Nesting that Rust's parser gives up on earlier is in fields that no reader looks at.
             if "recursion limit" not in str(error):
                 raise Wrong(f"{path}: the reference implementation refuses it: {error}") from None
@@ -421,8 +422,6 @@ def compare_safetensors(path: Path, found: dict[str, np.ndarray]) -> None:
 
 
 def compare_gguf(path: Path, found: dict[str, np.ndarray]) -> None:
-    import gguf
-
     expected = {}
     for file in sorted(path.glob("*.gguf")) if path.is_dir() else [path]:
         try:
@@ -447,8 +446,6 @@ def compare_gguf(path: Path, found: dict[str, np.ndarray]) -> None:
 
 def compare_h5(path: Path, found: dict[str, np.ndarray]) -> None:
     """Compares with what h5py reads. A tensor is in whichever file has it; names are unique over shards."""
-    import h5py
-
     files: list[Path | io.BytesIO] = [path]
     if path.suffix == ".json":
         files = [*path.parent.glob("*.weights.h5")]
@@ -527,130 +524,87 @@ def empty(folder: Path) -> None:
         file.unlink()
 
 
-def check_here(kind: str, numbers: range, folder: Path) -> dict[str, int]:
-    """Counts of inputs that were refused and that were read; raises Wrong with the input left in the folder."""
-    counts = {"refused": 0, "read": 0}
-    for number in numbers:
-        empty(folder)
-        path = make(kind, number, folder, {})
-        tracemalloc.start()
-        found = read_all(path)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        if peak > MEMORY[0] + MEMORY[1] * size_of(folder):
-            raise Wrong(f"{kind} {number}: {peak} bytes of memory for {size_of(folder)} bytes of files")
-        if found is not None:
-            (compare_gguf if kind.startswith("gguf") else compare_safetensors)(path, found)
-        counts["refused" if found is None else "read"] += 1
-    return counts
-
-
-def check_h5(kind: str, number: int, folder: Path, seeds: dict[str, bytes], outside: bytes) -> str:
-    """In a child: `refused` or `read`; raises Wrong."""
+def check(kind: str, number: int, folder: Path, seeds: dict[str, bytes], outside: bytes, at_hand: mmap.mmap) -> str:
+    """`refused` or `read`; raises Wrong, with the input left in the folder."""
     empty(folder)
     path = make(kind, number, folder, seeds)
-    (folder / "outside.h5").write_bytes(outside)
+    size, hdf5 = size_of(folder), kind in HDF5
+    if hdf5:
+        (folder / "outside.h5").write_bytes(outside)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    tracemalloc.start()
     found = read_all(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before
-    if grown > MEMORY_OF_PROCESS + MEMORY[1] * size_of(folder):
-        raise Wrong(f"{path}: {grown} bytes of memory for {size_of(folder)} bytes of files")
-    say(number, "opened")
+    if peak > MEMORY[0] + MEMORY[1] * size or grown > MEMORY_OF_PROCESS + MEMORY[1] * size:
+        raise Wrong(f"{path}: {peak} bytes of Python's memory, {grown} of the process, for {size} bytes of files")
+    at_hand[8] = 1
     if found is None:
         return "refused"
-    compare_h5(path, found)
+    compare = compare_h5 if hdf5 else compare_gguf if kind.startswith("gguf") else compare_safetensors
+    compare(path, found)
     return "read"
 
 
 def say(*words: object) -> None:
-    print(*words, flush=True)
+    print(*words, sep=";", flush=True)
 
 
-def child(kind: str, start: int, stop: int, folder: Path) -> None:
-    """Checks inputs, and prints number and result of each as soon as it is known."""
+def check_forked(kind: str, stop: int, folder: Path) -> None:
+    """Checks inputs in forks, and prints kind, number and result of each as soon as it is known."""
     seeds, outside = h5_seeds(), h5_outside()
-    for number in range(start, stop):
-        signal.alarm(SECONDS)  # the default action ends the process, inside the library too
-        try:
-            say(number, check_h5(kind, number, folder, seeds, outside))
-        except Wrong as error:
-            say(number, "wrong", ascii(str(error)))
-
-
-def run_children(kind: str, numbers: range, folder: Path) -> tuple[dict[str, int], list[str]]:
-    """Counts of results, and what went wrong; after a crash the next child goes on with the next input."""
-    counts = {"refused": 0, "read": 0, "crashed": 0}
-    wrong: list[str] = []
-    number = numbers.start
-    while number < numbers.stop:
-        command = [sys.executable, __file__, kind, str(number), str(numbers.stop), str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        opened = number - 1
-        for line in done.stdout.splitlines():
-            at, result, *message = line.split(" ", 2)
-            if result == "opened":
-                opened = int(at)
-                continue
-            number = int(at) + 1
-            if result == "wrong":
-                wrong.append(f"{kind} {at}: {message[0]}")
-            else:
-                counts[result] += 1
-        if done.returncode > 0:
-            raise AssertionError(done.stderr)
-        if done.returncode < 0:
-            # After we were done, while h5py alone read the same values, through code of the library that we never call:
-            # it opens what we refuse or read by ourselves. Nothing of ours can prevent that.
-            if opened == number:
-                counts["crashed"] += 1
-            else:
-                reason = "took too long" if done.returncode == -signal.SIGALRM else "crashed"
-                wrong.append(f"{kind} {number}: {reason} ({done.returncode})")
-            number += 1
-    return counts, wrong
-
-
-SAFETENSORS = (("safetensors", 300, 20_000), ("safetensors index", 150, 5_000))
-GGUF = (("gguf", 300, 20_000), ("gguf split", 60, 5_000))
-HDF5 = (("h5", 150, 20_000), ("h5 shards", 40, 5_000), ("keras", 60, 5_000))
-
-
-def sizes(kinds):
-    """Few inputs of each kind always, all of them with `-m large`."""
-    small = [pytest.param(kind, few, id=f"{kind}-{few}") for kind, few, _ in kinds]
-    return small + [pytest.param(kind, n, id=f"{kind}-{n}", marks=pytest.mark.large) for kind, _, n in kinds]
-
-
-@pytest.mark.parametrize(("kind", "count"), sizes(SAFETENSORS))
-def test_safetensors_are_refused_or_read_right(kind, count, tmp_path):
-    counts = check_here(kind, range(count), tmp_path)
-    print(f"\n{kind}: {count} inputs, {counts}")
-    assert counts["refused"] > count // 10
-    assert counts["read"] > count // 20
-
-
-@pytest.mark.parametrize(("kind", "count"), sizes(GGUF))
-def test_gguf_is_refused_or_read_right(kind, count, tmp_path):
-    from tests import gguf_files
-
     for type in gguf_files.QUANTIZED:  # the package makes tables, which are no input's memory
         gguf_files.random_tensor(np.random.default_rng(0), type, 256).decoded()
-    counts = check_here(kind, range(count), tmp_path)
-    print(f"\n{kind}: {count} inputs, {counts}")
-    assert min(counts.values()) > count // 10
+    at_hand = mmap.mmap(-1, 16)  # shared: the number of the input at hand, and whether we are done with it
+    number = 0
+    while number < stop:
+        if (pid := os.fork()) == 0:
+            for each in range(number, stop):
+                at_hand[:9] = each.to_bytes(8, "little") + b"\0"
+                signal.alarm(SECONDS)  # the default action ends the process, inside the library too
+                try:
+                    say(kind, each, check(kind, each, folder, seeds, outside, at_hand))
+                except Wrong as error:
+                    say(kind, each, "wrong", ascii(str(error)))
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        number = int.from_bytes(at_hand[:8], "little") + 1
+        if status > 0:
+            sys.exit(status)
+        if status < 0 and at_hand[8]:
+            # After we were done, while h5py alone read the same values, through code of the library that we never call:
+            # it opens what we refuse or read by ourselves. Nothing of ours can prevent that.
+            say(kind, number - 1, "crashed")
+        elif status < 0:
+            reason = "took too long" if status == -signal.SIGALRM else "crashed"
+            say(kind, number - 1, "wrong", f"{reason} ({status})")
 
 
-@pytest.mark.parametrize(("kind", "count"), sizes(HDF5))
-@pytest.mark.timeout(900)
-def test_hdf5_is_refused_or_read_right(kind, count, tmp_path):
-    pytest.importorskip("h5py")
-    counts, wrong = run_children(kind, range(count), tmp_path)
-    print(f"\n{kind}: {count} inputs, {counts}")
+HDF5 = ("h5", "h5 shards", "keras")
+# Inputs of each kind, always and with `-m large`.
+FEW = {"safetensors": 300, "safetensors index": 150, "gguf": 300, "gguf split": 60, "h5": 150, "h5 shards": 40}
+FEW |= {"keras": 60}
+MANY = {kind: 20_000 if count > 100 and "index" not in kind else 5_000 for kind, count in FEW.items()}
+
+
+@pytest.mark.parametrize("sizes", [FEW, pytest.param(MANY, marks=pytest.mark.large)], ids=["few", "many"])
+@pytest.mark.timeout(3600)
+def test_every_input_is_refused_or_read_right(sizes, tmp_path):
+    command = [sys.executable, "-m", "tests.core.checkpoints.test_fuzz", json.dumps(sizes), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split(";", 3) for line in done.stdout.splitlines()]
+    wrong = [" ".join(line) for line in lines if line[2] == "wrong"]
     assert not wrong, "\n".join(wrong)
-    assert counts["refused"] > count // 20
-    assert counts["read"] > count // 20
-    assert counts["crashed"] <= count // 1000
+    assert len(lines) == sum(sizes.values())
+    for kind, count in sizes.items():
+        found = collections.Counter(result for other, _, result in lines if other == kind)
+        print(f"\n{kind}: {count} inputs, {dict(found)}")
+        assert min(found["refused"], found["read"]) > count // 20
+        assert found["crashed"] <= count // 1000
 
 
 if __name__ == "__main__":
-    child(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    for kind, count in json.loads(sys.argv[1]).items():
+        check_forked(kind, count, Path(sys.argv[2]))

@@ -8,24 +8,19 @@ import zipfile
 import zlib
 from pathlib import Path
 
+import h5py
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec as P
 
-from lazymodel._errors import CheckpointError
-from lazymodel._materialize.stream import StreamItem, stream
-from lazymodel._tensors.buffers import Workspace
-from lazymodel._tensors.fill import fill_parts
-from lazymodel._tensors.leaves import FileLeaf
-from lazymodel.checkpoints import open_checkpoint
-from lazymodel.checkpoints._hdf5_dataset import DatasetLeaf
-from lazymodel.checkpoints._hdf5_header import layout_classes
+import lazymodel as lm
+from tests.core.checkpoints._formats import refused
 from tests.private_memory import Peak
-
-h5py = pytest.importorskip("h5py")
+from tests.small import read_within
 
 
 def numbers(shape, dtype=np.float32):
@@ -37,76 +32,29 @@ def path(tmp_path):
     return tmp_path / "model.weights.h5"
 
 
-@pytest.mark.parametrize("dtype", ["f4", "f2", "f8", "i1", "u8", "?", "c8", ">f4", ">i2"])
-def test_contiguous_datasets_are_read_in_place(path, dtype):
-    array = numbers((4, 6)).astype(dtype)
-    with h5py.File(path, "w") as file:
-        file.create_dataset("layers/dense/vars/0", data=array)
-        file.create_dataset("layers/dense/vars/1", data=array[0, 0])
-    with open_checkpoint(path) as checkpoint:
-        assert list(checkpoint) == ["layers/dense/vars/0", "layers/dense/vars/1"]
-        tensor = checkpoint["layers/dense/vars/0"]
-        assert isinstance(tensor.leaf, FileLeaf)
-        assert tensor.dtype == array.dtype.newbyteorder("=")
-        np.testing.assert_array_equal(tensor.T.read(), array.T)
-        np.testing.assert_array_equal(tensor.read((slice(1, 3), slice(0, 6))), array[1:3])
-        assert checkpoint.bytes_read == array.nbytes + array.nbytes // 2
-        assert checkpoint["layers/dense/vars/1"].read() == array[0, 0]
-
-
-def test_bfloat16_by_attribute(path):
-    array = numbers((4, 6)).astype(ml_dtypes.bfloat16)
-    with h5py.File(path, "w") as file:
-        file.create_dataset("w", data=array.view("V2")).attrs["dtype"] = "bfloat16"
-        file.create_dataset("chunked", data=array.view("V2"), chunks=(2, 3)).attrs["dtype"] = "bfloat16"
-    checkpoint = open_checkpoint(path)
-    assert isinstance(checkpoint["w"].leaf, FileLeaf)
-    assert isinstance(checkpoint["chunked"].leaf, DatasetLeaf)
-    for tensor in checkpoint.values():
-        assert tensor.dtype == ml_dtypes.bfloat16
-        assert tensor[:, ::2].read().tobytes() == array[:, ::2].tobytes()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"chunks": (4, 5)},
-        {"compression": "gzip"},
-        {"chunks": (3, 20), "shuffle": True, "compression": "lzf"},
-        {"fletcher32": True},
-    ],
-)
-def test_other_datasets_are_read_chunk_by_chunk(path, options):
-    array = numbers((16, 20))
-    with h5py.File(path, "w") as file:
-        file.create_dataset("w", data=array, **options)
-    with open_checkpoint(path) as checkpoint:
-        tensor = checkpoint["w"]
-        assert isinstance(tensor.leaf, DatasetLeaf)
-        assert checkpoint.bytes_read == 0
-        np.testing.assert_array_equal(tensor.read((slice(3, 9), slice(5, 10))), array[3:9, 5:10])
-        stored = checkpoint.bytes_read  # of the chunks that the box touches, as stored
-        assert 0 < stored <= array.nbytes + 64
-        np.testing.assert_array_equal(tensor.T.reshape(4, 5, 16).read(), array.T.reshape(4, 5, 16))
-        np.testing.assert_array_equal(tensor[::-3, 1::2].astype(np.float64).read(), array[::-3, 1::2])
-
-
-@pytest.mark.parametrize("filters", [{}, {"compression": "gzip"}, {"compression": "gzip", "shuffle": True}])
-def test_a_box_costs_the_chunks_it_touches_and_little_memory(path, filters):
-    array = numbers((1024, 2048))
-    with h5py.File(path, "w") as file:
-        file.create_dataset("w", data=array, chunks=(64, 128), **filters)
-    checkpoint = open_checkpoint(path)
-    tensor = checkpoint["w"]
-    out = np.empty((1024, 128), np.float32)
-    (part,) = fill_parts(tensor, [(slice(0, 1024), slice(128, 256))], [out])
-    tracemalloc.start()
-    part.run(Workspace(1 << 16))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    np.testing.assert_array_equal(out, array[:, 128:256])
-    assert checkpoint.bytes_read <= out.nbytes * 1.1
-    assert peak <= tensor.leaf.unit_nbytes + (1 << 18)
+@pytest.mark.parametrize("userblock", [0, 512])
+def test_contiguous_datasets_are_read_in_place(path, userblock):
+    arrays = {dtype: numbers((4, 6)).astype(dtype) for dtype in ("f4", "f2", "f8", "i1", "u8", "?", "c8", ">f4", ">i2")}
+    with h5py.File(path, "w", userblock_size=userblock) as file:
+        for name, array in arrays.items():
+            file[f"layers/{name}/vars/0"] = array
+            file[f"layers/{name}/vars/1"] = array[0, 0]
+        file["empty"] = np.zeros((0, 3), np.float32)
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_layout(h5py.h5d.COMPACT)
+        dataset = h5py.h5d.create(file.id, b"compact", h5py.h5t.NATIVE_FLOAT, h5py.h5s.create_simple((3,)), dcpl=plist)
+        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, np.arange(3, dtype=np.float32))
+    with lm.open_checkpoint(path) as checkpoint:
+        assert len(checkpoint) == 2 * len(arrays) + 2
+        for name, array in arrays.items():
+            tensor, before = checkpoint[f"layers/{name}/vars/0"], checkpoint.bytes_read
+            assert tensor.dtype == array.dtype.newbyteorder("=")
+            np.testing.assert_array_equal(tensor.T.read(), array.T)
+            np.testing.assert_array_equal(tensor.read((slice(1, 3), slice(0, 6))), array[1:3])
+            assert checkpoint.bytes_read - before == array.nbytes + array.nbytes // 2
+            assert checkpoint[f"layers/{name}/vars/1"].read() == array[0, 0]
+        assert checkpoint["empty"].read().shape == (0, 3)
+        np.testing.assert_array_equal(checkpoint["compact"].read(), [0, 1, 2])
 
 
 FILTERS = ("shuffle", "gzip", "fletcher32", "lzf")
@@ -125,12 +73,13 @@ def test_every_box_of_every_chunked_dataset(tmp_path_factory, data):
     written = data.draw(st.integers(0, shape[0]))  # rows; the rest is the fill value
     array = np.random.default_rng(0).integers(0, 9, shape).astype(dtype)
     array[written:] = 1
-    with h5py.File(path, "w", libver=data.draw(st.sampled_from(["earliest", "latest"]))) as file:
+    version, block = data.draw(st.sampled_from(["earliest", "latest"])), data.draw(st.sampled_from([0, 512]))
+    with h5py.File(path, "w", libver=version, userblock_size=block) as file:
         file["more"] = np.zeros(1 << 17, np.uint8)  # so that no dataset is larger than the file
         chunks = tuple(data.draw(st.integers(1, extent)) for extent in shape)
         dataset = file.create_dataset("w", shape, dtype, chunks=chunks, fillvalue=np.ones((), dtype)[()], **options)
         dataset[:written] = array[:written]
-    with open_checkpoint(path) as checkpoint:
+    with lm.open_checkpoint(path) as checkpoint:
         tensor = checkpoint["w"]
         assert tensor.dtype == dtype.newbyteorder("=")
         np.testing.assert_array_equal(tensor.read(), array)
@@ -155,41 +104,34 @@ def test_only_the_chunks_of_a_box_are_read_and_only_as_stored(path):
         file.create_dataset("plain", data=array, chunks=(16, 16))
     box = (slice(20, 30), slice(0, 64))  # the second row of chunks
     for name in ("w", "lzf"):
-        checkpoint = open_checkpoint(path)
+        checkpoint = lm.open_checkpoint(path)
         np.testing.assert_array_equal(checkpoint[name].read(box), array[box])
         assert checkpoint.bytes_read == sum(size for _, size in chunks_of(path, name)[4:8])
-    checkpoint = open_checkpoint(path)
+    checkpoint = lm.open_checkpoint(path)
     np.testing.assert_array_equal(checkpoint["plain"].read(box), array[box])
     assert checkpoint.bytes_read == array[box].nbytes  # not even whole chunks
 
 
-def test_a_large_compressed_dataset_takes_the_memory_of_one_chunk(path):
-    block = np.random.default_rng(0).integers(0, 50, (256, 4096)).astype(np.float32)
+@pytest.mark.parametrize("options", [{"compression": "gzip", "shuffle": True}, {}], ids=["gzip", "plain"])
+def test_a_chunked_dataset_takes_the_memory_of_some_chunks(path, options):
+    array = numbers((480, 512))  # 960 KiB
     with h5py.File(path, "w") as file:
-        options = {"chunks": (128, 128), "compression": "gzip", "compression_opts": 1}
-        dataset = file.create_dataset("w", (4096, 4096), np.float32, shuffle=True, **options)  # 64 MiB
-        for row in range(0, 4096, 256):
-            dataset[row : row + 256] = block + row
-    leaf = open_checkpoint(path)["w"].leaf
-    for out in (np.empty((4096, 4096), np.float32), np.empty((4096, 4096), np.float32).T):
-        tracemalloc.start()
-        leaf.fill_box((slice(0, 4096), slice(0, 4096)), out, (), Workspace(256 << 10))
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert peak < 1 << 20
-        for row in range(0, 4096, 256):
-            assert (out[row : row + 256] == block + row).all()
+        file.create_dataset("w", data=array, chunks=(64, 64), **options)
+    tensor = lm.open_checkpoint(path)["w"]
+    for view, expected in ((tensor, array), (tensor.T, array.T)):
+        found, extra = read_within(view, 48 << 10)
+        assert extra < 160 << 10
+        assert (found == expected).all()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="private memory is read from /proc")
 def test_what_the_library_keeps_does_not_grow_with_the_file(path):
     with h5py.File(path, "w") as file:
-        for index in range(700):
+        for index in range(300):
             file.create_dataset(f"layers/{index}/vars/0", data=numbers((8, 64)), chunks=(8, 16), compression="gzip")
-    with Peak() as peak, open_checkpoint(path) as checkpoint:
+    with Peak() as peak, lm.open_checkpoint(path) as checkpoint:
         for tensor in checkpoint.values():
             tensor.read()
-            tensor.leaf.release()
     assert peak.nbytes < 8 << 20
 
 
@@ -198,17 +140,15 @@ def test_chunks_go_to_devices_within_the_ceiling_of_host_memory(path, mesh8):
     with h5py.File(path, "w") as file:
         file.create_dataset("w", data=array, chunks=(64, 64), compression="gzip")
         file.create_dataset("whole", data=array, chunks=(512, 512), compression="gzip")
-    checkpoint = open_checkpoint(path)
-    sharding = NamedSharding(mesh8, PartitionSpec(None, "model"))
+    checkpoint = lm.open_checkpoint(path)
 
     def load(name, max_host_memory):
-        item = StreamItem(name, checkpoint[name], (512, 512), np.dtype(np.float32), sharding)
-        [(_, loaded)] = stream([item], max_host_memory=max_host_memory)
-        return np.asarray(loaded)
+        model = lm.build_abstract(lambda: {name: jnp.zeros((512, 512))}).shard(mesh8, {name: P(None, "model")})
+        return np.asarray(model.materialize({name: checkpoint[name]}, max_host_memory=max_host_memory)[name])
 
     np.testing.assert_array_equal(load("w", 3 << 20), array)
     np.testing.assert_array_equal(load("whole", 64 << 20), array)
-    with pytest.raises(CheckpointError, match=r"'whole' from tensor .*its chunks are that large"):
+    with pytest.raises(lm.CheckpointError, match=r"'whole' from tensor .*its chunks are that large"):
         load("whole", 3 << 20)
 
 
@@ -231,16 +171,7 @@ def test_unfiltered_chunks_at_the_edge_of_a_filtered_dataset(path, filters):
         assert set_chunk_opts(plist.id, 2) == 0
         space = h5py.h5s.create_simple(array.shape)
         h5py.h5d.create(file.id, b"w", h5py.h5t.IEEE_F32LE, space, plist).write(h5py.h5s.ALL, h5py.h5s.ALL, array)
-    np.testing.assert_array_equal(open_checkpoint(path)["w"].read(), array)
-
-
-def test_chunks_behind_a_user_block(path):
-    array = numbers((10, 7))
-    with h5py.File(path, "w", userblock_size=512) as file:
-        file.create_dataset("w", data=array, chunks=(4, 4))
-        file.create_dataset("z", data=array, chunks=(4, 4), compression="gzip")
-    for tensor in open_checkpoint(path).values():
-        np.testing.assert_array_equal(tensor.read(), array)
+    np.testing.assert_array_equal(lm.open_checkpoint(path)["w"].read(), array)
 
 
 def test_what_was_never_written_is_the_fill_value_or_refused(path):
@@ -254,13 +185,15 @@ def test_what_was_never_written_is_the_fill_value_or_refused(path):
                 plist.set_chunk(chunks)
             plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
             h5py.h5d.create(file.id, name.encode(), h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple((4,)), plist)
-    checkpoint = open_checkpoint(path)
+    checkpoint = lm.open_checkpoint(path)
     np.testing.assert_array_equal(checkpoint["filled"].read(), [2.5] * 4)
     np.testing.assert_array_equal(checkpoint["sparse"].read(), [1, 1, 2.5, 2.5])
-    with pytest.raises(CheckpointError, match=r"'undefined': expected 16 bytes, found none written, and no fill value"):
+    with pytest.raises(
+        lm.CheckpointError, match=r"'undefined': expected 16 bytes, found none written, and no fill value"
+    ):
         checkpoint["undefined"]
     with pytest.raises(
-        CheckpointError, match=r"'undefined chunk' of .*expected values in \[0:2\], found a chunk that wa"
+        lm.CheckpointError, match=r"'undefined chunk' of .*expected values in .*, found a chunk never wr"
     ):
         checkpoint["undefined chunk"].read()
 
@@ -268,9 +201,9 @@ def test_what_was_never_written_is_the_fill_value_or_refused(path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compression": "gzip"}, r"cannot read dataset 'w' of .*model\.weights\.h5: Error -3 while decompressing"),
-        ({"fletcher32": True}, "cannot read dataset 'w' of .* expected a chunk of checksum .* found another"),
-        ({"compression": "gzip", "fletcher32": True}, "expected a chunk of checksum"),
+        ({"compression": "gzip"}, "cannot read dataset .w. of .*filter"),
+        ({"fletcher32": True}, "cannot read dataset 'w' of .*filter"),
+        ({"compression": "gzip", "fletcher32": True}, "cannot read dataset .w. of .*filter"),
         ({"compression": "lzf"}, "cannot read dataset 'w' of "),
     ],
 )
@@ -282,9 +215,9 @@ def test_damaged_chunks_are_refused(path, options, message):
     with open(path, "r+b") as file:
         file.seek(offset)
         file.write(b"\xa5" * (size - 4))
-    tensor = open_checkpoint(path)["w"]
+    tensor = lm.open_checkpoint(path)["w"]
     np.testing.assert_array_equal(tensor[:32].read(), array[:32])
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(lm.CheckpointError, match=message):
         tensor[32:].read()
 
 
@@ -293,10 +226,10 @@ def test_a_chunk_that_inflates_to_more_than_its_shape_is_refused_before_it_does(
         dataset = file.create_dataset("w", (8192,), np.float32, chunks=(4096,), compression="gzip")
         dataset.id.write_direct_chunk((0,), zlib.compress(bytes(16 << 20)))
         dataset.id.write_direct_chunk((4096,), zlib.compress(bytes(100)))
-    tensor = open_checkpoint(path)["w"]
+    tensor = lm.open_checkpoint(path)["w"]
     tracemalloc.start()
     for half, found in ((tensor[:4096], 16385), (tensor[4096:], 100)):
-        with pytest.raises(CheckpointError, match=rf"expected a chunk of 16384 bytes, found {found}; it is corrupt"):
+        with pytest.raises(lm.CheckpointError, match=rf"expected a chunk of 16384 bytes, found {found}; it is corrupt"):
             half.read()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -318,8 +251,7 @@ def test_types_that_need_conversion_are_converted_by_the_library(path):
                 space = h5py.h5s.create_simple((4,))
                 dataset = h5py.h5d.create(file.id, (name + suffix).encode(), stored, space, plist)
                 dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, values)
-    for name, tensor in open_checkpoint(path).items():
-        assert isinstance(tensor.leaf, DatasetLeaf)
+    for name, tensor in lm.open_checkpoint(path).items():
         assert tensor.dtype == (np.int16 if name.startswith("short") else np.float32)
         np.testing.assert_array_equal(tensor[1:].read(), [2, -3, 4])
 
@@ -335,11 +267,11 @@ def test_bfloat16_needs_nothing_from_a_damaged_heap(path):
     start = content.index(b"GCOL") + 16
     content[start : start + 64] = b"\xff" * 64
     path.write_bytes(content)
-    checkpoint = open_checkpoint(path)
+    checkpoint = lm.open_checkpoint(path)
     assert checkpoint["w"].read().tobytes() == array.tobytes()
-    with pytest.raises(CheckpointError, match=r"'unmarked': expected numbers, or bfloat16.* found \|V2;"):
+    with pytest.raises(lm.CheckpointError, match=r"'unmarked': expected numbers, or bfloat16.* found \|V2;"):
         checkpoint["unmarked"]
-    with pytest.raises(CheckpointError, match=r"'short': expected numbers, or bfloat16.* found uint16 with a dtype"):
+    with pytest.raises(lm.CheckpointError, match=r"'short': expected numbers, or bfloat16.* found uint16 with a dtype"):
         checkpoint["short"]
 
 
@@ -349,90 +281,31 @@ def test_names_that_nobody_could_print_or_would_choose_are_refused(path, name):
         plist = h5py.h5p.create(h5py.h5p.LINK_CREATE)
         plist.set_create_intermediate_group(True)
         h5py.h5d.create(file.id, name, h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple((4,)), lcpl=plist)
-    with pytest.raises(CheckpointError, match=r"model\.weights\.h5: expected names of UTF-8, paths of at most 4096"):
-        open_checkpoint(path)
+    refused(path, r"model\.weights\.h5: expected names of UTF-8, paths of at most 4096")
 
 
-def test_scalars_empty_arrays_and_compact_datasets(path):
-    with h5py.File(path, "w") as file:
-        file["scalar"] = np.float32(2.5)
-        file["empty"] = np.zeros((0, 3), np.float32)
-        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        plist.set_layout(h5py.h5d.COMPACT)
-        space = h5py.h5s.create_simple((3,))
-        dataset = h5py.h5d.create(file.id, b"compact", h5py.h5t.NATIVE_FLOAT, space, dcpl=plist)
-        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, np.arange(3, dtype=np.float32))
-        dataset.close()
-    checkpoint = open_checkpoint(path)
-    assert checkpoint["scalar"].read() == 2.5
-    assert checkpoint["empty"].read().shape == (0, 3)
-    np.testing.assert_array_equal(checkpoint["compact"].read(), [0, 1, 2])
-
-
-def test_user_blocks_shift_offsets(path):
-    array = numbers((4, 6))
-    with h5py.File(path, "w", userblock_size=1024) as file:
-        file["w"] = array
-    tensor = open_checkpoint(path)["w"]
-    np.testing.assert_array_equal(tensor.read(), array)
-
-
-def test_tensors_outlive_their_checkpoint(path):
-    array = numbers((4, 6))
-    with h5py.File(path, "w") as file:
-        file.create_dataset("g/w", data=array)
-        file.create_dataset("g/c", data=array, chunks=(2, 3))
-    with open_checkpoint(path) as checkpoint:
-        tensors = list(checkpoint.values())
-    del checkpoint
-    for tensor in tensors:
-        assert tensor.file == str(path)
-        np.testing.assert_array_equal(tensor[1:3].read(), array[1:3])
-
-
-def keras_archive(path, compression=zipfile.ZIP_STORED, before=b"{}"):
-    array = numbers((4, 6))
+def keras_archive(path, compression=zipfile.ZIP_STORED):
     inner = path.with_name("inner.h5")
     with h5py.File(inner, "w") as file:
-        file["layers/dense/vars/0"] = array
-        file.create_dataset("layers/dense/vars/1", data=array, chunks=(2, 3))
+        file["layers/dense/vars/0"] = numbers((4, 6))
     with zipfile.ZipFile(path, "w", compression) as archive:
-        archive.writestr("config.json", before)
+        archive.writestr("config.json", "{}")
         archive.write(inner, "model.weights.h5")
-    return array
-
-
-def test_archives_are_read_in_place(tmp_path):
-    path = tmp_path / "model.keras"
-    array = keras_archive(path)
-    (tmp_path / "inner.h5").unlink()
-    with open_checkpoint(path) as checkpoint:
-        assert list(checkpoint) == ["layers/dense/vars/0", "layers/dense/vars/1"]
-        for tensor in checkpoint.values():
-            np.testing.assert_array_equal(tensor[:, 2].read(), array[:, 2])
-        assert isinstance(checkpoint["layers/dense/vars/0"].leaf, FileLeaf)
-        assert checkpoint.files == [str(path)]
 
 
 def test_compressed_and_broken_archives_are_refused(tmp_path):
     path = tmp_path / "model.keras"
     keras_archive(path, zipfile.ZIP_DEFLATED)
-    with pytest.raises(CheckpointError, match=r"model\.keras: expected model\.weights\.h5 to be stored without"):
-        open_checkpoint(path)
+    refused(path, r"model\.keras: expected model\.weights\.h5 to be stored without")
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("model.weights.json", "{}" + " " * 10_000)
-    with pytest.raises(CheckpointError, match=r"expected model\.weights\.json to be stored without"):
-        open_checkpoint(path)
+    refused(path, r"expected model\.weights\.json to be stored without")
     keras_archive(path)
     path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(
-        CheckpointError, match=r"model\.keras: expected a \.keras archive, found one that is truncated or"
-    ):
-        open_checkpoint(path)
+    refused(path, r"model\.keras: expected a \.keras archive, found a truncated or")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("config.json", "{}")
-    with pytest.raises(CheckpointError, match=r"expected model\.weights\.h5 in the archive, found 'config\.json'"):
-        open_checkpoint(path)
+    refused(path, r"expected model\.weights\.h5 in the archive, found 'config\.json'")
 
 
 def sharded(folder, weight_map=None):
@@ -450,33 +323,11 @@ def sharded(folder, weight_map=None):
     return {"layers/dense/vars/0": one, "layers/dense/vars/1": two, "vars/0": two + 1}
 
 
-@pytest.mark.parametrize("opened", [".", "model.weights.json"])
-def test_sharded_weights(tmp_path, opened):
-    expected = sharded(tmp_path)
-    with open_checkpoint(tmp_path / opened) as checkpoint:
-        assert set(checkpoint) == set(expected)
-        for name, array in expected.items():
-            np.testing.assert_array_equal(checkpoint[name].read(), array)
-        assert len(checkpoint.files) == 2
-
-
-@pytest.mark.parametrize(
-    ("weight_map", "message"),
-    [
-        ({"/layers/dense/vars": "absent.weights.h5"}, r"missing absent\.weights\.h5"),
-        (
-            {"/layers/other/vars": "model_00000.weights.h5"},
-            r"model_00000\.weights\.h5: lacks 1 group \('layers/other/vars'\), which .* says it has",
-        ),
-        ({"/vars": "../model_00001.weights.h5"}, "inside its folder"),
-        ({"/vars": [1]}, "expected a shard's file name, found 1"),
-    ],
-)
-def test_hostile_shard_maps(tmp_path, weight_map, message):
-    sharded(tmp_path, weight_map)
-    with pytest.raises(CheckpointError, match=message) as info:
-        open_checkpoint(tmp_path)
-    assert str(tmp_path) in str(info.value)
+def test_a_shard_without_what_the_index_says(tmp_path):
+    sharded(tmp_path, {"/layers/dense/vars": "absent.weights.h5"})
+    refused(tmp_path, r"absent\.weights\.h5: expected 1 group .*, found no such file")
+    sharded(tmp_path, {"/layers/other/vars": "model_00000.weights.h5"})
+    refused(tmp_path, r"model_00000\.weights\.h5: is missing 1 group \('layers/other/vars'\)")
 
 
 def test_sharded_archive(tmp_path):
@@ -485,41 +336,51 @@ def test_sharded_archive(tmp_path):
     with zipfile.ZipFile(path, "w") as archive:
         for name in ("model.weights.json", "model_00000.weights.h5", "model_00001.weights.h5"):
             archive.write(tmp_path / name, name)
-    checkpoint = open_checkpoint(path)
+    checkpoint = lm.open_checkpoint(path)
     for name, array in expected.items():
         np.testing.assert_array_equal(checkpoint[name].read(), array)
 
 
-def test_external_links_storage_and_virtual_datasets_are_refused(tmp_path):
-    with h5py.File(tmp_path / "secret.h5", "w") as file:
-        file["w"] = numbers((4,))
-    (tmp_path / "raw.bin").write_bytes(b"1" * 64)
+def virtual(file, name, source):
+    layout = h5py.VirtualLayout((4,), np.float32)
+    layout[:] = h5py.VirtualSource(source, "w", (4,))
+    file.create_virtual_dataset(name, layout)
 
-    def refused(message, make):
-        path = tmp_path / f"{make.__name__}{len(list(tmp_path.iterdir()))}.h5"
-        with h5py.File(path, "w") as file:
-            make(file)
-        with pytest.raises(CheckpointError, match=message) as info:
-            list(open_checkpoint(path).values())
-        assert str(path) in str(info.value)
 
-    def virtual(file):
-        layout = h5py.VirtualLayout((4,), np.float32)
-        layout[:] = h5py.VirtualSource(str(tmp_path / "secret.h5"), "w", (4,))
-        file.create_virtual_dataset("w", layout)
-
-    refused(
+ELSEWHERE = {
+    "an external link": (
         "'a/w' links to 'secret.h5'",
-        lambda f: f.create_group("a").__setitem__("w", h5py.ExternalLink("secret.h5", "w")),
-    )
-    refused("'w' is virtual", virtual)
-    refused(
+        lambda file: file.create_group("a").__setitem__("w", h5py.ExternalLink("secret.h5", "w")),
+    ),
+    "a virtual dataset": ("'w' is virtual", lambda file: virtual(file, "w", "secret.h5")),
+    "external storage": (
         r"found them in '.*raw\.bin'",
-        lambda f: f.create_dataset("w", (4,), np.float32, external=[(str(tmp_path / "raw.bin"), 0, 64)]),
-    )
-    refused("'w' is a link to '/absent'", lambda f: f.__setitem__("w", h5py.SoftLink("/absent")))
-    refused("expected numbers, .*found object", lambda f: f.__setitem__("w", ["text"]))
-    refused("expected numbers, .*found .*V3", lambda f: f.__setitem__("w", np.zeros(3, "V3")))
+        lambda file: file.create_dataset("w", (4,), np.float32, external=[("raw.bin", 0, 64)]),
+    ),
+    "a broken link": ("'w' is a link to '/absent'", lambda file: file.__setitem__("w", h5py.SoftLink("/absent"))),
+    "text": ("expected numbers, .*found object", lambda file: file.__setitem__("w", ["text"])),
+    "a type of 3 bytes": ("expected numbers, .*found .*V3", lambda file: file.__setitem__("w", np.zeros(3, "V3"))),
+    "chunks that are not there": (
+        r"'w': expected 4398046511104 bytes .*found 0 stored",
+        lambda file: file.create_dataset("w", (1 << 40,), np.float32, chunks=(1 << 16,), compression="gzip"),
+    ),
+    "bytes that are not there": (
+        r"'w': expected 4398046511104 bytes .*found 0 stored",
+        lambda file: file.create_dataset("w", (1 << 40,), np.float32),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
+def test_what_is_elsewhere_or_no_numbers_is_refused(path, kind, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    with h5py.File(path.parent / "secret.h5", "w") as file:
+        file["w"] = numbers((4,))
+    (path.parent / "raw.bin").write_bytes(b"1" * 64)
+    message, make = ELSEWHERE[kind]
+    with h5py.File(path, "w") as file:
+        make(file)
+    refused(path, message)
 
 
 @pytest.mark.parametrize("version", ["earliest", "latest"])
@@ -528,64 +389,45 @@ def test_a_virtual_dataset_is_refused_before_the_library_opens_it(path, version,
     """Opening one whose description is damaged can crash the library, or keep it busy for ever."""
     with h5py.File(path, "w", libver=version, userblock_size=userblock) as file:
         file["plain"] = numbers((4,))
-        layout = h5py.VirtualLayout((4,), np.float32)
-        layout[:] = h5py.VirtualSource("elsewhere.h5", "w", (4,))
-        file.create_virtual_dataset("layers/virtual", layout)
+        virtual(file, "layers/virtual", "elsewhere.h5")
         file["soft"] = h5py.SoftLink("/layers/virtual")
     content = path.read_bytes()
     heap = content.index(b"GCOL")  # the global heap, in which the description is
     path.write_bytes(content[:heap] + b"\xff" * (len(content) - heap))
-    with pytest.raises(CheckpointError, match=r"'layers/virtual' is virtual: .*references to other datasets") as info:
-        open_checkpoint(path)
-    assert str(path) in str(info.value)
+    refused(path, r"'layers/virtual' is virtual: .*references to other datasets")
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_the_class_of_storage_is_what_the_library_says(tmp_path_factory, data):
+def test_every_layout_of_a_header_is_understood(tmp_path_factory, data):
+    """Whatever else is in it: how values are stored is found in the header before the library may open the dataset."""
     path = tmp_path_factory.mktemp("header") / "x.h5"
-    layout = data.draw(st.sampled_from([h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED]))
-    with h5py.File(
-        path,
-        "w",
-        libver=data.draw(st.sampled_from(["earliest", "v108", "v110", "latest"])),
-        track_order=data.draw(st.booleans()),
-    ) as file:
+    layouts = [h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED, h5py.h5d.VIRTUAL]
+    layout = data.draw(st.sampled_from(layouts))
+    version = data.draw(st.sampled_from(["earliest", "v108", "v110", "latest"]))
+    values = numbers((4,))
+    with h5py.File(path, "w", libver=version, track_order=data.draw(st.booleans())) as file:
         plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         plist.set_layout(layout)
         plist.set_obj_track_times(data.draw(st.booleans()))
         plist.set_attr_creation_order(data.draw(st.sampled_from([0, h5py.h5p.CRT_ORDER_TRACKED])))
         if layout == h5py.h5d.CHUNKED:
             plist.set_chunk((2,))
-        h5py.h5d.create(file.id, b"w", h5py.h5t.NATIVE_FLOAT, h5py.h5s.create_simple((4,)), plist)
+        space = h5py.h5s.create_simple((4,))
+        if layout == h5py.h5d.VIRTUAL:
+            plist.set_virtual(space, b"elsewhere.h5", b"w", space)
+        dataset = h5py.h5d.create(file.id, b"w", h5py.h5t.IEEE_F32LE, space, plist)
+        if layout != h5py.h5d.VIRTUAL:
+            dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, values)
         for index in range(data.draw(st.integers(0, 20))):  # which need blocks of their own
             file["w"].attrs[f"attribute {index}"] = "x" * data.draw(st.integers(0, 300))
         file.create_group("g").attrs["a"] = 1
-    content = path.read_bytes()
-    with h5py.File(path) as file:
-        for name, expected in (("w", {layout}), ("g", set())):
-            address = file.id.links.get_info(name.encode()).u
-            found = layout_classes(lambda at, count: content[at : at + count], address, (8, 8))
-            assert found == expected
-
-
-@pytest.mark.parametrize(
-    ("header", "message"),
-    [
-        (b"", "no object header"),
-        (b"\0" * 64, "no object header"),
-        (b"OHDR\x03" + bytes(59), "no object header"),
-        (b"\1\0\1\0" + bytes(4) + b"\xff\xff\xff\x7f" + bytes(20), "does not end"),
-        (b"\1\0\1\0" + bytes(4) + b"\xff\xff\0\0" + bytes(20), "is cut off"),
-        (b"\1\0\1\0" + bytes(4) + b"\x10\0\0\0" + bytes(4) + b"\1\0\xff\0" + bytes(12), "message .* is cut off"),
-        (b"\1\0\1\0" + bytes(4) + b"\x18\0\0\0" + bytes(4) + b"\x10\0\x10\0" + bytes(4)
-         + (16).to_bytes(8, "little") + (24).to_bytes(8, "little"), "does not end"),
-        (b"\1\0\1\0" + bytes(4) + b"\x10\0\0\0" + bytes(4) + b"\x08\0\x08\0" + bytes(12), "has version 0"),
-    ],
-)  # fmt: skip
-def test_headers_that_are_none(header, message):
-    with pytest.raises(ValueError, match=message):
-        layout_classes(lambda at, count: header[at : at + count], 0, (8, 8))
+    if layout == h5py.h5d.VIRTUAL:
+        refused(path, "'w' is virtual")
+    else:
+        with lm.open_checkpoint(path) as checkpoint:
+            assert list(checkpoint) == ["w"]
+            np.testing.assert_array_equal(checkpoint["w"].read(), values)
 
 
 def test_links_inside_the_file_are_followed(path):
@@ -593,49 +435,63 @@ def test_links_inside_the_file_are_followed(path):
         file["g/w"] = numbers((4,))
         file["soft"] = h5py.SoftLink("/g/w")
         file["g/circle"] = file["/"]
-    checkpoint = open_checkpoint(path)
+    checkpoint = lm.open_checkpoint(path)
     assert list(checkpoint) == ["g/w", "soft"]
     np.testing.assert_array_equal(checkpoint["soft"].read(), numbers((4,)))
 
 
-def test_declared_sizes_are_checked_against_the_file(path):
+# At URLs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(object_server):
+    """A file with 60 datasets of 20 kB, ten to a group, as Keras lays them out."""
+    path = object_server.root / "ahead.weights.h5"
     with h5py.File(path, "w") as file:
-        file.create_dataset("bomb", (1 << 40,), np.float32, chunks=(1 << 16,), compression="gzip")
-    with pytest.raises(CheckpointError, match=r"'bomb': expected 4398046511104 bytes .*found 0 stored"):
-        open_checkpoint(path)["bomb"]
-    path = path.with_name("contiguous.h5")
+        for layer in range(6):
+            for number in range(10):
+                file[f"layers/block_{layer}/part_{number}/vars/0"] = np.full(5_000, 10 * layer + number, "float32")
+    yield path
+    path.unlink()
+
+
+def test_what_lists_the_datasets_is_fetched_many_pieces_at_a_time(served, object_server):
+    object_server.configure(latency=0.01)
+    with lm.open_checkpoint(object_server.url(served.name)) as checkpoint:
+        names = list(checkpoint)
+        sent = object_server.counters()
+        assert sent["most_in_flight"] >= 8
+        assert sent["requests"] < 90, "the library asked for nothing by itself, which takes 95"
+        assert sent["bytes"] < served.stat().st_size / 2
+        assert len(names) == 60
+        for name in names[::7]:
+            layer, number = (int(part.split("_")[1]) for part in name.split("/")[1:3])
+            assert set(checkpoint[name].read().tolist()) == {10 * layer + number}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_file_is_refused_as_on_a_disk(seed, served, object_server):
+    """Whatever is followed of what is damaged, it ends."""
+    content = bytearray(served.read_bytes())
+    rng = np.random.default_rng(seed)
+    for sign in (b"TREE", b"SNOD", b"HEAP"):
+        at = content.find(sign) + 4
+        content[at : at + 200] = rng.integers(0, 256, 200, np.uint8).tobytes()
+    served.write_bytes(content)
+    refused(served, "corrupt|cannot")
+    refused(object_server.url(served.name), "corrupt|cannot", served.name)
+    assert object_server.counters()["bytes"] < 2 * len(content)
+
+
+def test_a_filter_after_gzip_is_an_error_that_names_file_and_dataset(tmp_path):
+    path = tmp_path / "model.weights.h5"
     with h5py.File(path, "w") as file:
-        file.create_dataset("bomb", (1 << 40,), np.float32)
-    with pytest.raises(CheckpointError, match=r"'bomb': expected 4398046511104 bytes .*found 0 stored"):
-        open_checkpoint(path)["bomb"]
-
-
-def test_truncated_files(path):
-    with h5py.File(path, "w") as file:
-        file["w"] = numbers((1000, 10))
-    content = path.read_bytes()
-    path.write_bytes(content[:-20_000])
-    with pytest.raises(
-        CheckpointError, match=r"model\.weights\.h5: expected an HDF5 file of \d+ bytes, found one that is truncated"
-    ):
-        open_checkpoint(path)
-    path.write_bytes(b"not hdf5 at all")
-    with pytest.raises(CheckpointError, match=r"model\.weights\.h5"):
-        open_checkpoint(path)
-
-
-def test_files_that_keras_writes(tmp_path):
-    keras = pytest.importorskip("keras")
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4), keras.layers.Dense(2, dtype="bfloat16")])
-    model.save_weights(tmp_path / "m.weights.h5")
-    model.save(tmp_path / "m.keras")
-    model.save_weights(tmp_path / "s.weights.json", max_shard_size=1e-7)
-    weights = [np.asarray(weight) for weight in model.get_weights()]
-    for name in ("m.weights.h5", "m.keras", "s.weights.json"):
-        checkpoint = open_checkpoint(tmp_path / name)
-        found = {key: tensor for key, tensor in checkpoint.items() if key.startswith("layers/")}
-        assert all(isinstance(tensor.leaf, FileLeaf) for tensor in found.values())
-        values = [found[key].read() for key in sorted(found)]
-        assert [value.dtype.name for value in values] == [weight.dtype.name for weight in weights]
-        for value, weight in zip(values, weights, strict=True):
-            np.testing.assert_array_equal(value, weight)
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_chunk((4,))
+        plist.set_deflate(1)
+        plist.set_shuffle()
+        space = h5py.h5s.create_simple((4,))
+        dataset = h5py.h5d.create(file.id, b"w", h5py.h5t.NATIVE_FLOAT, space, plist)
+        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, np.ones(4, "float32"))
+    with pytest.raises(lm.CheckpointError, match=r"model\.weights\.h5: dataset 'w': .* gzip"):
+        lm.open_checkpoint(path)["w"].read()

@@ -1,8 +1,7 @@
-"""`open_checkpoint` says what it found, or what it could have opened."""
+"""`open_checkpoint` says what it found, or what it could have opened; `lazymodel inspect` says the same of a file."""
 
 import json
 import os
-import subprocess
 import sys
 import zipfile
 
@@ -10,27 +9,28 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lazymodel._errors import CheckpointError
-from lazymodel.checkpoints import Checkpoint, open_checkpoint
+import lazymodel as lm
+from tests.command import command, inspected
+from tests.core.checkpoints._formats import refused
 
 
 def test_nothing_there(tmp_path):
-    with pytest.raises(CheckpointError, match="no checkpoint at .*absent"):
-        open_checkpoint(tmp_path / "absent")
-    with pytest.raises(CheckpointError, match="found no checkpoint in folder .*; supported: "):
-        open_checkpoint(tmp_path)
-
-
-def test_unknown_format(tmp_path):
-    path = tmp_path / "model.weights"
-    path.write_bytes(b"\x80\x02}q\x00.")
-    with pytest.raises(CheckpointError, match=r"model\.weights is in no known format; supported: .*safetensors"):
-        open_checkpoint(path)
+    (tmp_path / "round").symlink_to("round")
+    for name in ("absent", "x" * 300, "a\0b", "round", "round/model.safetensors"):
+        refused(tmp_path / name, "no checkpoint at ", "")
+    for folder in ("12", "src/inner"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "README.md").write_text("read me")
+    refused(tmp_path, "found no checkpoint in folder .*; supported: .*Orbax")
+    for path, words in ((tmp_path / "absent", "no checkpoint at"), (tmp_path, "found no checkpoint in folder")):
+        ran = command("inspect", path)
+        assert (ran.status, ran.out) == (2, "") and words in ran.err and str(path) in ran.err
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "mend"),
+    ("name", "content", "hint"),
     [
+        ("model.weights", b"\x80\x02}q\x00.", None),
         ("pytorch_model.bin", b"PK\x03\x04", r"PyTorch.*safetensors\.torch\.save_file"),
         ("model.ckpt-1.index", b"", r"TensorFlow.*save_weights"),
         ("flax_model.msgpack", b"\x81", r"Flax.*msgpack_restore"),
@@ -39,62 +39,60 @@ def test_unknown_format(tmp_path):
         ("params.pkl", b"\x80", r"pickle.*lm\.save"),
     ],
 )
-def test_formats_that_are_known_and_not_read_are_named_with_their_mend(tmp_path, name, content, mend):
+def test_formats_that_are_not_read_are_named_with_a_hint(tmp_path, name, content, hint):
     (tmp_path / name).write_bytes(content)
-    for path in (tmp_path, tmp_path / name):
-        with pytest.raises(CheckpointError, match=rf"{name} looks like .*{mend}.*supported: "):
-            open_checkpoint(path)
+    for path in (tmp_path, tmp_path / name) if hint else (tmp_path / name,):
+        refused(path, rf"{name} looks like .*{hint}.*supported: " if hint else "in no known format; supported: ")
+    found = inspected(tmp_path / name)
+    assert (found["format"], [problem["file"] for problem in found["problems"]]) == ("unknown", [name])
+    assert found["files"] == [{"path": name, "nbytes": len(content), "tensors": 0, "verified": []}]
 
 
-def test_a_gguf_file_by_another_name_is_read_as_one(tmp_path):
-    (tmp_path / "model.bin").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match="model.bin is truncated"):
-        open_checkpoint(tmp_path / "model.bin")
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["model.safetensors", "model.weights.h5", "model.keras", "model.weights.json", "model.npz", "model.npy"],
-)
-def test_git_lfs_pointers(tmp_path, name):
-    path = tmp_path / name
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 98765\n")
-    with pytest.raises(CheckpointError, match="LFS pointer: expected 98765 bytes.*git lfs pull") as info:
-        open_checkpoint(path)
-    assert str(path) in str(info.value)
-
-
-NAMES = ("model.safetensors", "model.weights.h5", "model.weights.json", "model.safetensors.index.json")
+INDEXES = {"safetensors": "model.safetensors.index.json", "weights.h5": "model.weights.json"}
+NAMES = ("model.safetensors", "model.weights.h5", *INDEXES.values())
 
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", [*NAMES, "model.keras", "model.npz", "model.npy", "model.bin"])
-@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
-def test_what_is_no_regular_file_is_refused_unopened(tmp_path, name, kind):
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "pointer"])
+def test_what_is_not_a_regular_file_is_refused_unopened(tmp_path, name, kind):
     """Opening a pipe waits for somebody to write into it."""
     path = tmp_path / name
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to("/dev/zero")
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "device":
+            path.symlink_to("/dev/zero")
+        case _:
+            path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 98765\n")
+    words = rf"{name}: expected .*, found a folder, a pipe or a device"
+    if kind == "pointer":
+        words = "LFS pointer: expected 98765 bytes.*git lfs pull"
     for where in [path] * (kind != "folder") + [tmp_path] * (name in NAMES):
-        with pytest.raises(CheckpointError, match=rf"{name}: expected a file, found a folder, a pipe or a device"):
-            open_checkpoint(where)
+        refused(where, words, path)
+        if kind == "pipe":
+            assert "a pipe or a device" in inspected(where)["problems"][0]["message"]
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "weights.h5"])
+@pytest.mark.parametrize("suffix", INDEXES)
 @pytest.mark.parametrize(
     ("shard", "message"),
     [
-        ("x" * 300, "expected a shard's file name, found 'x+.*x', which cannot be one .*File name too long"),
+        ("x" * 300, "expected a shard's file name, found 'x+.*x'.*File name too long"),
         ("a/" * 3000, "expected a shard's file name, .*File name too long"),
-        ("round", r"round.*which cannot be one|missing round"),
-        ("to_round", r"round.*which cannot be one|missing to_round"),
-        ("absent", "missing absent"),
-        ("folder", "missing folder"),
-        ("pipe", "missing pipe"),
+        ("\ud800", "expected a JSON object"),
+        ("round", "round"),
+        ("to_round", "round"),
+        ("absent", "absent.*no such file"),
+        ("folder", "folder"),
+        ("pipe", "pipe"),
+        (3, "expected a shard's file name, found 3"),
+        (["a", 1], "expected a shard's file name"),
+        ("/etc/passwd", "inside its folder"),
+        ("../other.safetensors", "inside its folder"),
+        ("x/../../other.safetensors", "inside its folder"),
     ],
 )
 def test_names_of_shards_that_cannot_be_files(tmp_path, suffix, shard, message):
@@ -102,110 +100,102 @@ def test_names_of_shards_that_cannot_be_files(tmp_path, suffix, shard, message):
     (tmp_path / "to_round").symlink_to("round")
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    index = "model.weights.json" if suffix == "weights.h5" else "model.safetensors.index.json"
-    (tmp_path / index).write_text(json.dumps({"weight_map": {"a": shard}}))
-    with pytest.raises(CheckpointError, match=message) as info:
-        open_checkpoint(tmp_path)
-    assert index in str(info.value)
+    (tmp_path / INDEXES[suffix]).write_text(json.dumps({"weight_map": {"a": shard}}))
+    refused(tmp_path, message)
 
 
-@pytest.mark.parametrize("path", ["x" * 300, "a\0b", "round", "round/model.safetensors"])
-def test_paths_that_cannot_be(tmp_path, path):
-    (tmp_path / "round").symlink_to("round")
-    with pytest.raises(CheckpointError, match="there is no checkpoint at "):
-        open_checkpoint(tmp_path / path)
+@pytest.mark.parametrize("suffix", INDEXES)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "expected a JSON object"),
+        ("[]", "expected a JSON object, found a list"),
+        ("{}", "expected a 'weight_map' object"),
+        ('{"weight_map": []}', "expected a 'weight_map' object"),
+        ("[" * 100_000, "expected a JSON object"),
+        ('{"weight_map": {"a": "x", "a": "y"}}', "found 'a' twice"),
+        # A key that is there twice is found at any depth.
+        ('{"a" : 1, "a":2, "b":":"}', "twice"),
+        ('{"x":{"a":1,"a":1}}', "twice"),
+        ('{"x":[{"a":1,"a":1}]}', "twice"),
+        ('{"x":{"y":{"a":1,"a":1}}}', "twice"),
+        (r'{"x":1,"\u0078":1}', "twice"),
+        ('{"x":{"y":1},"x":{"z":1,"w":2}}', "twice"),
+    ],
+)
+def test_an_index_that_cannot_be_read(tmp_path, suffix, text, message):
+    (tmp_path / INDEXES[suffix]).write_text(text)
+    refused(tmp_path, message, tmp_path / INDEXES[suffix])
+    assert [problem["file"] for problem in inspected(tmp_path)["problems"]] == [INDEXES[suffix]]
 
 
 def test_several_indexes_are_ambiguous(tmp_path):
+    save_file({"w": np.ones(2)}, tmp_path / "w.safetensors")
     for name in ("a", "b"):
-        (tmp_path / f"{name}.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
-    with pytest.raises(CheckpointError, match="2 index files"):
-        open_checkpoint(tmp_path)
+        (tmp_path / f"{name}.safetensors.index.json").write_text('{"weight_map": {"w": "w.safetensors"}}')
+    refused(tmp_path, "2 index files")
+    assert "2 index files" in inspected(tmp_path)["problems"][0]["message"]
+    (tmp_path / "b.safetensors.index.json").rename(tmp_path / INDEXES["safetensors"])
+    assert list(lm.open_checkpoint(tmp_path)) == ["w"]  # the one called `model` counts
+    (tmp_path / INDEXES["safetensors"]).unlink()
+    assert list(lm.open_checkpoint(tmp_path)) == ["w"]  # or the only one
 
 
 def test_it_is_a_mapping_of_str_to_lazy_tensors(tmp_path):
-    header = json.dumps({"w": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\1\2")
-    with open_checkpoint(str(tmp_path)) as checkpoint:
-        assert isinstance(checkpoint, Checkpoint)
-        assert "w" in checkpoint
-        assert "v" not in checkpoint
+    save_file({"w": np.array([1, 2], np.uint8)}, tmp_path / "model.safetensors")
+    with lm.open_checkpoint(str(tmp_path)) as checkpoint:
+        assert isinstance(checkpoint, lm.Checkpoint)
+        assert "w" in checkpoint and "v" not in checkpoint
         assert checkpoint["w"] is checkpoint["w"]
-        assert checkpoint.path == str(tmp_path)
-        assert checkpoint.nbytes == 2
+        assert (checkpoint.path, checkpoint.nbytes) == (str(tmp_path), 2)
         with pytest.raises(KeyError, match="'v' is not a tensor of"):
             checkpoint["v"]
         np.testing.assert_array_equal(checkpoint["w"], [1, 2])
     np.testing.assert_array_equal(checkpoint["w"], [1, 2])  # closed files open again
 
 
-def test_numpy_files_and_archives_are_told_apart(tmp_path):
+def test_files_are_told_apart_by_their_first_bytes(tmp_path):
     np.savez(tmp_path / "model.npz", w=np.arange(3))
     np.save(tmp_path / "model.npy", np.arange(3))
-    assert list(open_checkpoint(tmp_path / "model.npz")) == ["w"]
-    assert list(open_checkpoint(tmp_path / "model.npy")) == ["model"]
+    assert list(lm.open_checkpoint(tmp_path / "model.npz")) == ["w"]
+    assert list(lm.open_checkpoint(tmp_path / "model.npy")) == ["model"]
     (tmp_path / "model.npz").rename(tmp_path / "model.keras")
-    with pytest.raises(CheckpointError, match=r"expected model\.weights\.h5 in the archive"):
-        open_checkpoint(tmp_path / "model.keras")
+    refused(tmp_path / "model.keras", r"expected model\.weights\.h5 in the archive")
+    (tmp_path / "model.bin").write_bytes(b"GGUF")
+    refused(tmp_path / "model.bin", "model.bin is truncated")
 
 
 def test_a_folder_of_weights_may_have_other_folders(tmp_path):
     """What a preset's folder holds beside its weights, checkpoints of its training among it, decides nothing."""
-    header = json.dumps({"w": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\1\2")
+    save_file({"w": np.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "12").mkdir()
     (tmp_path / "12" / "_CHECKPOINT_METADATA").write_text("{}")
-    assert list(open_checkpoint(tmp_path)) == ["w"]
+    assert list(lm.open_checkpoint(tmp_path)) == ["w"]
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="12: expected an Orbax item that holds arrays, found no folders"):
-        open_checkpoint(tmp_path)
+    refused(tmp_path, "12: expected an Orbax item that holds arrays, found no folders")
 
 
-def test_safetensors_need_no_h5py(tmp_path):
-    """Importing the checkpoints imports no format's library; and a missing one is one clear error."""
+def test_a_missing_package_is_one_clear_error(tmp_path, monkeypatch):
     (tmp_path / "x.weights.h5").write_bytes(b"\x89HDF\r\n\x1a\n")
-    code = (
-        "import sys; sys.modules['h5py'] = None\n"
-        "from lazymodel.checkpoints import open_checkpoint\n"
-        "from lazymodel._errors import CheckpointError\n"
-        "assert not {'safetensors', 'keras', 'torch', 'tensorstore', 'orbax'} & set(sys.modules)\n"
-        "try: open_checkpoint(sys.argv[1])\n"
-        "except CheckpointError as error: print(error)\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "x.weights.h5")], capture_output=True, text=True, check=True
-    )
-    assert "pip install h5py" in result.stdout
+    (tmp_path / "orbax").mkdir()
+    (tmp_path / "orbax" / "manifest.ocdbt").write_bytes(b"")
+    for module, name, hint in (("h5py", "x.weights.h5", "h5py"), ("tensorstore", "orbax", r"'lazymodel\[orbax\]'")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(lm.CheckpointError, match=f"pip install {hint}"):
+            lm.open_checkpoint(tmp_path / name)
 
 
 LONG = "n" * 100_000
 
 
-def _header(path, entries):
-    text = json.dumps(entries).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text)
+def _header(folder, name):
+    text = json.dumps({name: {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}).encode()
+    (folder / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
 
 
-def _lies(folder):
-    _header(folder / "x.safetensors", {LONG: {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}})
-
-
-def _words(folder):
-    _header(folder / "x.safetensors", {"n " * 50_000: {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}})
-
-
-def _lacks(folder):
+def _index(folder, weights):
     save_file({"a": np.zeros(3)}, folder / "a.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {LONG: "a.safetensors"}}))
-
-
-def _absent(folder):
-    shards = {str(index): f"{index}.safetensors" for index in range(20_000)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-
-
-def _leads_out(folder):
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": f"../{LONG}"}}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
 
 
 def _archive(folder):
@@ -214,8 +204,9 @@ def _archive(folder):
 
 
 def _links(folder):
-    with pytest.importorskip("h5py").File(folder / "x.h5", "w") as file:
-        file["w"] = pytest.importorskip("h5py").ExternalLink(LONG[:50_000], "x")
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(folder / "x.h5", "w") as file:
+        file["w"] = h5py.ExternalLink(LONG[:50_000], "x")
 
 
 def _quantized(folder):
@@ -223,12 +214,22 @@ def _quantized(folder):
     save_file({"a": np.zeros(3)}, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("make", [_lies, _words, _lacks, _absent, _leads_out, _archive, _links, _quantized])
-def test_what_files_say_is_not_quoted_at_length(tmp_path, make):
-    make(tmp_path)
+LENGTHY = {
+    "a name": lambda folder: _header(folder, LONG),
+    "words": lambda folder: _header(folder, "n " * 50_000),
+    "a tensor that is missing": lambda folder: _index(folder, {LONG: "a.safetensors"}),
+    "many files": lambda folder: _index(folder, {str(index): f"{index}.safetensors" for index in range(2000)}),
+    "a path": lambda folder: _index(folder, {"a": f"../{LONG}"}),
+    "a member": _archive,
+    "a link": _links,
+    "a method": _quantized,
+}
+
+
+@pytest.mark.parametrize("kind", LENGTHY)
+def test_what_files_say_is_not_quoted_at_length(tmp_path, kind):
+    LENGTHY[kind](tmp_path)
     files = [path for path in tmp_path.iterdir() if path.name.startswith("x.")]
-    with pytest.raises(CheckpointError) as error:
-        open_checkpoint(files[0] if files else tmp_path)
-    assert str(tmp_path) in str(error.value) and len(str(error.value)) < 5000
-    if make is _absent:
-        assert "20000 shard files" in str(error.value)
+    message = refused(files[0] if files else tmp_path, ".", tmp_path)
+    assert len(message) < 5000
+    assert ("1,992 more" in message) == (kind == "many files")

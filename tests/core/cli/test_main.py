@@ -1,26 +1,20 @@
 """The command line: what goes to which stream, exit statuses, and that it starts without any framework."""
 
-import argparse
-import importlib
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 import lazymodel
-from lazymodel._cli import main as main_module
-from lazymodel._cli import plan as planning
-from lazymodel._cli.main import main, make_parser
-from lazymodel._devices.topology import has_libtpu
-from lazymodel._errors import LazyModelError
-
-ROOT = Path(__file__).parents[3]
+from tests.command import main
+from tests.conftest import ROOT, needs_libtpu
 
 
 @pytest.fixture
@@ -32,9 +26,9 @@ def checkpoint(tmp_path):
     return path
 
 
-def run(*arguments, code=None, **options):
-    command = [sys.executable, *(("-m", "lazymodel") if code is None else ("-c", code)), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+def run(*arguments, **options):
+    command = [sys.executable, "-m", "lazymodel", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, **options)
 
 
 def test_inspect(checkpoint, capsys):
@@ -113,29 +107,34 @@ def test_verify(checkpoint, capsys):
     assert main(["inspect", str(checkpoint)]) == 0
 
 
-def test_interrupted(checkpoint, monkeypatch):
+def test_interrupts_and_mistakes_of_ours(checkpoint, monkeypatch, capsys):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lazymodel._cli.inspect.inspect_checkpoint", interrupt)
     assert main(["inspect", str(checkpoint)]) == 130
+    monkeypatch.setattr("lazymodel._cli.inspect.inspect_checkpoint", None)
+    assert main(["inspect", str(checkpoint)]) == 2
+    assert os.path.join("_cli", "inspect.py") in capsys.readouterr().err
+
+
+NO_FRAMEWORK = """
+import atexit, sys
+frameworks = {"flax", "h5py", "keras", "orbax", "safetensors", "tensorflow", "torch"}
+atexit.register(lambda: print("frameworks", *frameworks & set(sys.modules)))
+"""
 
 
 def test_as_a_module(checkpoint):
-    """Plain text where nobody watches, whatever the environment says about colours."""
-    done = run("inspect", checkpoint, env={**os.environ, "FORCE_COLOR": "1", "COLUMNS": "80"})
-    assert done.returncode == 0
-    assert done.stderr == ""
-    assert "\x1b" not in done.stdout
-    assert "model.safetensors" in done.stdout
+    """Plain ASCII text where nobody watches, whatever the environment says about colours; no framework is imported."""
+    (checkpoint.parent / "sitecustomize.py").write_text(NO_FRAMEWORK)
+    path = os.pathsep.join([str(checkpoint.parent), os.environ.get("PYTHONPATH", "")])
+    plain = {"FORCE_COLOR": "1", "COLUMNS": "80", "PYTHONIOENCODING": "ascii", "PYTHONPATH": path}
+    done = run("inspect", checkpoint, env={**os.environ, **plain})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout and "model.safetensors" in done.stdout
+    assert done.stdout.endswith("no problems found\nframeworks\n")
     assert all(len(line) <= 80 for line in done.stdout.splitlines()[1:])
-    assert run("inspect", checkpoint.parent / "absent").returncode == 2
-
-
-def test_an_encoding_that_lacks_characters(checkpoint):
-    done = run("inspect", checkpoint, env={**os.environ, "PYTHONIOENCODING": "ascii"})
-    assert done.returncode == 0
-    assert "no problems found" in done.stdout
 
 
 def test_a_reader_that_leaves(checkpoint):
@@ -153,7 +152,7 @@ def factory(tmp_path, monkeypatch):
     """A module in the current folder with a function that builds a model of 1 MiB."""
     name = f"factory_of_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(
-        "import jax\n\ndef make(key=None):\n"
+        "import pathlib\nimport jax\n\ndef make(key=None):\n    pathlib.Path('called').touch()\n"
         "    return {'dense': {'kernel': jax.random.normal(jax.random.key(0), (512, 512))}}\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -165,7 +164,7 @@ def test_plan(factory, capsys):
     out, err = capsys.readouterr()
     assert err == ""
     assert "make: plan for 1 variable, 1.00 MiB" in out
-    assert "each of 8 devices, on the fullest: 128.00 KiB resident" in out
+    assert "each of 8 devices, on the most loaded: 128.00 KiB resident" in out
     assert "device memory: 1.00 MiB; fits without activations, 896.00 KiB to spare" in out
     assert main(["plan", factory, "--mesh", "model=8", "--device-memory", "100KiB"]) == 1
     assert "does not fit, 28.00 KiB short" in capsys.readouterr().out
@@ -179,9 +178,6 @@ def test_plan_knows_what_lies_on_hosts(factory, capsys):
     plan = json.loads(capsys.readouterr().out)
     assert (plan["device_nbytes"], plan["offloaded_nbytes"], plan["host_memory"]) == (0, 3 << 20, 384 << 30)
     assert main([*at, "--host-memory", "1MiB"]) == 1
-    assert main([*at[:4], "--optimizer-on-host"]) == 2
-    assert main(["plan", factory, "--host", "x"]) == 2
-    assert "host='x' matches no variable" in capsys.readouterr().err
 
 
 def test_plan_knows_devices_that_are_not_here(factory, capsys):
@@ -224,30 +220,38 @@ def test_plan_compares(factory, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--mesh", "model"], "cannot read mesh 'model'; write names and sizes, such as model=8"),
-        (["--mesh", "model=0"], "cannot read mesh 'model=0'"),
-        (["--mesh", "a=2,a=4"], "cannot read mesh"),
-        (["--topology", "v5e:2x4", "--mesh", "model=6"], "do not make the 8 devices of v5e:2x4"),
-        (["--topology", "v9:2x4"], "'v9' is no TPU generation"),
-        (["--topology", "v5e-7"], "there is no TPU slice 'v5e-7'; nearest: v5e:2x2 (v5e-4) and v5e:2x4 (v5e-8)"),
-        (["--device-memory", "lots"], "cannot read 'lots' as bytes"),
-        (["--optimizer", "adams"], "optimizer 'adams' is not known; closest: 'adam'"),
-        (["--lora-rank", "4", "--optimizer", "adam"], "no variable of make is a LoRA target"),
-        (["--batch", "4"], "a batch and a sequence; say both"),
-        (["--batch", "4", "--sequence", "8"], "activations are estimated for dense transformers"),
-        (["--moments", "bf16"], "moments was given without optimizer"),
-        (["--compile", "forward", "--mesh", "model=512"], "has 512 devices and this machine"),
-        (["--compile", "forward", "--mesh", "model=1"], "needs a function and its inputs"),
-        (["--dtype", "bfloat16"], "a factory decides for itself"),
-        (["--html", "absent/plan.html"], "cannot write absent/plan.html: No such file or directory"),
+        ("--mesh model=0", "cannot read mesh 'model=0'"),
+        ("--mesh a=2,a=4", "cannot read mesh"),
+        ("--mesh model", "cannot read mesh 'model'; write names and sizes, such as model=8"),
+        ("--topology v5e-7", "there is no TPU slice 'v5e-7'; nearest: v5e:2x2 (v5e-4) and v5e:2x4 (v5e-8)"),
+        ("--topology v5f:2x4", "'v5f' is not a TPU generation; closest: 'v5p', 'v5e'"),
+        ("--topology v5e-8 --topology v5e-9", "there is no TPU slice 'v5e-9'"),
+        ("--topology H100", "'H100' is a GPU without a number; write how many"),
+        ("--topology H100:8 --compile init", "plan for them by arithmetic"),
+        ("--topology v5e-8 --mesh model=6", "do not make the 8 devices"),
+        ("--batch 4", "a batch and a sequence; pass both"),
+        ("--moments bf16", "moments was given without optimizer"),
+        ("--optimizer adams", "optimizer 'adams' is not known; closest: 'adam'"),
+        ("--lora-rank 0", "lora_rank is a positive number; got 0"),
+        ("--device-memory lots", "cannot read 'lots' as bytes"),
+        ("--html absent/plan.html", "cannot write absent/plan.html: No such file or directory"),
+        ("--compile forward --mesh model=512", "has 512 devices and this machine"),
+        ("--dtype bfloat16", "a factory decides for itself"),
+        ("--lora-rank 4 --optimizer adam", "of make is a LoRA target"),
+        ("--batch 4 --sequence 8", "activations are estimated for dense transformers"),
+        ("--compile forward --mesh model=1", "needs a function and its inputs"),
+        ("--host x", "host='x' matches no variable"),
+        ("--optimizer-on-host --topology v5e-8", "--optimizer-on-host is for --optimizer"),
+        ("--mesh data=4,model=2 --hosts 3", "hosts=3 do not divide the 8 devices"),
     ],
 )
 def test_plan_of_wrong_usage_is_exit_status_2(factory, capsys, options, message):
-    assert main(["plan", factory, *options]) == 2
+    """What options tell by themselves is refused before the factory is called."""
+    assert main(["plan", factory, *options.split()]) == 2
     out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("lazymodel: error: ")
-    assert message in err
+    assert out == "" and err.startswith("lazymodel: error: ") and message in err
+    by_the_model = ("LoRA target", "dense transformers", "a function and its inputs", "matches no", "divide the 8")
+    assert Path("called").exists() == any(each in message for each in by_the_model)
 
 
 def test_plan_of_what_is_not_there(factory, capsys):
@@ -285,69 +289,44 @@ def test_an_exception_in_what_was_given_is_exit_status_2(how, checkpoint, monkey
         assert str(Path(lazymodel.__file__).parent) not in err and "importlib" not in err
 
 
-def test_a_mistake_of_ours_is_exit_status_2_and_shows_where(checkpoint, monkeypatch, capsys):
-    monkeypatch.setattr("lazymodel._cli.inspect.inspect_checkpoint", None)
-    assert main(["inspect", str(checkpoint)]) == 2
-    assert os.path.join("_cli", "inspect.py") in capsys.readouterr().err
+@pytest.fixture
+def planned(monkeypatch):
+    """Sources that a framework is asked to build, with their storage options."""
+    found = []
 
+    def from_config(source, *, storage_options, **_):
+        found.append((source, storage_options))
+        raise lazymodel.LazyModelError("built")
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--topology", "v5f:2x4"], "'v5f' is no TPU generation; closest: 'v5p', 'v5e'"),
-        (["--topology", "v5e-8", "--topology", "v5e-9"], "there is no TPU slice 'v5e-9'"),
-        (["--topology", "H100"], "'H100' is a card; say how many"),
-        (["--topology", "H100:8", "--compile", "init"], "plan for them by arithmetic"),
-        (["--topology", "v5e-8", "--mesh", "model=6"], "do not make the 8 devices"),
-        (["--mesh", "model"], "cannot read mesh 'model'"),
-        (["--optimizer", "adams"], "optimizer 'adams' is not known"),
-        (["--lora-rank", "0"], "lora_rank is a positive number; got 0"),
-        (["--device-memory", "lots"], "cannot read 'lots' as bytes"),
-        (["--html", "absent/plan.html"], "cannot write absent/plan.html: No such file or directory"),
-    ],
-)
-def test_plan_refuses_before_it_builds(monkeypatch, capsys, options, message):
-    def build(*args):
-        raise AssertionError("nothing is built for arguments that are wrong")
-
-    monkeypatch.setattr(planning, "_model", build)
-    assert main(["plan", "gemma2_9b_en", *options]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("lazymodel: error: ") and message in err
+    monkeypatch.setattr("lazymodel._cli.plan.named", lambda framework: SimpleNamespace(from_config=from_config))
+    return found
 
 
 @pytest.mark.parametrize(
     "name", ["x.safetensors", "model.weights.h5", "model.safetensors.index.json", "model.keras", "weights.npz", "w.BIN"]
 )
-def test_plan_of_weights_asks_for_what_describes_them(tmp_path, monkeypatch, capsys, name):
-    planned = []
-
-    def build(source, *args):
-        planned.append(source)
-        raise LazyModelError("built")
-
-    monkeypatch.setattr(planning, "_model", build)
+def test_plan_of_weights_asks_for_what_describes_them(tmp_path, monkeypatch, capsys, planned, name):
     monkeypatch.chdir(tmp_path)
     assert main(["plan", name]) == 2
     assert f"error: {name} does not exist" in capsys.readouterr().err
     (tmp_path / name).write_bytes(b"\0" * 8)
     assert main(["plan", name]) == 2
     err = capsys.readouterr().err
-    assert f"{name} holds weights, which do not say what model they are of, and no config.json lies beside" in err
+    assert f"{name} holds weights, which do not say what model they are of, and no config.json is next to" in err
     assert f"`lazymodel inspect {name}`" in err and planned == []
     (tmp_path / "config.json").write_text("{}")
     for given, folder in ((name, "."), (str(tmp_path / name), str(tmp_path))):
         assert main(["plan", given]) == 2
         assert f"{given} holds weights; planning its folder by config.json\n" in capsys.readouterr().err
-        assert planned.pop() == folder
+        assert planned.pop() == (folder, None)
     main(["plan", str(tmp_path)])
-    assert planned.pop() == str(tmp_path)
+    assert planned.pop() == (str(tmp_path), None)
     for absent in ("absent.json", "./absent", str(tmp_path / "absent")):
         assert main(["plan", absent]) == 2
         assert f"error: {absent} does not exist" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not has_libtpu(), reason='needs libtpu: pip install "lazymodel[tpu]"')
+@needs_libtpu
 def test_plan_is_silent_where_jax_looks_for_a_tpu(factory):
     """With libtpu and without a TPU, JAX's search for devices prints lines of libtpu's unless it is told not to."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_", "XLA_"))}
@@ -358,22 +337,14 @@ def test_plan_is_silent_where_jax_looks_for_a_tpu(factory):
     assert done.stdout.startswith("make: plan for 1 variable")
 
 
-def test_no_framework_is_imported(checkpoint):
-    code = (
-        "import sys; from lazymodel._cli.main import main; main(sys.argv[1:])\n"
-        "print(*{'flax', 'h5py', 'keras', 'orbax', 'safetensors', 'tensorflow', 'torch'} & set(sys.modules))"
-    )
-    done = run("inspect", checkpoint, code=code)
-    assert done.stdout.endswith("\nno problems found\n\n"), done.stdout + done.stderr
-
-
 def test_no_command_shows_what_there_is(capsys):
     assert main([]) == 0
-    out = capsys.readouterr().out
-    (commands,) = [action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction)]
-    for name, parser in commands.choices.items():
-        assert f"\n    {name}" in out
-        assert parser.epilog.startswith("example")
+    commands = re.findall(r"^    (\w+)\b", capsys.readouterr().out, flags=re.M)
+    assert {"inspect", "plan", "convert", "diff", "doctor", "completion"} <= set(commands)
+    for command in commands:
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        assert "\nexample" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"lazymodel {lazymodel.__version__}\n"
@@ -412,22 +383,66 @@ def missing(name):
     raise importlib.metadata.PackageNotFoundError(name)
 
 
-def test_the_script_of_the_distribution():
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    module, _, name = scripts["lazymodel"].partition(":")
-    assert getattr(importlib.import_module(module), name) is main_module.main
-
-
-def test_plan_of_a_fleet(tmp_path, monkeypatch, capsys):
+def test_plan_of_a_fleet(factory, capsys):
     """Hosts that share nothing and hosts that hold replicas, on devices that are mere numbers."""
-    (tmp_path / "fleet_factory.py").write_text(
-        "import jax.numpy as jnp\ndef make(): return {'kernel': jnp.zeros((256, 1024))}\n"
-    )
-    monkeypatch.chdir(tmp_path)
     numbers = ["--hosts", "4", "--storage-bandwidth", "1MiB/s", "--link-bandwidth", "1MiB/s"]
-    assert main(["plan", "fleet_factory:make", "--mesh", "data=4,model=2", *numbers, "--json"]) == 0
+    assert main(["plan", factory, "--mesh", "data=4,model=2", *numbers, "--json"]) == 0
     ways = json.loads(capsys.readouterr().out)["ways"]
-    assert ways["exchange"]["total_read_nbytes"] == 256 * 1024 * 4
+    assert ways["exchange"]["total_read_nbytes"] == 512 * 512 * 4
     assert ways["read"]["seconds"] is not None
-    assert main(["plan", "fleet_factory:make", "--mesh", "data=4,model=2", "--hosts", "3"]) == 2
-    assert "hosts=3 do not divide the 8 devices" in capsys.readouterr().err
+
+
+NOISE = (
+    b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
+    b"I0000 00:00:1795320015.407997    7476 port.cc:153] oneDNN custom operations are on. You may see\n"
+    b"I0000 00:00:1795320015.409912    7476 cudart_stub.cc:31] Could not find cuda drivers on your machine\n"
+)
+ERROR = b"E0000 00:00:1795320015.409912    7476 cuda_dnn.cc:31] it is broken\n"
+
+
+@pytest.mark.parametrize("level", [None, "0"])
+def test_of_what_tensorflow_says_only_errors_are_shown_unless_the_log_is_asked_for(monkeypatch, capfd, level):
+    def imports(_):
+        os.write(2, NOISE + ERROR)
+        raise lazymodel.LazyModelError("after")
+
+    monkeypatch.setattr("lazymodel._cli.plan.named", imports)
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL")
+    if level is not None:
+        monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
+    assert main(["plan", "bert_tiny_en_uncased"]) == 2
+    shown = ERROR if level is None else NOISE + ERROR
+    assert capfd.readouterr().err == shown.decode() + "lazymodel: error: after\n"
+    assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == (level or "1")
+
+
+def test_a_command_that_imports_tensorflow_says_one_line():
+    pytest.importorskip("keras_hub")
+    names = ("TF_CPP_MIN_LOG_LEVEL", "JAX_PLATFORMS", "XLA_FLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    done = run("plan", "no_preset_of_this_name", env=environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith("lazymodel: error: ") and done.stderr.count("\n") == 1, done.stderr
+
+
+# --storage-option -----------------------------------------------------------------------------------------------------
+
+
+def test_storage_options_are_keys_and_values(planned, capsys):
+    """They come to whoever opens the URL."""
+    given = ("region=eu", "token=a=b=", "client_options.allow_http=true", "client_options.timeout=3s")
+    assert main(["plan", "s3://bucket/x", *(part for text in given for part in ("--storage-option", text))]) == 2
+    options = {"region": "eu", "token": "a=b=", "client_options": {"allow_http": True, "timeout": "3s"}}
+    assert planned == [("s3://bucket/x", options)]
+    assert "error: built" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "texts", [["SECRET"], ["=SECRET"], ["a=SECRET", "a=2"], ["a=SECRET", "a.b=2"], ["region=SECRET"]]
+)
+def test_storage_options_that_cannot_be_read_are_not_shown(tmp_path, capsys, texts):
+    """The last can, but a path takes none."""
+    given = [part for text in texts for part in ("--storage-option", text)]
+    where = str(tmp_path) if texts == ["region=SECRET"] else "s3://bucket/x"
+    assert main(["inspect", where, *given]) == 2
+    assert "SECRET" not in capsys.readouterr().err

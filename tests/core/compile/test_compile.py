@@ -42,7 +42,7 @@ def test_of_leaves_all_else_as_it_is() -> None:
     [
         (lambda: lm.Compile(3), "what is compiled is a jitted function or one of 'init', .* got 3"),  # pyright: ignore
         (lambda: lm.Compile("step", STEP, X), "what is compiled is a jitted function or one of .* got 'step'"),
-        (lambda: lm.Compile("predict", len), "'predict' is the model's own; a jitted function .* without a name"),
+        (lambda: lm.Compile("predict", len), "'predict' is the model's own; pass a jitted function without a name"),
         (lambda: lm.Compile("generate", steps=4), "a keyword of 'generate' is batch or sequence; got steps"),
         (lambda: lm.Compile("predict").of(len), "only a jitted function is called with parts .* got 'predict'"),  # pyright: ignore
         (lambda: lm.Compile(STEP).of("params"), r"of\(\) takes a function of the model .* got 'params'"),  # pyright: ignore
@@ -73,5 +73,5 @@ def test_a_plan_asks_the_compiler_of_a_step_jitted_or_not(mesh8: jax.sharding.Me
     assert jitted.used_nbytes - jitted.compiled.temporary_nbytes == plain.used_nbytes - plain.compiled.temporary_nbytes
     assert donated.compiled.alias_nbytes == shard
     assert plain.notes[-1] == "compiled step"
-    with pytest.raises(lm.LazyModelError, match="compiling step compiles the model as it is, and lora_rank=2 states"):
+    with pytest.raises(lm.LazyModelError, match="compiling step compiles the model as it is, and lora_rank=2 adds"):
         sharded.plan(what_if=lm.WhatIf(lora_rank=2), compile=lm.Compile(step, x))

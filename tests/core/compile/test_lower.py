@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 import lazymodel as lm
 from tests.compile_events import compile_events
 
+Model = lm.AbstractModel[Any]
+
 X = np.linspace(-1, 1, 8 * 64, dtype="float32").reshape(8, 64)
 KEY = jax.random.key(5)
 RULES = {"kernel": P("model"), ".*": P()}
@@ -46,15 +48,15 @@ def jitted(**options: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def abstract() -> lm.AbstractModel:
+def abstract() -> Model:
     return lm.build_abstract(init, jax.random.key(0))
 
 
-def sharded(abstract: lm.AbstractModel, mesh: Mesh) -> lm.AbstractModel:
+def sharded(abstract: Model, mesh: Mesh) -> Model:
     return abstract.shard(mesh, RULES)
 
 
-def check(model: lm.AbstractModel, step: Any, *inputs: Any, given: Any = None, **keywords: Any) -> Any:
+def check(model: Model, step: Any, *inputs: Any, given: Any = None, **keywords: Any) -> Any:
     """Compiles for some inputs, calls with others; the results, equal to those of an own compilation."""
     compile = lm.Compile(step, *(inputs if given is None else given), **keywords)
     loaded = model.materialize(compile=compile)
@@ -65,7 +67,7 @@ def check(model: lm.AbstractModel, step: Any, *inputs: Any, given: Any = None, *
 
 
 @pytest.mark.parametrize("where", ["one device", "sharded"])
-def test_arguments_as_users_pass_them(abstract: lm.AbstractModel, mesh8: Mesh, where: str) -> None:
+def test_arguments_as_users_pass_them(abstract: Model, mesh8: Mesh, where: str) -> None:
     model = abstract if where == "one device" else sharded(abstract, mesh8)
     placed = jax.device_put(X, NamedSharding(mesh8, P("model")) if where == "sharded" else jax.devices()[0])
     first = check(model, jitted(), X)
@@ -77,13 +79,13 @@ def test_arguments_as_users_pass_them(abstract: lm.AbstractModel, mesh8: Mesh, w
     check(model, jitted(static_argnames="power"), X, power=2)
 
 
-def test_results_are_those_without_it_bit_for_bit(abstract: lm.AbstractModel, mesh8: Mesh) -> None:
+def test_results_are_those_without_it_bit_for_bit(abstract: Model, mesh8: Mesh) -> None:
     model = sharded(abstract, mesh8)
     own = jitted()(model.materialize(), X)
     assert np.asarray(own).tobytes() == check(model, jitted(), X).tobytes()
 
 
-def test_shardings_of_the_step_s_own(abstract: lm.AbstractModel, mesh8: Mesh) -> None:
+def test_shardings_of_the_step_s_own(abstract: Model, mesh8: Mesh) -> None:
     model = sharded(abstract, mesh8)
     tree = {"kernel": P("model"), "scale": P(), "rng": P(), "table": P(), "depth": P()}
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh8, spec), tree)
@@ -115,7 +117,7 @@ def test_donated_arguments_and_results_that_go_in_again(mesh8: Mesh) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pinned_host", "explicit", "mesh in context"])
-def test_shardings_of_other_kinds(abstract: lm.AbstractModel, mesh8: Mesh, kind: str) -> None:
+def test_shardings_of_other_kinds(abstract: Model, mesh8: Mesh, kind: str) -> None:
     if kind == "pinned_host":
         device = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
         single = lm.build_abstract(lambda key: {"w": jax.random.normal(key, (64, 64))}, KEY)
@@ -129,7 +131,7 @@ def test_shardings_of_other_kinds(abstract: lm.AbstractModel, mesh8: Mesh, kind:
         check(model, jax.jit(lambda tree, x: jnp.tanh(tree["w"]).sum() + x), X)
 
 
-def test_settings_of_the_context_count(abstract: lm.AbstractModel) -> None:
+def test_settings_of_the_context_count(abstract: Model) -> None:
     with jax.default_matmul_precision("highest"):
         check(abstract, jitted(), X)
     step = jitted()
@@ -140,7 +142,7 @@ def test_settings_of_the_context_count(abstract: lm.AbstractModel) -> None:
     assert [event for event in events if event.startswith("compile")] == ["compile jit(own)"]
 
 
-def test_several_are_compiled(abstract: lm.AbstractModel) -> None:
+def test_several_are_compiled(abstract: Model) -> None:
     steps = [jax.jit(lambda tree, x, n=n: forward(tree, x) + n) for n in range(3)]
     reports: list[lm.LoadReport] = []
     loaded = abstract.materialize(compile=[lm.Compile(step, X) for step in steps], report=reports.append)
@@ -181,12 +183,12 @@ def test_equinox() -> None:
         (lm.Compile(jax.jit(forward), X).of(lambda model: model), r"returned dict\. For one part return \(part,\)"),
     ],
 )
-def test_what_cannot_be_compiled_beside(abstract: lm.AbstractModel, compile: Any, message: str) -> None:
+def test_what_cannot_be_compiled_beside(abstract: Model, compile: Any, message: str) -> None:
     with pytest.raises(lm.LazyModelError, match=message):
         abstract.materialize(compile=compile)
 
 
-def test_a_step_that_does_not_trace_reads_nothing(abstract: lm.AbstractModel) -> None:
+def test_a_step_that_does_not_trace_reads_nothing(abstract: Model) -> None:
     told: list[int] = []
     compile = lm.Compile(jax.jit(forward), np.ones((8, 63), "f"))
     with pytest.raises(TypeError, match="dot_general") as raised:

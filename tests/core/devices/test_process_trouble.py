@@ -1,14 +1,14 @@
 """Processes that share a model and one of which fails, ends, is killed or is late: how the others end, and when.
 
-Every test starts its own processes (Gloo on CPU), because what goes wrong is how one of them ends. JAX's own times are
-left as they are: it aborts whoever is left 100 seconds after a process was killed, and waits 300 seconds at exit.
+What goes wrong is how a process ends, so every case starts its own (Gloo on CPU). Where one was killed, the others
+raise, and JAX aborts them at their end, once its heartbeats are missed.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,116 +17,83 @@ from safetensors.numpy import save_file
 from tests.processes import free_address, run_workers
 
 WORKER = Path(__file__).with_name("_process_trouble_worker.py")
-WAIT = 10  # seconds that a process waits for another
-PATIENCE = 80  # seconds, all processes together: less than JAX takes to abort them
+PATIENCE = 80  # seconds, all processes together
+KILLED, RAISED, ABORTED = -signal.SIGKILL, 1, (1, -signal.SIGABRT)
+NOTHING = "so nothing was materialized here either"
+SILENT = "process 1 sent no heartbeat for 3 sec"
 
 pytestmark = pytest.mark.timeout(PATIENCE + 20)
 
 
-class Ended:
-    """How processes ended."""
+class Case(NamedTuple):
+    """What happens in one process, with how long the others wait; how each process ends, and what the others say."""
 
-    def __init__(self, codes: list[int | None], printed: list[str]) -> None:
-        self.codes, self.printed = codes, printed
-
-    def __str__(self) -> str:
-        ends = enumerate(zip(self.codes, self.printed, strict=True))
-        return "\n".join(f"--- process {n}: {code}\n{text}" for n, (code, text) in ends)
-
-    def check(self, process: int, code: int, *messages: str) -> None:
-        """Asserts how one of them ended, and that nothing aborted it."""
-        assert self.codes[process] == code, str(self)
-        for message in messages:
-            assert message in self.printed[process], str(self)
-        assert "Check failure stack trace" not in self.printed[process], str(self)
+    trouble: str
+    process: int
+    codes: list[int | tuple[int, ...]]
+    message: str
+    wait: float = 1000
 
 
-def run(
-    folder: Path, processes: int, troubles: Mapping[int, str], *, corrupt: int | None = None, wait: float = WAIT
-) -> Ended:
-    """Runs that many processes to their end; None is the code of one that had to be killed."""
-    for process in range(processes):
-        save_file({"w": np.ones((96, 256), "float32")}, folder / f"model-{process}.safetensors")
-    if corrupt is not None:
-        (folder / f"model-{corrupt}.safetensors").write_bytes(b"\xff" * 1000)
-    address = free_address()
-    arguments = [(process, processes, address, folder, troubles.get(process, "none")) for process in range(processes)]
-    codes = run_workers(WORKER, arguments, folder, patience=PATIENCE, LAZYMODEL_WAIT_SECONDS=str(wait))
-    return Ended(codes, [(folder / f"log-{process}.txt").read_text(errors="replace") for process in range(processes)])
+# Cases of a row run at the same time: they wait for nothing but heartbeats.
+CASES: list[Any] = [
+    [Case("corrupt", 1, [RAISED, RAISED, RAISED], f"process 1 failed, {NOTHING}: ")],
+    [Case("interrupted", 0, [-signal.SIGINT, RAISED], f"process 0 failed, {NOTHING}: KeyboardInterrupt")],
+    [
+        Case("killed while streaming", 1, [ABORTED, KILLED], SILENT),
+        Case("killed before", 1, [ABORTED, KILLED], "process 1 did not come within 5 seconds", 5),
+    ],
+    *(
+        pytest.param([case], marks=pytest.mark.large)
+        for case in (
+            Case("killed after opening", 1, [ABORTED, KILLED], SILENT),
+            Case("killed after materializing", 3, [ABORTED, ABORTED, ABORTED, KILLED], "process 3", 5),
+            Case("ends before", 0, [RAISED, RAISED], f"process 0 has ended, {NOTHING}"),
+            Case("far too late", 0, [RAISED, RAISED], "process 0 did not come within 10 seconds", 10),
+        )
+    ),
+]
 
 
-def test_a_file_that_one_of_three_cannot_open(tmp_path: Path) -> None:
-    ended = run(tmp_path, 3, {}, corrupt=1, wait=1000)
-    ended.check(1, 1, "CheckpointError: ", "model-1.safetensors")
-    for process in (0, 2):
-        ended.check(process, 1, "CheckpointError: process 1 failed, so nothing was materialized here either: ")
-        assert "model-1.safetensors" in ended.printed[process]
-
-
-def test_one_killed_while_it_streams_is_named_to_the_rest(tmp_path: Path) -> None:
-    ended = run(tmp_path, 2, {1: "killed while streaming"}, wait=1000)
-    assert ended.codes[1] == -signal.SIGKILL
-    ended.check(0, 1, "CheckpointError: process 1 gave no sign of life for 3 seconds, so nothing was materialized here")
-
-
-def test_one_interrupted_is_named_to_the_other(tmp_path: Path) -> None:
-    ended = run(tmp_path, 2, {0: "interrupted"}, wait=1000)
-    ended.check(0, -signal.SIGINT, "KeyboardInterrupt")
-    ended.check(1, 1, "CheckpointError: process 0 failed, so nothing was materialized here either: KeyboardInterrupt")
-
-
-def test_one_killed_before_it_came_is_named_in_time(tmp_path: Path) -> None:
-    ended = run(tmp_path, 2, {1: "killed before"}, wait=6)
-    assert ended.codes[1] == -signal.SIGKILL
-    ended.check(0, 1, "CheckpointError: process 1 did not come within 6 seconds", "LAZYMODEL_WAIT_SECONDS")
-
-
-@pytest.mark.large
-def test_one_killed_after_opening_is_named(tmp_path: Path) -> None:
-    ended = run(tmp_path, 2, {1: "killed after opening"}, wait=1000)
-    assert ended.codes[1] == -signal.SIGKILL
-    ended.check(0, 1, "CheckpointError: process 1 gave no sign of life for 3 seconds")
-
-
-@pytest.mark.large
-def test_one_killed_after_materializing_is_named_at_the_next_stage(tmp_path: Path) -> None:
-    ended = run(tmp_path, 4, {3: "killed after materializing"})
-    assert ended.codes[3] == -signal.SIGKILL
-    for process in (0, 1, 2):
-        ended.check(process, 1, "process 3")
-
-
-@pytest.mark.large
-def test_one_that_ends_before_it_came_is_named_at_once(tmp_path: Path) -> None:
-    ended = run(tmp_path, 2, {0: "ends before"}, wait=1000)
-    ended.check(0, 1, "enough seen")
-    ended.check(1, 1, "CheckpointError: process 0 has ended, so nothing was materialized here either")
+@pytest.mark.parametrize("cases", CASES, ids=lambda cases: " and ".join(case.trouble for case in cases))
+def test_the_others_name_it(tmp_path: Path, cases: list[Case]) -> None:
+    for case, (codes, logs) in zip(cases, run(tmp_path, cases), strict=True):
+        for process, (code, expected, log) in enumerate(zip(codes, case.codes, logs, strict=True)):
+            assert code in (expected if isinstance(expected, tuple) else (expected,)), logs
+            if process != case.process:
+                assert f"CheckpointError: {case.message}" in log, logs
+                assert (case.trouble == "corrupt") == ("model-1.safetensors" in log), logs
+            elif case.trouble == "corrupt":
+                assert "all of it is refused" in log, logs
+            assert isinstance(expected, tuple) or "Check failure stack trace" not in log, logs
 
 
 @pytest.mark.large
 def test_one_that_is_later_than_gloo_waits_is_waited_for(tmp_path: Path) -> None:
-    ended = run(tmp_path, 2, {1: "late"}, wait=60)
-    for process in (0, 1):
-        ended.check(process, 0, "all is well")
-
-
-@pytest.mark.large
-def test_one_that_is_later_than_the_time_set(tmp_path: Path) -> None:
-    ended = run(tmp_path, 2, {0: "far too late"})
-    ended.check(1, 1, "CheckpointError: process 0 did not come within 10 seconds")
-    ended.check(0, 1, "CheckpointError: process 0 did not come within 10 seconds")
-
-
-@pytest.mark.large
-def test_process_0_does_not_stay_for_one_that_is_later(tmp_path: Path) -> None:
-    ended = run(tmp_path, 2, {1: "far too late"})
-    ended.check(0, 1, "CheckpointError: process 1 did not come within 10 seconds")
-    # It is told the same if it comes while process 0 is about to end; later, JAX aborts it with its coordinator.
-    assert ended.codes[1] in (1, -signal.SIGABRT), str(ended)
+    ((codes, logs),) = run(tmp_path, [Case("late", 1, [0, 0], "", 60)])
+    assert codes == [0, 0] and all("all is well" in log for log in logs), logs
 
 
 @pytest.mark.large
 def test_without_process_0_jax_aborts_the_rest_at_once(tmp_path: Path) -> None:
     """What no library can change, short of its own connection: the coordination service is gone with the process."""
-    ended = run(tmp_path, 3, {0: "killed while streaming"}, wait=1000)
-    assert ended.codes == [-signal.SIGKILL, -signal.SIGABRT, -signal.SIGABRT], str(ended)
+    ((codes, logs),) = run(tmp_path, [Case("killed while streaming", 0, [KILLED, 0, 0], "")])
+    assert codes == [KILLED, -signal.SIGABRT, -signal.SIGABRT], logs
+
+
+def run(folder: Path, cases: list[Case]) -> list[tuple[list[int | None], list[str]]]:
+    """Runs the processes of all cases; of each the exit codes, None for one that had to be killed, and the logs."""
+    arguments: list[tuple[object, ...]] = []
+    for case in cases:
+        (own := folder / case.trouble).mkdir()
+        address = free_address()
+        for process in range(len(case.codes)):
+            file, bad = own / f"model-{process}.safetensors", case.trouble == "corrupt" and process == case.process
+            save_file({"w": np.ones((96, 256), "float32")}, file)
+            if bad:
+                file.write_bytes(b"\xff" * 1000)
+            trouble = case.trouble if process == case.process else "none"
+            arguments.append((process, len(case.codes), address, own, trouble, case.wait))
+    codes = iter(run_workers(WORKER, arguments, folder, patience=PATIENCE))
+    logs = iter((folder / f"log-{n}.txt").read_text(errors="replace") for n in range(len(arguments)))
+    return [([next(codes) for _ in case.codes], [next(logs) for _ in case.codes]) for case in cases]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,7 @@ from safetensors.numpy import save_file
 
 import lazymodel as lm
 from lazymodel import From, WeightMap
-from lazymodel._abstract.paths import flatten_paths
-from lazymodel._tensors.source import BYTES_READ
+from tests.trees import named
 
 LAYERS, HIDDEN, HEADS, DIM = 64, 64, 4, 16
 MERGED = "(heads dim) model -> model heads dim"
@@ -86,16 +87,15 @@ def test_stacking_64_layers_and_splitting_fused_tensors_reads_each_byte_once(
     tensors = fused_tensors(np.random.default_rng(0))
     save_file(tensors, tmp_path / "model.safetensors")
     abstract = lm.build_abstract(stacked_init, jax.random.key(0)).shard(mesh8, RULES)
-    before = BYTES_READ.count
     with lm.open_checkpoint(tmp_path / "model.safetensors") as ckpt:
         mapped = lm.map_checkpoint(ckpt, mapping, abstract)
         assert abstract.plan(mapped).read_nbytes == ckpt.nbytes
         assert mapped.unused == () and mapped.path == ckpt.path
-        assert BYTES_READ.count == before
+        assert ckpt.bytes_read == 0
         model = abstract.materialize(mapped, initialize="nothing", max_host_memory="2MiB")
-        assert BYTES_READ.count - before == ckpt.nbytes == sum(tensor.nbytes for tensor in tensors.values())
+        assert ckpt.bytes_read == ckpt.nbytes == sum(tensor.nbytes for tensor in tensors.values())
     for path, expected in stacked_values(tensors).items():
-        array = flatten_paths(model)[path]
+        array = named(model)[path]
         assert array.sharding == abstract[path].sharding
         np.testing.assert_array_equal(array, expected, path)
 
@@ -104,10 +104,10 @@ def test_a_shard_reads_only_its_own_bytes(tmp_path: Path) -> None:
     tensors = fused_tensors(np.random.default_rng(0), 4)
     save_file(tensors, tmp_path / "model.safetensors")
     abstract = lm.build_abstract(lambda key: stacked_init(key, 4), jax.random.key(0))
-    mapped = lm.map_checkpoint(lm.open_checkpoint(tmp_path), table(), abstract)
-    before = BYTES_READ.count
+    ckpt = lm.open_checkpoint(tmp_path)
+    mapped = lm.map_checkpoint(ckpt, table(), abstract)
     values = mapped["blocks/key"][1:3, :, 2].read()
-    assert BYTES_READ.count - before == values.nbytes == 2 * HIDDEN * DIM * 4
+    assert ckpt.bytes_read == values.nbytes == 2 * HIDDEN * DIM * 4
     np.testing.assert_array_equal(values, stacked_values(tensors, 4)["blocks/key"][1:3, :, 2])
 
 
@@ -169,7 +169,7 @@ def test_everything_wrong_is_named_with_a_suggestion() -> None:
     assert not report.ok
     assert report.misshapen == {
         "dense/kernel": " expects [4, 2], found [2, 4] from From('dense.weight'); the shape matches if transposed: "
-        "add .T, or remove the one that is there",
+        "add .T, or remove the existing one",
         "cube": " expects [2, 3, 4], found [4, 2, 3] from From('cube'); the shape matches with .transpose(1, 2, 0)",
         "flat": " expects [6], found [2, 3] from From('flat'); the number of elements is the same: split or merge axes "
         "with .rearrange",
@@ -215,12 +215,11 @@ def test_checking_reads_nothing_even_where_shapes_differ(tmp_path: Path) -> None
             "axis": From("a").part(0, of=2, axis=5),
         }
     )
-    before = BYTES_READ.count
     with lm.open_checkpoint(tmp_path) as ckpt:
         found = mapping.check(ckpt, model_of(stacked=(2, 2, 3), joined=(4, 2), sized=(2, 5), axis=(1,))).misshapen
-    assert BYTES_READ.count == before
+        assert ckpt.bytes_read == 0
     assert "tensors of {n} differ in shape: [2, 3], and number 1 is [2, 4]" in found["stacked"]
-    assert "tensors beside the axis differ in shape: [2], and number 1 is [3]" in found["joined"]
+    assert "tensors apart from the axis differ in shape: [2], and number 1 is [3]" in found["joined"]
     assert "the tensors have extents (2, 3) along axis 1, not (3, 2)" in found["sized"]
     assert "there is no axis 5 in 2 dimensions" in found["axis"]
 
@@ -284,58 +283,50 @@ def test_tables_that_cannot_be(make: Callable[[], Any], message: str) -> None:
         make()
 
 
-@pytest.mark.parametrize(
-    ("entries", "arrays", "message"),
-    [
-        ({"a": From("x", "y")}, {"a": (4,)}, "nothing says where 'x' ends; give From the sizes"),
-        ({"a": From("x", "y", sizes=(1, 2))}, {"a": (4,)}, r"sizes \(1, 2\) do not add up to the 4 of"),
-        ({"a": From("x").part(0, of=2)}, {"a": (4,)}, "'a' is a part of 'x' .axis 0., and no variable gives part 1"),
-        ({"a": "x", "b": "x"}, {"a": (4,), "b": (4,)}, "both 'a' and 'b' would be written to 'x'; end the entry"),
-        ({"{n}": From("x").part(0, of=2)}, {"a": (4,), "b": (4,)}, "both 'a' and 'b' would be written to part 0 of"),
-        ({"a": "x"}, {"b": (4,)}, "variable 'b' has no entry in the table"),
-        ({"{x}": "x", "{y}": "y"}, {"b": (4,)}, "variable 'b' matches '{x}' and '{y}'; leave one of them out"),
-        (
-            {"a": From("x").part(0, of=(2, 3)), "b": From("x").part(1, of=(2, 3))},
-            {"a": (2,), "b": (2,)},
-            r"parts have extents \[2, 2\] along axis 0, expected \[2, 3\]",
-        ),
-        ({"a": From("x").rearrange("(h d) -> h d", h=3)}, {"a": (2, 4)}, "h=3 does not make the 2 of"),
-        ({"a": From("x").transpose(1, 0)}, {"a": (2, 4, 2)}, "does not give 3 dimensions"),
-    ],
-)
-def test_entries_that_cannot_be_undone(
-    entries: dict[str, Any], arrays: dict[str, tuple[int, ...]], message: str
-) -> None:
-    with pytest.raises(lm.LazyModelError, match=message):
-        WeightMap(entries).write({path: np.zeros(shape) for path, shape in arrays.items()})
+PARTS = {"a": From("x").part(0, of=2), "b": From("x").part(1, of=2)}
+UNEVEN = {"a": From("x").part(0, of=(2, 3)), "b": From("x").part(1, of=(2, 3))}
 
 
 @pytest.mark.parametrize(
     ("entries", "shapes", "message"),
     [
-        ({"a": From("x", "y")}, {"a": (4,)}, "nothing says where 'x' ends"),
-        ({"a": From("x").part(0, of=2)}, {"a": (1,)}, "no variable gives part 1"),
-        ({"a": "x", "b": "x"}, {"a": (2,), "b": (2,)}, "both 'a' and 'b'"),
-        ({"a": "x"}, {"a": (2,), "b": (9,)}, "variable 'b' has no entry"),
-        ({"a": From("x", "y", sizes=(2, 2))}, {"a": (4,)}, ""),
-        ({"a": From("x").part(0, of=2), "b": From("x").part(1, of=2)}, {"a": (1,), "b": (1,)}, ""),
-        ({"a": "x", "b": From("x").unsaved()}, {"a": (2,), "b": (2,)}, ""),
+        ({"a": From("x", "y")}, {"a": 4}, "nothing says where 'x' ends; give From the sizes"),
+        ({"a": From("x", "y", sizes=(2, 2))}, {"a": 4}, ""),
+        ({"a": From("x").part(0, of=2)}, {"a": 1}, "'a' is a part of 'x' .axis 0., and no variable gives part 1"),
+        (PARTS, {"a": 1, "b": 1}, ""),
+        ({"a": "x", "b": "x"}, {"a": 2, "b": 2}, "both 'a' and 'b' would be written to 'x'; end the entry"),
+        ({"a": "x", "b": From("x").unsaved()}, {"a": 2, "b": 2}, ""),
+        ({"a": "x"}, {"a": 2, "b": 9}, "variable 'b' has no entry in the table"),
     ],
 )
 def test_a_check_says_whether_a_table_that_loads_can_be_saved(
-    entries: dict[str, Any], shapes: dict[str, tuple[int, ...]], message: str
+    entries: dict[str, Any], shapes: dict[str, int], message: str
 ) -> None:
-    mapping, abstract = WeightMap(entries, ignore="y"), model_of(**shapes)
+    mapping, abstract = WeightMap(entries, ignore="y"), model_of(**{path: (size,) for path, size in shapes.items()})
     checkpoint = {"x": np.ones(2), "y": np.ones(2)}
     report = mapping.check(checkpoint, abstract)
     assert report.ok and lm.map_checkpoint(checkpoint, mapping, abstract)
-    assert message in report.one_way and report.one_way in str(report) and bool(message) == bool(report.one_way)
-    arrays = {path: np.ones(shape) for path, shape in shapes.items()}
-    if message:
-        with pytest.raises(lm.LazyModelError, match=message):
-            mapping.write(arrays)
-    else:
+    assert re.search(message, report.one_way) and report.one_way in str(report)
+    assert bool(message) == bool(report.one_way)
+    arrays = {path: np.ones(size) for path, size in shapes.items()}
+    with pytest.raises(lm.LazyModelError, match=message) if message else contextlib.nullcontext():
         mapping.write(arrays)
+
+
+@pytest.mark.parametrize(
+    ("entries", "shapes", "message"),
+    [
+        ({"a": From("x", "y", sizes=(1, 2))}, {"a": (4,)}, r"sizes \(1, 2\) do not add up to the 4 of"),
+        ({"{n}": From("x").part(0, of=2)}, {"a": (4,), "b": (4,)}, "both 'a' and 'b' would be written to part 0 of"),
+        ({"{x}": "x", "{y}": "y"}, {"b": (4,)}, "variable 'b' matches '{x}' and '{y}'; leave one of them out"),
+        (UNEVEN, {"a": (2,), "b": (2,)}, r"parts have extents \[2, 2\] along axis 0, expected \[2, 3\]"),
+        ({"a": From("x").rearrange("(h d) -> h d", h=3)}, {"a": (2, 4)}, "h=3 does not make the 2 of"),
+        ({"a": From("x").transpose(1, 0)}, {"a": (2, 4, 2)}, "does not give 3 dimensions"),
+    ],
+)
+def test_arrays_that_an_entry_cannot_have_made(entries: Any, shapes: Any, message: str) -> None:
+    with pytest.raises(lm.LazyModelError, match=message):
+        WeightMap(entries).write({path: np.zeros(shape) for path, shape in shapes.items()})
 
 
 def test_a_tensor_that_two_variables_share_is_written_once() -> None:
@@ -346,11 +337,6 @@ def test_a_tensor_that_two_variables_share_is_written_once() -> None:
     written = mapping.write({path: tensor.read() for path, tensor in mapped.items()})
     assert list(written) == ["wte"]
     np.testing.assert_array_equal(written["wte"], ckpt["wte"])
-
-
-def test_a_table_needs_a_model() -> None:
-    with pytest.raises(lm.LazyModelError, match="pass map_checkpoint the abstract model too"):
-        lm.map_checkpoint({}, WeightMap({}))
 
 
 # The inverse ----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from lazymodel._devices import coordination
-from lazymodel._materialize import exchange
-from lazymodel._tensors import division
-from lazymodel._tensors.source import BYTES_READ
+from tests.compile_events import compile_events
 from tests.processes import join
 
 DEVICES = 8  # of all processes together
@@ -47,6 +45,7 @@ VARIABLES: dict[str, tuple[tuple[int, ...], Any, P]] = {
     "four": ((512, 256), ml_dtypes.uint4, P("model")),  # stored as bytes
     "alike_0": ((128, 256), np.float32, P("model")),
     **{f"alike_{n}": ((128, 256), np.float32, P("model")) for n in range(1, 9)},
+    "thirds": ((3, 256, 600), np.float32, P(None, None, "model")),
     "small": ((24,), np.float32, P()),
 }
 
@@ -113,12 +112,11 @@ class Scenarios:
         ckpt = Mapped(lm.open_checkpoint(where or self.folder / "model.safetensors"))
         expected: Any = Mapped(tensors())
         reports: list[lm.LoadReport] = []
-        told: list[tuple[int, int]] = []
-        before, programs = BYTES_READ.count, exchange._program.cache_info().misses
-        model = self.abstract.shard(mesh, self.rules).materialize(
-            ckpt, report=reports.append, progress=lambda *pair: told.append(pair), **options
-        )
-        read, programs = BYTES_READ.count - before, exchange._program.cache_info().misses - programs
+        seen: list[tuple[int, int]] = []
+        with compile_events() as events:
+            model = self.abstract.shard(mesh, self.rules).materialize(
+                ckpt, report=reports.append, progress=lambda *pair: seen.append(pair), **options
+            )
         for path, array in model.items():
             if path == "keys":
                 array = jax.random.key_data(array)
@@ -126,13 +124,17 @@ class Scenarios:
             for shard in array.addressable_shards:
                 got, wanted = np.asarray(shard.data), np.asarray(expected[path])[shard.index]
                 assert got.dtype == wanted.dtype and got.tobytes() == wanted.tobytes(), path
-        assert told[-1][0] == told[-1][1]
-        exchanged = reports[0].exchanged_nbytes
+        assert seen[-1][0] == seen[-1][1]
         (streaming,) = [span for span in reports[0].timeline if span.name == "stream"]
         rounds = [span for span in reports[0].timeline if span.name == "exchange"]
         assert all(streaming.start <= span.start <= span.stop <= streaming.stop for span in rounds)
-        found = {"exchanged": exchanged, "programs": programs, "rounds": len(rounds), "text": str(reports[0])}
-        return {"read": read, **found}
+        return {
+            "read": reports[0].read_nbytes,
+            "exchanged": reports[0].exchanged_nbytes,
+            "programs": sum(event.startswith("compile") for event in events),
+            "rounds": len(rounds),
+            "text": str(reports[0]),
+        }
 
     def exchanged(self) -> dict[str, Any]:
         return self.load(self.mesh, replicas="exchange")
@@ -143,7 +145,7 @@ class Scenarios:
 
     def in_groups(self) -> dict[str, Any]:
         """Groups of a few variables, and little memory on the host."""
-        with mock.patch.object(division, "GROUP", 300 << 10):
+        with mock.patch("lazymodel._tensors.read_partition.GROUP", 300 << 10):
             return self.load(self.mesh, replicas="exchange", max_host_memory="16MiB")
 
     def across(self) -> dict[str, Any]:
@@ -159,19 +161,16 @@ class Scenarios:
     def read(self) -> dict[str, Any]:
         return self.load(self.mesh)
 
-    def outcome(self, name: str) -> str:
-        try:
-            self.load_from(name)
-        except lm.CheckpointError as error:
-            return str(error)
-        return "materialized"
-
-    def load_from(self, name: str) -> Any:
+    def outcome(self, name: str, replicas: str = "exchange") -> str:
         model = lm.build_abstract(lambda: {"w": jnp.zeros((2048, 256))}).shard(self.mesh, {"w": P()})
         ckpt = lm.open_checkpoint(self.folder / name)
         if name.startswith("truncated") and self.process == 1:
             os.truncate(ckpt.files[0], 2000)
-        return model.materialize(ckpt, replicas="exchange")
+        try:
+            model.materialize(ckpt, replicas=replicas)
+        except lm.CheckpointError as error:
+            return str(error)
+        return "materialized"
 
     def truncated(self) -> str:
         """The file of process 1 loses its end after it was opened."""
@@ -179,35 +178,59 @@ class Scenarios:
 
     def choices(self) -> str:
         """Process 1 would exchange, and the others read."""
-        model = lm.build_abstract(lambda: {"w": jnp.zeros((2048, 256))}).shard(self.mesh, {"w": P()})
-        ckpt = lm.open_checkpoint(self.folder / "right.safetensors")
+        return self.outcome("right.safetensors", replicas="exchange" if self.process == 1 else "read")
+
+    def tasks(self) -> dict[str, str]:
+        """What `tasks.json` says: what every process opens, by its number, and options."""
+        tasks = json.loads((self.folder / "tasks.json").read_text())
+        return {name: self.task(wheres[self.process], options) for name, (wheres, options) in tasks.items()}
+
+    def task(self, where: str | int, options: dict[str, Any]) -> str:
+        shape = (1024, 1024)
+        model = lm.build_abstract(lambda: {"w": jnp.zeros(shape), "b": jnp.zeros(shape[1])})
+        model = model.shard(Mesh(self.devices, ("x",)), {"w": P(options.get("spec")), "b": P()})
         try:
-            model.materialize(ckpt, replicas="exchange" if self.process == 1 else "read")
-        except lm.CheckpointError as error:
-            return str(error)
-        return "materialized"
+            if isinstance(where, int):  # a seed of arrays in memory
+                checkpoint: Any = {"w": np.full(shape, where, np.float32), "b": np.zeros(shape[1], np.float32)}
+            else:
+                checkpoint = lm.open_checkpoint(where, verify=options.get("verify", False))
+            if options.get("mapped"):
+                weights = lm.WeightMap({"w": lm.From("w").transpose(), "b": "b"})
+                checkpoint = lm.map_checkpoint(checkpoint, weights, model)
+            if options.get("stream"):
+                dict(model.stream(checkpoint))
+            else:
+                model.materialize(checkpoint, replicas=options.get("replicas"))
+        except lm.LazyModelError as error:
+            return f"{type(error).__name__}: {error}"
+        return "loaded"
 
     def killed(self) -> str:
         """The last process is killed when it comes to the first exchange."""
         if self.process == jax.process_count() - 1:
-            (self.folder / f"outcomes-{self.process}.json").write_text("{}")
 
             def die(*_: Any) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            exchange._exchange = die
+            jax.set_mesh = die  # of the program that exchanges
         return self.outcome("right.safetensors")
 
 
 def main() -> None:
     process, processes, address, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    join(process, processes, address, DEVICES // processes, heartbeat=60)
-    coordination.SILENCE = 3.0
+    join(process, processes, address, DEVICES // processes, heartbeat=60, silence=3.0)
     scenarios = Scenarios(process, folder)
     outcomes: dict[str, Any] = {}
     for name in sys.argv[5].split(","):
         outcomes[name] = getattr(scenarios, name)()
-        (folder / f"outcomes-{process}.json").write_text(json.dumps(outcomes))
+        new = folder / f"new-{process}.json"
+        new.write_text(json.dumps(outcomes))
+        new.replace(folder / f"outcomes-{process}.json")
+    if "killed" in outcomes:  # JAX would wait for that process at the end, and abort this one
+        others = [folder / f"outcomes-{number}.json" for number in range(processes - 1)]
+        while process == 0 and not all("killed" in json.loads(other.read_text()) for other in others):
+            time.sleep(0.1)  # its end aborts the others
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,36 +1,42 @@
-"""One of the processes of `test_multi_process`: runs every scenario, and writes down what came of each.
+"""One of the processes of `test_multi_process`: goes through every scenario and asserts what comes of it here.
 
-Responsible for doing and measuring; what is right is asserted by the test module, which also writes the files. Run as
-`python _multi_process_worker.py PROCESS ADDRESS FOLDER`.
+Run as `python _multi_process_worker.py PROCESS ADDRESS FOLDER`. Writes down for each scenario the traceback of what was
+raised, and what the processes are compared by.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import shutil
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from safetensors.numpy import load_file
+from safetensors.numpy import save_file
 
 import lazymodel as lm
-from lazymodel._devices import agreement, coordination
-from lazymodel._tensors.source import BYTES_READ
-from tests.processes import join
+from tests.compile_events import compile_events
+from tests.core.materialize._variables import assert_shards_equal, bytes_read
+from tests.processes import checking_always, join, published
 
 PROCESSES = 2
 DEVICES = 4  # of each process
-COLUMNS = P(None, "model")
-RULES = {"embedding|head/kernel": P("model"), "up/kernel": COLUMNS, "new/kernel": lm.Host(COLUMNS), ".*bias": P()}
+BY_COLUMNS = P(None, "model")
+RULES = {"embedding|head/kernel": P("model"), "up/kernel": BY_COLUMNS, "new/kernel": lm.Host(BY_COLUMNS), ".*bias": P()}
+DRAWN = r"\(of keys and seeds ([0-9a-f]{8})\)"
 
 
 def init(key: jax.Array) -> dict[str, Any]:
@@ -44,49 +50,62 @@ def init(key: jax.Array) -> dict[str, Any]:
     }
 
 
-def columns() -> dict[str, Any]:
-    return {"narrow": jnp.zeros((8192, 64), jnp.bfloat16), "wide": jnp.zeros((512, 2048)), "rows": jnp.zeros((8, 256))}
+def tensors() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        "embedding": rng.standard_normal((1024, 256)).astype("float32"),
+        "up/kernel": rng.standard_normal((32, 16384)).astype("float32"),
+        "up/bias": rng.standard_normal(24).astype("float32"),
+        "head/kernel": rng.standard_normal((256, 1024)).astype(ml_dtypes.bfloat16),
+    }
+
+
+def matrices() -> dict[str, np.ndarray]:
+    """For column slices: of 16 bytes and 1 KiB a row and device, and of rows shorter than a call is worth."""
+    rng = np.random.default_rng(1)
+    return {
+        "narrow": rng.standard_normal((8192, 64)).astype(ml_dtypes.bfloat16),
+        "wide": rng.standard_normal((512, 2048)).astype("float32"),
+        "rows": rng.standard_normal((8, 256)).astype("float32"),
+    }
+
+
+def write_copies(folder: Path) -> None:
+    """A copy of the checkpoint for each scenario and process, some with something wrong."""
+    right = tensors()
+    save_file(right, folder / "right.safetensors")
+    for scenario in SCENARIOS:
+        for process in range(PROCESSES):
+            shutil.copy(folder / "right.safetensors", folder / f"{scenario}-{process}.safetensors")
+    save_file(matrices(), folder / "columns.safetensors")
+    save_file(right | {"up/bias": np.zeros(23, "float32")}, folder / "misshapen-1.safetensors")
+    lacking = {name: value for name, value in right.items() if name != "head/kernel"}
+    save_file(lacking, folder / "lacking-1.safetensors")
+    save_file(right | {"up/bias": right["up/bias"].astype("float16")}, folder / "other_dtype-1.safetensors")
+    for name in ("corrupt-1", "all_corrupt-0", "all_corrupt-1"):
+        (folder / f"{name}.safetensors").write_bytes(b"\xff" * 1000)
 
 
 class Scenarios:
-    """What one process does; every method returns something that JSON can hold."""
+    """What one process does, and what has to come of it; some return what JSON can hold."""
 
     def __init__(self, process: int, folder: Path) -> None:
-        self.process = process
-        self.folder = folder
+        self.process, self.folder = process, folder
         self.key = jax.random.key(3)
         self.local = lm.build_abstract(init, self.key)
-        self.shared = self.local.shard(Mesh(np.array(jax.devices()), ("model",)), RULES)
-
-    def copy(self, scenario: str) -> Path:
-        """This process's own copy of the checkpoint."""
-        return self.folder / f"{scenario}-{self.process}.safetensors"
-
-    def outcome(self, materialize: Callable[[], Any]) -> str:
-        """The message of the CheckpointError; what else is raised ends the process."""
-        try:
-            materialize()
-        except lm.CheckpointError as error:
-            return str(error)
-        return "materialized"
+        self.mesh = Mesh(np.array(jax.devices()), ("model",))
+        self.shared = self.local.shard(self.mesh, RULES)
 
     def load(self) -> dict[str, Any]:
         """Everything goes well."""
-        path = self.copy("load")
-        ckpt = lm.open_checkpoint(path)
-        before = BYTES_READ.count
-        model = self.shared.materialize(ckpt, initialize="missing")
-        read = BYTES_READ.count - before
-        return {
-            "read": read,
-            "planned": self.shared.plan(ckpt).read_nbytes,
-            "shards": self.check(model, path, shards=DEVICES),
-            "sum": float(jax.jit(lambda tree: tree["up"]["kernel"].sum())(model)),
-            "streamed": self.streamed(ckpt, model),
-        }
-
-    def streamed(self, ckpt: lm.Checkpoint, model: Any) -> list[str]:
-        """The paths in the order in which `stream` yields them, with the shards of the materialized model."""
+        ckpt, right = self._open("load"), tensors()
+        reports: list[lm.LoadReport] = []
+        model = self._materialize(ckpt, report=reports.append)
+        self._check(model)
+        read, nbytes = reports[0].read_nbytes, sum(tensor.nbytes for tensor in right.values())
+        assert read == self.shared.plan(ckpt).read_nbytes <= 0.55 * nbytes
+        total = float(jax.jit(lambda tree: tree["up"]["kernel"].sum())(model))
+        assert total == pytest.approx(right["up/kernel"].sum(dtype="float64"), abs=0.1)
         order: list[str] = []
         for path, array in self.shared.stream(ckpt, initialize="missing"):
             group, _, name = path.partition("/")
@@ -95,206 +114,224 @@ class Scenarios:
             for shard, other in zip(array.addressable_shards, whole.addressable_shards, strict=True):
                 np.testing.assert_array_equal(np.asarray(shard.data), np.asarray(other.data))
             order.append(path)
-        return order
+        assert len(order) == 6
+        return {"read": read, "order": order}
 
     def columns(self) -> dict[str, Any]:
         """Matrices of which every device needs a few bytes of every row."""
-        path = self.folder / "columns.safetensors"
-        rules = {".*": P(None, "model")}
-        model = lm.build_abstract(columns).shard(Mesh(np.array(jax.devices()), ("model",)), rules)
+        values, path = matrices(), self.folder / "columns.safetensors"
+        empty = lm.build_abstract(lambda: {name: jnp.zeros(v.shape, v.dtype) for name, v in values.items()})
         ckpt = lm.open_checkpoint(path)
         reports: list[lm.LoadReport] = []
-        before = BYTES_READ.count
-        arrays = model.materialize(ckpt, report=reports.append)
-        read = BYTES_READ.count - before
-        expected = load_file(path)
+        arrays = empty.shard(self.mesh, {".*": BY_COLUMNS}).materialize(ckpt, report=reports.append)
         for name, array in arrays.items():
-            for shard in array.addressable_shards:
-                np.testing.assert_array_equal(np.asarray(shard.data), expected[name][shard.index])
-        with ckpt["narrow"].leaf.source.mapped() as memory:
+            assert_shards_equal(array, values[name])
+        (report,) = reports
+        assert (report.process_index, report.process_count) == (self.process, PROCESSES)
+        needed = {name: value.nbytes // PROCESSES for name, value in values.items()}
+        assert {row.path: row.needed_nbytes for row in report.rows} == needed
+        assert report.needed_nbytes == sum(needed.values())
+        assert report.read_nbytes == bytes_read(ckpt)
+        assert report.files == {str(path): path.stat().st_size}
+        with ckpt["narrow"].source.reader.mapped() as memory:
             mapped = memory is not None
-        return {"read": read, "mapped": mapped, "report": reports[0].to_dict()}
+        # Of everything but the process itself all reports say the same.
+        own = {"process_index", "read_nbytes", "timeline", "gb_per_second", "seconds"}
+        own |= {"initialize_seconds", "stream_seconds"}
+        same = {name: value for name, value in report.to_dict().items() if name not in own}
+        return {"read": report.read_nbytes, "mapped": mapped, "report": same}
 
-    def truncated(self) -> str:
+    def truncated(self) -> None:
         """The file of process 1 loses its end after it was opened; found while streaming."""
-        path = self.copy("truncated")
-        ckpt = lm.open_checkpoint(path)
+        ckpt = self._open("truncated")
         if self.process == 1:
-            os.truncate(path, path.stat().st_size // 2)
-        return self.outcome(lambda: self.shared.materialize(ckpt, initialize="missing"))
+            os.truncate(self._copy("truncated"), self._copy("truncated").stat().st_size // 2)
+        with self._failure_of(1, r"truncated-1\.safetensors changed while it was being read"):
+            self._materialize(ckpt)
 
-    def missing(self) -> str:
+    def missing(self) -> None:
         """The file of process 0 is deleted after it was opened."""
-        path = self.copy("missing")
-        ckpt = lm.open_checkpoint(path)
+        ckpt = self._open("missing")
         if self.process == 0:
-            path.unlink()
-        return self.outcome(lambda: self.shared.materialize(ckpt, initialize="missing"))
+            self._copy("missing").unlink()
+        with self._failure_of(0, rf"cannot open {self.folder}/missing-0\.safetensors: No such file or directory"):
+            self._materialize(ckpt)
 
-    def both_missing(self) -> str:
+    def both_missing(self) -> None:
         """Every process fails: each for itself."""
-        ckpt = lm.open_checkpoint(self.copy("both_missing"))
-        self.copy("both_missing").unlink()
-        return self.outcome(lambda: self.shared.materialize(ckpt, initialize="missing"))
+        ckpt = self._open("both_missing")
+        self._copy("both_missing").unlink()
+        with self._failure_of(self.process, rf"both_missing-{self.process}\.safetensors: No such file"):
+            self._materialize(ckpt)
 
-    def misshapen(self) -> str:
+    def misshapen(self) -> None:
         """The file of process 1 is that of another configuration; found before anything is read."""
-        ckpt = lm.open_checkpoint(self.copy("misshapen"))
-        before = BYTES_READ.count
-        message = self.outcome(lambda: self.shared.materialize(ckpt, initialize="missing"))
-        assert BYTES_READ.count == before
-        return message
+        ckpt = self._open("misshapen")
+        with self._failure_of(1, r"'up/bias': expected shape \(24,\), found \(23,\) in tensor 'up/bias' of"):
+            self._materialize(ckpt)
+        assert bytes_read(ckpt) == 0
 
-    def lacking(self) -> str:
-        """The file of process 1 lacks a tensor: fine for itself, but a model of two halves."""
-        ckpt = lm.open_checkpoint(self.copy("lacking"))
-        return self.outcome(lambda: self.shared.materialize(ckpt, initialize="missing"))
-
-    def corrupt(self) -> str:
+    def corrupt(self) -> None:
         """The file of process 1 is no checkpoint; it never comes to materialize."""
-        return self.outcome(lambda: self.shared.materialize(self.open("corrupt"), initialize="missing"))
+        with self._failure_of(1, r"corrupt-1\.safetensors"):
+            self._materialize("corrupt")
 
-    def open(self, scenario: str) -> lm.Checkpoint:
-        return lm.open_checkpoint(self.copy(scenario))
+    def all_corrupt(self) -> None:
+        """No process can open its file, which concerns nobody else; all of them fall back on another one."""
+        with self._failure_of(self.process, rf"all_corrupt-{self.process}\.safetensors"):
+            self._materialize("all_corrupt")
+        self._materialize("load")
 
-    def all_corrupt(self) -> list[str]:
-        """No process can open its file; all of them fall back on another one."""
-        first = self.outcome(lambda: self.shared.materialize(self.open("all_corrupt"), initialize="missing"))
-        return [first, self.outcome(lambda: self.shared.materialize(self.open("load"), initialize="missing"))]
+    def fallback(self) -> None:
+        """Process 1 alone falls back on another file: process 0 is told, and then all go on in step."""
+        with self._failure_of(1, r"corrupt-1\.safetensors"):
+            ckpt = self._open("corrupt")
+            self._materialize(ckpt)
+        self._materialize("load")
 
-    def fallback(self) -> list[str]:
-        """Process 1 alone falls back on another file, and process 0 has loaded its half of the first one."""
-        try:
-            ckpt = self.open("corrupt")
-        except lm.CheckpointError:
-            ckpt = self.open("load")
-        first = self.outcome(lambda: self.shared.materialize(ckpt, initialize="missing")) if self.process == 0 else ""
-        return [first, self.outcome(lambda: self.shared.materialize(self.open("load"), initialize="missing"))]
+    def lacking(self) -> None:
+        """The file of process 1 lacks a tensor: fine for itself, but a model of two halves."""
+        first = rf"process 0 would load 4 variables and initialize 2 {DRAWN}: new/bias, new/kernel, "
+        second = rf"process 1 would load 3 variables and initialize 3 {DRAWN}: head/kernel, new/bias, new/kernel\."
+        self._refused(lambda: self._materialize("lacking"), first + second)
 
-    def other_dtype(self) -> str:
+    def other_dtype(self) -> None:
         """The file of process 1 has the same tensors in another dtype."""
-        return self.outcome(lambda: self.shared.materialize(self.open("other_dtype"), initialize="missing"))
+        each = r"process %d would read \S*/other_dtype-%d\.safetensors \([\d,]+ bytes, "
+        self._refused(lambda: self._materialize("other_dtype"), f"{each % (0, 0)}.*{each % (1, 1)}")
 
-    def other_key(self) -> list[str]:
-        """The processes draw initial values from keys, and hold a small array, of their own."""
-        mesh, table = Mesh(np.array(jax.devices()), ("model",)), np.full(8, self.process)
-        keyed = lm.build_abstract(init, jax.random.key(self.process)).shard(mesh, RULES)
-        constant = lm.build_abstract(lambda: {"table": table}).shard(mesh, {"table": P("model")})
-        return [self.outcome(keyed.materialize), self.outcome(constant.materialize)]
+    def other_key(self) -> None:
+        """The processes draw initial values from keys of their own."""
+        model = lm.build_abstract(init, jax.random.key(self.process)).shard(self.mesh, RULES)
+        message = self._refused(
+            model.materialize, rf"initialize 6 {DRAWN}: embedding, .*initialize 6 {DRAWN}: embedding"
+        )
+        assert len(set(re.findall(DRAWN, message))) == 2
 
-    def late(self) -> int:
+    def other_table(self) -> None:
+        """They hold a small array of their own."""
+        table = np.full(8, self.process)
+        model = lm.build_abstract(lambda: {"table": table}).shard(self.mesh, {"table": P("model")})
+        self._refused(model.materialize, "process 0 would load 1 variables")
+
+    def late(self) -> None:
         """Process 1 comes when process 0 has been seen waiting for it."""
-        path = self.copy("load")
-        ckpt = lm.open_checkpoint(path)
-        if self.process == 1:
-            until(self.is_waiting)
-        return self.check(self.shared.materialize(ckpt, initialize="missing"), path, shards=DEVICES)
 
-    def stops(self) -> list[Any]:
-        """Process 1 cannot read its file; process 0, which has begun, is given time to hear of it."""
-        ckpt = self.open("stops")
+        def is_waiting() -> bool:
+            keys = published()
+            points = {key.split("reports/")[0] for key in keys if key.endswith("reports/0")}
+            return any(f"{point}reports/1" not in keys and f"{point}said" not in keys for point in points)
+
         if self.process == 1:
-            self.copy("stops").unlink()
+            until(is_waiting)
+        self._check(self._materialize("load"))
+
+    def stops(self) -> None:
+        """Process 1 cannot read its file; process 0, which has begun, is given time to hear of it."""
+        ckpt = self._open("stops")
+        if self.process == 1:
+            self._copy("stops").unlink()
+
+        def is_known() -> bool:
+            return any("stops-1.safetensors" in text for key, text in published().items() if key.endswith("failed"))
 
         def report(done: int, total: int) -> None:
             if self.process == 0 and done:
-                until(lambda: self.is_said("stops-1.safetensors"))
+                until(is_known)
 
-        before = BYTES_READ.count
-        with mock.patch.object(agreement, "_BETWEEN_CHECKS", 0.0):
-            error = self.outcome(lambda: self.shared.materialize(ckpt, initialize="missing", progress=report))
-        return [error, BYTES_READ.count - before]
+        with checking_always(), self._failure_of(1, r"stops-1\.safetensors"):
+            self._materialize(ckpt, progress=report)
+        # It was told after the first of what is initialized, which comes before what is read.
+        assert bytes_read(ckpt) == 0
 
-    def is_said(self, text: str) -> bool:
-        """Whether the verdict on a stage has this text in it."""
-        store = coordination.run_store()
-        assert store is not None
-        return any(text in value for key, value in store.folder("lazymodel/stages/").items() if key.endswith("verdict"))
-
-    def is_waiting(self) -> bool:
-        """Whether process 0 is at the end of a stage to which nobody else has come."""
-        store = coordination.run_store()
-        assert store is not None
-        keys = store.folder("lazymodel/stages/")
-        stages = {key.split("reports/")[0] for key in keys if key.endswith("reports/0")}
-        return any(f"{stage}reports/1" not in keys and f"{stage}verdict" not in keys for stage in stages)
-
-    def progress(self) -> str:
+    def progress(self) -> None:
         """An error that is not about the checkpoint, in process 0."""
-        ckpt = lm.open_checkpoint(self.copy("load"))
 
         def report(done: int, total: int) -> None:
             if self.process == 0 and done:
                 raise ValueError("no room on the screen")
 
-        try:
-            return self.outcome(lambda: self.shared.materialize(ckpt, initialize="missing", progress=report))
-        except ValueError as error:
-            return f"ValueError: {error}"
+        with self._failure_of(0, "no room on the screen", ValueError):
+            self._materialize("load", progress=report)
 
-    def compiled(self) -> list[Any]:
+    def compiled(self) -> None:
         """What is called with the model is compiled beside the stream, in all processes."""
         step = jax.jit(lambda tree, x: (x @ tree["up"]["kernel"]).sum())
         x = np.ones((4, 32), "f")
-        ckpt = lm.open_checkpoint(self.copy("load"))
-        model = self.shared.materialize(ckpt, initialize="missing", compile=lm.Compile(step, x))
-        events: list[str] = []
+        model = self._materialize("load", compile=lm.Compile(step, x))
+        with compile_events() as events:
+            result = float(step(model, x))
+        assert result == pytest.approx(4 * tensors()["up/kernel"].sum(dtype="float64"), abs=0.5)
+        assert events == []
 
-        def listen(event: str, _: float, **details: Any) -> None:
-            events.append(event)
-
-        jax.monitoring.register_event_duration_secs_listener(listen)
-        result = float(step(model, x))
-        jax.monitoring.unregister_event_duration_listener(listen)
-        return [result, [event for event in events if "compile" in event]]
-
-    def refused(self) -> str:
+    def uncompilable(self) -> None:
         """The compiler of process 1 refuses."""
         step = Refused() if self.process == 1 else jax.jit(lambda tree: tree["up"]["bias"].sum())
-        ckpt = lm.open_checkpoint(self.copy("load"))
-        try:
-            return self.outcome(
-                lambda: self.shared.materialize(ckpt, initialize="missing", compile=lm.Compile(step).of(lambda m: (m,)))
-            )
-        except lm.DoesNotFitError as error:
-            return f"DoesNotFitError: {error}"
+        compile = lm.Compile(step).of(lambda model: (model,))
+        with self._failure_of(1, r"needs 20\.00 GiB on a device, according to the compiler", lm.DoesNotFitError):
+            self._materialize("load", compile=compile)
 
-    def unsharded(self) -> int:
+    def unsharded(self) -> None:
         """Every process has a model to itself."""
-        path = self.copy("load")
-        return self.check(self.local.materialize(lm.open_checkpoint(path), initialize="missing"), path, shards=1)
+        self._check(self.local.materialize(self._open("load"), initialize="missing"), shards=1)
 
-    def alone(self) -> str:
+    def alone(self) -> None:
         """Only process 0 materializes, and fails; nobody else needs to know."""
-        if self.process != 0:
-            return "did something else"
-        ckpt = lm.open_checkpoint(self.copy("alone"))
-        self.copy("alone").unlink()
-        return self.outcome(lambda: self.local.materialize(ckpt, initialize="missing"))
+        if self.process == 0:
+            ckpt = self._open("alone")
+            self._copy("alone").unlink()
+            with self._failure_of(0, "No such file or directory"):
+                self.local.materialize(ckpt, initialize="missing")
 
-    def under_a_mesh(self) -> int:
+    def under_a_mesh(self) -> None:
         """The caller has set another mesh, and forbids transfers that nobody asked for."""
-        path = self.copy("load")
         mesh = jax.make_mesh((PROCESSES, DEVICES), ("a", "b"))
         with jax.set_mesh(mesh), jax.transfer_guard_device_to_host("disallow"):
-            model = self.shared.materialize(lm.open_checkpoint(path), initialize="missing")
-        return self.check(model, path, shards=DEVICES)
+            model = self._materialize("load")
+        self._check(model)
 
-    def check(self, model: Any, path: Path, *, shards: int) -> int:
-        """Compares every shard on this process's devices with the file, or with eager initialization; counts them."""
+    # What they share
+
+    def _copy(self, scenario: str) -> Path:
+        """This process's own copy of the checkpoint."""
+        return self.folder / f"{scenario}-{self.process}.safetensors"
+
+    def _open(self, scenario: str) -> lm.Checkpoint:
+        return lm.open_checkpoint(self._copy(scenario))
+
+    def _materialize(self, checkpoint: str | lm.Checkpoint, **options: Any) -> Any:
+        """The shared model of a checkpoint, or of this process's copy of one, and of initial values."""
+        given = self._open(checkpoint) if isinstance(checkpoint, str) else checkpoint
+        return self.shared.materialize(given, initialize="missing", **options)
+
+    @contextlib.contextmanager
+    def _failure_of(self, failing: int, message: str, error: type[Exception] = lm.CheckpointError) -> Iterator[None]:
+        """One process raises its own error, and the others a report of it."""
+        own = self.process == failing
+        with pytest.raises(error if own else lm.CheckpointError, match=message) as raised:
+            yield
+        report = f"process {failing} failed, so nothing was materialized here either: "
+        assert str(raised.value).startswith("process" if own else report) != own
+
+    def _refused(self, materialize: Callable[[], Any], message: str) -> str:
+        """All processes find that they would not make the same model."""
+        with pytest.raises(lm.CheckpointError, match=message) as raised:
+            materialize()
+        return str(raised.value)
+
+    def _check(self, model: Any, shards: int = DEVICES) -> None:
+        """Compares every shard on this process's devices with the file, or with eager initialization."""
         expected = jax.tree.map(np.asarray, init(self.key))
-        for name, value in load_file(path).items():
+        for name, value in tensors().items():
             outer, _, inner = name.rpartition("/")
             (expected[outer] if outer else expected)[inner] = value
+        arrays = jax.tree.leaves(model)
+        assert [len(array.addressable_shards) for array in arrays] == [shards] * 6
+        for array, value in zip(arrays, jax.tree.leaves(expected), strict=True):
+            assert_shards_equal(array, value)
 
-        def compare(array: jax.Array, value: np.ndarray) -> int:
-            assert array.dtype == value.dtype and array.shape == value.shape
-            assert len(array.addressable_shards) == shards
-            for shard in array.addressable_shards:
-                np.testing.assert_array_equal(np.asarray(shard.data), value[shard.index])
-            return shards
 
-        return sum(jax.tree.leaves(jax.tree.map(compare, model, expected)))
+SCENARIOS = [name for name in vars(Scenarios) if not name.startswith("_")]
 
 
 class Refused:
@@ -322,38 +359,18 @@ def until(condition: Callable[[], bool], patience: float = 30) -> None:
 
 def main() -> None:
     process, address, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    join(process, PROCESSES, address, DEVICES)
-    agreement._BETWEEN_CHECKS = 1000.0  # scenarios are about one thing each; `stops` is about this
+    join(process, PROCESSES, address, DEVICES, between_checks=1000.0)  # what checks find is what `stops` is about
     assert jax.device_count() == PROCESSES * DEVICES and jax.local_device_count() == DEVICES
     scenarios = Scenarios(process, folder)
-    outcomes = {
-        scenario.__name__: scenario()
-        for scenario in (
-            scenarios.load,
-            scenarios.columns,
-            scenarios.truncated,
-            scenarios.missing,
-            scenarios.both_missing,
-            scenarios.misshapen,
-            scenarios.lacking,
-            scenarios.corrupt,
-            scenarios.all_corrupt,
-            scenarios.fallback,
-            scenarios.other_dtype,
-            scenarios.other_key,
-            scenarios.late,
-            scenarios.stops,
-            scenarios.progress,
-            scenarios.compiled,
-            scenarios.refused,
-            scenarios.unsharded,
-            scenarios.alone,
-            scenarios.under_a_mesh,
-        )
-    }
+    outcomes: dict[str, dict[str, Any]] = {}
+    for name in SCENARIOS:
+        try:
+            outcomes[name] = {"wrong": "", "found": getattr(scenarios, name)()}
+        except BaseException:
+            outcomes[name] = {"wrong": traceback.format_exc()}
     # No process was left behind or ran ahead: the next collective operation is the same one everywhere. It is one over
     # all devices, and waited for on all of them: with one still in flight in a process that ends, another one hangs.
-    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("model",)), P("model"))
+    sharding = NamedSharding(scenarios.mesh, P("model"))
     ones = jax.make_array_from_callback((jax.device_count(),), sharding, lambda index: np.ones(1))
     assert jax.block_until_ready(jax.jit(jnp.sum)(ones)) == jax.device_count()
     (folder / f"outcomes-{process}.json").write_text(json.dumps(outcomes))

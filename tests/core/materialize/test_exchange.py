@@ -1,21 +1,34 @@
 """A fleet that reads once: what several processes hold is read by one of them, and exchanged.
 
-Two processes of four devices and four of two go through the scenarios of `_exchange_worker`, one after the other.
+Two processes of four devices and four of two go through the scenarios of `_exchange_worker`, one after the other. Where
+one of four opens another checkpoint, of the same names, shapes and dtypes, all refuse, and name the file.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import h5py  # pyright: ignore[reportMissingTypeStubs]
+import jax
+import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
+import lazymodel as lm
+from lazymodel._materialize import exchange
+from lazymodel._materialize.stream import StreamItem, stream
+from lazymodel._tensors import read_partition
+from lazymodel._tensors.read_partition import divide
 from tests.core.materialize._exchange_worker import tensors
+from tests.core.materialize._variables import bytes_read, model_of
 from tests.processes import free_address, printed, run_workers
 from tests.servers.object_server import ObjectServer
 
@@ -23,7 +36,84 @@ pytestmark = pytest.mark.timeout(120)
 
 WORKER = Path(__file__).with_name("_exchange_worker.py")
 PATIENCE = 100  # seconds, all processes together
-GOOD = "exchanged,in_groups,across,explicit,read"
+GOOD = "exchanged,in_groups,across,read"
+OTHER = 2  # which of four processes opens another checkpoint
+
+
+def values(seed: int) -> dict[str, np.ndarray]:
+    """What differs in a tenth of its bytes, as of a model of which some layers were trained."""
+    found = np.random.default_rng(0).standard_normal((1024, 1024)).astype(np.float32)
+    found[600:] += seed * (np.arange(424) < 102)[:, None]
+    return {"w": found, "b": np.zeros(1024, np.float32)}
+
+
+def hdf5(where: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    with h5py.File(where, "w") as file:
+        for name, value in tensors.items():
+            file.create_dataset(name, data=value, compression="gzip", chunks=True)
+
+
+def npy_folder(where: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    where.mkdir()
+    for name, value in tensors.items():
+        np.save(where / f"{name}.npy", value)
+
+
+def orbax(where: Path, tensors: Mapping[str, np.ndarray], *, ocdbt: bool) -> None:
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    with checkpoint.Checkpointer(checkpoint.PyTreeCheckpointHandler(use_ocdbt=ocdbt)) as checkpointer:
+        checkpointer.save(where, dict(tensors))
+
+
+FORMATS: dict[str, tuple[str, Callable[[Path, Any], None]]] = {
+    "safetensors": ("x.safetensors", lambda where, tensors: save_file(tensors, where)),
+    "npz": ("x.npz", lambda where, tensors: np.savez(where, **tensors)),
+    "deflated": ("x.npz", lambda where, tensors: np.savez_compressed(where, **tensors)),
+    "hdf5": ("x.h5", hdf5),
+    "npy": ("x", npy_folder),
+    "ocdbt": ("x", lambda where, tensors: orbax(where, tensors, ocdbt=True)),
+    "zarr": ("x", lambda where, tensors: orbax(where, tensors, ocdbt=False)),
+}
+
+
+def other_checkpoints(folder: Path, server: ObjectServer) -> dict[str, Any]:
+    """Scenario → what processes open, and options."""
+    found: dict[str, Any] = {}
+    for kind, (name, save) in FORMATS.items():
+        paths = [folder / f"{kind}-{seed}" / name for seed in (1, 2)]
+        for seed, path in enumerate(paths, 1):
+            path.parent.mkdir()
+            save(path, values(seed))
+        found[kind] = [str(paths[process == OTHER]) for process in range(4)], {}
+    stored = found["safetensors"][0]
+    for option in ({"replicas": "exchange"}, {"spec": "x"}, {"stream": True}, {"mapped": True}):
+        found[f"{option}"] = stored, option
+    for kind in ("url", "no ETag"):
+        for seed in (1, 2):
+            file = f"{kind}-{seed}/x.safetensors"
+            (server.root / file).parent.mkdir()
+            shutil.copy(folder / f"safetensors-{seed}" / "x.safetensors", server.root / file)
+            server.hostile(file, "no-etag" if kind == "no ETag" else None)
+        found[kind] = [server.url(f"{kind}-{1 + (process == OTHER)}/x.safetensors") for process in range(4)], {}
+    found["memory"] = [int(process == OTHER) for process in range(4)], {}
+    # One bit, and hashes that each process was given for its own file.
+    bit = folder / "bit.safetensors"
+    data = bytearray(Path(stored[0]).read_bytes())
+    data[len(data) // 2] ^= 1
+    bit.write_bytes(data)
+    digests = {file: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in (stored[0], str(bit))}
+    for name, file in (("x.safetensors", stored[0]), ("bit.safetensors", str(bit))):
+        Path(file).with_name("SHA256SUMS").write_text(f"{digests[file]}  {name}\n")
+    found["verified"] = [str(bit) if process == OTHER else stored[0] for process in range(4)], {"verify": True}
+    return found
+
+
+def same_checkpoints(folder: Path) -> dict[str, Any]:
+    """The same for copies that are the same."""
+    copies = [folder / f"copy-{process}.safetensors" for process in range(4)]
+    for copy in copies:
+        shutil.copyfile(folder / "safetensors-1" / "x.safetensors", copy)
+    return {"copies": ([*map(str, copies)], {}), "copies exchanged": ([*map(str, copies)], {"replicas": "exchange"})}
 
 
 def outcomes_of(folder: Path, processes: int, scenarios: str, expected: list[int], **more: str) -> list[Any]:
@@ -45,13 +135,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path, served: tuple[ObjectServer, str]) -> list[Mapping[str, Any]]:
-    """What came of each scenario, by process, of two processes."""
-    server, name = served
-    return outcomes_of(folder, 2, f"{GOOD},remote,truncated,choices", [0, 0], MODEL_URL=server.url(name))
-
-
-@pytest.fixture(scope="module")
 def served(_object_server: ObjectServer, folder: Path) -> tuple[ObjectServer, str]:
     """A server that has the file, and the file's name there."""
     _object_server.reset()
@@ -60,9 +143,25 @@ def served(_object_server: ObjectServer, folder: Path) -> tuple[ObjectServer, st
 
 
 @pytest.fixture(scope="module")
-def four(folder: Path, two: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def two(folder: Path, served: tuple[ObjectServer, str]) -> list[Mapping[str, Any]]:
+    """What came of each scenario, by process, of two processes; and what the server sent."""
+    server, name = served
+    found = outcomes_of(folder, 2, f"{GOOD},remote,truncated,choices", [0, 0], MODEL_URL=server.url(name))
+    return [outcome | {"sent": server.counters()["path_bytes"][name]} for outcome in found]
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path, two: list[Mapping[str, Any]], served: tuple[ObjectServer, str]) -> list[Mapping[str, Any]]:
     """And of four, of which the last is killed in the end."""
-    return outcomes_of(folder, 4, f"{GOOD},killed", [0, 0, 0, -9])
+    tasks = other_checkpoints(folder, served[0]) | same_checkpoints(folder)
+    (folder / "tasks.json").write_text(json.dumps(tasks))
+    return outcomes_of(folder, 4, f"{GOOD},explicit,tasks,killed", [0, 0, 0, -9])
+
+
+@pytest.fixture(scope="module")
+def opened(four: list[Mapping[str, Any]]) -> list[Mapping[str, str]]:
+    """What came of opening some checkpoints, by process."""
+    return [outcome["tasks"] for outcome in four]
 
 
 @pytest.fixture(scope="module", params=["two", "four"])
@@ -70,25 +169,53 @@ def outcomes(request: pytest.FixtureRequest) -> list[Mapping[str, Any]]:
     return request.getfixturevalue(request.param)
 
 
+SPECS = [
+    *(P(), P("x"), P(None, "x"), P("y", "x"), P(("x", "y")), P(None, ("y", "x")), P(None, None, "y")),
+    *(P("x", None, "y"), P(None, "y", "x"), P(("y", "x"), None, None)),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("axes", [(0, 1, 2), (2, 0, 1)], ids=["stored", "transposed"])
+@pytest.mark.parametrize("shape", [(24, 40, 16), (200, 72, 8)], ids=str)
+def test_parts_become_the_array(
+    shape: tuple[int, ...], axes: tuple[int, ...], spec: P, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On eight devices of this process, which are taken for eight processes: every byte is read once by all of them."""
+    monkeypatch.setattr(read_partition, "SMALL", 0)
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("x", "y"))
+    values = np.random.default_rng(0).integers(0, 2**16, shape, np.uint16).view(ml_dtypes.bfloat16)
+    save_file({"w": values}, tmp_path / "w.safetensors")
+    tensor, values = lm.open_checkpoint(tmp_path / "w.safetensors")["w"].transpose(axes), values.transpose(axes)
+    sharding = NamedSharding(mesh, spec)
+    partition = divide(tensor, sharding, np.arange(8).reshape(2, 4))
+    if partition is None:  # no two devices hold the same, in rows that are ranges of the file
+        assert spec in ([P(None, ("y", "x"))] if axes[0] else [P(("x", "y")), P(("y", "x"), None, None)])
+        return
+    assert partition.own_elements().sum() == values.size
+    each = exchange.Exchange(StreamItem("w", tensor, tensor.shape, tensor.dtype, sharding), partition)
+    ((_, parts),) = stream([each.part])
+    assert bytes_read({"w": tensor}) == values.nbytes
+    array = each.whole(parts)
+    assert array.sharding == sharding and np.asarray(array).tobytes() == values.tobytes()
+    memory: Any = cast(Any, exchange._program(partition)).lower(parts).compile().memory_analysis()
+    assert memory.argument_size_in_bytes + memory.temp_size_in_bytes <= 1.05 * each.nbytes
+
+
 FILE_NBYTES = sum(tensor.nbytes for tensor in tensors().values())
 
 
-@pytest.mark.parametrize("scenario", ["exchanged", "in_groups", "across", "explicit"])
-def test_each_byte_is_read_once(outcomes: list[Mapping[str, Any]], scenario: str) -> None:
+def test_each_byte_is_read_once(outcomes: list[Mapping[str, Any]]) -> None:
     """The worker has compared all bits."""
-    read = [outcome[scenario]["read"] for outcome in outcomes if outcome]
-    everyone = sum(read) if len(read) == len(outcomes) else None  # the one that is killed says nothing
-    assert everyone is None or FILE_NBYTES <= everyone <= 1.02 * FILE_NBYTES
-    assert max(read) <= 1.1 * FILE_NBYTES / len(outcomes), "they share the work evenly"
+    for scenario in {"exchanged", "in_groups", "across", "explicit"} & outcomes[0].keys():
+        read = [outcome[scenario]["read"] for outcome in outcomes]
+        assert FILE_NBYTES <= sum(read) <= 1.02 * FILE_NBYTES, scenario
+        assert max(read) <= 1.1 * FILE_NBYTES / len(outcomes), f"they share the work evenly: {scenario}"
 
 
-def test_processes_fetch_each_byte_once_together(
-    two: list[Mapping[str, Any]], served: tuple[ObjectServer, str]
-) -> None:
-    server, name = served
-    sent = server.counters()["path_bytes"][name]
+def test_processes_fetch_each_byte_once_together(two: list[Mapping[str, Any]]) -> None:
     # Twice would be once in each process; gaps between the halves of tensors as small as these are fetched along.
-    assert FILE_NBYTES <= sent <= 1.5 * FILE_NBYTES
+    assert FILE_NBYTES <= two[0]["sent"] <= 1.5 * FILE_NBYTES
     assert sum(outcome["remote"]["read"] for outcome in two) <= 1.02 * FILE_NBYTES
 
 
@@ -99,11 +226,10 @@ def test_without_every_replica_reads(four: list[Mapping[str, Any]]) -> None:
 
 
 def test_variables_that_are_alike_share_a_program(outcomes: list[Mapping[str, Any]]) -> None:
-    """Nine that are alike have two, one for eight of them; two that hold nothing twice have none."""
+    """Nine that are alike have one; loaded once more, all find theirs again."""
     for outcome in outcomes:
-        if outcome:
-            assert outcome["exchanged"]["programs"] <= 13
-            assert outcome["in_groups"]["programs"] == 0
+        assert 0 < outcome["exchanged"]["programs"] <= 13
+        assert outcome["in_groups"]["programs"] == 0
 
 
 def test_the_report_counts_what_came_over_the_interconnect(two: list[Mapping[str, Any]]) -> None:
@@ -126,3 +252,54 @@ def test_processes_that_would_not_run_the_same_programs_are_refused(two: list[Ma
 def test_a_process_that_is_killed_at_an_exchange_hangs_nobody(four: list[Mapping[str, Any]]) -> None:
     for outcome in four[:-1]:
         assert "could not be exchanged" in outcome["killed"] or "so nothing was materialized" in outcome["killed"]
+
+
+# --- another checkpoint -----------------------------------------------------------------------------------------------
+
+LOADED = ("copies", "copies exchanged")
+
+
+def test_nobody_loads_a_mixture(opened: list[Mapping[str, str]]) -> None:
+    for scenario, outcome in opened[0].items():
+        assert all(other[scenario] == outcome for other in opened), scenario
+        if scenario in LOADED:
+            assert outcome == "loaded"
+            continue
+        assert outcome.startswith("CheckpointError: "), (scenario, outcome)
+        assert "process 0 would" in outcome and f"process {OTHER} would" in outcome, (scenario, outcome)
+
+
+def test_the_error_names_the_files(opened: list[Mapping[str, str]]) -> None:
+    for scenario, message in opened[0].items():
+        if scenario not in ("memory", *LOADED):
+            first, other = message.split(f"process {OTHER} would")
+            assert "-1/x" in first and ("-2/x" in other or "bit.safetensors" in other), (scenario, message)
+    assert "ETag" in opened[0]["url"] and "sampled content" in opened[0]["no ETag"]
+    assert opened[0]["verified"].count("verified sha256 ") == 2
+
+
+def test_one_process_computes_nothing_more(tmp_path: Path, mesh8: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file(values(1), tmp_path / "x.safetensors")
+    checkpoint = lm.open_checkpoint(tmp_path / "x.safetensors")
+    monkeypatch.setattr(type(checkpoint["w"].source.reader), "fingerprint", None)
+    model_of(checkpoint, NamedSharding(mesh8, P())).materialize(checkpoint)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4 << 10, 512 << 10, (512 << 10) + 1, 10**7])
+def test_files_that_differ_anywhere_in_a_twentieth_are_told_apart(tmp_path: Path, nbytes: int) -> None:
+    """By samples, of whatever size they are; copies are not."""
+
+    def fingerprint(data: np.ndarray) -> str:
+        save_file({"w": data}, tmp_path / "x.safetensors")
+        return lm.open_checkpoint(tmp_path / "x.safetensors")["w"].source.reader.fingerprint()
+
+    data = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+    expected = fingerprint(data)
+    assert fingerprint(data) == expected
+    for start in (0, nbytes // 3, nbytes - max(nbytes // 20, 1)):
+        other = data.copy()
+        other[start : start + max(nbytes // 20, 1)] ^= 1
+        assert fingerprint(other) != expected, start
+    other = data.copy()
+    other[-1] ^= 1
+    assert fingerprint(other) != expected, "the last byte is always among them"

@@ -46,7 +46,7 @@ def test_the_group_is_in_the_peak_where_it_is_exchanged(tmp_path: Path, monkeypa
     fleet = lm.Fleet(hosts=4)
     with lm.open_checkpoint(tmp_path / "w.safetensors") as ckpt:
         plans = {way: sharded.plan(ckpt, fleet=fleet, replicas=way) for way in ("read", "exchange", None)}
-        monkeypatch.setattr(type(ckpt["w"].leaf.source), "remote", True)
+        monkeypatch.setattr(type(ckpt["w"].source.reader), "remote", True)
         remote = sharded.plan(ckpt, fleet=fleet)
     held = plans["read"].device_nbytes
     assert plans["read"].peak_nbytes == plans[None].peak_nbytes == held
@@ -66,9 +66,9 @@ def test_one_host_has_no_ways_and_wrong_numbers_are_refused() -> None:
         lm.Fleet(storage_bandwidth="fast")
     with pytest.raises(lm.LazyModelError, match="fleet is a lazymodel.Fleet"):
         sharded.plan(fleet=1024)
-    with pytest.raises(lm.LazyModelError, match="replicas is"):
+    with pytest.raises(lm.LazyModelError, match="expected replicas="):
         sharded.plan(fleet=lm.Fleet(hosts=2), replicas="once")
-    with pytest.raises(lm.LazyModelError, match="replicas is"):
+    with pytest.raises(lm.LazyModelError, match="expected replicas="):
         model().materialize(replicas="once")
 
 

@@ -12,11 +12,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from lazymodel._devices.hardware import GENERATIONS, devices_per_host, host_memory
-from lazymodel._devices.topology import has_libtpu, topology_names
+from tests.conftest import needs_libtpu
 
 optax = pytest.importorskip("optax")
-needs_libtpu = pytest.mark.skipif(not has_libtpu(), reason='needs libtpu: pip install "lazymodel[tpu]"')
 MIB = 2**20
 RULES = {"up": P(None, "model"), "down": P("model")}
 
@@ -73,28 +71,38 @@ def test_a_host_that_has_too_little_does_not_fit() -> None:
     assert "optimizer/0/mu/down 1.00 MiB" in str(error.value)
 
 
-def test_hosts_of_devices_that_are_not_here() -> None:
+@pytest.mark.parametrize(
+    ("devices", "per_host", "gib"),
+    [
+        ("v2-8", 8, 334), ("v3-8", 8, 334), ("v3-32", 8, 334), ("v4-8", 4, 407), ("v5p-8", 4, 448), ("v5e-1", 1, 48),
+        ("v5e-4", 4, 192), ("v5e-8", 8, 384), ("v5e-16", 4, 192), ("v6e-8", 8, 1408), ("v6e-16", 4, 704),
+        ("v7x-16", 8, 960),
+    ],
+)  # fmt: skip
+def test_hosts_of_devices_that_are_not_here(devices: str, per_host: int, gib: int) -> None:
+    """A slice of one host has all chips of it; of several hosts, each has four."""
+    mesh = lm.arithmetic_mesh(devices)
+    kept = abstract_model().shard(mesh, {".*": lm.Host(P())}).plan()
+    assert (kept.offloaded_nbytes, kept.host_memory) == (16 * MIB * per_host, gib << 30)
+
+
+def test_hosts_of_cards_are_not_known_unless_they_are_stated() -> None:
     trained = abstract_model().with_optimizer(optax.adam(1e-3), memory_kind="pinned_host")
+    cards = trained.shard(lm.arithmetic_mesh("H100:16"), RULES)
+    plan = cards.plan()
+    assert plan.offloaded_nbytes == 32 * MIB and plan.host_memory is None
+    assert any("hosts of these devices are unknown" in note for note in plan.notes)
+    stated = cards.plan(fleet=lm.Fleet(hosts=2))
+    assert stated.offloaded_nbytes == 16 * MIB and not any("unknown" in note for note in stated.notes)
 
-    def plan(mesh: Any, fleet: lm.Fleet | None = None) -> lm.MemoryPlan:
-        return trained.shard(mesh, RULES).plan(fleet=fleet)
 
-    eight, sixteen = plan(lm.arithmetic_mesh("v5e-8")), plan(lm.arithmetic_mesh("v5e-16"))
-    assert (eight.offloaded_nbytes, eight.host_memory) == (32 * MIB, 384 << 30)  # a host of eight chips
-    assert (sixteen.offloaded_nbytes, sixteen.host_memory) == (8 * MIB, 192 << 30)  # four hosts
-    cards = plan(lm.arithmetic_mesh("H100:16"))
-    assert cards.offloaded_nbytes == 32 * MIB and cards.host_memory is None
-    assert any("hosts of these devices are not known" in note for note in cards.notes)
-    stated = plan(lm.arithmetic_mesh("H100:16"), lm.Fleet(hosts=2))
-    assert stated.offloaded_nbytes == 16 * MIB and not any("not known" in note for note in stated.notes)
-    for generation in GENERATIONS.values():  # as `topology` asks libtpu for them
-        for name in topology_names(generation.name)[:3]:
-            shape = tuple(map(int, name.partition(":")[2].split("x")))
-            devices, bounds = generation.num_devices(shape), generation.host_bounds(shape)
-            chips = min(bounds[0] * bounds[1] * bounds[2], devices // generation.devices_per_chip)
-            assert devices_per_host(generation.kind, devices) == chips * generation.devices_per_chip, name
-            assert host_memory(generation.kind, devices) == (generation.host_gib << 30) * chips // 4
-    assert host_memory("H100", 8) is None
+@needs_libtpu
+@pytest.mark.parametrize("devices", ["v2-8", "v4-8", "v5e-1", "v5e-8", "v6e-16", "v7x-16"])
+def test_hosts_are_as_libtpu_has_them(devices: str) -> None:
+    mesh, arithmetic = lm.topology(devices), lm.arithmetic_mesh(devices)
+    per_host = mesh.size // len({device.process_index for device in mesh.devices.flat})
+    kept = abstract_model().shard(arithmetic, {".*": lm.Host(P())}).plan()
+    assert kept.offloaded_nbytes == 16 * MIB * per_host
 
 
 def test_slots_that_are_only_stated_lie_there_too() -> None:

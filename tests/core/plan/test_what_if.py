@@ -12,7 +12,6 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from lazymodel._show.text import format_bytes
 
 optax = pytest.importorskip("optax")
 
@@ -101,27 +100,29 @@ def test_a_model_with_an_optimizer_gets_no_other() -> None:
             trained.plan(what_if=lm.WhatIf(lora_rank=4, lora_targets=".*kernel"))
 
 
-def test_an_optimizer_without_state_has_gradients_all_the_same() -> None:
-    plan = model(optax.sgd(0.1)).plan()
-    assert plan.parts == {"parameters": PARAMETERS, "gradients": TRAINED}
+def decays(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
 
 
-def test_only_what_is_trained_has_gradients_and_what_is_masked_has_no_state() -> None:
-    frozen = model(optax.adam(1e-3), trained=".*kernel").plan()
-    assert frozen.parts == {
-        "parameters": PARAMETERS, "optimizer state": 2 * 2 * KERNEL + 4, "gradients": 2 * KERNEL
-    }  # fmt: skip
-    masked = optax.masked(optax.adam(1e-3), lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree))
-    plan = model(masked).plan()
-    assert plan.parts["gradients"] == TRAINED
-    assert plan.parts["optimizer state"] == 2 * (2 * KERNEL + TABLE) + 4
+@pytest.mark.parametrize(
+    ("optimizer", "trained", "state", "gradients"),
+    [
+        (optax.sgd(0.1), None, 0, TRAINED),
+        (optax.adam(1e-3), ".*kernel", 2 * 2 * KERNEL + 4, 2 * KERNEL),
+        (optax.masked(optax.adam(1e-3), decays), None, 2 * (2 * KERNEL + TABLE) + 4, TRAINED),
+    ],
+    ids=["no state", "some trained", "masked"],
+)
+def test_only_what_is_trained_has_gradients_and_state(optimizer: Any, trained: Any, state: int, gradients: int) -> None:
+    plan = model(optimizer, **({"trained": trained} if trained else {})).plan()
+    kept = {"optimizer state": state} if state else {}
+    assert plan.parts == {"parameters": PARAMETERS, **kept, "gradients": gradients}
 
 
 def test_factored_state_and_copies_of_parameters() -> None:
     factored = model(optax.adafactor(1e-3, min_dim_size_to_factor=16, momentum=None))
-    plan = factored.plan()
     state = sum(v.shard_nbytes for v in factored.values() if v.follows is not None)
-    assert plan.parts["optimizer state"] == state < TRAINED
+    assert factored.plan().parts["optimizer state"] == state < TRAINED
     copies = model(optax.contrib.schedule_free_adamw())
     assert copies.plan().parts["gradients"] == TRAINED
     assert copies.plan().device_nbytes == sum(v.shard_nbytes for v in copies.values())
@@ -162,14 +163,17 @@ def test_modules_and_values_sum_up() -> None:
     assert sum(row["used_nbytes"] for row in found["variables"]) == found["used_nbytes"]
 
 
+def kib(nbytes: int) -> str:
+    return f"{nbytes / 1024:.2f} KiB"
+
+
 def test_what_does_not_fit_counts_nothing_twice() -> None:
     plan = model(optax.adam(1e-3)).plan()
     with pytest.raises(lm.DoesNotFitError) as raised:
         plan.check(plan.used_nbytes - 1)
-    total, parts = format_bytes(plan.used_nbytes), [format_bytes(n) for n in plan.parts.values()]
-    assert f"needs {total} on a device" in str(raised.value)
-    listed = ", ".join(f"{nbytes} {kind}" for kind, nbytes in zip(plan.parts, parts, strict=True))
-    assert f"once materialized; in use {total}: {listed})" in str(raised.value)
+    assert f"needs {kib(plan.used_nbytes)} on a device" in str(raised.value)
+    listed = ", ".join(f"{kib(nbytes)} {kind}" for kind, nbytes in plan.parts.items())
+    assert f"once materialized; in use {kib(plan.used_nbytes)}: {listed})" in str(raised.value)
     assert plan.check(plan.used_nbytes) is plan
 
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from lazymodel._quantized.scales import scaled_integers
-from lazymodel._tensors.buffers import Workspace
-from lazymodel._tensors.fill import fill
-from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.leaves import ArrayLeaf
-from lazymodel._tensors.scaled import stored
+from lazymodel.checkpoints import SafetensorsFile
 from tests import quantized
 from tests.quantized import FORMS, Tensors, write_folder
+from tests.small import buffer_sizes
 
 SHAPE = (96, 128)
 # Forms in which a shape may have any extents: no words of whole rows, no whole blocks.
@@ -67,71 +66,59 @@ def test_is_the_plain_checkpoint(form: str, checkpoints: Any) -> None:
         same(tensor.T.astype(np.float32).read(), array.T.astype(np.float32))
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SPECS = [P("x", "y"), P("x"), P(None, "y"), P(None, ("x", "y"))]
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("form", CASES)
 def test_any_box(form: str, checkpoints: Any, data: st.DataObject) -> None:
-    """Of boxes that are read together, in little memory or much."""
+    """Read alone, in little memory or much, and as shards that are read together."""
     checkpoint, plain = checkpoints[form]
-    array = plain[NAME]
-    tensor = checkpoint[NAME].T if data.draw(st.booleans()) else checkpoint[NAME]
-    array = array if tensor.shape == array.shape else array.T
+    tensor, array = checkpoint[NAME], plain[NAME]
+    if data.draw(st.booleans()):
+        tensor, array = tensor.T, array.T
+    corners = [sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2))) for n in array.shape]
+    box = tuple(slice(*ends) for ends in corners)
+    with buffer_sizes(workspace=data.draw(st.sampled_from([1 << 12, 1 << 18, 1 << 24]))):
+        same(tensor.read(box), array[box])
+    shards = tuple(slice(start, stop - (stop - start) % 4) for start, stop in corners)
+    part, expected = tensor[shards], array[shards]
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    model = lm.build_abstract(lambda: {"w": jnp.zeros(expected.shape, expected.dtype)})
+    loaded = model.shard(mesh, {"w": data.draw(st.sampled_from(SPECS))}).materialize({"w": part})
+    same(np.asarray(loaded["w"]), expected)
 
-    def part(extent: int) -> tuple[int, ...]:
-        return tuple(sorted(data.draw(st.lists(st.integers(0, extent), min_size=3, max_size=3, unique=True))))
 
-    rows, columns = part(array.shape[0]), part(array.shape[1])
-    boxes = [(slice(a, b), slice(*columns[:2])) for a, b in itertools.pairwise(rows)]
-    boxes += [(slice(*rows[:2]), slice(*columns[1:]))]
-    outs = [np.empty([s.stop - s.start for s in box], array.dtype) for box in boxes]
-    fill(tensor, boxes, outs, Workspace(data.draw(st.sampled_from([1 << 12, 1 << 18, 1 << 24]))))
-    for box, out in zip(boxes, outs, strict=True):
-        same(out, array[box])
+# Parts, or ends of their names, of which one is for the whole matrix.
+ONCE = ("g_idx", "shape", "quant_map", "quant_state", "nested_absmax", "scale_2", "global_scale", "format")
+ONCE += ("input_scale",)
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "fp8-block"])  # its blocks do not divide a shard
-@pytest.mark.parametrize("axis", [0, 1])
-def test_reads_what_a_shard_needs(form: str, axis: int, tmp_path: Path) -> None:
+def test_reads_what_a_shard_needs(form: str, tmp_path: Path) -> None:
     """A quarter along either axis takes a quarter of the bytes, besides what is one for all."""
     folder, plain = folder_of(tmp_path / "folder", FORMS[form], (256, 512))
-    sizes = {name: tensor.nbytes for name, tensor in raw(folder).items() if "norm" not in name}
-    once = (
-        "g_idx",
-        "shape",
-        "quant_map",
-        "quant_state",
-        "nested_absmax",
-        "scale_2",
-        "global_scale",
-        "format",
-        "input_scale",
-    )
-    shared = {name: n for name, n in sizes.items() if any(end in name for end in once) or n <= 4}
-    rest = sum(sizes.values()) - sum(shared.values())
-    if axis == 0:
-        expected = rest / 4
-    else:  # what is one for each row is for all of its columns
-        per_row = [name for name, t in raw(folder).items() if name in sizes and per_channel(t.shape, name, form)]
-        expected = (rest - sum(sizes[name] for name in per_row)) / 4 + sum(sizes[name] for name in per_row)
-        if form == "pack-4-order":  # any group may be of any column
-            expected += 0.75 * sizes[NAME + "_scale"]
-    if axis == 1 and form in ("gptq-order",):
-        expected += 0.75 * sum(sizes[name] for name in sizes if name.endswith(("qzeros", "scales")))
+    stored = dict(SafetensorsFile(folder / "model.safetensors"))
+    sizes = {name: tensor.nbytes for name, tensor in stored.items() if "norm" not in name}
+    shared = sum(n for name, n in sizes.items() if any(end in name for end in ONCE) or n <= 4)
+    rest = sum(sizes.values()) - shared
+    # What is one for each row is for all of its columns.
+    rows = sum(n for name, n in sizes.items() if per_row(stored[name].shape, name, form))
+    columns = (rest - rows) / 4 + rows
+    if form in ("pack-4-order", "gptq-order"):  # any group may be of any column
+        columns += 0.75 * sum(n for name, n in sizes.items() if name.endswith(("qzeros", "scales", "weight_scale")))
     with lm.open_checkpoint(folder) as checkpoint:
-        tensor = checkpoint[NAME]
-        box = [slice(0, extent) for extent in tensor.shape]
-        box[axis] = slice(tensor.shape[axis] // 4, tensor.shape[axis] // 2)
-        same(tensor.read(tuple(box)), plain[NAME][tuple(box)])
-        assert checkpoint.bytes_read <= 1.02 * (expected + sum(shared.values()))
+        tensor, array = checkpoint[NAME], plain[NAME]
+        for axis, expected in enumerate((rest / 4, columns)):
+            box = [slice(0, extent) for extent in array.shape]
+            box[axis] = slice(array.shape[axis] // 4, array.shape[axis] // 2)
+            before = checkpoint.bytes_read
+            same(tensor.read(tuple(box)), array[tuple(box)])
+            assert checkpoint.bytes_read - before <= 1.02 * (expected + shared)
 
 
-def raw(folder: Path) -> lm.Checkpoint:
-    from lazymodel.checkpoints import SafetensorsFile
-
-    return SafetensorsFile(folder / "model.safetensors")
-
-
-def per_channel(shape: tuple[int, ...], name: str, form: str) -> bool:
+def per_row(shape: tuple[int, ...], name: str, form: str) -> bool:
     if name.endswith("SCB") or len(shape) < 2:
         return name.endswith("SCB")
     return shape[0 if form.startswith(("gptq", "awq")) else 1] == 1 and not name.endswith(".weight")
@@ -139,22 +126,65 @@ def per_channel(shape: tuple[int, ...], name: str, form: str) -> bool:
 
 @pytest.mark.parametrize("normal", [True, False])
 @pytest.mark.parametrize("dtype", [np.float16, quantized.BF16, np.float32])
-def test_every_scale_of_float16(normal: bool, dtype: Any) -> None:
+def test_every_scale_of_float16(normal: bool, dtype: Any, tmp_path: Path) -> None:
     """Products are rounded as by a cast, of scales whose products all are normal numbers there, and of any."""
     scale = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     if normal:
         scale = scale[(scale >= 2.0**-14) & (scale <= 65504 / 512)]
     scale = scale[::7, None]
-    codes, zero = (
-        np.broadcast_to(np.arange(-126, 128, 2, dtype=np.int8), (scale.size, 127)),
-        np.full((1, 1), -127, np.int8),
-    )
-    views = [LazyTensor(ArrayLeaf(array)) for array in (codes, scale, zero)]
-    blocks = (1, 1), (1, 127), (scale.size, 127)
-    found = scaled_integers(codes.shape, *map(stored, views, blocks)).astype(np.float16).astype(np.dtype(dtype)).read()
+    codes = np.broadcast_to(np.arange(-126, 128, 2, dtype=np.int8), (scale.size, 127))
+    parts = {"weight": codes, "weight_scale": scale, "weight_zero_point": np.full(scale.shape, -127, np.int8)}
+    config = quantized.groups("int-quantized", num_bits=8, strategy="channel", symmetric=False)
+    stored = {f"m.{name}": part for name, part in parts.items()}
+    form = quantized.Form(config, lambda *_: (parts, codes), np.dtype(dtype))
+    found = lm.open_checkpoint(write_folder(tmp_path / "folder", quantized.settings(form), stored))["m.weight"].read()
     with np.errstate(all="ignore"):
         exact = (codes.astype(np.float32) + np.float32(127)) * scale.astype(np.float32)
         same(found, exact.astype(np.float16).astype(dtype))
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
+    """Experts as GPT-OSS has them: blocks of 4-bit floats, transposed. Every byte there is, and every scale but the one
+    that is no number, those that lead below the normal numbers or to infinity as well.
+    """
+    rng = np.random.default_rng(0)
+    blocks, scales = rng.integers(0, 256, (8, 64, 3, 16), np.uint8), rng.integers(0, 255, (8, 64, 3), np.uint8)
+    config = {"model_type": "gpt_oss", "torch_dtype": "float32", "quantization_config": {"quant_method": "mxfp4"}}
+    folder = tmp_path_factory.mktemp("mxfp4") / "folder"
+    write_folder(folder, config, {"up_blocks": blocks, "up_scales": scales})
+    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(8, 64, 3, 32)  # the lower half of a byte first
+    with np.errstate(all="ignore"):
+        values = quantized.E2M1[codes] * np.ldexp(np.float32(1), scales.astype(np.int32) - 127)[..., None]
+    return folder, values.reshape(8, 64, 96).transpose(0, 2, 1)
+
+
+def test_experts_read_their_blocks(experts: tuple[Path, np.ndarray]) -> None:
+    folder, expected = experts
+    with lm.open_checkpoint(folder) as checkpoint:
+        for box, count in ((np.s_[3:4, :, :], 64 * 3), (np.s_[3:4, :, 8:24], 16 * 3), (np.s_[7:8, 40:41, 63:64], 1)):
+            before = checkpoint.bytes_read
+            same(checkpoint["up"][box].read(), expected[box])
+            assert checkpoint.bytes_read - before == count * 17
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_box_of_any_view_of_experts(experts: tuple[Path, np.ndarray], data: st.DataObject) -> None:
+    checkpoint, expected = lm.open_checkpoint(experts[0]), experts[1]
+    axes, step = data.draw(st.permutations(range(3))), data.draw(st.sampled_from([1, 2]))
+    dtype = data.draw(st.sampled_from(["float32", "float16", "float64"]))
+    with np.errstate(all="ignore"):
+        found, expected = (each.transpose(axes)[..., ::step].astype(dtype) for each in (checkpoint["up"], expected))
+    box = tuple(slice(*sorted(data.draw(st.tuples(*[st.integers(0, extent)] * 2)))) for extent in expected.shape)
+    assert found.read(box).tobytes() == np.ascontiguousarray(expected[box]).tobytes()
+
+
+@pytest.mark.parametrize("budget", [40 << 10, 1 << 20, None])
+def test_experts_within_the_budget(budget: int | None, experts: tuple[Path, np.ndarray], mesh8: Mesh) -> None:
+    model = lm.build_abstract(lambda: {"up": jnp.zeros((8, 96, 64))}).shard(mesh8, {"up": P(None, "model")})
+    loaded = model.materialize(lm.open_checkpoint(experts[0]), max_host_memory=budget)
+    assert np.asarray(loaded["up"]).tobytes() == experts[1].tobytes()
 
 
 def test_the_older_file_of_modelopt(tmp_path: Path) -> None:
@@ -179,3 +209,34 @@ def test_what_only_some_configurations_have(tmp_path: Path) -> None:
     checkpoint = lm.open_checkpoint(write_folder(tmp_path / "folder", quantized.settings(form), stored))
     assert sorted(checkpoint) == sorted([own, NAME])
     same(checkpoint[NAME].read(), plain[NAME])
+
+
+_PACKAGES = "needs the packages compressed-tensors and torch"
+# Without groups in any order, which the package reads no more.
+NAMES = [n for n, f in FORMS.items() if f.config["quant_method"] == "compressed-tensors" and n != "pack-4-order"]
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", NAMES)
+def test_as_compressed_tensors_decodes(tmp_path: Path, name: str) -> None:
+    """Against what that package itself makes of its forms."""
+    torch = pytest.importorskip("torch", reason=_PACKAGES)
+    compressors = pytest.importorskip("compressed_tensors.compressors", reason=_PACKAGES)
+    quantization = pytest.importorskip("compressed_tensors.quantization", reason=_PACKAGES)
+    form = FORMS[name]
+    parts, _ = form.make(np.random.default_rng(7), 64, 96)
+
+    def tensor(array: np.ndarray) -> Any:
+        for kind, of_torch in ((quantized.F8, torch.float8_e4m3fn), (form.dtype, torch.bfloat16)):
+            if array.dtype == kind and array.dtype != np.float16:
+                return torch.from_numpy(array.view(f"i{array.itemsize}").copy()).view(of_torch)
+        return torch.from_numpy(array.copy())
+
+    group = form.config["config_groups"]["group_0"]
+    scheme = quantization.QuantizationScheme(**{**group, "weights": quantization.QuantizationArgs(**group["weights"])})
+    compressor = compressors.BaseCompressor.get_value_from_registry(form.config["format"])
+    state = {ending: tensor(part) for ending, part in parts.items()}
+    expected = compressor.decompress(state, scheme)["weight"].to(torch.bfloat16).view(torch.int16).numpy()
+    write_folder(tmp_path / "m", quantized.settings(form), {f"layer.{ending}": part for ending, part in parts.items()})
+    found = lm.open_checkpoint(tmp_path / "m")["layer.weight"].read().astype("bfloat16")
+    np.testing.assert_array_equal(found.view(np.int16), expected)

@@ -1,6 +1,6 @@
 """Saves that are killed, interrupted or run out of disk at their n-th file operation, and what must be there then.
 
-Used by `test_accidents`; `python _accidents.py kill FOLDER STEP WORLD…` ends real processes with SIGKILL at every
+Used by the tests of this folder. `python _accidents.py kill FOLDER STEP WORLD` ends processes with SIGKILL at every
 STEP-th operation, `python _accidents.py race FOLDER TIMES WORLD WORLD` lets two savers begin at once; both print, as
 JSON, how often which checkpoint was there.
 """
@@ -10,10 +10,11 @@ from __future__ import annotations
 import builtins
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import errno
+import functools
 import gc
-import importlib
 import io
 import itertools
 import json
@@ -22,17 +23,20 @@ import shutil
 import signal
 import sys
 import traceback
+import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 import lazymodel as lm
-from lazymodel._save import atomic
-from lazymodel.checkpoints._inspect import inspect_checkpoint
+from tests.command import problems
+from tests.core.save import _places
 
+OLD, NEW, NEXT = 1, 2, 3
 SHAPES = {"a/w": (40, 5), "a/b": (7,), "c": (33, 3), "d": ()}
 SHARDED = {"max_shard_size": 500}
 OTHERS = {"config.json": "{}", "notes/today.txt": "read me", "model-00009-of-00099.bin": "x"}
@@ -49,15 +53,34 @@ class World:
     others: bool = True  # files that are not of the checkpoint lie in the folder
     exchanges: bool = True  # the file system can exchange folders
 
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def create(self, root: Path) -> None:
+        """Makes the world in an empty folder."""
+        root.mkdir(parents=True)
+        if self.old is not None:
+            self.save(root, OLD, self.old)
+            if self.loose:
+                (root / self.path / "model.safetensors.index.json").unlink()
+        if self.others:
+            folder = root / self.path if self.path == "saved" else root
+            for name, text in OTHERS.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_text(text)
+
+    def save(self, root: Path, fill: int, options: dict[str, Any] | None = None) -> None:
+        lm.save(arrays(fill), root / self.path, overwrite=True, **(self.new if options is None else options))
+
+    @property
+    def replaced(self) -> int | None:
+        """Which checkpoint is there before."""
+        return None if self.old is None else OLD
+
 
 ORBAX = {"format": "orbax"}
-
-
-def changed(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Tensors that are no arrays any more, which Orbax itself would save."""
-    return {name: tensor.astype("float64").astype("float32") for name, tensor in tensors.items()}
-
-
+_ORBAX_WORLD = World("saved", ORBAX, ORBAX, others=False)
+_HDF5_SHARDS = {"max_shard_size": 1000}
 WORLDS = {
     "file": World("x.safetensors", None, {}),
     "file over file": World("x.safetensors", {}, {}),
@@ -72,12 +95,11 @@ WORLDS = {
     "single over loose": World("saved", SHARDED, {}, loose=True),
     "sharded over loose": World("saved", SHARDED, SHARDED, loose=True),
     "hdf5 over hdf5": World("x.weights.h5", {}, {}),
-    "hdf5 shards over hdf5 shards": World("x.weights.json", {"max_shard_size": 1000}, {"max_shard_size": 1000}),
+    "hdf5 shards over hdf5 shards": World("x.weights.json", _HDF5_SHARDS, _HDF5_SHARDS),
     "numpy over numpy": World("x.npz", {}, {}),
-    "zarr over orbax": World("saved", ORBAX, ORBAX | {"mapping": changed}, others=False),
-    "orbax": World("saved", None, ORBAX, others=False),
-    "orbax over orbax": World("saved", ORBAX, ORBAX, others=False),
-    "orbax over orbax without exchange": World("saved", ORBAX, ORBAX, others=False, exchanges=False),
+    "orbax": dataclasses.replace(_ORBAX_WORLD, old=None),
+    "orbax over orbax": _ORBAX_WORLD,
+    "orbax over orbax without exchange": dataclasses.replace(_ORBAX_WORLD, exchanges=False),
 }
 
 
@@ -87,48 +109,15 @@ def arrays(fill: int) -> dict[str, np.ndarray]:
     return made | {f"only {fill}": np.full(3, fill, "float32"), "nothing": np.empty((0, fill), "float32")}
 
 
-OLD, NEW, NEXT = 1, 2, 3
-
-
-def save(world: World, root: Path, fill: int, options: dict[str, Any]) -> None:
-    lm.save(arrays(fill), root / world.path, overwrite=True, **options)
-
-
-def create(world: World, root: Path) -> None:
-    """Makes a world in an empty folder."""
-    root.mkdir(parents=True)
-    if world.old is not None:
-        save(world, root, OLD, world.old)
-        if world.loose:
-            (root / world.path / "model.safetensors.index.json").unlink()
-    if world.others:
-        folder = root / world.path if world.path == "saved" else root
-        for name, text in OTHERS.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text)
-
-
 def found(path: Path) -> int | None:
     """Which checkpoint is there, complete; None where there is none."""
-    try:
-        ckpt = lm.open_checkpoint(path)
-    except lm.CheckpointError:
-        return None
-    with ckpt:
-        values = {name: tensor.read() for name, tensor in ckpt.items()}
-    fills = {float(element) for value in values.values() for element in value.flat}
-    assert len(fills) == 1, f"a mixture: {fills}"
-    fill = int(fills.pop())
-    assert {name: value.shape for name, value in values.items()} == {n: v.shape for n, v in arrays(fill).items()}
-    assert not inspect_checkpoint(path).problems
-    return fill
+    return _places.found(path, arrays)
 
 
 def found_by_others(folder: Path) -> int | None:
     """The same for programs that ask for `model.safetensors` before the index."""
-    if (folder / "model.safetensors").exists():
-        return found(folder / "model.safetensors")
-    return found(folder / "model.safetensors.index.json")
+    first = folder / "model.safetensors"
+    return found(first if first.exists() else folder / "model.safetensors.index.json")
 
 
 def everything(root: Path) -> dict[str, Any]:
@@ -147,34 +136,32 @@ def check(world: World, root: Path, before: dict[str, Any], allowed: set[int | N
     """
     state = found(root / world.path)
     assert state in allowed, f"{state} is there, allowed were {allowed}"
+    assert state is None or not problems(root / world.path)
     if world.path == "saved" and "format" not in world.new and not world.loose:
         others = found_by_others(root / world.path)
-        assert others in {OLD if world.old is not None else None, NEW}, f"other programs find {others}"
+        assert others in {world.replaced, NEW}, f"other programs find {others}"
     now = everything(root)
     ours = [name for name in before if name.partition("/")[2] in OTHERS or name in OTHERS]
     assert {name: now.get(name) for name in ours} == {name: before[name] for name in ours}
-    save(world, root, NEXT, world.new)
+    if state is not None and list(root.rglob("*lazymodel-saving")):  # a saver that is refused tidies up, and no more
+        with pytest.raises(lm.LazyModelError, match="already"):
+            lm.save(arrays(NEXT), root / world.path, **world.new)
+        assert found(root / world.path) == state
+    world.save(root, NEXT)
     assert found(root / world.path) == NEXT
-    if world.new != ORBAX:  # whose names are random
-        assert sorted(everything(root)) == names_without_accident(world, root.parent), "leftovers"
-    else:
-        assert [path.name for path in root.iterdir()] == [world.path], "leftovers"
-        assert not any("saving" in name or "tmp" in name for name in everything(root)), "leftovers"
+    assert sorted(everything(root)) == names_without_accident(world, root.parent), "leftovers"
     return state
 
 
-_names: dict[str, list[str]] = {}
-
-
+@functools.cache
 def names_without_accident(world: World, folder: Path) -> list[str]:
     """What there is after a save where none was before; found out once for all accidents in a world."""
-    if repr(world) not in _names:
-        fresh = folder / "fresh"
-        create(dataclasses.replace(world, old=None), fresh)
-        save(world, fresh, NEXT, world.new)
-        _names[repr(world)] = sorted(everything(fresh))
-        shutil.rmtree(fresh)
-    return _names[repr(world)]
+    fresh, world = folder / "fresh", dataclasses.replace(world, old=None)
+    world.create(fresh)
+    world.save(fresh, NEXT)
+    names = sorted(everything(fresh))
+    shutil.rmtree(fresh)
+    return names
 
 
 # Accidents ------------------------------------------------------------------------------------------------------------
@@ -184,15 +171,13 @@ class Killed(BaseException):
     """In place of a signal: from here on nothing happens to any file."""
 
 
+Accident = Callable[["Accidents", str], None]
+
+
 class Accidents:
-    """Counts file operations and lets something happen at the n-th.
+    """Counts file operations and lets something happen at the n-th, and perhaps at all that follow."""
 
-    Attributes:
-        at: Which operation.
-        count: How many there were.
-    """
-
-    def __init__(self, at: int, accident: Callable[[Accidents, str], None]) -> None:
+    def __init__(self, at: int, accident: Accident) -> None:
         self.at, self.accident, self.count = at, accident, 0
 
     def step(self, name: str) -> None:
@@ -216,14 +201,25 @@ class Accidents:
         patch(os, "open", self._os_open(os.open))
         for module in (builtins, io):
             patch(module, "open", self._open(module.open))
-        patch(atomic, "exchange", self._counted("exchange", atomic.exchange) if exchanges else lambda *_: False)
+        patch(ctypes, "CDLL", lambda *names, original=ctypes.CDLL, **_: self._library(original, exchanges))
         gc.disable()  # an interrupt in a callback of the collector, such as hypothesis', is lost
         try:
             yield
+        except RuntimeError as error:
+            if isinstance(error.__context__, KeyboardInterrupt):  # where `Condition.wait` takes its lock again
+                raise error.__context__ from None
+            raise
         finally:
             gc.enable()
             for module, name, original in patches:
                 setattr(module, name, original)
+
+    def _library(self, original: Any, exchanges: bool) -> Any:
+        """The C library, whose one function of two folders is counted, or missing."""
+        if not exchanges:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        exchange = self._counted("exchange", original(None, use_errno=True).renameat2)
+        return types.SimpleNamespace(renameat2=exchange)
 
     def _counted(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **options: Any) -> Any:
@@ -278,10 +274,6 @@ def kill(accidents: Accidents, name: str) -> None:
     raise Killed(name)
 
 
-def kill_really(accidents: Accidents, name: str) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def interrupt(accidents: Accidents, name: str) -> None:
     """A Ctrl-C, which may come late."""
     if accidents.count == accidents.at:
@@ -299,21 +291,65 @@ def fill_disk(accidents: Accidents, name: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
 
 
-def run(world: World, root: Path, at: int, accident: Callable[[Accidents, str], None]) -> tuple[bool, Any]:
-    """Makes a world and saves into it with an accident at the n-th operation.
+def kill_really(accidents: Accidents, name: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    Returns:
-        Whether there was an accident, and the exception that came out of the save.
-    """
+
+def run(save: Callable[[], None], at: int, accident: Accident, *, exchanges: bool = True) -> tuple[bool, Any]:
+    """Saves with an accident at the n-th operation: whether there was one, and the exception that came out."""
     accidents = Accidents(at, accident)
     raised: Any = None
-    with warnings.catch_warnings(), accidents.possible(exchanges=world.exchanges):
+    with warnings.catch_warnings(), accidents.possible(exchanges=exchanges):
         warnings.simplefilter("ignore")  # of what could not be removed
         try:
-            save(world, root, NEW, world.new)
+            save()
         except (Killed, KeyboardInterrupt, lm.LazyModelError) as error:
             raised = error
     return accidents.count >= at, raised
+
+
+def kinds(template: Path, save: Callable[[Path], None], *, exchanges: bool = True) -> list[str]:
+    """The operations of a save into a copy of a folder, by name."""
+    root, found = template.parent / "kinds", list[str]()
+    shutil.copytree(template, root)
+    run(functools.partial(save, root), 1, lambda _, name: found.append(name), exchanges=exchanges)
+    shutil.rmtree(root)
+    return found
+
+
+def turns(kinds: list[str]) -> list[int]:
+    """Numbers of those that give names, and of each kind that follows a kind the first and last."""
+    pairs: dict[Any, list[int]] = {}
+    for at, pair in enumerate(itertools.pairwise(["", *kinds]), 1):
+        pairs.setdefault(pair, []).append(at)
+    naming = [at for at, kind in enumerate(kinds, 1) if kind in ("replace", "rename", "exchange", "link")]
+    return sorted({*naming, *(at for found in pairs.values() for at in (found[0], found[-1]))})
+
+
+class Outcome(NamedTuple):
+    """What came of a save into a folder: whether there was an accident, what was raised, what had been there."""
+
+    root: Path
+    happened: bool
+    raised: Any
+    before: dict[str, Any]
+
+
+def at_each_operation(
+    template: Path, save: Callable[[Path], None], accident: Accident, *, at: Iterable[int] = (), exchanges: bool = True
+) -> Iterator[Outcome]:
+    """Yields what came of saving into a copy of a folder, with an accident at each operation or those in `at`, up to a
+    save without an accident. The copies go when they were looked at.
+    """
+    for number in at or itertools.count(1):
+        root = template.parent / str(number)
+        shutil.copytree(template, root)
+        before = everything(root)
+        happened, raised = run(functools.partial(save, root), number, accident, exchanges=exchanges)
+        yield Outcome(root, happened, raised, before)
+        shutil.rmtree(root)
+        if not happened:
+            return
 
 
 # Real ones ------------------------------------------------------------------------------------------------------------
@@ -349,34 +385,31 @@ def forked(work: Callable[[], Any]) -> tuple[int, str]:
     return end(*begin(work))
 
 
-def kills(folder: Path, step: str, *names: str) -> dict[str, Any]:
-    """Kills a save into each world at every `step`-th operation; how often which checkpoint was there."""
-    outcomes: dict[str, Any] = {}
-    if any(name.startswith("orbax") for name in names):
-        importlib.import_module("orbax.checkpoint")  # once, and not in every child
-    for name in names:
-        world, template = WORLDS[name], folder / name
-        status, said = forked(lambda world=world, template=template: create(world, template))
-        assert status == 0, said
-        counts: collections.Counter[str] = collections.Counter()
-        for at in itertools.count(1, int(step)):
-            root = folder / f"{name} {at}"
-            shutil.copytree(template, root)
-            before = everything(root)
-            status, said = forked(lambda world=world, root=root, at=at: run(world, root, at, kill_really)[0])
-            if status == 0:
-                assert at > 1 and not json.loads(said), said
-                break
-            assert status == -signal.SIGKILL, said
-            allowed = {OLD if world.old is not None else None, NEW}
-            status, said = forked(
-                lambda world=world, root=root, before=before, allowed=allowed: check(world, root, before, allowed)
-            )
-            assert status == 0, f"{name}, killed at operation {at}: {said}"
-            counts[str(json.loads(said))] += 1
-            shutil.rmtree(root)
-        outcomes[name] = counts
-    return outcomes
+def require(work: Callable[[], Any]) -> Any:
+    """What a function says in a child, which has to end well."""
+    status, said = forked(work)
+    assert status == 0, said
+    return json.loads(said)
+
+
+def kills(folder: Path, step: str, name: str) -> dict[str, int]:
+    """Kills a save into a world at every `step`-th operation; how often which checkpoint was there."""
+    world, template = WORLDS[name], folder / name
+    require(lambda: world.create(template))
+    counts: collections.Counter[str] = collections.Counter()
+    for at in itertools.count(1, int(step)):
+        root = folder / f"{name} {at}"
+        shutil.copytree(template, root)
+        before, save = everything(root), functools.partial(world.save, root, NEW)
+        status, said = forked(lambda save=save, at=at: run(save, at, kill_really, exchanges=world.exchanges)[0])
+        if status == 0:
+            assert at > 1 and not json.loads(said), said
+            return counts
+        assert status == -signal.SIGKILL, said
+        state = require(lambda root=root, before=before: check(world, root, before, {world.replaced, NEW}))
+        counts[str(state)] += 1
+        shutil.rmtree(root)
+    raise AssertionError
 
 
 def race(folder: Path, times: str, *names: str) -> dict[str, int]:
@@ -384,8 +417,7 @@ def race(folder: Path, times: str, *names: str) -> dict[str, int]:
     counts: collections.Counter[str] = collections.Counter()
     for attempt in range(int(times)):
         root = folder / str(attempt)
-        status, said = forked(lambda root=root: create(WORLDS[names[0]], root))
-        assert status == 0, said
+        require(lambda root=root: WORLDS[names[0]].create(root))
         ready, go = os.pipe()
 
         def saver(fill: int, name: str, root: Path = root, ready: int = ready, go: int = go) -> str:
@@ -393,7 +425,7 @@ def race(folder: Path, times: str, *names: str) -> dict[str, int]:
             os.close(go)
             os.read(ready, 1)  # returns when the last that could write is closed
             try:
-                save(WORLDS[name], root, fill, WORLDS[name].new)
+                WORLDS[name].save(root, fill)
             except lm.LazyModelError as error:
                 return "refused" if "is being saved to by another saver" in str(error) else str(error)
             return "saved"
@@ -415,8 +447,7 @@ def race(folder: Path, times: str, *names: str) -> dict[str, int]:
             if (folder / "model.safetensors.index.json").exists():
                 assert not (folder / "model.safetensors").exists()
 
-        status, said = forked(look)
-        assert status == 0, f"attempt {attempt}: {said}"
+        require(look)
         counts["refused" if "refused" in outcomes else "both"] += 1
         shutil.rmtree(root)
     return counts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,8 @@ import numpy as np
 import pytest
 
 import lazymodel as lm
-from lazymodel._cli.main import main
-from lazymodel._save import convert as converting
+from tests.command import lazymodel
+from tests.small import make_small
 
 TARGETS = {
     "file": ["out.safetensors"],
@@ -55,13 +57,13 @@ def source(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
 
 
 def convert(*arguments: object) -> int:
-    return main(["convert", "--quiet", *map(str, arguments)])
+    return lazymodel("convert", "--quiet", *arguments)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_there_and_back(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = values(bfloat16=target not in ("numpy", "npy"))
-    monkeypatch.setattr("lazymodel._save.zarr._CHUNK", 100)  # several chunks in each direction
+    make_small(monkeypatch, orbax_chunk=100)  # several chunks in each direction
     lm.save(made, tmp_path / "in.safetensors")
     name, *options = TARGETS[target]
     assert convert(tmp_path / "in.safetensors", tmp_path / name, *options, "--verify", "--max-host-memory", "1MiB") == 0
@@ -126,36 +128,43 @@ def test_a_table_or_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert "expected a WeightMap or a function" in capsys.readouterr().err
 
 
+def put(monkeypatch: pytest.MonkeyPatch, where: Path, content: bytes) -> None:
+    """Has other bytes in a file as soon as it is in place: as of a disk that lies."""
+    replace = os.replace
+
+    def replaced(one: Any, other: Any) -> None:
+        replace(one, other)
+        if Path(other) == where:
+            where.write_bytes(content)
+
+    monkeypatch.setattr(os, "replace", replaced)
+
+
 def test_verify_finds_a_flipped_bit(tmp_path: Path, source: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     path, _ = source
-    save = converting.save
-
-    def broken(tensors: Any, where: str, **options: Any) -> None:
-        save(tensors, where, **options)
-        content = bytearray(Path(where).read_bytes())
-        content[-5] ^= 4
-        Path(where).write_bytes(content)
-
-    monkeypatch.setattr(converting, "save", broken)
-    assert convert(path, tmp_path / "out.safetensors") == 0
-    assert convert(path, tmp_path / "out.safetensors", "--overwrite", "--verify") == 1
+    out = tmp_path / "out.safetensors"
+    assert convert(path, out, "--verify") == 0
+    content = bytearray(out.read_bytes())
+    content[-5] ^= 4
+    put(monkeypatch, out, bytes(content))
+    assert convert(path, out, "--overwrite") == 0
+    assert convert(path, out, "--overwrite", "--verify") == 1
     assert "expected other bytes in [" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("budget", [None, 512])
-def test_differences(tmp_path: Path, budget: int | None) -> None:
+@pytest.mark.parametrize("budget", [[], ["--max-host-memory", "512"]])
+def test_verify_says_what_is_different(
+    tmp_path: Path, budget: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     one = {"a": np.zeros(3), "b": np.zeros(3), "c": np.zeros((40, 3), "float32"), "d": np.array([np.nan, -0.0])}
     two = {"b": np.zeros(3, "float32"), "c": one["c"].copy(), "d": one["d"], "e": np.zeros(1)}
     two["c"][30, 1] = -0.0
     for name, made in (("one", one), ("two", two)):
-        lm.save(made, tmp_path / name)
-    with lm.open_checkpoint(tmp_path / "one") as left, lm.open_checkpoint(tmp_path / "two") as right:
-        assert list(converting.differences(left, right, budget)) == [
-            "'a' is missing",
-            "'e' is too much",
-            "'b': expected float64[3], found float32[3]",
-            "'c': expected other bytes in [0:40, 0:3]",
-        ]
+        lm.save(made, tmp_path / f"{name}.safetensors")
+    put(monkeypatch, tmp_path / "out.safetensors", (tmp_path / "two.safetensors").read_bytes())
+    assert convert(tmp_path / "one.safetensors", tmp_path / "out.safetensors", "--verify", *budget) == 1
+    found = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"'a' .*'e' .*'b': .*float64\[3\].*float32\[3\].*'c': .*\[0:40, 0:3\]", found), found
 
 
 @pytest.mark.parametrize(
@@ -168,14 +177,14 @@ def test_differences(tmp_path: Path, budget: int | None) -> None:
         (["in.safetensors", "out", "--dtype", "int8"], "expected a floating-point dtype"),
         (["in.safetensors", "out", "--to", "hdf5"], "expected a name such as x.weights.h5"),
         (["in.safetensors", "out.npz", "--to", "hdf5"], "the name is one of numpy"),
-        (["in.safetensors", "out", "--to", "huggingface"], "say which with --cls"),
-        (["in.safetensors", "out", "--quantize", "int8"], "say which with --cls"),
+        (["in.safetensors", "out", "--to", "huggingface"], "name one with --cls"),
+        (["in.safetensors", "out", "--quantize", "int8"], "name one with --cls"),
         (["in.safetensors", "out", "--map", "absent_module:weights"], "there is no module 'absent_module'"),
         (["in.safetensors", "out", "--map", ":"], "expected MODULE:NAME"),
         (["in.safetensors", "out", "--storage-option", "region=x"], "neither SRC nor DST is one"),
         (["in.safetensors", "out.weights.h5"], "HDF5 weights have NumPy's numbers and bfloat16, and no float8_e4m3fn"),
         (["in.safetensors", "out.npz"], "cast it"),
-        (["in.safetensors", "out", "--dtype", "float32"], "with 'w_scale_inv' beside it"),
+        (["in.safetensors", "out", "--dtype", "float32"], "with 'w_scale_inv' alongside"),
         (["in.safetensors", "s3://bucket/out.npz"], "only safetensors are saved to buckets"),
     ],
 )
@@ -245,7 +254,7 @@ def test_a_folder_of_arrays_is_replaced_as_a_whole(tmp_path: Path) -> None:
     lm.save({"c": np.ones(1)}, tmp_path / "x", format="npy", overwrite=True)
     assert [path.name for path in tmp_path.rglob("*")] == ["x", "c.npy"]
     (tmp_path / "x" / "notes.txt").touch()
-    with pytest.raises(lm.LazyModelError, match=r"no \.npy file and would be gone with the folder: notes\.txt"):
+    with pytest.raises(lm.LazyModelError, match=r"not \.npy files and would be removed with the folder: notes\.txt"):
         lm.save({"c": np.ones(1)}, tmp_path / "x", format="npy", overwrite=True)
 
 

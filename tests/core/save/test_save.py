@@ -6,7 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import lazymodel as lm
 from lazymodel import From, WeightMap
-from lazymodel._save import write as write_module
-from lazymodel._tensors.buffers import Workspace
-from lazymodel.checkpoints._safetensors_header import DTYPES
-from tests.processes import free_address, printed, run_workers
-
-WORKER = Path(__file__).with_name("_save_worker.py")
-PATIENCE = 50  # seconds, both processes together
+from tests.command import problems
+from tests.core.save._places import placed
+from tests.private_memory import Peak
+from tests.small import make_small
 
 
 def random_bits(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
@@ -43,10 +38,6 @@ def random_bits(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int = 0) -> 
     return values.view(dtype)[..., 0]
 
 
-def place(array: np.ndarray, mesh: jax.sharding.Mesh, *spec: Any) -> jax.Array:
-    return jax.device_put(array, NamedSharding(mesh, P(*spec)))
-
-
 def files_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -56,21 +47,28 @@ def arrays(mesh8: jax.sharding.Mesh) -> dict[str, jax.Array]:
     """Sharded on either axis, replicated, without dimensions, without elements."""
     floats = np.dtype("float32")
     return {
-        "rows": place(random_bits(floats, (16, 6), 1), mesh8, "model"),
-        "columns": place(random_bits(np.dtype(ml_dtypes.bfloat16), (5, 24), 2), mesh8, None, "model"),
-        "everywhere": place(random_bits(floats, (7,), 3), mesh8),
+        "rows": placed(random_bits(floats, (16, 6), 1), mesh8, "model"),
+        "columns": placed(random_bits(np.dtype(ml_dtypes.bfloat16), (5, 24), 2), mesh8, None, "model"),
+        "everywhere": placed(random_bits(floats, (7,), 3), mesh8),
         "count": jnp.asarray(3),
         "nothing": jnp.zeros((0, 4)),
     }
 
 
-@pytest.mark.parametrize("tag", DTYPES)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex64", "float4_e2m1fn"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    ],
+)
 def test_every_dtype_comes_back_on_another_mesh_bit_for_bit(
-    tmp_path: Path, mesh8: jax.sharding.Mesh, mesh42: jax.sharding.Mesh, tag: str
+    tmp_path: Path, mesh8: jax.sharding.Mesh, mesh42: jax.sharding.Mesh, dtype: str
 ) -> None:
-    values = random_bits(DTYPES[tag], (8, 16))
+    values = random_bits(jnp.dtype(dtype), (8, 16))
     with jax.enable_x64(True):
-        lm.save({"a/w": place(values, mesh8, None, "model")}, tmp_path / "saved")
+        lm.save({"a/w": placed(values, mesh8, None, "model")}, tmp_path / "saved")
         with lm.open_checkpoint(tmp_path / "saved") as ckpt:
             assert ckpt["a/w"].dtype == values.dtype
             abstract = lm.build_abstract(lambda: {"a": {"w": jnp.zeros((8, 16), values.dtype)}})
@@ -127,7 +125,7 @@ def test_pytrees_keys_and_ties(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["x.safetensors", "folder", "x.h5", "x.weights.json", "x.npz", "npy", "orbax"])
 def test_an_array_in_several_places_is_under_each_path(tmp_path: Path, mesh8: jax.sharding.Mesh, name: str) -> None:
     def tied(key: jax.Array, other: float = 0) -> dict[str, Any]:
-        table = place(np.asarray(jax.random.normal(key, (16, 8))), mesh8, "model")
+        table = placed(np.asarray(jax.random.normal(key, (16, 8))), mesh8, "model")
         return {"embed": table, "lm_head": table + other if other else table, "bias": jnp.ones((3,))}
 
     format = name if name in ("npy", "orbax") else None
@@ -192,38 +190,32 @@ def test_a_table_and_a_function_write_what_was_read(tmp_path: Path, mesh8: jax.s
             assert loaded[key].tobytes() == value.tobytes()
 
 
+@pytest.mark.parametrize(
+    "mapping", [None, lambda arrays: {"w": arrays["w"].T.astype("float16")}], ids=["as is", "other"]
+)
 def test_the_budget_bounds_what_is_staged(
-    tmp_path: Path, mesh8: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mesh8: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch, mapping: Any
 ) -> None:
-    array = place(random_bits(np.dtype("float32"), (256, 512)), mesh8, None, "model")
-    limits: list[int] = []
-    staged: list[int] = []
-    lock = threading.Lock()
-
-    def workspace(limit: int) -> Workspace:
-        with lock:
-            limits.append(limit)
-        return Workspace(limit)
-
-    write = os.pwrite
-
-    def pwrite(fd: int, data: Any, offset: int) -> int:
-        with lock:
-            staged.append(len(data))
-        return write(fd, data, offset)
-
-    monkeypatch.setattr(write_module, "Workspace", workspace)
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    done: list[tuple[int, int]] = []
-    lm.save(
-        {"w": array},
-        tmp_path / "saved",
-        max_host_memory=32 << 10,
-        progress=lambda now, total: done.append((now, total)),
-    )
-    assert sum(limits) + len(limits) * max(staged) <= 32 << 10, "of all threads, with what they stage"
-    assert done[-1] == (array.nbytes, array.nbytes) and len(done) > 8
-    assert load_file(tmp_path / "saved" / "model.safetensors")["w"].tobytes() == np.asarray(array).tobytes()
+    """Half of it is for what is about to be written, half for making that."""
+    values, budget = np.ones((1024, 4096), "float32"), 2 << 20
+    array, done, staged, write = placed(values, mesh8, None, "model"), list[tuple[int, int]](), list[int](), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: (staged.append(len(data)), write(fd, data, at))[1])
+    lm.save({"w": array[:8]}, tmp_path / "first", mapping=mapping)  # what stays
+    staged.clear()
+    with Peak() as peak:
+        lm.save(
+            {"w": array},
+            tmp_path / "saved",
+            max_host_memory=budget,
+            mapping=mapping,
+            progress=lambda now, total: done.append((now, total)),
+        )
+    assert max(staged) <= budget // 2
+    assert peak.nbytes < budget + (1 << 20)  # and what is no tensor's
+    nbytes = array.nbytes if mapping is None else array.nbytes // 2
+    assert done[-1] == (nbytes, nbytes) and len(done) > 8
+    if mapping is None:
+        assert load_file(tmp_path / "saved" / "model.safetensors")["w"].tobytes() == values.tobytes()
 
 
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="writes past the page cache are Linux'")
@@ -258,23 +250,12 @@ def test_large_runs_go_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     monkeypatch.setattr(os, "open", open_)
-    monkeypatch.setattr(write_module, "_BAND", 3 << 20)
+    make_small(monkeypatch, write_chunk=3 << 20)
     lm.save(arrays, tmp_path / "x.safetensors")
     loaded = load_file(tmp_path / "x.safetensors")
     assert all((loaded[name] == array).all() for name, array in arrays.items())
     if block == 1:
         assert sum(direct) > 0.98 * sum(array.nbytes for array in arrays.values())
-
-
-def test_checkpoints_can_be_converted(tmp_path: Path) -> None:
-    values = {"a/b": random_bits(np.dtype("float32"), (4, 5)), "c": np.arange(3)}
-    np.savez(tmp_path / "x.npz", **values)
-    with lm.open_checkpoint(tmp_path / "x.npz") as ckpt:
-        lm.save(ckpt, tmp_path / "x.safetensors")
-    loaded = load_file(tmp_path / "x.safetensors")
-    assert {name: array.tobytes() for name, array in loaded.items()} == {
-        name: array.tobytes() for name, array in values.items()
-    }
 
 
 # Failures -------------------------------------------------------------------------------------------------------------
@@ -293,36 +274,12 @@ def test_a_failure_leaves_nothing(
     assert files_in(tmp_path) == []
 
 
-def test_an_older_checkpoint_stays_until_the_new_one_is_complete(tmp_path: Path, arrays: dict[str, jax.Array]) -> None:
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "config.json").write_text("{}")
-    lm.save(arrays, tmp_path / "saved", max_shard_size=1)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
-    assert len(before) == len(arrays) + 2
-
-    with pytest.raises(lm.LazyModelError, match="there is a checkpoint already: .*index.json. Pass overwrite=True"):
-        lm.save(arrays, tmp_path / "saved")
-
-    def stop(done: int, total: int) -> None:
-        if done:
-            raise KeyError("enough")
-
-    with pytest.raises(KeyError, match="enough"):
-        lm.save({"w": jnp.ones(5)}, tmp_path / "saved", overwrite=True, progress=stop)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()} == before
-
-    lm.save({"w": jnp.ones(5)}, tmp_path / "saved", overwrite=True)
-    assert files_in(tmp_path / "saved") == ["config.json", "model.safetensors"]
-    assert lm.open_checkpoint(tmp_path / "saved")["w"].read().tolist() == [1.0] * 5
-    lm.save({"w": jnp.zeros(1)}, tmp_path / "saved" / "model.safetensors", overwrite=True)
-    assert lm.open_checkpoint(tmp_path / "saved")["w"].read().tolist() == [0.0]
-
-
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
         ({"w": np.zeros(2, "complex128")}, {}, "'w': safetensors has no dtype complex128, only BF16, BOOL"),
         ({"w": np.zeros(3, ml_dtypes.float4_e2m1fn)}, {}, r"'w': safetensors packs 4-bit floats in pairs, and \[3\]"),
+        ({"w": None}, {}, "no arrays in what was given, .*dict"),
         ({"__metadata__": np.zeros(2)}, {}, "cannot be called '__metadata__'"),
         ({"\ud800": np.zeros(2)}, {}, "cannot be written as UTF-8"),
         ({"w": np.zeros(2)}, {"format": "pickle"}, "format is one of hdf5, npy, numpy, orbax, safetensors, or None"),
@@ -336,7 +293,7 @@ def test_an_older_checkpoint_stays_until_the_new_one_is_complete(tmp_path: Path,
         ({"w": np.zeros(2)}, {"path": "w.gguf"}, "w.gguf: lazymodel writes no such files; .*safetensors"),
         ({"w": np.zeros(2)}, {"format": "numpy"}, "format='numpy' writes files; expected a name such as x.npz"),
         ({"w": np.zeros(2)}, {"format": "hdf5"}, "expected a name such as x.weights.h5, or x.weights.json"),
-        ({"a": np.zeros(2), "a/b": np.zeros(2)}, {"format": "orbax"}, "'a/b': Orbax saves a tree"),
+        ({"a": np.zeros(2), "a/b": np.zeros(2)}, {"format": "orbax"}, "'a': Orbax saves a tree"),
         ({"a/b": np.zeros(2), "a#": np.zeros(2)}, {"format": "orbax", "mapping": lambda t: {"a/b": t["a/b"],
             "a": t["a#"]}}, "'a': Orbax saves a tree"),
     ],
@@ -349,26 +306,11 @@ def test_what_cannot_be_saved_is_said_before_anything_is_written(
     assert files_in(tmp_path) == []
 
 
-def test_there_has_to_be_something_to_save(tmp_path: Path) -> None:
-    with pytest.raises(lm.LazyModelError, match="no arrays in what was given, .*dict"):
-        lm.save({"w": None}, tmp_path / "saved")
-
-
 def test_a_donated_array_is_named(tmp_path: Path) -> None:
     array = jnp.ones(3)
     array.delete()
     with pytest.raises(lm.LazyModelError, match="'w' was deleted or donated"):
         lm.save({"w": array}, tmp_path / "saved")
-
-
-def test_paths_that_are_something_else(tmp_path: Path) -> None:
-    (tmp_path / "folder.safetensors").mkdir()
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(lm.LazyModelError, match="is a folder; give the name of a file"):
-        lm.save({"w": np.ones(1)}, tmp_path / "folder.safetensors")
-    with pytest.raises(lm.LazyModelError, match="is a file; give a folder"):
-        lm.save({"w": np.ones(1)}, tmp_path / "file")
-    assert files_in(tmp_path) == ["file", "folder.safetensors"]
 
 
 # Orbax ----------------------------------------------------------------------------------------------------------------
@@ -377,50 +319,15 @@ def test_paths_that_are_something_else(tmp_path: Path) -> None:
 def test_orbax_comes_back(tmp_path: Path, mesh8: jax.sharding.Mesh) -> None:
     pytest.importorskip("orbax.checkpoint")
     values = {"a/b": random_bits(np.dtype(np.uint32), (8, 4)), "a/c": random_bits(np.dtype(ml_dtypes.bfloat16), (16,))}
-    arrays = {"a/b": place(values["a/b"], mesh8, "model"), "a/c": place(values["a/c"], mesh8, "model")}
+    arrays = {"a/b": placed(values["a/b"], mesh8, "model"), "a/c": placed(values["a/c"], mesh8, "model")}
     renamed = WeightMap({"a/{n}": "params/{n}"})
     lm.save(arrays, tmp_path / "saved", format="orbax", mapping=renamed)
     with lm.open_checkpoint(tmp_path / "saved") as ckpt:
         assert {name: tensor.read().tobytes() for name, tensor in ckpt.items()} == {
             f"params/{name[2:]}": value.tobytes() for name, value in values.items()
         }
-    with pytest.raises(lm.LazyModelError, match="there is something already: .*saved. Pass overwrite=True"):
+    with pytest.raises(lm.LazyModelError, match="there is a checkpoint already: .*saved. Pass overwrite=True"):
         lm.save(arrays, tmp_path / "saved", format="orbax")
-
-
-# Several processes ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which two processes of four devices each saved what `_save_worker` makes."""
-    folder = tmp_path_factory.mktemp("processes")
-    address = free_address()
-    codes = run_workers(WORKER, [(process, address, folder) for process in range(2)], folder, patience=PATIENCE)
-    assert codes == [0, 0], printed(folder, 2)
-    return folder
-
-
-@pytest.mark.timeout(60)
-def test_two_processes_write_one_checkpoint(processes: Path) -> None:
-    outcomes = [json.loads((processes / f"outcomes-{process}.json").read_text()) for process in range(2)]
-    expected = np.load(processes / "expected.npz")
-    for name in ("plain", "mapped"):
-        with lm.open_checkpoint(processes / name) as ckpt:
-            wanted = {key.removeprefix(f"{name}:"): value for key, value in expected.items() if key.startswith(name)}
-            assert set(ckpt) == set(wanted)
-            for key, value in wanted.items():
-                assert ckpt[key].read().tobytes() == value.tobytes(), (name, key)
-    assert sum(outcome["wrote"] for outcome in outcomes) == sum(
-        value.nbytes for key, value in expected.items() if key.startswith("plain")
-    ), "every byte once"
-    assert all(outcome["wrote"] > 0 for outcome in outcomes)
-    own, other = outcomes[1]["failed"], outcomes[0]["failed"]
-    assert own.startswith("cannot write") and "No space left" in own
-    assert other.startswith("process 1 failed, so nothing was saved here either: cannot write")
-    assert all("tensors differ" in outcome["differ"] for outcome in outcomes)
-    kept = [path.name for path in processes.iterdir() if path.is_dir()]
-    assert sorted(kept) == ["mapped", "plain"], "failures left nothing"
 
 
 def test_what_cannot_be_read_within_the_budget_is_not_begun(tmp_path: Path) -> None:
@@ -428,3 +335,45 @@ def test_what_cannot_be_read_within_the_budget_is_not_begun(tmp_path: Path) -> N
     with pytest.raises(lm.LazyModelError, match=r"'w': reading any of it takes .* more than max_host_memory=1\.00 KiB"):
         lm.save(lm.open_checkpoint(tmp_path / "a.npz"), tmp_path / "out", max_host_memory=1024)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {
+            "a": {"w": np.ones((2, 3), "float32"), "none": np.zeros((0, 4), "int8")},
+            "b": [jnp.zeros((3, 0), "bfloat16")],
+        },
+        {"only": jnp.zeros((0,), "float32")},
+    ],
+    ids=["some", "all"],
+)
+def test_orbax_arrays_without_elements(tmp_path: Path, given: dict[str, Any]) -> None:
+    orbax = pytest.importorskip("orbax.checkpoint")
+    lm.save(given, tmp_path / "saved", format="orbax")
+    abstract = lm.build_abstract(lambda: given)
+    with lm.open_checkpoint(tmp_path / "saved") as ckpt:
+        assert set(ckpt) == set(abstract)
+        for name, variable in abstract.items():
+            assert (ckpt[name].shape, ckpt[name].dtype) == (variable.shape, variable.dtype)
+            assert ckpt[name].read().shape == variable.shape
+        abstract.materialize(ckpt, initialize="nothing")
+        lm.save(ckpt, tmp_path / "again", format="orbax")
+    with lm.open_checkpoint(tmp_path / "again") as ckpt:
+        assert set(ckpt) == set(abstract)
+    assert not problems(tmp_path / "saved")
+    if "a" in given:
+        with orbax.StandardCheckpointer() as checkpointer:  # restores the others
+            restored = checkpointer.restore(tmp_path / "saved")
+        assert restored["a"]["none"] is None and (restored["a"]["w"] == 1).all()
+
+
+@pytest.mark.parametrize("said", [["float32", [2]], ["object", [0]], ["x", [0]], ["int8", [-1, 0]], ["int8"], 3])
+def test_what_orbax_says_of_arrays_without_elements_is_checked(tmp_path: Path, said: Any) -> None:
+    lm.save({"w": np.ones(2), "none": np.zeros(0)}, tmp_path / "saved", format="orbax")
+    file = tmp_path / "saved" / "_METADATA"
+    content = json.loads(file.read_text())
+    content["custom_metadata"]["lazymodel_zero_size"] = {"none": said}
+    file.write_text(json.dumps(content))
+    with pytest.raises(lm.CheckpointError, match="_METADATA: expected dtypes and shapes of arrays without elements"):
+        lm.open_checkpoint(tmp_path / "saved")

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import tempfile
-import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,39 +36,31 @@ def assert_step(folder: Path, expected: set[int]) -> int:
     return found.step
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory, where waiting for the disk takes no time."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) as made:
-        yield Path(made)
-
-
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("accident", [_accidents.kill, _accidents.interrupt, _accidents.fill_disk])
 @pytest.mark.parametrize("options", [SHARDED, SHARDED | {"max_shard_size": "1GB"}], ids=["shards", "one file"])
-def test_an_accident_at_any_operation_leaves_a_complete_step(
-    folder: Path, accident: Callable[..., None], options: dict[str, Any]
-) -> None:
-    template, seen = folder / "template", set[int]()
+def test_an_accident_leaves_a_complete_step(folder: Path, accident: Any, options: dict[str, Any]) -> None:
+    (folder / "template").mkdir()
+    template, seen, count = folder / "template", set[int](), 0
     for step in (1, 2):
         lm.save_step(state(step), template, step, **options)
-    at, happened = 0, True
-    while happened:
-        at += 1
-        root = folder / str(at)
-        shutil.copytree(template, root)
-        accidents = _accidents.Accidents(at, accident)
-        with warnings.catch_warnings(), accidents.possible():
-            warnings.simplefilter("ignore")  # of what could not be removed
-            with contextlib.suppress(_accidents.Killed, KeyboardInterrupt, lm.LazyModelError):
-                lm.save_step(state(3), root, 3, **options)
-        happened = accidents.count >= at
+
+    def save(root: Path) -> None:
+        lm.save_step(state(3), root, 3, **options)
+
+    some = (
+        _accidents.turns(_accidents.kinds(template, save))
+        if accident is _accidents.kill
+        else range(1 + len(options), 1000, 2)
+    )
+    for root, happened, _, _ in _accidents.at_each_operation(template, save, accident, at=some):
+        count += 1
         seen.add(before := assert_step(root, {2, 3} if happened else {3}))
         lm.save_step(state(4), root, 4, **options)
         assert_step(root, {4})
         assert sorted(path.name for path in root.iterdir()) == [str(before), "4"], "leftovers"
         assert not list(root.glob("*/.*")), "leftovers"
-        shutil.rmtree(root)
-    assert at > 20 and seen == {2, 3}
+    assert count > 15 and seen == {2, 3}
 
 
 def test_what_is_said_of_a_step(tmp_path: Path) -> None:

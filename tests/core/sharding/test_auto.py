@@ -1,8 +1,12 @@
-"""`auto`: what each role is given on each kind of mesh, and that a proposal always fits."""
+"""`auto`: what each role is given on each kind of mesh, of any package's layout, and that a proposal always fits."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,38 +14,38 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from lazymodel._abstract.variable import Reason
-from lazymodel._sharding.auto import Auto
-from lazymodel._sharding.describe import describe
-from lazymodel._sharding.shard import check_spec
 from tests.collectives import sent_nbytes
 
-
-def mesh(**axes: int) -> Mesh:
-    size = math.prod(axes.values())
-    return Mesh(np.array(jax.devices()[:size]).reshape(tuple(axes.values())), tuple(axes))
+Shapes = Mapping[str, tuple[int, ...]]
+NORM = {"layers/0/pre_attention_norm/scale": (64,)}
 
 
-def variables(shapes: dict[str, tuple[int, ...]], dtype: str = "float32") -> dict[str, lm.AbstractVariable]:
-    return {path: lm.AbstractVariable(path, shape, np.dtype(dtype)) for path, shape in shapes.items()}
+def mesh(**axes: int) -> AbstractMesh:
+    return AbstractMesh(tuple(axes.values()), tuple(axes))
 
 
-def propose(
-    shapes: dict[str, tuple[int, ...]], mesh: Mesh, rules: Auto | None = None, *, large: int = 1 << 20
-) -> dict[str, tuple[P, Reason]]:
-    model = variables(shapes)
-    proposals = (rules or lm.auto()).propose(model, mesh, large=large)
-    for path, (spec, _) in proposals.items():
-        check_spec(model[path], spec, mesh)
-    return proposals
+def placed(
+    shapes: Shapes, mesh: Any, rules: Any = None, *, names: Mapping[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
+    """The variables of a model of these shapes, and perhaps axis names, by path in this order."""
+    model = lm.build_abstract(lambda: {path: jnp.zeros(shape) for path, shape in shapes.items()})
+    named = {path: dataclasses.replace(model[path], logical_axes=axes) for path, axes in (names or {}).items()}
+    found = model.with_variables({**model, **named}).shard(mesh, rules or lm.auto(), on_unmatched="ignore", **options)
+    return {path: found[path] for path in shapes}
 
 
-def specs(shapes: dict[str, tuple[int, ...]], mesh: Mesh, rules: Auto | None = None, **options: int) -> dict[str, P]:
-    return {path: spec for path, (spec, _) in propose(shapes, mesh, rules, **options).items()}
+def specs(shapes: Shapes, mesh: Any, rules: Any = None, **options: Any) -> dict[str, P]:
+    return {path: variable.spec for path, variable in placed(shapes, mesh, rules, **options).items()}
+
+
+def described(shapes: Shapes, path: str, names: Mapping[str, Any] | None = None) -> tuple[str, tuple[str, ...]]:
+    """The role of a variable and what its dimensions are."""
+    reason = placed(shapes, mesh(model=2), names=names)[path].reason
+    return reason.role, reason.labels
 
 
 LAYER = {
@@ -130,15 +134,14 @@ def test_heads_stay_whole_in_matrices() -> None:
     )  # a small one, which every device needs; a large one is split all the same
     assert specs(attention, mesh(model=4), large=1)["attn/k_proj/kernel"] == P("model")
     assert found["attn/o_proj/kernel"] == P("model")
-    _, reason = propose(attention, mesh(model=4))["attn/k_proj/kernel"]
-    assert reason.tried == (
+    assert placed(attention, mesh(model=4))["attn/k_proj/kernel"].reason.tried == (
         "dimension 1 (heads, 24) is not split into 4 parts over 'model': its 2 heads do not divide",
     )
     del attention["attn/q_norm/scale"]  # no head is wider than 24 columns, the common divisor of queries and keys
     assert specs(attention, mesh(model=4))["attn/q_proj/kernel"] == P(None, "model")
     del attention["attn/k_proj/kernel"]
-    spec, reason = propose(attention, mesh(model=4), large=1)["attn/q_proj/kernel"]
-    assert (spec, "whole heads in it are not known" in reason.text) == (P("model"), True)
+    query = placed(attention, mesh(model=4), large=1)["attn/q_proj/kernel"]
+    assert query.spec == P("model") and "its number of heads is unknown" in query.reason.text
     # Queries, keys and values of one width up to 1024 have heads of 64 or less; a narrower key tells of wider ones.
     equal = {"attn/q_proj/kernel": (256, 512), "attn/k_proj/kernel": (256, 512)}
     assert set(specs(equal, mesh(model=8)).values()) == {P(None, "model")}
@@ -278,7 +281,7 @@ def test_the_layer_axis_of_a_stack_is_never_split() -> None:
         "layers/mlp/up/bias": P(None, "model"),
         "layers/mlp/down/kernel": P(None, "model", "data"),
     }
-    assert describe(variables(shapes))["layers/mlp/up/kernel"].labels == ("layers", "in", "out")
+    assert described(shapes, "layers/mlp/up/kernel")[1] == ("layers", "in", "out")
     assert specs(shapes, mesh(model=8), large=0)["layers/norm/scale"] == P(None, "model")
 
 
@@ -286,12 +289,12 @@ def test_the_layer_axis_of_a_stack_is_never_split() -> None:
 def test_odd_meshes_fall_to_what_divides(size: int) -> None:
     odd = mesh(batch=1, model=size)
     shapes = {"a/up/kernel": (12, 32), "b/up/kernel": (16, 32), "attention/query/kernel": (24, 4, 8)}
-    found = propose(shapes, odd, large=0)
-    assert found["a/up/kernel"][0] == P("model")
-    assert found["a/up/kernel"][1].tried == (f"dimension 1 (out, 32) does not divide into {size} parts over 'model'",)
-    assert found["b/up/kernel"][0] == P()
-    assert found["b/up/kernel"][1].text == "replicated: no dimension divides by any axis of the mesh"
-    assert found["attention/query/kernel"][0] == P("model")
+    found = placed(shapes, odd, large=0)
+    assert [variable.spec for variable in found.values()] == [P("model"), P(), P("model")]
+    assert found["a/up/kernel"].reason.tried == (
+        f"dimension 1 (out, 32) does not divide into {size} parts over 'model'",
+    )
+    assert found["b/up/kernel"].reason.text == "replicated: no dimension divides by any axis of the mesh"
 
 
 def test_what_one_axis_of_several_got_is_not_given_it_again() -> None:
@@ -318,13 +321,13 @@ def test_every_proposal_fits_and_nothing_large_is_replicated(
 ) -> None:
     shapes = {path: tuple(shape) for path, shape in paths}
     found_mesh = mesh(**dict(zip(names, axes, strict=True)))
-    found = propose(shapes, found_mesh, large=large)  # which checks that each fits
-    assert found == propose(shapes, found_mesh, large=large)
-    for path, (spec, reason) in found.items():
+    found = placed(shapes, found_mesh, large=large)  # which checks that each fits
+    assert specs(shapes, found_mesh, large=large) == {path: variable.spec for path, variable in found.items()}
+    for path, variable in found.items():
         sizes = [size for size in axes if size > 1]
         splittable = any(length and length % size == 0 for length in shapes[path] for size in sizes)
         if 4 * math.prod(shapes[path]) >= max(large, 1) and splittable:
-            assert any(spec), (path, shapes[path], reason)
+            assert any(variable.spec), (path, shapes[path], variable.reason)
 
 
 def test_the_reason_is_told() -> None:
@@ -342,7 +345,7 @@ def test_the_reason_is_told() -> None:
 
 
 def test_columns_then_rows_send_less_than_rows_then_columns() -> None:
-    mesh8 = mesh(model=8)
+    mesh8 = Mesh(np.array(jax.devices()[:8]), ("model",))
 
     def sent(*specs: P) -> int:
         shapes = ((16, 64), (64, 256), (256, 64))
@@ -354,3 +357,251 @@ def test_columns_then_rows_send_less_than_rows_then_columns() -> None:
     proposed = specs({"layer_0/up/kernel": (64, 256), "layer_0/down/kernel": (256, 64)}, mesh8, large=1)
     one_all_reduce = 2 * 16 * 64 * 4 * 7 // 8
     assert sent(*proposed.values()) == one_all_reduce < sent(P("model"), P(None, "model"))
+
+
+# --- without names ---
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "role", "expected"),
+    [
+        ("attn/q_einsum/w", (8, 64, 16), "query_key_value", "heads in head_dim"),  # Gemma, Tunix Gemma
+        ("attn/kv_einsum/w", (2, 4, 64, 16), "fused_query_key_value", "parts heads in head_dim"),
+        ("attn/qkv_einsum/w", (3, 8, 64, 16), "fused_query_key_value", "parts heads in head_dim"),
+        ("attn/attn_vec_einsum/w", (8, 16, 64), "attention_output", "heads head_dim out"),
+        ("attn/q_proj/w", (64, 8, 16), "query_key_value", "in heads head_dim"),  # Tunix Llama, Qwen; Flax
+        ("attn/o_proj/w", (8, 16, 64), "attention_output", "heads head_dim out"),
+        ("attn/qkv/kernel", (64, 3, 8, 16), "fused_query_key_value", "in parts heads head_dim"),
+        ("attn/qkv/kernel", (64, 3, 128), "fused_query_key_value", "in parts heads"),
+        ("attn/c_attn/kernel", (3, 64, 128), "fused_query_key_value", "parts in heads"),
+        ("attn/mixer/kernel", (8, 16, 64), "attention_output", "heads head_dim out"),  # by shape, under any name
+        ("attention_block/proj_final/kernel", (128, 64), "attention_output", "heads out"),  # RecurrentGemma
+        ("multi_head_attention/linear/w", (128, 64), "attention_output", "heads out"),  # Haiku
+        ("attn/c_proj/kernel", (128, 64), "attention_output", "heads out"),
+        ("mlp_block/ffw_up/w", (2, 64, 256), "mlp_up", "parts in out"),
+        ("mlp/gating_einsum", (2, 256, 64), "mlp_up", "parts out in"),
+        ("mlp/linear", (256, 64), "mlp_down", "in out"),
+        ("recurrent_block/conv_1d/w", (4, 64), "depthwise_convolution", "space out"),
+        ("conv/w", (3, 3, 8, 64), "convolution", "space space in out"),
+        ("mixer/A_log", (128, 16), "state_space", "channels state"),
+        ("lstm/linear/w", (128, 256), "recurrent", "dimension dimension"),
+        ("blocks/linear_1/w", (256, 64), "mlp_down", "in out"),  # Haiku counts from nought
+        ("input_layernorm/w", (64,), "norm", "dimension"),
+        ("conv/weight", (64, 8, 3, 3), "convolution", "out in space space"),  # as PyTorch stores it
+    ],
+)
+def test_what_shapes_and_neighbours_tell(name: str, shape: tuple[int, ...], role: str, expected: str) -> None:
+    path = f"layers/0/{name}"
+    assert described({**NORM, path: shape}, path) == (role, tuple(expected.split()))
+
+
+def test_every_order_of_a_role_is_over_labels_that_it_has() -> None:
+    with pytest.raises(lm.ShardingError, match="closest: 'embedding'|there is no role") as raised:
+        lm.role("embeding")
+    with pytest.raises(lm.ShardingError, match="roles are ") as raised:
+        lm.role("")
+    roles = [lm.role(name) for name in str(raised.value).partition("roles are ")[2].split(", ")]
+    assert len(roles) > 20 and lm.role("mlp_up") in roles and repr(lm.role("mlp_up")) == "Role(name='mlp_up')"
+    for role in roles:
+        assert set(role.fsdp) - {"parts"} <= set(role.tensor) and bool(role.tensor) == bool(role.why)
+        for ndim in role.ndims:
+            assert len(role.label(ndim)) == ndim
+            # What is within attention has labels that depend on the neighbours.
+            assert role.within == "attention" or set(role.tensor) <= set(role.label(ndim)), (role, ndim)
+
+
+def test_a_head_is_never_split_where_the_order_of_dimensions_is_anothers() -> None:
+    gemma = {
+        **NORM,
+        "layers/0/attn/q_einsum/w": (8, 64, 16),
+        "layers/0/attn/kv_einsum/w": (2, 4, 64, 16),
+        "layers/0/attn/attn_vec_einsum/w": (8, 16, 64),
+    }
+    assert specs(gemma, mesh(fsdp=2, tp=4)) == {
+        "layers/0/pre_attention_norm/scale": P(),
+        "layers/0/attn/q_einsum/w": P("tp", "fsdp"),
+        "layers/0/attn/kv_einsum/w": P(None, "tp", "fsdp"),
+        "layers/0/attn/attn_vec_einsum/w": P("tp", None, "fsdp"),
+    }
+
+
+@pytest.mark.parametrize(("up", "down"), [("gate_proj", "down_proj"), ("w_in", "w_back"), ("gating_einsum", "linear")])
+def test_experts_under_any_name(up: str, down: str) -> None:
+    shapes = {
+        **NORM,
+        "layers/0/mlp/router/kernel": (64, 8),
+        f"layers/0/mlp/{up}": (8, 64, 96),
+        f"layers/0/mlp/{down}": (8, 96, 64),
+    }
+    assert described(shapes, f"layers/0/mlp/{up}") == ("expert_up", ("experts", "in", "out"))
+    assert described(shapes, f"layers/0/mlp/{down}") == ("expert_down", ("experts", "in", "out"))
+    # Beside their router they are used one by one, and split as any MLP where parameters are stored in pieces too.
+    found = specs(shapes, mesh(data=2, model=4))
+    assert [found[f"layers/0/mlp/{name}"] for name in (up, down)] == [
+        P(None, "data", "model"),
+        P(None, "model", "data"),
+    ]
+    assert specs(shapes, mesh(model=8))[f"layers/0/mlp/{up}"] == P("model")
+    # Gemma 4 keeps a gate and what it multiplies together, and both the other way round.
+    turned = {**shapes, "layers/0/mlp/gating_einsum": (8, 2, 96, 64)}
+    assert described(turned, "layers/0/mlp/gating_einsum") == ("expert_up", ("experts", "parts", "out", "in"))
+
+
+def test_blocks_of_a_diagonal_gate_are_no_experts() -> None:
+    shapes = {"rg_lru/a_gate/w": (8, 16, 16), "rg_lru/a_gate/b": (8, 16), "rg_lru/a_param": (128,)}
+    assert described(shapes, "rg_lru/a_gate/w") == ("block_diagonal", ("blocks", "in", "out"))
+    found = specs(shapes, mesh(model=8))
+    assert (found["rg_lru/a_gate/w"], found["rg_lru/a_gate/b"]) == (P("model"), P("model"))
+
+
+def test_one_key_head_tells_how_wide_heads_are() -> None:
+    attention = {"attention_block/proj_q/kernel": (64, 80), "attention_block/proj_k/kernel": (64, 10)}
+    assert specs(attention, mesh(model=8)) == {
+        "attention_block/proj_q/kernel": P(None, "model"),
+        "attention_block/proj_k/kernel": P(),
+    }
+
+
+# --- with names ---
+
+
+@pytest.mark.parametrize(
+    ("names", "role", "expected"),
+    [
+        (("vocab", "embed"), "embedding", "vocabulary features"),
+        (("embed", "vocab"), "output_head", "in vocabulary"),
+        (("embed", "heads", "kv"), "query_key_value", "in heads head_dim"),
+        (("embed", "kv_heads", "head_dim"), "query_key_value", "in heads head_dim"),
+        (("heads", "kv", "embed"), "attention_output", "heads head_dim out"),
+        (("embed", "joined_kv"), "query_key_value", "in heads"),
+        (("joined_kv", "embed"), "attention_output", "heads out"),
+        (("embed", "layers", "mlp"), "mlp_up", "in layers out"),  # MaxText stacks layers on the second
+        (("layers", "mlp", "embed"), "mlp_down", "layers in out"),
+        (("embed", None, "mlp"), "mlp_up", "in parts out"),
+        (("experts", "embed", "mlp"), "expert_up", "experts in out"),
+        (("exp", "mlp", "embed_no_exp"), "expert_down", "experts in out"),
+        (("height", "width", "conv_in", "conv_out"), "convolution", "space space in out"),
+    ],
+)
+def test_usual_names(names: tuple[str | None, ...], role: str, expected: str) -> None:
+    assert described({"w": (8,) * len(names)}, "w", {"w": names}) == (role, tuple(expected.split()))
+
+
+def test_names_come_before_paths_and_shapes() -> None:
+    shapes = {"a/kernel": (256, 64), "b/kernel": (64, 256), "layers/c": (4, 64, 16, 8), "d": (64, 4, 64)}
+    names = {
+        "a/kernel": ("embed", "mlp"),
+        "b/kernel": ("one", "two"),  # nothing known
+        "layers/c": ("layers", "embed", "heads", "kv"),
+        "d": ("embed", "layers", "mlp"),
+    }
+    assert specs(shapes, mesh(data=2, model=4), names=names) == {
+        "a/kernel": P("data", "model"),
+        "b/kernel": P("data", "model"),
+        "layers/c": P(None, "data", "model"),
+        "d": P("data", None, "model"),
+    }
+    reasons = {path: each.reason for path, each in placed(shapes, mesh(model=4), names=names).items()}
+    assert reasons["a/kernel"].told_from == "axis names ('embed', 'mlp'), which the model gives"
+    assert reasons["b/kernel"].told_from == "its shape, which does not narrow"
+
+
+def test_mesh_axes_that_the_model_names_are_followed() -> None:
+    shapes = {"q/w": (8, 64, 16), "experts": (8, 64, 32), "norm/w": (64,), "odd/kernel": (6, 64)}
+    names = {
+        "q/w": ("tp", "fsdp", None),
+        "experts": ("fsdp", None, "tp"),
+        "norm/w": ("tp",),
+        "odd/kernel": ("tp", "fsdp"),
+    }
+    assert specs(shapes, mesh(fsdp=2, tp=4), names=names) == {
+        "q/w": P("tp", "fsdp"),
+        "experts": P("fsdp", None, "tp"),
+        "norm/w": P(),  # a small vector
+        "odd/kernel": P(None, "fsdp"),
+    }
+    # A mesh whose axes are called otherwise: what they serve for counts.
+    assert specs(shapes, mesh(data=2, model=4), names=names)["q/w"] == P("model", "data")
+    assert specs(shapes, mesh(data=2, model=4), lm.auto(fsdp=()), names=names)["q/w"] == P("model")
+    several = {"w": (None, ("data", "fsdp"))}  # of which this mesh has one
+    assert specs({"w": (8, 8)}, mesh(fsdp=2, tp=4), names=several, large=0) == {"w": P("tp", "fsdp")}
+    large = {"w/kernel": (1024, 512)}  # an axis that the model does not use is used all the same
+    assert specs(large, mesh(fsdp=2, tp=4), names={"w/kernel": (None, "tp")}) == {"w/kernel": P("fsdp", "tp")}
+
+
+def test_explain_tells_what_it_was_told_from() -> None:
+    def init(key: jax.Array) -> dict[str, Any]:
+        attention = {"q_einsum": {"w": jnp.zeros((8, 64, 16))}, "mystery": {"kernel": jnp.zeros((64, 8, 16))}}
+        return {"attn": attention, "norm": {"scale": jax.random.normal(key, (64,))}, "what": jnp.zeros((2, 3))}
+
+    model = lm.build_abstract(init, jax.random.key(0)).shard(mesh(model=8), lm.auto())
+    known, guessed, nothing = (str(model.explain(path)) for path in ("attn/q_einsum/w", "attn/mystery/kernel", "what"))
+    assert "dimensions: heads, in, head_dim; inferred from: its name" in known
+    assert "the order of its dimensions is inferred from the model width, 64" in known
+    assert "inferred from: a guess: it is in attention, and its name says nothing known" in guessed
+    assert "inferred from" not in nothing
+
+
+# --- arrays with names ---
+
+
+@jax.tree_util.register_pytree_node_class
+class _Haliax:
+    """As Haliax' class, of that name, lays its array and axes out."""
+
+    def __init__(self, array: Any, axes: tuple[Any, ...]) -> None:
+        self.array, self.axes = array, axes
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
+        return (self.array,), self.axes
+
+    @classmethod
+    def tree_unflatten(cls, axes: Any, children: Any) -> Any:
+        return cls(*children, axes)
+
+
+@jax.tree_util.register_pytree_node_class
+class _Penzai(_Haliax):
+    """The same of Penzai's, whose names are an ordered mapping, after dimensions that have none."""
+
+    data_array = property(lambda self: self.array)
+    named_axes = property(lambda self: dict(self.axes))
+
+
+def test_names_of_named_arrays() -> None:
+    _Haliax.__name__ = _Penzai.__name__ = "NamedArray"
+
+    def build(key: jax.Array) -> Any:
+        axes = [SimpleNamespace(name=name) for name in ("layers", "heads", "head_size", "embed")]
+        bias = _Haliax(jnp.zeros((4, 64)), (axes[0], SimpleNamespace(name="mlp")))
+        wide = _Penzai(jax.random.normal(key, (64, 8, 32)), (("embedding", 8), ("neurons", 32)))
+        return {
+            "w": _Haliax(jax.random.normal(key, (4, 8, 16, 64)), tuple(axes)),
+            "b": bias,
+            "p": wide,
+            "x": jnp.ones(2),
+        }
+
+    model = lm.build_abstract(build, jax.random.key(0))
+    by_name = {path.split("/")[0]: variable for path, variable in model.items()}
+    assert {name: variable.logical_axes for name, variable in by_name.items()} == {
+        "w": ("layers", "heads", "head_size", "embed"),
+        "b": ("layers", "mlp"),
+        "p": (None, "embedding", "neurons"),
+        "x": None,
+    }
+    sharded = model.shard(mesh(data=2, model=4), lm.auto(), large=1024)
+    specs = {path.split("/")[0]: variable.spec for path, variable in sharded.items()}
+    assert specs == {
+        "w": P(None, "model", None, "data"),
+        "b": P(None, ("model", "data")),
+        "p": P(None, "data", "model"),
+        "x": P(),
+    }
+    logical = model.shard(mesh(data=2, model=4), [("heads", "model"), ("embed", None), ("neurons", "data")])
+    assert [variable.spec for variable in logical.values()] == [
+        P(),
+        P(None, None, "data"),
+        P(None, "model", None, None),
+        P(),
+    ]

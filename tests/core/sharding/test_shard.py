@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
@@ -12,32 +14,26 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from lazymodel._sharding import shard
 
 
-def variables(**shapes: tuple[int, ...]) -> dict[str, lm.AbstractVariable]:
-    return {
-        path.replace("__", "/"): lm.AbstractVariable(path.replace("__", "/"), shape, np.dtype("float32"))
-        for path, shape in shapes.items()
-    }
+def build(**shapes: tuple[int, ...]) -> lm.AbstractModel:
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        return {path.replace("__", "/"): jax.random.normal(key, shape) for path, shape in shapes.items()}
+
+    return lm.build_abstract(init, jax.random.key(0))
 
 
-MODEL = variables(layers_0__kernel=(16, 24), layers_0__bias=(24,), layers_1__kernel=(16, 24), head__kernel=(16, 10))
+MESH = Mesh(np.array(jax.devices()[:3]), ("model",))
+MODEL = build(layers_0__kernel=(16, 24), layers_0__bias=(24,), layers_1__kernel=(16, 24), head__kernel=(16, 10))
 
 
-def assign(
-    model: dict[str, lm.AbstractVariable], mesh: Mesh, rules: Any, **options: Any
-) -> dict[str, lm.AbstractVariable]:
-    return shard.assign(model, mesh, rules, **options)[0]
-
-
-def specs(assigned: dict[str, lm.AbstractVariable]) -> dict[str, P]:
-    return {path: variable.spec for path, variable in assigned.items()}
+def specs(sharded: lm.AbstractModel) -> dict[str, P | None]:
+    return {path: variable.spec for path, variable in sharded.items()}
 
 
 def test_first_matching_pattern_wins_and_the_rest_is_replicated(mesh8: Mesh) -> None:
     rules = {r"layers_0/kernel": P("model"), r"layers_\d+/kernel": P(None, "model")}
-    assert specs(assign(MODEL, mesh8, rules)) == {
+    assert specs(MODEL.shard(mesh8, rules)) == {
         "layers_0/kernel": P("model"),
         "layers_0/bias": P(),
         "layers_1/kernel": P(None, "model"),
@@ -47,7 +43,7 @@ def test_first_matching_pattern_wins_and_the_rest_is_replicated(mesh8: Mesh) -> 
 
 def test_specs_are_partition_specs_tuples_or_none(mesh42: Mesh) -> None:
     rules = {"layers_0/kernel": (None, ("batch", "model")), "layers_1/kernel": ["batch", "model"], "head/.*": None}
-    assigned = assign(MODEL, mesh42, rules)
+    assigned = MODEL.shard(mesh42, rules)
     assert assigned["layers_0/kernel"].spec == P(None, ("batch", "model"))
     assert assigned["layers_1/kernel"].spec == P("batch", "model")
     assert assigned["head/kernel"].spec == P()
@@ -56,7 +52,7 @@ def test_specs_are_partition_specs_tuples_or_none(mesh42: Mesh) -> None:
 
 def test_callable_rules_may_return_specs_or_shardings(mesh8: Mesh) -> None:
     own = NamedSharding(mesh8, P("model"))
-    assigned = assign(MODEL, mesh8, lambda v: own if v.path == "layers_0/bias" else P(None) if v.shape else None)
+    assigned = MODEL.shard(mesh8, lambda v: own if v.path == "layers_0/bias" else P(None) if v.shape else None)
     assert assigned["layers_0/bias"].sharding == own
     assert assigned["head/kernel"].spec == P(None)
 
@@ -67,64 +63,132 @@ def test_callable_rules_may_return_specs_or_shardings(mesh8: Mesh) -> None:
         ({"layers_0/kernel": P("data")}, r"'layers_0/kernel'.*no axis 'data'; its axes are 'model' \(8\)"),
         ({"layers_0/kernel": P("model", "model")}, "axis 'model' is used twice"),
         ({"layers_0/bias": P(None, "model")}, "2 entries for 1 dimensions"),
-        (
-            {"head/kernel": P(None, "model")},
-            "dimension 1 of size 10 does not divide into 8 parts.*dimension 0 would divide",
-        ),
+        ({"head/kernel": P(None, "model")}, "1 of size 10 does not divide into 8 parts.*dimension 0 would divide"),
         ({"layer_0/kernel": P("model")}, "rule 'layer_0/kernel' matches no variable; closest: 'layers_0/kernel'"),
-        ({"layers_(/kernel": P("model")}, "not a regular expression"),
-        ({"layers_0/kernel": "model"}, "a tuple of axis names; got 'model'"),
         (42, "rules are a mapping .* got int"),
+        ({lm.role("router"): P()}, "no variable has the role 'router'"),
+        ({3: P()}, "a rule's key is a path regex or a role; got 3"),
+        ([("embed", "model")], "pairs of logical and mesh axes, and no variable"),
+        ([("embed",)], r"pairs of a logical axis and a mesh axis.*got \('embed',\)"),
+        (None, "uses the axis names that variables carry, and no variable"),
+        (lambda _: Format(Layout.AUTO, jax.NamedSharding(MESH, P())), "'head/kernel': a Format needs a sharding and"),
+        (lambda _: Format(Layout((0, 1, 2)), jax.NamedSharding(MESH, P())), r"the layout's major_to_minor \(0, 1, 2\)"),
+        (lambda _: jax.NamedSharding(MESH, P(None, "model")), "dimension 1 of size 10 does not divide into 3 parts"),
     ],
 )
-def test_misfits_name_the_path_and_the_mend(mesh8: Mesh, rules: object, message: str) -> None:
+def test_misfits_name_the_path_and_the_fix(mesh8: Mesh, rules: Any, message: str) -> None:
     with pytest.raises(lm.ShardingError, match=message):
-        assign(MODEL, mesh8, rules)
+        MODEL.shard(mesh8, rules)
+
+
+@pytest.mark.parametrize("repair", [False, True])
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ("atuo", r"rules='atuo' is not known; closest: 'auto'; the only name is 'auto', short for lm.auto\(\)"),
+        (".*kernel", r"A rule for paths is written \{'.*kernel': PartitionSpec\(…\)\}"),
+        ({".*": "model"}, r"^rule '.\*': a spec is .* got 'model'. Write PartitionSpec\('model'\) to split the first"),
+        ({".*": 3}, r"^rule '.\*': a spec is a PartitionSpec or a tuple of axis names; got 3"),
+        ({".*": P}, r"^rule '.\*': a spec is .* got <class .*PartitionSpec() replicates".replace("()", r"\(\)")),
+        ({".*": ({"model"}, None)}, r"^rule '.\*': an entry of a spec is an axis name, a tuple of them, or None"),
+        ({".*": (["model", ["x"]],)}, "an entry of a spec is an axis name"),
+        ({".*": {"model": 0}}, "a spec is a PartitionSpec or a tuple of axis names"),
+        (
+            lambda variable: "model",
+            r"result of the callable .* for 'head/kernel': a spec is .* got 'model'. Write PartitionSpec\('model'\)",
+        ),
+        ({lm.role("mlp_up"): "model"}, "^rule 'mlp_up': a spec is"),
+        ({"**/kernel": P()}, r"'\*\*/kernel' is not a regular expression: .* `.\*` stands for any text"),
+    ],
+)
+def test_what_is_no_spec_is_said_once(mesh8: Mesh, rules: Any, message: str, repair: bool) -> None:
+    with pytest.raises(lm.ShardingError, match=message) as raised:
+        MODEL.shard(mesh8, rules, repair=repair)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("rules", ["auto", lm.auto])
+def test_auto_by_name_or_uncalled_is_auto(mesh8: Mesh, rules: Any) -> None:
+    expected = MODEL.shard(mesh8, lm.auto(), large=1)
+    assert expected["layers_0/kernel"].spec != P()
+    assert dict(MODEL.shard(mesh8, rules, large=1)) == dict(expected)
+    repaired = MODEL.shard(mesh8, {"layers_0/kernel": P("nowhere")}, repair=rules, large=1)
+    assert repaired["layers_0/kernel"].spec == expected["layers_0/kernel"].spec
+    assert lm.smallest_topology(MODEL, "v5e", rules, compile=None).smallest.num_devices == 1
+    with pytest.raises(lm.ShardingError, match="repair='yes' is not known"):
+        MODEL.shard(mesh8, "auto", repair="yes")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("spec", "first", "second", "scale"),
+    [
+        (P(), P(), P(), P()),
+        (P("batch"), P("batch"), P(), P()),
+        (P(None, "model"), P(None, "model"), P(), P(None, "model")),
+        (P("batch", None, "model"), P("batch"), P(None, "model"), P(None, None, "model")),
+    ],
+)
+def test_what_belongs_to_a_weight_and_has_no_rule_follows_it(
+    mesh42: Mesh, spec: P, first: P, second: P, scale: P
+) -> None:
+    """Along the dimensions that both have; the scale has two groups of four rows."""
+    shapes = {"kernel": (8, 4, 16), "lora_kernel_a": (8, 4, 2), "lora_kernel_b": (2, 16), "kernel_scale": (2, 4, 16)}
+    sharded = build(**{f"a/{name}": shape for name, shape in shapes.items()}).shard(mesh42, {"a/kernel": spec})
+    found = {path: variable.spec for path, variable in sharded.items() if path != "a/kernel"}
+    assert found == {"a/lora_kernel_a": first, "a/lora_kernel_b": second, "a/kernel_scale": scale}
+    assert {sharded[path].reason.kind for path in found} == {"follows"}
+
+
+def test_what_belongs_to_a_weight_on_one_device_is_there_too(mesh8: Mesh) -> None:
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    model = build(**{"a/kernel": (8, 16), "a/lora_kernel_a": (8, 2)})
+    sharded = model.shard(mesh8, lambda variable: one if variable.path == "a/kernel" else None)
+    assert {variable.sharding for variable in sharded.values()} == {one}
+
+
+def test_groups_with_a_scale_are_not_split_into_more_parts_than_there_are(mesh42: Mesh) -> None:
+    """Two 4-bit numbers share a byte, and four rows a scale."""
+    tensors = {"up/kernel": jnp.zeros((8, 16), "int8"), "up/kernel_scale": jnp.zeros((2, 32))}
+    sharded = lm.build_abstract(lambda: tensors).shard(mesh42, {"up/kernel": P("batch", "model")})
+    assert sharded["up/kernel_scale"].spec == P(None, "model")
 
 
 def test_all_misfits_are_reported_together(mesh8: Mesh) -> None:
     with pytest.raises(lm.ShardingError) as caught:
-        assign(MODEL, mesh8, {r".*kernel": P("data"), ".*bias": P("other")})
-    *misfits, mend = str(caught.value).splitlines()
+        MODEL.shard(mesh8, {r".*kernel": P("data"), ".*bias": P("other")})
+    *misfits, hint = str(caught.value).splitlines()
     assert len(misfits) == 3  # those that differ in numbers only are one
-    assert misfits[0].startswith("'layers_{0..1}/kernel' of shape")
-    assert mend == "Mend the rules, or repair=True of shard() chooses for these as lm.auto() would."
+    assert misfits[-1].startswith("'layers_{0..1}/kernel' of shape")
+    assert hint == "Fix the rules, or pass repair=True to shard(), which uses the shardings of lm.auto() for these."
 
 
 def test_large_unmatched_variables_are_never_replicated_in_silence(mesh8: Mesh) -> None:
-    model = variables(small=(8,), table=(1024, 1024))
+    model = build(small=(8,), table=(1024, 1024))
     with pytest.warns(lm.LazyModelWarning, match=r"1 variables.*table \(1024, 1024\) 4.00 MiB"):
-        assign(model, mesh8, {"small": P("model")})
+        model.shard(mesh8, {"small": P("model")})
     with pytest.raises(lm.ShardingError, match="match no sharding rule"):
-        assign(model, mesh8, {"small": P("model")}, on_unmatched="error")
-    assign(model, mesh8, {"small": P("model")}, on_unmatched="ignore")
-    assign(model, mesh8, {"small": P("model")}, large="8MiB")
-    assign(model, mesh8, {"small": P("model"), "table": P()})  # replication that is meant
+        model.shard(mesh8, {"small": P("model")}, on_unmatched="error")
+    model.shard(mesh8, {"small": P("model")}, on_unmatched="ignore")
+    model.shard(mesh8, {"small": P("model")}, large="8MiB")
+    model.shard(mesh8, {"small": P("model"), "table": P()})  # replication that is meant
     with pytest.raises(lm.ShardingError, match="on_unmatched is"):
-        assign(model, mesh8, {"small": P("model")}, on_unmatched="loud")
+        model.shard(mesh8, {"small": P("model")}, on_unmatched="loud")
 
 
 def test_a_mesh_is_required() -> None:
     with pytest.raises(lm.ShardingError, match="mesh is a jax.sharding.Mesh; got list"):
-        assign(MODEL, [1, 2], {})
+        MODEL.shard([1, 2], {})
 
 
 def test_paths_made_unique_match_as_the_names_they_had(mesh8: Mesh) -> None:
-    model = {path: lm.AbstractVariable(path, (8,), np.dtype("float32")) for path in ("dense/kernel", "dense/kernel#2")}
-    assert set(specs(assign(model, mesh8, {"dense/kernel": P("model")})).values()) == {P("model")}
-
-
-def build(**shapes: tuple[int, ...]) -> lm.AbstractModel:
-    def init(key: jax.Array) -> dict[str, jax.Array]:
-        return {path: jax.random.normal(key, shape) for path, shape in shapes.items()}
-
-    return lm.build_abstract(init, jax.random.key(0))
+    model = build(**{"dense/kernel": (8,), "dense/kernel#2": (8,)})
+    assert set(specs(model.shard(mesh8, {"dense/kernel": P("model")})).values()) == {P("model")}
 
 
 def test_rules_by_role_mix_with_paths(mesh8: Mesh) -> None:
-    model = variables(token_embedding__embeddings=(64, 16), head__kernel=(16, 24), up__kernel=(16, 24))
+    model = build(token_embedding__embeddings=(64, 16), head__kernel=(16, 24), up__kernel=(16, 24))
     rules = {"head/kernel": P(None, "model"), lm.role("embedding"): P("model"), lm.role("mlp_up"): P("model")}
-    assigned = assign(model, mesh8, rules)
+    assigned = model.shard(mesh8, rules)
     assert specs(assigned) == {
         "token_embedding/embeddings": P("model"),
         "head/kernel": P(None, "model"),
@@ -132,19 +196,15 @@ def test_rules_by_role_mix_with_paths(mesh8: Mesh) -> None:
     }
     reason = assigned["up/kernel"].reason
     assert reason is not None and (reason.kind, reason.role) == ("rule", "mlp_up")
-    with pytest.raises(lm.ShardingError, match="no variable has the role 'router'"):
-        assign(model, mesh8, {lm.role("router"): P()})
     with pytest.raises(lm.ShardingError, match="there is no role 'embeding'; closest: 'embedding'"):
         lm.role("embeding")
-    with pytest.raises(lm.ShardingError, match="a rule's key is a path regex or a role; got 3"):
-        assign(model, mesh8, {3: P()})
 
 
 def test_repair_mends_what_does_not_fit_and_says_so(mesh8: Mesh) -> None:
     model = build(up=(8, 8), table=(64, 9), head=(3, 64), fine=(8, 8))
     rules = {"table": P(None, "model"), "head": P("nowhere"), "fine": P("model"), "gone": P("model")}
     sharded = model.shard(mesh8, rules, repair=True, large=0)  # warnings are errors here: it is silent
-    assert {path: variable.spec for path, variable in sharded.items()} == {
+    assert specs(sharded) == {
         "fine": P("model"),
         "head": P(None, "model"),
         "table": P("model"),
@@ -158,7 +218,7 @@ def test_repair_mends_what_does_not_fit_and_says_so(mesh8: Mesh) -> None:
     assert "no rule matches it" in report.repaired["up"]
     assert "rule 'gone' matches no variable" in str(report)
     assert list(sharded) == list(model)  # the order that the rebuilt model relies on
-    with pytest.raises(lm.ShardingError, match="repair=True of shard"):
+    with pytest.raises(lm.ShardingError, match="repair=True to shard"):
         model.shard(mesh8, {"table": P(None, "model")}, on_unmatched="ignore")
 
 
@@ -227,61 +287,15 @@ def test_formats_reach_the_arrays(mesh8: Mesh) -> None:
     assert compiled(arrays).shape == (16, 16)
 
 
-def test_formats_that_cannot_be(mesh8: Mesh) -> None:
-    sharding = NamedSharding(mesh8, P("model"))
-    model = variables(a=(16, 8))
-    three = Mesh(np.array(jax.devices()[:3]), ("model",))
-    with pytest.raises(lm.ShardingError, match="'a': a Format needs a sharding and a layout that is written out"):
-        assign(model, mesh8, lambda _: Format(Layout.AUTO, sharding))
-    with pytest.raises(lm.ShardingError, match=r"'a' of shape \(16, 8\): the layout's major_to_minor \(0, 1, 2\)"):
-        assign(model, mesh8, lambda _: Format(Layout((0, 1, 2)), sharding))
-    with pytest.raises(lm.ShardingError, match="dimension 1 of size 8 does not divide into 3 parts"):
-        assign(model, mesh8, lambda _: NamedSharding(three, P(None, "model")))
-
-
-def test_axis_names_without_rules_or_with_the_wrong_ones(mesh8: Mesh) -> None:
-    with pytest.raises(lm.ShardingError, match="uses the axis names that variables carry, and no variable"):
-        build(a=(8,)).shard(mesh8)
-    with pytest.raises(lm.ShardingError, match="pairs of logical and mesh axes, and no variable"):
-        build(a=(8,)).shard(mesh8, [("embed", "model")])
-    with pytest.raises(lm.ShardingError, match=r"pairs of a logical axis and a mesh axis.*got \('embed',\)"):
-        build(a=(8,)).shard(mesh8, [("embed",)])
-
-
-def test_explain_says_a_sentence_once(mesh8: Mesh) -> None:
+def test_explain_has_a_row_for_layers_that_are_alike(mesh8: Mesh) -> None:
     shapes = {f"layers_{index}/{name}": (16, 10) for index in range(20) for name in ("down", "up")}
     report = build(table=(8, 4), **shapes).shard(mesh8, {"table": P("model")}, on_unmatched="ignore", large=1).explain()
-    lines = str(report).splitlines()
-    assert lines[1:] == [
-        "replicated: 40 variables, 25.00 KiB each",
-        "  replicated, since no rule matches it:",
-        "    layers_{0..19}/down × 20 (16, 10), 640 B",
-        "    layers_{0..19}/up × 20 (16, 10), 640 B",
-        "matched by no rule: 40 variables",
-        "  layers_{0..19}/down × 20",
-        "  layers_{0..19}/up × 20",
-    ]
+    text = str(report)
+    assert "replicated: 40 variables, 25.00 KiB each" in text and "matched by no rule: 40 variables" in text
+    for name in ("down", "up"):
+        row = rf"layers_{{0..19}}/{name} +20 +replicated +\(16, 10\), 640 B +replicated, since no rule matches it"
+        assert len(re.findall(row, text)) == 1
     assert len(report.replicated) == 40  # each by itself for programs
-    # What differs in more than numbers, or in its sentence, has a line of its own, up to a dozen.
-    words = [
-        "alpha",
-        "beta",
-        "gamma",
-        "delta",
-        "epsilon",
-        "zeta",
-        "eta",
-        "theta",
-        "iota",
-        "kappa",
-        "lambda",
-        "mu",
-        "nu",
-    ]
-    many = build(**dict.fromkeys(words, (8, 10))).shard(mesh8, {".*": P()}).explain()
-    lines = str(many).splitlines()
-    assert lines[2] == "  rule '.*' matches:"
-    assert len(lines) == 3 + 12 + 1 and lines[-1] == "  … and 1 more"
     hostile = build(**{"bad\x1b[2Jname": (8, 10)}).shard(mesh8, {".*": P()}).explain()
     assert "\x1b" not in str(hostile)
 

@@ -181,8 +181,8 @@ def test_a_guess_is_reported(mesh8: Mesh) -> None:
     text = str(report)
     assert "split by a guess: 5 variables" in text
     for path in list(shapes)[1:6]:
-        assert re.search(rf"{path} \({', '.join(map(str, shapes[path]))}\), P\(.*", text), path
-        assert "told from: " in str(placed.explain(path))
+        assert re.search(rf"{path} .*\({', '.join(map(str, shapes[path]))}\), P\(.*", text), path
+        assert "inferred from: " in str(placed.explain(path))
     sure = built({"layers/0/mlp/up/kernel": (64, 256)}).shard(mesh8, lm.auto()).explain()
     assert sure.guessed == {} and "guess" not in str(sure)
 

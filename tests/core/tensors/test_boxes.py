@@ -33,7 +33,7 @@ def boxes(draw, shape, empty=False):
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_a_view_is_filled_in_file_order(data):
     """Steps, reversed axes, axes of one index, repeated ones: what is normalized fills all of it."""
@@ -63,7 +63,7 @@ def test_a_view_is_filled_in_file_order(data):
     np.testing.assert_array_equal(found, strided(array, normalized))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_boxes_are_divided_and_clipped(data):
     shape = data.draw(SHAPES)

@@ -18,9 +18,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 import lazymodel as lm
-from lazymodel._tensors import casting
-from lazymodel._tensors.lazy import lazy
-from lazymodel._tensors.source import BYTES_READ
+from tests.small import buffer_sizes
 
 BF16 = ml_dtypes.bfloat16
 F8 = ml_dtypes.float8_e4m3fn
@@ -43,7 +41,7 @@ REFUSED = [
     (np.float32, jnp.int32, "fractions, infinities and NaN"),
     (np.float16, jnp.int8, "fractions, infinities and NaN"),
     (BF16, jnp.uint32, "fractions, infinities and NaN"),
-    (np.float32, jnp.bool_, "all but whether a number is 0"),
+    (np.float32, jnp.bool_, "everything except whether a number is zero"),
     (np.complex64, jnp.float32, "imaginary parts"),
     (np.complex64, jnp.int32, "imaginary parts"),
     (np.complex64, jnp.bool_, "imaginary parts"),
@@ -58,12 +56,13 @@ def test_a_cast_that_loses_is_refused_before_anything_is_read(
     expected, found = np.dtype(wanted).name, np.dtype(stored).name
     words = f"'w': expected {expected}, found {found} in tensor 'w' of {file}: the cast can lose {lost}"
     with lm.open_checkpoint(file) as checkpoint:
-        before = BYTES_READ.count
+        plan = " ".join(str(model.plan(checkpoint)).split())
+        assert f"materialize rejects this checkpoint: {words}" in plan
         with pytest.raises(lm.CheckpointError, match=re.escape(words)):
             model.materialize(checkpoint)
-        with pytest.raises(lm.CheckpointError, match="cast='unsafe' casts as NumPy's astype does"):
+        with pytest.raises(lm.CheckpointError, match="cast='unsafe'"):
             model.materialize(checkpoint, strict=False)
-        assert BYTES_READ.count == before
+        assert checkpoint.bytes_read == 0
         loaded = model.materialize(checkpoint, cast="unsafe")
         np.testing.assert_array_equal(loaded["w"], np.ones((8, 4), wanted))
 
@@ -77,21 +76,16 @@ def test_a_cast_that_loses_is_refused_before_anything_is_read(
     ],
 )  # fmt: skip
 def test_a_cast_that_keeps_is_numpys(stored: Any, wanted: Any, tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    values = (rng.standard_normal((8, 4)) * 100).astype(stored)
-    file = file_of(tmp_path, w=values)
+    """Floats beyond the range of narrower ones become infinite: the variable's dtype was chosen."""
     with np.errstate(all="ignore"):
+        values = (np.random.default_rng(0).standard_normal((8, 4)) * 100).astype(stored)
+        values[0] = np.array([1e6, -1e6, 65504, np.nan if np.dtype(stored).kind not in "iub" else 1]).astype(stored)
         expected = values.astype(wanted)
+    file = file_of(tmp_path, w=values)
+    assert "rejects" not in str(model_of(wanted).plan(lm.open_checkpoint(file)))
     found = model_of(wanted).materialize(lm.open_checkpoint(file))["w"]
     assert found.dtype == wanted
     assert np.asarray(found).tobytes() == expected.tobytes()
-
-
-def test_floats_beyond_the_range_of_narrower_ones_become_infinite(tmp_path: Path) -> None:
-    """The dtype of the variable was chosen; what it rounds and what it cannot hold comes with it."""
-    file = file_of(tmp_path, w=np.array([1e6, -1e6, 65504, np.nan], np.float32))
-    found = np.asarray(model_of(np.float16, (4,)).materialize(lm.open_checkpoint(file))["w"])
-    np.testing.assert_array_equal(found, np.array([np.inf, -np.inf, 65504, np.nan], np.float16))
 
 
 @pytest.mark.parametrize(
@@ -118,71 +112,70 @@ def test_integers_that_do_not_fit(
     with pytest.raises(lm.CheckpointError) as caught:
         model.materialize(lm.open_checkpoint(file))
     assert str(caught.value).startswith(f"'w' from tensor 'w' of {file}: ")
-    words = f"expected numbers that {np.dtype(wanted).name} has, found {value} ({np.dtype(stored).name}); cast='unsafe'"
+    told = f"found {value} ({np.dtype(stored).name})"
+    words = f"expected numbers that fit into {np.dtype(wanted).name}, {told}; cast='unsafe'"
     assert words in str(caught.value)
     with np.errstate(all="ignore"):
         expected = values.astype(wanted)
     np.testing.assert_array_equal(model.materialize(lm.open_checkpoint(file), cast="unsafe")["w"], expected)
 
 
-def test_many_integers_are_not_tried_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(casting, "SMALL", 64)
-    file = file_of(tmp_path, w=ones(np.int64))
-    before = BYTES_READ.count
-    with pytest.raises(lm.CheckpointError, match="the cast can lose what does not fit, and the tensor is too large"):
-        model_of(jnp.int32).materialize(lm.open_checkpoint(file))
-    assert BYTES_READ.count == before
-    model_of(jnp.int32, (8,)).materialize({"w": np.arange(8)})
+def test_many_integers_are_not_tried_one_by_one(tmp_path: Path) -> None:
+    with buffer_sizes(tried=64), lm.open_checkpoint(file_of(tmp_path, w=ones(np.int64))) as checkpoint:
+        with pytest.raises(lm.CheckpointError, match="'w'.*too large"):
+            model_of(jnp.int32).materialize(checkpoint)
+        assert checkpoint.bytes_read == 0
+        model_of(jnp.int32, (8,)).materialize({"w": np.arange(8)})
 
 
 _INTEGERS = [np.bool_, np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64, ml_dtypes.int4]
 _FLOATS = [np.float16, np.float32, np.float64, BF16, F8, ml_dtypes.float8_e5m2, np.complex64]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(
-    st.sampled_from(_INTEGERS), st.sampled_from(_INTEGERS + _FLOATS), st.lists(st.integers(-(2**70), 2**70), max_size=4)
+    st.sampled_from(_INTEGERS), st.sampled_from(_INTEGERS + _FLOATS), st.integers(-(2**70), 2**70), st.integers(0, 4)
 )
-def test_what_is_not_refused_keeps_every_integer(stored: Any, wanted: Any, extra: list[int]) -> None:
+def test_what_is_not_refused_keeps_every_integer(stored: Any, wanted: Any, number: int, edge: int) -> None:
     """Whatever the dtypes: integers and booleans come back as they were, or there is an error."""
     stored, wanted = np.dtype(stored), np.dtype(wanted)
     low, high = (0, 1) if stored == np.bool_ else (int(jnp.iinfo(stored).min), int(jnp.iinfo(stored).max))
-    numbers = [low, low + 1, high - 1, high, *(min(max(number, low), high) for number in extra)]
-    for number in numbers:
-        tensor = lazy(np.array([number]).astype(stored), "w")
-        if casting.refusal("w", tensor, wanted, "a file"):
-            continue
+    number = [low, low + 1, high - 1, high, min(max(number, low), high)][edge]
+    with jax.enable_x64(True):
         try:
-            found = casting.converted(tensor, wanted).read()
+            found = model_of(wanted, (1,)).materialize({"w": np.array([number]).astype(stored)})["w"]
         except lm.CheckpointError:
-            continue
-        assert found.dtype == wanted
-        assert complex(found[0]).imag == 0
-        value = found[0].item() if wanted.kind != "V" else float(found[0])
-        value = value.real if isinstance(value, complex) else value
-        assert int(value) == number
+            return
+        found = np.asarray(found)
+    assert found.dtype == wanted
+    value = complex(found[0].item() if wanted.kind != "V" else float(found[0]))
+    assert value.imag == 0
+    assert int(found[0].item().real if wanted.kind in "iufcb" else value.real) == number
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, F8, ml_dtypes.float8_e5m2])
+QUANTIZED_NAMES = [
+    ("a.weight", "a.weight_scale"), ("a.weight", "a.weight_scale_inv"), ("a.weight", "a.scales"),
+    ("a.weight", "a.scale_weight"), ("a.weight", "a.weight.absmax"), ("a.weight", "a.SCB"),
+    ("a/kernel", "a/kernel_scale"), ("a/kernel", "a/scale"), ("a.up_blocks", "a.up_scales"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("weight", "scale"),
-    [
-        ("a.weight", "a.weight_scale"), ("a.weight", "a.weight_scale_inv"), ("a.weight", "a.scales"),
-        ("a.weight", "a.scale_weight"), ("a.weight", "a.weight.absmax"), ("a.weight", "a.SCB"),
-        ("a/kernel", "a/kernel_scale"), ("a/kernel", "a/scale"), ("w", "w_scale"), ("a.up_blocks", "a.up_scales"),
-    ],
-)  # fmt: skip
-def test_quantized_weights_without_their_scale(dtype: Any, weight: str, scale: str, tmp_path: Path) -> None:
+    ("weight", "scale", "dtype"),
+    [*((*names, np.int8) for names in QUANTIZED_NAMES)]
+    + [("w", "w_scale", dtype) for dtype in (np.int8, np.uint8, np.int32, F8, ml_dtypes.float8_e5m2)],
+)
+def test_quantized_weights_without_their_scale(weight: str, scale: str, dtype: Any, tmp_path: Path) -> None:
     file = file_of(tmp_path, **{weight: ones(dtype), scale: np.full((8, 1), 0.01, np.float32)})
     checkpoint = lm.open_checkpoint(file)
     words = (
         f"{weight!r}: expected float32, found {np.dtype(dtype).name} in tensor {weight!r} of {file} with {scale!r} "
-        "beside it: quantized numbers, which mean nothing without their scale"
+        "alongside: quantized numbers, which mean nothing without their scale"
     )
     model = model_of(jnp.float32, name=weight)
     with pytest.raises(lm.CheckpointError, match=re.escape(words)):
         model.materialize(checkpoint, strict=False)
-    assert "materialize refuses this checkpoint" in str(model.plan(checkpoint))
+    assert "materialize rejects this checkpoint" in str(model.plan(checkpoint))
     mapped = lm.map_checkpoint(checkpoint, lambda weights: {weight: weights[weight]})
     with pytest.raises(lm.CheckpointError, match=re.escape(words)):
         model.materialize(mapped)
@@ -199,7 +192,7 @@ def test_a_scale_that_nothing_takes_is_no_matter_of_strict(dtype: Any, tmp_path:
     """Even where the weight's own dtype is the variable's."""
     file = file_of(tmp_path, w=ones(dtype), w_scale=np.ones((), np.float32), other=np.ones(2, np.float32))
     checkpoint = lm.open_checkpoint(file)
-    with pytest.raises(lm.CheckpointError, match="tensor 'w' is .* and 'w_scale' is beside it, which .* no variable"):
+    with pytest.raises(lm.CheckpointError, match="tensor 'w' is .*, with a scale 'w_scale', which .* no variable"):
         model_of(dtype).materialize(checkpoint, strict=False)
     mapped = lm.map_checkpoint(checkpoint, lambda weights: {"w": weights["w"]})
     with pytest.raises(lm.CheckpointError, match="load a dequantized copy"):
@@ -245,13 +238,6 @@ def test_tables_that_join_or_scale(tmp_path: Path) -> None:
         model_of(jnp.int8).materialize(scaled)
 
 
-def test_a_refused_cast_is_noted_in_the_plan(tmp_path: Path) -> None:
-    file = file_of(tmp_path, w=ones(np.float32))
-    plan = model_of(jnp.int32).plan(lm.open_checkpoint(file))
-    assert "materialize refuses this checkpoint: 'w': expected int32, found float32" in str(plan)
-    assert "refuses" not in str(model_of(jnp.float32).plan(lm.open_checkpoint(file)))
-
-
 def test_growing_does_not_truncate_integers() -> None:
     tensors = {"up": np.ones((4, 2), np.int32), "down": np.ones((2, 4), np.int32)}
     with pytest.raises(lm.LazyModelError, match="'down' has int32 numbers, which cannot be divided among copies"):
@@ -264,5 +250,5 @@ def test_growing_does_not_truncate_integers() -> None:
 
 @pytest.mark.parametrize("cast", [None, "same_kind", True])
 def test_no_other_word(cast: Any) -> None:
-    with pytest.raises(lm.LazyModelError, match=f"cast is 'safe'.* got {cast!r}"):
+    with pytest.raises(lm.LazyModelError, match=f"expected cast='safe' .* or cast='unsafe' .*, got {cast!r}"):
         model_of(jnp.float32).materialize({"w": ones(np.float32)}, cast=cast)

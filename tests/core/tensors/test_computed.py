@@ -1,21 +1,22 @@
-"""Tensors computed slab by slab: the values of the whole, every slab computed once, whatever is asked for."""
+"""What the Keras integration builds on, and no name of `lazymodel` has: tensors computed slab by slab, every slab once,
+whatever is asked for; tables of what another library makes of 4-bit floats.
+"""
 
 from __future__ import annotations
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 import lazymodel as lm
-from lazymodel._materialize.stream import StreamItem, stream
-from lazymodel._tensors import computed as computed_module
+from lazymodel._quantized.float4 import decoded_pairs, mxfp4_pairs, samples
 from lazymodel._tensors.computed import Computation, Output
 from lazymodel._tensors.lazy import lazy
+from tests.small import buffer_sizes
 
 
 def by_column(values: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -46,8 +47,7 @@ def test_boxes_of_the_outputs(data):
 
     bulk, small = by_group(x)
     source = lazy(x.T.copy()).T if data.draw(st.booleans()) else lazy(x)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(computed_module, "SLAB", data.draw(st.sampled_from([1, 50, 200, 1 << 20])))
+    with buffer_sizes(slab=data.draw(st.sampled_from([1, 50, 200, 1 << 20]))):
         outputs = computed(source, by_group, (step, 1), (step, 1))
         for whole, tensor in sorted(zip((bulk, small), outputs, strict=True), key=lambda _: data.draw(st.booleans())):
             assert tensor.shape == whole.shape
@@ -61,53 +61,51 @@ def test_boxes_of_the_outputs(data):
 
 @pytest.mark.parametrize("spec", [P(), P("model"), P(None, "model")])
 @pytest.mark.parametrize("slab", [1 << 10, 8 << 20])
-def test_every_number_is_read_once(tmp_path, mesh8, monkeypatch, spec, slab):
-    monkeypatch.setattr(computed_module, "SLAB", slab)
+def test_every_number_is_read_once(tmp_path, mesh8, spec, slab):
     x = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
     save_file({"w": x}, tmp_path / "x.safetensors")
-    seen = []
+    seen, reports = [], []
 
     def function(values):
         seen.append(values.nbytes)
         return by_column(values)
 
-    bulk, small = computed(lm.open_checkpoint(tmp_path / "x.safetensors")["w"], function)
-    items = [
-        StreamItem("q", bulk, bulk.shape, np.dtype(np.int8), NamedSharding(mesh8, spec)),
-        StreamItem("s", small, small.shape, np.dtype(np.float16), NamedSharding(mesh8, P())),
-    ]
-    done = []
-    arrays = dict(stream(items, on_bytes=done.append))
+    checkpoint = lm.open_checkpoint(tmp_path / "x.safetensors")
+    tensors = dict(zip("qs", computed(checkpoint["w"], function), strict=True))
+    model = lm.build_abstract(lambda: {"q": jnp.zeros((64, 128), "int8"), "s": jnp.zeros((1, 128), "float16")})
+    model = model.shard(mesh8, {"q": spec, "s": P(None, "model")})
+    plan = model.plan(tensors)
+    with buffer_sizes(slab=slab):
+        arrays = model.materialize(tensors, report=reports.append)
     expected = by_column(x)
     np.testing.assert_array_equal(arrays["q"], expected[0])
     np.testing.assert_array_equal(arrays["s"], expected[1].astype(np.float16))
-    assert sum(done) == bulk.nbytes + 128 * 2
-    assert sum(seen) == x.nbytes, "what comes of one slab is computed with one reading"
+    assert sum(seen) == checkpoint.bytes_read == x.nbytes, "what comes of one slab is computed with one reading"
     assert max(seen) <= slab or max(seen) == 64 * 4
-
-
-def test_what_a_report_and_a_plan_say(tmp_path, mesh8):
-    x = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
-    save_file({"w": x}, tmp_path / "x.safetensors")
-    bulk, small = computed(lm.open_checkpoint(tmp_path / "x.safetensors")["w"])
-    model = lm.build_abstract(lambda: {"q": jax.numpy.zeros((64, 128), "int8"), "s": jax.numpy.zeros((1, 128))})
-    model = model.shard(mesh8, {"q": P(None, "model"), "s": P(None, "model")})
-    reports = []
-    plan = model.plan({"q": bulk, "s": small})
-    tree = model.materialize({"q": bulk, "s": small}, report=reports.append)
-    np.testing.assert_array_equal(tree["s"], np.abs(x).max(axis=0, keepdims=True))
     (report,) = reports
     assert report.read_nbytes == report.needed_nbytes == plan.read_nbytes == x.nbytes
     assert {tensor.name for row in report.rows for tensor in row.tensors} == {"w"}
 
 
-def test_a_failure_names_the_tensor(tmp_path, mesh8):
+def test_a_failure_names_the_tensor(tmp_path):
     save_file({"w": np.ones((8, 8), np.float32)}, tmp_path / "x.safetensors")
 
     def function(values):
         raise ValueError("no number")
 
     bulk, _ = computed(lm.open_checkpoint(tmp_path / "x.safetensors")["w"], function)
-    item = StreamItem("q", bulk, bulk.shape, np.dtype(np.int8), NamedSharding(mesh8, P()))
     with pytest.raises(lm.CheckpointError, match=r"'q' from tensor 'w' of .*x.safetensors: no number"):
-        list(stream([item]))
+        lm.build_abstract(lambda: {"q": jnp.zeros((8, 8), "int8")}).materialize({"q": bulk})
+
+
+def test_what_means_something_else_elsewhere_has_no_table():
+    def decode(blocks, scales):
+        return mxfp4_pairs()[scales[..., None].astype(int) << 8 | blocks].reshape(*scales.shape[:-1], -1)
+
+    def placed(blocks, scales):
+        values = decode(blocks, scales)
+        return values + np.arange(values.shape[-1], dtype=np.float32)
+
+    np.testing.assert_array_equal(decoded_pairs([decode(*sample) for sample in samples()]), mxfp4_pairs())
+    for other in (placed, lambda *of: decode(*of).astype(np.float64), lambda *of: decode(*of)[..., ::2]):
+        assert decoded_pairs([other(*sample) for sample in samples()]) is None

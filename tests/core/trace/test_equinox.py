@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import lazymodel as lm
+from tests.core.trace._eager import assert_same
 
 eqx = pytest.importorskip("equinox")
 optax = pytest.importorskip("optax")
@@ -48,16 +49,6 @@ class Model(eqx.Module):
         for layer in self.layers:
             x = layer(x)
         return self.mlp(self.norm(x))
-
-
-def assert_same(ours: Any, eager: Any) -> None:
-    assert jax.tree.structure(ours) == jax.tree.structure(eager)
-    for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(ours)[0], jax.tree.leaves(eager), strict=True):
-        if not isinstance(y, jax.Array):
-            assert x is y or x == y, path
-            continue
-        assert isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-        assert x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
 
 
 def test_a_layer_of_the_library() -> None:

@@ -14,27 +14,9 @@ import numpy as np
 import pytest
 
 import lazymodel as lm
-from lazymodel._errors import LazyModelError
+from tests.core.trace._eager import assert_same
 
 KEY = jax.random.key(0)
-
-
-def assert_same(ours: Any, eager: Any) -> None:
-    """Equal in structure, and in type, dtype, weak type and bits of every leaf."""
-    assert jax.tree.structure(ours) == jax.tree.structure(eager)
-    for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(ours)[0], jax.tree.leaves(eager), strict=True):
-        where = jax.tree_util.keystr(path)
-        assert isinstance(x, jax.Array) == isinstance(y, jax.Array), where
-        if isinstance(y, jax.Array):
-            assert (x.shape, x.dtype, x.weak_type) == (y.shape, y.dtype, y.weak_type), where
-            assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), where
-        elif isinstance(y, np.ndarray):
-            assert (type(x), x.shape, x.dtype) == (type(y), y.shape, y.dtype), where
-            assert x.tobytes() == y.tobytes(), where
-        else:
-            assert type(x) is type(y), where
-            assert x == y, where
-
 
 # --- weak types -----------------------------------------------------------------------------------------------------
 
@@ -96,7 +78,7 @@ def test_a_weak_constant_and_a_weak_argument() -> None:
 
     given = jnp.full((64,), 1.5)
     assert_same(lm.build_abstract(init, given).materialize(), init(given))
-    with pytest.raises(LazyModelError, match="'given' is an argument"):
+    with pytest.raises(lm.LazyModelError, match="'given' is an argument"):
         lm.build_abstract(init, jax.ShapeDtypeStruct((64,), jnp.float32, weak_type=True))
 
 

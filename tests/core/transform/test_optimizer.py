@@ -107,6 +107,38 @@ def test_paths_are_the_places_in_the_state() -> None:
     assert "optimizer/mu/layers/0/w" in bare
 
 
+def test_state_of_another_shape_takes_what_is_left_of_the_spec(mesh42: Any) -> None:
+    def start(params: Any) -> Any:
+        w, square, same, high = (params[name] for name in ("w", "square", "same", "high"))
+        return {
+            "row": {"w": w[:, 0], "square": square[0], "same": same[0], "high": high[0]},
+            "column": {"w": w[0]},
+            "history": {"w": jnp.stack([w] * 3)},
+            "other": {"w": jnp.zeros(5)},
+            "turned": {"high": high.T},
+        }
+
+    def build() -> Any:
+        return {"w": jnp.zeros((8, 16)), "square": jnp.zeros((8, 8)), "same": jnp.zeros((8, 8)),
+                "high": jnp.zeros((8, 3, 4))}  # fmt: skip
+
+    optimizer = optax.GradientTransformation(start, optax.identity().update)
+    rules = {"w|square": P("batch", "model"), "same": P(), "high": P("batch", None, "model")}
+    sharded = lm.build_abstract(build).with_optimizer(optimizer).shard(mesh42, rules)
+    assert {path.removeprefix("optimizer/"): v.spec for path, v in sharded.items() if v.follows is not None} == {
+        "row/w": P("batch"),
+        "row/square": P(),  # either dimension
+        "row/same": P(),
+        "row/high": P(None, "model"),
+        "column/w": P("model"),
+        "history/w": P(None, "batch", "model"),
+        "other/w": P(),
+        "turned/high": P(),
+    }
+    unsharded = lm.build_abstract(build).with_optimizer(optimizer)
+    assert {variable.sharding for variable in unsharded.values()} == {None}
+
+
 def test_factored_and_stacked_state_is_split_by_what_it_has_of_its_parameter(mesh8: Any) -> None:
     factored = abstract_model().with_optimizer(OPTIMIZERS["adafactor"]).shard(mesh8, RULES)
     assert factored["optimizer/0/v_row/layers/0/w"].spec == P()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import lazymodel as lm
-from lazymodel._abstract.paths import flatten_paths
+from tests.trees import named
 
 I = jax.nn.initializers  # noqa: E741 (short, in a long table)
 KEY = jax.random.key(3)
@@ -36,7 +36,7 @@ def build(layers: int = 4, extra: bool = False) -> lm.AbstractModel:
 
 
 def arrays(abstract: lm.AbstractModel) -> dict[str, Any]:
-    return flatten_paths(abstract.materialize())
+    return named(abstract.materialize())
 
 
 def same(a: Any, b: Any) -> bool:

@@ -1,21 +1,25 @@
-"""Training a model placed by a mesh and rules: optimizer state beside its variables, losses as stock Keras'."""
+"""Compiled Keras models: plans of their state, state placed like its variables, losses as stock Keras'."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
 import keras
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 import lazymodel_keras as lk
-from tests.keras.models import seeded
+from tests.command import main
+from tests.keras.models import bits, save_preset, seeded
 
 optimizers = keras.optimizers
 RULES = {".*up/kernel": P(None, "model"), ".*up/bias": P("model"), ".*down/kernel": P("model", None), ".*": P()}
@@ -57,7 +61,12 @@ if hasattr(optimizers, "MultiOptimizer"):
 DIFFERENT = {"adafactor", "adam accumulating", "loss scale", "multi", "muon", "nadam", "schedule free", "sgd"}
 
 
-def net(optimizer: str, *, build: bool = True) -> keras.Model:
+def some(few: set[str]) -> Any:
+    names = [name if name in few else pytest.param(name, marks=pytest.mark.large) for name in OPTIMIZERS]
+    return pytest.mark.parametrize("optimizer", names)
+
+
+def net(optimizer: str = "adam", *, build: bool = True, frozen: str = "") -> keras.Model:
     model = keras.Sequential(
         [
             keras.Input((16,)),
@@ -68,10 +77,121 @@ def net(optimizer: str, *, build: bool = True) -> keras.Model:
         ],
         name="net",
     )
+    for layer in model.layers:
+        layer.trainable = layer.name != frozen
     model.compile(OPTIMIZERS[optimizer](), "mse")
     if build:
         model.optimizer.build(model.trainable_variables)
     return model
+
+
+# Plans ----------------------------------------------------------------------------------------------------------------
+
+KERNELS, BIASES, NORM = (16 * 32 + 32 * 8) * 4, (32 + 8) * 4, 2 * 32 * 4  # bytes of the trainable ones
+TRAINED = KERNELS + BIASES + NORM
+SPLIT = KERNELS // 8 + 32 * 4 // 8 + 8 * 4 + NORM  # on each of eight devices in one axis, by the rules
+# Not trainable: moving mean and variance, a dropout's seed, and what averages the loss.
+REST = 2 * 32 * 4 + 2 * 4 + 2 * 4
+COUNTS = 2 * 4  # of steps, and the learning rate
+
+
+@pytest.mark.parametrize(("optimizer", "slots"), [("sgd", 0), ("adam", 2), ("sgd momentum", 1), ("loss scale", 2)])
+def test_state_and_gradients_are_planned(optimizer: str, slots: int, mesh8: Mesh) -> None:
+    abstract = lm.build_abstract(net, optimizer)
+    plan = abstract.plan()
+    state = slots * TRAINED + COUNTS
+    if optimizer == "loss scale":  # which wraps another, and has counts of its own
+        state = sum(v.nbytes for v in abstract.values() if v.follows is not None)
+        assert slots * TRAINED + COUNTS <= state < slots * TRAINED + 4 * COUNTS
+    assert plan.parts == {"parameters": TRAINED + REST, "optimizer state": state, "gradients": TRAINED}
+    assert plan.device_nbytes == TRAINED + REST + state
+    assert plan.used_nbytes == sum(row.used_nbytes for row in plan.rows)
+
+
+def test_on_a_mesh_and_of_what_is_not_frozen(mesh8: Mesh) -> None:
+    abstract = lm.build_abstract(net, frozen="up").shard(mesh8, RULES)
+    trained = 32 * 8 * 4 // 8 + 8 * 4 + NORM
+    assert abstract.plan().parts["gradients"] == trained
+    assert abstract.plan().parts["optimizer state"] == 2 * trained + COUNTS
+
+
+def test_a_second_optimizer_is_refused_and_one_that_was_not_built_is_none() -> None:
+    built = lm.build_abstract(net)
+    with pytest.raises(lm.LazyModelError, match="optimizer='lion' .*net has an optimizer already"):
+        built.plan(what_if=lm.WhatIf(optimizer="lion"))
+    with pytest.raises(lm.LazyModelError, match="has an optimizer already"):
+        built.with_optimizer(optax.adam(1e-3))
+    waiting = lm.build_abstract(net, build=False)
+    assert waiting.plan().parts == {"parameters": TRAINED + REST, "optimizer state": COUNTS}
+    assert waiting.plan(what_if=lm.WhatIf(optimizer="adam")).parts["optimizer state"] == COUNTS + 2 * TRAINED
+    assert waiting.with_optimizer(optax.sgd(0.1)).plan().parts["gradients"] == TRAINED
+
+
+def test_lora_pairs_are_what_is_trained() -> None:
+    def make() -> keras.Model:
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256, name="up"), keras.layers.Dense(8)])
+        model.layers[0].enable_lora(16)
+        model.layers[1].trainable = False
+        model.compile(optimizers.Adam(), "mse")
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    abstract = lm.build_abstract(make)
+    bias, pair = 256 * 4, (64 * 16 + 16 * 256) * 4
+    plan = abstract.plan()
+    assert plan.parts["gradients"] == bias + pair
+    assert plan.parts["optimizer state"] == 2 * (bias + pair) + COUNTS
+    # The pair has enough elements to be quantized, and is trained.
+    quantized = abstract.plan(what_if=lm.WhatIf(quantize="int8"))
+    assert quantized.parts["gradients"] == bias + pair
+    assert quantized.parts["parameters"] == plan.parts["parameters"] - 64 * 256 * 3 + 256 * 4
+
+
+def test_a_compiled_training_step(mesh8: Mesh) -> None:
+    own = lm.build_abstract(net)
+    optax_own = lm.build_abstract(net, build=False).with_optimizer(optax.adam(1e-3))
+    for abstract in (own, optax_own):
+        abstract = abstract.shard(mesh8, RULES)
+        plan = abstract.plan(compile=lm.Compile("train", batch=8))
+        assert plan.compiled is not None and "gradients" not in plan.parts
+        assert plan.compiled.argument_nbytes == plan.device_nbytes + 8 * 16 * 4
+        state = sum(v.shard_nbytes for v in abstract.values() if v.follows is not None)
+        assert plan.parts["optimizer state"] == state
+        assert plan.compiled.alias_nbytes == state + SPLIT  # updated in place
+    forward = own.shard(mesh8, RULES).plan(compile=lm.Compile("forward", batch=8))
+    assert forward.parts["gradients"] == SPLIT
+    assert forward.parts["activations"] > 0
+
+
+def test_the_command_line_refuses_a_second_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    (tmp_path / "compiled_net.py").write_text(
+        "import keras\n\n\ndef make():\n"
+        "    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(8)], name='small')\n"
+        "    model.compile(keras.optimizers.Adam(), 'mse')\n"
+        "    model.optimizer.build(model.trainable_variables)\n"
+        "    return model\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "compiled_net:make", "--json"]) == 0
+    weights = (16 * 8 + 8) * 4
+    assert json.loads(capsys.readouterr().out)["parts"] == {
+        "parameters": weights + 2 * 4, "optimizer state": 2 * weights + COUNTS, "gradients": weights
+    }  # fmt: skip
+    assert main(["plan", "compiled_net:make", "--optimizer", "adamw"]) == 2
+    assert "optimizer='adamw' would be a second one: small has an optimizer already" in capsys.readouterr().err
+
+
+def test_a_weights_file_is_planned_by_the_configuration_beside_it(tmp_path: Path, capsys: Any) -> None:
+    folder = save_preset(tmp_path / "gemma", "gemma")
+    assert main(["plan", str(folder), "--mesh", "model=2", "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)
+    assert main(["plan", str(folder / "model.weights.h5"), "--mesh", "model=2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == expected and expected["read_nbytes"] > 0
+    assert "model.weights.h5 holds weights; planning its folder by config.json" in err
+
+
+# State and its places -------------------------------------------------------------------------------------------------
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
@@ -79,8 +199,8 @@ def data() -> tuple[np.ndarray, np.ndarray]:
     return rng.standard_normal((64, 16)).astype("f"), rng.standard_normal((64, 8)).astype("f")
 
 
-def losses(model: keras.Model, epochs: int = 2) -> list[float]:
-    return model.fit(*data(), batch_size=16, epochs=epochs, shuffle=False, verbose=0).history["loss"]
+def losses(model: keras.Model, **options: Any) -> list[float]:
+    return model.fit(*data(), batch_size=16, epochs=2, shuffle=False, verbose=0, **options).history["loss"]
 
 
 def owners(model: keras.Model) -> dict[str, keras.Variable]:
@@ -101,19 +221,15 @@ def assert_placed_like_owners(model: keras.Model) -> None:
 
 
 def test_every_optimizer_is_here() -> None:
-    abstract = {"Optimizer"}
     classes = {
         name
         for name, cls in vars(optimizers).items()
-        if inspect.isclass(cls) and issubclass(cls, optimizers.Optimizer) and name not in abstract
+        if inspect.isclass(cls) and issubclass(cls, optimizers.Optimizer) and name != "Optimizer"
     }
-    made = {type(make()).__name__ for make in OPTIMIZERS.values()}
-    assert classes == made
+    assert classes == {type(make()).__name__ for make in OPTIMIZERS.values()}
 
 
-@pytest.mark.parametrize(
-    "optimizer", [name if name in DIFFERENT else pytest.param(name, marks=pytest.mark.large) for name in OPTIMIZERS]
-)
+@some(DIFFERENT)
 def test_state_is_placed_like_its_variables(optimizer: str, mesh42: Mesh) -> None:
     stock = seeded(lambda: net(optimizer))
     abstract = seeded(lambda: lm.build_abstract(net, optimizer)).shard(mesh42, RULES)
@@ -121,13 +237,11 @@ def test_state_is_placed_like_its_variables(optimizer: str, mesh42: Mesh) -> Non
         if variable.follows and variable.shape == abstract[variable.follows].shape:
             assert variable.spec == abstract[variable.follows].spec, path
     model = abstract.materialize()
-    assert len(stock.optimizer.variables) == len(model.optimizer.variables)
     for one, other in zip(stock.optimizer.variables, model.optimizer.variables, strict=True):
         np.testing.assert_array_equal(one.value, other.value)  # one of them begins with copies of the variables
         assert len(other.value.sharding.device_set) == 8
     assert_placed_like_owners(model)
-    if optimizer not in ("sgd",):
-        assert any("model" in str(slot.value.sharding.spec) for slot in model.optimizer.variables)
+    assert optimizer == "sgd" or any("model" in str(slot.value.sharding.spec) for slot in model.optimizer.variables)
 
 
 def test_copies_of_variables_that_are_loaded(tmp_path: Path, mesh42: Mesh) -> None:
@@ -163,17 +277,7 @@ def test_factored_state_keeps_what_is_left_of_the_spec(mesh42: Mesh) -> None:
     assert found["net/down/kernel", (8,)] == P()
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_optimizer_trains(optimizer: str, mesh42: Mesh) -> None:
-    expected = seeded(lambda: losses(net(optimizer)))
-    found = seeded(lambda: losses(lm.build_abstract(net, optimizer).shard(mesh42, RULES).materialize()))
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "optimizer", [name if name == "nadam" else pytest.param(name, marks=pytest.mark.large) for name in OPTIMIZERS]
-)
+@some({"nadam"})
 def test_state_is_restored(optimizer: str, tmp_path: Path, mesh42: Mesh) -> None:
     """From Keras' own files and Orbax checkpoints, and the file can be written again."""
     pytest.importorskip("orbax.checkpoint")
@@ -192,12 +296,9 @@ def test_state_is_restored(optimizer: str, tmp_path: Path, mesh42: Mesh) -> None
         paths.append(tmp_path / "orbax")
     for path in paths:
         model = lk.restore(lm.build_abstract(net, optimizer, build=False).shard(mesh42, RULES), path)
-        for one, other in zip(
-            [*source.variables, *source.optimizer.variables],
-            [*model.variables, *model.optimizer.variables],
-            strict=True,
-        ):
-            np.testing.assert_array_equal(one.value, other.value, err_msg=other.path)
+        own, theirs = ([*each.variables, *each.optimizer.variables] for each in (source, model))
+        for one, other in zip(own, theirs, strict=True):
+            np.testing.assert_array_equal(bits(one), bits(other), err_msg=other.path)
         assert_placed_like_owners(model)
         if path.suffix == ".h5":
             model.save_weights(path)
@@ -206,20 +307,25 @@ def test_state_is_restored(optimizer: str, tmp_path: Path, mesh42: Mesh) -> None
 def test_an_optimizer_built_later(mesh42: Mesh) -> None:
     """For a model that has its values: in a block of its own, with or without rules, which are not for it."""
     for options in ({}, {"mesh": mesh42, "rules": lambda variable: P()}):
-        model = lm.build_abstract(net, "adam", build=False).shard(mesh42, RULES).materialize()
+        model = lm.build_abstract(net, build=False).shard(mesh42, RULES).materialize()
         with lk.deferred(**options):
             model.optimizer.build(model.trainable_variables)
         assert len(model.optimizer.variables) == 14
         assert_placed_like_owners(model)
 
 
-def test_under_a_distribution(mesh42: Mesh) -> None:
+def test_under_a_distribution(mesh8: Mesh) -> None:
     """Layout maps have patterns for the model's variables; its optimizer's go beside them, as in stock Keras."""
-    devices = keras.distribution.DeviceMesh((4, 2), ["model", "batch"], keras.distribution.list_devices("cpu"))
+    devices = keras.distribution.DeviceMesh((8, 1), ["model", "batch"], keras.distribution.list_devices("cpu"))
     layouts = keras.distribution.LayoutMap(devices)
-    layouts["net/up/kernel"] = (None, "model")
+    layouts["net/.*kernel"] = (None, "model")
     with keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch").scope():
-        model = lm.build_abstract(net, "adam").materialize()
+        abstract = lm.build_abstract(net)
+        with pytest.raises(lm.TraceError, match="Adam"):  # an optimizer alone is no model
+            lm.build_abstract(lambda: optimizers.Adam())
+    assert all(v.sharding is not None and len(v.sharding.device_set) == 8 for v in abstract.values())
+    assert abstract.plan().parts["optimizer state"] == 2 * (KERNELS // 8 + BIASES + NORM) + COUNTS
+    model = abstract.materialize()
     assert model.get_layer("up").kernel.value.sharding.spec == P(None, "model")
     assert_placed_like_owners(model)
 
@@ -228,11 +334,22 @@ def test_explicit_axes_are_taken_as_automatic_ones() -> None:
     """`jax.make_mesh` makes Explicit axes, with which Keras' Dropout fails."""
     mesh = jax.make_mesh((4, 2), ("model", "data"))
     assert all(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types)
-    model = lm.build_abstract(net, "adam").shard(mesh, RULES).materialize()
+    model = lm.build_abstract(net).shard(mesh, RULES).materialize()
     kernel = model.get_layer("up").kernel.value
     assert kernel.sharding.spec == P(None, "model")
     assert all(kind == jax.sharding.AxisType.Auto for kind in kernel.sharding.mesh.axis_types)
-    assert np.isfinite(model(data()[0], training=True)).all()
+    assert np.isfinite(model.layers[1](kernel, training=True)).all()
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_trains(optimizer: str, mesh42: Mesh) -> None:
+    expected = seeded(lambda: losses(net(optimizer)))
+    found = seeded(lambda: losses(lm.build_abstract(net, optimizer).shard(mesh42, RULES).materialize()))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 class Watch(keras.callbacks.Callback):
@@ -244,11 +361,11 @@ class Watch(keras.callbacks.Callback):
 
 def test_losses_are_those_of_stock_keras(mesh42: Mesh) -> None:
     """Without a distribution, and with one that splits the batches over a mesh axis."""
-    expected = seeded(lambda: losses(net("adam", build=False)))
+    expected = seeded(lambda: losses(net(build=False)))
 
     def deferred() -> keras.Model:
         with lk.deferred(mesh=mesh42, rules=RULES):
-            return net("adam", build=False)
+            return net(build=False)
 
     model = seeded(deferred)
     np.testing.assert_allclose(losses(model), expected, rtol=1e-5)
@@ -256,12 +373,8 @@ def test_losses_are_those_of_stock_keras(mesh42: Mesh) -> None:
 
     model, watch = seeded(deferred), Watch()
     with lk.distribution(mesh42, "batch").scope():
-        found = model.fit(*data(), batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=[watch])
-    np.testing.assert_allclose(found.history["loss"], expected, rtol=1e-5)
+        np.testing.assert_allclose(losses(model, callbacks=[watch]), expected, rtol=1e-5)
     assert watch.specs[:2] == [P(None, "model"), P("model")]
     assert_placed_like_owners(model)
-
-
-def test_there_is_no_such_axis(mesh42: Mesh) -> None:
     with pytest.raises(lm.ShardingError, match="no axis 'rows' to split batches over"):
         lk.distribution(mesh42, "rows")

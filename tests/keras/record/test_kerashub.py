@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 import lazymodel_keras as lk
-from lazymodel._tensors.lazy import lazy
-from lazymodel._tensors.source import BYTES_READ
-from lazymodel_keras import _upstream
-from lazymodel_keras._record import kerashub
+from tests.keras.internals import decode_in_an_unknown_way, nbytes_read
 from tests.keras.models import assert_same, bits, seeded, write_safetensors_folder
 
 # KerasHub decodes the largest scale, which stands for no number, with these.
@@ -80,23 +76,15 @@ def stock(folder: str) -> Any:
     return seeded(lambda: GptOssBackbone.from_preset(folder))
 
 
-@pytest.fixture(scope="module")
-def decode() -> Callable[[Any, Any], np.ndarray]:
-    """What KerasHub decodes with."""
-    found: list[Any] = []
-    _upstream.with_gpt_oss_decoder(_upstream.gpt_oss_converter().convert_weights, found.append)
-    return found[0]
-
-
 # Experts; whole blocks of some rows; and an axis on which shards begin within blocks.
 @pytest.mark.parametrize("spec", [P("model"), P(None, None, "model"), P(None, "model")], ids=str)
 def test_equal_to_stock_and_read_once(folder: str, stock: Any, mesh8: Mesh, spec: P) -> None:
     rules = {".*/experts/(gate_up|down)_proj": spec}
-    before = BYTES_READ.count
+    before = nbytes_read()
     abstract = seeded(
         lambda: lk.abstract_from_preset(GptOssBackbone, folder).shard(mesh8, rules, on_unmatched="ignore")
     )
-    assert BYTES_READ.count == before, "nothing is read while it is converted"
+    assert nbytes_read() == before, "nothing is read while it is converted"
     experts = [path for path in abstract if path.endswith(("/gate_up_proj", "/down_proj"))]
     assert len(experts) == 2
     for path in experts:
@@ -115,9 +103,9 @@ def test_narrower_and_in_a_block(folder: str, stock: Any) -> None:
         with lk.deferred():
             return GptOssBackbone.from_preset(folder, dtype="bfloat16")
 
-    before = BYTES_READ.count
+    before = nbytes_read()
     ours = seeded(load)
-    assert BYTES_READ.count - before == sum(tensor.nbytes for tensor in _tensors().values())
+    assert nbytes_read() - before == sum(tensor.nbytes for tensor in _tensors().values())
     for expected, found in zip(stock.weights, ours.weights, strict=True):
         values = np.asarray(found.value)
         assert values.dtype == ml_dtypes.bfloat16
@@ -127,42 +115,17 @@ def test_narrower_and_in_a_block(folder: str, stock: Any) -> None:
             )
 
 
-def test_what_the_converter_refuses(tmp_path: Path) -> None:
+def test_experts_whose_scales_do_not_fit(tmp_path: Path) -> None:
     tensors = _tensors()
     name = "model.layers.0.mlp.experts.down_proj_scales"
     tensors[name] = tensors[name][:, :, :-1].copy()
     folder = write_safetensors_folder(tmp_path / "short", CONFIG, tensors)
-    with pytest.raises(lm.CheckpointError, match="cannot reshape array"):
+    with pytest.raises(lm.CheckpointError, match=r"down_proj_blocks: expected uint8 of shape \(8, 64, 2, 16\)"):
         lk.abstract_from_preset(GptOssBackbone, str(folder))
 
 
-def test_its_decoder_is_looked_up_bit_for_bit(tmp_path: Path, decode: Any) -> None:
-    stored = _tensors()
-    names = [f"model.layers.0.mlp.experts.down_proj_{kind}" for kind in ("blocks", "scales")]
-    lm.save({name: stored[name] for name in names}, tmp_path / "stored.safetensors")
-    with lm.open_checkpoint(tmp_path / "stored.safetensors") as checkpoint:
-        tensor = kerashub.lazily_decoding(decode)(*(checkpoint[name] for name in names))
-        assert isinstance(tensor, lm.LazyTensor)
-        assert tensor.read().tobytes() == decode(*(stored[name] for name in names)).tobytes()
-
-
-def test_a_decoder_that_cannot_be_looked_up_is_run_as_it_is() -> None:
-    blocks, scales = np.zeros((1, 2, 1, 16), np.uint8), np.ones((1, 2, 1), np.uint8)
-
-    def decode(blocks: Any, scales: Any) -> np.ndarray:
-        values = np.repeat(np.asarray(blocks).reshape(*scales.shape[:-1], -1), 2, axis=-1).astype(np.float32)
-        return values + np.arange(values.shape[-1], dtype=np.float32)
-
-    found = kerashub.lazily_decoding(decode)(lazy(blocks), lazy(scales))
-    assert isinstance(found, np.ndarray)
-    np.testing.assert_array_equal(found, decode(blocks, scales))
-
-
 def test_a_converter_that_decodes_in_another_way(folder: str, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(convert_weights: Any, wrap: Any) -> None:
-        return None
-
-    monkeypatch.setattr(_upstream, "with_gpt_oss_decoder", none)
+    decode_in_an_unknown_way(monkeypatch)
     with pytest.warns(lm.LazyModelWarning, match="the host holds all of them decoded"):
         ours = seeded(lambda: lk.from_preset(GptOssBackbone, folder))
     assert_same(stock, ours, outputs=False)

@@ -1,27 +1,20 @@
-"""What Keras' own callbacks and savers wrote, restored into models that are placed elsewhere; and saving in pieces."""
+"""What Keras' own callbacks and savers, and `lm.save`, wrote of a trained model, restored wherever one is placed."""
 
 from __future__ import annotations
 
-import filecmp
-import os
-import tracemalloc
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 import lazymodel_keras as lk
-from lazymodel_keras._train import saving
-from lazymodel_keras._train.callbacks import _stock_epoch
-from lazymodel_keras._train.names import match_paths
-from tests.keras.models import BACKBONES, bits, seeded
+from tests.keras.models import bits, seeded
 from tests.keras.versions import KERAS, needs_orbax_callback, parts
 
 pytest.importorskip("orbax.checkpoint")
@@ -38,13 +31,30 @@ FORMATS = {
 ORBAX = pytest.param("orbax", marks=needs_orbax_callback)
 
 
+@keras.saving.register_keras_serializable("tests")
+class Words(keras.layers.Layer):
+    """Has a file, which Orbax checkpoints keep as a byte array in an item next to the variables."""
+
+    words = "a b c"
+
+    def call(self, inputs: Any) -> Any:
+        return inputs
+
+    def save_assets(self, folder: str) -> None:
+        Path(folder, "words.txt").write_text("d e f")
+
+    def load_assets(self, folder: str) -> None:
+        self.words = Path(folder, "words.txt").read_text()
+
+
 def net(width: int = 8, optimizer: Any = "adam") -> keras.Model:
     model = keras.Sequential(
         [
             keras.Input((16,)),
             keras.layers.Dense(32, activation="relu", name="up"),
             keras.layers.Dropout(0.1),
-            keras.layers.BatchNormalization(),
+            keras.layers.BatchNormalization(dtype="bfloat16"),
+            Words(),
             keras.layers.Dense(width, name="down"),
         ],
         name="net",
@@ -73,6 +83,31 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, keras.Model]:
     model.save_weights(folder / "shards.weights.json", max_shard_size=3e-6)
     assert len(list(folder.glob("shards*.h5"))) > 1
     return folder, model
+
+
+@needs_orbax_callback
+def test_names_and_values_are_the_variables(saved: tuple[Path, keras.Model], tmp_path: Path) -> None:
+    """In what the stock callback saves, and in what `lm.save` does of the model and its optimizer."""
+    folder, model = saved
+    lm.save(model, tmp_path / "net")
+    collections = {
+        "trainable_variables": model.trainable_variables, "non_trainable_variables": model.non_trainable_variables,
+        "optimizer_variables": model.optimizer.variables, "metrics_variables": model.metrics_variables,
+    }  # fmt: skip
+    expected = {f"{name}/{v.path}": v for name, variables in collections.items() for v in variables}
+    assert "trainable_variables/net/up/kernel" in expected
+    with lm.open_checkpoint(folder / "orbax") as orbax, lm.open_checkpoint(tmp_path / "net") as plain:
+        assert orbax.item == str(folder / "orbax" / "1" / "pytree") and (folder / "orbax" / "1" / "assets").is_dir()
+        assert set(orbax) == set(expected)
+        assert set(plain) == {v.path for v in variables(model)} | {v.path for v in model.metrics_variables}
+        for name, variable in expected.items():
+            for tensor in (orbax[name], plain[variable.path]):
+                assert (tensor.shape, tensor.dtype.name) == (tuple(variable.shape), variable.dtype)
+                assert tensor.read().tobytes() == np.asarray(variable.value).tobytes()
+        abstract = seeded(lambda: lm.build_abstract(net))
+        again = abstract.materialize({path: plain[path] for path in abstract}, initialize="nothing")
+    for one, other in zip(model.variables, again.variables, strict=True):
+        np.testing.assert_array_equal(bits(one), bits(other))
 
 
 def variables(model: keras.Model, *, random: bool = True) -> list[keras.Variable]:
@@ -143,19 +178,6 @@ def test_a_step_is_not_the_newest(saved: tuple[Path, keras.Model], mesh42: Mesh)
     assert int(earlier.optimizer.iterations.value) * 2 == int(source.optimizer.iterations.value)
 
 
-@pytest.mark.large  # `test_killed` shows the same
-@needs_orbax_callback
-def test_training_goes_on_as_if_nothing_had_happened(saved: tuple[Path, keras.Model], mesh42: Mesh) -> None:
-    """On another mesh, dropout's random state, the optimizer and its step count included."""
-    folder, source = saved
-    going_on = seeded(lambda: lk.load_model(folder / "orbax"))
-    expected = going_on.fit(*data(), batch_size=16, shuffle=False, verbose=0).history["loss"]
-    model = into_abstract(folder / "orbax", mesh42)
-    found = model.fit(*data(), batch_size=16, shuffle=False, verbose=0).history["loss"]
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert int(model.optimizer.iterations.value) == int(source.optimizer.iterations.value) + 2
-
-
 @pytest.mark.parametrize("name", [ORBAX, "keras", "weights"])
 def test_weights_only_into_another_instance(name: str, saved: tuple[Path, keras.Model], mesh42: Mesh) -> None:
     folder, source = saved
@@ -176,6 +198,7 @@ def test_load_model(name: str, saved: tuple[Path, keras.Model], mesh42: Mesh) ->
     assert_restored(source, model, random=name == "orbax")
     assert model.get_layer("down").kernel.value.sharding.spec == P("model", None)
     assert sum(len(report.loaded) for report in reports) >= len(variables(model, random=False))
+    assert model.layers[3].words == "d e f"
     weights = lk.load_model(folder / FORMATS[name], compile=False)
     np.testing.assert_array_equal(bits(weights.weights[0]), bits(source.weights[0]))
     assert getattr(weights, "optimizer", None) is None
@@ -216,55 +239,77 @@ def test_paths_that_differ_from_those_that_were_saved(tmp_path: Path) -> None:
     assert_restored(model, loaded)
 
 
-def test_matching_paths() -> None:
-    automatic = {"dense", "seed_generator"}
-    # Equal paths are what they are, however they are numbered.
-    assert match_paths(["a/dense_1/kernel"], ["a/dense_1/kernel", "a/dense/kernel"], automatic) == {
-        "a/dense_1/kernel": "a/dense_1/kernel"
-    }
-    # Automatic numbers count in their order only; names that someone chose are left alone.
-    assert match_paths(["dense/k", "dense_1/k"], ["dense_10/k", "dense_9/k"], automatic) == {
-        "dense/k": "dense_9/k",
-        "dense_1/k": "dense_10/k",
-    }
-    assert match_paths(["layer_1/k"], ["layer_2/k"], automatic) == {}
-    # A name in front may be lacking, unless something else would fit as well.
-    assert match_paths(["net/up/k", "inner/down/k"], ["up/k", "down/k"], automatic) == {
-        "net/up/k": "up/k",
-        "inner/down/k": "down/k",
-    }
-    assert match_paths(["up/k"], ["a/up/k", "b/up/k"], automatic) == {}
-    assert match_paths(["a/up/k", "b/up/k"], ["up/k"], automatic) == {}
+NAMES = {
+    # Automatic numbers count in their order only; equal paths are what they are, and names that someone chose as well.
+    "order": (["dense", "dense_1"], ["net/dense_9", "net/dense_10"], True),
+    "many": (["dense_3", "dense_4", "dense_11"], ["net/dense", "net/dense_2", "net/dense_10"], True),
+    "equal": (["dense_1", "dense_2"], ["net/dense_1", "net/dense_2"], True),
+    "chosen": (["layer_1"], ["net/layer_2"], False),
+    # A name in front may be missing or be another one, unless something else would fit as well.
+    "in front": (["up", "dense_5"], ["up", "dense_2"], True),
+    "longer": (["up", "dense_5"], ["outer/net/up", "outer/net/dense_2"], True),
+    "two fit": (["up"], ["a/net/up", "b/net/up"], False),
+}
 
 
-@given(st.lists(st.integers(0, 50), unique=True, min_size=1, max_size=6), st.integers(0, 100), st.booleans())
-def test_numbers_keep_their_order(numbers: list[int], start: int, prefixed: bool) -> None:
-    def paths(numbers: list[int], prefix: str) -> list[str]:
-        return [f"{prefix}dense_{number}/kernel" if number else f"{prefix}dense/kernel" for number in numbers]
-
-    saved, ours = sorted(numbers), list(range(start, start + len(numbers)))
-    found = match_paths(paths(ours, "net/" if prefixed else ""), paths(saved, ""), {"dense"})
-    assert list(found.items()) == list(zip(paths(ours, "net/" if prefixed else ""), paths(saved, ""), strict=True))
+@pytest.mark.parametrize("case", NAMES)
+def test_names_that_differ_from_those_that_were_saved(case: str, tmp_path: Path) -> None:
+    ours, saved, fits = NAMES[case]
+    layers = [keras.layers.Dense(4, use_bias=False, name=name) for name in ours]
+    model = keras.Sequential([keras.Input((4,)), *layers], name="net")
+    kernels = {name: np.full((4, 4), number, "f") for number, name in enumerate(saved)}
+    lm.save({f"trainable_variables/{name}/kernel": kernel for name, kernel in kernels.items()}, tmp_path)
+    with contextlib.nullcontext() if fits else pytest.raises(lm.CheckpointError, match="has no tensor for 1 variables"):
+        lk.restore(model, tmp_path)
+        for layer, kernel in zip(layers, kernels.values(), strict=True):
+            np.testing.assert_array_equal(layer.kernel, kernel)
 
 
 # What does not fit ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [ORBAX, "weights"])
-def test_another_shape_is_an_error_and_changes_nothing(
-    name: str, saved: tuple[Path, keras.Model], mesh42: Mesh
+def longer() -> keras.Model:
+    model = net()
+    model.add(keras.layers.Dense(8, name="last"))
+    return model
+
+
+def shorter() -> keras.Model:
+    return keras.Sequential([keras.Input((16,)), keras.layers.Dense(32, name="up")], name="net")
+
+
+OTHER_SHAPE = r"(?s)(?=.*net/down/kernel)(?=.*\(32, 4\))(?=.*\(32, 8\))"
+OTHER_OPTIMIZER = "(?i:sgd).*weights_only=True"
+MISFITS: dict[str, tuple[str, Any, str]] = {
+    "another shape in a file": ("net.weights.h5", lambda: net(4), OTHER_SHAPE),
+    "another shape": ("orbax", lambda: net(4), OTHER_SHAPE),
+    "another optimizer in a file": ("net.weights.h5", lambda: net(optimizer="sgd"), f"2 variables.*{OTHER_OPTIMIZER}"),
+    "another optimizer": ("orbax", lambda: net(optimizer="sgd"), f"no tensor for .*{OTHER_OPTIMIZER}"),
+    "a layer more": ("orbax", longer, "no tensor for 6 variables of 'net': net/last/kernel"),
+    "layers less": ("orbax", shorter, "holds 7 tensors that 'net' has no variable for: non_trainable"),
+    "no file": ("nothing", net, "nothing does not exist"),
+    "a broken file": ("broken.weights.h5", net, "broken.weights.h5"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=needs_orbax_callback if MISFITS[case][0] == "orbax" else ()) for case in MISFITS]
+)
+def test_what_does_not_fit_is_an_error_and_changes_nothing(
+    case: str, saved: tuple[Path, keras.Model], mesh42: Mesh
 ) -> None:
     folder, _ = saved
-    model = lm.build_abstract(net, 4).shard(mesh42, RULES).materialize()
+    name, make, message = MISFITS[case]
+    (folder / "broken.weights.h5").write_bytes((folder / "net.weights.h5").read_bytes()[:3000])
+    model = lm.build_abstract(make).shard(mesh42, lambda variable: P()).materialize()
     before = [bits(variable) for variable in model.variables]
-    with pytest.raises(lm.CheckpointError) as raised:
-        lk.restore(model, folder / FORMATS[name])
-    text = str(raised.value)
-    assert "net/down/kernel" in text and "(32, 4)" in text and "(32, 8)" in text and str(folder) in text
+    with pytest.raises(lm.CheckpointError, match=message) as raised:
+        lk.restore(model, folder / name)
+    assert str(folder / name) in str(raised.value)
     for variable, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(bits(variable), value)
         assert "assign" not in vars(variable)
-    for variable in model.optimizer.variables:  # it was built meanwhile, and can be used
+    for variable in getattr(getattr(model, "optimizer", None), "variables", ()):  # it may have been built meanwhile
         assert variable._value is not None and len(variable.value.sharding.device_set) == 8
         assert "assign" not in vars(variable)
 
@@ -279,179 +324,23 @@ def test_a_new_head_is_left_out(name: str, saved: tuple[Path, keras.Model], mesh
     assert model.get_layer("down").kernel.shape == (32, 4)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("weights", r"net.weights.h5: expected the 2 variables of optimizer '(?i:sgd).*', found 14.*weights_only=True"),
-        pytest.param("orbax", r"no tensor for .*(?i:sgd).*/iteration.*weights_only=True", marks=needs_orbax_callback),
-    ],
-    ids=["weights", "orbax"],
-)
-def test_another_optimizer_is_an_error(name: str, expected: str, saved: tuple[Path, keras.Model]) -> None:
-    folder, _ = saved
-    with pytest.raises(lm.CheckpointError, match=expected):
-        lk.restore(net(optimizer="sgd"), folder / FORMATS[name])
-
-
-@needs_orbax_callback
-def test_another_model_is_an_error(saved: tuple[Path, keras.Model]) -> None:
-    folder, _ = saved
-    longer = net()
-    longer.add(keras.layers.Dense(8, name="last"))
-    with pytest.raises(lm.CheckpointError, match="has no tensor for 6 variables of 'net': net/last/kernel"):
-        lk.restore(longer, folder / "orbax")
-    shorter = keras.Sequential([keras.Input((16,)), keras.layers.Dense(32, name="up")], name="net")
-    with pytest.raises(lm.CheckpointError, match="holds 7 tensors that 'net' has no variable for: non_trainable"):
-        lk.restore(shorter, folder / "orbax")
-
-
-def test_what_cannot_be_restored(tmp_path: Path, saved: tuple[Path, keras.Model]) -> None:
-    folder, _ = saved
+def test_models_that_nothing_is_restored_into(saved: tuple[Path, keras.Model]) -> None:
+    file = saved[0] / "net.weights.h5"
     with pytest.raises(lm.LazyModelError, match="'unbuilt': it has no variables yet. Build it first"):
-        lk.restore(Subclassed(name="unbuilt"), folder / "net.weights.h5")
-    with pytest.raises(lm.CheckpointError, match="nothing does not exist"):
-        lk.restore(net(), tmp_path / "nothing")
+        lk.restore(Subclassed(name="unbuilt"), file)
     abstract = lm.build_abstract(net)
     abstract.materialize()
     with pytest.raises(lm.LazyModelError, match="not materialized yet"):
-        lk.restore(abstract, folder / "net.weights.h5")
-    (tmp_path / "broken.weights.h5").write_bytes((folder / "net.weights.h5").read_bytes()[:3000])
-    with pytest.raises(lm.CheckpointError, match=r"broken.weights.h5"):
-        lk.restore(net(), tmp_path / "broken.weights.h5")
+        lk.restore(abstract, file)
 
 
 @needs_orbax_callback
 def test_a_checkpoint_of_weights_only(tmp_path: Path) -> None:
     weights = keras.callbacks.OrbaxCheckpoint(str(tmp_path / "weights"), save_weights_only=True)
     net().fit(*data(), verbose=0, callbacks=[weights])
+    with lm.open_checkpoint(tmp_path / "weights") as checkpoint:
+        assert {name.partition("/")[0] for name in checkpoint} == {"trainable_variables", "non_trainable_variables"}
     with pytest.raises(lm.CheckpointError, match=r"expected the configuration of a model.*save_weights_only"):
         lk.load_model(tmp_path / "weights")
     model = lk.restore(net(), tmp_path / "weights")
     assert not model.optimizer.built, "there is nothing to restore it from"
-
-
-# Where training was ---------------------------------------------------------------------------------------------------
-
-
-class Batches:
-    """A data iterator whose state can be taken and set, as Grain's."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def __iter__(self) -> Batches:
-        return self
-
-    def __next__(self) -> tuple[np.ndarray, np.ndarray]:
-        rng = np.random.default_rng(self.position)
-        self.position += 1
-        return rng.standard_normal((4, 16)).astype("f"), rng.standard_normal((4, 8)).astype("f")
-
-    def get_state(self) -> bytes:
-        return b"%d" % self.position
-
-    def set_state(self, state: bytes) -> None:
-        self.position = int(state)
-
-
-@needs_orbax_callback
-def test_epoch_data_and_metadata_are_saved_with_a_step(tmp_path: Path) -> None:
-    model, batches = seeded(net), Batches()
-    asked: list[int] = []
-
-    def metadata() -> dict[str, Any]:
-        asked.append(1)
-        return {"run": "a", "saves": len(asked)}
-
-    # Keras takes batches from a stream before it trains on them; what is saved is what was trained on.
-    callback = lk.TrainingCheckpoint(tmp_path / "saved", metadata=metadata, save_freq=1, max_to_keep=None)
-    model.fit(callback.data(batches), steps_per_epoch=3, epochs=2, shuffle=False, verbose=0, callbacks=[callback])
-    states = [lk.training_state(tmp_path / "saved" / str(step)) for step in range(1, 7)]
-    assert [(s.epoch, s.batch) for s in states] == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)]
-    assert [s.data for s in states] == [b"%d" % count for count in range(1, 7)]
-    assert [s.metadata for s in states] == [{"run": "a", "saves": count} for count in range(1, 7)]
-    assert lk.training_state(tmp_path / "saved") == states[-1]
-    assert (states[-1].step, states[-1].path) == (6, str(tmp_path / "saved" / "6"))
-    assert_restored(model, lk.restore(lm.build_abstract(net), tmp_path / "saved"))
-
-
-@needs_orbax_callback
-def test_where_the_stock_callback_was(saved: tuple[Path, keras.Model]) -> None:
-    folder, _ = saved
-    state = lk.training_state(folder / "orbax")
-    assert (state.step, state.epoch, state.batch, state.metadata, state.data) == (1, 2, 0, {}, None)
-    assert _stock_epoch(step=4, updates=4) is None, "batches, of nobody knows which epoch"
-    assert _stock_epoch(step=4, updates=0) is None, "nothing was trained"
-    assert _stock_epoch(step=4, updates=15) == 5
-
-
-@needs_orbax_callback
-def test_what_cannot_be_saved_with_a_step(tmp_path: Path) -> None:
-    with pytest.raises(lm.LazyModelError, match=r"expected an iterator with get_state\(\)"):
-        lk.TrainingCheckpoint(tmp_path / "a").data(iter([]))
-    callback = lk.TrainingCheckpoint(tmp_path / "b", metadata={"x": object()})
-    callback.set_model(net())
-    with pytest.raises(lm.LazyModelError, match="types that JSON has"):
-        callback.on_epoch_end(0)
-    lm.save({"a": np.ones(3)}, tmp_path / "c.safetensors")
-    with pytest.raises(lm.CheckpointError, match="expected a step that a callback for training saved, found"):
-        lk.training_state(tmp_path / "c.safetensors")
-
-
-# Saving ---------------------------------------------------------------------------------------------------------------
-
-
-def test_saving_copies_a_few_bytes_at_a_time(tmp_path: Path, mesh42: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "_SLAB", 1 << 14)
-    width, layers = 512, 8
-
-    def wide() -> keras.Model:
-        shape = keras.layers.Dense(width, use_bias=False)
-        return keras.Sequential(
-            [
-                keras.Input((width,)),
-                *(keras.layers.Dense(**shape.get_config() | {"name": f"d{i}"}) for i in range(layers)),
-                keras.layers.Dense(width, use_bias=False, dtype="bfloat16", name="half"),
-            ]
-        )
-
-    def save_and_measure(path: Path) -> tuple[int, int]:
-        model = lm.build_abstract(wide).shard(mesh42, lambda variable: P(None, "model")).materialize()
-        tracemalloc.start()
-        save(model, path)
-        current, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        return current, peak
-
-    def save(model: keras.Model, path: Path) -> None:
-        model.save_weights(path, **({"max_shard_size": 2e-3} if path.suffix == ".json" else {}))
-
-    one, whole = width * width * 4, (layers * 4 + 2) * width * width
-    seeded(lambda: save_and_measure(tmp_path / "stock.weights.h5"))
-    for name in ("ours.weights.h5", "ours.weights.json"):
-        with lk.streamed_saving():
-            current, peak = seeded(lambda name=name: save_and_measure(tmp_path / name))
-        assert current < one and peak < one
-    assert filecmp.cmp(tmp_path / "stock.weights.h5", tmp_path / "ours.weights.h5", shallow=False)
-    assert seeded(lambda: save_and_measure(tmp_path / "again.weights.h5"))[0] > whole, "stock keeps one"
-
-
-def test_presets_and_whole_models_are_saved_in_pieces(
-    tmp_path: Path, saved: tuple[Path, keras.Model], mesh42: Mesh
-) -> None:
-    cls, config = BACKBONES["bert"]
-
-    def rules(variable: lm.AbstractVariable) -> P:
-        fits = variable.shape and variable.shape[-1] % 2 == 0
-        return P(*[None] * (len(variable.shape) - 1), "model") if fits else P()
-
-    model = lm.build_abstract(cls, **config).shard(mesh42, rules).materialize()
-    _, trained = saved
-    with lk.streamed_saving():
-        model.save_to_preset(str(tmp_path / "ours"))
-        trained.save(tmp_path / "net.keras")
-    model.save_to_preset(str(tmp_path / "stock"))
-    assert sorted(os.listdir(tmp_path / "ours")) == sorted(os.listdir(tmp_path / "stock"))
-    for name in ("model.weights.h5", "config.json"):
-        assert filecmp.cmp(tmp_path / "ours" / name, tmp_path / "stock" / name, shallow=False)
-    assert_restored(trained, keras.saving.load_model(tmp_path / "net.keras"), random=False)

@@ -64,28 +64,41 @@ def pairs_of(model: Any) -> dict[str, Any]:
     return {variable.path: variable for variable in model.variables if "lora" in variable.path}
 
 
-@pytest.mark.parametrize("cls", [pytest.param(Backbone, marks=pytest.mark.large), GemmaCausalLM])
-def test_equals_enabling_it_on_the_loaded_model(preset: str, mesh8: Mesh, cls: Any) -> None:
-    options = {} if cls is Backbone else {"preprocessor": None}
+@pytest.mark.parametrize(
+    ("cls", "quantize"),
+    [
+        (GemmaCausalLM, None),
+        (Backbone, "int4"),
+        pytest.param(Backbone, None, marks=pytest.mark.large),
+        pytest.param(Backbone, "int8", marks=pytest.mark.large),
+    ],
+)
+def test_equals_enabling_it_on_the_loaded_model(preset: str, mesh8: Mesh, cls: Any, quantize: str | None) -> None:
+    options: dict[str, Any] = {} if quantize else {"dtype": "bfloat16"}
+    options |= {} if cls is Backbone else {"preprocessor": None}
 
     def stock() -> Any:
-        model = cls.from_preset(preset, dtype="bfloat16", **options)
+        model = cls.from_preset(preset, **options)
+        if quantize is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                gc.freeze()
+                model.quantize(quantize)
         getattr(model, "backbone", model).enable_lora(4)
         return model
 
-    expected = seeded(stock)
-    ours = seeded(
-        lambda: (
-            lk.abstract_from_preset(cls, preset, dtype="bfloat16", **options)
-            .lora(4)
-            .shard(mesh8, lm.auto())
-            .materialize()
-        )
-    )
-    assert_same(expected, ours, outputs=False)
-    assert [v.path for v in expected.trainable_variables] == [v.path for v in ours.trainable_variables]
-    assert {v.dtype for v in pairs_of(ours).values()} == {"float32" if FLOAT32_PAIRS else "bfloat16"}
-    assert np.asarray(pairs_of(ours)[f"{QUERY}/lora_kernel_a"]).any()
+    def ours() -> Any:
+        abstract = lk.abstract_from_preset(cls, preset, **options)
+        abstract = abstract if quantize is None else abstract.quantize(quantize)
+        return abstract.lora(4).shard(mesh8, lm.auto()).materialize()
+
+    expected, found = seeded(stock), seeded(ours)
+    assert_same(expected, found, outputs=False)
+    assert [v.path for v in expected.trainable_variables] == [v.path for v in found.trainable_variables]
+    pairs = pairs_of(found)
+    assert quantize or {v.dtype for v in pairs.values()} == {"float32" if FLOAT32_PAIRS else "bfloat16"}
+    assert np.asarray(pairs[f"{QUERY}/lora_kernel_a"]).any()
+    assert pairs[f"{QUERY}/lora_kernel_a"].shape == (8, 32, 4)
 
 
 def test_pairs_are_split_like_their_kernels(preset: str, mesh8: Mesh) -> None:
@@ -124,23 +137,19 @@ def test_layout_maps_of_keras(preset: str, mesh8: Mesh) -> None:
 
 @pytest.mark.parametrize("targets", [None, r".*/(query|ffw_linear)/kernel"])
 def test_enabled_afterwards(preset: str, mesh8: Mesh, targets: str | None) -> None:
-    model = lk.from_preset(GemmaCausalLM, preset, preprocessor=None, mesh=mesh8, rules=RULES)
-    lk.enable_lora(model, 2, targets)
+    def enabled(cls: Any, **options: Any) -> Any:
+        model = lk.from_preset(cls, preset, mesh=mesh8, rules=RULES, **options)
+        lk.enable_lora(model, 2, targets)
+        return model
+
+    model = enabled(GemmaCausalLM, preprocessor=None)
     pairs = pairs_of(model)
     assert len(pairs) == 8
     assert pairs[f"{QUERY}/lora_kernel_a"].value.sharding.spec == P("model")
     assert all(len(variable.value.sharding.device_set) == 8 for variable in pairs.values())
     assert model.trainable_variables == list(pairs.values())
-    assert_same(
-        seeded(lambda: enabled(lk.from_preset(Backbone, preset, mesh=mesh8, rules=RULES), targets)),
-        seeded(lambda: loaded(preset, 2, targets, mesh=mesh8)),
-        outputs=False,
-    )
-
-
-def enabled(model: Any, targets: str | None) -> Any:
-    lk.enable_lora(model, 2, targets)
-    return model
+    same = (seeded(lambda: enabled(Backbone)), seeded(lambda: loaded(preset, 2, targets, mesh=mesh8)))
+    assert_same(*same, outputs=False)
 
 
 @pytest.mark.parametrize("quantize", [None, pytest.param("int8", marks=pytest.mark.large)])
@@ -176,25 +185,6 @@ def test_pairs_are_saved_and_loaded_alone(tmp_path: Path, preset: str, mesh8: Me
     assert_same(stock, usual, outputs=False)
 
 
-@pytest.mark.parametrize("how", [pytest.param("int8", marks=pytest.mark.large), "int4"])
-def test_quantized_bases(preset: str, mesh8: Mesh, how: str) -> None:
-    def stock() -> Any:
-        model = Backbone.from_preset(preset)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            gc.freeze()
-            model.quantize(how)
-        model.enable_lora(2)
-        return model
-
-    expected = seeded(stock)
-    ours = seeded(
-        lambda: lk.abstract_from_preset(Backbone, preset).quantize(how).lora(2).shard(mesh8, lm.auto()).materialize()
-    )
-    assert_same(expected, ours, outputs=False)
-    assert ours.get_layer("decoder_block_0").attention.query_dense.lora_kernel_a.shape == (8, 32, 2)
-
-
 def test_a_plain_model(mesh8: Mesh) -> None:
     def build() -> Any:
         return keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(8)])
@@ -209,15 +199,15 @@ def test_a_plain_model(mesh8: Mesh) -> None:
 
 def test_errors(preset: str) -> None:
     abstract = lk.abstract_from_preset(Backbone, preset)
-    with pytest.raises(lm.LazyModelError, match="positive integer; got 0"):
-        abstract.lora(0)
-    with pytest.raises(lm.LazyModelError, match=r"targets '\(' are not a regular expression"):
-        abstract.lora(2, "(")
-    with pytest.raises(lm.LazyModelError, match="has no LoRA targets: expected variables that match"):
-        abstract.lora(2, "query")
-    model = loaded(preset, 2)
+    for rank, targets, message in (
+        (0, None, "positive integer; got 0"),
+        (2, "(", r"targets '\(' are not a regular expression"),
+        (2, "query", "has no LoRA targets: expected variables that match"),
+    ):
+        with pytest.raises(lm.LazyModelError, match=message):
+            abstract.lora(rank, targets)
     with pytest.raises(lm.LazyModelError, match=r"cannot be enabled on gemma_backbone\S*: lora is already enabled"):
-        lk.enable_lora(model, 2)
+        lk.enable_lora(loaded(preset, 2), 2)
     config = keras.quantizers.Float8QuantizationConfig()
     with pytest.raises(lm.LazyModelError, match="no LoRA for layers quantized with 'float8'"):
         abstract.quantize(config).lora(2)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 import lazymodel_keras as lk
-from lazymodel._tensors import computed
 from tests.keras.models import GEMMA, assert_same, randomize, save_hugging_face, save_preset, seeded
 from tests.keras.versions import needs_keras, needs_saved_tasks
+from tests.small import make_small
 
 # Keras warns of every layer that it passes over, and so do we.
 pytestmark = [
@@ -49,11 +49,6 @@ def preset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_preset(tmp_path_factory.mktemp("quantize") / "gemma", "gemma")
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_preset(tmp_path_factory.mktemp("quantize") / "llama3", "llama3")
-
-
 def quantized(model: Any, how: Any, filters: Any = None) -> Any:
     """What stock Keras makes of a loaded model."""
     with warnings.catch_warnings():
@@ -68,107 +63,109 @@ def load(preset: Path, how: Any, filters: Any = None) -> Any:
     return lk.abstract_from_preset(Backbone, str(preset)).quantize(how, filters).materialize()
 
 
-HOW: dict[str, Callable[[], Any]] = {
-    "int8": lambda: "int8",
-    "int4": lambda: "int4",
-    "float8": lambda: "float8",
-    "int4 of columns": lambda: quantizers.Int4QuantizationConfig(block_size=None),
-    "int4 of odd blocks": lambda: quantizers.Int4QuantizationConfig(block_size=24),
-    "int8 weights only": lambda: quantizers.Int8QuantizationConfig(activation_quantizer=None),
-    "int8 of its own range": lambda: quantizers.Int8QuantizationConfig(
-        weight_quantizer=quantizers.AbsMaxQuantizer(axis=0, value_range=(-100, 90))
+# A source of weights, how it is quantized, with which filters, and other arguments of `from_preset`.
+Case = tuple[str, Callable[[], Any], Any, dict[str, Any]]
+CASES: dict[str, Case] = {
+    "int8": ("llama3", lambda: "int8", None, {}),
+    "int4": ("llama3", lambda: "int4", None, {}),
+    "float8": ("llama3", lambda: "float8", None, {}),
+    "int4 of columns": ("llama3", lambda: quantizers.Int4QuantizationConfig(block_size=None), None, {}),
+    "int4 of odd blocks": ("llama3", lambda: quantizers.Int4QuantizationConfig(block_size=24), None, {}),
+    "int8 weights only, some layers": (
+        "llama3",
+        lambda: quantizers.Int8QuantizationConfig(activation_quantizer=None),
+        lambda layer: layer.name != "key",
+        {},
     ),
+    "int8 of its own range, some layers": (  # its axis is a matrix' only
+        "llama3",
+        lambda: quantizers.Int8QuantizationConfig(
+            weight_quantizer=quantizers.AbsMaxQuantizer(axis=0, value_range=(-100, 90))
+        ),
+        "feedforward",
+        {},
+    ),
+    "int8 by an unknown quantizer, an embedding": (
+        "gemma",
+        lambda: quantizers.Int8QuantizationConfig(weight_quantizer=Halves(axis=-1)),
+        ["^token_embedding$"],
+        {},
+    ),
+    "bfloat16 to int8": ("gemma", lambda: "int8", None, {"dtype": "bfloat16"}),
+    "bfloat16 to int4": ("gemma task", lambda: "int4", None, {"dtype": "bfloat16"}),
+    "views of files": ("hugging face", lambda: "int4", None, {}),  # transposed and reshaped
 }
-
-
+LARGE: dict[str, Case] = {
+    "mixed_bfloat16": ("gemma task", lambda: "int8", None, {"dtype": "mixed_bfloat16"}),
+    **{
+        f"{what} to {how}": (source, lambda how=how: how, None, options)
+        for what, source, options in (
+            ("views of files", "hugging face", {}),
+            ("initial values", "gemma", {"load_weights": False}),
+            ("tied embedding", "gemma", {}),
+            ("odd vocabulary", "odd gemma", {}),
+        )
+        for how in ("int8", "int4")
+        if (what, how) != ("views of files", "int4")
+    },
+}
 blocks = needs_keras("3.14", "int4 in blocks")
 
 
 @pytest.mark.parametrize(
-    "how",
+    "name",
     [
-        pytest.param(how, marks=blocks if name in ("int4 of columns", "int4 of odd blocks") else (), id=name)
-        for name, how in HOW.items()
+        *(pytest.param(name, marks=blocks if name.startswith("int4 of") else ()) for name in CASES),
+        *(pytest.param(name, marks=pytest.mark.large) for name in LARGE),
     ],
 )
-def test_equals_quantizing_the_loaded_model(llama: Path, mesh8: Mesh, how: Callable[[], Any]) -> None:
-    filters = "feedforward" if how is HOW["int8 of its own range"] else None  # its axis is a matrix' only
-    stock = quantized(Backbone.from_preset(str(llama)), how(), filters)
-    ours = lk.abstract_from_preset(Backbone, str(llama)).quantize(how(), filters).shard(mesh8, lm.auto()).materialize()
-    assert_same(stock, ours, outputs=False)
+def test_equals_quantizing_the_loaded_model(preset: Path, mesh8: Mesh, name: str, tmp_path: Path) -> None:
+    source, how, filters, options = (CASES | LARGE)[name]
+    cls = GemmaCausalLM if source == "gemma task" else Backbone
+    options = options | ({"preprocessor": None} if source == "gemma task" else {})
+    if source == "llama3":
+        folder = save_preset(tmp_path / source, source)
+    elif source == "hugging face":
+        folder = save_hugging_face(tmp_path / source, "llama3", shards=2)
+    elif source == "odd gemma":
+        folder = tmp_path / source
+        randomize(keras_hub.models.GemmaBackbone(**{**GEMMA, "vocabulary_size": 67})).save_to_preset(str(folder))
+    else:
+        folder = preset
+    stock = seeded(lambda: quantized(cls.from_preset(str(folder), **options), how(), filters))
+    ours = seeded(
+        lambda: (
+            lk.abstract_from_preset(cls, str(folder), **options)
+            .quantize(how(), filters)
+            .shard(mesh8, lm.auto())
+            .materialize()
+        )
+    )
+    assert_same(stock, ours, outputs=name == "tied embedding to int8")
     assert [v.path for v in stock.trainable_variables] == [v.path for v in ours.trainable_variables]
     for one, other in zip(stock._flatten_layers(), ours._flatten_layers(), strict=True):
         assert one.dtype_policy.name == other.dtype_policy.name
         assert getattr(one, "_is_quantized", False) == getattr(other, "_is_quantized", False)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "how"),
-    [("bfloat16", "int8"), ("bfloat16", "int4"), pytest.param("mixed_bfloat16", "int8", marks=pytest.mark.large)],
-)
-def test_narrow_weights(preset: Path, dtype: str, how: str) -> None:
-    stock = quantized(GemmaCausalLM.from_preset(str(preset), dtype=dtype, preprocessor=None), how)
-    ours = (
-        lk.abstract_from_preset(GemmaCausalLM, str(preset), dtype=dtype, preprocessor=None).quantize(how).materialize()
-    )
-    assert_same(stock, ours, outputs=False)
-
-
-@pytest.mark.large
-def test_runs_like_stock(preset: Path) -> None:
-    stock = quantized(Backbone.from_preset(str(preset)), "int8")
-    assert_same(stock, load(preset, "int8"), outputs=True)
-
-
-@pytest.mark.parametrize("how", ["int4", pytest.param("int8", marks=pytest.mark.large)])
-def test_hugging_face(tmp_path: Path, mesh8: Mesh, how: str) -> None:
-    """Kernels that are transposed and reshaped views of what is in the files."""
-    folder = str(save_hugging_face(tmp_path / "llama3", "llama3", shards=2))
-    stock = quantized(Backbone.from_preset(folder), how)
-    ours = lk.abstract_from_preset(Backbone, folder).quantize(how).shard(mesh8, lm.auto()).materialize()
-    assert_same(stock, ours, outputs=False)
-
-
-@pytest.mark.parametrize("filters", ["query|value", ["^token_embedding$"], lambda layer: layer.name == "key"])
-def test_filters(preset: Path, filters: Any) -> None:
-    stock = quantized(Backbone.from_preset(str(preset)), "int8", filters)
-    assert 0 < sum(variable.dtype == "int8" for variable in stock.variables) < 10
-    assert_same(stock, load(preset, "int8", filters), outputs=False)
-
-
-def test_a_quantizer_of_ones_own(preset: Path) -> None:
-    def how() -> Any:
-        return quantizers.Int8QuantizationConfig(weight_quantizer=Halves(axis=-1))
-
-    stock = quantized(Backbone.from_preset(str(preset)), how(), "token_embedding")
-    ours = load(preset, how(), "token_embedding")
-    assert_same(stock, ours, outputs=False)
-
-
-@pytest.mark.large
-@pytest.mark.parametrize("how", ["int8", "int4"])
-def test_without_weights(preset: Path, how: str) -> None:
-    stock = quantized(seeded(lambda: Backbone.from_preset(str(preset), load_weights=False)), how)
-    ours = seeded(
-        lambda: lk.abstract_from_preset(Backbone, str(preset), load_weights=False).quantize(how).materialize()
-    )
-    assert_same(stock, ours, outputs=False)
-
-
 @pytest.mark.parametrize("how", ["int8", "int4"])
 def test_reads_every_weight_once_in_slabs(preset: Path, mesh8: Mesh, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    slabs: list[int] = []
-    init = computed.Computation.__init__
+    slabs: list[int] = []  # bytes of what Keras' own functions are called with
 
-    def watched(self: Any, source: Any, function: Any, steps: Any) -> None:
-        def watching(values: np.ndarray) -> Any:
-            slabs.append(values.nbytes)
-            return function(values)
+    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def watching(values: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(values, np.ndarray):
+                slabs.append(values.nbytes)
+            return original(values, *args, **kwargs)
 
-        init(self, source, watching, steps)
+        return watching
 
-    monkeypatch.setattr(computed.Computation, "__init__", watched)
-    monkeypatch.setattr(computed, "SLAB", 1024)
+    for name in ("abs_max_quantize", "abs_max_quantize_grouped_with_zero_point"):
+        for module in (keras.src.quantizers, keras.src.quantizers.quantizers):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, watched(getattr(module, name)))
+    make_small(monkeypatch, slab=1024)
     reports: list[lm.LoadReport] = []
     abstract = lk.abstract_from_preset(Backbone, str(preset)).quantize(how).shard(mesh8, lm.auto())
     assert not slabs, "nothing is computed before it is wanted"
@@ -199,28 +196,46 @@ def test_the_plan_is_what_is_materialized(preset: Path, mesh8: Mesh) -> None:
     assert_same(model, again, outputs=False)
 
 
-def test_a_scale_is_split_like_its_weight(preset: Path, mesh8: Mesh) -> None:
-    """Rules and layout maps that were written for float models."""
-    rules = {r".*attention/(query|key|value)/kernel": P("model"), "token_embedding/embeddings": P("model")}
-    abstract = lk.abstract_from_preset(Backbone, str(preset)).quantize("int8").shard(mesh8, rules)
-    assert abstract["token_embedding/embeddings_scale"].spec == P("model")
-    assert abstract["decoder_block_1/attention/query/kernel_scale"].spec == P(None, None, "model")
-    assert abstract["decoder_block_1/ffw_linear/kernel_scale"].spec == P()
-    assert "token_embedding/embeddings" in str(abstract.explain("token_embedding/embeddings_scale"))
-    replicated = {**rules, ".*_scale": P()}
-    abstract = lk.abstract_from_preset(Backbone, str(preset)).quantize("int8").shard(mesh8, replicated)
-    assert abstract["token_embedding/embeddings_scale"].spec == P(), "a rule goes before"
+QUERY_RULES = {r".*attention/(query|key|value)/kernel": P("model"), "token_embedding/embeddings": P("model")}
+GATING_RULES = {"token_embedding/embeddings": P("model"), r".*ffw_gating/kernel": P(None, "model")}
 
 
-@blocks
-def test_scales_of_blocks_are_split_like_their_weight(preset: Path, mesh8: Mesh) -> None:
-    config = quantizers.Int4QuantizationConfig(block_size=16)
-    rules = {"token_embedding/embeddings": P("model"), r".*ffw_gating/kernel": P(None, "model")}
-    abstract = lk.abstract_from_preset(Backbone, str(preset)).quantize(config).shard(mesh8, rules)
-    assert abstract["decoder_block_0/ffw_gating/kernel"].shape == (32, 16)
-    assert abstract["decoder_block_0/ffw_gating/kernel_scale"].shape == (2, 32)
-    assert abstract["decoder_block_0/ffw_gating/kernel_scale"].spec == P(None, "model")
-    assert abstract["decoder_block_0/ffw_gating/kernel_zero"].spec == P(None, "model")
+@pytest.mark.parametrize(
+    ("block_size", "rules", "specs"),
+    [
+        (
+            None,
+            QUERY_RULES,
+            {
+                "token_embedding/embeddings_scale": P("model"),
+                "decoder_block_1/attention/query/kernel_scale": P(None, None, "model"),
+                "decoder_block_1/ffw_linear/kernel_scale": P(),
+            },
+        ),
+        (None, {**QUERY_RULES, ".*_scale": P()}, {"token_embedding/embeddings_scale": P()}),  # a rule goes before
+        pytest.param(
+            16,
+            GATING_RULES,
+            {
+                "decoder_block_0/ffw_gating/kernel_scale": P(None, "model"),
+                "decoder_block_0/ffw_gating/kernel_zero": P(None, "model"),
+            },
+            marks=blocks,
+        ),
+    ],
+)
+def test_a_scale_is_split_like_its_weight(
+    preset: Path, mesh8: Mesh, block_size: int | None, rules: Any, specs: dict[str, P]
+) -> None:
+    """By rules that were written for float models."""
+    how = "int8" if block_size is None else quantizers.Int4QuantizationConfig(block_size=block_size)
+    abstract = lk.abstract_from_preset(Backbone, str(preset)).quantize(how).shard(mesh8, rules)
+    assert {path: abstract[path].spec for path in specs} == specs
+    if block_size is not None:
+        assert abstract["decoder_block_0/ffw_gating/kernel"].shape == (32, 16)
+        assert abstract["decoder_block_0/ffw_gating/kernel_scale"].shape == (2, 32)
+    elif len(specs) == 3:
+        assert "token_embedding/embeddings" in str(abstract.explain("token_embedding/embeddings_scale"))
 
 
 @needs_keras("3.14", "layout maps whose keys match whole paths")
@@ -234,49 +249,42 @@ def test_a_scale_is_split_like_its_weight_in_a_layout_map(preset: Path, mesh8: M
     assert abstract["token_embedding/embeddings_scale"].spec == P("model")
 
 
-@pytest.mark.parametrize(
-    "cls",
-    ["Backbone", pytest.param("CausalLM", marks=needs_saved_tasks)],
-)
+@pytest.mark.parametrize("cls", ["Backbone", pytest.param("CausalLM", marks=needs_saved_tasks)])
 @pytest.mark.parametrize("how", ["int4", *(pytest.param(how, marks=pytest.mark.large) for how in ("int8", "float8"))])
 def test_presets_saved_quantized(tmp_path: Path, preset: Path, mesh8: Mesh, how: str, cls: str) -> None:
     """Stock loads these into tasks; for backbones it builds float layers and fails."""
-    folder = str(tmp_path / "saved")
+    folder, options = str(tmp_path / "saved"), {} if cls == "Backbone" else {"preprocessor": None}
+    own = Backbone if cls == "Backbone" else GemmaCausalLM
+    saved = quantized(own.from_preset(str(preset), **options), how)
+    saved.save_to_preset(folder)
     if cls == "Backbone":
-        saved = quantized(Backbone.from_preset(str(preset)), how)
-        saved.save_to_preset(folder)
         with pytest.raises(Exception, match="."):  # what it is depends on the layer that comes first
             assert_same(saved, Backbone.from_preset(folder), outputs=False)
         stock = type(saved).from_config(saved.get_config())
         stock.load_weights(f"{folder}/model.weights.h5")
-        assert_same(stock, lk.from_preset(Backbone, folder, mesh=mesh8, rules=lm.auto()), outputs=False)
         with lk.deferred():
             later = Backbone.from_preset(folder)
         assert_same(stock, later, outputs=False)
     else:
-        saved = quantized(GemmaCausalLM.from_preset(str(preset), preprocessor=None), how)
-        saved.save_to_preset(folder)
-        stock = GemmaCausalLM.from_preset(folder, preprocessor=None)
-        ours = lk.from_preset(GemmaCausalLM, folder, preprocessor=None, mesh=mesh8, rules=lm.auto())
-        assert_same(stock, ours, outputs=False)
+        stock = own.from_preset(folder, **options)
+    ours = lk.from_preset(own, folder, mesh=mesh8, rules=lm.auto(), **options)
+    assert_same(stock, ours, outputs=False)
 
 
 def test_errors(tmp_path: Path, preset: Path) -> None:
     abstract = lk.abstract_from_preset(Backbone, str(preset))
-    with pytest.raises(lm.LazyModelError, match="calibrates with data .* then call model.quantize"):
-        abstract.quantize("gptq")
-    with pytest.raises(lm.LazyModelError, match="'int8', 'int4', 'float8' or a keras.*got 'int3'"):
-        abstract.quantize("int3")
-    with pytest.raises(lm.LazyModelError, match="no LoRA for layers quantized with 'float8'"):
-        abstract.quantize("float8").lora(2)
-    with pytest.raises(lm.LazyModelError, match="'int8'.* changes nothing: none of the layers .* that the filters let"):
-        abstract.quantize("int8", "nothing")
-    with pytest.raises(lm.LazyModelError, match="Keras cannot quantize .* with 'int8': .*float16"):
-        lk.abstract_from_preset(Backbone, str(preset), dtype="float16").quantize("int8")
-    saved = load(preset, "int8")
-    saved.save_to_preset(str(tmp_path / "saved"))
-    with pytest.raises(lm.LazyModelError, match=re.escape("is quantized already: layer token_embedding is int8")):
-        lk.abstract_from_preset(Backbone, str(tmp_path / "saved")).quantize("int4")
+    half = lk.abstract_from_preset(Backbone, str(preset), dtype="float16")
+    load(preset, "int8").save_to_preset(str(tmp_path / "saved"))
+    saved = lk.abstract_from_preset(Backbone, str(tmp_path / "saved"))
+    for model, how, filters, message in (
+        (abstract, "gptq", None, "calibrates with data .* then call model.quantize"),
+        (abstract, "int3", None, "'int8', 'int4', 'float8' or a keras.*got 'int3'"),
+        (abstract, "int8", "nothing", "'int8'.* changes nothing: none of the layers .* that the filters let"),
+        (half, "int8", None, "Keras cannot quantize .* with 'int8': .*float16"),
+        (saved, "int4", None, "is quantized already: layer token_embedding is int8"),
+    ):
+        with pytest.raises(lm.LazyModelError, match=message):
+            model.quantize(how, filters)
     # After a step that failed half-way the model is what it was.
     assert_same(Backbone.from_preset(str(preset)), abstract.materialize(), outputs=False)
 
@@ -336,15 +344,3 @@ def test_what_no_layers_has() -> None:
             step(lm.build_abstract(make))
         with pytest.raises(lm.LazyModelError, match=r"changes one keras\.Model; this is Dense"):
             step(lm.build_abstract(keras.layers.Dense, 4))
-
-
-@pytest.mark.large
-@pytest.mark.parametrize("how", ["int8", "int4"])
-def test_tied_or_not(tmp_path: Path, how: str) -> None:
-    for config in (GEMMA, {**GEMMA, "vocabulary_size": 67}):
-        model = randomize(keras_hub.models.GemmaBackbone(**config))
-        model.save_to_preset(str(tmp_path / f"{config['vocabulary_size']}"))
-        folder = str(tmp_path / f"{config['vocabulary_size']}")
-        assert_same(
-            quantized(model, how), lk.abstract_from_preset(Backbone, folder).quantize(how).materialize(), outputs=False
-        )

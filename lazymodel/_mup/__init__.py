@@ -1,1 +1,0 @@
-"""The maximal update parametrization from two abstract builds: `mup`; and whether it holds: `coordinate_check`."""

@@ -1,0 +1,242 @@
+"""Tensors that are made of others while they are read: decoded from codes and scales, or compared with a second copy.
+
+Contains what all of them share: which regions of the stored tensors a box needs, the chunks in which these are read,
+each once, and the tiles of chunks that are decoded at a time, so that temporaries stay in caches. A subclass, or the
+only stored tensor, defines how a tile is decoded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from lazymodel._errors import CheckpointError
+from lazymodel._tensors.boxes import Box, bounding, box_shape, clip, coarse, fine, intersect, shift, whole_box
+from lazymodel._tensors.buffers import STAGING, DType, Steps, Workspace, assign
+from lazymodel._tensors.fill import Targets, fill
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.tensor_source import CompositeSource, Part, View
+
+CHUNK = 4 << 20  # numbers that are read at once: 2 to 4 MiB, far beyond where calls cost anything
+READ = 4 << 20  # limit of the temporaries of a chunk in bytes: a tile's input is then still in a shared cache
+# Numbers that are decoded at once: 2 MiB of float32. A quarter of it would fit more caches, but threads hand the GIL to
+# each other at every call: two of them were then slower than one.
+TILE = 512 << 10
+TILE_ROWS = 128  # rows of a tile: if the result is transposed, writing them together fills cache lines
+SMALLEST = 1 << 10  # numbers that are read and decoded at once if there is not enough memory for more
+
+# Fills an array with the numbers of stored elements.
+Unpack: TypeAlias = "Callable[[np.ndarray, np.ndarray, Workspace], None]"
+
+
+class Stored:
+    """A stored tensor with the axes of the result, where each number belongs to a block of the result.
+
+    Further axes, such as the bytes of a block, belong to each element.
+
+    Attributes:
+        view: The tensor.
+        blocks: For each axis, how many indices of the result belong to one number.
+        packing: For each axis, how many numbers one stored element has; by default every element is one number.
+        ratios: For each axis, how many indices of the result belong to one stored element.
+        unpack: Makes numbers of stored elements, if that is not a cast.
+    """
+
+    def __init__(self, view: View, blocks: Sequence[int], unpack: Unpack | None = None, packing: Sequence[int] = ()):
+        self.view, self.blocks, self.unpack = view, tuple(blocks), unpack
+        self.packing = tuple(packing) or (1,) * len(self.blocks)
+        self.ratios = tuple(block * packing for block, packing in zip(self.blocks, self.packing, strict=True))
+
+    def box(self, box: Box) -> Box:
+        """The region of stored elements that a region of the result needs."""
+        return (*coarse(box, self.ratios), *whole_box(self.view.shape[len(self.ratios) :]))
+
+    @contextlib.contextmanager
+    def numbers(
+        self, box: Box, array: np.ndarray, dtype: DType, workspace: Workspace
+    ) -> Generator[tuple[Box, np.ndarray]]:
+        """The numbers in a region of stored elements, and the region that they are in the array of all numbers."""
+        covered = fine(box, self.packing)
+        with workspace.array(box_shape(covered), dtype) as numbers:
+            if self.unpack is None:
+                np.copyto(numbers, array, casting="unsafe")
+            else:
+                self.unpack(array, numbers, workspace)
+            yield covered, numbers
+
+
+class DecodedTensor(CompositeSource):
+    """An array that is made of stored tensors tile by tile; by default, the numbers that the first one unpacks to.
+
+    `scratch` is the bytes of temporaries per number while it is decoded.
+    """
+
+    tile = TILE  # numbers
+
+    def __init__(
+        self, shape: tuple[int, ...], *stored: Stored, dtype: Any = np.float32, scratch: int = 24, tile: int = 0
+    ) -> None:
+        first = stored[0].view
+        self.stored, self.pieces = stored, tuple(each.view for each in stored)
+        self.name, self.file, self.offset = first.name, first.file, first.offset
+        self.shape, self.dtype = shape, np.dtype(dtype)
+        self.scratch, self.tile = scratch, tile or self.tile
+        # Bytes that are read for one number; the same if blocks exceed boxes.
+        self.read_nbytes = sum(
+            -(-view.dtype.itemsize * math.prod(view.shape[len(shape) :]) // math.prod(each.packing))
+            for each, view in zip(stored, self.pieces, strict=True)
+        )
+        self.min_scratch_nbytes = SMALLEST * (self.read_nbytes + scratch)
+        self.min_scratch_nbytes += max(view.source.min_scratch_nbytes for view in self.pieces)
+        # Chunks begin where nothing has to be read for two of them. They are long along the axis whose elements are
+        # adjacent in the file, which may not be the last axis.
+        self.cuts = tuple(
+            min(math.lcm(*ratios), extent) or 1
+            for extent, *ratios in zip(shape, *(each.ratios for each in stored), strict=True)
+        )
+        self.along = [axis for axis in first.file_order() if axis < len(shape)]
+
+    def needs(self, box: Box) -> list[Box]:
+        """The regions of the first stored tensors that a region of the result needs."""
+        return [each.box(box) for each in self.stored]
+
+    @contextlib.contextmanager
+    def decoded(
+        self, tile: Box, needed: Sequence[Box], arrays: Sequence[np.ndarray], steps: Steps, workspace: Workspace
+    ) -> Generator[tuple[np.ndarray, Steps]]:
+        """The numbers of a tile, made of the regions of the stored tensors that it needs, and the conversions that
+        remain to be applied. Valid until the end of the `with` block.
+        """
+        with self.stored[0].numbers(needed[0], arrays[0], self.dtype, workspace) as (covered, numbers):
+            yield numbers[shift(tile, covered)], steps
+
+    def parts(self, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: Steps) -> list[Part]:
+        parts: list[Part] = []
+        for chunk in cut(bounding(boxes), CHUNK, self.cuts, self.along):
+            wanted = clip(zip(boxes, outs, strict=True), chunk)
+            # If the boxes fill the chunk, all of it is read and decoded once, although it may go to two boxes.
+            together = sum(out.size for _, out in wanted) == math.prod(box_shape(chunk))
+            for targets in [wanted] if together else [[target] for target in wanted]:
+                nbytes = sum(out.nbytes for _, out in targets)
+                parts.append(Part(nbytes, functools.partial(self._fill, targets, steps)))
+        return parts
+
+    def reads(self, boxes: Sequence[Box]) -> Iterator[tuple[View, list[Box]]]:
+        region = bounding(boxes)
+        if sum(math.prod(box_shape(box)) for box in boxes) == math.prod(box_shape(region)):
+            boxes = [region]
+        yield from zip(self.pieces, map(list, zip(*map(self.needs, boxes), strict=True)), strict=False)
+
+    def _fill(self, targets: Targets, steps: Steps, workspace: Workspace) -> None:
+        """Fills arrays with boxes that tile one region of a chunk, or with one box."""
+        region = bounding([box for box, _ in targets])
+        available = max(workspace.available, self.min_scratch_nbytes) // 2
+        limit = max(min(available, READ) // self.read_nbytes, SMALLEST)
+        count = min(math.prod(box_shape(region)), limit)
+        workspace.reserve(count * self.read_nbytes + STAGING + min(count, self.tile) * self.scratch)
+        for chunk in cut(region, limit, self.cuts, self.along):
+            needed = self.needs(chunk)
+            with contextlib.ExitStack() as stack:
+                arrays: list[np.ndarray] = []
+                for view, box in zip(self.pieces, needed, strict=False):
+                    arrays.append(stack.enter_context(workspace.array(box_shape(box), view.dtype)))
+                    fill(view, [box], [arrays[-1]], workspace)
+                size = max(min(self.tile, workspace.available // self.scratch), SMALLEST)
+                for tile in self._tiles(chunk, size):
+                    within = self.needs(tile)
+                    each = zip(arrays, within, needed, strict=True)
+                    own = [array[(*shift(box, whole), ...)] for array, box, whole in each]
+                    with self.decoded(tile, within, own, steps, workspace) as (values, rest):
+                        for common, out in clip(targets, tile):
+                            assign(out, values[(*shift(common, tile), ...)], rest)
+
+    def _tiles(self, chunk: Box, size: int) -> Iterator[Box]:
+        """Divides a chunk so that no stored element is decoded for two tiles."""
+        units = self.stored[0].packing
+        blocks = coarse(chunk, units)
+        for part in cut(blocks, max(size // math.prod(units), 1), (1,) * len(chunk), range(len(chunk))):
+            tile = intersect(fine(part, units), chunk)
+            assert tile is not None  # a stored element of the chunk has at least one number in it
+            yield tile
+
+
+def cut(box: Box, limit: int, cuts: Sequence[int], order: Sequence[int]) -> Iterator[Box]:
+    """Divides a box into boxes of at most so many numbers at multiples of `cuts`, as long as possible along the last
+    axis of `order`. If one multiple along each axis is too many numbers, boxes are cut anywhere.
+    """
+    shape = box_shape(box)
+    extents = [max(min(multiple, extent), 1) for multiple, extent in zip(cuts, shape, strict=True)]
+    for axis in order:
+        extents[axis] = max(min(extents[axis], extents[axis] * limit // math.prod(extents)), 1)
+
+    def grow(axis: int, most: int) -> None:
+        fits = limit * extents[axis] // math.prod(extents)
+        extents[axis] = max(extents[axis], most if fits >= most else fits // cuts[axis] * cuts[axis])
+
+    if len(order) > 1 and limit <= TILE:
+        grow(order[-2], min(shape[order[-2]], TILE_ROWS // cuts[order[-2]] * cuts[order[-2]]))
+    for axis in reversed(order):
+        grow(axis, shape[axis])
+    edges: list[list[slice]] = []
+    for part, extent, multiple in zip(box, extents, cuts, strict=True):
+        # From the multiple at or before the box, so that the block of one element is not cut in two.
+        begin = part.start // multiple * multiple if extent % multiple == 0 else part.start
+        starts = [part.start, *range(begin + extent, part.stop, extent)]
+        edges.append([slice(a, b) for a, b in zip(starts, [*starts[1:], part.stop], strict=True)])
+    return itertools.product(*edges)
+
+
+# Several stored tensors for one array: a model that ties weights has one array, and a checkpoint may store it twice
+
+
+def equal_tensor(path: str, tensors: Sequence[LazyTensor]) -> LazyTensor:
+    """One tensor for several that have to be equal bit for bit: each box that is read is read from all of them.
+
+    Raises:
+        CheckpointError: Shapes or dtypes differ; while boxes are read, their values differ.
+    """
+    first = tensors[0]
+    others = [other for other in tensors[1:] if not _is_same(first, other)]
+    for other in others:
+        if (other.shape, other.dtype) != (first.shape, first.dtype):
+            raise _differs(path, first, other)
+    return LazyTensor(_EqualTensor(path, [first, *others])) if others else first
+
+
+def _is_same(one: LazyTensor, other: LazyTensor) -> bool:
+    """Returns True if two tensors are the same elements of the same array, so that nothing has to be compared."""
+    arrays = [getattr(tensor.source, "array", tensor.source) for tensor in (one, other)]
+    return arrays[0] is arrays[1] and one.geometry() == other.geometry() and one.steps == other.steps
+
+
+def _differs(path: str, one: View, other: View) -> CheckpointError:
+    texts = [f"{tensor.name!r} ({tensor.dtype.name}{list(tensor.shape)})" for tensor in (one, other)]
+    return CheckpointError(
+        f"{path!r} is one array in the model, and the checkpoint has {' and '.join(texts)} for it, which differ. Leave "
+        "one of them out, or build a model that does not tie them"
+    )
+
+
+class _EqualTensor(DecodedTensor):
+    """The first of several tensors; the others are compared with it."""
+
+    def __init__(self, path: str, tensors: Sequence[View]) -> None:
+        first, ones = tensors[0], (1,) * tensors[0].ndim
+        super().__init__(first.shape, *(Stored(each, ones) for each in tensors), dtype=first.dtype, scratch=1)
+        self._path = path
+
+    @contextlib.contextmanager
+    def decoded(
+        self, tile: Box, needed: Sequence[Box], arrays: Sequence[np.ndarray], steps: Steps, workspace: Workspace
+    ) -> Generator[tuple[np.ndarray, Steps]]:
+        first, *others = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays)
+        for view, other in zip(self.pieces[1:], others, strict=True):
+            if not np.array_equal(first, other):
+                raise _differs(self._path, self.pieces[0], view)
+        yield arrays[0], steps
