@@ -23,9 +23,10 @@ from lazymodel._mapping.given import lazy_values
 from lazymodel._remote.path import Location
 from lazymodel._remote.url import shown
 from lazymodel._save.convert import differences, forget
+from lazymodel._save.save import DEFAULT_BUDGET
 from lazymodel._show.progress import progress_for
 from lazymodel._show.quiet import quiet_tensorflow
-from lazymodel._show.text import closest
+from lazymodel._show.text import closest, parse_budget
 from lazymodel.checkpoints._open import located, weight_files
 from lazymodel.checkpoints._untrusted import MAX_JSON, read_at_most
 from lazymodel_keras import _factories
@@ -91,7 +92,8 @@ def _convert_model(
         found = lazy_values(abstract_from_preset(target, destination, **given))
         found = {path: one for path, one in zip(expected, found.values(), strict=True) if one.file}
     expected = {path: tensor for path, tensor in expected.items() if path in found}
-    return list(differences(expected, found, progress_for(options.get("progress")), options.get("max_host_memory")))
+    budget = parse_budget(options.get("max_host_memory"), DEFAULT_BUDGET)
+    return list(differences(expected, found, progress_for(options.get("progress")), budget))
 
 
 def _plan_model(

@@ -15,6 +15,7 @@ import io
 import os
 import posixpath
 import stat
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -142,12 +143,14 @@ def fetch_heads(paths: Iterable[Location]) -> None:
     requests. Objects that cannot be read raise when they are opened.
     """
 
+    stopped = threading.Event()
+
     def fetch(path: RemotePath) -> None:
         with contextlib.suppress(CheckpointError):
-            path.store.head(path.key)
+            path.store.head(path.key, stopped.is_set)
 
     remote = [path for path in paths if isinstance(path, RemotePath)][:_MOST_HEADS]
-    with parallel(fetch, remote, _HEADS, "heads") as fetched:
+    with parallel(fetch, remote, _HEADS, "heads", stopped=stopped) as fetched:
         collections.deque(fetched, 0)
 
 

@@ -286,14 +286,14 @@ class Store:
         with self._required(key):
             self._get(key, start, out, stopped, given_up)
 
-    def head(self, key: str) -> tuple[np.ndarray, int]:
+    def head(self, key: str, given_up: Callable[[], bool] = bool) -> tuple[np.ndarray, int]:
         """The first bytes of an object, at most `HEAD`, fetched once, and its size.
 
         Raises:
             CheckpointError: As `get`.
         """
         with self._required(key):
-            return self._first(key), self._objects[key].size
+            return self._first(key, given_up), self._objects[key].size
 
     @contextlib.contextmanager
     def _required(self, key: str) -> Generator[None]:
@@ -309,13 +309,13 @@ class Store:
             found = "it no longer exists" if key in self._objects else "it does not exist"
             raise CheckpointError(f"cannot read {self.shown(key)}: {found}, or may not be read") from None
 
-    def _first(self, key: str) -> np.ndarray:
+    def _first(self, key: str, given_up: Callable[[], bool] = bool) -> np.ndarray:
         if key not in self._heads:
             if key in self._pages:
                 raise Missing
             known = self.known(key)
             head = np.empty(HEAD, np.uint8)
-            count = 0 if known and not known.size else self._get(key, 0, head, None, bool, to_end=True)
+            count = 0 if known and not known.size else self._get(key, 0, head, None, given_up, to_end=True)
             self._heads[key] = head[:count].copy()
             if known and not count:
                 self._note(key, known)

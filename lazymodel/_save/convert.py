@@ -90,7 +90,8 @@ def convert(
             return []
         with open_checkpoint(destination, storage_options) as found:
             forget([] if is_url(destination) else found.files)
-            return list(differences(tensors, found, progress_for(progress), max_host_memory))
+            budget = parse_budget(max_host_memory, DEFAULT_BUDGET)
+            return list(differences(tensors, found, progress_for(progress), budget))
 
 
 def _floating(name: str) -> np.dtype[Any]:
@@ -166,10 +167,9 @@ def differences(
     expected: Mapping[str, LazyTensor],
     found: Mapping[str, LazyTensor],
     bar: Progress,
-    memory: int | str | None = None,
+    budget: int,
 ) -> Iterator[str]:
     """Yields a text for each tensor that differs, bit for bit, between two checkpoints."""
-    budget = parse_budget(memory, DEFAULT_BUDGET)
     for name in [*expected, *(name for name in found if name not in expected)]:
         if name not in found or name not in expected:
             yield f"{name!r} is {'missing' if name in expected else 'unexpected'}"
@@ -181,7 +181,7 @@ def differences(
     chunk = max(min(_CHUNK, (budget // threads - unit) // 4), _LEAST)
     scratch = Scratch(chunk + unit)
     bar.start(sum(one.nbytes for one, _ in common.values()), "verifying")
-    jobs: list[tuple[str, Box]] = []
+    jobs, different = list[tuple[str, Box]](), set[str]()
     for name, (one, two) in common.items():
         if (one.dtype, one.shape) != (two.dtype, two.shape):
             yield f"{name!r}: expected {_described(one)}, found {_described(two)}"
@@ -195,7 +195,6 @@ def differences(
         one, two = (_bits(tensor, box, scratch, number) for number, tensor in enumerate(common[name]))
         return np.array_equal(one, two)
 
-    different = set[str]()
     try:
         with parallel(equal, jobs, threads, "verify") as results:
             for number, ((name, box), same) in enumerate(zip(jobs, results, strict=True)):

@@ -148,7 +148,7 @@ def _write(
             if isinstance(target, RemoteDestination):
                 target.sending.run(stage.check)
             else:
-                write_files(target, options.budget, options.bar, stage.check, leads=leads)
+                write_files(target, options.budget, options.bar, stage, leads=leads)
         with agreement(shardings, **TERMS):
             if leads:
                 target.commit()

@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lazymodel._devices.collective import CollectiveScope
 from lazymodel._errors import LazyModelError
 from lazymodel._remote.reader import reading_ahead
 from lazymodel._save.destination import Destination, SavedFile
@@ -246,11 +247,12 @@ def write_files(
     target: Destination,
     budget: int,
     bar: Progress,
-    check: Callable[..., None],
+    stage: CollectiveScope | None = None,
     *,
     leads: bool,
 ) -> None:
-    """Writes what is this process's, in file order; what `check`, called with every piece, raises ends it."""
+    """Writes what is this process's, in file order, until the stage fails in any process."""
+    stage = stage or CollectiveScope()
     pieces = [
         (file, [piece for name, tensor, at in file.tensors for piece in _pieces(name, tensor, at, leads=leads)])
         for file in target.files
@@ -266,10 +268,10 @@ def write_files(
     bar.start(sum(tensor.nbytes for tensor in tensors), f"{target.path.name}: saving")
     try:
         with reading_ahead(wants, ahead):
-            _run(writing, threads, chunk + unit, bar, check)
+            _run(writing, threads, chunk + unit, bar, stage.check)
     except OSError as error:
         if isinstance(error, FileNotFoundError):
-            check(at_once=True)  # a process that failed has removed what was staged
+            stage.check(at_once=True)  # a process that failed has removed what was staged
         hint = "; with several processes the path must be on a file system that all of them share"
         hint = hint if isinstance(error, FileNotFoundError) else ""
         where = os.path.basename(error.filename) if isinstance(error.filename, str | Path) else "a file"

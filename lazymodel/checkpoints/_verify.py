@@ -61,8 +61,8 @@ class Hash(NamedTuple):
     source: str
 
 
-def verify_files(paths: Iterable[str | os.PathLike[str]], by: Verify, root: Any) -> list[ByteReader]:
-    """Compares files with the hashes stated for them, each read once; `by` is `verify` of `open_checkpoint`.
+def verify_files(paths: Iterable[str | os.PathLike[str]], against: Verify, root: Any) -> list[ByteReader]:
+    """Compares files with the hashes stated for them, each read once; `against` is `verify` of `open_checkpoint`.
 
     All hashes that True finds must agree. A manifest's names are relative to its own folder or to `root`, the
     checkpoint's; a mapping's to `root`, a path or `RemotePath`. Files without a hash are found before any is read.
@@ -71,12 +71,12 @@ def verify_files(paths: Iterable[str | os.PathLike[str]], by: Verify, root: Any)
         The files as they were when their hash was taken. Their `check_unchanged` finds out, once other code has read
         them, whether that is what it read.
     """
-    if by is False:
+    if against is False:
         return []
     files = [os.fspath(path) for path in paths]
-    hashes = stated_hashes(files, by, root)
+    hashes = stated_hashes(files, against, root)
     if missing := [file for file in files if not hashes[file]]:
-        raise CheckpointError(no_hash(missing, by))
+        raise CheckpointError(no_hash(missing, against))
     sources = {file: source_of(_place(file, root)) for file in files}
     problems = list(mismatches(hashes, sources).values())
     for file, source in sources.items():
@@ -141,33 +141,32 @@ def _digests(source: ByteReader, algorithms: Iterable[str], stop: threading.Even
     return {name: hasher.hexdigest() for name, hasher in hashers.items()}
 
 
-def no_hash(files: Sequence[str], by: Verify) -> str:
+def no_hash(files: Sequence[str], against: Verify) -> str:
     """The message for files whose hash nobody states."""
     every = "for every file of the checkpoint, its index included"
-    if by is True:
+    if against is True:
         expected = (
             "one from a Hugging Face cache or download, or in SHA256SUMS, checksums.txt or <file>.sha256 alongside the "
             "file, found none. Pass verify={file name: 'sha256:<hex>'} or the path of a manifest."
         )
-    elif isinstance(by, Mapping):
-        given = listed([repr(name) for name in by]) or "no file"
+    elif isinstance(against, Mapping):
+        given = listed([repr(name) for name in against]) or "no file"
         expected = f"one {every}, found them for {given}. Names are relative to the checkpoint's folder."
     else:
-        expected = (
-            f"a line {every}, in {by}, found none. Names are relative to the manifest's or the checkpoint's folder."
-        )
+        names = "Names are relative to the manifest's or the checkpoint's folder."
+        expected = f"a line {every}, in {against}, found none. {names}"
     return f"no hash is known for {listed(files)}: expected {expected}"
 
 
 # --- who states a hash -----------------------------------------------------------------------------------------------
 
 
-def stated_hashes(files: Sequence[str], by: Verify, root: Any) -> dict[str, list[Hash]]:
+def stated_hashes(files: Sequence[str], against: Verify, root: Any) -> dict[str, list[Hash]]:
     """The hashes stated for each file, none where nobody states one; arguments as of `verify_files`."""
     places = {file: _place(file, root) for file in files}
     root = root if isinstance(root, RemotePath) else Path(os.path.abspath(root))
-    if by is not True:
-        stated = _given(by, root)
+    if against is not True:
+        stated = _given(against, root)
         return {file: stated.get(_key(place), []) for file, place in places.items()}
     if isinstance(root, RemotePath):
         hub = root.store.hashes()
@@ -204,11 +203,11 @@ def _in(folder: str, name: str) -> str:
     return name if "\0" in name else os.path.normpath(os.path.join(folder, name))
 
 
-def _given(by: Any, root: Location) -> dict[str, list[Hash]]:
+def _given(against: Any, root: Location) -> dict[str, list[Hash]]:
     """Key → the hashes that a mapping, or a manifest on disk, states for it."""
     stated: dict[str, list[Hash]] = {}
-    if isinstance(by, Mapping):
-        for name, text in cast("Mapping[str, Any]", by).items():
+    if isinstance(against, Mapping):
+        for name, text in cast("Mapping[str, Any]", against).items():
             match = _GIVEN.fullmatch(text) if isinstance(text, str) else None
             found = _parse(match[2], match[1] or _BY_LENGTH.get(len(match[2])), "verify") if match else []
             if not found:
@@ -217,8 +216,8 @@ def _given(by: Any, root: Location) -> dict[str, list[Hash]]:
                     f"{', '.join(_HEX_DIGITS)}), found {text!r}"
                 )
             stated.setdefault(_in(_key(root), name), []).extend(found)
-    elif isinstance(by, str | os.PathLike):
-        manifest = Path(cast(str, by))
+    elif isinstance(against, str | os.PathLike):
+        manifest = Path(cast(str, against))
         if not os.path.isfile(manifest):
             raise CheckpointError(
                 f"expected a manifest of file hashes at {manifest}, found no such file; pass its path, or a mapping of "
@@ -229,7 +228,8 @@ def _given(by: Any, root: Location) -> dict[str, list[Hash]]:
             stated.update(_read_manifest(manifest, folder))
     else:
         raise LazyModelError(
-            f"verify is True, False, the path of a manifest, or a mapping of file name to 'sha256:<hex>'; got {by!r}"
+            "verify is True, False, the path of a manifest, or a mapping of file name to 'sha256:<hex>'; "
+            f"got {against!r}"
         )
     return stated
 

@@ -168,6 +168,10 @@ def test_what_gpt_oss_is_decoded_with_is_all_that_its_converter_makes_of_samples
         np.testing.assert_array_equal(assigned, np.tile(np.float32([2, 4] * 16)[:, None], (1, 1, 3)))
 
 
+def test_the_writer_of_hugging_face_folders_makes_arrays_with_the_function_that_is_replaced() -> None:
+    assert hasattr(_upstream.exporter(), _upstream.EXPORTED)
+
+
 def test_keyword_arguments_that_nobody_took_end_in_a_functional_model() -> None:
     cls, config = keras_hub.models.BertBackbone, {"vocabulary_size": 8, "num_layers": 1, "num_heads": 1}
     cls(**config, hidden_dim=2, intermediate_dim=2, mseh=3)

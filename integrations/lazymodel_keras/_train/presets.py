@@ -84,7 +84,7 @@ def save_preset(
             result.save_to_preset(str(new), max_shard_size=size / 2**30)
         target = _Reserved(folder, new, reserved)
         check_budget(target.files, budget)
-        write_files(target, budget, progress_for(progress), lambda: None, leads=True)
+        write_files(target, budget, progress_for(progress), leads=True)
 
     def export(new: Path) -> None:
         tensors = _exported(result, values, new)

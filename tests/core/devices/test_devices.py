@@ -18,11 +18,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
+from tests.conftest import needs_libtpu
 
 GIB = 2**30
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason='needs libtpu: pip install "lazymodel[tpu]"'
-)
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import datetime
 import email.utils
 import gc
 import itertools
+import json
 import re
 import signal
 import subprocess
@@ -50,6 +51,10 @@ def files(_object_server: ObjectServer) -> ObjectServer:
     save_file(WEIGHTS, folder / "w.safetensors")
     save_file({"w": WEIGHTS["w0"]}, folder / "one.safetensors")
     np.savez_compressed(folder / "one.npz", w=WEIGHTS["w0"])
+    shards = {f"w{number or ''}": f"one-{number:05}-of-00040.safetensors" for number in range(40)}
+    for name, shard in shards.items():
+        save_file({name: WEIGHTS["w0"]}, folder / shard)
+    (folder / "all.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     return _object_server
 
 
@@ -333,7 +338,7 @@ PATIENT = {"client_options": {"read_timeout": "60s", "timeout": "60s"}}
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("file", ["one.safetensors", "one.npz"])
+@pytest.mark.parametrize("file", ["one.safetensors", "one.npz", "all.safetensors.index.json"])
 @pytest.mark.parametrize("what", ["open", "read", "materialize"])
 def test_ctrl_c_ends_what_hangs(server: ObjectServer, mesh8: Mesh, what: str, file: str) -> None:
     """The server stalls for a minute."""
@@ -351,7 +356,7 @@ def test_ctrl_c_ends_what_hangs(server: ObjectServer, mesh8: Mesh, what: str, fi
         sent.append(time.monotonic())
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    server.faults(["stall"], every=1)
+    server.faults(["stall"], every=1, path="*/one*")
     pressing = threading.Thread(target=press)
     pressing.start()
     with pytest.raises(KeyboardInterrupt):

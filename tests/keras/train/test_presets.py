@@ -15,8 +15,6 @@ import lazymodel as lm
 import lazymodel_keras as lk
 from tests.command import main
 
-exporter = pytest.importorskip("keras_hub.src.utils.transformers.export.hf_exporter")
-pytestmark = pytest.mark.skipif(not hasattr(exporter, "_to_numpy_dict"), reason="this KerasHub exports in another way")
 GPT2 = keras_hub.models.GPT2CausalLM
 WORDS = ["!", "a", "b", "Ġ", "ab", "<|endoftext|>"]
 
@@ -118,3 +116,14 @@ def test_models_that_cannot_be_saved_so(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(lm.LazyModelError, match="cannot export BertBackbone"):
         lk.save_preset(bert, tmp_path / "x", to="huggingface")
     assert not list(tmp_path.iterdir())
+
+
+def test_files_removed_while_they_are_written(folder: Path, tmp_path: Path) -> None:
+    abstract = lk.abstract_from_preset(GPT2, str(folder / "preset"))
+
+    def remove(done: int, total: int) -> None:
+        for staged in tmp_path.iterdir():
+            shutil.rmtree(staged)
+
+    with pytest.raises(lm.LazyModelError, match=rf"cannot write .*{tmp_path}"):
+        lk.save_preset(abstract, tmp_path / "preset", progress=remove)
