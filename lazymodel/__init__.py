@@ -26,9 +26,8 @@ from lazymodel._show import clock as _clock  # first: it records when the import
 # isort: split
 from lazymodel import research
 from lazymodel._abstract.variable import AbstractVariable
-from lazymodel._compile.compile import Compile
-from lazymodel._devices.hardware import device_memory
-from lazymodel._devices.topology import arithmetic_mesh, topology
+from lazymodel._compile import Compile
+from lazymodel._devices.hardware import arithmetic_mesh, device_memory, topology
 from lazymodel._errors import (
     CheckpointError,
     DoesNotFitError,
@@ -53,10 +52,10 @@ from lazymodel._sharding.auto import auto
 from lazymodel._sharding.roles import Host, role
 from lazymodel._show.progress import Progress
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._transform.reinitialize import path_key
+from lazymodel._transform import path_key
 from lazymodel._version import VERSION as _VERSION
 from lazymodel.checkpoints import Checkpoint, open_checkpoint
-from lazymodel.checkpoints._steps import TrainingState
+from lazymodel.checkpoints._checkpoint import TrainingState
 from lazymodel.research import (
     CoordinateCheck,
     Mup,

@@ -11,23 +11,19 @@ import time
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
-from lazymodel._abstract.arrays import adapters
-from lazymodel._abstract.placement import device_nbytes, resident_nbytes, stays_on_host
-from lazymodel._abstract.spec import ModelSpec
+from lazymodel._abstract.arrays import adapters, device_nbytes, resident_nbytes, stays_on_host
+from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._errors import LazyModelError
 from lazymodel._materialize.materialize import materialize, stream
 from lazymodel._plan.make import plan
-from lazymodel._sharding.explain import explain
-from lazymodel._sharding.shard import shard
+from lazymodel._sharding.shard import explain, shard
 from lazymodel._show.table import Column, Table, Tabled, placed_text, shape_text, spec_text
 from lazymodel._show.text import format_bytes, plural
 from lazymodel._show.timeline import Span
 from lazymodel._trace.errors import watched
 from lazymodel._trace.function import trace_function
-from lazymodel._transform.layers import lora, quantize
-from lazymodel._transform.optimizer import with_optimizer
-from lazymodel._transform.reinitialize import reinitialize, rekey
+from lazymodel._transform import lora, quantize, reinitialize, rekey, with_optimizer
 
 T = TypeVar("T")
 BuiltT = TypeVar("BuiltT", covariant=True)

@@ -15,13 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from lazymodel._abstract.arrays import NUMBERS
-from lazymodel._abstract.paths import flatten_paths
-from lazymodel._abstract.spec import ModelSpec
+from lazymodel._abstract.framework import ModelSpec
+from lazymodel._abstract.variable import flatten_paths
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._mapping.match import MappedCheckpoint
-from lazymodel.checkpoints._checkpoint import Checkpoint
+from lazymodel.checkpoints._checkpoint import KEY, Checkpoint, TrainingState, find_step, place_of, read_described
 from lazymodel.checkpoints._open import open_checkpoint
-from lazymodel.checkpoints._steps import KEY, TrainingState, find_step, place_of, read_described
 from lazymodel.checkpoints._untrusted import read_json_object
 
 T_co = TypeVar("T_co", covariant=True)

@@ -26,18 +26,18 @@ _PLACES = {
     "write_chunk": ["lazymodel._save.write._CHUNK"],
     "staging": [
         "lazymodel._tensors.byte_reader.STAGING",
-        "lazymodel._tensors.fill.STAGING",
+        "lazymodel._tensors.tensor_source.STAGING",
     ],  # bytes that are read before they are placed
-    "part": ["lazymodel._tensors.fill.PART"],  # bytes that one thread fills at a time
-    "run": ["lazymodel._tensors.fill.RUN"],  # bytes from which a row is spread straight over shards
-    "runs": ["lazymodel._tensors.fill.RUNS"],  # rows that are spread at a time
+    "part": ["lazymodel._tensors.tensor_source.PART"],  # bytes that one thread fills at a time
+    "run": ["lazymodel._tensors.tensor_source.RUN"],  # bytes from which a row is spread straight over shards
+    "runs": ["lazymodel._tensors.tensor_source.RUNS"],  # rows that are spread at a time
     "row_gap": ["lazymodel._tensors.byte_reader.FileReader.row_gap"],  # bytes between rows that are read one by one
     "row_call": ["lazymodel._tensors.byte_reader.FileReader.row_call"],  # bytes of a row that is worth a call
     "call": ["lazymodel._tensors.byte_reader.READ"],  # bytes that one call reads
     "map_block": ["lazymodel._tensors.byte_reader.MAP_BLOCK"],  # bytes that are copied out of a map at a time
     "workspace": ["lazymodel._tensors.lazy.READ_WORKSPACE"],  # bytes of temporaries of `LazyTensor.read`
     "tried": ["lazymodel._tensors.casting.SMALL"],  # integers that are tried one by one
-    "slab": ["lazymodel._tensors.computed.CHUNK"],  # bytes that are computed at a time
+    "slab": ["lazymodel._tensors.decoded.COMPUTED_CHUNK"],  # bytes that are computed at a time
     "deflated": ["lazymodel.checkpoints._numpy._PIECE"],  # bytes that are decompressed at a time
     "kept_chunk": ["lazymodel.checkpoints._orbax._KEEP"],  # bytes of a chunk that is kept for the next box
 }

@@ -51,7 +51,7 @@ STEPS = {
     "modules": """
 import importlib, pkgutil
 names = [module.name for module in pkgutil.walk_packages(lazymodel.__path__, "lazymodel.")]
-assert "lazymodel._abstract.spec" in names
+assert "lazymodel._abstract.framework" in names
 for name in names: importlib.import_module(name)
 """,
     "measured": "import numpy; lazymodel.statistics([numpy.ones(3)])",

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from lazymodel._abstract.spec import ModelSpec
+from lazymodel._abstract.framework import ModelSpec
 from lazymodel._trace.errors import watched
 from lazymodel_flax import linen, nnx
 

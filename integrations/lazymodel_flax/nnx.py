@@ -20,11 +20,9 @@ import numpy as np
 from flax import nnx
 
 from lazymodel import AbstractVariable, LazyModelError, TraceError
-from lazymodel._abstract.framework import Framework, Optimizer, Training
-from lazymodel._abstract.paths import OPTIMIZER, PathOf, is_trained_pair, path_text, trained_path
-from lazymodel._abstract.spec import ModelSpec
-from lazymodel._programs.jaxprs import CONFIG, with_weak_type
-from lazymodel._programs.keys import is_key
+from lazymodel._abstract.framework import Framework, ModelSpec, Optimizer, Training
+from lazymodel._abstract.variable import OPTIMIZER, PathOf, is_trained_pair, path_text, trained_path
+from lazymodel._programs.jaxprs import CONFIG, is_key, with_weak_type
 from lazymodel._trace.errors import cells_with_tracers, is_iterator, refuse_empty, refuse_escaped
 from lazymodel._trace.function import known_value, trace_function
 from lazymodel_flax.linen import by_path, path_of_plain, variable_path, with_logical_axes

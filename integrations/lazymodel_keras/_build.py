@@ -16,21 +16,19 @@ from typing import Any, TypedDict
 import keras
 
 from lazymodel import AbstractModel, CheckpointError, LazyModelError, Progress, ShardingError
-from lazymodel._abstract.spec import ModelSpec
+from lazymodel._abstract.framework import ModelSpec
 from lazymodel._errors import warn
 from lazymodel._show.progress import ReportTo
 from lazymodel._show.text import closest, folded_names, listed
 from lazymodel.checkpoints._untrusted import read_json_file, weight_map
 from lazymodel_keras import _upstream
-from lazymodel_keras._model.abstract import extended, from_skeleton
 from lazymodel_keras._model.compiled import check, first_batch
-from lazymodel_keras._model.keras_object import AbstractKerasObject
+from lazymodel_keras._model.keras_object import AbstractKerasObject, extended, from_skeleton
 from lazymodel_keras._record.hugging_face import Leftovers
 from lazymodel_keras._record.patches import active, while_recording
 from lazymodel_keras._record.recording import LoadOptions, OpenedFile, Recording, session
 from lazymodel_keras._record.weight_files import known_layers
-from lazymodel_keras._transform.lora import add_lora, check_lora
-from lazymodel_keras._transform.quantize import Filters, check_quantization, quantize
+from lazymodel_keras._transform import Filters, add_lora, check_lora, check_quantization, quantize
 
 
 class Materializing(TypedDict, total=False):

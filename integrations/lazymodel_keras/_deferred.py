@@ -24,7 +24,7 @@ from lazymodel.checkpoints._untrusted import check_pointer, read_json_file
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _upstream
 from lazymodel_keras._build import KerasModel, Keywords, Materializing, check_all_used, check_options, require_rules
-from lazymodel_keras._model.abstract import from_skeleton
+from lazymodel_keras._model.keras_object import from_skeleton
 from lazymodel_keras._record.patches import SharedPatches, active
 from lazymodel_keras._record.recording import LoadOptions, Recording, session
 from lazymodel_keras._record.remote import check_storage_options

@@ -4,25 +4,345 @@ Responsible for arguments, exit statuses and output streams; functions elsewhere
 
 Exit statuses: 0 success; 1 the command found a problem, and printed it; 2 wrong usage, nothing to work on, or an
 exception in the user's code, such as a function that builds a model; 130 interrupted.
+
+`lazymodel convert`: converts a checkpoint to another one, of any format.
+
+Responsible for the command's arguments and output. `_save/save` converts; models of KerasHub are converted by
+Keras' adapter, which is only used with --cls.
+
+`lazymodel diff`: compares two checkpoints.
+
+Responsible for the command's arguments and output; `research/_diff` compares.
+
+`lazymodel doctor`: lists packages, devices, memory and caches; for a first overview and for bug reports.
+
+Nothing is read over a network, and only JAX is imported: other packages are found by their metadata.
+
+`lazymodel inspect`: lists the content of a checkpoint, and its problems.
+
+Responsible for the command's arguments and output; `checkpoints._inspect` inspects.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
+import importlib.metadata
 import itertools
+import os
+import platform
 import sys
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from lazymodel._cli.convert import add_convert_parser
-from lazymodel._cli.diff import add_diff_parser
-from lazymodel._cli.doctor import add_doctor_parser
-from lazymodel._cli.inspect import add_inspect_parser
-from lazymodel._cli.output import add_command
+import jax
+
+from lazymodel._abstract.arrays import named
+from lazymodel._cli.output import (
+    JSON,
+    STORAGE_OPTION,
+    add_command,
+    check_page,
+    dtype_name,
+    imported,
+    print_json,
+    show,
+    storage_options,
+)
 from lazymodel._cli.plan import add_plan_parser
+from lazymodel._devices.hardware import device_memory, libtpu_environment
 from lazymodel._errors import DoesNotFitError, LazyModelError
+from lazymodel._mapping.table import WeightMap
+from lazymodel._programs.jaxprs import CONFIG
+from lazymodel._remote.url import is_url, shown
+from lazymodel._save.save import convert
+from lazymodel._show.table import Column, Table, print_text
+from lazymodel._show.text import format_bytes, listed, plural, quiet_tensorflow
+from lazymodel._tensors.buffers import available_memory, cores, default_budget
 from lazymodel._version import VERSION
+from lazymodel.checkpoints import open_checkpoint
+from lazymodel.checkpoints._open import inspect_checkpoint
+from lazymodel.research._diff import diff
+
+_DESCRIPTION = """\
+Converts a checkpoint, a chunk of a tensor at a time: it needs neither devices nor memory for the model. Quantized
+tensors are decoded. The destination is complete or unchanged, whatever happens.
+With --cls, converts a model of KerasHub, its configuration and tokenizer to a preset of KerasHub, or to a folder that
+Hugging Face's transformers load.
+Exit status: 0 done; 1 --verify found a difference; 2 wrong usage, or it cannot be done.
+"""
+_EXAMPLE = """\
+example:
+  lazymodel convert hf://google/gemma-2-2b gemma.weights.json --dtype bfloat16 --shard-size 2GB --verify
+"""
+
+
+def add_convert_parser(commands: Any) -> None:
+    """Adds the command to `lazymodel`."""
+    option = add_command(
+        commands, "convert", _convert, "convert a checkpoint to another one, of any format", _DESCRIPTION, _EXAMPLE
+    )
+    option("source", "SRC", "a file, a folder or a URL, as for lazymodel.open_checkpoint")
+    option(
+        "destination",
+        "DST",
+        "x.safetensors, a folder (of safetensors, unless --to is orbax or npy), x.weights.h5, x.weights.json (and "
+        "shards next to it) or x.npz; safetensors also as the URL of a bucket",
+    )
+    option(*STORAGE_OPTION, action="append")
+    formats = ("safetensors", "orbax", "hdf5", "numpy", "npy", "preset", "huggingface")
+    option("--to", formats, "format of DST, if its name does not determine it; the last two with --cls")
+    option("--dtype", "NAME", "convert floating-point tensors to this dtype, such as bfloat16", type=dtype_name)
+    option("--shard-size", "BYTES", "maximum of tensors in a file; default: 5GB, with --cls 10GiB")
+    option("--include", "GLOB", "convert only tensors with such names", action="append")
+    option("--exclude", "GLOB", "omit tensors with such names", action="append")
+    option(
+        "--map",
+        "MODULE:NAME",
+        "a lazymodel.WeightMap with which a checkpoint with the paths of a model is written, or a function that takes "
+        "and returns tensors by name",
+    )
+    option("--cls --class", "NAME", "a model class of KerasHub, such as Gemma3CausalLM")
+    option("--quantize", ("int8", "int4"), "quantize the model of --cls, as Keras does")
+    option("--max-host-memory", "BYTES", "limit for tensors in transit; default: 256MiB")
+    option("--verify", None, "read everything back and compare")
+    option("--overwrite", None, "replace an existing checkpoint")
+    option("--quiet", None, "show no progress")
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    if CONFIG.jax_platforms is None:
+        # Nothing runs on devices: an accelerator that another process uses, or that starts slowly, is not touched.
+        jax.config.update("jax_platforms", "cpu")
+    given = storage_options(arguments)
+    if given and not (is_url(arguments.source) or is_url(arguments.destination)):
+        raise LazyModelError("--storage-option is for URLs, and neither SRC nor DST is one")
+    options: dict[str, Any] = {
+        "source_options": given if is_url(arguments.source) else None,
+        "dtype": arguments.dtype,
+        "verify": arguments.verify,
+        "overwrite": arguments.overwrite,
+        "progress": False if arguments.quiet else None,
+    }
+    for name, value in (("max_shard_size", arguments.shard_size), ("max_host_memory", arguments.max_host_memory)):
+        options |= {} if value is None else {name: value}
+    found = _model(arguments, options) if arguments.cls is not None else _tensors(arguments, given, options)
+    if found:
+        print_text(f"{shown(arguments.destination)} differs from {shown(arguments.source)}: {listed(found)}")
+        return 1
+    print(f"lazymodel: {shown(arguments.destination)} is written{' and verified' * arguments.verify}", file=sys.stderr)
+    return 0
+
+
+def _tensors(arguments: argparse.Namespace, given: dict[str, Any] | None, options: dict[str, Any]) -> list[str]:
+    if arguments.quantize or arguments.to in ("preset", "huggingface"):
+        what = f"--quantize {arguments.quantize}" if arguments.quantize else f"--to {arguments.to}"
+        raise LazyModelError(f"{what} is for models of KerasHub; name one with --cls, such as --cls Gemma3CausalLM")
+    mapping: WeightMap | Callable[..., Any] | None = None if arguments.map is None else imported(arguments.map)
+    if mapping is not None and not isinstance(mapping, WeightMap) and not callable(mapping):
+        raise LazyModelError(f"--map {arguments.map}: expected a WeightMap or a function, found {type(mapping)}")
+    return convert(
+        arguments.source,
+        arguments.destination,
+        format=arguments.to,
+        include=arguments.include or (),
+        exclude=arguments.exclude or (),
+        mapping=mapping,
+        storage_options=given if is_url(arguments.destination) else None,
+        **options,
+    )
+
+
+def _model(arguments: argparse.Namespace, options: dict[str, Any]) -> list[str]:
+    for name in ("include", "exclude", "map"):
+        if getattr(arguments, name):
+            raise LazyModelError(f"--{name} is for checkpoints; --cls converts a whole model")
+    if arguments.to not in (None, "preset", "huggingface"):
+        raise LazyModelError(f"--to {arguments.to} is for checkpoints; with --cls it is preset or huggingface")
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    with quiet_tensorflow():
+        adapter = named("keras")
+    return adapter.convert(
+        arguments.cls,
+        arguments.source,
+        arguments.destination,
+        to=arguments.to,
+        quantize=arguments.quantize,
+        **options,
+    )
+
+
+def add_diff_parser(commands: Any) -> None:
+    """Adds the command to `lazymodel`."""
+    description = (
+        "Compares names, shapes, dtypes and values, reading both chunk by chunk. Exit status, as of diff: 0 they are "
+        "the same, 1 they differ, 2 one cannot be read."
+    )
+    example = "example: lazymodel diff before.safetensors after/ --tolerance 0.01"
+    option = add_command(commands, "diff", _diff, "compare two checkpoints", description, example)
+    option("a", "A", "a file, a folder or a URL, as for open_checkpoint")
+    option("b", "B", "likewise")
+    option(*STORAGE_OPTION, action="append")
+    option(*JSON)
+    option(
+        "--tolerance",
+        "RELATIVE",
+        "treat elements as equal that differ by no more than this times the larger of the two, such as 0.01, and "
+        "ignore dtypes; by default, dtypes and bytes must be the same",
+        type=float,
+    )
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    options, paths = storage_options(arguments), (arguments.a, arguments.b)
+    needless = not any(map(is_url, paths))  # then opening raises for options
+    with contextlib.ExitStack() as stack:
+        a, b = (open_checkpoint(path, options if needless or is_url(path) else None) for path in paths)
+        stack.enter_context(a)
+        stack.enter_context(b)
+        found = diff(a, b, tolerance=arguments.tolerance)
+    show(arguments, "diff", found)
+    return 1 if found else 0
+
+
+_FEATURES = (  # (feature, the package that it needs, the extra of lazymodel or the package to install)
+    ("Keras models", "keras", "lazymodel[keras]"),
+    ("KerasHub presets, Hugging Face folders of theirs", "keras-hub", "lazymodel[keras]"),
+    ("Keras' weight files", "h5py", "lazymodel[keras]"),
+    ("Flax models", "flax", "lazymodel[flax]"),
+    ("Orbax checkpoints", "orbax-checkpoint", "lazymodel[orbax]"),
+    ("buckets and hubs", "obstore", "lazymodel[remote]"),
+    ("plans by the TPU compiler", "libtpu", "lazymodel[tpu]"),
+    ("optimizer state", "optax", "optax"),
+    ("GGUF files of types IQ1 to IQ3", "gguf", "lazymodel[gguf]"),
+    ("plots", "matplotlib", "matplotlib"),
+    ("plans as pages", "plotly", "lazymodel[page]"),
+    ("completion in shells", "shtab", "lazymodel[completion]"),
+)
+_ALWAYS = ("jax", "jaxlib", "numpy", "ml_dtypes", "rich")
+_SETTINGS = ("JAX_PLATFORMS", "XLA_FLAGS", "KERAS_BACKEND", "HF_HUB_OFFLINE", "HF_ENDPOINT", "LAZYMODEL_WAIT_SECONDS")
+
+
+def add_doctor_parser(commands: Any) -> None:
+    """Adds the command to `lazymodel`."""
+    help = "show versions, devices, memory, caches, and packages missing for features"
+    description = (
+        "Prints versions, devices and their memory, caches, settings, and which package is missing for which feature. "
+        "Starts JAX' devices. Exit status: 0; 1 if JAX finds no device."
+    )
+    add_command(commands, "doctor", _doctor, help, description, "example: lazymodel doctor --json > report.json")(*JSON)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    found = _found()
+    if arguments.json:
+        print_json("doctor", found)
+    else:
+        print_text("\n\n".join(table.text() for table in _tables(found)))
+    return 0 if found["devices"] else 1
+
+
+def _found() -> dict[str, Any]:
+    devices, trouble = _devices()
+    cache = CONFIG.jax_compilation_cache_dir
+    hub = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub").expanduser()
+    return {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": {"lazymodel": VERSION, **{name: _version(name) for name in _ALWAYS}},
+        "features": [
+            {"feature": feature, "package": package, "version": _version(package), "install": extra}
+            for feature, package, extra in _FEATURES
+        ],
+        "devices": devices,
+        "trouble": trouble,
+        "host": {"cores": cores(), "available_nbytes": available_memory(), "budget_nbytes": default_budget()},
+        "caches": {"compiled programs": cache, "Hugging Face": str(hub) if os.path.isdir(hub) else None},
+        "settings": {name: os.environ[name] for name in _SETTINGS if name in os.environ},
+    }
+
+
+def _devices() -> tuple[list[dict[str, Any]], str | None]:
+    try:
+        with libtpu_environment():
+            found = jax.devices()
+    except RuntimeError as error:  # a requested platform is missing, or a chip is in use
+        return [], str(error).splitlines()[0]
+    kinds = collections.Counter((device.platform, device.device_kind, device_memory(device)) for device in found)
+    return [
+        {"platform": where, "kind": kind, "count": count, "memory_nbytes": memory}
+        for (where, kind, memory), count in kinds.items()
+    ], None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _tables(found: dict[str, Any]) -> list[Table]:
+    versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in found["packages"].items())
+    host, caches = found["host"], found["caches"]
+    available = "unknown" if host["available_nbytes"] is None else format_bytes(host["available_nbytes"])
+    about = [
+        ("versions", f"{versions}, Python {found['python']} ({sys.executable})"),
+        ("system", found["system"]),
+        *(("devices", _device_text(each)) for each in found["devices"]),
+        *([("devices", f"none: {found['trouble']}")] if found["trouble"] else []),
+        ("host", f"{plural(host['cores'], 'core')}, {available} of memory available, of which loading stages at most "
+         f"{format_bytes(host['budget_nbytes'])} unless max_host_memory says otherwise"),
+        ("compiled programs", caches["compiled programs"] or "not kept; set JAX_COMPILATION_CACHE_DIR to keep them"),
+        ("Hugging Face", caches["Hugging Face"] or "no cache"),
+        *(("setting", f"{name}={value}") for name, value in found["settings"].items()),
+    ]  # fmt: skip
+    rows = [
+        (each["feature"], f"{each['package']} {each['version'] or '–'}", "yes" if each["version"] else
+         f"pip install '{each['install']}'")
+        for each in found["features"]
+    ]  # fmt: skip
+    return [
+        Table("what there is", (Column(""), Column("found")), about),
+        Table("what works", tuple(map(Column, ("feature", "package", "there"))), rows),
+    ]
+
+
+def _device_text(device: dict[str, Any]) -> str:
+    memory = "of unknown memory" if device["memory_nbytes"] is None else f"of {format_bytes(device['memory_nbytes'])}"
+    return f"{device['count']} × {device['kind']} ({device['platform']}) {memory} each"
+
+
+def add_inspect_parser(commands: Any) -> None:
+    """Adds the command to `lazymodel`."""
+    help = "list the content of a checkpoint, and its problems"
+    description = (
+        "Lists a checkpoint's files, tensors and metadata and all of its problems. Reads headers only. "
+        "Exit status: 0 no problems, 1 problems were found, 2 there is no checkpoint."
+    )
+    example = "example: lazymodel inspect model.safetensors --verify"
+    option = add_command(commands, "inspect", _inspect, help, description, example)
+    option("checkpoint", "CHECKPOINT", "a file, a folder or a URL, as for lazymodel.open_checkpoint")
+    option(*STORAGE_OPTION, action="append")
+    option(*JSON)
+    option(
+        "--verify",
+        None,
+        "also hash the files, and compare with the hashes of a Hugging Face cache or download, or of a manifest such "
+        "as SHA256SUMS; reads every file once",
+    )
+    option("--html", "FILE", "also write a page")
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    check_page(arguments.html)
+    summary = inspect_checkpoint(arguments.checkpoint, storage_options(arguments), verify=arguments.verify)
+    show(arguments, "inspect", summary)
+    return 1 if summary.problems else 0
 
 
 def _completion(arguments: argparse.Namespace) -> int:

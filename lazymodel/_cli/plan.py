@@ -37,20 +37,18 @@ from lazymodel._cli.output import (
     show,
     storage_options,
 )
-from lazymodel._compile.compile import Compile
-from lazymodel._devices.topology import arithmetic_mesh, libtpu_environment
-from lazymodel._devices.topology import topology as compiled_mesh
+from lazymodel._compile import Compile
+from lazymodel._devices.hardware import arithmetic_mesh, libtpu_environment
+from lazymodel._devices.hardware import topology as compiled_mesh
 from lazymodel._errors import LazyModelError, LazyModelWarning
 from lazymodel._model import AbstractModel, build_abstract
-from lazymodel._plan.activations import REMATS
 from lazymodel._plan.fleet import Fleet
 from lazymodel._plan.plan import MemoryPlan, compare_plans
-from lazymodel._plan.what_if import WhatIf
+from lazymodel._plan.what_if import REMATS, WhatIf
 from lazymodel._programs.jaxprs import CONFIG
 from lazymodel._remote.url import is_url, shown
 from lazymodel._sharding.auto import auto
-from lazymodel._show.quiet import quiet_tensorflow
-from lazymodel._show.text import parse_bytes
+from lazymodel._show.text import parse_bytes, quiet_tensorflow
 
 # Files that only contain weights, from which no model can be built.
 _WEIGHTS = (

@@ -1,21 +1,40 @@
 """Devices, here or not: how much memory each has, the slices of every TPU generation, and whether a device can run.
 
 Contains the only table of TPU generations and GPUs, parses the names of devices, and distinguishes devices that run
-from those of planning meshes. `_devices/topology` defines how slices are named and meshed.
+from those of planning meshes. `_devices/hardware` defines how slices are named and meshed.
+
+Devices that are not here: meshes of TPU slices for planning and compiling.
+
+Parses the names of slices, gets compile-only devices from libtpu on a machine without a TPU, and makes meshes without
+devices for arithmetic. `_devices/hardware` lists the slices that exist.
+
+Memory of a program on each device, as the compiler reports it.
+
+Compiles a function of shapes, for devices that are here or for compile-only devices, and parses the compiler's errors.
+Nothing is run. `_plan/` decides which programs to compile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import glob
+import importlib.util
 import math
+import os
 import re
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, cast
 
-from jax.sharding import AbstractMesh, NamedSharding, Sharding
+import jax
+import numpy as np
+from jax.experimental import mesh_utils, topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 
-from lazymodel._errors import LazyModelError
+from lazymodel._errors import DoesNotFitError, LazyModelError
+from lazymodel._show.text import closest, format_bytes
 
 Shape = tuple[int, ...]
 
@@ -261,3 +280,365 @@ def require_live(variables: Mapping[str, Any]) -> None:
             f"{path!r} is sharded over {what}; shard the model over a jax.sharding.Mesh of jax.devices() before it is "
             "materialized"
         )
+
+
+def topology(name: str, axes: Mapping[str, int] | None = None) -> Mesh:
+    """A mesh of TPU devices that need not be here: for sharding, planning and compiling, not for running.
+
+    Args:
+        name: Generation and chips, `"v5e:2x4"`, `"v5p:4x4x4"`, or the name under which clouds rent it: `"v5e-8"` and
+            `"v6e-8"` count chips; `"v2-8"`, `"v4-8"`, `"v5p-8"` and `"v7x-8"` count cores, two per chip. Generations
+            are v2, v3, v4, v5e, v5p, v6e and v7x.
+        axes: Axis name to size. Their product is the number of devices; one size may be -1. None is one axis,
+            `"model"`, over all devices. A v2, v3 or v7x chip is two devices, any other chip is one.
+
+    Returns:
+        A mesh with Auto axes. Repeated calls for a slice return the same device objects.
+
+    Raises:
+        LazyModelError: There is no such slice, the axes have another product, or libtpu is not installed.
+
+    Example:
+        >>> mesh = lm.topology("v5e:2x4", {"batch": 2, "model": 4})
+        >>> abstract.shard(mesh, lm.auto()).plan(compile=lm.Compile("init")).programs
+        2
+    """
+    if _is_gpus(name):
+        raise LazyModelError(
+            f"{name!r} are GPUs, and programs can be compiled only for GPUs that are here; plan for them by "
+            f"arithmetic, on lazymodel.arithmetic_mesh({name!r})"
+        )
+    generation, shape = _parse(name)
+    sizes = _axis_sizes(axes, generation.num_devices(shape), generation.slice_name(shape))
+    devices = list(_devices(generation, shape))
+    try:
+        # In the order of jax.make_mesh on live devices: neighbours along an axis are neighbours on the torus.
+        grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
+    except (NotImplementedError, ValueError):  # a size that the torus has no factor for
+        grid = np.array(devices).reshape(tuple(sizes.values()))
+    return Mesh(grid, tuple(sizes))
+
+
+def arithmetic_mesh(name: str, axes: Mapping[str, int] | None = None) -> AbstractMesh:
+    """The same mesh without devices: shardings and plans can be computed on it, nothing can be compiled.
+
+    Needs no libtpu, and accepts a number of GPUs, too.
+
+    Args:
+        name: As for `topology`, or a GPU and their number, `"H100:8"`.
+        axes: As for `topology`.
+
+    Raises:
+        LazyModelError: There is no such slice or GPU, or the axes have another product.
+
+    Example:
+        >>> abstract.shard(lm.arithmetic_mesh("H100:8"), lm.auto()).plan().device_nbytes
+        16384
+    """
+    if _is_gpus(name):
+        gpu, _, count = name.strip().partition(":")
+        num_devices, device = int(count), AbstractDevice(gpu, None, "gpu")
+        if num_devices < 1:
+            raise LazyModelError(f"{name!r} has no devices; write {gpu}:1 or more")
+        sizes = _axis_sizes(axes, num_devices, name)
+    else:
+        generation, shape = _parse(name)
+        device = AbstractDevice(generation.kind, generation.num_cores, "tpu")
+        sizes = _axis_sizes(axes, generation.num_devices(shape), generation.slice_name(shape))
+    return AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), abstract_device=device
+    )
+
+
+def topology_names(device: str) -> list[str]:
+    """Names of the slices of a generation, smallest first, one for each number of chips."""
+    generation = _generation(device)
+    return [generation.slice_name(shape) for shape in generation.candidates]
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def _is_gpus(name: Any) -> bool:
+    """Returns True for a GPU and their number, such as `H100:8`."""
+    if not isinstance(name, str):
+        raise LazyModelError(f"expected the name of a slice, such as 'v5e:2x4' or 'v5e-8', got {name!r}")
+    gpu, _, count = name.strip().partition(":")
+    known = tpu_generation(gpu) is None and device_memory(gpu) is not None
+    if known and not count:
+        base, _, number = gpu.rpartition("-")  # the way in which TPU slices are counted
+        many = f"{base}:{number}" if number.isdecimal() and device_memory(base) is not None else f"{gpu}:8"
+        raise LazyModelError(f"{name!r} is a GPU without a number; write how many, such as '{many}'")
+    return known and count.isdecimal() and len(count) < 7
+
+
+def _generation(name: str) -> Generation:
+    found = tpu_generation(name)
+    if found is None:
+        near = closest(name[:40], (*GENERATIONS, *GPUS))
+        raise LazyModelError(f"{name[:40]!r} is not a TPU generation{near}; known are {', '.join(GENERATIONS)}")
+    return found
+
+
+def _parse(name: str) -> tuple[Generation, Shape]:
+    """Generation and shape in chips of `v5e:2x4` or `v5e-8`."""
+    match = re.fullmatch(r"\s*([A-Za-z0-9 -]{1,20}?)(?::(\d{1,4}(?:x\d{1,4}){1,2})|-(\d{1,6}))\s*", name)
+    if match is None:
+        generation = tpu_generation(name)
+        examples = generation or GENERATIONS["v5e"]
+        shape = examples.shapes[min(2, len(examples.shapes) - 1)]
+        near = "" if generation else closest(re.split("[:-]", name[:40])[0], (*GENERATIONS, *GPUS))
+        raise LazyModelError(
+            f"{name[:40]!r} is not a TPU slice{near}; write a generation and its chips, such as "
+            f"{examples.slice_name(shape)!r} or {examples.rented_name(shape)!r}"
+        )
+    generation = _generation(match[1])
+    if match[2]:
+        dimensions = len(generation.shapes[0])
+        shape = tuple(sorted(int(size) for size in match[2].split("x")))
+        if len(shape) > dimensions and shape[0] == 1:
+            shape = shape[1:]  # 2x4x1 of a generation with two dimensions
+        elif len(shape) < dimensions:
+            shape = (1, *shape)
+        # The sizes in a slice's name are ascending, except if the slice is one chip thick.
+        shape = (*shape[1:], 1) if dimensions == 3 and shape[0] == 1 else shape
+        chips = math.prod(shape)
+    else:
+        number = int(match[3])
+        chips, rest = divmod(number, generation.cores_per_chip)
+        found = [] if rest else [s for s in generation.candidates if math.prod(s) == chips]
+        shape = found[0] if found else ()
+    if not shape or not generation.exists(shape):
+        raise LazyModelError(_no_such_slice(name, generation, chips))
+    return generation, shape
+
+
+def _no_such_slice(name: str, generation: Generation, chips: int) -> str:
+    sizes = generation.candidates
+    below = [shape for shape in sizes if math.prod(shape) <= chips][-1:]
+    above = [shape for shape in sizes if math.prod(shape) > chips][:1]
+    nearest = " and ".join(f"{generation.slice_name(s)} ({generation.rented_name(s)})" for s in (*below, *above))
+    counted = "cores, two per chip" if generation.cores_per_chip == 2 else "chips"
+    return f"there is no TPU slice {name.strip()[:40]!r}; nearest: {nearest}. {generation.name}-N counts {counted}."
+
+
+def check_axes(axes: Any) -> None:
+    named = isinstance(axes, Mapping) and all(isinstance(axis, str) for axis in cast("Mapping[Any, Any]", axes))
+    if axes is not None and not named:
+        raise LazyModelError(f"expected axes as a mapping of axis name to size, such as {{'model': 8}}, got {axes!r}")
+
+
+def _axis_sizes(axes: Mapping[str, int] | None, num_devices: int, name: str) -> dict[str, int]:
+    """Axis sizes whose product is the number of devices."""
+    if axes is None:
+        return {"model": num_devices}
+    check_axes(axes)
+    sizes = dict(axes)
+    wrong = {axis: size for axis, size in sizes.items() if type(size) is not int or (size < 1 and size != -1)}
+    if wrong or not sizes or list(sizes.values()).count(-1) > 1:
+        raise LazyModelError(f"expected axes with positive sizes, one of which may be -1, got {sizes}")
+    rest = math.prod(size for size in sizes.values() if size != -1)
+    if -1 in sizes.values():
+        if num_devices % rest == 0:
+            return {axis: num_devices // rest if size == -1 else size for axis, size in sizes.items()}
+    elif rest == num_devices:
+        return sizes
+    # The last axis, or the axis of size -1, takes the devices that remain after divisors of the requested sizes.
+    taker = next((axis for axis, size in sizes.items() if size == -1), list(sizes)[-1])
+    nearest, left = dict(sizes), num_devices
+    for axis, size in sizes.items():
+        if axis != taker:
+            nearest[axis] = math.gcd(left, size)
+            left //= nearest[axis]
+    nearest[taker] = left
+    raise LazyModelError(f"axes {sizes} do not make the {num_devices} devices of {name}; {nearest} would")
+
+
+# --- libtpu ----------------------------------------------------------------------------------------------------------
+
+# Read by libtpu when it is loaded. Without a TPU and these variables it would query the cloud's metadata server, take a
+# lock file that allows one process on the machine, log to stderr and leave files under /tmp/tpu_logs.
+_LIBTPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_LOG_DIR": "disabled",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
+
+
+@contextlib.contextmanager
+def libtpu_environment() -> Generator[None]:
+    """Sets these variables if they are not set: JAX loads libtpu too, and there is no TPU here that it could use."""
+    here = glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*")
+    added = {} if here else {name: value for name, value in _LIBTPU_ENVIRONMENT.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def has_libtpu() -> bool:
+    """Returns True if TPU programs can be compiled here."""
+    return bool(os.environ.get("TPU_LIBRARY_PATH")) or importlib.util.find_spec("libtpu") is not None
+
+
+@functools.cache
+def _devices(generation: Generation, shape: Shape) -> tuple[Any, ...]:
+    """The devices of a slice. Each call of libtpu makes new ones, unequal to the last, so they are cached."""
+    name = generation.slice_name(shape)
+    if not has_libtpu():
+        raise LazyModelError(f'devices of {name} need libtpu, which is not installed: pip install "lazymodel[tpu]"')
+    try:
+        with libtpu_environment():
+            description = topologies.get_topology_desc(
+                f"{generation.libtpu or generation.name}:{'x'.join(map(str, shape))}",
+                "tpu",
+                chips_per_host_bounds=list(generation.host_bounds(shape)),
+                chip_config_name=generation.chip_config,
+            )
+    except jax.errors.JaxRuntimeError as error:
+        message = str(error).splitlines()[0]
+        if "lockfile" in message:
+            message = (
+                "another process holds libtpu, such as one that uses this machine's TPU; wait for it, or set "
+                "ALLOW_MULTIPLE_LIBTPU_LOAD=1 to compile at the same time"
+            )
+        raise LazyModelError(f"libtpu provides no devices for {name}: {message}") from error
+    devices = tuple(description.devices)
+    if len(devices) != generation.num_devices(shape):
+        raise LazyModelError(
+            f"expected {generation.num_devices(shape)} devices for {name}, libtpu provides {len(devices)}; "
+            "this libtpu divides chips differently from the one that lazymodel was tested with"
+        )
+    return devices
+
+
+_LISTED = 5  # allocations that an error names
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledMemory:
+    """Memory of one compiled program, in bytes on each device; for devices without own memory, on their hosts too.
+
+    Attributes:
+        argument_nbytes: Shards of its arguments.
+        output_nbytes: Shards of its results, including those that reuse a donated argument's memory.
+        temporary_nbytes: Additional memory while it runs.
+        alias_nbytes: Results that reuse a donated argument's memory.
+        code_nbytes: The program itself.
+        seconds: Time for tracing, lowering and compiling.
+        host_nbytes: Arguments, results and temporaries in the host's memory per device, if counted separately.
+    """
+
+    argument_nbytes: int
+    output_nbytes: int
+    temporary_nbytes: int
+    alias_nbytes: int
+    code_nbytes: int
+    seconds: float
+    host_nbytes: int = 0
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Most bytes that a device holds: XLA reserves arguments, results and temporaries for the whole run."""
+        held = self.argument_nbytes + self.output_nbytes - self.alias_nbytes
+        return held + self.temporary_nbytes + self.code_nbytes
+
+
+def compile_memory(function: Callable[..., Any], *args: Any, donate: Sequence[int] = ()) -> CompiledMemory:
+    """Compiles `function(*args)` for the devices of its arguments and returns the memory that it needs on each.
+
+    Args:
+        function: A traceable function.
+        *args: Pytrees of `jax.ShapeDtypeStruct` with shardings over one mesh, which may be one of `topology`. The
+            compiler places structs without a sharding.
+        donate: Numbers of the arguments whose memory the results may reuse.
+
+    Raises:
+        DoesNotFitError: The compiler finds that the program cannot fit a device. Its `needed_nbytes` and
+            `limit_nbytes` are the compiler's numbers, which it rounds to hundredths of a unit.
+        LazyModelError: The compiler rejects the program for another reason, or a mesh is one for arithmetic.
+    """
+    if any(is_arithmetic(getattr(leaf, "sharding", None)) for leaf in jax.tree.leaves(args)):
+        raise LazyModelError(
+            "expected arguments that are sharded over devices, found one on a mesh without devices (as "
+            "lazymodel.arithmetic_mesh makes); make the mesh with lazymodel.topology"
+        )
+    start = time.perf_counter()
+    # Arguments that the function does not use are on the device nevertheless.
+    lowered = jax.jit(function, donate_argnums=tuple(donate), keep_unused=True).lower(*args)
+    compiled = compile_lowered(lowered, getattr(function, "__name__", "the program"))
+    return memory_of(compiled, time.perf_counter() - start)
+
+
+def compile_lowered(lowered: jax.stages.Lowered, name: str) -> jax.stages.Compiled:
+    """The compiled program. Raises the errors of `compile_memory` if the compiler rejects it."""
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise out_of_memory(str(error), name) from error
+        raise LazyModelError(f"the compiler rejects {name}: {str(error).splitlines()[0]}") from error
+
+
+def memory_of(compiled: jax.stages.Compiled, seconds: float) -> CompiledMemory:
+    """A program's memory. Raises LazyModelError if the backend does not report it."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        raise LazyModelError("this backend's compiler does not report how much memory a program needs; omit compile")
+    return CompiledMemory(
+        argument_nbytes=int(memory.argument_size_in_bytes),
+        output_nbytes=int(memory.output_size_in_bytes),
+        temporary_nbytes=int(memory.temp_size_in_bytes),
+        alias_nbytes=int(memory.alias_size_in_bytes),
+        code_nbytes=int(memory.generated_code_size_in_bytes),
+        seconds=seconds,
+        host_nbytes=int(
+            memory.host_argument_size_in_bytes
+            + memory.host_output_size_in_bytes
+            - memory.host_alias_size_in_bytes
+            + memory.host_temp_size_in_bytes
+        ),
+    )
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+_AMOUNT = r"(\d+(?:\.\d+)?)([KMGT]?)i?B?\b"
+# libtpu 0.0.52 writes the first if sizes alone do not fit; the others come from its allocator and from older versions.
+_OUT_OF_MEMORY = (
+    re.compile(rf"total memory required for [\w ]+ \({_AMOUNT}\) exceeds available \w+ \({_AMOUNT}\)"),
+    re.compile(rf"Used {_AMOUNT} of {_AMOUNT}"),
+    re.compile(rf"[Rr]equired {_AMOUNT}.{{0,80}}? (?:available|limit)\D{{0,20}}{_AMOUNT}"),
+)
+_ALLOCATION = re.compile(rf"Size: {_AMOUNT}\s*\n((?:[ \t]+[^\n]+\n?)*)")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def out_of_memory(message: str, name: str) -> DoesNotFitError:
+    """The error for a compiler's message about memory of the program `name`, with the numbers parsed from it."""
+    found = next((match for pattern in _OUT_OF_MEMORY if (match := pattern.search(message))), None)
+    if found is None:
+        return DoesNotFitError(f"{name} does not fit, according to the compiler: {message.splitlines()[0]}")
+    needed, limit = _amount(found[1], found[2]), _amount(found[3], found[4])
+    text = f"{name} needs {format_bytes(needed)} on a device, according to the compiler, and programs can use "
+    text += format_bytes(limit) + (f", {format_bytes(needed - limit)} less." if needed > limit else ".")
+    largest: list[str] = []
+    for match in list(_ALLOCATION.finditer(message))[:_LISTED]:
+        shape = re.search(r"Shape: (\S+?)(?:\{|\s|$)", match[3])
+        operator = re.search(r'op_name="([^"]{1,200})"', match[3])
+        parts = [format_bytes(_amount(match[1], match[2])), shape and shape[1], operator and operator[1]]
+        largest.append(" ".join(part for part in parts if part))
+    if largest:
+        text += f" Largest allocations: {'; '.join(largest)}."
+    text += " Use more devices, shard more, or a smaller batch, sequence or dtype."
+    return DoesNotFitError(text, needed_nbytes=needed, limit_nbytes=limit)
+
+
+def _amount(number: str, unit: str) -> int:
+    return int(float(number) * _UNITS[unit])

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 import jax
 import numpy as np
 
-from lazymodel._abstract.paths import Captures, Template
+from lazymodel._abstract.variable import Captures, Template
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._mapping.match import described
 from lazymodel._show.text import closest

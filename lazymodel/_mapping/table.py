@@ -20,13 +20,11 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from lazymodel._abstract.paths import Captures, Template, flatten_paths
-from lazymodel._abstract.spec import ModelSpec
-from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._abstract.framework import ModelSpec
+from lazymodel._abstract.variable import AbstractVariable, Captures, Template, flatten_paths
 from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._mapping.entry import From, Missing, Parts, Tensors, check_captures, read_entry, write_entry
-from lazymodel._mapping.given import given_checkpoint
-from lazymodel._mapping.match import MappedCheckpoint, described, refuse_adapter
+from lazymodel._mapping.match import MappedCheckpoint, described, given_checkpoint, refuse_adapter
 from lazymodel._mapping.suggest import suggest
 from lazymodel._show.text import LISTED, closest, first_lines, fold, grouped_names, unnumbered
 from lazymodel._tensors.lazy import LazyTensor, lazy

@@ -22,24 +22,27 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import Sharding
 
-from lazymodel._abstract.arrays import host_array
-from lazymodel._abstract.placement import device_shardings, is_narrowed, stays_on_host
-from lazymodel._abstract.spec import ModelSpec
+from lazymodel._abstract.arrays import device_shardings, host_array, is_narrowed, stays_on_host
+from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
-from lazymodel._compile.background import Compiling
-from lazymodel._compile.compile import Compile
-from lazymodel._compile.lower import prepared
+from lazymodel._compile import Compile, Compiling, prepared
 from lazymodel._devices.collective import CollectiveScope, agreement
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError
-from lazymodel._mapping.given import flat_checkpoint, initial_values, is_chunked, read_as, refuse_derived
-from lazymodel._mapping.match import LoadPlan, resolve_and_warn
-from lazymodel._materialize.exchange import Exchange, exchanged, exchanges
+from lazymodel._mapping.match import (
+    LoadPlan,
+    flat_checkpoint,
+    initial_values,
+    is_chunked,
+    read_as,
+    refuse_derived,
+    resolve_and_warn,
+)
 from lazymodel._materialize.report import Costs, make_report
+from lazymodel._materialize.reshard import Exchange, exchanged, exchanges
 from lazymodel._materialize.stream import StreamItem
 from lazymodel._materialize.stream import stream as read
-from lazymodel._programs.jaxprs import is_weak, with_weak_type
-from lazymodel._programs.keys import as_keys
+from lazymodel._programs.jaxprs import as_keys, is_weak, with_weak_type
 from lazymodel._programs.programs import run_recipes
 from lazymodel._remote.requests import REQUESTS
 from lazymodel._remote.url import is_url

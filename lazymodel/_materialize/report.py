@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from lazymodel._abstract.spec import ModelSpec
-from lazymodel._compile.background import CompiledProgram
+from lazymodel._abstract.framework import ModelSpec
+from lazymodel._compile import CompiledProgram
 from lazymodel._mapping.match import LoadPlan
 from lazymodel._show.page import Grid, Nbytes, Section, Treemap
 from lazymodel._show.table import ACTIONS, Column, Report, Table, shape_text

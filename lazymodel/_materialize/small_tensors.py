@@ -18,9 +18,8 @@ from lazymodel._errors import CheckpointError
 from lazymodel._tensors.boxes import Geometry, box_shape, strided, whole_box
 from lazymodel._tensors.buffers import ALIGNMENT, Workspace, assign
 from lazymodel._tensors.byte_reader import ByteReader
-from lazymodel._tensors.fill import fill
 from lazymodel._tensors.shards import Boxes
-from lazymodel._tensors.tensor_source import FileTensor, View
+from lazymodel._tensors.tensor_source import FileTensor, View, fill
 
 SMALL_NBYTES = 64 << 10  # bytes of a tensor; a larger one gains little, and is worth several threads
 GROUP = 512 << 10  # bytes of a group: a hundred times the cost of its overhead; all of it is freed together

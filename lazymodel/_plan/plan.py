@@ -15,15 +15,13 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from lazymodel._devices.compiler import CompiledMemory
-from lazymodel._devices.hardware import GENERATIONS, GPUS, device_memory
+from lazymodel._devices.hardware import GENERATIONS, GPUS, CompiledMemory, device_memory
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._plan.fleet import Way
 from lazymodel._plan.what_if import ACTIVATIONS, OPTIMIZER, PARAMETERS
-from lazymodel._show import figures
 from lazymodel._show.page import Bars, Grid, Lines, Nbytes, Placed, Section, Share, Text, Treemap, save_page
 from lazymodel._show.table import ACTIONS, Column, Report, Table, Tabled, placed_text, plain, shape_text, spec_text
-from lazymodel._show.text import format_bytes, parse_bytes, plural
+from lazymodel._show.text import PALETTE, empty_figure, finished_figure, format_bytes, parse_bytes, plural
 
 _COUNTS = tuple(2**power for power in range(11))  # of devices: common sizes of slices and machines
 _STEPS = 2000  # points of a line; more would be closer than pixels
@@ -31,9 +29,9 @@ _STEPS = 2000  # points of a line; more would be closer than pixels
 
 _GIB = 2**30
 _COLOURS: dict[str, str] = dict(
-    zip(("parameters", "LoRA", "optimizer state", "gradients", "activations"), figures.PALETTE, strict=False)
+    zip(("parameters", "LoRA", "optimizer state", "gradients", "activations"), PALETTE, strict=False)
 )
-_HELD, _OVER, _LIMIT = _COLOURS["parameters"], "#999999", figures.PALETTE[5]
+_HELD, _OVER, _LIMIT = _COLOURS["parameters"], "#999999", PALETTE[5]
 
 
 _OFFENDERS = 5  # how many variables `check` names
@@ -284,7 +282,7 @@ class MemoryPlan(Report):
         Raises:
             LazyModelError: matplotlib is not installed, or the file cannot be written.
         """
-        drawn = figures.empty_figure((9.6, 3.6))
+        drawn = empty_figure((9.6, 3.6))
         left, right = drawn.subplots(1, 2, width_ratios=(1, 2))
         bottom = 0.0
         for kind, nbytes in self.parts.items():
@@ -311,7 +309,7 @@ class MemoryPlan(Report):
                     look = {"fontsize": 7, "color": _LIMIT, "ha": "center", "va": "bottom"}
                     axes.text(0.5, limit / _GIB, text, transform=where, **look)
             axes.set_ylim(0, None)
-        return figures.finished_figure(drawn, self.name, path)
+        return finished_figure(drawn, self.name, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as a page: one HTML file that works offline; needs plotly.

@@ -7,12 +7,18 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lazymodel._abstract.placement import resident_nbytes
-from lazymodel._abstract.spec import ModelSpec
-from lazymodel._compile.compile import Compile
+from lazymodel._abstract.arrays import resident_nbytes
+from lazymodel._abstract.framework import ModelSpec
+from lazymodel._compile import Compile
+from lazymodel._devices.hardware import (
+    arithmetic_mesh,
+    check_axes,
+    has_libtpu,
+    topology,
+    topology_names,
+    tpu_generation,
+)
 from lazymodel._devices.hardware import device_memory as known_memory
-from lazymodel._devices.hardware import tpu_generation
-from lazymodel._devices.topology import arithmetic_mesh, check_axes, has_libtpu, topology, topology_names
 from lazymodel._errors import DoesNotFitError, LazyModelError, ShardingError
 from lazymodel._plan.make import plan
 from lazymodel._plan.what_if import WhatIf

@@ -19,8 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from lazymodel._quantized.config import DTYPES
-from lazymodel._quantized.contents import Contents
+from lazymodel._quantized.config import DTYPES, Contents
 from lazymodel._quantized.scaled import ScaledTensor, lookup
 from lazymodel._tensors.boxes import Box
 from lazymodel._tensors.buffers import Steps, Workspace

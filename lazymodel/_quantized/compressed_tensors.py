@@ -15,8 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from lazymodel._quantized.config import matches
-from lazymodel._quantized.contents import Contents
+from lazymodel._quantized.config import Contents, matches
 from lazymodel._quantized.float4 import add_mxfp4, add_nvfp4
 from lazymodel._quantized.float8 import block_of, drop_activations, is_float8, take_one
 from lazymodel._quantized.scaled import WORD, integers, integers_down, scaled_integers, scales_of

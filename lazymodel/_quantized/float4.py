@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator, Sequence
 import ml_dtypes
 import numpy as np
 
-from lazymodel._quantized.contents import Contents
+from lazymodel._quantized.config import Contents
 from lazymodel._quantized.scaled import INDEX
 from lazymodel._tensors.boxes import Box, box_shape, fine, shift
 from lazymodel._tensors.buffers import DType, Steps, Workspace, assign

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from lazymodel._quantized.contents import Contents
+from lazymodel._quantized.config import Contents
 from lazymodel._quantized.scaled import ScaledTensor, floats, scales_of
 from lazymodel._tensors.decoded import Stored
 from lazymodel._tensors.lazy import LazyTensor

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lazymodel._quantized.contents import Contents
+from lazymodel._quantized.config import Contents
 from lazymodel._quantized.scaled import WORD, integers, integers_down, scaled_integers
 from lazymodel._tensors.decoded import Stored, Unpack
 from lazymodel._tensors.lazy import LazyTensor

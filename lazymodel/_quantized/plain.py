@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from lazymodel._errors import CheckpointError
 from lazymodel._quantized import bitsandbytes, compressed_tensors, float4, float8, gptq
-from lazymodel._quantized.config import ADVICE, Config, find_config
-from lazymodel._quantized.contents import Contents, Plain, StoredTensors
+from lazymodel._quantized.config import ADVICE, Config, Contents, Plain, StoredTensors, find_config
 from lazymodel._show.text import listed
 from lazymodel._tensors.casting import is_marker, is_quantized, scales_beside
 

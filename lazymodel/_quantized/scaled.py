@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._quantized.contents import Contents
+from lazymodel._quantized.config import Contents
 from lazymodel._tensors.boxes import Box, coarse, shift, whole_box
 from lazymodel._tensors.buffers import Convert, Steps, Workspace
 from lazymodel._tensors.decoded import DecodedTensor, Stored, Unpack
-from lazymodel._tensors.fill import Targets, fill
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.tensor_source import View
+from lazymodel._tensors.tensor_source import Targets, View, fill
 
 WORD = 32  # bits of the integers that codes are packed in
 INDEX = np.dtype(np.intp)  # dtype of NumPy's indices; it would convert narrower ones, in memory of its own

@@ -15,8 +15,7 @@ from typing import BinaryIO, cast
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._remote.file import RemoteFile
-from lazymodel._remote.path import Location, RemotePath
+from lazymodel._remote.path import Location, RemoteFile, RemotePath
 from lazymodel._remote.prefetch import AHEAD, GAP, ReadAhead, Stopped
 from lazymodel._remote.url import printable
 from lazymodel._tensors.boxes import Geometry, ranges_of

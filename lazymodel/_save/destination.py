@@ -28,10 +28,10 @@ from lazymodel._save.atomic import Staging, staging, writing
 from lazymodel._show.progress import Progress
 from lazymodel._show.text import format_bytes, listed
 from lazymodel._tensors.lazy import LazyTensor
+from lazymodel.checkpoints._checkpoint import newest_step
 from lazymodel.checkpoints._open import staging_folder, weight_files
-from lazymodel.checkpoints._orbax_folder import find_item
-from lazymodel.checkpoints._shards import is_numbered, open_loose
-from lazymodel.checkpoints._steps import newest_step
+from lazymodel.checkpoints._orbax import find_item
+from lazymodel.checkpoints._safetensors import is_numbered, open_loose
 from lazymodel.checkpoints._untrusted import read_json_file, shard_path, weight_map
 
 SINGLE = "model.safetensors"

@@ -23,7 +23,7 @@ from lazymodel._errors import LazyModelError, warn
 from lazymodel._save.atomic import Staging, writing
 from lazymodel._save.destination import Destination, SavedFile, grouped
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel.checkpoints._hdf5_dataset import import_h5py
+from lazymodel.checkpoints._hdf5 import import_h5py
 from lazymodel.checkpoints._open import staging_folder
 from lazymodel.checkpoints._untrusted import is_numpys
 

@@ -21,8 +21,8 @@ from lazymodel._save.destination import SavedFile, WholeFolder
 from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import grid, whole_box
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel.checkpoints._orbax_folder import METADATA, foreign_entries, zero_size_metadata
-from lazymodel.checkpoints._safetensors_header import FLOAT4
+from lazymodel.checkpoints._orbax import METADATA, foreign_entries, zero_size_metadata
+from lazymodel.checkpoints._safetensors import FLOAT4
 from lazymodel.checkpoints._untrusted import is_numpys
 
 _CHUNK = 8 << 20  # bytes: reading a part of a chunk reads all of it, and some hundred files a second cost nothing

@@ -16,8 +16,7 @@ from lazymodel._errors import LazyModelError
 from lazymodel._save.destination import SINGLE, SavedFile, grouped
 from lazymodel._show.text import format_bytes
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel.checkpoints._safetensors_header import DTYPES, FLOAT4, MAX_HEADER
-from lazymodel.checkpoints._shards import SAVE_KEY
+from lazymodel.checkpoints._safetensors import DTYPES, FLOAT4, MAX_HEADER, SAVE_KEY
 
 _ALIGNMENT = 8  # bytes that the header is padded to, as the reference implementation pads it
 _TAGS = {dtype: tag for tag, dtype in DTYPES.items()}

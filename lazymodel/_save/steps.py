@@ -13,16 +13,16 @@ import jax
 import numpy as np
 
 from lazymodel._abstract.arrays import ARRAYS, NUMBERS, named_arrays
-from lazymodel._abstract.spec import ModelSpec
+from lazymodel._abstract.framework import ModelSpec
 from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._remote.upload import delete
 from lazymodel._save.atomic import staging, writing
 from lazymodel._save.save import save
 from lazymodel._show.text import listed
+from lazymodel.checkpoints._checkpoint import DECIDING, KEY, described, is_complete, place_of, step_folders
 from lazymodel.checkpoints._open import staging_folder, weight_files
-from lazymodel.checkpoints._orbax_folder import find_item
-from lazymodel.checkpoints._steps import DECIDING, KEY, described, is_complete, place_of, step_folders
+from lazymodel.checkpoints._orbax import find_item
 
 
 def save_step(

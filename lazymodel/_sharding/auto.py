@@ -13,8 +13,7 @@ from typing import Any, TypeAlias, cast
 
 from jax.sharding import Mesh, PartitionSpec
 
-from lazymodel._abstract.paths import matched_paths, rule_path
-from lazymodel._abstract.variable import AbstractVariable, Reason
+from lazymodel._abstract.variable import AbstractVariable, Reason, matched_paths, rule_path
 from lazymodel._errors import ShardingError
 from lazymodel._sharding.describe import Described, describe
 from lazymodel._sharding.roles import MESH_AXES, ROLES, Host, Role, are_mesh_axes, flat_axes

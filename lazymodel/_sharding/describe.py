@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lazymodel._abstract.paths import rule_path
-from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._abstract.variable import AbstractVariable, rule_path
 from lazymodel._sharding.roles import AXIS_NAMES, FUSED_HEADS, HEADS, LAYERS, ROLES, role_of_names
 
 _WEIGHT_WORD = re.compile(r"(^|_)(kernel|weights?|w)(?=_?\d*$)|^(kernel|weights?|w)_")

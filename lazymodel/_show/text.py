@@ -1,20 +1,32 @@
 """Text for people: byte counts, closest names, names that fold into one, shortened lists.
 
 Names come from files of any origin: `printable` keeps their control characters from a terminal.
+
+Keeps TensorFlow's log off the standard error of a command, before the command's own output.
+
+KerasHub imports TensorFlow for its tokenizers, and TensorFlow logs, from C++, its build options and that there is no
+CUDA. Responsible for imports and starts of our commands only; logs of a user's own program are up to the user.
+
+Colours and figures of matplotlib.
+
+Responsible for their style and for writing them; callers draw the content.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import heapq
 import itertools
 import numbers
+import os
 import re
 import reprlib
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from fractions import Fraction
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -181,3 +193,60 @@ def first_of(texts: Sequence[object], what: str) -> str:
 
 def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 0 also shows lines of the level INFO; JAX sets 1 if the user set nothing
+
+# TensorFlow 2.21 logs these at any level: lines of the level INFO, and one that these come too early.
+_NOISE = re.compile(
+    rb"I\d{4} [\d:.]+ +\d+ [\w./-]+\.cc:\d+\] .*|WARNING: All log messages before absl::InitializeLog.*"
+)
+
+
+@contextlib.contextmanager
+def quiet_tensorflow() -> Generator[None, None, None]:
+    """Within the block, TensorFlow's import log is not shown; all other output is shown at the end."""
+    if os.environ.setdefault(_LEVEL, "1") == "0":
+        yield
+        return
+    with tempfile.TemporaryFile() as caught:
+        sys.stderr.flush()
+        shown = os.dup(2)
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(shown, 2)
+            caught.seek(0)
+            rest = b"".join(line for line in caught if not _NOISE.fullmatch(line.rstrip(b"\r\n")))
+            with contextlib.suppress(OSError):  # the reader has gone
+                os.write(shown, rest)
+            os.close(shown)
+
+
+# Okabe and Ito's colours, distinguishable with any kind of colour vision; without black and yellow, used for lines.
+PALETTE = ("#0072B2", "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#8A8A8A")
+
+
+def empty_figure(inches: tuple[float, float]) -> Any:
+    """A `matplotlib.figure.Figure` of a size."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise LazyModelError("plot needs matplotlib: pip install matplotlib") from None
+    return Figure(figsize=inches, layout="constrained")
+
+
+def finished_figure(figure: Any, title: str, path: Any = None) -> Any:
+    """The figure with its title, written to `path` unless that is None."""
+    for axes in figure.axes:
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    figure.suptitle(printable(title).replace("$", r"\$"), fontsize=10)
+    if path is not None:
+        try:
+            figure.savefig(path)
+        except (OSError, ValueError) as error:  # no such folder, or an unknown suffix
+            raise LazyModelError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
+    return figure

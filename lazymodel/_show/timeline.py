@@ -12,10 +12,9 @@ from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Self, overload
 
 from lazymodel._show import clock
-from lazymodel._show.figures import PALETTE, empty_figure, finished_figure
 from lazymodel._show.page import Spans
 from lazymodel._show.table import Column, Table, Tabled, plain, terminal_width
-from lazymodel._show.text import grouped_by, printable
+from lazymodel._show.text import PALETTE, empty_figure, finished_figure, grouped_by, printable
 
 _WIDTH = 48  # columns of a bar in a terminal, if it is wide enough
 _BLOCK, _IDLE_BLOCK, _EARLIER = "█", "·", "◂"

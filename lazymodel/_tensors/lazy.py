@@ -1,8 +1,7 @@
 """Lazy tensors: arrays still on disk, on which NumPy's view operations work without reading a byte.
 
 Implements NumPy's protocols on views (`_tensors/tensor_source`), and operations that are not views but stay lazy:
-concatenation, and another order of elements. `_tensors/fill` fills them, and `_materialize/stream` decides where arrays
-go.
+concatenation, and another order of elements. `_materialize/stream` decides where arrays go.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ import numpy as np
 from lazymodel._errors import CheckpointError
 from lazymodel._tensors.boxes import Box, box_shape, checked_box, clip, intersect, shift, whole_box
 from lazymodel._tensors.buffers import Convert, DType, Steps, Workspace, empty_aligned
-from lazymodel._tensors.fill import fill, fill_parts
-from lazymodel._tensors.tensor_source import ArrayTensor, CompositeSource, Part, View
+from lazymodel._tensors.tensor_source import ArrayTensor, CompositeSource, Part, View, fill, fill_parts
 
 READ_WORKSPACE = 64 << 20  # bytes of temporaries when a tensor is read outside of a stream
 

@@ -1,6 +1,6 @@
 """Divides a tensor among all devices that hold any of it, so that each of its bytes is read by one of them.
 
-Decides who reads what, by arithmetic on meshes whose devices need not exist here. `_materialize/exchange` brings the
+Decides who reads what, by arithmetic on meshes whose devices need not exist here. `_materialize/reshard` brings the
 parts together.
 
 A device holds a region of the tensor, which other devices may hold too. The members of such a group divide the region

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from lazymodel._errors import CheckpointError
-from lazymodel._tensors.computed import ComputedTensor
+from lazymodel._tensors.decoded import ComputedTensor
 from lazymodel._tensors.shards import boxes_for
 from lazymodel._tensors.tensor_source import CompositeSource, FileTensor, TensorSource, View
 

@@ -2,32 +2,43 @@
 
 Listing the names of datasets raises for anything that leads out of the file (external links, virtual datasets);
 `_hdf5_dataset` checks and reads the datasets themselves.
+
+Datasets of HDF5 files as tensors, each checked against the bytes that are there before it is believed.
+
+Values that the file stores as they are in memory (contiguous datasets, as Keras writes them) are read straight from
+the file at the offset that the HDF5 library reports. Everything else is read through h5py, which is imported on first
+use. The library would inflate whatever a chunk claims to be, so deflated chunks are inflated here before, with a limit.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
+import os
 import reprlib
-from collections.abc import Callable
-from typing import Any
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import ml_dtypes
+import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._remote.file import RemoteFile
-from lazymodel._remote.path import Location
+from lazymodel._remote.path import Location, RemoteFile
 from lazymodel._remote.reader import RemoteReader, source_of
 from lazymodel._show.text import listed
+from lazymodel._tensors.boxes import Box, box_shape, intersect, shift, slabs
+from lazymodel._tensors.buffers import Convert, Workspace, assign
+from lazymodel._tensors.byte_reader import ByteReader
 from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.tensor_source import ArrayTensor, FileTensor, TensorSource
 from lazymodel.checkpoints._checkpoint import Checkpoint
-from lazymodel.checkpoints._hdf5_dataset import (
-    VIRTUAL,
-    H5File,
-    dataset_tensor,
-    import_h5py,
-    layout_classes,
-    messages,
-)
-from lazymodel.checkpoints._shards import Contents
+from lazymodel.checkpoints._safetensors import Contents
 from lazymodel.checkpoints._untrusted import (
     MAX_JSON,
+    MAX_RATIO,
     Member,
     Window,
     check_pointer,
@@ -37,6 +48,371 @@ from lazymodel.checkpoints._untrusted import (
     zip_directory,
     zip_member,
 )
+
+# Object headers of HDF5 files, read without the HDF5 library, as far as must be known before it opens a dataset.
+#
+# The library crashes on descriptions of virtual datasets that are damaged, before anyone can ask it whether a dataset
+# is virtual. So this is found out here: in which way a dataset says that its values are stored. Nothing is believed
+# beyond that; what a header means is the library's business. Format: HDF5 File Format Specification 3.0, sections
+# IV.A.1 (object headers) and IV.A.2.i (the data layout message).
+
+
+VIRTUAL = 3  # the layout class of a dataset whose values are stored in other datasets
+_LAYOUT, _CONTINUATION = 0x08, 0x10  # types of messages
+_MAX_HEADER = 16 << 20  # bytes of one object's header; a message has at most 64 KiB, and a dataset some ten of them
+
+
+def layout_classes(read: Callable[[int, int], bytes], address: int, widths: tuple[int, int]) -> set[int]:
+    """The classes of storage that the object header at an address names: none for a group, one for a sound dataset.
+
+    `read` gives the bytes at an address, as many as requested or as the file has; `widths` are the bytes of an address
+    and of a length. Raises ValueError if there is no object header, or one that ends early.
+    """
+    classes: set[int] = set()
+    for kind, body in messages(read, address, widths):
+        if kind == _LAYOUT:
+            # Versions 1 and 2, in which there are no virtual datasets, put the number of dimensions first.
+            version = body[0] if body else 0
+            if len(body) < 3 or not 1 <= version <= 5:
+                raise ValueError(f"the data layout message at {address} has version {version}")
+            classes.add(body[2] if version < 3 else body[1])
+    return classes
+
+
+def messages(read: Callable[[int, int], bytes], address: int, widths: tuple[int, int]) -> Iterator[tuple[int, bytes]]:
+    """Type and content of every message of the header at an address, those of its continuations among them."""
+    head = read(address, 64)
+    tracked = False  # whether every message has a number
+    if head.startswith(b"OHDR\x02"):
+        flags = head[5] if len(head) > 5 else 0
+        tracked = bool(flags & 0x04)
+        start = 6 + (16 if flags & 0x20 else 0) + (4 if flags & 0x10 else 0)
+        width = 1 << (flags & 0x03)
+        blocks = [(address + start + width, int.from_bytes(head[start : start + width], "little"))]
+        prefix = 4 + (2 if tracked else 0)
+    elif head.startswith(b"\x01") and len(head) >= 16:
+        blocks = [(address + 16, int.from_bytes(head[8:12], "little"))]
+        prefix = 8
+    else:
+        raise ValueError(f"there is no object header at {address}")
+    new = prefix != 8
+    seen: set[int] = set()
+    left = _MAX_HEADER
+    while blocks:
+        start, size = blocks.pop()
+        left -= size
+        if start in seen or left < 0:
+            raise ValueError(f"the object header at {address} does not end")
+        seen.add(start)
+        data = read(start, size)
+        if len(data) < size:
+            raise ValueError(f"the object header at {address} is cut off")
+        at = 0
+        while at + prefix <= size:
+            kind = data[at] if new else int.from_bytes(data[at : at + 2], "little")
+            length = int.from_bytes(data[at + 1 : at + 3] if new else data[at + 2 : at + 4], "little")
+            body = data[at + prefix : at + prefix + length]
+            if len(body) < length:
+                raise ValueError(f"a message of the object header at {address} is cut off")
+            if kind == _CONTINUATION:
+                offset = int.from_bytes(body[: widths[0]], "little")
+                count = int.from_bytes(body[widths[0] : sum(widths)], "little")
+                # Newer ones begin with a signature and end with a checksum.
+                blocks.append((offset + 4, max(count - 8, 0)) if new else (offset, count))
+            yield kind, body
+            at += prefix + length
+
+
+_LIBRARY = 1 << 20  # bytes; the HDF5 library's own buffer for conversions (H5Pset_buffer's default)
+_METADATA = 256 << 10  # bytes of B-trees and headers that it keeps of a file
+_SIZE = np.dtype(np.int64)  # of the number of bytes of a chunk
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def import_h5py() -> Any:
+    try:
+        import h5py  # pyright: ignore[reportMissingTypeStubs]
+    except ImportError as error:
+        raise CheckpointError("HDF5 weights need h5py, which is not installed: pip install h5py") from error
+    return h5py
+
+
+class H5File:
+    """An HDF5 file, or a member of an archive, that is opened when needed."""
+
+    def __init__(self, path: Location, base: int = 0, size: int | None = None) -> None:
+        self.source = source_of(path, base=base)  # for direct reads
+        self.size = self.source.size - base if size is None else size
+        self._handle: Any = None
+        self._lock = threading.Lock()
+
+    def open(self) -> Any:
+        """An `h5py.File`, kept open until `close`."""
+        h5py = import_h5py()
+        with self._lock:
+            if not self._handle:
+                path, base = self.source.path, self.source.base
+                whole = base == 0 and self.size == self.source.size and not self.source.remote
+                fix = "found one that is truncated or corrupt. Download or copy it again."
+                with corrupt(f"{path}: expected an HDF5 file of {self.size} bytes, {fix}"):
+                    # No chunk cache: chunks are read once, and what a reading needs would come on top.
+                    target = path if whole else Window(self.source, base, self.size)
+                    handle = h5py.File(target, "r", rdcc_nbytes=0)
+                    metadata = handle.id.get_mdc_config()  # by default it grows to 32 MiB
+                    metadata.initial_size, metadata.min_size, metadata.max_size = (_METADATA,) * 3
+                    metadata.set_initial_size = True
+                    handle.id.set_mdc_config(metadata)
+                    self._handle = handle
+            return self._handle
+
+    def close(self) -> None:
+        """Closes the handle; `open` opens it again."""
+        with self._lock:
+            if self._handle:
+                self._handle.close()
+            self._handle = None
+        self.source.close()
+
+
+class DatasetTensor(TensorSource):
+    """A dataset that is not one range of the file: chunked, compressed, converted, or in the header."""
+
+    def __init__(self, file: H5File, name: str, dataset: Any, dtype: np.dtype[Any]) -> None:
+        self._h5, self.name, self.file, self.shape, self.dtype = file, name, file.source.path, dataset.shape, dtype
+        self.offset, self.origin = 0, file.source
+        self._chunks: tuple[int, ...] | None = dataset.chunks
+        self._bits: np.dtype[Any] = dataset.dtype
+        self._filters = _filters(dataset, f"{self.file}: dataset {name!r}")
+        self._sizes: np.ndarray | None = None
+        self.min_scratch_nbytes = 0 if _is_exact(dataset) and not self._filters else _LIBRARY
+        if self._chunks:
+            width = dataset.id.get_type().get_size()
+            self._chunk_nbytes = math.prod(self._chunks) * width  # decoded, as it is stored
+            places = math.prod(-(-extent // n) for extent, n in zip(self.shape, self._chunks, strict=True))
+            self.min_scratch_nbytes += places * _SIZE.itemsize
+            if self._filters:
+                # Encoded, decoded and rearranged.
+                self.min_scratch_nbytes += 3 * self._chunk_nbytes * max(self._bits.itemsize // width, 1)
+                self.row_step = self._chunks[0]
+
+    def readers(self) -> tuple[ByteReader, ...]:
+        return (self._h5.source,)
+
+    def release(self) -> None:
+        self._sizes = None
+
+    def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
+        try:
+            self._h5.source.check_unchanged()
+            dataset = self._h5.open()[self.name]
+            if self._chunks is None:
+                self._read(dataset, box, out, steps, workspace)
+                self._h5.source.count(math.prod(box_shape(box)) * self._bits.itemsize)
+            else:
+                self._read_chunks(dataset, self._chunks, box, out, steps, workspace)
+            self._h5.source.check_unchanged()
+        except Exception as error:
+            raise CheckpointError(
+                f"cannot read dataset {self.name!r} of {self.file}: {error or type(error).__name__}"
+            ) from error
+
+    def _read(self, dataset: Any, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
+        """Fills `out` with a box of the dataset through the HDF5 library."""
+        h5s = import_h5py().h5s
+        space = dataset.id.get_space()
+        limit = max(workspace.available, self.min_scratch_nbytes, self._bits.itemsize) // self._bits.itemsize
+        for piece in slabs(box_shape(box), limit):
+            target = out[(*piece, ...)]
+            in_place = not steps and target.flags.c_contiguous
+            with contextlib.nullcontext(target) if in_place else workspace.array(target.shape, self.dtype) as values:
+                if box:
+                    start = tuple(whole.start + part.start for whole, part in zip(box, piece, strict=True))
+                    space.select_hyperslab(start, values.shape)
+                memory = h5s.create_simple(values.shape) if box else h5s.create(h5s.SCALAR)
+                dataset.id.read(memory, space, values.view(self._bits))
+                if not in_place:
+                    assign(target, values, steps)
+
+    def _read_chunks(
+        self,
+        dataset: Any,
+        chunks: tuple[int, ...],
+        box: Box,
+        out: np.ndarray,
+        steps: tuple[Convert, ...],
+        workspace: Workspace,
+    ) -> None:
+        """Fills `out` with a box, encoded chunks one after the other, each once it is known what it decodes to."""
+        if (sizes := self._sizes) is None:
+            sizes = self._sizes = self._chunk_sizes(dataset, chunks)
+        rows = tuple(slice(part.start // n, -(-part.stop // n)) for part, n in zip(box, chunks, strict=True))
+        if not sizes[rows].all() and not _has_fill_value(dataset):
+            ranges = ", ".join(f"{part.start}:{part.stop}" for part in box)
+            raise CheckpointError(f"expected values in [{ranges}], found a chunk never written, and no fill value")
+        if not self._filters:
+            self._read(dataset, box, out, steps, workspace)
+            self._h5.source.count(math.prod(box_shape(box)) * self._bits.itemsize)
+        else:
+            for place in itertools.product(*(range(part.start, part.stop) for part in rows)):
+                chunk: Box = tuple(slice(k * n, (k + 1) * n) for k, n in zip(place, chunks, strict=True))
+                if sizes[place]:
+                    self._check_chunk(dataset, tuple(part.start for part in chunk), int(sizes[place]))
+                piece = cast(Box, intersect(chunk, box))
+                self._read(dataset, piece, out[(*shift(piece, box), ...)], steps, workspace)
+            self._h5.source.count(int(sizes[rows].sum()))
+
+    def _chunk_sizes(self, dataset: Any, chunks: tuple[int, ...]) -> np.ndarray:
+        """The bytes of every chunk in the file by its place in the grid, 0 where it was never written."""
+        # All at once: the library looks a single one up by going through all of them.
+        sizes = np.zeros(tuple(-(-extent // n) for extent, n in zip(self.shape, chunks, strict=True)), _SIZE)
+        # Encoded chunks are as long as their values, with a checksum perhaps, unless they are compressed as well.
+        checksum = 4 * (import_h5py().h5z.FILTER_FLETCHER32 in self._filters)
+        known = () if _compresses(self._filters) else (self._chunk_nbytes, self._chunk_nbytes + checksum)
+
+        def note(info: Any) -> None:
+            if info.byte_offset + info.size > self._h5.size:
+                raise CheckpointError(
+                    f"expected a chunk up to byte {info.byte_offset + info.size}, found {self._h5.size} bytes; it is "
+                    "truncated. Download or copy it again."
+                )
+            if known and info.size not in known:
+                raise CheckpointError(
+                    f"expected a chunk of {self._chunk_nbytes} bytes, found {info.size}; it is corrupt"
+                )
+            place = tuple(start // n for start, n in zip(info.chunk_offset, chunks, strict=True))
+            if all(index < count for index, count in zip(place, sizes.shape, strict=True)):
+                sizes[place] = info.size  # others are left over from when the dataset was larger
+
+        dataset.id.chunk_iter(note)
+        return sizes
+
+    def _check_chunk(self, dataset: Any, start: tuple[int, ...], size: int) -> None:
+        """Raises CheckpointError if a chunk would inflate to anything but its values: the library has no limit."""
+        h5z = import_h5py().h5z
+        if h5z.FILTER_DEFLATE not in self._filters:
+            return
+        found = size
+        if size <= self._chunk_nbytes + self._chunk_nbytes // 8 + 1024:  # more than zlib ever adds
+            # The only call of h5py that does not take its lock itself, which nothing public hands out: without it,
+            # threads would be in the HDF5 library at the same time.
+            with import_h5py()._objects.phil:
+                mask, encoded = dataset.id.read_direct_chunk(start)
+            if mask & 1 << self._filters.index(h5z.FILTER_DEFLATE):
+                return
+            try:
+                found = len(zlib.decompressobj().decompress(encoded, self._chunk_nbytes + 1))
+            except zlib.error:
+                # Chunks that reach over the edge may be stored as they are (H5Pset_chunk_opts); the library knows.
+                return
+        if found != self._chunk_nbytes:
+            raise CheckpointError(f"expected a chunk of {self._chunk_nbytes} bytes, found {found}; it is corrupt")
+
+
+def _filters(dataset: Any, what: str) -> list[int]:
+    """The codes of the filters that encode the chunks of a dataset, in the order in which writing applies them."""
+    h5z = import_h5py().h5z
+    plist = dataset.id.get_create_plist()
+    codes = [plist.get_filter(index)[0] for index in range(plist.get_nfilters())]
+    if h5z.FILTER_DEFLATE in codes and set(codes[codes.index(h5z.FILTER_DEFLATE) + 1 :]) - {h5z.FILTER_FLETCHER32}:
+        raise CheckpointError(
+            f"{what}: expected gzip as the last filter but for a checksum, found another after it. Save it with "
+            "gzip alone"
+        )
+    return codes
+
+
+def _compresses(filters: list[int]) -> bool:
+    """Returns True if filters may make chunks shorter than their values."""
+    h5z = import_h5py().h5z
+    return any(code not in (h5z.FILTER_SHUFFLE, h5z.FILTER_FLETCHER32) for code in filters)
+
+
+def _is_exact(dataset: Any) -> bool:
+    """Returns True if values are stored with the bits that they have in memory."""
+    return dataset.dtype.kind == "V" or import_h5py().h5t.py_create(dataset.dtype, logical=True).equal(
+        dataset.id.get_type()
+    )
+
+
+def _has_fill_value(dataset: Any) -> bool:
+    """Returns True if the library knows what a chunk holds that was never written."""
+    h5d = import_h5py().h5d
+    plist = dataset.id.get_create_plist()
+    return plist.fill_value_defined() != h5d.FILL_VALUE_UNDEFINED and plist.get_fill_time() != h5d.FILL_TIME_NEVER
+
+
+def dataset_tensor(file: H5File, name: str) -> LazyTensor:
+    """A dataset as a tensor. Keras stores bfloat16 as two opaque bytes, marked by an attribute `dtype`."""
+    path = file.source.path
+    with corrupt(f"{path}: dataset {name!r} is corrupt"):
+        dataset = file.open()[name]
+        dtype, shape = _checked(file, f"{path}: dataset {name!r}", dataset)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if not nbytes:
+            return LazyTensor(ArrayTensor(np.empty(shape, dtype), name))
+        if dataset.id.get_create_plist().get_layout() == import_h5py().h5d.CONTIGUOUS:
+            offset = dataset.id.get_offset()
+            if offset is None:
+                if not _has_fill_value(dataset):
+                    raise CheckpointError(
+                        f"{path}: dataset {name!r}: expected {nbytes} bytes, found none written, and no fill value"
+                    )
+            elif offset + math.prod(shape) * dataset.id.get_type().get_size() > file.size:
+                raise CheckpointError(
+                    f"{path} is truncated: expected dataset {name!r} up to byte {offset + nbytes}, found a file of "
+                    f"{file.size} bytes. Download or copy it again."
+                )
+            elif _is_exact(dataset):
+                return LazyTensor(FileTensor(name, file.source, int(offset), shape, dtype))
+        return LazyTensor(DatasetTensor(file, name, dataset, dtype))
+
+
+def _checked(file: H5File, what: str, dataset: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Dtype and shape of a dataset that can hold what it declares."""
+    if dataset.external:
+        other = os.fsdecode(dataset.external[0][0])
+        raise CheckpointError(
+            f"{what}: expected the values in this file, found them in {other!r}; do not trust this checkpoint"
+        )
+    stored: np.dtype[Any] = dataset.dtype
+    dtype = stored
+    marked = stored.itemsize == 2 and stored.kind in "uV" and _has_text(dataset, b"dtype")
+    if marked and stored.kind == "V" and not stored.names and dataset.shape is not None:
+        dtype = _BFLOAT16
+    elif marked or stored.kind not in "biufc" or dataset.shape is None:
+        raise CheckpointError(
+            f"{what}: expected numbers, or bfloat16 as Keras stores it, found {stored}"
+            f"{' with a dtype' if marked else ''}; strings, records and other opaque data cannot be weights"
+        )
+    shape = tuple(int(extent) for extent in dataset.shape)
+    count = math.prod(shape)
+    if not count:
+        return dtype, shape
+    chunks = cast("tuple[int, ...] | None", dataset.chunks)
+    held = int(dataset.id.get_storage_size())
+    # Compressed values may exceed the file, and values never written take no bytes: both within reason.
+    most = max(held * (MAX_RATIO if _compresses(_filters(dataset, what)) else 1), file.size)
+    width = dataset.id.get_type().get_size()
+    places = math.prod(-(-extent // n) for extent, n in zip(shape, chunks or shape, strict=True))
+    if max(count, math.prod(chunks or ())) * width > most or max(held, places) > file.size:
+        raise CheckpointError(
+            f"{what}: expected {count * stored.itemsize} bytes for {stored}{list(shape)}"
+            f"{f' in {places} chunks of {list(chunks)}' if chunks else ''}, found {held} stored in a file of "
+            f"{file.size}; it is truncated or corrupt"
+        )
+    return dtype, shape
+
+
+def _has_text(dataset: Any, name: bytes) -> bool:
+    """Returns True if a dataset has an attribute of this name that is a string."""
+    # The string itself, which for Keras is always "bfloat16", is not read: it is in a heap of the file, and where that
+    # is damaged the library reads on for ever, or takes gigabytes.
+    h5py = import_h5py()
+    if not h5py.h5a.exists(dataset.id, name):
+        return False
+    attribute = h5py.h5a.open(dataset.id, name)
+    return attribute.shape == () and isinstance(attribute.get_type(), h5py.h5t.TypeStringID)
+
 
 # The parts of an HDF5 file at a URL that list its datasets, many fetched at a time before the HDF5 library reads them.
 #

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lazymodel._abstract.paths import flatten_paths
+from lazymodel._abstract.variable import flatten_paths
 from lazymodel._errors import LazyModelError
-from lazymodel._show.figures import PALETTE, empty_figure, finished_figure
 from lazymodel._show.table import Column, Report, Table
+from lazymodel._show.text import PALETTE, empty_figure, finished_figure
 
 _TOLERANCE = 0.25  # of a slope: half of the slope of growth with the square root of the width
 

@@ -13,18 +13,17 @@ from typing import Any, NamedTuple, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from lazymodel._abstract.spec import ModelSpec
+from lazymodel._abstract.framework import ModelSpec
 from lazymodel._errors import LazyModelError
-from lazymodel._mapping.given import given_tensors
-from lazymodel._mapping.match import described
+from lazymodel._mapping.match import described, given_tensors
 from lazymodel._remote.reader import reading_ahead
 from lazymodel._show.progress import Progress, ProgressTo, progress_for
 from lazymodel._show.table import Column, Report, Table, plain, shape_text
 from lazymodel._show.text import first_lines, folded_names, plural
 from lazymodel._tensors.boxes import Box, box_shape, slabs
 from lazymodel._tensors.buffers import cores
-from lazymodel._tensors.fill import fill, required_ranges
 from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.tensor_source import fill, required_ranges
 from lazymodel._tensors.threads import Scratch, parallel
 
 _CHUNK = 4 << 20  # bytes of a tensor that a thread reads at once

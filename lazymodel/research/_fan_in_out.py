@@ -2,6 +2,11 @@
 
 Responsible only for dimensions that grow. Guesses from names come from `_sharding/describe`; a guess that the
 initializer contradicts is not used.
+
+The mean and standard deviation of the values of an init program, inferred from its jaxpr: nothing is run.
+
+Responsible for the steps of common initializers: uniform and (truncated) normal numbers, orthogonal matrices, scaled,
+shifted, moved. For any other step the result is unknown.
 """
 
 from __future__ import annotations
@@ -10,13 +15,211 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from statistics import NormalDist
+from typing import Any, Literal, TypeAlias
 
-from lazymodel._abstract.paths import rule_path
-from lazymodel._programs.moments import Moments
+import jax
+import numpy as np
+
+from lazymodel._abstract.variable import rule_path
+from lazymodel._programs.jaxprs import CALLS, JIT, STRUCTURAL, equations, inner_jaxpr, is_key, walk
+from lazymodel._programs.programs import InitRecipe, given_values, x64_context
 from lazymodel._sharding.describe import Described
 from lazymodel._sharding.roles import FUSED_HEADS, HEADS
+
+_MOVES = STRUCTURAL | frozenset(
+    ["convert_element_type", "optimization_barrier", "copy", "copy_p", "device_put", "stop_gradient", "nextafter"]
+)
+_QR = ("qr", "householder_product")
+_NORMAL = NormalDist()
+_UNCUT = 0.99  # for erf_inv's argument: from here on the normal distribution is not truncated, only rounded below 1
+_EDGE = 1e-15  # distance of a probability from 0 and 1
+_ROUNDING = 1e-2  # share of a support's width within which a bound counts as its end, also in 16 bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """The distribution of each element of an array."""
+
+    mean: float
+    std: float
+    support: tuple[float, float] | None = None  # the range of uniform numbers, and of values computed from them
+
+    @property
+    def is_uniform(self) -> bool:
+        return self.support is not None and math.isclose(self.std, (self.support[1] - self.support[0]) / math.sqrt(12))
+
+    def times(self, other: Moments) -> Moments:
+        """The product of independent values."""
+        if self.std and other.std:
+            mean, square = self.mean * other.mean, (self.mean**2 + self.std**2) * (other.mean**2 + other.std**2)
+            return Moments(mean, math.sqrt(max(square - mean**2, 0)))
+        drawn, factor = (self, other.mean) if self.std else (other, self.mean)
+        support = None
+        if drawn.support and factor:
+            low, high = (bound * factor for bound in drawn.support)
+            support = (min(low, high), max(low, high))
+        return Moments(drawn.mean * factor, abs(drawn.std * factor), support)
+
+    def plus(self, other: Moments) -> Moments:
+        """The sum of independent values."""
+        if self.std and other.std:
+            return Moments(self.mean + other.mean, math.hypot(self.std, other.std))
+        drawn, shift = (self, other.mean) if self.std else (other, self.mean)
+        support = drawn.support and (drawn.support[0] + shift, drawn.support[1] + shift)
+        return Moments(drawn.mean + shift, drawn.std, support)
+
+
+_MINUS = Moments(-1.0, 0.0)
+_BITS = Moments(math.nan, math.nan)  # random integers
+
+
+def moments(recipe: InitRecipe) -> tuple[Moments | None, ...]:
+    """For each variable of a recipe the distribution of its elements; None if unknown.
+
+    It is also unknown for values that are neither random nor the same number everywhere.
+    """
+    with x64_context(recipe):
+        closed = jax.make_jaxpr(recipe.function)(*recipe.inputs)
+    return tuple(walk(closed, list(map(_of_value, recipe.inputs)), _of_constant, _of_equation))
+
+
+def is_random(recipe: InitRecipe) -> bool:
+    """Returns True if the recipe draws random numbers, or is given a matrix that may have been drawn."""
+    if recipe.function is given_values and recipe.inputs[0].ndim > 1:
+        return True
+    names = {eqn.primitive.name for eqn in equations(jax.make_jaxpr(recipe.function)(*recipe.inputs))}
+    return any(name.startswith(("random_", "rng_", "threefry")) for name in names)
+
+
+def _of_value(value: Any) -> Moments | None:
+    """The moments of a known array with the same number everywhere."""
+    if is_key(value.dtype):
+        return None
+    array = np.asarray(value)
+    if array.dtype.kind not in "biufV" or not array.size or not (array == array.flat[0]).all():
+        return None
+    return Moments(float(array.flat[0]), 0.0)
+
+
+def _of_constant(_: Any, value: Any) -> Moments | None:
+    return _of_value(value)
+
+
+def _of_equation(eqn: Any, operands: Sequence[Moments | None]) -> Sequence[Moments | None]:
+    name, unknown = eqn.primitive.name, [None] * (len(eqn.outvars) - 1)
+    if name in _QR or eqn.params.get("name") == "qr":
+        # The first result has orthonormal columns, or rows if it is wide. The other results are unknown.
+        return [Moments(0.0, 1 / math.sqrt(max(eqn.outvars[0].aval.shape[-2:]))), *unknown]
+    if name in JIT or name in CALLS:
+        return walk(inner_jaxpr(eqn), operands, _of_constant, _of_equation)
+    if name in _MOVES and name not in _RULES:
+        return [_moved(operands, eqn)] * len(eqn.outvars)  # `split` has several results
+    found = _BITS if name == "random_bits" else _RULES[name](operands, eqn) if name in _RULES else None
+    return [found, *unknown][: len(eqn.outvars)]
+
+
+def _moved(operands: Sequence[Moments | None], eqn: Any) -> Moments | None:
+    if eqn.primitive.name != "concatenate":  # otherwise the array is the first operand; indices follow
+        return next(iter(operands), None)
+    if None in operands:
+        return None
+    sizes = np.array([atom.aval.size for atom in eqn.invars]) / eqn.outvars[0].aval.size
+    parts = [each for each in operands if each is not None]
+    if len(set(parts)) == 1:
+        return parts[0]
+    mean = sum(size * each.mean for size, each in zip(sizes, parts, strict=True))
+    square = sum(size * (each.mean**2 + each.std**2) for size, each in zip(sizes, parts, strict=True))
+    return Moments(float(mean), math.sqrt(max(square - mean**2, 0)))
+
+
+def _both(combine: Callable[[Moments, Moments], Moments]) -> Callable[[Sequence[Moments | None], Any], Moments | None]:
+    def rule(operands: Sequence[Moments | None], eqn: Any) -> Moments | None:
+        first, second = operands
+        if first is None or second is None or first is _BITS or second is _BITS:
+            return _BITS if first is _BITS or second is _BITS else None  # bits stay random
+        shared = len({id(atom) for atom in eqn.invars}) < len(operands)
+        return None if shared and first.std else combine(first, second)
+
+    return rule
+
+
+def _divided(first: Moments, second: Moments) -> Moments:
+    return Moments(math.nan, math.nan) if second.std or not second.mean else first.times(Moments(1 / second.mean, 0.0))
+
+
+def _bitcast(operands: Sequence[Moments | None], eqn: Any) -> Moments | None:
+    """Random bits become floats in [1, 2), as in `jax.random.uniform`; otherwise bits are kept."""
+    floating = jax.numpy.issubdtype(eqn.outvars[0].aval.dtype, np.floating)
+    return Moments(1.5, 1 / math.sqrt(12), (1.0, 2.0)) if operands[0] is _BITS and floating else operands[0]
+
+
+def _erf_inv(operands: Sequence[Moments | None], eqn: Any) -> Moments | None:
+    """For uniform numbers: a normal number over √2, truncated where they end."""
+    found = operands[0]
+    if found is None or found.support is None or not found.is_uniform or max(map(abs, found.support)) > 1:
+        return None
+    if min(map(abs, found.support)) > _UNCUT:
+        return Moments(0.0, math.sqrt(0.5), (-math.inf, math.inf))
+    low, high = (_NORMAL.inv_cdf(max(min((1 + bound) / 2, 1 - _EDGE), _EDGE)) for bound in found.support)
+    mass, (a, b) = _NORMAL.cdf(high) - _NORMAL.cdf(low), (_NORMAL.pdf(low), _NORMAL.pdf(high))
+    mean = (a - b) / mass
+    std = math.sqrt((1 + (low * a - high * b) / mass - mean**2) / 2)
+    return Moments(mean / math.sqrt(2), std, (low / math.sqrt(2), high / math.sqrt(2)))
+
+
+def _extreme(operands: Sequence[Moments | None], eqn: Any) -> Moments | None:
+    """For numbers and a bound that only limits rounding errors."""
+    first, second = operands
+    if first is None or second is None or (first.std and second.std):
+        return None
+    choose = max if eqn.primitive.name == "max" else min
+    if not first.std and not second.std:
+        return Moments(choose(first.mean, second.mean), 0.0)
+    found, bound = (first, second.mean) if first.std else (second, first.mean)
+    if found.support is None:
+        return None
+    low, high = found.support
+    slack = _ROUNDING * (high - low)
+    holds = bound <= low + slack if choose is max else bound >= high - slack
+    return found if holds else None
+
+
+def _of_number(function: Callable[[float], float]) -> Callable[[Sequence[Moments | None], Any], Moments | None]:
+    """For one number everywhere."""
+
+    def rule(operands: Sequence[Moments | None], eqn: Any) -> Moments | None:
+        found = operands[0]
+        return None if found is None or found.std or math.isnan(found.mean) else Moments(function(found.mean), 0.0)
+
+    return rule
+
+
+def _same_bits(operands: Sequence[Moments | None], eqn: Any) -> Moments | None:
+    """Bits are random if an operand's are; hiding a value does not change its bits."""
+    return _BITS if _BITS in operands else operands[0]
+
+
+_RULES: Mapping[str, Callable[[Sequence[Moments | None], Any], Moments | None]] = {
+    "mul": _both(Moments.times),
+    "add": _both(Moments.plus),
+    "sub": _both(lambda first, second: first.plus(second.times(_MINUS))),
+    "div": _both(_divided),
+    "neg": lambda operands, eqn: None if operands[0] is None else operands[0].times(_MINUS),
+    "sqrt": _of_number(lambda value: math.sqrt(value) if value >= 0 else math.nan),
+    "erf": _of_number(math.erf),
+    "max": _extreme,
+    "min": _extreme,
+    # For the diagonal of a factorization, whose values are unknown: both signs are equally likely.
+    "sign": lambda operands, eqn: Moments(0.0, 1.0),
+    "erf_inv": _erf_inv,
+    "bitcast_convert_type": _bitcast,
+    "shift_right_logical": _same_bits,
+    "or": _same_bits,
+    "xor": _same_bits,
+}
+
 
 Side: TypeAlias = Literal["in", "out"] | None  # None: the dimension counts layers, experts or words
 

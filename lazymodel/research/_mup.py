@@ -17,16 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lazymodel._abstract.paths import Template, path_text, rule_path
-from lazymodel._abstract.spec import AnyModel, ModelSpec
-from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._abstract.framework import AnyModel, ModelSpec
+from lazymodel._abstract.variable import AbstractVariable, Template, path_text, rule_path
 from lazymodel._errors import LazyModelError
-from lazymodel._programs.moments import Moments, is_random, moments
 from lazymodel._programs.programs import scaled_recipe
 from lazymodel._sharding.describe import Described, describe
 from lazymodel._show.table import Column, Report, Table
 from lazymodel._show.text import closest, first_lines, grouped_by, plural, unnumbered
-from lazymodel.research._fan_in_out import Grown, Side, Sides, find_sides
+from lazymodel.research._fan_in_out import Grown, Moments, Side, Sides, find_sides, is_random, moments
 
 _STEPS = 8  # counted steps of the trial, after as many others: schedules begin with a rate of 0, and RAdam as SGD
 # Sizes of gradients and parameters. Gradients are large compared to Adam's epsilon, and small, since norms may be

@@ -19,26 +19,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lazymodel._abstract.arrays import named_arrays
-from lazymodel._abstract.placement import device_shardings
-from lazymodel._abstract.spec import ModelSpec
+from lazymodel._abstract.arrays import device_shardings, named_arrays
+from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import in_memory, is_offloaded
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import LazyModelError
-from lazymodel._mapping.given import flat_checkpoint, lazy_values
-from lazymodel._mapping.match import resolve_and_warn
+from lazymodel._mapping.match import flat_checkpoint, lazy_values, resolve_and_warn
 from lazymodel._materialize.materialize import stream
-from lazymodel._programs.jaxprs import uses_x64
-from lazymodel._programs.keys import is_key
-from lazymodel._show.figures import empty_figure, finished_figure
+from lazymodel._programs.jaxprs import is_key, uses_x64
 from lazymodel._show.progress import ProgressTo, progress_for
 from lazymodel._show.table import Column, Table, Tabled, plain
-from lazymodel._show.text import closest, plural
+from lazymodel._show.text import closest, empty_figure, finished_figure, plural
 from lazymodel._tensors.boxes import Box, box_shape, slabs, whole_box
 from lazymodel._tensors.buffers import Workspace, cores, empty_aligned
-from lazymodel._tensors.fill import fill, fill_parts
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.shards import on_host
+from lazymodel._tensors.tensor_source import fill, fill_parts
 from lazymodel._tensors.threads import Scratch, parallel
 
 # Iterations of Lanczos' process: the largest singular value of a random matrix to about 1e-3.

@@ -18,10 +18,9 @@ from typing import Any, cast
 import jax.numpy as jnp
 import numpy as np
 
-from lazymodel._abstract.paths import Template
+from lazymodel._abstract.variable import Template
 from lazymodel._errors import LazyModelError
-from lazymodel._mapping.given import given_tensors
-from lazymodel._mapping.match import MappedCheckpoint
+from lazymodel._mapping.match import MappedCheckpoint, given_tensors
 from lazymodel._show.text import closest
 from lazymodel._tensors.lazy import LazyTensor, lazy
 

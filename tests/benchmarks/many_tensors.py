@@ -215,7 +215,7 @@ def case_index(clock: Clock, folder: Path) -> None:
 
 def case_inspect(clock: Clock, folder: Path) -> None:
     """`lazymodel inspect` of either"""
-    from lazymodel.checkpoints._inspect import inspect_checkpoint
+    from lazymodel.checkpoints._open import inspect_checkpoint
 
     with clock("one file"):
         summary = inspect_checkpoint(folder / "header.safetensors")

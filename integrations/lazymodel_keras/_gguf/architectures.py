@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 
 from lazymodel import Checkpoint, CheckpointError, LazyTensor
-from lazymodel._quantized.contents import Plain
+from lazymodel._quantized.config import Plain
 from lazymodel._show.text import listed
 
 _ARCHITECTURE = "general.architecture"

@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from lazymodel import Checkpoint, CheckpointError, open_checkpoint
-from lazymodel._quantized.contents import Plain
+from lazymodel._quantized.config import Plain
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._remote.url import is_url
-from lazymodel.checkpoints._decoded import CONFIG, DecodedCheckpoint
+from lazymodel.checkpoints._checkpoint import CONFIG, DecodedCheckpoint
 from lazymodel_keras import _upstream
 from lazymodel_keras._gguf.architectures import (
     LLAMA2,

@@ -1,29 +1,156 @@
-"""A Keras object whose variables are abstract: its parts, how it is filled, and how another one is built."""
+"""A Keras object whose variables are abstract: its parts, how it is filled, and how another one is built.
+
+Training state of a model: optimizer state that is placed like the variables it belongs to.
+
+Responsible for finding the model variable that an optimizer variable belongs to, and for meshes and distributions that
+Keras can train on. Not responsible for the training itself, which is Keras' own `fit`.
+
+Creates an `AbstractModel` from a Keras object whose variables are abstract.
+
+The future values of abstract variables, as lazy tensors, and Keras' operations that lay them out.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
-from lazymodel._abstract.framework import Framework, LoweredFunction, PlannedFunction
-from lazymodel._abstract.paths import unique_paths
-from lazymodel._abstract.spec import ModelSpec
-from lazymodel._abstract.variable import AbstractVariable
-from lazymodel._errors import ShardingError
-from lazymodel._show.text import listed
+from lazymodel import AbstractModel, CheckpointError, LazyTensor
+from lazymodel._abstract.framework import Framework, LoweredFunction, ModelSpec, Optimized, PlannedFunction
+from lazymodel._abstract.variable import AbstractVariable, Reason, rule_path, unique_paths
+from lazymodel._errors import ShardingError, warn
+from lazymodel._mapping.match import lazy_values
+from lazymodel._programs.programs import InitRecipe
+from lazymodel._sharding.rules import follow, follow_weights
+from lazymodel._sharding.shard import check_spec
+from lazymodel._show.text import first_of, format_bytes, listed
+from lazymodel._show.timeline import Span
 from lazymodel_keras import _upstream
 from lazymodel_keras._model.compiled import holding, inputs_of, lower
-from lazymodel_keras._model.training import automatic, kept_sharding
+from lazymodel_keras._record.initializers import LARGE, GivenValue
+from lazymodel_keras._record.patches import SharedPatches, active
 from lazymodel_keras._record.recording import RecordedVariable, Recording, record
+
+
+def slot_references(recording: Recording) -> dict[int, Any]:
+    """`id` of each optimizer variable that belongs to a model variable → that variable.
+
+    Optimizers keep state in lists that run parallel to the variables they were built for. That is true for all of
+    Keras' optimizers and for others that follow its guide. Names are not enough: Adafactor's moments have the name of
+    their variable.
+    """
+    references: dict[int, Any] = {}
+    for optimizer, owners in _optimizers(recording):
+        own = [id(variable) for variable in optimizer.variables]
+        for slots in vars(optimizer).values():
+            if not isinstance(slots, list | tuple) or len(slots) != len(owners):
+                continue
+            if [id(slot) for slot in slots] == own:
+                continue  # the list of all its variables, which has the same length by chance
+            for slot, owner in zip(slots, owners, strict=True):
+                if isinstance(slot, keras.Variable) and owner is not None and slot is not owner:
+                    references[id(slot)] = owner
+    return references
+
+
+def _optimizers(recording: Recording) -> Iterator[tuple[Any, list[Any]]]:
+    """The built optimizers and the variables they were built for; None for a variable that no longer exists."""
+    for reference, variables in recording.optimizers:
+        if (optimizer := reference()) is not None:
+            yield optimizer, [variable() for variable in variables]
+
+
+def optimizer_variables(recording: Recording, result: Any) -> set[int]:
+    """`id` of every variable of the built optimizers, and of those that an object was compiled with."""
+    objects = result if isinstance(result, list | tuple) else (result,)
+    optimizers = [optimizer for optimizer, _ in _optimizers(recording)]
+    optimizers += [item if isinstance(item, keras.Optimizer) else getattr(item, "optimizer", None) for item in objects]
+    return {id(variable) for optimizer in optimizers for variable in getattr(optimizer, "variables", None) or ()}
+
+
+def trained_variables(recording: Recording, paths: Mapping[int, str]) -> tuple[str, ...] | None:
+    """Paths, by `id`, of what the optimizers among these variables were built for; None without an optimizer."""
+    found = [owners for optimizer, owners in _optimizers(recording) if any(id(v) in paths for v in optimizer.variables)]
+    trained = (variable for owners in found for variable in owners if variable is not None and variable.trainable)
+    return tuple(dict.fromkeys(paths[id(v)] for v in trained if id(v) in paths)) if found else None
+
+
+def automatic(array: jax.Array) -> jax.Array:
+    """The array on a mesh of Auto axes, in the same buffers.
+
+    `jax.make_mesh` gives Explicit axes since JAX 0.7: then every operation whose result sharding is ambiguous has to
+    state it, which Keras' layers do not (Dropout fails, for example). Under Auto axes XLA decides.
+    """
+    placed = _automatic(array.sharding)
+    if placed is array.sharding:
+        return array
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, placed, shards, dtype=array.dtype)
+
+
+def kept_sharding(sharding: Any) -> Any:
+    """The sharding of a variable's array in the finished model; None if it is committed to no device.
+
+    Keras' own arrays on its one device are not committed. Committed ones would differ from fresh arrays, which metrics
+    get with every epoch, so JAX would compile the step twice.
+    """
+    default = jax.local_devices()[0]
+    if sharding == SingleDeviceSharding(default) and jax.config.jax_default_device in (None, default):
+        return None
+    return _automatic(sharding)
+
+
+def _automatic(sharding: Any) -> Any:
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return sharding
+    if all(kind == AxisType.Auto for kind in sharding.mesh.axis_types):
+        return sharding
+    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def distribution(mesh: Mesh, batch_axis: str | None = None) -> Any:
+    """The `keras.distribution` under which `fit` splits batches over an axis of the mesh that a model was placed on.
+
+    Without one, `fit` works as well, but every device along the batch axis computes the same whole batch, and the
+    compiler chooses where updated variables are until the end of an epoch. Variables keep their shardings; new ones,
+    such as metrics, are replicated.
+
+    Args:
+        mesh: The mesh that the model was placed on.
+        batch_axis: The mesh axis over which batches are split; None is the mesh's first axis.
+
+    Raises:
+        ShardingError: The mesh has no such axis.
+
+    Example:
+        >>> model = lm.build_abstract(make_model).shard(mesh, {".*/kernel": P("model"), ".*": P()}).materialize()
+        >>> with lk.distribution(mesh).scope():
+        ...     history = model.fit(np.ones((16, 16)), np.zeros((16, 8)), verbose=0)
+    """
+    names = list(mesh.axis_names)
+    if batch_axis is not None and batch_axis not in names:
+        raise ShardingError(f"the mesh has no axis {batch_axis!r} to split batches over; its axes are {names}")
+    devices = [f"{device.platform}:{device.id}" for device in mesh.devices.flat]
+    device_mesh = keras.distribution.DeviceMesh(mesh.devices.shape, names, devices)
+    layouts = keras.distribution.LayoutMap(device_mesh)
+    # With one process or several, each process brings its own batches, as without a distribution.
+    return keras.distribution.ModelParallel(
+        layout_map=layouts, batch_dim_name=batch_axis or names[0], auto_shard_dataset=False
+    )
 
 
 def _cross_entropy(outputs: Any, inputs: Any) -> Any:
@@ -246,3 +373,217 @@ def _collect(recording: Recording, result: Any, *, only_own: bool) -> dict[str, 
         recorded = {key: entry for key, entry in all_recorded().items() if key not in own}
     entries = [*own.values(), *(() if only_own else recorded.values())]
     return dict(zip(unique_paths([variable.path for variable, _ in entries]), entries, strict=True))
+
+
+_REPLICATED_NBYTES = 1 << 20
+
+
+def from_skeleton(
+    skeleton: AbstractKerasObject, *, quiet: bool = False, spent: Sequence[Span] = ()
+) -> AbstractModel[Any]:
+    """The model of a skeleton, which is stored as its `spec`; shardings are those of its `keras.distribution`.
+
+    Raises CheckpointError if a tensor could lose its meaning in its variable's dtype. With `quiet`, there are no
+    warnings about what the distribution replicates.
+    """
+    recipes: list[InitRecipe] = []
+    sources: dict[str, Any] = {}
+    computed: dict[str, GivenValue] = {}
+    abstract: dict[str, AbstractVariable] = {}
+    refused: list[str] = []
+    for path, (variable, recorded) in skeleton.variables.items():
+        value, origin = recorded.value, "constant"
+        dtype = np.dtype(jax.dtypes.canonicalize_dtype(jax.numpy.dtype(_upstream.own_dtype(variable))))
+        if value is None:
+            assert recorded.initial is not None
+            value, dtype = recorded.initial.source(path, tuple(variable.shape), dtype)
+            origin = recorded.initial.origin
+            if isinstance(recorded.initial, GivenValue) and recorded.initial.computed:
+                computed[path] = recorded.initial
+        elif isinstance(value, LazyTensor):
+            origin = f"{value.name} of {os.path.basename(value.file)}" if value.file else "computed"
+        if isinstance(value, InitRecipe):
+            recipes.append(value)
+        else:
+            sources[path] = value if isinstance(value, LazyTensor) else np.asarray(value)
+        abstract[path] = AbstractVariable(
+            path, tuple(variable.shape), dtype, origin=origin, trainable=bool(variable.trainable)
+        )
+        if why := skeleton.recording.refused_cast(path, value, dtype):
+            refused.append(why)
+    if refused:
+        raise CheckpointError(f"{first_of(refused, 'tensors are rejected')}.")
+    paths = {id(variable): path for path, (variable, _) in skeleton.variables.items()}
+    variables = _placed(skeleton, abstract, paths)
+    if skeleton.distribution is not None and not quiet:
+        _warn_replicated(variables.values())
+    if not quiet:
+        _warn_computed(computed)
+    trained = trained_variables(skeleton.recording, paths)
+    model = AbstractModel(
+        variables=variables,
+        recipes=tuple(recipes),
+        sources=sources,
+        framework=skeleton,
+        name=getattr(skeleton.result, "name", None) or "model",
+        unused=skeleton.recording.unused_tensors(),
+        mismatched=skeleton.recording.mismatched_tensors(variable for variable, _ in skeleton.variables.values()),
+        optimized=None if trained is None else Optimized(trained),
+        spent=(*spent, Span.since(skeleton.recording.began, "build")),
+    )
+    skeleton.spec = model
+    return model
+
+
+def extended(abstract: ModelSpec, skeleton: AbstractKerasObject) -> AbstractModel[Any]:
+    """The model of a skeleton that got more variables since `abstract` was created from it and perhaps placed.
+
+    New variables have values from checkpoints if the skeleton does, and are placed like their owners, or on every
+    device of the mesh.
+    """
+    new = from_skeleton(skeleton, quiet=True)
+    own = {path: dataclasses.replace(abstract[path], origin=new[path].origin) for path in abstract}
+    added = {path: variable for path, variable in new.items() if path not in own}
+    return dataclasses.replace(
+        new,
+        variables={**own, **follow(added, own)},
+        # The abstract model's initial values, which may have been changed since it was built.
+        recipes=(*abstract.recipes, *(r for r in new.recipes if not set(r.paths).intersection(own))),
+        sources={**abstract.sources, **new.sources},
+        programs=abstract.programs,
+        spent=abstract.spent,
+    )
+
+
+def _placed(
+    skeleton: AbstractKerasObject, abstract: Mapping[str, AbstractVariable], paths: Mapping[int, str]
+) -> dict[str, AbstractVariable]:
+    """The variables with the shardings of the distribution; optimizer state has those of its owners."""
+    distribution = skeleton.distribution
+    references = slot_references(skeleton.recording)
+    state = optimizer_variables(skeleton.recording, skeleton.result)
+    variables = dict(abstract)
+    slots: dict[str, AbstractVariable] = {}
+    for path, (variable, _) in skeleton.variables.items():
+        reference = references.get(id(variable))
+        # Placed variables stay where they are, whatever the rules; a slot is placed like the variable that it belongs
+        # to, even if that has its values already. Step counts belong to no variable.
+        placed = _upstream.value(variable)
+        if placed is None and reference is None and id(variable) not in state:
+            variables[path] = _with_layout(abstract[path], variable, distribution)
+            continue
+        if placed is None and reference is not None:
+            placed = _upstream.value(reference)
+        follows = "" if placed is not None else paths.get(id(reference), "")
+        slot = _with_layout(abstract[path], variable, None)
+        slots[path] = dataclasses.replace(slot, follows=follows, sharding=getattr(placed, "sharding", slot.sharding))
+    variables |= slots
+    if distribution is not None:
+        # Published layout maps do not contain LoRA pairs and quantization scales.
+        without_layout = [path for path in variables if path not in slots and not has_layout(path, distribution)]
+        variables |= follow_weights(variables, without_layout)
+        related = {path: slot for path, slot in slots.items() if slot.sharding is None}
+        related = follow(related, {path: v for path, v in variables.items() if path not in slots})
+        # An optimizer alone has no variable whose mesh it could use.
+        alone = {path: v for path, v in related.items() if v.sharding is None}
+        variables |= related
+        variables |= {p: _with_layout(v, skeleton.variables[p][0], distribution) for p, v in alone.items()}
+    return variables
+
+
+def _with_layout(abstract: AbstractVariable, variable: Any, distribution: Any) -> AbstractVariable:
+    """The variable with the sharding that it was created with, or that the active distribution gives it."""
+    layout = own = _upstream.layout(variable)
+    if own is None and distribution is not None:
+        layout = distribution.get_variable_layout(variable)
+    sharding = getattr(layout, "backend_layout", layout)
+    if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.Mesh):
+        check_spec(abstract, sharding.spec, sharding.mesh)
+    reason = None if own is None else Reason("metadata", "the layout that it was created with")
+    return dataclasses.replace(abstract, sharding=sharding, reason=reason)
+
+
+def has_layout(path: str, distribution: Any) -> bool:
+    """Returns True if the layout map of a distribution has an entry for a variable."""
+    return distribution is not None and distribution.get_tensor_layout(rule_path(path)) is not None
+
+
+def _warn_replicated(variables: Iterable[AbstractVariable]) -> None:
+    placed = [(v, v.sharding) for v in variables if v.nbytes >= _REPLICATED_NBYTES and v.sharding is not None]
+    large = [v for v, sharding in placed if len(sharding.device_set) > 1 and sharding.is_fully_replicated]
+    if large:
+        described = listed(f"{v.path} {v.shape} {format_bytes(v.nbytes)}" for v in large)
+        warn(
+            f"the active keras.distribution replicates {len(large)} variables of at least "
+            f"{format_bytes(_REPLICATED_NBYTES)} on every device: {described}. Add them to its LayoutMap."
+        )
+
+
+def _warn_computed(computed: Mapping[str, GivenValue]) -> None:
+    """Warns about large values that could not be split over devices when they were initialized."""
+    large = {path: found for path, found in computed.items() if found.whole_nbytes > LARGE}
+    if not large:
+        return
+    described = listed(f"{path} {found.shape} {format_bytes(found.whole_nbytes)}" for path, found in large.items())
+    twice = [path for path, found in large.items() if found.twice]
+    warn(
+        f"{len(large)} variables of more than {format_bytes(LARGE)} are kept whole on the host, as their initializers "
+        f"make them of NumPy arrays: {described}. What keras.random, keras.ops and JAX make is made on devices"
+        + (f"; called twice, as they need values: {listed(twice)}" if twice else "")
+        + "."
+    )
+
+
+def held_lazily(value: Any) -> LazyTensor | None:
+    """The value as a lazy tensor, also of a Keras variable that holds or will hold one; None for everything else.
+
+    An abstract variable will hold the value assigned to it while it was recorded, or its initial value.
+    """
+    if isinstance(value, keras.Variable):
+        variable, value = value, _upstream.value(value)
+        recording = active()
+        if value is None and recording is not None and (recorded := recording.of(variable)) is not None:
+            path, dtype = variable.path, jax.numpy.dtype(_upstream.own_dtype(variable))
+            if recorded.value is not None:
+                return recording.as_assigned(path, recorded.value, dtype)
+            source, dtype = recorded.initial.source(path, tuple(variable.shape), dtype)
+            recipes, sources = ((source,), {}) if isinstance(source, InitRecipe) else ((), {path: source})
+            described = AbstractVariable(path, tuple(variable.shape), dtype)
+            return lazy_values(ModelSpec({path: described}, recipes, sources, Framework(dict)))[path]
+    return value if isinstance(value, LazyTensor) else None
+
+
+def _axes(axis: Any) -> Any:
+    return axis if axis is None or isinstance(axis, int) else tuple(axis)
+
+
+_VIEWS: dict[str, Callable[..., Any]] = {
+    "reshape": lambda x, newshape: np.reshape(x, tuple(newshape)),
+    "transpose": lambda x, axes=None: np.transpose(x, axes),
+    "squeeze": lambda x, axis=None: np.squeeze(x, _axes(axis)),
+    "expand_dims": lambda x, axis: np.expand_dims(x, _axes(axis)),
+    "concatenate": lambda xs, axis=0: np.concatenate(xs, axis),
+}
+
+
+def _viewing(view: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation of `keras.ops` that returns views of lazy tensors, and of variables that hold one, unread."""
+
+    def operation(original: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        several = isinstance(x, list | tuple)
+        held = [held_lazily(each) for each in (x if several else [x])]
+        if any(tensor is None for tensor in held):
+            return original(x, *args, **kwargs)
+        return view(held if several else held[0], *args, **kwargs)
+
+    return operation
+
+
+lazy_operations = SharedPatches()
+
+
+@lazy_operations.register
+def _install(undo: contextlib.ExitStack) -> None:
+    for name, view in _VIEWS.items():
+        for module in (keras.ops, _upstream.OPS):
+            lazy_operations.replace(undo, module, name, _viewing(view))

@@ -22,7 +22,7 @@ from lazymodel._show.text import listed
 from lazymodel._tensors.casting import is_marker, scales_beside, weights
 from lazymodel._tensors.stored import StoredTensor, unused_tensors
 from lazymodel.checkpoints import SafetensorsFile
-from lazymodel.checkpoints._decoded import CONFIG, DecodedCheckpoint, read_config
+from lazymodel.checkpoints._checkpoint import CONFIG, DecodedCheckpoint, read_config
 from lazymodel.checkpoints._open import content_files, open_located
 from lazymodel.checkpoints._untrusted import read_json_file, require_shards, shard_path, weight_map
 from lazymodel_keras._gguf.folder import GgufModel

@@ -26,13 +26,13 @@ import keras
 import numpy as np
 
 from lazymodel import LazyModelError, LazyTensor
-from lazymodel._abstract.spec import ModelSpec
+from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable
 from lazymodel._programs.jaxprs import CONFIG, uses_x64
 from lazymodel._programs.programs import InitRecipe, given_recipe
 from lazymodel._tensors.shards import DeviceTensor
+from lazymodel._trace.errors import on_host
 from lazymodel._trace.function import trace_function
-from lazymodel._trace.small import on_host
 from lazymodel_keras import _upstream
 from lazymodel_keras._record.patches import active, while_recording
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lazymodel import CheckpointError
-from lazymodel._remote.file import RemoteFile
-from lazymodel._remote.path import Location, RemotePath, remote_path
+from lazymodel._remote.path import Location, RemoteFile, RemotePath, remote_path
 from lazymodel._remote.url import is_supported, is_url, shown
 from lazymodel._show.text import format_bytes
 from lazymodel.checkpoints._open import CachedCopy, cached_copy, located

@@ -29,7 +29,7 @@ from lazymodel._errors import warn
 from lazymodel._quantized.float4 import CODES, Float4Tensor, decoded_pairs, samples
 from lazymodel._remote.path import RemotePath
 from lazymodel.checkpoints import SafetensorsFile
-from lazymodel.checkpoints._hdf5_dataset import H5File
+from lazymodel.checkpoints._hdf5 import H5File
 from lazymodel.checkpoints._untrusted import zip_member
 from lazymodel_keras import _upstream
 from lazymodel_keras._gguf.folder import converter

@@ -23,7 +23,7 @@ from lazymodel import CheckpointError, LazyModelError, open_checkpoint, save_ste
 from lazymodel._remote.path import remote_path
 from lazymodel._remote.url import is_url, shown
 from lazymodel._save.remote import check_writable
-from lazymodel.checkpoints._steps import KEY, described, is_nothing, place_of, read_described
+from lazymodel.checkpoints._checkpoint import KEY, described, is_nothing, place_of, read_described
 from lazymodel.checkpoints._untrusted import read_json_file, read_json_object
 from lazymodel_keras._record.remote import RemoteFiles, check_storage_options, has_obstore
 from lazymodel_keras._train.restore import step_folder

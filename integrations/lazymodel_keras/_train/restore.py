@@ -33,8 +33,7 @@ from lazymodel._tensors.stored import misshapen
 from lazymodel.checkpoints._untrusted import read_json_file
 from lazymodel_keras import _upstream
 from lazymodel_keras._build import KerasModel, Materializing, check_all_used, check_options
-from lazymodel_keras._model.abstract import extended, from_skeleton
-from lazymodel_keras._model.keras_object import AbstractKerasObject, model_variables
+from lazymodel_keras._model.keras_object import AbstractKerasObject, extended, from_skeleton, model_variables
 from lazymodel_keras._record.patches import active, while_recording
 from lazymodel_keras._record.recording import LoadOptions, Recording, session
 from lazymodel_keras._record.remote import RemoteFiles, check_storage_options

@@ -111,9 +111,9 @@ def test_interrupts_and_mistakes_of_ours(checkpoint, monkeypatch, capsys):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lazymodel._cli.inspect.inspect_checkpoint", interrupt)
+    monkeypatch.setattr("lazymodel._cli.main.inspect_checkpoint", interrupt)
     assert main(["inspect", str(checkpoint)]) == 130
-    monkeypatch.setattr("lazymodel._cli.inspect.inspect_checkpoint", None)
+    monkeypatch.setattr("lazymodel._cli.main.inspect_checkpoint", None)
     assert main(["inspect", str(checkpoint)]) == 2
     assert os.path.join("_cli", "inspect.py") in capsys.readouterr().err
 

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 import lazymodel as lm
-from lazymodel._materialize import exchange
+from lazymodel._materialize import reshard
 from lazymodel._materialize.stream import StreamItem, stream
 from lazymodel._tensors import read_partition
 from lazymodel._tensors.read_partition import divide
@@ -193,12 +193,12 @@ def test_parts_become_the_array(
         assert spec in ([P(None, ("y", "x"))] if axes[0] else [P(("x", "y")), P(("y", "x"), None, None)])
         return
     assert partition.own_elements().sum() == values.size
-    each = exchange.Exchange(StreamItem("w", tensor, tensor.shape, tensor.dtype, sharding), partition)
+    each = reshard.Exchange(StreamItem("w", tensor, tensor.shape, tensor.dtype, sharding), partition)
     ((_, parts),) = stream([each.part])
     assert bytes_read({"w": tensor}) == values.nbytes
     array = each.whole(parts)
     assert array.sharding == sharding and np.asarray(array).tobytes() == values.tobytes()
-    memory: Any = cast(Any, exchange._program(partition)).lower(parts).compile().memory_analysis()
+    memory: Any = cast(Any, reshard._exchange_program(partition)).lower(parts).compile().memory_analysis()
     assert memory.argument_size_in_bytes + memory.temp_size_in_bytes <= 1.05 * each.nbytes
 
 

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 import lazymodel as lm
 from lazymodel._quantized.float4 import decoded_pairs, mxfp4_pairs, samples
-from lazymodel._tensors.computed import Computation, Output
+from lazymodel._tensors.decoded import Computation, Output
 from lazymodel._tensors.lazy import lazy
 from tests.small import buffer_sizes
 

@@ -1,1 +1,0 @@
-"""Steps that change the layers of a recorded model."""
