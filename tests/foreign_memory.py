@@ -53,8 +53,7 @@ def foreign_memory(seed: int = 0) -> Iterator[Transfers]:
             transfers.wait(tree)
             return ready(tree)
 
-        for module in ("stream", "chunked_transfer"):
-            patch.setattr(f"lazymodel._materialize.{module}.empty_aligned", transfers.buffers.empty)
+        patch.setattr("lazymodel._materialize.stream.empty_aligned", transfers.buffers.empty)
         patch.setattr(jax, "device_put", device_put)
         patch.setattr(jax, "make_array_from_callback", make_array)
         patch.setattr(jax, "block_until_ready", block_until_ready)
