@@ -25,7 +25,7 @@ from lazymodel._errors import LazyModelError
 from lazymodel._programs.programs import InitRecipe, ProgramCache
 from lazymodel._show.text import closest
 from lazymodel._show.timeline import Span
-from lazymodel._tensors.stored import MismatchedTensor, StoredTensor
+from lazymodel._tensors.shards import MismatchedTensor, StoredTensor
 
 # Arrays that do not exist yet: everything that JAX traces and lowers by, without values.
 #

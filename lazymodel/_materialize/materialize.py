@@ -49,13 +49,12 @@ from lazymodel._remote.url import is_url
 from lazymodel._show.progress import Progress, ProgressTo, ReportTo, delivery, progress_for
 from lazymodel._show.text import listed, parse_budget
 from lazymodel._show.timeline import Timeline
-from lazymodel._tensors.buffers import default_budget
+from lazymodel._tensors.buffers import default_budget, parallel
 from lazymodel._tensors.byte_reader import BYTES_READ, SAMPLE, SAMPLES, ByteReader
 from lazymodel._tensors.casting import SAFE
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.shards import boxes_for, on_host
 from lazymodel._tensors.tensor_source import ArrayTensor, CompositeSource, TensorSource
-from lazymodel._tensors.threads import parallel
 
 _STREAM_BUDGET = 256 << 20  # bytes of the host's memory, within which `stream` reads variables ahead
 _SMALL = 64 * 2**10  # bytes of an array in memory up to which it is compared whole: states of generators, tables, steps

@@ -23,7 +23,7 @@ from lazymodel._show.table import ACTIONS, Column, Report, Table, shape_text
 from lazymodel._show.text import folded_names, format_bytes, listed, plural
 from lazymodel._show.timeline import Timeline
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.stored import (
+from lazymodel._tensors.shards import (
     MismatchedTensor,
     StoredTensor,
     is_initial,

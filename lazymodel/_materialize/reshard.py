@@ -1,13 +1,8 @@
-"""The function `reshard`: moves a live model to other shardings, or to other devices.
+"""Moves arrays between shardings: the function `reshard` for live models, and the exchange of what processes read.
 
 A compiled identity moves arrays whose devices stay the same, from device to device; others pass through the host in
-chunks, as if the old devices were a checkpoint. The adapter of a framework finds the arrays of its models.
-
-The exchange: each process reads a part of a variable that several hold, and devices combine the parts.
-
-Responsible for selecting the variables to exchange, for the compiled identities that move arrays from one sharding to
-another, and for how many of these are in flight. `_tensors/read_partition` decides who reads which part,
-`_materialize/stream` reads it, and processes wait for one another in `_devices/collective`.
+chunks, as if the old devices were a checkpoint. In an exchange each process reads a part of a variable that several
+hold (`_tensors/shards` decides which), and such an identity combines the parts.
 
 A program contains collective operations, so all processes run the same programs in the same order: the selection
 depends only on shapes, shardings and files, and the processes have verified that these are the same everywhere.
@@ -35,21 +30,23 @@ from lazymodel._devices.hardware import is_live
 from lazymodel._errors import CheckpointError, LazyModelError, ShardingError
 from lazymodel._materialize.stream import StreamItem, in_file_order, stream
 from lazymodel._programs.jaxprs import as_keys, is_key, with_shards
-from lazymodel._show.progress import Progress, ProgressTo, delivery, progress_for
+from lazymodel._show.progress import ProgressTo, delivery, progress_for
 from lazymodel._show.table import Column, Report, Table, placed_text, shape_text, spec_text
 from lazymodel._show.text import closest, format_bytes, listed, parse_bytes, plural
 from lazymodel._show.timeline import Timeline
-from lazymodel._tensors import read_partition
+from lazymodel._tensors import shards
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.read_partition import (
+from lazymodel._tensors.shards import (
+    DeviceTensor,
     ReadPartition,
     check_replicas,
     divide,
     grouped,
     is_exchanged,
     mesh_processes,
+    mesh_size,
+    spec_axes,
 )
-from lazymodel._tensors.shards import DeviceTensor
 
 
 def through(
@@ -143,7 +140,7 @@ def exchanged(
     """
     parts: dict[str, jax.Array] = {}
     nbytes = {path: each.nbytes for path, each in exchanges.items()}
-    ends = {paths[-1] for paths in grouped(nbytes, read_partition.GROUP)}
+    ends = {paths[-1] for paths in grouped(nbytes, shards.GROUP)}
     for path, array in arriving:
         if path not in exchanges:
             yield path, array
@@ -174,10 +171,10 @@ def exchanged(
 def _exchange_program(partition: ReadPartition) -> Callable[[jax.Array], jax.Array]:
     """The program that exchanges an array: the identity, apart from the padding of its parts."""
     shardings = [NamedSharding(_auto(partition.mesh), spec) for spec in partition.specs]
-    axis, shape = partition.axis, partition.padded_shape
+    axis, shape = partition.axis, partition.shape
 
     def cut(padded: jax.Array) -> jax.Array:
-        groups = padded.reshape(*shape[:axis], partition.shards, partition.padded_rows, *shape[axis + 1 :])
+        groups = padded.reshape(*shape[:axis], partition.groups, partition.padded_rows, *shape[axis + 1 :])
         return jax.lax.slice_in_dim(groups, 0, partition.rows, axis=axis + 1).reshape(partition.shape)
 
     def exchange(parts: jax.Array) -> jax.Array:
@@ -319,8 +316,20 @@ def reshard(
         counts = _Counts(arrays.values())
         if donate:
             limit = max(min(limit, counts.held // _PART), 1)
-    with agreement(sharings, **terms) as stage:
-        moved = _move_all(moves, limit, donate, progress_for(progress), stage, counts)
+    moved: dict[int, jax.Array] = {}  # `id` of the old array → new array
+    moving, bar = sum(move.source.nbytes for move in moves), progress_for(progress)
+    bar.start(moving, f"resharding {plural(len(moves), 'variable')}")
+    try:
+        with agreement(sharings, **terms) as stage:
+            for move, array in _arriving(moves, limit, donate, stage, counts):
+                jax.block_until_ready(array)
+                if donate:
+                    move.source.delete()
+                moved[id(move.source)] = array
+                bar.advance(move.source.nbytes, move.path)
+                stage.check()
+    finally:
+        bar.finish()
     result = rebuild(moved)
     if deliver is not None:
         seconds, ways = time.perf_counter() - start, {move.path: move.compiled for move in moves}
@@ -329,7 +338,7 @@ def reshard(
             texts = _text(source.sharding), _text(moved.get(id(source), source).sharding)
             way = {True: "devices", False: "host", None: "kept"}[ways.get(path)]
             rows.append(ReshardRow(path, tuple(source.shape), source.dtype.name, source.nbytes, *texts, way))
-        moving, held = sum(move.source.nbytes for move in moves), (counts.held, counts.now())
+        held = counts.held, counts.now()
         deliver(cast(Any, ReshardReport(tuple(rows), moving, held, counts.peak, counts.groups, seconds)))
     return result
 
@@ -351,15 +360,13 @@ class _Move:
     @property
     def nbytes(self) -> int:
         """Bytes of a device for the new array and for moving it."""
-        if self.compiled:
-            return self.program[1]
-        return 0 if is_offloaded(self.target) else _shard_nbytes(self.source, self.target)
+        return self.program[1] if self.compiled else _shard_nbytes(self.source, self.target)
 
 
 class _Counts:
     """Bytes that devices hold, from move to move."""
 
-    def __init__(self, arrays: Any) -> None:
+    def __init__(self, arrays: Iterable[jax.Array]) -> None:
         self._devices: collections.Counter[Any] = collections.Counter()
         for array in arrays:
             self._add(array, array.sharding, 1)
@@ -375,19 +382,19 @@ class _Counts:
         self.groups += 1
         for move in moves:
             self._add(move.source, move.target, 1)
-        known = (0 if is_offloaded(move.target) else _shard_nbytes(move.source, move.target) for move in moves)
-        extra = sum(move.nbytes for move in moves) - sum(known)
+        extra = sum(move.nbytes - _shard_nbytes(move.source, move.target) for move in moves)
         self.peak = max(self.peak, self.now() + extra)
         for move in moves if donate else ():
             self._add(move.source, move.source.sharding, -1)
 
     def _add(self, array: jax.Array, sharding: Sharding, sign: int) -> None:
-        nbytes = 0 if is_offloaded(sharding) else sign * _shard_nbytes(array, sharding)
-        self._devices.update(dict.fromkeys(cast(Any, sharding).device_set, nbytes))
+        self._devices.update(dict.fromkeys(cast(Any, sharding).device_set, sign * _shard_nbytes(array, sharding)))
 
 
 def _shard_nbytes(array: jax.Array, sharding: Sharding) -> int:
-    return int(np.prod(sharding.shard_shape(array.shape), dtype=int)) * array.dtype.itemsize
+    """Bytes of a device for its shard; 0 if it is in other memory."""
+    shape = sharding.shard_shape(array.shape)
+    return 0 if is_offloaded(sharding) else math.prod(shape) * array.dtype.itemsize
 
 
 def _arrays(tree: Any) -> tuple[dict[str, jax.Array], dict[str, str], Callable[[Mapping[int, Any]], Any]]:
@@ -480,25 +487,6 @@ def _devices(sharding: Sharding) -> Sequence[Any]:
     return devices if len(devices) == 1 else (sharding,)
 
 
-def _move_all(
-    moves: Sequence[_Move], limit: int, donate: bool, bar: Progress, stage: CollectiveScope, counts: _Counts
-) -> dict[int, jax.Array]:
-    """Moves everything; returns `id` of the old array → new array."""
-    moved: dict[int, jax.Array] = {}
-    bar.start(sum(move.source.nbytes for move in moves), f"resharding {plural(len(moves), 'variable')}")
-    try:
-        for move, array in _arriving(moves, limit, donate, stage, counts):
-            jax.block_until_ready(array)
-            if donate:
-                move.source.delete()
-            moved[id(move.source)] = array
-            bar.advance(move.source.nbytes, move.path)
-            stage.check()
-    finally:
-        bar.finish()
-    return moved
-
-
 def _arriving(
     moves: Sequence[_Move], limit: int, donate: bool, stage: CollectiveScope, counts: _Counts
 ) -> Iterator[tuple[_Move, jax.Array]]:
@@ -545,13 +533,11 @@ def _finest(target: Sharding, shape: tuple[int, ...]) -> Sharding:
     """
     if not isinstance(target, NamedSharding) or not isinstance(target.mesh, Mesh):
         return target
-    sizes = target.mesh.shape
-    entries = [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in target.spec]
-    entries += [()] * (len(shape) - len(entries))
+    entries = spec_axes(target.spec, len(shape))
     used = {name for names in entries for name in names}
     for name in (name for name in target.mesh.axis_names if name not in used):
         for axis, names in enumerate(entries):
-            if shape[axis] and shape[axis] % math.prod(sizes[each] for each in (*names, name)) == 0:
+            if shape[axis] and shape[axis] % mesh_size(target.mesh, (*names, name)) == 0:
                 entries[axis] = (*names, name)
                 break
     return NamedSharding(target.mesh, PartitionSpec(*entries))

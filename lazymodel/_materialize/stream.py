@@ -37,13 +37,11 @@ from lazymodel._programs.jaxprs import uses_x64
 from lazymodel._remote.reader import AHEAD, reading_ahead
 from lazymodel._show.text import format_bytes
 from lazymodel._tensors.boxes import Box, BoxKey, bounding, box_of, box_shape, intersect, shift, slabs, unshift
-from lazymodel._tensors.buffers import Arena, Workspace, cores, default_budget, empty_aligned
+from lazymodel._tensors.buffers import Arena, Workspace, cores, default_budget, empty_aligned, start_thread
 from lazymodel._tensors.byte_reader import ByteReader
 from lazymodel._tensors.lazy import LazyTensor, lazy
-from lazymodel._tensors.shards import Boxes, boxes_for, in_other_memory
-from lazymodel._tensors.stored import misshapen, where
+from lazymodel._tensors.shards import Boxes, boxes_for, in_other_memory, misshapen, where
 from lazymodel._tensors.tensor_source import Part, View, fill, fill_parts, prefers_one_pass, required_ranges
-from lazymodel._tensors.threads import start_thread
 
 
 def chunk_parts(

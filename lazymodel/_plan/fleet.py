@@ -1,6 +1,6 @@
 """Traffic of a fleet: the bytes that each host reads and receives over the interconnect, for both ways with replicas.
 
-Responsible for counting bytes by host, and for dividing them by bandwidths. `_tensors/read_partition` decides who reads
+Responsible for counting bytes by host, and for dividing them by bandwidths. `_tensors/shards` decides who reads
 what, as for `materialize`; the hosts and devices need not exist.
 """
 
@@ -19,17 +19,17 @@ from lazymodel._abstract.framework import ModelSpec
 from lazymodel._errors import LazyModelError
 from lazymodel._mapping.match import LoadPlan
 from lazymodel._show.text import format_bytes, parse_bytes
-from lazymodel._tensors import read_partition
+from lazymodel._tensors import shards
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.read_partition import (
+from lazymodel._tensors.shards import (
     ReadPartition,
     check_replicas,
     divide,
     grouped,
     is_exchanged,
     mesh_processes,
+    stored_itemsize,
 )
-from lazymodel._tensors.stored import stored_itemsize
 from lazymodel._tensors.tensor_source import TensorSource
 
 
@@ -139,7 +139,7 @@ class Traffic:
             for path in order
             if path in self.exchanged
         }
-        groups = grouped(spent, read_partition.GROUP)
+        groups = grouped(spent, shards.GROUP)
         return {path: sum(spent[each] for each in group) for group in groups for path in group}
 
     def ways(self) -> dict[str, Way]:

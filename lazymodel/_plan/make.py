@@ -56,7 +56,7 @@ from lazymodel._programs.programs import by_devices
 from lazymodel._show.text import grouped_by, parse_bytes
 from lazymodel._tensors.buffers import DEFAULT_BUDGET, available_memory
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.stored import is_initial, stored_itemsize, where
+from lazymodel._tensors.shards import is_initial, stored_itemsize, where
 
 # Temporaries of an init program that was not compiled. XLA:CPU keeps the 32-bit random bits, their two counters and,
 # for narrower dtypes, the result in 32 bits at once, for each element; on TPUs and GPUs all of it is one fused loop.

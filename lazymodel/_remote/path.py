@@ -31,7 +31,7 @@ from lazymodel._errors import CheckpointError
 from lazymodel._remote.prefetch import ReadAhead, requests_for
 from lazymodel._remote.store import Blocks, Store, open_store
 from lazymodel._remote.url import child
-from lazymodel._tensors.threads import parallel
+from lazymodel._tensors.buffers import parallel
 
 BLOCK = 4 << 10  # bytes of a block, except the head: metadata between the tensors of an HDF5 file is about 2 KiB long
 _LONGEST = 4 << 20  # bytes of one request, after many consecutive blocks were requested

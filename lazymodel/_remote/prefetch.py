@@ -18,8 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._tensors.buffers import ALIGNMENT, empty_aligned
-from lazymodel._tensors.threads import start_thread
+from lazymodel._tensors.buffers import ALIGNMENT, empty_aligned, start_thread
 
 REQUEST = 4 << 20  # limit of a request in bytes: 50 ms at 80 MB/s per connection, so latency matters little
 # Limit of requests in flight: 1.3 GB/s at 80 MB/s per connection. If the machine is the bottleneck, 32 took 1.4 ×

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from lazymodel._errors import CheckpointError
-from lazymodel._tensors.threads import start_thread
+from lazymodel._tensors.buffers import start_thread
 
 Result = TypeVar("Result")
 

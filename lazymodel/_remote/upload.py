@@ -18,7 +18,7 @@ import numpy as np
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._remote.path import RemotePath
 from lazymodel._remote.requests import Changed, Failure, Missing, explained
-from lazymodel._tensors.threads import parallel
+from lazymodel._tensors.buffers import parallel
 
 PART = 8 << 20  # bytes of a part, unless that makes too many parts
 LEAST_PART = 5 << 20  # bytes; the minimum of S3, except for the last part

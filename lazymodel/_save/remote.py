@@ -57,10 +57,9 @@ from lazymodel._save.write import Exchange, any_remote, check_budget, chunks_of,
 from lazymodel._show.progress import Progress
 from lazymodel._show.text import format_bytes, listed
 from lazymodel._tensors.boxes import Box, box_shape, fresh_view, geometry_of, strided, whole_box
-from lazymodel._tensors.buffers import Workspace, assign, empty_aligned
+from lazymodel._tensors.buffers import Scratch, Workspace, assign, empty_aligned, parallel, start_thread
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import fill, required_ranges
-from lazymodel._tensors.threads import Scratch, parallel, start_thread
 from lazymodel.checkpoints._safetensors import FLOAT4
 
 # Files as streams of bytes, for stores that take objects from beginning to end: made in chunks while they are sent.

@@ -44,10 +44,10 @@ from lazymodel._save.write import check_budget, write_files
 from lazymodel._show.progress import Progress, ProgressTo, progress_for
 from lazymodel._show.text import closest, listed, parse_budget, parse_bytes
 from lazymodel._tensors.boxes import Box, box_shape, slabs
+from lazymodel._tensors.buffers import Scratch, parallel
 from lazymodel._tensors.casting import converted, refusal
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import fill
-from lazymodel._tensors.threads import Scratch, parallel
 from lazymodel.checkpoints._open import open_checkpoint, weight_files
 
 _SUFFIXES = {

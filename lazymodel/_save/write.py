@@ -41,10 +41,10 @@ from lazymodel._tensors.boxes import (
     slabs,
     whole_box,
 )
+from lazymodel._tensors.buffers import Scratch, parallel
 from lazymodel._tensors.lazy import ConcatenatedTensor, LazyTensor
 from lazymodel._tensors.shards import DeviceTensor
 from lazymodel._tensors.tensor_source import TensorSource, fill_parts, required_ranges
-from lazymodel._tensors.threads import Scratch, parallel
 from lazymodel.checkpoints._safetensors import FLOAT4
 
 # Bytes from process to process, over the devices' own network: each process sends some to each, and gets what it owns.

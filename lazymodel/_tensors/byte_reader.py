@@ -239,22 +239,11 @@ READ = 32 << 20  # bytes of one system call: far beyond where calls cost anythin
 VECTOR = 1024  # buffers of one system call: the maximum of Linux and macOS (IOV_MAX)
 
 
-def _vectored_read() -> Callable[[int, int, int, int], int] | None:
-    """`preadv` of the C library: `os.preadv` needs an object for every buffer, which takes longer than reading it."""
-    if ctypes.sizeof(ctypes.c_void_p) != 8 or ctypes.sizeof(ctypes.c_long) != 8:
-        return None  # `struct iovec` and `off_t` are defined here as on 64-bit systems
-    try:
-        function = ctypes.CDLL(None, use_errno=True).preadv
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
-    function.restype = ctypes.c_ssize_t
-    return function
-
-
-_READ_VECTOR = _vectored_read()
-
-
+# `preadv` of the C library: `os.preadv` needs an object for every buffer, which takes longer than reading it. `struct
+# iovec` and `off_t` are those of 64-bit systems, the only ones that JAX supports.
+_READ_VECTOR: Callable[[int, int, int, int], int] = ctypes.CDLL(None, use_errno=True).preadv
+cast(Any, _READ_VECTOR).argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
+cast(Any, _READ_VECTOR).restype = ctypes.c_ssize_t
 _PREADV = os.preadv
 
 
@@ -266,6 +255,8 @@ class FileReader(ByteReader):
     Raises:
         CheckpointError: The file does not exist or is not a regular file.
     """
+
+    scatters = True
 
     def __init__(self, path: str | os.PathLike[str], *, base: int = 0) -> None:
         super().__init__(os.fspath(path))
@@ -283,7 +274,6 @@ class FileReader(ByteReader):
         # File systems without a block device, such as network file systems, have the major device number 0.
         leases = hasattr(fcntl, "F_SETLEASE") and hasattr(fcntl, "F_SETSIG")
         self._mappable = leases and os.major(status.st_dev) > 0
-        self.scatters = _READ_VECTOR is not None
 
     def close(self) -> None:
         with self._lock:
@@ -322,56 +312,31 @@ class FileReader(ByteReader):
             )
 
     def read_into(self, offset: int, *outs: np.ndarray) -> None:
-        targets = [memoryview(cast(Any, out.reshape(-1).view(np.uint8))) for out in outs if out.size]
-        total = sum(map(len, targets))
-        fd = self.descriptor() if targets else -1
-        done = first = 0
-        while first < len(targets):
-            batch, free = targets[first : first + VECTOR], READ
-            for index, target in enumerate(batch):
-                if len(target) >= free:
-                    batch[index:] = [target[:free]]
-                    break
-                free -= len(target)
-            position = self.base + offset + done
-            try:
-                count = _PREADV(fd, batch, position)
-            except OSError as error:
-                raise CheckpointError(f"cannot read {self.path} at byte {position}: {error.strerror}") from error
-            if count == 0:
-                raise self._truncated(offset, total, done)
-            done += count
-            while first < len(targets) and count >= len(targets[first]):
-                count -= len(targets[first])
-                first += 1
-            if count:
-                targets[first] = targets[first][count:]
-        self.count(total)
+        starts = ((out.ctypes.data, out.nbytes, start) for out in outs for start in range(0, out.nbytes, READ))
+        if runs := [(address + start, min(READ, nbytes - start)) for address, nbytes, start in starts]:
+            self.read_runs(offset, np.array(runs, np.int64))
 
     def read_runs(self, offset: int, runs: np.ndarray) -> None:
-        assert _READ_VECTOR is not None
         ends = np.cumsum(runs[:, 1])
         fd, total, first, done = self.descriptor(), int(ends[-1]), 0, 0
         while done < total:
             position = self.base + offset + done
-            count = _READ_VECTOR(fd, runs[first:].ctypes.data, min(VECTOR, len(runs) - first), position)
+            batch = min(int(np.searchsorted(ends, done + READ, side="right")) - first, VECTOR)
+            count = _READ_VECTOR(fd, runs[first:].ctypes.data, max(batch, 1), position)
             if count < 0:
                 if (code := ctypes.get_errno()) == errno.EINTR:
                     continue
                 raise CheckpointError(f"cannot read {self.path} at byte {position}: {os.strerror(code)}")
             if count == 0:
-                raise self._truncated(offset, total, done)
+                raise CheckpointError(
+                    f"{self.path} is truncated: expected {total} bytes from byte {self.base + offset}, found {done}. "
+                    "Download or copy it again."
+                )
             done += count
             first = int(np.searchsorted(ends, done, side="right"))
             if done < total and (filled := int(runs[first, 1]) - (int(ends[first]) - done)):
                 runs[first] += (filled, -filled)
         self.count(total)
-
-    def _truncated(self, offset: int, expected: int, found: int) -> CheckpointError:
-        return CheckpointError(
-            f"{self.path} is truncated: expected {expected} bytes from byte {self.base + offset}, found {found}. "
-            "Download or copy it again."
-        )
 
     @contextlib.contextmanager
     def mapped(self) -> Generator[np.ndarray | None]:

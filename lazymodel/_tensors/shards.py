@@ -1,24 +1,31 @@
-"""Parts of an array that the devices of this process hold, computed once for all variables that are split alike.
+"""Where the parts of arrays are: on devices, in files, and which process reads which.
 
-Also the rules for host buffers that are given to a device; see `keeps`.
+Contains the boxes of a sharding, an array on devices as a source of tensors, the rules for host buffers that are given
+to a device (`keeps`), descriptions of stored tensors for messages and reports, and `divide`, by which each byte that
+several processes need is read by one of them. `_materialize/reshard` brings such parts together.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from lazymodel._errors import LazyModelError
+from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._tensors.boxes import Box, BoxKey, bounding, box_key, box_of, box_shape, intersect, shift, slabs
 from lazymodel._tensors.buffers import Steps, Workspace, assign
-from lazymodel._tensors.tensor_source import TensorSource
+from lazymodel._tensors.byte_reader import ByteReader
+from lazymodel._tensors.decoded import ComputedTensor
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.tensor_source import CompositeSource, FileTensor, TensorSource, View
 
 
 class DeviceTensor(TensorSource):
@@ -143,3 +150,274 @@ class Boxes:
 def boxes_for(sharding: Sharding, shape: tuple[int, ...]) -> Boxes:
     """The boxes of a sharding. A model has few different ones, however many variables it has."""
     return Boxes(sharding, shape)
+
+
+# Bytes of a variable below which every process reads it: a request for its file's neighbourhood is made anyway, while
+# an exchange costs every process a program and a round over the network, which takes as long as reading this.
+SMALL = 64 << 10
+# Limit, in bytes per device, of the parts that wait for their exchange and of the memory for exchanging them. It is a
+# tenth of a device's memory and enough to spend seconds on, so waiting for other processes between two groups costs
+# nothing.
+GROUP = 1 << 30
+_PADDING = 1 / 16  # of what a group reads: how uneven shares may be before another axis is divided
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadPartition:
+    """A finer layout in which an array is read. Shares that do not divide evenly are padded to `each`."""
+
+    mesh: Any  # a `Mesh` or `AbstractMesh`
+    shape: tuple[int, ...]
+    specs: tuple[PartitionSpec, ...]  # layouts from that one to the array's own; one collective between each two
+    axis: int  # the axis that the members of a group divide
+    groups: int  # parts along `axis` in the array's own layout
+    members: tuple[str, ...]  # mesh axes that connect the devices of a group, in the order of their shares
+    each: int  # indices of `axis` that a member reads
+    box_elements: int  # elements that a device holds in the end
+    row_elements: int  # elements of one index of `axis` that a member reads
+    spent_elements: int  # elements that a device holds in addition: its part, and memory for exchanging it
+
+    @property
+    def rows(self) -> int:
+        """Indices of `axis` that a group reads."""
+        return self.shape[self.axis] // self.groups
+
+    @property
+    def padded_rows(self) -> int:
+        return self.each * mesh_size(self.mesh, self.members)
+
+    def own_elements(self) -> np.ndarray:
+        """Elements that each device reads, by its position in the flattened mesh."""
+        sizes = tuple(self.mesh.shape.values())
+        places = dict(zip(self.mesh.axis_names, np.indices(sizes), strict=True))
+        member = np.zeros(sizes, np.int64)
+        for name in self.members:
+            member = member * self.mesh.shape[name] + places[name]
+        return np.clip(self.rows - member * self.each, 0, self.each).ravel() * self.row_elements
+
+    def padded(self, tensor: LazyTensor) -> LazyTensor:
+        """The tensor as it is read. Nothing is read for the padding."""
+        if self.padded_rows == self.rows:
+            return tensor
+        shape = (*self.shape[: self.axis], self.padded_rows - self.rows, *self.shape[self.axis + 1 :])
+        padding = np.broadcast_to(np.zeros((), tensor.dtype), shape)
+        numpy: Any = np  # its functions accept lazy tensors, but its types do not
+        parts = [each for part in numpy.split(tensor, self.groups, self.axis) for each in (part, padding)]
+        return numpy.concatenate(parts, self.axis, dtype=tensor.dtype)
+
+
+def divide(tensor: LazyTensor, sharding: Sharding, processes: np.ndarray) -> ReadPartition | None:
+    """Divides a tensor among its holders. Returns None if each reads what it holds: if the tensor is small, if no two
+    processes would read the same bytes, or if its devices are in no mesh or hold it in memory other than their own.
+
+    The devices that hold a region divide it along an outer axis of the file, so that each reads one range of it. If
+    regions are columns whose rows are so short that reading them would read the bytes of their neighbours too, all
+    devices that hold some of the columns are one group, and divide whole rows.
+
+    Args:
+        tensor: The tensor to read, of the sharded array's shape.
+        sharding: Its sharding.
+        processes: The process of every device of its mesh, as an array of the mesh's shape.
+    """
+    if not isinstance(sharding, NamedSharding) or tensor.nbytes < SMALL:
+        return None
+    mesh, shape, kind = sharding.mesh, tensor.shape, sharding.memory_kind
+    if in_other_memory(mesh.devices.flat[0], kind) if isinstance(mesh, Mesh) else "host" in (kind or ""):
+        return None
+    axes = spec_axes(sharding.spec, len(shape))
+    read_by = tensor.source.readers() or (ByteReader,)
+    call, gap = max(source.row_call for source in read_by), max(source.row_gap for source in read_by)
+
+    def short(axis: int, parts: int) -> bool:
+        """Returns True if runs of so many parts of an axis cannot be read without the bytes between them."""
+        run = shape[axis] // parts * abs(tensor.addresses.strides[axis])
+        return parts > 1 and run < call and run * (parts - 1) < gap
+
+    first, *others = tensor.file_order()
+    sizes = [mesh_size(mesh, names) for names in axes]
+    spread = [axis for axis in others if short(axis, sizes[axis])]
+    gathered = tuple(name for name in mesh.axis_names if not any(name in names for names in axes))
+    members = (*gathered, *(name for axis in spread for name in axes[axis]))
+    places, count = [mesh.axis_names.index(name) for name in members], mesh_size(mesh, members)
+    holders = np.moveaxis(processes, places, range(-len(places), 0)).reshape(-1, count)
+    if (holders == holders[:, :1]).all():
+        return None
+    found: list[tuple[float, int, int]] = []  # padding, axis and share of each axis that may be divided
+    for axis in (first, *(axis for axis in others if axis not in spread and not short(axis, sizes[axis] * count))):
+        rows = shape[axis] // sizes[axis]
+        each = -(-rows // count)
+        if axis == first:  # the chunks of a file are read whole
+            each += -each % tensor.source.row_step
+        found.append((each * count / rows - 1, axis, each))
+    _, axis, each = next((one for one in found if one[0] <= _PADDING), min(found))
+    now, specs = [*axes], [PartitionSpec(*axes)]
+    now[axis] += gathered
+    specs.insert(0, PartitionSpec(*now))
+    for other in spread:  # the innermost members are the first to be spread
+        now[axis], now[other] = now[axis] + now[other], ()
+        specs.insert(0, PartitionSpec(*now))
+    box = math.prod(extent // size for extent, size in zip(shape, sizes, strict=True))
+    row = box // (shape[axis] // sizes[axis]) * math.prod(sizes[other] for other in spread)
+    # As in XLA:CPU: a buffer for each operation, the last of which is rearranged into the result.
+    spent = each * row * (1 + bool(spread) + mesh_size(mesh, gathered))
+    return ReadPartition(mesh, tuple(shape), tuple(specs), axis, sizes[axis], members, each, box, row, spent)
+
+
+def spec_axes(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
+    """The mesh axes of each dimension of an array."""
+    entries = (entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in spec)
+    return [*entries, *((),) * (ndim - len(spec))]
+
+
+def check_replicas(replicas: str | None) -> None:
+    """Raises LazyModelError if this is not a way of loading replicas."""
+    if replicas not in ("read", "exchange", None):
+        raise LazyModelError(f"expected replicas='read', 'exchange' or None, got {replicas!r}")
+
+
+def is_exchanged(tensor: LazyTensor, replicas: str | None) -> bool:
+    """Returns True if only one of several processes that hold a tensor reads it, as `materialize` documents it."""
+    read_by = tensor.source.readers()
+    wanted = replicas == "exchange" or (replicas is None and any(source.remote for source in read_by))
+    return wanted and bool(read_by)
+
+
+def mesh_size(mesh: Any, names: Iterable[str]) -> int:
+    """Number of devices along some axes of a mesh."""
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def mesh_processes(mesh: Any) -> np.ndarray:
+    """The process of each device of a mesh."""
+    return np.array([device.process_index for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+
+
+def grouped(nbytes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
+    """Divides paths, in order, into groups of at most `limit` bytes; a path with more bytes is a group of its own."""
+    group: list[str] = []
+    together = 0
+    for path, each in nbytes.items():
+        if group and together + each > limit:
+            yield group
+            group, together = [], 0
+        group.append(path)
+        together += each
+    if group:
+        yield group
+
+
+def misshapen(path: str, expected: Sequence[int], found: Sequence[int], where: str = "") -> str:
+    """The message for a tensor whose shape differs from that of its variable."""
+    return f"{path!r}: expected shape {tuple(expected)}, found {tuple(found)}" + (f" in {where}" if where else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a checkpoint stores it.
+
+    Attributes:
+        name: Its name in the checkpoint.
+        file: The path of its file; empty for an array in memory.
+        dtype: The name of its dtype as stored; empty where `nbytes` is None.
+        nbytes: Bytes of all its elements as stored, before any compression; None if its header is not readable, which
+            fails a load only if the tensor is needed.
+    """
+
+    name: str
+    file: str
+    dtype: str
+    nbytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class MismatchedTensor:
+    """A tensor that was left out because its shape differs from that of its variable.
+
+    Attributes:
+        path: The variable's path.
+        tensor: The tensor that was found for it.
+        expected: The shape that the variable needs.
+        found: The shape that the tensor has.
+    """
+
+    path: str
+    tensor: StoredTensor
+    expected: tuple[int, ...]
+    found: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return misshapen(self.path, self.expected, self.found, where(self.tensor))
+
+
+def where(source: Any) -> str:
+    """The origin of values, for messages: the tensor and file of a view, an array or a `StoredTensor`."""
+    if file := getattr(source, "file", ""):
+        return f"tensor {source.name!r} of {file}"
+    return f"tensor {source.name!r}" if isinstance(source, StoredTensor) else "an array in memory"
+
+
+def needed_nbytes(source: Any, sharding: Sharding) -> int:
+    """Bytes, as stored in files, of the distinct shards of a tensor in this process; 0 for an array in memory."""
+    if not isinstance(source, View):
+        return 0
+    boxes = boxes_for(sharding, source.shape).boxes
+    # Elements that are broadcast are stored once.
+    elements = sum(math.prod(source.geometry(box).normalized().shape) for box in boxes)
+    return int(elements * stored_itemsize(source.source))
+
+
+def stored_tensors(source: Any, name: str) -> tuple[StoredTensor, ...]:
+    """The tensors from which a source of values reads; `name` is the name for an array in memory."""
+    if not isinstance(source, View):
+        array = np.asarray(source)
+        return (StoredTensor(name, "", array.dtype.name, array.nbytes),)
+    return tuple(
+        dict.fromkeys(
+            StoredTensor(read.name, read.file, read.dtype.name, math.prod(read.shape) * read.dtype.itemsize)
+            for read in _read_from(source.source)
+        )
+    )
+
+
+def remote_sizes(sources: Iterable[Any]) -> dict[str, int]:
+    """Bytes of the remote files from which sources of values are read: path to size."""
+    read = (each for source in sources if isinstance(source, View) for each in _read_from(source.source))
+    return {each.file: each.reader.size for each in read if isinstance(each, FileTensor) and each.reader.remote}
+
+
+def is_initial(source: Any) -> bool:
+    """Returns True if a source is computed from an initial value rather than from the values of a file."""
+    return isinstance(source, View) and isinstance(source.source, ComputedTensor) and not source.file
+
+
+def unused_tensors(checkpoint: Mapping[str, Any], names: Iterable[str]) -> tuple[StoredTensor, ...]:
+    """Describes tensors of a checkpoint that nothing uses. A tensor that cannot be read is not an error."""
+    unused: list[StoredTensor] = []
+    for name in names:
+        try:
+            source = checkpoint[name]
+        except CheckpointError:
+            unused.append(StoredTensor(name, getattr(checkpoint, "path", ""), "", None))
+            continue
+        tensor = stored_tensors(source, name)[0]
+        if isinstance(source, View) and source.file:
+            tensor = dataclasses.replace(tensor, nbytes=int(source.size * stored_itemsize(source.source)))
+        unused.append(dataclasses.replace(tensor, name=name))
+    return tuple(unused)
+
+
+def _read_from(source: TensorSource) -> Iterator[TensorSource]:
+    """The sources, in a file or in memory, of which a source is made."""
+    if isinstance(source, CompositeSource):
+        for component in source.pieces:
+            yield from _read_from(component.source)
+    else:
+        yield source
+
+
+def stored_itemsize(source: TensorSource) -> Fraction:
+    """Bytes of files that are read for one element: the average if tensors of several dtypes were joined."""
+    if not isinstance(source, CompositeSource):
+        return Fraction(source.dtype.itemsize if source.file else 0)
+    nbytes = sum((component.size * stored_itemsize(component.source) for component in source.pieces), Fraction(0))
+    return nbytes / max(math.prod(source.shape), 1) if source.reads_pieces else Fraction(0)

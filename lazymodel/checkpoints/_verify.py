@@ -28,8 +28,8 @@ from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._remote.reader import reading_ahead, source_of
 from lazymodel._show.text import first_lines, listed
+from lazymodel._tensors.buffers import parallel
 from lazymodel._tensors.byte_reader import VERIFIED, ByteReader
-from lazymodel._tensors.threads import parallel
 from lazymodel.checkpoints._untrusted import read_at_most, reading
 
 Verify = bool | str | os.PathLike[str] | Mapping[str, str]

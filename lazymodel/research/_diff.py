@@ -21,10 +21,9 @@ from lazymodel._show.progress import Progress, ProgressTo, progress_for
 from lazymodel._show.table import Column, Report, Table, plain, shape_text
 from lazymodel._show.text import first_lines, folded_names, plural
 from lazymodel._tensors.boxes import Box, box_shape, slabs
-from lazymodel._tensors.buffers import cores
+from lazymodel._tensors.buffers import Scratch, cores, parallel
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import fill, required_ranges
-from lazymodel._tensors.threads import Scratch, parallel
 
 _CHUNK = 4 << 20  # bytes of a tensor that a thread reads at once
 _BLOCK = 1 << 16  # elements that are compared at once, in the caches

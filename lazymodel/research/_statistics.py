@@ -31,11 +31,10 @@ from lazymodel._show.progress import ProgressTo, progress_for
 from lazymodel._show.table import Column, Table, Tabled, plain
 from lazymodel._show.text import closest, empty_figure, finished_figure, plural
 from lazymodel._tensors.boxes import Box, box_shape, slabs, whole_box
-from lazymodel._tensors.buffers import Workspace, cores, empty_aligned
+from lazymodel._tensors.buffers import Scratch, Workspace, cores, empty_aligned, parallel
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.shards import on_host
 from lazymodel._tensors.tensor_source import fill, fill_parts
-from lazymodel._tensors.threads import Scratch, parallel
 
 # Iterations of Lanczos' process: the largest singular value of a random matrix to about 1e-3.
 ITERATIONS = 24

@@ -71,9 +71,9 @@ def load(process: int, address: str, path: str, gib: float, replicas: str) -> No
     from jax.sharding import Mesh
 
     import lazymodel as lm
-    from lazymodel._tensors import read_partition
+    from lazymodel._tensors import shards
 
-    read_partition.GROUP = GROUP
+    shards.GROUP = GROUP
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, PROCESSES, process)
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))

@@ -20,7 +20,7 @@ from lazymodel._quantized.plain import require_known
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._show.text import listed
 from lazymodel._tensors.casting import is_marker, scales_beside, weights
-from lazymodel._tensors.stored import StoredTensor, unused_tensors
+from lazymodel._tensors.shards import StoredTensor, unused_tensors
 from lazymodel.checkpoints import SafetensorsFile
 from lazymodel.checkpoints._checkpoint import CONFIG, DecodedCheckpoint, read_config
 from lazymodel.checkpoints._open import content_files, open_located

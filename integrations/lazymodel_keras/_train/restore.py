@@ -29,7 +29,7 @@ from lazymodel._remote.path import Location, RemotePath
 from lazymodel._show.text import closest, folded_names, listed
 from lazymodel._show.timeline import Span
 from lazymodel._tensors.casting import UNSAFE, check_mode
-from lazymodel._tensors.stored import misshapen
+from lazymodel._tensors.shards import misshapen
 from lazymodel.checkpoints._untrusted import read_json_file
 from lazymodel_keras import _upstream
 from lazymodel_keras._build import KerasModel, Materializing, check_all_used, check_options

@@ -145,7 +145,7 @@ class Scenarios:
 
     def in_groups(self) -> dict[str, Any]:
         """Groups of a few variables, and little memory on the host."""
-        with mock.patch("lazymodel._tensors.read_partition.GROUP", 300 << 10):
+        with mock.patch("lazymodel._tensors.shards.GROUP", 300 << 10):
             return self.load(self.mesh, replicas="exchange", max_host_memory="16MiB")
 
     def across(self) -> dict[str, Any]:

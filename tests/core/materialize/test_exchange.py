@@ -25,8 +25,8 @@ from safetensors.numpy import save_file
 import lazymodel as lm
 from lazymodel._materialize import reshard
 from lazymodel._materialize.stream import StreamItem, stream
-from lazymodel._tensors import read_partition
-from lazymodel._tensors.read_partition import divide
+from lazymodel._tensors import shards
+from lazymodel._tensors.shards import divide
 from tests.core.materialize._exchange_worker import tensors
 from tests.core.materialize._variables import bytes_read, model_of
 from tests.processes import free_address, printed, run_workers
@@ -182,7 +182,7 @@ def test_parts_become_the_array(
     shape: tuple[int, ...], axes: tuple[int, ...], spec: P, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On eight devices of this process, which are taken for eight processes: every byte is read once by all of them."""
-    monkeypatch.setattr(read_partition, "SMALL", 0)
+    monkeypatch.setattr(shards, "SMALL", 0)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("x", "y"))
     values = np.random.default_rng(0).integers(0, 2**16, shape, np.uint16).view(ml_dtypes.bfloat16)
     save_file({"w": values}, tmp_path / "w.safetensors")

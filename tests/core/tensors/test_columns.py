@@ -28,8 +28,6 @@ SHAPE = (192, 2048)
 NBYTES = 192 * 2048 * 4
 VALUES = np.arange(192 * 2048, dtype=np.uint32).reshape(SHAPE)
 
-needs_vectors = pytest.mark.skipif(byte_reader._READ_VECTOR is None, reason="no preadv in the C library, or 32-bit")
-
 
 def load(file: Path, mesh: Mesh, dtype: Any = np.uint32, *, written: bool = True, **options: Any) -> np.ndarray:
     """Columns of `w` on each device. A file that is open for writing has no lease, and so no map."""
@@ -47,7 +45,7 @@ def file(tmp_path: Path) -> Path:
 
 
 class Calls(list[int]):
-    """Counts the runs of each system call of scattered reads; `answer` may replace a number of runs or be an error."""
+    """Counts the runs of each system call; `answer` may replace a number of runs or be an error."""
 
     answer: Callable[[int, int], int | None] = staticmethod(lambda call, count: None)
 
@@ -57,7 +55,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls, real = Calls(), byte_reader._READ_VECTOR
 
     def read(fd: int, runs: int, count: int, position: int) -> int:
-        assert real is not None
         calls.append(count)
         answer = calls.answer(len(calls), count)
         if answer is not None and answer < 0:
@@ -65,12 +62,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
             return -1
         return real(fd, runs, count if answer is None else answer, position)
 
-    if real is not None:
-        monkeypatch.setattr(byte_reader, "_READ_VECTOR", read)
+    monkeypatch.setattr(byte_reader, "_READ_VECTOR", read)
     return calls
 
 
-@needs_vectors
 def test_the_kernel_scatters_long_runs(file: Path, mesh8: Mesh, calls: Calls) -> None:
     np.testing.assert_array_equal(load(file, mesh8), VALUES)
     assert calls == [1024, 192 * 8 - 1024]  # 1024 runs a call
@@ -84,7 +79,7 @@ def test_runs_are_copied_out_of_a_map(file: Path, mesh8: Mesh, calls: Calls) -> 
             pytest.skip("the file system here grants no leases")
     np.testing.assert_array_equal(load(file, mesh8, written=False), VALUES)
     np.testing.assert_array_equal(load(file, mesh8, np.float32, written=False), VALUES.astype(np.float32))
-    assert calls == []
+    assert max(calls, default=1) == 1  # nothing is scattered
 
 
 @pytest.mark.parametrize(("dtype", "budget"), [(np.float32, None), (np.uint32, 2_200_000)])
@@ -92,17 +87,15 @@ def test_conversions_and_little_memory_are_staged(
     dtype: Any, budget: int | None, file: Path, mesh8: Mesh, calls: Calls
 ) -> None:
     np.testing.assert_array_equal(load(file, mesh8, dtype, max_host_memory=budget), VALUES.astype(dtype))
-    assert calls == []
+    assert max(calls, default=1) == 1  # nothing is scattered
 
 
-@needs_vectors
 def test_reads_go_on_after_a_short_or_interrupted_one(file: Path, mesh8: Mesh, calls: Calls) -> None:
     calls.answer = lambda call, count: {1: 5, 2: -errno.EINTR}.get(call)
     np.testing.assert_array_equal(load(file, mesh8), VALUES)
     assert calls[:3] == [1024] * 3
 
 
-@needs_vectors
 def test_reads_go_on_within_a_run(file: Path, mesh8: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     real: Any = byte_reader._READ_VECTOR
     rest = [700, 300, 24, 1000]
@@ -118,7 +111,6 @@ def test_reads_go_on_within_a_run(file: Path, mesh8: Mesh, monkeypatch: pytest.M
     np.testing.assert_array_equal(load(file, mesh8), VALUES)
 
 
-@needs_vectors
 def test_an_error_of_the_system_names_the_tensor_and_the_file(file: Path, mesh8: Mesh, calls: Calls) -> None:
     calls.answer = lambda call, count: -errno.EIO
     with pytest.raises(lm.CheckpointError, match=r"'w'.*m\.safetensors at byte \d+: Input/output error"):
@@ -162,13 +154,3 @@ def test_any_columns_are_numpys(data: st.DataObject, tmp_path_factory: pytest.Te
             array = model.materialize(mapped)["w"]
         assert checkpoint.bytes_read == values.nbytes
     np.testing.assert_array_equal(np.asarray(array, np.float32), expected.astype(np.float32))
-
-
-def test_files_are_read_alike_where_the_system_scatters_nothing(
-    file: Path, mesh8: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(byte_reader, "_READ_VECTOR", None)
-    with buffer_sizes(call=1000, row_call=4):
-        np.testing.assert_array_equal(load(file, mesh8), VALUES)
-        with open(file, "r+b"), lm.open_checkpoint(file) as checkpoint:
-            np.testing.assert_array_equal(checkpoint["w"][..., 1:9].read(), VALUES[..., 1:9])
