@@ -37,32 +37,9 @@ _E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.f
 _E8M0 = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan))
 
 
-def samples() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Returns two pairs of blocks and scales: the first has every scale with every byte, the second random ones."""
-    every = np.arange(256, dtype=np.uint8)
-    codes = np.broadcast_to(every.reshape(-1, CODES), (1, 256, 256 // CODES, CODES))
-    random = np.random.default_rng(0).integers(0, 256, (2, 24, 3, CODES + 1), np.uint8)
-    return (codes, np.broadcast_to(every[:, None], codes.shape[1:3])[None]), (random[..., :CODES], random[..., CODES])
-
-
-def decoded_pairs(decoded: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Returns the table of what every scale with every byte decodes to, from a function's results for the `samples`.
-
-    The table is `float32[65536, 2]`, two numbers at `scale * 256 + byte`. Returns None if it does not reproduce the
-    random sample: if the value of a byte depends on its place, there is no table.
-    """
-    table, expected = decoded
-    codes, scales = samples()[1]
-    if table.dtype != np.float32 or table.shape != (1, 256, 512) or expected.shape != (2, 24, 3 * BLOCK):
-        return None
-    table = np.ascontiguousarray(table).reshape(-1, 2)
-    found = table[scales[..., None].astype(INDEX) << 8 | codes].reshape(expected.shape)
-    return table if np.ascontiguousarray(expected).tobytes() == found.tobytes() else None
-
-
 class Float4Tensor(DecodedTensor):
     """A float32 array `[experts, rows, blocks * n]` that is stored as blocks `uint8[experts, rows, blocks, n / 2]` and
-    scales `uint8[experts, rows, blocks]`. `pairs` makes the table of their values, as `decoded_pairs` returns it.
+    scales `uint8[experts, rows, blocks]`. `pairs` makes the table of their values, as `scaled_pairs` does.
     """
 
     # 512 KiB of indices and of float32 each, which stay in the caches. A quarter as many took 9 to 49 % longer, and
@@ -138,7 +115,7 @@ def add_nvfp4(contents: Contents, name: str, packed: str, scale: str, overall: s
     def pairs() -> np.ndarray:
         of_all = contents.tensor(overall).read().reshape(())
         with np.errstate(all="ignore"):
-            return _pairs(_E4M3 / of_all if divides else _E4M3 * of_all)
+            return scaled_pairs(_E4M3 / of_all if divides else _E4M3 * of_all)
 
     _add(contents, name, [packed, scale, overall], 16, ("float8_e4m3fn",), pairs)
 
@@ -162,10 +139,10 @@ def _add(
 
 
 def mxfp4_pairs() -> np.ndarray:
-    return _pairs(_E8M0)
+    return scaled_pairs(_E8M0)
 
 
-def _pairs(scales: np.ndarray) -> np.ndarray:
+def scaled_pairs(scales: np.ndarray) -> np.ndarray:
     """`float32[65536, 2]` from `float32[256]`, the values of the scales' bytes."""
     byte = np.arange(256)
     with np.errstate(all="ignore"):

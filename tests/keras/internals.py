@@ -17,11 +17,6 @@ def shard_steps(monkeypatch: pytest.MonkeyPatch, max_shard_size: int) -> None:
     monkeypatch.setattr("lazymodel_keras._train.callbacks.save_step", save_step)
 
 
-def decode_in_an_unknown_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has KerasHub's decoding of 4-bit experts look like one that the library does not know."""
-    monkeypatch.setattr("lazymodel_keras._record.weight_files.decoded_pairs", lambda _: None)
-
-
 def nbytes_read() -> int:
     """Bytes of tensors that this process has read from files so far."""
     counter: Any = importlib.import_module("lazymodel._tensors.byte_reader").BYTES_READ

@@ -11,7 +11,6 @@ policies, and GPT-OSS' experts, which its converter would decode on the host, ar
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import operator
 import os
@@ -25,8 +24,7 @@ import keras
 import numpy as np
 
 from lazymodel import CheckpointError, LazyTensor, open_checkpoint
-from lazymodel._errors import warn
-from lazymodel._quantized.float4 import CODES, Float4Tensor, decoded_pairs, samples
+from lazymodel._quantized.float4 import CODES, Float4Tensor, scaled_pairs
 from lazymodel._remote.path import RemotePath
 from lazymodel.checkpoints import SafetensorsFile
 from lazymodel.checkpoints._hdf5 import H5File
@@ -237,45 +235,35 @@ def _is_quantized(policy: Any) -> bool:
 _EXPERTS = ("gate_up_proj", "down_proj")
 
 
-class _Samples:
-    """A loader of a GPT-OSS folder that returns samples in place of its experts."""
+class _WithoutExperts:
+    """A loader of a GPT-OSS folder that returns one block of zeros in place of the numbers of all experts."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
     def get_tensor(self, name: str) -> Any:
-        which, _, kind = name.rsplit(".", 1)[-1].rpartition("_")
-        if kind not in ("blocks", "scales"):
-            return self._loader.get_tensor(name)
-        return samples()[_EXPERTS.index(which)][kind == "scales"]
+        shapes = {"blocks": (1, 1, 1, CODES), "scales": (1, 1, 1)}
+        shape = shapes.get(name.rpartition("_")[2])
+        return self._loader.get_tensor(name) if shape is None else np.zeros(shape, np.uint8)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
 
+def _pairs() -> np.ndarray[Any, Any]:
+    """The values of two numbers and their scale as KerasHub computes them: the largest scale is infinite, not NaN."""
+    with np.errstate(over="ignore"):
+        return scaled_pairs(2.0 ** (np.arange(256).astype(np.float32) - 127.0))
+
+
 @while_recording(_upstream.gpt_oss_converter, "convert_weights")
 def _decode_lazily(recording: Any, original: Any, backbone: Any, loader: Any, config: Any) -> None:
-    """Makes the experts decode when they are read: KerasHub's converter holds all of them on the host, in float32.
-
-    It converts samples in their place; the values that it assigns show how it decodes any number.
-    """
-    experts, assigned = list[Any](), dict[str, Any]()
-    try:
-        experts += [layer.sparse_moe_block.experts for layer in backbone.transformer_layers]
-        with contextlib.ExitStack() as undo, np.errstate(all="ignore"):  # the largest scale is NaN
-            for of, name in itertools.product(experts, _EXPERTS):
-                replace(undo, getattr(of, name), "assign", functools.partial(assigned.__setitem__, name))
-            original(backbone, _Samples(loader), config)
-        table = decoded_pairs([assigned[name].swapaxes(1, 2) for name in _EXPERTS])
-    except (AttributeError, KeyError, TypeError, ValueError):
-        table = None
-    if table is None:
-        warn(
-            "this KerasHub decodes GPT-OSS' experts in a way that lazymodel does not know: the host holds all of them "
-            "decoded, until the model is materialized"
-        )
-        original(backbone, loader, config)
-        return
+    """Makes the experts decode when they are read: KerasHub's converter holds all of them on the host, in float32."""
+    experts = [layer.sparse_moe_block.experts for layer in backbone.transformer_layers]
+    with contextlib.ExitStack() as undo:
+        for of, name in itertools.product(experts, _EXPERTS):
+            replace(undo, getattr(of, name), "assign", lambda value: None)
+        original(backbone, _WithoutExperts(loader), config)
     for (index, of), name in itertools.product(enumerate(experts), _EXPERTS):
         stored = f"model.layers.{index}.mlp.experts.{name}"
         blocks, scales = (loader.get_tensor(f"{stored}_{kind}") for kind in ("blocks", "scales"))
@@ -284,4 +272,4 @@ def _decode_lazily(recording: Any, original: Any, backbone: Any, loader: Any, co
                 f"{stored}_blocks: expected uint8 of shape {(*scales.shape, CODES)}, like its scales, found "
                 f"{blocks.dtype} {blocks.shape} and {scales.dtype} scales"
             )
-        getattr(of, name).assign(np.transpose(LazyTensor(Float4Tensor(blocks, scales, lambda: table)), (0, 2, 1)))
+        getattr(of, name).assign(np.transpose(LazyTensor(Float4Tensor(blocks, scales, _pairs)), (0, 2, 1)))

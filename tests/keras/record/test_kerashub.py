@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 import lazymodel_keras as lk
-from tests.keras.internals import decode_in_an_unknown_way, nbytes_read
+from tests.keras.internals import nbytes_read
 from tests.keras.models import assert_same, bits, seeded, write_safetensors_folder
 
 # KerasHub decodes the largest scale, which stands for no number, with these.
@@ -122,10 +122,3 @@ def test_experts_whose_scales_do_not_fit(tmp_path: Path) -> None:
     folder = write_safetensors_folder(tmp_path / "short", CONFIG, tensors)
     with pytest.raises(lm.CheckpointError, match=r"down_proj_blocks: expected uint8 of shape \(8, 64, 2, 16\)"):
         lk.abstract_from_preset(GptOssBackbone, str(folder))
-
-
-def test_a_converter_that_decodes_in_another_way(folder: str, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode_in_an_unknown_way(monkeypatch)
-    with pytest.warns(lm.LazyModelWarning, match="the host holds all of them decoded"):
-        ours = seeded(lambda: lk.from_preset(GptOssBackbone, folder))
-    assert_same(stock, ours, outputs=False)
