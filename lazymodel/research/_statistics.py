@@ -181,8 +181,9 @@ def _measured_on_devices(array: jax.Array, *, layered: bool, spectral: bool) -> 
         array = jax.device_put(array, in_memory(array.sharding, None, ""))
     everywhere = None
     if isinstance(array.sharding, NamedSharding):  # on explicit axes, every sum would need its own sharding
-        mesh: Any = Mesh(array.sharding.mesh.devices, array.sharding.mesh.axis_names)
-        shards, automatic = [shard.data for shard in array.addressable_shards], NamedSharding(mesh, array.sharding.spec)
+        own: Any = array.sharding.mesh
+        mesh, shards = Mesh(own.devices, own.axis_names), [shard.data for shard in array.addressable_shards]
+        automatic = NamedSharding(mesh, array.sharding.spec)
         array = jax.make_array_from_single_device_arrays(array.shape, automatic, shards)
         everywhere = NamedSharding(mesh, PartitionSpec())
     with jax.enable_x64(True) if array.dtype.itemsize == 8 else jax.enable_x64(uses_x64()):
