@@ -103,12 +103,8 @@ def shard(
     own = {path: variable for path, variable in model.items() if variable.follows is None}
     state = {path: variable for path, variable in model.items() if variable.follows is not None}
     kind = None if model.optimized is None else model.optimized.memory_kind
-    if kind is not None:  # a spec has no kind of memory; a whole sharding, or `Host`, has one
-        whole = Host | Sharding | Format
-        hosted = {path: found[path] for path in state if path in found and not isinstance(found[path][0], whole)}
-        found |= {path: (Host(spec, kind), reason) for path, (spec, reason) in hosted.items()}
     ruled = own | {path: variable for path, variable in state.items() if path in found}
-    assigned = _assigned(ruled, found, mesh, on_unmatched, threshold, repair)
+    assigned = _assigned(ruled, found, mesh, kind, on_unmatched, threshold, repair)
     parameters = {path: assigned[path] for path in own}
     following = {path: variable for path, variable in state.items() if path not in found}
     assigned |= follow(following, parameters, mesh, kind)
@@ -121,18 +117,23 @@ def _assigned(
     variables: Mapping[str, AbstractVariable],
     found: Mapping[str, tuple[Any, Reason]],
     mesh: Mesh,
+    kind: str | None,
     on_unmatched: str,
     threshold: int,
     repair: bool | Auto,
 ) -> dict[str, AbstractVariable]:
-    """The variables with shardings and reasons; `found`: the answers of the rules."""
+    """The variables with shardings and reasons. `found`: answers of the rules; `kind`: of the optimizer's memory."""
+    hosts: dict[str, Host] = {}
     assigned: dict[str, AbstractVariable] = {}
     mismatches: dict[str, str] = {}
     unmatched = Reason("unmatched", "replicated, since no rule matches it")
     for path, variable in variables.items():
         spec, reason = found.get(path, (None, unmatched))
+        if kind is not None and variable.follows is not None and not isinstance(spec, Host | Sharding | Format):
+            spec = Host(spec, kind)
         if isinstance(spec, Host):  # raises for an unknown kind of memory, which `repair` cannot fix
             in_memory(NamedSharding(mesh, PartitionSpec()), spec.memory_kind, path)
+            hosts[path] = spec
         try:
             assigned[path] = _placed(variable, spec, reason, mesh)
         except ShardingError as error:
@@ -146,8 +147,7 @@ def _assigned(
         mismatches |= {variable.path: "no rule matches it" for variable in replicated}
         for path, why in mismatches.items():
             spec, reason = proposals[path]
-            if path in found and isinstance(host := found[path][0], Host) and not isinstance(spec, Host):
-                spec = Host(spec, host.memory_kind)
+            spec = Host(spec, hosts[path].memory_kind) if path in hosts and not isinstance(spec, Host) else spec
             reason = dataclasses.replace(reason, kind="repaired", text=f"{reason.text} (repaired: {why})")
             assigned[path] = _placed(variables[path], spec, reason, mesh)
     elif mismatches:
