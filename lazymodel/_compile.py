@@ -1,24 +1,18 @@
-"""Functions to compile for a model: defined once, for a plan and for materializing.
+"""Functions that will be called with a model: the object `Compile`, lowering, and compiling while weights are read.
 
-Responsible for the object and for checking it by itself. `_compile` lowers it.
-
-Traces and lowers functions that will be called with a model, while the model consists of shapes only.
-
-Responsible for lowering like the later call, so that this call finds the compiled program: with the future shardings,
+A function is lowered like its later call, so that this call finds the compiled program: with the future shardings,
 layouts and weak types of arrays, in the thread and the context (mesh, default precision) of the caller.
-`_compile`, or a plan, compiles.
 
-Programs that are compiled in the background, while weights are read.
-
-Responsible for the threads, for their results, for reporting failures at once, and for raising if programs cannot run
-on the existing devices, if possible before compiling, otherwise after. Devices that do not report their memory (CPUs)
-never raise. A compilation cannot be stopped: if something else has failed, nobody waits for it, but the process only
-ends after it, since the end of Python would abort a thread that returns from XLA.
+`Compiling` holds the threads that compile, reports failures at once, and raises if programs cannot run on the existing
+devices, if possible before compiling. Devices that do not report their memory (CPUs) never raise. A compilation cannot
+be stopped: if something else has failed, nobody waits for it, but the process only ends after it, since the end of
+Python would abort a thread that returns from XLA.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 import threading
@@ -39,12 +33,10 @@ from lazymodel._show.text import format_bytes
 from lazymodel._show.timeline import Timeline
 
 INIT, FORWARD, PREDICT, TRAIN, GENERATE = "init", "forward", "predict", "train", "generate"
-_NAMED = (INIT, FORWARD, PREDICT, TRAIN, GENERATE)
 _OWN = (PREDICT, TRAIN, GENERATE)  # a model's own functions, whose arguments are given as examples or sizes
-_SIZES = ("batch", "sequence")
+_NAMED = (INIT, FORWARD, *_OWN)
 
 
-@dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class Compile:
     """A function that will be called: `materialize` compiles it while weights are read, a plan shows its memory.
 
@@ -95,36 +87,22 @@ class Compile:
         ['parameters', 'activations']
     """
 
-    what: str
-    function: Callable[..., Any] | None
-    inputs: tuple[Any, ...]
-    keywords: Mapping[str, Any]
-    batch: int | None
-    sequence: int | None
-    split: Callable[[Any], tuple[Any, ...]] | None
-
     def __init__(self, what: str | Callable[..., Any], /, *inputs: Any, **options: Any) -> None:
-        function: Callable[..., Any] | None = None
-        keywords: dict[str, Any] = {}
         if not (what in _NAMED if isinstance(what, str) else callable(what)):
-            raise LazyModelError(
-                f"what is compiled is a jitted function or one of {', '.join(map(repr, _NAMED))}; got {what!r}"
-            )
-        if not isinstance(what, str):
-            what, function, keywords, options = "step", what, options, {}
-        elif inputs and (what not in _OWN or callable(inputs[0])):
-            function, inputs = inputs[0], inputs[1:]
-        values = {
-            "what": what,
-            "function": function,
-            "inputs": tuple(inputs),
-            "keywords": MappingProxyType(keywords),
-            **{name: options.pop(name, None) for name in _SIZES},
-            "split": None,
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-        self._check(options)
+            raise LazyModelError(f"expected a jitted function or one of {', '.join(map(repr, _NAMED))}, got {what!r}")
+        self.what, self.inputs = "step", inputs
+        self.function: Callable[..., Any] | None = None if isinstance(what, str) else what
+        self.keywords: Mapping[str, Any] = MappingProxyType({} if isinstance(what, str) else options)
+        self.batch: int | None = None
+        self.sequence: int | None = None
+        self.split: Callable[[Any], tuple[Any, ...]] | None = None
+        if isinstance(what, str):
+            own = what in _OWN and not (inputs and callable(inputs[0]))
+            self.what = what
+            if inputs and not own:
+                self.function, self.inputs = inputs[0], inputs[1:]
+            self.batch, self.sequence = options.pop("batch", None), options.pop("sequence", None)
+            self._check(own, options)
 
     def of(self, split: Callable[[Any], tuple[Any, ...]]) -> Self:
         """The same for a function that takes parts of the model: `step(*split(model), *inputs, **keywords)`.
@@ -143,13 +121,13 @@ class Compile:
             >>> of_kernel = lm.Compile(step, x).of(lambda model: (model["up"]["kernel"],))
             >>> model = sharded.materialize(compile=of_kernel)  # `step(model["up"]["kernel"], x)` compiles nothing now
         """
-        if self.what != "step":
-            raise LazyModelError(f"only a jitted function is called with parts of the model; got {self.what!r}")
-        if not callable(split):
-            raise LazyModelError(f"of() takes a function of the model that returns a tuple; got {split!r}")
-        other = object.__new__(type(self))
-        for field in dataclasses.fields(self):
-            object.__setattr__(other, field.name, split if field.name == "split" else getattr(self, field.name))
+        if not self.is_step or not callable(split):
+            raise LazyModelError(
+                f"of() takes a function of the model that returns a tuple, for a jitted function; got {split!r} for "
+                f"{self.what!r}"
+            )
+        other = copy.copy(self)
+        other.split = split
         return other
 
     @property
@@ -175,46 +153,41 @@ class Compile:
         return getattr(self.function, "__name__", None) or type(self.function).__name__
 
     def __repr__(self) -> str:
-        sizes = {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
-        given = [self.name if self.is_step else repr(self.what), *map(_text, self.inputs)]
-        given += [f"{name}={_text(value)}" for name, value in (*self.keywords.items(), *sizes.items())]
+        def text(given: Any) -> str:  # without values
+            leaves, tree = jax.tree.flatten(given)
+            return repr(tree.unflatten(jax.typeof(leaf) if hasattr(leaf, "dtype") else leaf for leaf in leaves))
+
+        given = [self.name if self.is_step else repr(self.what), *map(text, self.inputs)]
+        given += [f"{name}={text(value)}" for name, value in (*self.keywords.items(), *self._sizes.items())]
         return f"Compile({', '.join(given)})"
 
-    def _check(self, options: Mapping[str, Any]) -> None:
-        if options:
-            raise LazyModelError(f"a keyword of {self.what!r} is batch or sequence; got {', '.join(options)}")
-        own = self.function is None and self.what in _OWN
-        if wrong_inputs := [each for each in self.inputs if not (self.is_step or own or _is_input(each))]:
-            got = wrong_inputs[0]
-            raise LazyModelError(
-                "inputs are what the function takes after the model, one by one: pytrees of arrays or "
-                "jax.ShapeDtypeStruct(shape, dtype); got "
-                + (repr(got) if isinstance(got, str | list | tuple) else type(got).__name__)
-            )
-        sizes = {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
-        if self.what == INIT:
-            given = {"a function": self.function is not None, **sizes}
-            if named := [name for name, value in given.items() if value]:
-                raise LazyModelError(f"'init' takes neither a function nor sizes; got {' and '.join(named)}")
-        if wrong := {name: size for name, size in sizes.items() if type(size) is not int or size < 1}:
-            raise LazyModelError(f"batch and sequence are positive numbers; got {wrong}")
-        if self.function is not None and not callable(self.function):
-            raise LazyModelError(f"a function is called with the model, then the inputs; got {self.function!r}")
-        if self.function is not None and self.what in (PREDICT, GENERATE):
-            raise LazyModelError(f"{self.what!r} is the model's own; pass a jitted function without a name")
-        if self.function is not None and sizes:
-            raise LazyModelError("batch and sequence are for a model's own functions; give inputs of that shape")
-        if self.inputs and self.batch is not None:
-            raise LazyModelError(f"the batch size of {self.what!r} is that of the inputs; leave batch out")
+    @property
+    def _sizes(self) -> dict[str, int]:
+        sizes = {"batch": self.batch, "sequence": self.sequence}
+        return {name: size for name, size in sizes.items() if size is not None}
 
-
-def _text(given: Any) -> str:
-    """An input as text, without its values."""
-
-    def short(leaf: Any) -> Any:
-        return jax.typeof(leaf) if hasattr(leaf, "dtype") else leaf
-
-    return repr(jax.tree.map(short, given))
+    def _check(self, own: bool, options: Mapping[str, Any]) -> None:
+        function, sizes = self.function, self._sizes
+        wrong_inputs = [each for each in self.inputs if not (own or _is_input(each))]
+        wrong_sizes = [size for size in sizes.values() if type(size) is not int or size < 1]
+        rules = {
+            f"a keyword of {self.what!r} is batch or sequence; got {', '.join(options)}": bool(options),
+            "inputs are what the function takes after the model, one by one: pytrees of arrays or "
+            f"jax.ShapeDtypeStruct(shape, dtype); got {wrong_inputs[:1]}": bool(wrong_inputs),
+            f"'init' takes neither a function nor sizes; got {function} and {sizes}": self.what == INIT
+            and (function is not None or bool(sizes)),
+            f"batch and sequence are positive numbers; got {sizes}": bool(wrong_sizes),
+            f"a function is called with the model, then the inputs; got {function!r}": function is not None
+            and not callable(function),
+            f"{self.what!r} is the model's own; pass a jitted function without a name": function is not None
+            and self.what in (PREDICT, GENERATE),
+            "batch and sequence are for a model's own functions; give inputs of that shape": function is not None
+            and bool(sizes),
+            f"the batch size of {self.what!r} is that of the inputs; leave batch out": bool(self.inputs)
+            and self.batch is not None,
+        }
+        if message := next((message for message, wrong in rules.items() if wrong), None):
+            raise LazyModelError(message)
 
 
 def _is_input(given: Any) -> bool:
@@ -224,54 +197,31 @@ def _is_input(given: Any) -> bool:
     return not shape and all(hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex) for leaf in leaves)
 
 
-def checked(compile: Compile | Sequence[Compile] | None) -> tuple[Compile, ...]:
-    """Checks the functions to compile in the background; raises LazyModelError for others, and those for plans only."""
-    given: Any = () if compile is None else compile
-    found: tuple[Any, ...] = (*given,) if isinstance(given, list | tuple) else (given,)
-    for each in found:
-        if not isinstance(each, Compile):
-            raise LazyModelError(
-                f"compile is a lazymodel.Compile, such as Compile(step, batch), or a list; got {each!r}"
-            )
-        if not each.is_step and (each.function is not None or each.what in (INIT, FORWARD)):
-            raise LazyModelError(
-                f"Compile({each.what!r}{', function' if each.function else ''}) is for a plan, which builds its own "
-                "program from it. To compile alongside the stream, pass the jitted function that will be called with "
-                "the model, Compile(step, batch), or a Keras model's own 'predict', 'train' or 'generate'"
-            )
-        if each.is_step and not callable(getattr(each.function, "lower", None)):
-            raise LazyModelError(
-                f"{each.name} is not jitted, so nothing that is compiled for it would be found when it is called: pass "
-                "the same function that will be called, as jax.jit, nnx.jit or equinox.filter_jit returned it"
-            )
-    return found
-
-
 def prepared(
     model: AnyModel, compile: Compile | Sequence[Compile] | None, timeline: Timeline
 ) -> tuple[AnyModel, tuple[Compile, ...]]:
-    """Returns the functions to compile in the background, `checked`, and the model with the variables that its own
-    functions would create on their first call, such as an optimizer's state.
+    """Returns the functions to compile in the background, and the model with the variables that its own functions would
+    create on their first call, such as an optimizer's state. Raises LazyModelError for functions that are for plans.
     """
-    compiles = checked(compile)
+    compiles: Any = () if compile is None else compile if isinstance(compile, list | tuple) else (compile,)
     for each in compiles:
+        if not isinstance(each, Compile):
+            raise LazyModelError(f"expected compile=lazymodel.Compile(step, batch) or a list of them, got {each!r}")
+        if not each.is_step and (each.function is not None or each.what in (INIT, FORWARD)):
+            raise LazyModelError(
+                f"{each} is for a plan, which builds its own program from it. To compile alongside the stream, pass "
+                "the jitted function that will be called with the model, Compile(step, batch), or a Keras model's own "
+                "'predict', 'train' or 'generate'"
+            )
+        if each.is_step and not callable(getattr(each.function, "lower", None)):
+            raise LazyModelError(
+                f"{each.name} is not jitted, so its call would find no compiled program: pass the same function that "
+                "will be called, as jax.jit, nnx.jit or equinox.filter_jit returned it"
+            )
         if not each.is_step:
             with timeline.span("lower", "preparing"):
                 model = model.framework.prepared(model, each.what, **_call_options(each))
-    return model, compiles
-
-
-def arriving(model: ModelSpec, shardings: Mapping[str, Sharding]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Path → struct of the finished array; `shardings` are those that it is materialized with."""
-    structs: dict[str, jax.ShapeDtypeStruct] = {}
-    for path, variable in model.items():
-        struct = variable.struct
-        if stays_on_host(variable):
-            struct = struct.update(sharding=None)
-        elif variable.sharding is None and variable.layout is None:
-            struct = struct.update(sharding=shardings[path])
-        structs[path] = struct
-    return structs
+    return model, (*compiles,)
 
 
 def lower(model: ModelSpec, compile: Compile, shardings: Mapping[str, Sharding]) -> Sequence[LoweredFunction]:
@@ -283,17 +233,32 @@ def lower(model: ModelSpec, compile: Compile, shardings: Mapping[str, Sharding])
         LazyModelError: The model has no such function of its own, or cannot be outlined.
         Exception: Any exception from tracing the function, with a note on its origin.
     """
-    structs = arriving(model, shardings)
+    structs: dict[str, jax.ShapeDtypeStruct] = {}  # of the finished arrays
+    for path, variable in model.items():
+        struct = variable.struct
+        if stays_on_host(variable):
+            struct = struct.update(sharding=None)
+        elif variable.sharding is None and variable.layout is None:
+            struct = struct.update(sharding=shardings[path])
+        structs[path] = struct
     if not compile.is_step:
         return model.framework.lowered(compile.what, structs, **_call_options(compile))
     function: Any = compile.function
     if not callable(getattr(function, "lower", None)):
         function = jax.jit(function)
-    inputs, keywords = (_outlined(given, model) for given in (compile.inputs, dict(compile.keywords)))
+
+    def outline(leaf: Any) -> Any:
+        return model.framework.outline(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+    given = compile.inputs, dict(compile.keywords)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(given)):
+        given = jax.tree.map(outline, given)
     with model.framework.outlined(structs) as whole:
         try:
-            parts = (whole,) if compile.split is None else _parts(compile.split, whole)
-            lowered = function.lower(*parts, *inputs, **keywords)
+            parts: Any = (whole,) if compile.split is None else compile.split(whole)
+            if not isinstance(parts, list | tuple):
+                raise LazyModelError(f"the function of of() returned {type(parts).__name__}, not a tuple of arguments")
+            lowered = function.lower(*parts, *given[0], **given[1])
         except LazyModelError:
             raise
         except Exception as error:
@@ -309,26 +274,6 @@ def lower(model: ModelSpec, compile: Compile, shardings: Mapping[str, Sharding])
 def _call_options(compile: Compile) -> dict[str, Any]:
     """Keywords that describe the call of a model's own function."""
     return {"inputs": compile.inputs, "batch": compile.batch, "sequence": compile.sequence}
-
-
-def _outlined(tree: Any, model: ModelSpec) -> Any:
-    """Inputs with outlines in place of structs; unchanged if they have none."""
-
-    def outline(leaf: Any) -> Any:
-        return model.framework.outline(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
-
-    has_structs = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
-    return jax.tree.map(outline, tree) if has_structs else tree
-
-
-def _parts(split: Callable[[Any], Any], model: Any) -> tuple[Any, ...]:
-    parts = split(model)
-    if not isinstance(parts, list | tuple):
-        raise LazyModelError(
-            f"of() takes a function that returns a tuple of the step's arguments from the model; it returned "
-            f"{type(parts).__name__}. For one part return (part,)"
-        )
-    return (*parts,)
 
 
 # XLA compiles one program mostly on one thread; init programs and reading need threads as well.

@@ -4,136 +4,76 @@ Responsible for which regions of a tensor this process needs, their order, the n
 and for handing buffers to devices. `_tensors/tensor_source` reads a region; `_materialize/materialize` or an
 integration decides which tensor belongs to which variable.
 
-Life of a job (regions of one variable that are filled together): its bytes are reserved from the budget, its buffers
-allocated, its parts filled by free threads, its buffers put on their devices, and the bytes released. Jobs start
-strictly in order, so the earliest variable can always finish and there is no deadlock.
+Life of a job: its bytes are reserved from the budget, its buffers allocated, its parts filled by free threads, its
+buffers put on their devices, and the bytes released. Jobs start strictly in order, so the earliest variable can always
+finish and there is no deadlock. A job consists of regions of one variable that are filled together; of small tensors
+that are neighbours in a file, since planning for one of them takes longer than reading it; or of a shard larger than
+the budget, which is sent to its devices in chunks and joined there.
 
 If a device's memory is the host's (the CPU backend), the filled buffer becomes the array's own memory: nothing is
 copied, and it is never written again. Other devices get copies: a separate thread waits for transfers while the others
 continue to read. Only then are a job's bytes released and its buffers reused.
-
-Shards larger than the available host memory: they are sent to their devices in chunks, and joined there.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import functools
 import math
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from lazymodel._errors import CheckpointError
-from lazymodel._materialize.small_tensors import Group, Small, groups, small
 from lazymodel._programs.jaxprs import uses_x64
 from lazymodel._remote.reader import AHEAD, reading_ahead
 from lazymodel._show.text import format_bytes
-from lazymodel._tensors.boxes import Box, BoxKey, bounding, box_of, box_shape, intersect, shift, slabs, unshift
-from lazymodel._tensors.buffers import Arena, Workspace, cores, default_budget, empty_aligned, start_thread
+from lazymodel._tensors.boxes import (
+    Box,
+    BoxKey,
+    bounding,
+    box_of,
+    box_shape,
+    intersect,
+    shift,
+    slabs,
+    strided,
+    unshift,
+    whole_box,
+)
+from lazymodel._tensors.buffers import (
+    ALIGNMENT,
+    Arena,
+    Workspace,
+    assign,
+    cores,
+    default_budget,
+    empty_aligned,
+    start_thread,
+)
 from lazymodel._tensors.byte_reader import ByteReader
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.shards import Boxes, boxes_for, in_other_memory, misshapen, where
-from lazymodel._tensors.tensor_source import Part, View, fill, fill_parts, prefers_one_pass, required_ranges
-
-
-def chunk_parts(
-    tensor: View,
-    places: Mapping[BoxKey, Sequence[SingleDeviceSharding]],
-    nbytes: int,
-    done: Callable[[dict[BoxKey, list[jax.Array]]], None],
-) -> list[Part]:
-    """Parts that each fill a chunk of the region around some boxes, and copy it to its place on the devices.
-
-    Chunks, of at most `nbytes`, run along the file's outermost axis, so that the file is still read in one pass.
-    The last part calls `done` with the shards of each box.
-    """
-    boxes = {key: box_of(key) for key in places}
-    region = bounding(list(boxes.values()))
-    order = tensor.box(region).file_order()
-    extents = box_shape(region)
-    chunks = list(slabs(tuple(extents[axis] for axis in order), max(nbytes // tensor.itemsize, 1)))
-    dtype, lock, left = tensor.dtype, threading.Lock(), len(chunks)
-    # As integers: XLA may move small floats through wider ones, which changes signalling NaNs.
-    bits = dtype if dtype.kind in "biuc" else np.dtype(f"u{dtype.itemsize}")
-    # In the devices' own memory: arrays cannot be updated in other kinds of memory.
-    own = {key: [_own(place) for place in where] for key, where in places.items()}
-    buffers = {key: [_zeros(box_shape(boxes[key]), bits, place) for place in where] for key, where in own.items()}
-
-    def run(workspace: Workspace, part: Box) -> None:
-        nonlocal left
-        chunk = unshift(tuple(part[order.index(axis)] for axis in range(len(part))), region)
-        regions = {key: common for key, box in boxes.items() if (common := intersect(box, chunk)) is not None}
-        outs = [empty_aligned(box_shape(common), dtype) for common in regions.values()]
-        fill(tensor, list(regions.values()), outs, workspace)
-        # All transfers start before any is waited for, and have read their buffers completely when this returns.
-        pairs = zip(regions, outs, strict=True)
-        put = {key: [copy_to(place, out.view(bits)) for place in own[key]] for key, out in pairs}
-        jax.block_until_ready(put)
-        with lock:
-            for key, common in regions.items():
-                corner = shift(common, boxes[key])
-                joined = zip(buffers[key], put[key], strict=True)
-                buffers[key] = [_updated(buffer, values, corner) for buffer, values in joined]
-            jax.block_until_ready([buffers[key] for key in regions])
-            left -= 1
-            if left:
-                return
-        # The shards are complete, except for those in another kind of memory.
-        shards = {key: zip(buffers.pop(key), where, strict=True) for key, where in places.items()}
-        done({key: [jax.device_put(_as(each, dtype), place) for each, place in pairs] for key, pairs in shards.items()})
-
-    return [Part(math.prod(box_shape(chunk)) * tensor.itemsize, functools.partial(run, part=chunk)) for chunk in chunks]
-
-
-def copy_to(place: SingleDeviceSharding, values: np.ndarray) -> jax.Array:
-    """A copy on a device other than the host; when it is ready and `keeps` is False, `values` may be overwritten."""
-    return jax.device_put(values, place)
-
-
-def _own(place: SingleDeviceSharding) -> SingleDeviceSharding:
-    (device,) = place.device_set
-    return SingleDeviceSharding(device) if in_other_memory(device, place.memory_kind) else place
-
-
-def _zeros(shape: tuple[int, ...], dtype: Any, sharding: SingleDeviceSharding) -> jax.Array:
-    return jax.jit(lambda: jax.numpy.zeros(shape, dtype), out_shardings=sharding)()
-
-
-def _updated(buffer: jax.Array, chunk: jax.Array, corner: Box) -> jax.Array:
-    long = any(part.start >= 2**31 for part in corner)
-    with jax.enable_x64(True) if long else contextlib.nullcontext():
-        return _update(buffer, chunk, [(np.int64 if long else np.int32)(part.start) for part in corner])
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _update(buffer: jax.Array, chunk: jax.Array, corner: list[Any]) -> jax.Array:
-    return jax.lax.dynamic_update_slice(buffer, chunk, corner)
-
-
-def _as(buffer: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    """The same bits as elements of a dtype; elements of less than a byte are in the lower bits of a byte."""
-    if buffer.dtype == dtype:
-        return buffer
-    bits = jax.dtypes.itemsize_bits(dtype)
-    # A smaller result cannot reuse the memory of its argument.
-    return jax.jit(_recast, donate_argnums=0 if bits >= 8 else (), static_argnums=(1, 2))(buffer, dtype, bits)
-
-
-def _recast(buffer: jax.Array, dtype: Any, bits: int) -> jax.Array:
-    return jax.lax.bitcast_convert_type(buffer if bits >= 8 else buffer.astype(f"uint{bits}"), dtype)
-
+from lazymodel._tensors.tensor_source import (
+    FileTensor,
+    Part,
+    fill,
+    fill_parts,
+    prefers_one_pass,
+    required_ranges,
+)
 
 CHUNK = 16 << 20  # bytes of a chunk of shards that are larger than the budget: a transfer of a few milliseconds
 WORKSPACE = 64 << 20  # limit of temporaries of a thread; more makes nothing faster
 _THREADS = 8  # more do not help: from here on memory bandwidth is the limit, not the number of requests
+SMALL_NBYTES = 64 << 10  # bytes of a small tensor; a larger one gains little from a group, and is worth several threads
+GROUP = 512 << 10  # bytes of a group: a hundred times the cost of its overhead; all of it is freed together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,35 +124,17 @@ def stream(
     limit = default_budget() if max_host_memory is None else max_host_memory
     threads = max(2, min(_THREADS, cores()))  # two on one core as well: one reads while the other waits for a disk
     ranges = [each for plan in plans for each in required_ranges(plan.tensor, plan.boxes.boxes)]
-    workspace, ahead, budget = _divided(limit, threads, remote=bool(ranges))
+    ahead, workspace = min(AHEAD, limit // 4) if ranges else 0, min(WORKSPACE, limit // (4 * threads))
+    budget = limit - ahead - threads * workspace
     for plan in plans:
-        if plan.least_nbytes(workspace) > budget:
-            chunks = " (its chunks are that large)" if plan.min_scratch_nbytes(workspace) else ""
+        # For one element, and for filling it.
+        if (needed := plan.scratch_nbytes(workspace) + plan.item.dtype.itemsize) > budget:
             raise CheckpointError(
-                f"{plan.item.path!r} from {where(plan.tensor)}: reading any of it takes "
-                f"{format_bytes(plan.least_nbytes(workspace))} at once{chunks}, "
-                f"and max_host_memory={format_bytes(limit)} leaves {format_bytes(budget)}. Give at least "
-                f"{_least_limit(plans, threads, remote=bool(ranges))} bytes."
+                f"{plan.item.path!r} from {where(plan.tensor)}: reading any of it takes {format_bytes(needed)} at "
+                f"once, and max_host_memory={format_bytes(limit)} leaves {format_bytes(budget)}. Give at least "
+                f"{2 * max(plan.scratch_nbytes(0) + plan.item.dtype.itemsize for plan in plans) + 4} bytes."
             )
     return _Stream(plans, budget, [Workspace(workspace) for _ in range(threads)], on_bytes, hold).arrays(ranges, ahead)
-
-
-def _divided(limit: int, threads: int, *, remote: bool) -> tuple[int, int, int]:
-    """Divides a limit in bytes: the workspace of each thread, bytes to prefetch, and the budget left for all jobs."""
-    ahead = min(AHEAD, limit // 4) if remote else 0
-    workspace = min(WORKSPACE, limit // (4 * threads))
-    return workspace, ahead, limit - ahead - threads * workspace
-
-
-def _least_limit(plans: Sequence[_Plan], threads: int, *, remote: bool) -> int:
-    """The smallest limit in bytes within which all plans can be read."""
-
-    def enough(limit: int) -> bool:
-        workspace, _, budget = _divided(limit, threads, remote=remote)
-        return all(plan.least_nbytes(workspace) <= budget for plan in plans)
-
-    # At least half of a limit remains as budget, so twice the need is enough, plus rounding.
-    return bisect.bisect_left(range(2 * max(plan.least_nbytes(0) for plan in plans) + 4), True, key=enough)
 
 
 @dataclasses.dataclass(eq=False)
@@ -220,9 +142,12 @@ class _Plan:
     """An item with its regions; `shards` fills up as they arrive, or `array` is set at once."""
 
     item: StreamItem
-    tensor: LazyTensor
+    tensor: LazyTensor  # in the variable's dtype
     boxes: Boxes
-    small: Small | None  # set if it can share a job with its neighbours
+    # Of a tensor that can be in a group: bytes of its contiguous range of a file (0 if it is read in another way: a
+    # part of a tensor, a compressed or joined one, an array in memory), of all its boxes, each aligned, and of
+    # temporaries for converting it.
+    small: tuple[int, int, int] | None
     shards: dict[BoxKey, list[jax.Array]] = dataclasses.field(default_factory=dict[BoxKey, list[jax.Array]])
     array: jax.Array | None = None
 
@@ -235,14 +160,10 @@ class _Plan:
         kind = self.item.sharding.memory_kind
         return [SingleDeviceSharding(device, memory_kind=kind) for device in self.boxes.devices[key]]
 
-    def min_scratch_nbytes(self, workspace: int) -> int:
+    def scratch_nbytes(self, workspace: int) -> int:
         """Bytes that a thread needs beyond its workspace."""
         unit = self.tensor.source.min_scratch_nbytes
         return unit if unit > workspace else 0
-
-    def least_nbytes(self, workspace: int) -> int:
-        """Bytes for filling one element, and for the element itself."""
-        return self.min_scratch_nbytes(workspace) + self.item.dtype.itemsize
 
     def take(self) -> jax.Array:
         """The finished array; keeps no reference to it."""
@@ -252,29 +173,6 @@ class _Plan:
             self.shards = {}
             array = jax.make_array_from_single_device_arrays(item.shape, item.sharding, shards, dtype=item.dtype)
         return array
-
-
-@dataclasses.dataclass(eq=False)
-class _Job:
-    """Small plans, or regions of one plan, that are filled together, with one reservation."""
-
-    plans: Sequence[_Plan]
-    nbytes: int  # its reservation
-    boxes: Sequence[BoxKey] = ()
-    chunk_nbytes: int = 0  # bytes of the chunks in which it is sent to its devices; 0 if it is sent whole
-    one_by_one: bool = False  # True if its parts must not run at the same time, to save memory
-    group: Group | None = None  # the group of small plans
-    outs: list[np.ndarray] = dataclasses.field(default_factory=list[np.ndarray])
-    parts: list[Part] = dataclasses.field(default_factory=list[Part])
-    unfinished: int = 0
-    # The results of the buffers, possibly not ready yet: the plans' arrays, or shards of a plan.
-    arrays: list[jax.Array] = dataclasses.field(default_factory=list[jax.Array])
-    shards: dict[BoxKey, list[jax.Array]] = dataclasses.field(default_factory=dict[BoxKey, list[jax.Array]])
-
-    @property
-    def on_host(self) -> bool:
-        """Returns True if all buffers become the arrays' own memory."""
-        return all(plan.boxes.on_host for plan in self.plans)
 
 
 def _plan(item: StreamItem) -> _Plan:
@@ -291,7 +189,131 @@ def _plan(item: StreamItem) -> _Plan:
         )
     boxes = boxes_for(item.sharding, tuple(item.shape))
     tensor = tensor.astype(item.dtype)
-    return _Plan(item, tensor, boxes, small(tensor, boxes))
+    return _Plan(item, tensor, boxes, _small(tensor, boxes))
+
+
+def _small(tensor: LazyTensor, boxes: Boxes) -> tuple[int, int, int] | None:
+    """The numbers of `_Plan.small`; None unless the tensor is small, and all of it is needed here."""
+    stored = tensor.size * tensor.itemsize_stored
+    if not boxes.whole or not stored or max(stored, tensor.nbytes) > SMALL_NBYTES:
+        return None
+    placed = sum(_padded(elements * tensor.itemsize) for elements in boxes.sizes)
+    # Input and output of a conversion, and a mask or the like.
+    widest = max([tensor.itemsize_stored, *(step.dtype.itemsize for step in tensor.steps)])
+    spent = 3 * tensor.size * widest if tensor.steps else 0
+    geometry = tensor.geometry()
+    # If it repeats elements (stride 0), its range may contain other data between its elements.
+    repeats = any(n > 1 and not stride for n, stride in zip(geometry.shape, geometry.strides, strict=True))
+    if type(tensor.source) is FileTensor and not repeats and geometry.span(tensor.itemsize_stored) == stored:
+        return stored, placed, spent
+    return 0, placed, spent + tensor.nbytes + tensor.source.min_scratch_nbytes
+
+
+def _padded(nbytes: int) -> int:
+    return nbytes + -nbytes % ALIGNMENT
+
+
+@dataclasses.dataclass(eq=False)
+class _Job:
+    """What is filled together, with one reservation."""
+
+    plans: Sequence[_Plan]  # one, or those of a group
+    nbytes: int  # its reservation
+    boxes: Sequence[BoxKey] = ()  # regions of the only plan
+    serial: bool = False  # True if its parts must not run at the same time, to save memory
+    chunk_nbytes: int = 0  # bytes of the chunks in which it is sent to its devices; 0 if it is sent whole
+    group: bool = False
+    current: int = 0  # number of the plan that an error is about
+    outs: list[np.ndarray] = dataclasses.field(default_factory=list[np.ndarray])
+    parts: list[Part] = dataclasses.field(default_factory=list[Part])
+    unfinished: int = 0
+    # The results of the buffers, possibly not ready yet: the plans' arrays, or shards of a plan.
+    arrays: list[jax.Array] = dataclasses.field(default_factory=list[jax.Array])
+    shards: dict[BoxKey, list[jax.Array]] = dataclasses.field(default_factory=dict[BoxKey, list[jax.Array]])
+
+    @property
+    def on_host(self) -> bool:
+        """Returns True if all buffers become the arrays' own memory."""
+        return all(plan.boxes.on_host for plan in self.plans)
+
+
+def _groups(plans: Sequence[_Plan], limit: int) -> Iterator[_Job | _Plan]:
+    """Groups of small tensors that need at most `limit` bytes to fill, and the other plans, in order."""
+    limit = min(limit, GROUP)
+    group: list[_Plan] = []
+    nbytes = most = 0  # bytes of the group, and of its temporaries
+    for plan in plans:
+        stored, placed, spent = plan.small or (limit, limit, limit)
+        alone = stored + placed + spent > limit
+        if group and (alone or nbytes + stored + placed + max(most, spent) > limit):
+            yield _Job(group, nbytes + most, group=True)
+            group, nbytes, most = [], 0, 0
+        if alone:
+            yield plan
+        else:
+            group.append(plan)
+            nbytes, most = nbytes + stored + placed, max(most, spent)
+    if group:
+        yield _Job(group, nbytes + most, group=True)
+
+
+def _fill_group(job: _Job, buffer: np.ndarray, workspace: Workspace) -> None:
+    """Reads small tensors and makes their arrays, all of which use the buffer. If it fails, `current` is the number of
+    the plan that the error is about.
+    """
+    small = [plan.small or (0, 0, 0) for plan in job.plans]
+    raw = np.empty(sum(stored for stored, *_ in small), np.uint8)
+    runs: list[tuple[ByteReader, int, int]] = []  # with first and last byte; adjacent ranges are one
+    for plan, (stored, *_) in zip(job.plans, small, strict=True):
+        if stored:
+            reader, start = cast(FileTensor, plan.tensor.source).reader, plan.tensor.offset
+            stop = start + stored
+            if runs and (runs[-1][0], runs[-1][2]) == (reader, start):
+                start = runs.pop()[1]
+            runs.append((reader, start, stop))
+    try:
+        done = 0
+        for reader, start, stop in runs:
+            reader.read_into(start, raw[done : done + stop - start])
+            done += stop - start
+        for reader in dict.fromkeys(reader for reader, _, _ in runs):
+            reader.check_unchanged()
+    except CheckpointError:
+        # Raise the error of the first tensor that cannot be read, if it still cannot be.
+        for number, plan in enumerate(job.plans):
+            job.current = number
+            plan.tensor.read()
+        job.current = 0
+        raise
+    arrays: list[jax.Array] = []
+    read = placed = 0
+    for number, (plan, (stored, *_)) in enumerate(zip(job.plans, small, strict=True)):
+        job.current, tensor, boxes = number, plan.tensor, plan.boxes
+        if stored and not tensor.steps:
+            values = _stored_values(tensor, raw, read)
+        else:
+            values = np.empty(tensor.shape, tensor.dtype)
+            if stored:
+                assign(values, _stored_values(tensor, raw, read), tensor.steps)
+            else:
+                fill(tensor, [whole_box(tensor.shape)], [values], workspace)
+        read += stored
+        shards: list[np.ndarray] = []
+        for box in boxes.boxes:
+            shard = np.ndarray(box_shape(box), tensor.dtype, cast(Any, buffer), placed)
+            shard[...] = values[(*box, ...)]
+            shards.append(shard)
+            placed += _padded(shard.nbytes)
+        arrays.append(boxes.array(shards, tensor.dtype))
+        tensor.source.release()
+    job.arrays = arrays
+
+
+def _stored_values(tensor: LazyTensor, raw: np.ndarray, position: int) -> np.ndarray:
+    """A tensor's elements as stored; `raw` contains its range of the file at a position."""
+    geometry = tensor.geometry()
+    start = position + tensor.source.offset + geometry.start - tensor.offset
+    return strided(raw, dataclasses.replace(geometry, start=start), tensor.source.dtype)
 
 
 class _Stream:
@@ -307,12 +329,12 @@ class _Stream:
     ) -> None:
         self._plans, self._budget, self._on_bytes, self._hold = plans, budget, on_bytes, hold
         self._x64 = uses_x64()  # a thread-local setting, which threads do not inherit
-        self._workspaces, self._workspace = workspaces, min(workspace.limit for workspace in workspaces)
+        self._workspaces = workspaces
         self._under_way: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # oldest first
         self._starting = threading.Lock()  # held while waiting for free budget: jobs start in order
         self._arena = Arena()  # used while `_starting` is held
         self._job: _Job | None = None
-        self._jobs = iter(self._make_jobs())
+        self._jobs = self._make_jobs()
         self._report = threading.Lock()
         # The lock is entered directly: a Ctrl-C within `Condition.__enter__`, which is Python code, would leave it
         # locked.
@@ -366,41 +388,29 @@ class _Stream:
 
     def _make_jobs(self) -> Iterator[_Job]:
         """Divides plans into jobs; each reserves what it needs, and at most the budget."""
-        for numbers, group in groups([plan.small for plan in self._plans], self._budget // 4):
-            plans = self._plans[numbers.start : numbers.stop]
-            if group is None:
-                yield from self._jobs_of(plans[0])
-            else:
-                yield _Job(plans, group.nbytes, group=group)
+        for found in _groups(self._plans, self._budget // 4):
+            yield from [found] if isinstance(found, _Job) else self._jobs_of(found)
 
     def _jobs_of(self, plan: _Plan) -> Iterator[_Job]:
         """The jobs of a single plan."""
         itemsize = plan.item.dtype.itemsize
         sizes = {key: size * itemsize for key, size in zip(plan.boxes.devices, plan.boxes.sizes, strict=True)}
-        total = sum(sizes.values())
-        unit = plan.min_scratch_nbytes(self._workspace)
-        everyone = unit * len(self._workspaces)
+        # What a thread needs beyond its workspace is reserved once, so one thread fills all parts of the job.
+        unit = plan.scratch_nbytes(self._workspaces[0].limit)
+        total, serial = sum(sizes.values()) + unit, unit > 0
         if plan.boxes.on_host:
             # The arrays' own memory: if it exceeds the budget, it only prevents reading ahead.
-            temporaries = everyone if everyone <= self._budget else unit
-            nbytes = min(total + temporaries, self._budget)
-            yield _Job([plan], nbytes, list(sizes), one_by_one=temporaries < everyone)
+            yield _Job([plan], min(total, self._budget), list(sizes), serial)
             return
-        tiled = prefers_one_pass(plan.tensor, plan.boxes.boxes)
-        together = tiled or total + everyone <= self._budget // 4
+        together = total <= self._budget // 4 or prefers_one_pass(plan.tensor, plan.boxes.boxes)
         for keys in [list(sizes)] if together else [[key] for key in sizes]:
-            nbytes = sum(sizes[key] for key in keys)
-            if nbytes + unit <= self._budget:
-                serial = nbytes + everyone > self._budget
-                yield _Job([plan], nbytes + (unit if serial else everyone), keys, one_by_one=serial)
+            nbytes = sum(sizes[key] for key in keys) + unit
+            if nbytes <= self._budget:
+                yield _Job([plan], nbytes, keys, serial)
                 continue
-            # Each thread holds a chunk and the temporaries for filling it.
-            threads = len(self._workspaces)
-            serial = threads * (unit + itemsize) > self._budget // 2
-            size = (self._budget - unit) if serial else (self._budget - everyone) // threads
-            size = max(min(size, CHUNK), itemsize)
-            reserve = min(unit + size if serial else threads * (unit + size), self._budget)
-            yield _Job([plan], reserve, keys, size, one_by_one=serial)
+            threads = 1 if serial else len(self._workspaces)  # each holds a chunk
+            size = max(min((self._budget - unit) // threads, CHUNK), itemsize)
+            yield _Job([plan], min(unit + threads * size, self._budget), keys, serial, size)
 
     # In the threads
 
@@ -452,22 +462,21 @@ class _Stream:
             return True
 
     def _start(self, job: _Job) -> None:
-        plan, group = job.plans[0], job.group
-        if group is not None:
-            buffers = self._buffers([(group.placed_nbytes,)], np.dtype(np.uint8), job.on_host)
-
-            def fill_group(workspace: Workspace) -> None:
-                job.arrays = group.arrays(buffers.pop(), workspace)  # now owned by the arrays
-
-            job.parts = [Part(group.values_nbytes, fill_group)]
+        plan = job.plans[0]
+        if job.group:
+            placed = sum(plan.small[1] for plan in job.plans if plan.small)
+            buffers = self._buffers([(placed,)], np.dtype(np.uint8), job.on_host)
+            nbytes = sum(sum(plan.boxes.sizes) * plan.item.dtype.itemsize for plan in job.plans)
+            # The buffer is owned by the arrays in the end.
+            job.parts = [Part(nbytes, lambda workspace: _fill_group(job, buffers.pop(), workspace))]
         elif job.chunk_nbytes:
-            places = {key: plan.places(key) for key in job.boxes}
-            job.parts = chunk_parts(plan.tensor, places, job.chunk_nbytes, job.shards.update)
+            job.parts = _chunk_parts(job)
         else:
             boxes = [box_of(key) for key in job.boxes]
             job.outs = self._buffers([box_shape(box) for box in boxes], plan.item.dtype, job.on_host)
             job.parts = fill_parts(plan.tensor, boxes, job.outs)
-        if job.one_by_one and len(job.parts) > 1:
+        # A tensor without elements has no parts, but is delivered as well.
+        if job.serial or not job.parts:
             parts = job.parts
 
             def run(workspace: Workspace) -> None:
@@ -477,8 +486,6 @@ class _Stream:
                     part.run(workspace)
 
             job.parts = [Part(sum(part.nbytes for part in parts), run)]
-        # A tensor without elements has no parts, but is delivered as well.
-        job.parts = job.parts or [Part(0, lambda workspace: None)]
         job.unfinished = len(job.parts)
 
     def _buffers(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any], on_host: bool) -> list[np.ndarray]:
@@ -510,27 +517,23 @@ class _Stream:
         """Delivers filled buffers; shards that came in chunks and the arrays of groups exist already."""
         plan = job.plans[0]
         if job.on_host:
-            if job.group is None:
+            if not job.group:
                 job.arrays = [plan.boxes.array(job.outs, plan.item.dtype)]
             self._finish(job)
             return
-        if job.outs and not self._may_start(sum(out.nbytes for out in job.outs)):
-            return
         if job.outs:
+            # Half of the budget stays available for reading, so that devices and files are busy at the same time.
+            nbytes, most = sum(out.nbytes for out in job.outs), self._budget // 2
+            with self._lock:
+                self._changed.wait_for(
+                    lambda: self._stopped or not self._on_its_way or self._on_its_way + nbytes <= most
+                )
+                self._on_its_way += nbytes
+            if self._stopped:
+                return
             pairs = zip(job.boxes, job.outs, strict=True)
-            job.shards = {key: [copy_to(place, out) for place in plan.places(key)] for key, out in pairs}
+            job.shards = {key: [jax.device_put(out, place) for place in plan.places(key)] for key, out in pairs}
         self._under_way.put(job)
-
-    def _may_start(self, nbytes: int) -> bool:
-        """Waits until transfers of `nbytes` bytes may start; returns False if the stream stops.
-
-        Half of the budget stays available for reading, so that devices and files are busy at the same time.
-        """
-        most = self._budget // 2
-        with self._lock:
-            self._changed.wait_for(lambda: self._stopped or not self._on_its_way or self._on_its_way + nbytes <= most)
-            self._on_its_way += nbytes
-            return not self._stopped
 
     def _wait(self) -> None:
         """Waits for transfers, in the order in which they were started."""
@@ -543,32 +546,111 @@ class _Stream:
 
     def _finish(self, job: _Job) -> None:
         """Waits until the results of a job's buffers are ready, and releases its bytes."""
-        plan, group = job.plans[0], job.group
+        plan = job.plans[0]
         if not job.on_host:  # on the host the buffers are the arrays, and the call would take time
             jax.block_until_ready((job.arrays, list(job.shards.values())))
-        kept = [job.nbytes] if group is None else [member.placed_nbytes for member in group.members]
         with self._lock:
             self._in_flight -= job.nbytes
-            for number, array in enumerate(job.arrays):
-                job.plans[number].array = array
+            for each, array in zip(job.plans, job.arrays, strict=False):
+                each.array = array
                 if job.on_host:
-                    self._held[job.plans[number]] = kept[number]
-                    self._in_flight += kept[number]
+                    self._held[each] = each.small[1] if job.group and each.small else job.nbytes
+                    self._in_flight += self._held[each]
             if job.shards:
                 plan.shards.update(job.shards)
                 self._on_its_way -= sum(out.nbytes for out in job.outs)
                 if not plan.boxes.keeps:
                     self._spare += [out.reshape(-1).view(np.uint8) for out in job.outs]
             job.outs, job.arrays, job.shards = [], [], {}
-            if group is None and plan.complete:
+            if not job.group and plan.complete:
                 plan.tensor.source.release()
             self._changed.notify_all()
 
     def _fail(self, job: _Job, error: BaseException) -> None:
-        plan = job.plans[0 if job.group is None else job.group.current]
+        plan = job.plans[job.current]
         wrapped = CheckpointError(f"{plan.item.path!r} from {where(plan.tensor)}: {error or type(error).__name__}")
         wrapped.__cause__ = error
         with self._lock:
             self._error = self._error or wrapped
             self._stopped = True
             self._changed.notify_all()
+
+
+def _chunk_parts(job: _Job) -> list[Part]:
+    """Parts that each fill a chunk of the region around some boxes, and copy it to its place on the devices.
+
+    Chunks run along the file's outermost axis, so that the file is still read in one pass. The last part sets the
+    shards of the job.
+    """
+    tensor, dtype = job.plans[0].tensor, job.plans[0].tensor.dtype
+    places = {key: job.plans[0].places(key) for key in job.boxes}
+    boxes = {key: box_of(key) for key in places}
+    region = bounding(list(boxes.values()))
+    order = tensor.box(region).file_order()
+    extents = box_shape(region)
+    chunks = list(slabs(tuple(extents[axis] for axis in order), max(job.chunk_nbytes // tensor.itemsize, 1)))
+    lock, left = threading.Lock(), len(chunks)
+    # As integers: XLA may move small floats through wider ones, which changes signalling NaNs.
+    bits = dtype if dtype.kind in "biuc" else np.dtype(f"u{dtype.itemsize}")
+    # In the devices' own memory: arrays cannot be updated in other kinds of memory.
+    own = {key: [_own(place) for place in each] for key, each in places.items()}
+
+    def zeros(key: BoxKey, place: SingleDeviceSharding) -> jax.Array:
+        return jax.jit(lambda: jax.numpy.zeros(box_shape(boxes[key]), bits), out_shardings=place)()
+
+    buffers = {key: [zeros(key, place) for place in each] for key, each in own.items()}
+
+    def run(workspace: Workspace, part: Box) -> None:
+        nonlocal left
+        chunk = unshift(tuple(part[order.index(axis)] for axis in range(len(part))), region)
+        regions = {key: common for key, box in boxes.items() if (common := intersect(box, chunk)) is not None}
+        outs = [empty_aligned(box_shape(common), dtype) for common in regions.values()]
+        fill(tensor, list(regions.values()), outs, workspace)
+        # All transfers start before any is waited for, and have read their buffers completely when this returns.
+        pairs = zip(regions, outs, strict=True)
+        put = {key: [jax.device_put(out.view(bits), place) for place in own[key]] for key, out in pairs}
+        jax.block_until_ready(put)
+        with lock:
+            for key, common in regions.items():
+                corner = [part.start for part in shift(common, boxes[key])]
+                joined = zip(buffers[key], put[key], strict=True)
+                buffers[key] = [_updated(buffer, values, corner) for buffer, values in joined]
+            jax.block_until_ready([buffers[key] for key in regions])
+            left -= 1
+            if left:
+                return
+        # The shards are complete, except for those in another kind of memory.
+        for key, targets in places.items():
+            done = zip(buffers.pop(key), targets, strict=True)
+            job.shards[key] = [jax.device_put(_as(each, dtype), place) for each, place in done]
+
+    return [Part(math.prod(box_shape(chunk)) * tensor.itemsize, functools.partial(run, part=chunk)) for chunk in chunks]
+
+
+def _own(place: SingleDeviceSharding) -> SingleDeviceSharding:
+    (device,) = place.device_set
+    return SingleDeviceSharding(device) if in_other_memory(device, place.memory_kind) else place
+
+
+def _updated(buffer: jax.Array, chunk: jax.Array, corner: Sequence[int]) -> jax.Array:
+    long = max(corner, default=0) >= 2**31
+    with jax.enable_x64(True) if long else contextlib.nullcontext():
+        return _update(buffer, chunk, [(np.int64 if long else np.int32)(start) for start in corner])
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _update(buffer: jax.Array, chunk: jax.Array, corner: list[Any]) -> jax.Array:
+    return jax.lax.dynamic_update_slice(buffer, chunk, corner)
+
+
+def _as(buffer: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """The same bits as elements of a dtype; elements of less than a byte are in the lower bits of a byte."""
+    if buffer.dtype == dtype:
+        return buffer
+    bits = jax.dtypes.itemsize_bits(dtype)
+    # A smaller result cannot reuse the memory of its argument.
+    return jax.jit(_recast, donate_argnums=0 if bits >= 8 else (), static_argnums=(1, 2))(buffer, dtype, bits)
+
+
+def _recast(buffer: jax.Array, dtype: Any, bits: int) -> jax.Array:
+    return jax.lax.bitcast_convert_type(buffer if bits >= 8 else buffer.astype(f"uint{bits}"), dtype)

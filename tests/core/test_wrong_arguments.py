@@ -124,13 +124,13 @@ def smallest(*args: Any, **options: Any) -> Callable[[], Any]:
         (lambda: MODEL.shard(MESH, "auto").plan(compile=lm.Compile("forward", len)), "needs devices to compile for"),
         (planned(compile=lm.Compile("train")), "needs a function and its inputs: Compile('train', f"),
         (planned(device_memory="16 potatoes"), "cannot read '16 potatoes' as bytes"),
-        (lambda: lm.Compile("fast"), "what is compiled is a jitted function or one of 'init', ... ; got 'fast'"),  # pyright: ignore
+        (lambda: lm.Compile("fast"), "expected a jitted function or one of 'init', ... , got 'fast'"),  # pyright: ignore
         (lambda: lm.Compile("forward", batch=0), "batch and sequence are positive numbers; got {'batch': 0}"),
         (lambda: lm.Compile("forward", sequence=True), "are positive numbers; got {'sequence': True}"),
         (lambda: lm.Compile("forward", inputs=(X,)), "a keyword of 'forward' is batch or sequence; got inputs"),  # pyright: ignore
         (lambda: lm.Compile("train", len, batch=4), "batch and sequence are for a model's own functions"),
-        (lambda: lm.Compile("init", batch=4), "'init' takes neither a function nor sizes; got batch"),
-        (lambda: lm.Compile("init", len, X), "neither a function nor sizes; got a function"),
+        (lambda: lm.Compile("init", batch=4), "'init' takes neither a function nor sizes; got ... 'batch': 4"),
+        (lambda: lm.Compile("init", len, X), "neither a function nor sizes; got"),
         (forward("f"), "a function is called with the model, then the inputs; got 'f'"),
         (forward(len, (4, 64)), "jax.ShapeDtypeStruct(shape, dtype); got (4, 64)"),
         (forward(len, "x"), "jax.ShapeDtypeStruct(shape, dtype); got 'x'"),

@@ -40,12 +40,12 @@ def test_of_leaves_all_else_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: lm.Compile(3), "what is compiled is a jitted function or one of 'init', .* got 3"),  # pyright: ignore
-        (lambda: lm.Compile("step", STEP, X), "what is compiled is a jitted function or one of .* got 'step'"),
+        (lambda: lm.Compile(3), "got 3"),  # pyright: ignore
+        (lambda: lm.Compile("step", STEP, X), "got 'step'"),
         (lambda: lm.Compile("predict", len), "'predict' is the model's own; pass a jitted function without a name"),
         (lambda: lm.Compile("generate", steps=4), "a keyword of 'generate' is batch or sequence; got steps"),
-        (lambda: lm.Compile("predict").of(len), "only a jitted function is called with parts .* got 'predict'"),  # pyright: ignore
-        (lambda: lm.Compile(STEP).of("params"), r"of\(\) takes a function of the model .* got 'params'"),  # pyright: ignore
+        (lambda: lm.Compile("predict").of(len), r"of\(\).* for 'predict'"),  # pyright: ignore
+        (lambda: lm.Compile(STEP).of("params"), r"of\(\).* got 'params'"),  # pyright: ignore
     ],
 )
 def test_what_is_nothing_to_compile(make: Callable[[], Any], message: str) -> None:

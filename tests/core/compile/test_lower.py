@@ -174,13 +174,13 @@ def test_equinox() -> None:
 @pytest.mark.parametrize(
     ("compile", "message"),
     [
-        ("train", "compile is a lazymodel.Compile, such as .* or a list; got 'train'"),
+        ("train", "got 'train'"),
         ([lm.Compile("init")], r"Compile\('init'\) is for a plan"),
         (lm.Compile("forward"), r"Compile\('forward'\) is for a plan"),
-        (lm.Compile("train", forward, X), r"Compile\('train', function\) is for a plan.* Compile\(step, batch\)"),
-        (lm.Compile(forward, X), "forward is not jitted, so nothing .* would be found when it is called"),
+        (lm.Compile("train", forward, X), r"Compile\('train', .*\) is for a plan"),
+        (lm.Compile(forward, X), "forward is not jitted"),
         (lm.Compile("predict"), "only Keras models have functions of their own to compile"),
-        (lm.Compile(jax.jit(forward), X).of(lambda model: model), r"returned dict\. For one part return \(part,\)"),
+        (lm.Compile(jax.jit(forward), X).of(lambda model: model), "returned dict"),
     ],
 )
 def test_what_cannot_be_compiled_beside(abstract: Model, compile: Any, message: str) -> None:
