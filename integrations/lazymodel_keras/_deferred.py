@@ -274,8 +274,9 @@ class _BlockRules:
     def propose(
         self, variables: Mapping[str, AbstractVariable], mesh: jax.sharding.Mesh, *, large: int
     ) -> dict[str, tuple[Any, Any]]:
+        answers = read_rules(self._rules, variables, mesh, large)[0]
         self.unused = [k for k in self.unused if read_rules({k: self._rules[k]}, variables, mesh, large)[1]]
-        return read_rules(self._rules, variables, mesh, large)[0]
+        return {path: found for path, variable in variables.items() if (found := answers(variable)) is not None}
 
 
 _hooks = SharedPatches()

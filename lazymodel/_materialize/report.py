@@ -18,7 +18,7 @@ from jax.sharding import Sharding
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._compile import CompiledProgram
 from lazymodel._mapping.match import LoadPlan
-from lazymodel._show.page import Grid, Nbytes, Section, Treemap
+from lazymodel._show.page import Grid, Section, Treemap
 from lazymodel._show.table import ACTIONS, Column, Report, Table, shape_text
 from lazymodel._show.text import folded_names, format_bytes, listed, plural
 from lazymodel._show.timeline import Timeline
@@ -181,7 +181,7 @@ class LoadReport(Report):
         """Sections of its page."""
         sections = super().sections()
         if self.unused:
-            unused = [(each.name, each.dtype, Nbytes(each.nbytes or 0), each.file) for each in self.unused]
+            unused = [(each.name, each.dtype, {"nbytes": each.nbytes or 0}, each.file) for each in self.unused]
             sections.append(Grid("Unused tensors", ("tensor", "dtype", "bytes", "file"), unused))
         if self.mismatched:
             columns = ("variable", "expected", "found", "tensor", "file")

@@ -1,13 +1,8 @@
 """The method `plan`: predicts the cost of materializing and using a model, before any data is read.
 
-Responsible for putting a plan together: what stays on devices from the shardings, temporary memory from `_plan/make`,
-what hosts read and keep from `_plan/make`, what use of the model adds from `_plan/what_if`, and, on request, the
-compiler's numbers from `_plan/make`. The devices need not exist.
-
-The steps of materializing a model, and what devices hold after each.
-
-The order is that of `_materialize/materialize`. Temporary memory of a step comes from the init programs' own memory
-analysis, or is estimated.
+Responsible for the steps of materializing (in the order of `_materialize/materialize`), their temporaries, what hosts
+read and keep, and the compiler's numbers for a forward pass or a training step, on request. The devices need not exist.
+`_plan/what_if` counts what use of the model adds.
 """
 
 from __future__ import annotations
@@ -101,36 +96,35 @@ def make_steps(
     shard = {path: resident_nbytes(variable) for path, variable in model.items() if not stays_on_host(variable)}
     offloaded = {path: offloaded_nbytes(model[path]) for path in shard}
     group = placement.group
-    computed: list[Step] = []
-    programs: list[InitProgram] = []
+    groups = [paths for recipe in choice.recipes for paths in grouped_by(recipe.paths, group.__getitem__).values()]
+    programs: Sequence[InitProgram | None] = [None] * len(groups)
     if compile_programs and choice.recipes:
         recipes = [part for recipe in choice.recipes for part in by_devices(recipe, placement.shardings)]
-        requests = [(recipe, [placement.shardings[path] for path in recipe.paths]) for recipe in recipes]
-        programs = model.programs.get_all(requests)
-        for recipe, program in zip(recipes, programs, strict=True):
-            away = sum(offloaded[path] for path in recipe.paths)
+        groups = [list(recipe.paths) for recipe in recipes]
+        programs = model.programs.get_all(
+            [(recipe, [placement.shardings[path] for path in recipe.paths]) for recipe in recipes]
+        )
+    computed: list[Step] = []
+    for paths, program in zip(groups, programs, strict=True):
+        nbytes, away = (sum(amounts[path] for path in paths) for amounts in (shard, offloaded))
+        whole = 0
+        if program is None:
+            temporaries = (_cpu_temporaries(model[path].shard_nbytes, model[path].dtype.itemsize) for path in paths)
+            temporary = sum(temporaries) if platform == "cpu" else away  # created on the device, then moved
+        else:
             # On CPUs, results in either memory count as results.
-            nbytes = max(program.output_nbytes - away, sum(shard[path] for path in recipe.paths))
-            where = group[recipe.paths[0]]
-            whole = sum(model[path].nbytes for path in recipe.paths) if program.by_kernel else 0
-            computed.append(Step("initialize", recipe.paths, where, nbytes, program.temp_nbytes, away, whole))
-    else:
-        for recipe in choice.recipes:
-            for paths in map(tuple, grouped_by(recipe.paths, group.__getitem__).values()):
-                nbytes, away = (sum(amounts[path] for path in paths) for amounts in (shard, offloaded))
-                temporaries = (_cpu_temporaries(model[path].shard_nbytes, model[path].dtype.itemsize) for path in paths)
-                temporary = sum(temporaries) if platform == "cpu" else away  # created on the device, then moved
-                computed.append(Step("initialize", paths, group[paths[0]], nbytes, temporary, away))
+            nbytes, temporary = max(program.output_nbytes - away, nbytes), program.temp_nbytes
+            whole = sum(model[path].nbytes for path in paths) if program.by_kernel else 0
+        computed.append(Step("initialize", tuple(paths), group[paths[0]], nbytes, temporary, away, whole))
     computed.sort(key=lambda step: -step.temporary_nbytes)  # the order of `run_recipes`
     loaded = sorted((path for path in choice.sources if path in shard), key=lambda p: _file_order(choice.sources[p]))
     known = {path for step in computed for path in step.paths}.union(loaded)
-    rest = [path for path in shard if path not in known]
     exchanging = traffic.group_nbytes(loaded)
     steps = [
         Step(action(choice, path), (path,), group[path], shard[path], exchanging.get(path, 0), offloaded[path])
-        for path in (*loaded, *rest)
+        for path in (*loaded, *(path for path in shard if path not in known))
     ]
-    return computed + steps, len({id(program) for program in programs})
+    return computed + steps, len({id(program) for program in programs if program is not None})
 
 
 def _cpu_temporaries(shard_nbytes: int, itemsize: int) -> int:
@@ -162,11 +156,9 @@ def _file_order(source: Any) -> tuple[str, int]:
     return (source.file, source.offset) if isinstance(source, LazyTensor) else ("", 0)
 
 
-# The compiler's numbers for a forward pass or a training step, on the model's devices.
-#
-# Responsible for the program: parameters in their shardings, LoRA pairs merged as in use, gradients and an optimizer's
-# update around the user's loss, inputs split over the mesh's data axes. Values in host memory are moved to the devices
-# first, and updated values are moved back. Nothing runs.
+# The compiler's numbers for a forward pass or a training step: parameters in their shardings, LoRA pairs merged as in
+# use, gradients and an optimizer's update around the user's loss, inputs split over the mesh's data axes. Values in
+# host memory are moved to the devices first, and updated values are moved back. Nothing runs.
 
 
 def _compile_use(model: ModelSpec, use: Use, compile: Compile) -> tuple[CompiledMemory, str]:
@@ -179,25 +171,27 @@ def _compile_use(model: ModelSpec, use: Use, compile: Compile) -> tuple[Compiled
         function, inputs, description = planned.function, planned.inputs, planned.description
     else:
         description = getattr(function, "__name__", "the given function")
-    values = {path: variable.struct for path, variable in model.items()}
+    structs = {path: variable.struct for path, variable in model.items()}
     own = _without_optimizer(model)
 
-    def structure(mapping: Mapping[str, Any]) -> Any:
-        return own.framework.structure({path: mapping[path] for path in own})
+    def run(values: Mapping[str, Any], pairs: Mapping[str, Any], inputs: Any) -> Any:
+        merged = {
+            **values,
+            **{path: values[path] + jnp.matmul(*pair).astype(values[path].dtype) for path, pair in pairs.items()},
+        }
+        return function(own.framework.structure({path: merged[path] for path in own}), *inputs)
 
     if compile.what == "forward":
 
         def forward(values: Mapping[str, Any], pairs: Mapping[str, Any], *inputs: Any) -> Any:
-            values = _on_devices(values, model)
-            merged = {**values, **{path: _merge(values[path], pair) for path, pair in pairs.items()}}
-            return function(structure(merged), *inputs)
+            return run(jax.tree.map(_on_device, values, structs), pairs, inputs)
 
-        return compile_memory(forward, values, use.pairs, *inputs), f"compiled forward pass: {description}"
+        return compile_memory(forward, structs, use.pairs, *inputs), f"compiled forward pass: {description}"
 
     def loss(trained: Mapping[str, Any], rest: Mapping[str, Any], inputs: Any) -> Any:
-        pairs = {path: _merge(rest[path], trained[path]) for path in use.pairs}
-        merged = {**rest, **{path: arrays[0] for path, arrays in trained.items()}, **pairs}
-        value = function(structure(merged), *inputs)
+        pairs = {path: trained[path] for path in use.pairs}
+        whole = {path: arrays[0] for path, arrays in trained.items() if path not in use.pairs}
+        value = run({**rest, **whole}, pairs, inputs)
         value = value[0] if isinstance(value, tuple) else value
         if getattr(value, "shape", ()) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
             raise LazyModelError(
@@ -206,10 +200,11 @@ def _compile_use(model: ModelSpec, use: Use, compile: Compile) -> tuple[Compiled
             )
         return value
 
-    step = _training_step(model, use, loss)
-    state = {path: values[path] for path in use.state}
-    frozen = {p: value for p, value in values.items() if p not in state and (p in use.pairs or p not in use.trained)}
-    memory = compile_memory(step, dict(use.trained), use.slot_structs(), state, frozen, *inputs, donate=(0, 1, 2))
+    state = {path: structs[path] for path in use.state}
+    frozen = {p: each for p, each in structs.items() if p not in state and (p in use.pairs or p not in use.trained)}
+    arguments = dict(use.trained), use.slot_structs(), state, frozen
+    step = _training_step(_moments(model, use), arguments, loss)
+    memory = compile_memory(step, *arguments, *inputs, donate=(0, 1, 2))
     return memory, f"compiled training step: {description}"
 
 
@@ -224,45 +219,49 @@ def _compile_called(model: ModelSpec, compile: Compile) -> tuple[CompiledMemory,
     return max(found, key=lambda each: each[0].peak_nbytes)
 
 
-def _training_step(model: ModelSpec, use: Use, loss: Callable[..., Any]) -> Callable[..., Any]:
-    """A training step that takes (trained parameters, stated slots, own state, frozen values, *inputs)."""
-    stated = use.slot_structs()
-    moments: dict[str, list[str]] = {path: [] for path in use.trained}  # own state that is updated by a gradient
+def _moments(model: ModelSpec, use: Use) -> dict[str, list[str]]:
+    """Path of a trained parameter → the model's own state that its gradient updates."""
+    moments: dict[str, list[str]] = {path: [] for path in use.trained}
     for path in use.state:
         parameter = model.get(cast("str", model[path].follows))
         numbers = jnp.issubdtype(model[path].dtype, jnp.inexact)
         if parameter is not None and parameter.path in moments and numbers and parameter.shape == model[path].shape:
             moments[parameter.path].append(path)
+    return moments
+
+
+def _training_step(
+    moments: Mapping[str, Sequence[str]], structs: tuple[Any, Any, Any, Any], loss: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A training step that takes (trained parameters, stated slots, own state, frozen values, *inputs)."""
+
+    def update(parameter: Any, gradient: Any, slots: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+        """As much memory as an optimizer's step takes: every slot and the parameter are read and written once."""
+        new = tuple((0.9 * slot + 0.1 * gradient).astype(slot.dtype) for slot in slots)
+        change = sum(new, gradient) if new else gradient
+        return (parameter - 1e-3 * change).astype(parameter.dtype), new
 
     def step(trained: Any, slots: Any, state: Any, frozen: Any, *inputs: Any) -> Any:
-        trained = {
-            path: tuple(map(on_device, arrays, (struct.sharding for struct in use.trained[path])))
-            for path, arrays in trained.items()
-        }
-        state, frozen = _on_devices(state, model), _on_devices(frozen, model)
+        trained, slots, state, frozen = jax.tree.map(_on_device, (trained, slots, state, frozen), structs)
         value, gradients = jax.value_and_grad(loss)(trained, {**frozen, **state}, inputs)
-        new_trained: dict[str, list[Any]] = {path: [] for path in trained}
-        new_slots: dict[str, list[Any]] = {path: [] for path in trained}
-        new_state = {path: _placed(value, model[path].struct) for path, value in state.items()}
-        for path, structs in use.trained.items():
-            own = moments[path]
-            for p, g, s, struct, places in zip(
-                trained[path], gradients[path], slots[path], structs, stated[path], strict=True
-            ):
-                slots_here = (on_device(slot, place.sharding) for slot, place in zip(s, places, strict=True))
-                held = (*slots_here, *(state[name] for name in own))
-                where = (*places, *(model[name].struct for name in own))
-                parameter, updated = _update(p, g, held, (struct, *where))
-                new_trained[path].append(parameter)
-                new_slots[path].append(updated[: len(s)])
-                new_state.update(zip(own, updated[len(s) :], strict=True))
-        return value, new_trained, new_slots, new_state
+        new_trained: dict[str, Any] = {}
+        new_slots: dict[str, Any] = {}
+        new_state = dict(state)
+        for path, parameters in trained.items():
+            own = [state[name] for name in moments[path]]
+            each = zip(parameters, gradients[path], slots[path], strict=True)
+            updates = [update(parameter, gradient, (*stated, *own)) for parameter, gradient, stated in each]
+            count = len(slots[path][0])
+            new_trained[path] = tuple(parameter for parameter, _ in updates)
+            new_slots[path] = tuple(new[:count] for _, new in updates)
+            new_state.update(zip(moments[path], updates[0][1][count:], strict=True))
+        return value, *jax.tree.map(_placed, (new_trained, new_slots, new_state), structs[:3])
 
     return step
 
 
-def _on_devices(values: Mapping[str, Any], model: ModelSpec) -> dict[str, Any]:
-    return {path: on_device(value, model[path].sharding) for path, value in values.items()}
+def _on_device(value: Any, struct: Any) -> Any:
+    return on_device(value, struct.sharding)
 
 
 def _without_optimizer(model: ModelSpec) -> ModelSpec:
@@ -305,34 +304,15 @@ def _own(model: ModelSpec, compile: Compile) -> PlannedFunction:
     return dataclasses.replace(planned, inputs=jax.tree.map(spread, planned.inputs))
 
 
-def _merge(kernel: Any, pair: Any) -> Any:
-    """The weights that a layer with LoRA computes with: kernel plus product, as in Keras."""
-    return kernel + jnp.matmul(*pair).astype(kernel.dtype)
-
-
-def _update(parameter: Any, gradient: Any, slots: Sequence[Any], structs: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """An update with the memory use of an optimizer's step: reads and writes every slot and the parameter once.
-
-    Results are placed where the values that they replace are (`structs`, of the parameter and of the slots), so that
-    they can take over their memory.
-    """
-    new = tuple((0.9 * slot + 0.1 * gradient).astype(slot.dtype) for slot in slots)
-    change = sum(new, gradient) if new else gradient
-    updated = (parameter - 1e-3 * change).astype(parameter.dtype)
-    return _placed(updated, structs[0]), tuple(map(_placed, new, structs[1:]))
-
-
 def _placed(value: Any, struct: Any) -> Any:
-    """The value, placed where the value that it replaces is."""
+    """The value, placed where the value that it replaces is, whose memory it can then take over."""
     if is_offloaded(struct.sharding):
         return jax.device_put(value, struct.sharding)  # a constraint would leave it on the device
     named = isinstance(struct.sharding, NamedSharding)
     return jax.lax.with_sharding_constraint(value, struct.sharding) if named else value
 
 
-# Memory of hosts: what they read and stage while a model is materialized, and what they keep for their devices.
-#
-# Responsible for counting bytes by process, and for the memory that a host has. The devices need not exist: how the
+# Memory of hosts: what they read and stage while a model is materialized, and what they keep for their devices. How the
 # devices of a TPU slice share hosts is known, and for others a `Fleet` gives it.
 
 
@@ -416,9 +396,7 @@ def _read(
     distinct: dict[tuple[int, str], int] = {}
     for path, source in choice.sources.items():
         variable, sharding = model[path], placement.shardings[path]
-        if is_arithmetic(sharding):
-            continue
-        for process, count in counts(sharding, variable.shape).items():
+        for process, count in ({} if is_arithmetic(sharding) else counts(sharding, variable.shape)).items():
             if not stays_on_host(variable):
                 distinct[process, path] = count * variable.shard_nbytes
             if isinstance(source, LazyTensor):
@@ -435,15 +413,6 @@ def _distinct_shards(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[int,
         box = tuple((part.start, part.stop) for part in index or ())
         found.setdefault(device.process_index, set()).add(box)
     return {process: len(boxes) for process, boxes in found.items()}
-
-
-def _read_anywhere(choice: LoadPlan, placement: Placement) -> int:
-    """Bytes that all processes together read at least, if the processes are unknown."""
-    return sum(
-        int(math.prod(source.shape) * stored_itemsize(source.source))
-        for path, source in choice.sources.items()
-        if isinstance(source, LazyTensor) and path in placement.shardings
-    )
 
 
 def plan(
@@ -487,16 +456,16 @@ def plan(
         131072
     """
     what_if = _checked(model, what_if, compile, fleet)
-    limit, host_limit = _limit(device_memory, "device_memory"), _limit(host_memory, "host_memory")
-    # No warnings for initialized variables; a checkpoint that `materialize` rejects still has a plan, with a note.
-    checkpoint = flat_checkpoint(checkpoint)
+    given = (("device_memory", device_memory), ("host_memory", host_memory))
+    limit, host_limit = (None if n is None else parse_bytes(n, name=name, at_least=1) for name, n in given)
+    checkpoint = flat_checkpoint(checkpoint)  # one that `materialize` rejects still has a plan, with a note
     choice = resolve(model, checkpoint, initialize=initialize or "missing", strict=False, cast="unsafe")
     placement = Placement(device_shardings(model.variables))
     devices = _devices(placement)
     use = Use(model, placement.shardings, what_if)
     traffic = Traffic(model, choice, placement, fleet, replicas)
-    compiles = devices.live or (compile is not None and not compile.is_use)
-    steps, programs = make_steps(model, choice, placement, traffic, devices.platform, compile_programs=compiles)
+    live = devices.live or (compile is not None and not compile.is_use)
+    steps, programs = make_steps(model, choice, placement, traffic, devices.platform, compile_programs=live)
     signature, resident = placement.most_loaded(use.shard_nbytes)
     timeline = tuple(make_timeline(steps, signature))
     in_use = _in_use(model, use, placement, compile, what_if)
@@ -509,7 +478,7 @@ def plan(
         rows=_rows(model, choice, use),
         device_nbytes=resident,
         peak_nbytes=max((step.peak_nbytes for step in timeline), default=0),
-        read_nbytes=_read_here(hosts, devices.live) if hosts else _read_anywhere(choice, placement),
+        read_nbytes=_read_here(choice, hosts, live=devices.live),
         host_nbytes=max((resident_nbytes(model[p]) + offloaded_nbytes(model[p]) for p in choice.sources), default=0),
         num_devices=len(placement.devices),
         device_memory=next((each for each in (limit, in_use.limit, devices.memory) if each is not None), None),
@@ -523,7 +492,7 @@ def plan(
         mesh=dict(placement.meshes[0].shape) if placement.meshes else {},
         compiled=in_use.compiled,
         offloaded_nbytes=kept,
-        host_memory=memory if host_limit is None else host_limit,
+        host_memory=host_limit or memory,
         notes=(*notes, *offloading),
     )
 
@@ -541,28 +510,19 @@ def _checked(model: ModelSpec, what_if: WhatIf | None, compile: Compile | None, 
     if compile is None:
         return what_if
     what = f"compiling {compile.name if compile.is_step else repr(compile.what)}"
-    if compile.is_use and what_if.quantize is not None:
-        raise LazyModelError(
-            f"{what} compiles the model as it is, and quantize={what_if.quantize!r} is arithmetic; plan them one by "
-            "one, or build the quantized model"
-        )
-    if compile.is_use and what_if.batch is not None:
-        raise LazyModelError(f"{what} counts activations, and batch={what_if.batch} estimates them; leave one out")
-    if compile.is_called and what_if.lora_rank is not None:
-        raise LazyModelError(
-            f"{what} compiles the model as it is, and lora_rank={what_if.lora_rank} adds pairs that it does not have; "
-            "plan them one by one, or build the model with LoRA"
-        )
+    for name, conflicts, why in (
+        ("quantize", compile.is_use, "is arithmetic, and the program is of the model as it is; build it quantized"),
+        ("batch", compile.is_use, "estimates them; leave one out"),
+        ("lora_rank", compile.is_called, "adds pairs, and the program is of the model as it is; build it with LoRA"),
+    ):
+        if conflicts and (given := getattr(what_if, name)) is not None:
+            raise LazyModelError(f"{what} counts activations, and {name}={given!r} {why}")
     if any(is_arithmetic(variable.sharding) for variable in model.values()):
         hint = "make it with lazymodel.topology, or plan without compile"
         raise LazyModelError(f"{what} needs devices to compile for, and this mesh is only for arithmetic; {hint}")
     if compile.what == "train" and what_if.optimizer is None and model.optimized is None:
         return dataclasses.replace(what_if, optimizer="sgd")
     return what_if
-
-
-def _limit(given: int | str | None, name: str) -> int | None:
-    return None if given is None else parse_bytes(given, name=name, at_least=1)
 
 
 class _Devices(NamedTuple):
@@ -625,8 +585,14 @@ def _in_use(model: ModelSpec, use: Use, placement: Placement, compile: Compile |
     return found
 
 
-def _read_here(hosts: Sequence[HostPlan], live: bool) -> int:
-    """Bytes that this process reads; for devices that do not exist, those of the process that reads most."""
+def _read_here(choice: LoadPlan, hosts: Sequence[HostPlan], *, live: bool) -> int:
+    """Bytes that this process reads; for devices that do not exist, those of the process that reads most.
+
+    If the processes are unknown, the bytes that all of them read at least.
+    """
+    if not hosts:
+        tensors = [source for source in choice.sources.values() if isinstance(source, LazyTensor)]
+        return sum(int(math.prod(tensor.shape) * stored_itemsize(tensor.source)) for tensor in tensors)
     here = [host.read_nbytes for host in hosts if not live or host.index == jax.process_index()]
     return max(here or [host.read_nbytes for host in hosts])
 

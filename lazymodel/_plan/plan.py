@@ -9,17 +9,16 @@ import dataclasses
 import heapq
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
 from jax.sharding import PartitionSpec
 
 from lazymodel._devices.hardware import GENERATIONS, GPUS, CompiledMemory, device_memory
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._plan.fleet import Way
 from lazymodel._plan.what_if import ACTIVATIONS, OPTIMIZER, PARAMETERS
-from lazymodel._show.page import Bars, Grid, Lines, Nbytes, Placed, Section, Share, Text, Treemap, save_page
+from lazymodel._show.page import Bars, Grid, Lines, Section, Text, Treemap, save_page
 from lazymodel._show.table import ACTIONS, Column, Report, Table, Tabled, placed_text, plain, shape_text, spec_text
 from lazymodel._show.text import PALETTE, empty_figure, finished_figure, format_bytes, parse_bytes, plural
 
@@ -28,11 +27,13 @@ _STEPS = 2000  # points of a line; more would be closer than pixels
 
 
 _GIB = 2**30
-_COLOURS: dict[str, str] = dict(
-    zip(("parameters", "LoRA", "optimizer state", "gradients", "activations"), PALETTE, strict=False)
-)
-_HELD, _OVER, _LIMIT = _COLOURS["parameters"], "#999999", PALETTE[5]
-
+_COLOURS: dict[str, str] = {
+    **dict(zip(("parameters", "LoRA", "optimizer state", "gradients", "activations"), PALETTE, strict=False)),
+    "held": PALETTE[0],
+    "temporaries": "#999999",
+    "peak while materializing": "#999999",
+}
+_LIMIT = PALETTE[5]
 
 _OFFENDERS = 5  # how many variables `check` names
 _LARGEST = 3  # how many variables the table names if the model does not fit
@@ -180,45 +181,40 @@ class MemoryPlan(Report):
         Raises:
             DoesNotFitError: It does not fit, or hosts have too little memory; names the largest variables and hints.
         """
-        self._check_hosts()
-        given = device_memory is not None
-        limit = parse_bytes(device_memory, name="device_memory", at_least=1) if given else self.device_memory
-        if limit is None or self.needed_nbytes <= limit:
-            return self
-        in_use = f"; in use {format_bytes(self.used_nbytes)}: {self._listed_parts()}"
-        use = in_use if set(self.parts) - {PARAMETERS} else ""
-        raise DoesNotFitError(
-            f"{self.name} needs {format_bytes(self.needed_nbytes)} on a device ({format_bytes(self.device_nbytes)} "
-            f"once materialized{use}) and a device has {format_bytes(limit)}, "
-            f"{format_bytes(self.needed_nbytes - limit)} too little. "
-            f"Largest on a device: {self._largest(_OFFENDERS)}. {self.hint(limit)}",
-            needed_nbytes=self.needed_nbytes,
-            limit_nbytes=limit,
-        )
+        limit = self.device_memory
+        if device_memory is not None:
+            limit = parse_bytes(device_memory, name="device_memory", at_least=1)
+        if self.host_memory is not None and self._host_short() > 0:
+            raise self._too_large(
+                "host", f"{format_bytes(self.offloaded_nbytes)} of them kept for its devices",
+                self.needed_host_nbytes, self.host_memory, self._largest(_OFFENDERS, "offloaded_nbytes"),
+                "Keep less there, split it over more hosts, or use a smaller dtype.",
+            )  # fmt: skip
+        if limit is not None and self.needed_nbytes > limit:
+            how = f"{format_bytes(self.device_nbytes)} once materialized"
+            if set(self.parts) - {PARAMETERS}:
+                how += f"; in use {format_bytes(self.used_nbytes)}: {self._listed_parts()}"
+            names = self._largest(_OFFENDERS, "most_nbytes")
+            raise self._too_large("device", how, self.needed_nbytes, limit, names, self.hint(limit))
+        return self
 
-    def _check_hosts(self) -> None:
-        if (short := self._host_short()) <= 0:
-            return
-        largest = heapq.nlargest(_OFFENDERS, self.rows, key=lambda row: row.offloaded_nbytes)
-        names = [f"{row.path} {format_bytes(row.offloaded_nbytes)}" for row in largest if row.offloaded_nbytes]
-        listed = f" Largest there, for each device: {', '.join(names)}." if names else ""
-        raise DoesNotFitError(
-            f"{self.name} needs {format_bytes(self.needed_host_nbytes)} of host memory on a host, "
-            f"{format_bytes(self.offloaded_nbytes)} of them kept there for its devices, and a host has "
-            f"{format_bytes(self.host_memory or 0)}, {format_bytes(short)} too little.{listed} "
-            "Keep less there, split it over more hosts, or use a smaller dtype.",
-            needed_nbytes=self.needed_host_nbytes,
-            limit_nbytes=self.host_memory,
+    def _too_large(self, place: str, how: str, needed: int, limit: int, largest: str, hint: str) -> DoesNotFitError:
+        return DoesNotFitError(
+            f"{self.name} needs {format_bytes(needed)} on a {place} ({how}) and a {place} has {format_bytes(limit)}, "
+            f"{format_bytes(needed - limit)} too little. {largest and f'Largest on a {place}: {largest}. '}{hint}",
+            needed_nbytes=needed,
+            limit_nbytes=limit,
         )
 
     def _replicated(self, row: PlanRow) -> bool:
         return row.shard_nbytes == row.nbytes and row.memory_kind is None and self.num_devices > 1
 
-    def _largest(self, count: int) -> str:
-        """The variables that take most memory of a device."""
+    def _largest(self, count: int, key: str) -> str:
+        """The variables with the largest values of an attribute of rows, as text."""
         return ", ".join(
-            f"{row.path} {format_bytes(row.most_nbytes)}{' (replicated)' if self._replicated(row) else ''}"
-            for row in heapq.nlargest(count, self.rows, key=lambda row: row.most_nbytes)
+            f"{row.path} {format_bytes(getattr(row, key))}{' (replicated)' if self._replicated(row) else ''}"
+            for row in heapq.nlargest(count, self.rows, key=lambda row: getattr(row, key))
+            if getattr(row, key)
         )
 
     def hint(self, device_memory: int) -> str:
@@ -237,11 +233,9 @@ class MemoryPlan(Report):
             return f"{same}: use a smaller batch or sequence, or split the batch over more devices."
         split = (self.needed_nbytes - fixed) * self.num_devices
         devices = 1 << max(math.ceil(split / (device_memory - fixed)) - 1, 0).bit_length()
-        wide = any(row.dtype.itemsize >= 4 and jax.numpy.issubdtype(row.dtype, jax.numpy.floating) for row in self.rows)
         return (
-            f"With everything else split evenly it would fit {devices:,} such devices"
-            f"{', or half as many in bfloat16' if wide else ''}. Shard these further, use more devices, or a smaller "
-            "dtype."
+            f"With everything else split evenly it would fit {devices:,} such devices. Shard these further, use more "
+            "devices, or a smaller dtype such as bfloat16."
         )
 
     def _fixed(self) -> tuple[int, int]:
@@ -271,7 +265,9 @@ class MemoryPlan(Report):
                     entry[index] += amount
         first = {prefix: position for position, prefix in enumerate(sums)}
         order = sorted(sums, key=lambda prefix: [first[prefix[: n + 1]] for n in range(len(prefix))])
-        return Modules(self.name, tuple(ModuleRow("/".join(prefix), len(prefix), *sums[prefix]) for prefix in order))
+        modules = Modules(ModuleRow("/".join(prefix), len(prefix), *sums[prefix]) for prefix in order)
+        modules.name = self.name
+        return modules
 
     def plot(self, path: Any = None) -> Any:
         """Draws what a device holds against its memory, and the timeline; returns a `matplotlib.figure.Figure`.
@@ -282,34 +278,28 @@ class MemoryPlan(Report):
         Raises:
             LazyModelError: matplotlib is not installed, or the file cannot be written.
         """
-        drawn = empty_figure((9.6, 3.6))
-        left, right = drawn.subplots(1, 2, width_ratios=(1, 2))
-        bottom = 0.0
-        for kind, nbytes in self.parts.items():
-            label = f"{kind}, {format_bytes(nbytes)}"
-            left.bar("in use", nbytes / _GIB, bottom=bottom, color=_COLOURS.get(kind), label=label)
-            bottom += nbytes / _GIB
-        held, over = self.device_nbytes / _GIB, (self.peak_nbytes - self.device_nbytes) / _GIB
-        left.bar("materializing", held, color=_HELD)
-        left.bar("materializing", over, bottom=held, color=_OVER, label="peak while materializing")
+        figure = empty_figure((9.6, 3.6))
+        left, right = figure.subplots(1, 2, width_ratios=(1, 2))
+        while_made = {"held": self.device_nbytes, "peak while materializing": self.peak_nbytes - self.device_nbytes}
+        for where, parts in (("in use", self.parts), ("materializing", while_made)):
+            bottom = 0.0
+            for kind, nbytes in parts.items():
+                label = f"{kind}, {format_bytes(nbytes)}"
+                left.bar(where, nbytes / _GIB, bottom=bottom, color=_COLOURS.get(kind), label=label)
+                bottom += nbytes / _GIB
         left.set_ylabel("GiB on the most loaded device")
-        left.legend(fontsize=7, frameon=False)
         steps = range(1, len(self.timeline) + 1)
         after, during = ([getattr(s, n) / _GIB for s in self.timeline] for n in ("held_nbytes", "peak_nbytes"))
-        right.fill_between(steps, after, during, step="mid", color=_OVER, linewidth=0, label="temporaries")
-        right.fill_between(steps, 0, after, step="mid", color=_HELD, linewidth=0, label="held")
+        for label, least, most in (("temporaries", after, during), ("held", 0, after)):
+            right.fill_between(steps, least, most, step="mid", color=_COLOURS[label], linewidth=0, label=label)
         right.set_xlabel("step of materializing")
-        if self.timeline:
-            right.legend(fontsize=7, frameon=False, loc="upper left")
         for axes in (left, right):
             if (limit := self.device_memory) is not None:
-                axes.axhline(limit / _GIB, color=_LIMIT, linestyle="--", linewidth=1)
-                if axes is left:
-                    text, where = f"device memory, {format_bytes(limit)}", axes.get_yaxis_transform()
-                    look = {"fontsize": 7, "color": _LIMIT, "ha": "center", "va": "bottom"}
-                    axes.text(0.5, limit / _GIB, text, transform=where, **look)
+                label = f"device memory, {format_bytes(limit)}"
+                axes.axhline(limit / _GIB, color=_LIMIT, linestyle="--", linewidth=1, label=label)
+            axes.legend(fontsize=7, frameon=False)
             axes.set_ylim(0, None)
-        return finished_figure(drawn, self.name, path)
+        return finished_figure(figure, self.name, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as a page: one HTML file that works offline; needs plotly.
@@ -343,8 +333,8 @@ class MemoryPlan(Report):
         for name in (*GENERATIONS, *GPUS):
             memory = device_memory(name) or 0
             there = GENERATIONS[name].sizes if name in GENERATIONS else _COUNTS
-            shares = [Share((fixed + split / count) / memory) if count in there else "" for count in _COUNTS]
-            rows.append([name, Nbytes(memory), *shares])
+            shares = [{"share": (fixed + split / count) / memory} if count in there else "" for count in _COUNTS]
+            rows.append([name, {"nbytes": memory}, *shares])
         title = "What would fit, split evenly over so many devices"
         return [*sections, Grid(title, ("device", "each has", *map(str, _COUNTS)), rows)]
 
@@ -356,7 +346,7 @@ class MemoryPlan(Report):
         for name, way in self.ways.items():
             found["ways"][name]["total_read_nbytes"] = way.total_read_nbytes
         found["not_counted"] = [] if ACTIVATIONS in self.parts else [ACTIVATIONS]
-        found["modules"] = plain(self.by_module(depth=2).rows)
+        found["modules"] = plain(self.by_module(depth=2))
         return found | {"variables": found.pop("rows")}
 
     def table(self) -> Table:
@@ -369,7 +359,7 @@ class MemoryPlan(Report):
             entries = [*(row.spec or ()), *[None] * len(row.shape)][: len(row.shape)]
             axes = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries]
             note = action + (f": {row.source}" if row.action == "initialize" else "")
-            shape, placed = shape_text(row.shape), Placed(row.shape, axes, self.mesh)
+            shape, placed = shape_text(row.shape), {"placed": {"shape": row.shape, "axes": axes, "mesh": self.mesh}}
             names = row.path, shape, row.dtype.name, placed, spec
             return *names, row.shard_nbytes, row.used_nbytes, note, row.source, row.why
 
@@ -398,7 +388,7 @@ class MemoryPlan(Report):
         if self.device_memory is not None:
             yield f"device memory: {format_bytes(self.device_memory)}; {self._device_verdict(self.device_memory)}"
             if self.needed_nbytes > self.device_memory:
-                yield f"largest on a device: {self._largest(_LARGEST)}"
+                yield f"largest on a device: {self._largest(_LARGEST, 'most_nbytes')}"
                 yield self.hint(self.device_memory)
 
     def _host_lines(self) -> Iterable[str]:
@@ -464,18 +454,10 @@ class ModuleRow:
     used_nbytes: int  # the same while the model is used; see `PlanRow`
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Modules(Tabled, Sequence[ModuleRow]):
+class Modules(Tabled, list[ModuleRow]):
     """A plan by module, outer modules before inner ones; prints as a table."""
 
-    name: str
-    rows: tuple[ModuleRow, ...]
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.rows[index]
-
-    def __len__(self) -> int:
-        return len(self.rows)
+    name = ""
 
     def table(self) -> Table:
         """Rows indented by their depth; rows of one depth may be folded."""
@@ -484,7 +466,7 @@ class Modules(Tabled, Sequence[ModuleRow]):
         cells = [
             ("  " * (each.depth - 1) + each.path, f"{each.variables:,}", format_bytes(each.nbytes),
              format_bytes(each.used_nbytes), each.shard_nbytes)
-            for each in self.rows
+            for each in self
         ]  # fmt: skip
         return Table(f"{self.name} by module", columns, cells)
 
@@ -550,11 +532,8 @@ def compare_plans(plans: Mapping[str, MemoryPlan]) -> _PlanComparison:
         estimates them)
     """
     given: Any = plans
-    values: Any = given.values() if isinstance(given, Mapping) else [None]
-    if not all(isinstance(plan, MemoryPlan) for plan in values):
+    if not isinstance(given, Mapping) or not given or not all(isinstance(plan, MemoryPlan) for plan in given.values()):
         raise LazyModelError(
-            f"plans are a mapping of name to MemoryPlan, such as {{'v5e-8': model.plan()}}; got {type(given).__name__}"
+            f"expected a mapping of name to MemoryPlan, such as {{'v5e-8': model.plan()}}, got {plans!r}"
         )
-    if not plans:
-        raise LazyModelError("there is no plan to compare; pass a mapping of name to MemoryPlan")
     return _PlanComparison(dict(plans))

@@ -1,24 +1,29 @@
-"""Every form of rules as one mapping, path → spec and reason; checks of specs; variables split like another.
+"""Reads every form of rules and specs: turns them into one function of a variable.
 
-Each dimension of a LoRA factor, a quantization scale or of optimizer state is split like the dimension of its weight
-that it corresponds to. `_sharding/shard` assigns the results.
+`_sharding/shard` checks that a spec fits its variable.
+
+Variables that are split like another one: LoRA pairs, quantization scales, optimizer state.
+
+Responsible for one rule, that each dimension is split like the dimension that it corresponds to, and for finding the
+variable that another one follows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
 
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from lazymodel._abstract.variable import AbstractVariable, Reason, in_memory, matched_paths, rule_path
+from lazymodel._abstract.variable import AbstractVariable, Reason, in_memory, rule_path
 from lazymodel._errors import ShardingError
 from lazymodel._sharding.auto import Auto, auto, trimmed
 from lazymodel._sharding.describe import describe
-from lazymodel._sharding.roles import Host, Role, flat_axes
+from lazymodel._sharding.roles import Host, Role
 from lazymodel._show.text import closest
 
 
@@ -46,42 +51,45 @@ Rules: TypeAlias = (
     | Callable[..., Auto]
     | Literal["auto"]
 )
-_Found: TypeAlias = "dict[str, tuple[Any, Reason]]"  # path → the answer of a rule and its reason
+# Takes a variable; returns the answer of a rule and its reason, or None where no rule matches.
+Answers: TypeAlias = "Callable[[AbstractVariable], tuple[Any, Reason] | None]"
 
 
 def read_rules(
     rules: Any, variables: Mapping[str, AbstractVariable], mesh: Mesh, large: int
-) -> tuple[_Found, tuple[str, ...]]:
-    """Any form of rules except a name: path → spec and reason, and a note on each rule without a match.
-
-    Variables that no rule matches are left out. So is optimizer state, unless patterns of a mapping match only state.
-    """
-    own = {path: variable for path, variable in variables.items() if variable.follows is None}
-    if isinstance(rules, Mapping):
-        return _by_mapping(cast("Mapping[Any, Any]", rules), variables, own)
-    found: dict[str, tuple[Any, Reason | str]] = {}
-    where = "the result"
+) -> tuple[Answers, tuple[str, ...], bool]:
+    """Any form of rules except a name: as a function of a variable, rules without a match, True if these only warn."""
+    if rules is None:
+        return _axis_answers(None, variables, mesh), (), False
     if isinstance(rules, Proposer):
-        found = dict(rules.propose(own, mesh, large=large))
-    elif callable(rules):
-        where += f" of the callable {getattr(rules, '__qualname__', type(rules).__name__)}"
-        reason = Reason("callable", f"returned by {where.removeprefix('the result of ')}")
-        found = {path: (rules(variable), reason) for path, variable in own.items()}
-        found = {path: answer for path, answer in found.items() if answer[0] is not None}
-    elif rules is None or (isinstance(rules, Sequence) and not isinstance(rules, str | PartitionSpec)):
-        return _by_axis_names(rules, own, mesh), ()
-    else:
-        raise ShardingError(
-            "rules are a mapping of path regex to PartitionSpec, a Keras LayoutMap, a callable taking a variable, "
-            f"a sequence of (logical axis, mesh axis) or lm.auto(); got {type(rules).__name__}"
-            + (f". For all variables: {{'.*': {rules!r}}}" if isinstance(rules, PartitionSpec | Host) else "")
-        )
-    for path, (spec, _) in found.items():
-        _check_is_spec(spec, f"{where} for {path!r}")
-    texts = {
-        path: (spec, Reason("proposed", why) if isinstance(why, str) else why) for path, (spec, why) in found.items()
-    }
-    return texts, ()
+        proposals = rules.propose(variables, mesh, large=large)
+
+        def proposed(variable: AbstractVariable) -> tuple[Any, Reason] | None:
+            if (found := proposals.get(variable.path)) is None:
+                return None
+            return found[0], Reason("proposed", found[1]) if isinstance(found[1], str) else found[1]
+
+        return proposed, (), False
+    if isinstance(rules, Mapping):
+        lenient = is_layout_map(rules)
+        return *_mapping_answers(cast("Mapping[str | Role, Any]", rules), variables, lenient=lenient), lenient
+    if callable(rules):
+        function = cast("Callable[[AbstractVariable], Any]", rules)
+        name = getattr(function, "__qualname__", type(function).__name__)
+
+        def call(variable: AbstractVariable) -> tuple[Any, Reason] | None:
+            answer = function(variable)
+            check_is_spec(answer, f"the result of the callable {name} for {variable.path!r}")
+            return None if answer is None else (answer, Reason("callable", f"returned by the callable {name}"))
+
+        return call, (), False
+    if isinstance(rules, Sequence) and not isinstance(rules, str | PartitionSpec):
+        return _axis_answers(cast("Sequence[Any]", rules), variables, mesh), (), False
+    raise ShardingError(
+        "rules are a mapping of path regex to PartitionSpec, a Keras LayoutMap, a callable taking a variable, "
+        f"a sequence of (logical axis, mesh axis) or lm.auto(); got {type(rules).__name__}"
+        + (f". For all variables: {{'.*': {rules!r}}}" if isinstance(rules, PartitionSpec | Host) else "")
+    )
 
 
 def named_rules(rules: Any, what: str = "rules") -> Any:
@@ -103,42 +111,60 @@ def is_layout_map(rules: Any) -> bool:
     return hasattr(rules, "device_mesh")
 
 
-def _by_mapping(
-    table: Mapping[str | Role, Any], variables: Mapping[str, AbstractVariable], own: Mapping[str, AbstractVariable]
-) -> tuple[_Found, tuple[str, ...]]:
-    """The first key that matches; optimizer state is not matched by keys that match a parameter."""
-    exclusive = is_layout_map(table)
-    matched: dict[str, list[str | Role]] = {}
-    notes: list[str] = []
-    described = describe(own) if any(isinstance(key, Role) for key in table) else {}
+def _mapping_answers(
+    table: Mapping[str | Role, Any], variables: Mapping[str, AbstractVariable], *, lenient: bool
+) -> tuple[Answers, tuple[str, ...]]:
+    patterns: dict[str | Role, re.Pattern[str]] = {}
     for key, spec in table.items():
-        if isinstance(key, Role):
-            _check_is_spec(spec, f"rule {key.name}")
-            paths, note = [p for p in own if described[p].role == key.name], f"no variable has the role {key.name!r}"
-        else:
-            _check_is_spec(spec, f"rule {key!r}")
-            paths = matched_paths(key, own, ShardingError, "rule")
-            paths = paths or ([] if exclusive else matched_paths(key, variables, ShardingError, "rule"))
-            note = "" if paths else f"rule {key!r} matches no variable{closest(key, map(rule_path, own))}"
-        notes += [] if paths else [note]
-        for path in paths:
-            matched.setdefault(path, []).append(key)
-    found: _Found = {}
-    for path, keys in matched.items():
-        first = next((key for key in keys if key == rule_path(path)), keys[0]) if exclusive else keys[0]
-        if exclusive and len(keys) > 1 and first != rule_path(path):
+        check_is_spec(spec, f"rule {key.name if isinstance(key, Role) else key!r}")
+        try:
+            if not isinstance(key, Role):
+                patterns[key] = re.compile(key)
+        except re.error as error:
             raise ShardingError(
-                f"{path!r} is matched by more than one key of the LayoutMap: {', '.join(map(repr, keys))}; "
+                f"rule {error.pattern!r} is not a regular expression: {error}; `.*` stands for any text"
+            ) from error
+        except TypeError as error:
+            raise ShardingError(f"a rule's key is a path regex or a role; got {key!r}") from error
+    described = describe(variables) if len(patterns) < len(table) else {}
+    matches: dict[str, str | Role] = {}
+    alive: set[str | Role] = set()
+    for path in variables:
+        name = rule_path(path)
+        found = [
+            key
+            for key in table
+            if (key.name == described[path].role if isinstance(key, Role) else patterns[key].fullmatch(name))
+        ]
+        alive.update(found)
+        if lenient and name in patterns:
+            found = [name]
+        if lenient and len(found) > 1:
+            raise ShardingError(
+                f"{path!r} is matched by more than one key of the LayoutMap: {', '.join(map(repr, found))}; "
                 "make them exclusive"
             )
-        by_role = isinstance(first, Role)
-        text, role = (f"rule for role {first.name!r}", first.name) if by_role else (f"rule {first!r} matches", "")
-        found[path] = table[first], Reason("rule", text, role)
-    return found, tuple(notes)
+        if found:
+            matches[path] = found[0]
+
+    def answer(variable: AbstractVariable) -> tuple[Any, Reason] | None:
+        key = matches.get(variable.path)
+        if isinstance(key, Role):
+            return table[key], Reason("rule", f"rule for role {key.name!r}", key.name)
+        return None if key is None else (table[key], Reason("rule", f"rule {key!r} matches"))
+
+    paths = [rule_path(path) for path in variables]
+    return answer, tuple(
+        f"no variable has the role {key.name!r}"
+        if isinstance(key, Role)
+        else f"rule {key!r} matches no variable{closest(key, paths)}"
+        for key in table
+        if key not in alive
+    )
 
 
-def _by_axis_names(rules: Sequence[Any] | None, variables: Mapping[str, AbstractVariable], mesh: Mesh) -> _Found:
-    """For variables that carry names for their axes: mesh axes, or logical axes that the rules map to these."""
+def _axis_answers(rules: Sequence[Any] | None, variables: Mapping[str, AbstractVariable], mesh: Mesh) -> Answers:
+    """Answers for variables that carry names for their axes: mesh axes, or logical axes that the rules map to these."""
     for rule in rules or ():
         pair = isinstance(rule, Sequence) and len(cast("Sequence[Any]", rule)) == 2 and isinstance(rule[0], str)
         if not pair or isinstance(rule[1], PartitionSpec):
@@ -147,36 +173,40 @@ def _by_axis_names(rules: Sequence[Any] | None, variables: Mapping[str, Abstract
                 f"{rule!r}. Rules by path are a mapping, {{path pattern: PartitionSpec}}"
             )
     if not any(variable.logical_axes for variable in variables.values()):
-        uses = "rules are pairs of logical and mesh axes, and" if rules is not None else "shard() without rules uses"
-        uses += "" if rules is not None else " the axis names that variables carry, and"
+        uses = "shard() without rules uses the axis names that variables carry, and no variable of this model does"
         raise ShardingError(
-            f"{uses} no variable of this model carries names for its axes. Give rules, such as lm.auto()"
+            f"{uses}. Give rules, such as lm.auto()."
+            if rules is None
+            else "rules are pairs of logical and mesh axes, and no variable of this model carries names for its axes. "
+            "Give rules by path, or lm.auto()."
         )
-    found: _Found = {}
-    for path, variable in variables.items():
-        if (names := variable.logical_axes) is None:
-            continue
+
+    def answer(variable: AbstractVariable) -> tuple[Any, Reason] | None:
+        names = variable.logical_axes
+        if names is None:
+            return None
         if len(names) > len(variable.shape):
             raise ShardingError(
-                f"{path!r} of shape {variable.shape} has more axis names than dimensions: {tuple(names)}"
+                f"{variable.path!r} of shape {variable.shape} has more axis names than dimensions: {tuple(names)}"
             )
         if repeated := [name for name in names if isinstance(name, str) and names.count(name) > 1]:
-            raise ShardingError(f"{path!r}: axis {repeated[0]!r} occurs more than once in {tuple(names)}")
+            raise ShardingError(f"{variable.path!r}: axis {repeated[0]!r} occurs more than once in {tuple(names)}")
         if rules is not None:
             entries, unknown = resolve_logical(names, rules)
-            if not unknown or any(entries):  # else replicated, with a warning if it is large
-                left = f"; no rule for {', '.join(map(repr, unknown))}, which are not split" if unknown else ""
-                reason = Reason("logical", f"logical axes {names}{left}", labels=(*map(str, names),))
-                found[path] = PartitionSpec(*entries), reason
-            continue
-        if absent := [axis for name in names for axis in flat_axes(name) if axis not in mesh.shape]:
-            raise ShardingError(
-                f"{path!r} has axes {names}, and {absent[0]!r} is not an axis of the mesh "
-                f"({', '.join(map(repr, mesh.axis_names))}). If it is a logical axis, give rules: "
-                f"shard(mesh, [({absent[0]!r}, {mesh.axis_names[-1]!r}), …])"
-            )
-        found[path] = PartitionSpec(*names), Reason("metadata", "from the variable's own metadata")
-    return found
+            if unknown and not any(entries):
+                return None  # replicated, with a warning if it is large
+            left = f"; no rule for {', '.join(map(repr, unknown))}, which are not split" if unknown else ""
+            return PartitionSpec(*entries), Reason("logical", f"logical axes {names}{left}", labels=(*map(str, names),))
+        for axis in (axis for name in names for axis in ((name,) if isinstance(name, str) else name or ())):
+            if axis not in mesh.shape:
+                raise ShardingError(
+                    f"{variable.path!r} has axes {names}, and {axis!r} is not an axis of the mesh "
+                    f"({', '.join(map(repr, mesh.axis_names))}). If it is a logical axis, give rules: "
+                    f"shard(mesh, [({axis!r}, {mesh.axis_names[-1]!r}), …])"
+                )
+        return PartitionSpec(*names), Reason("metadata", "from the variable's own metadata")
+
+    return answer
 
 
 def resolve_logical(names: Sequence[Any], rules: Sequence[tuple[str, Any]]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
@@ -185,18 +215,22 @@ def resolve_logical(names: Sequence[Any], rules: Sequence[tuple[str, Any]]) -> t
     As in `flax.linen.logical_to_mesh_axes`, a rule whose mesh axes already split another dimension is skipped, and the
     next rule of the same logical axis is tried.
     """
-    resolved: dict[str, Any] = {}
+    resolved: dict[int, Any] = {}
     used: set[str] = set()
     for logical, target in rules:
-        if logical in names and logical not in resolved and not used.intersection(flat_axes(target)):
-            resolved[logical] = target if target is None or isinstance(target, str) else tuple(target)
-            used.update(flat_axes(target))
+        if logical not in names:
+            continue
+        position = list(names).index(logical)
+        entry = target if target is None or isinstance(target, str) else tuple(target)
+        if position not in resolved and not used.intersection(axes_of(entry)):
+            resolved[position] = entry
+            used.update(axes_of(entry))
     known = {logical for logical, _ in rules}
     unknown = tuple(name for name in names if isinstance(name, str) and name not in known)
-    return tuple(resolved.get(name) for name in names), unknown
+    return tuple(resolved.get(position) for position in range(len(names))), unknown
 
 
-def _check_is_spec(spec: Any, where: str) -> None:
+def check_is_spec(spec: Any, where: str) -> None:
     """Raises ShardingError unless it is a PartitionSpec, sequence, None, Host, sharding or Keras' TensorLayout."""
     if isinstance(spec, Host):
         if isinstance(cast(Any, spec.spec), Host | Sharding | Format):
@@ -217,42 +251,22 @@ def _check_is_spec(spec: Any, where: str) -> None:
     if not isinstance(entries, Sequence):
         raise ShardingError(f"{expected} {spec!r}. PartitionSpec() replicates")
     for entry in cast("Sequence[Any]", entries):
-        if not all(isinstance(name, Hashable) for name in (entry if isinstance(entry, list | tuple) else (entry,))):
+        names = cast("Sequence[Any]", entry) if isinstance(entry, list | tuple) else (entry,)
+        if not all(isinstance(name, Hashable) for name in names):
             raise ShardingError(f"{where}: an entry of a spec is an axis name, a tuple of them, or None; got {entry!r}")
 
 
-def check_spec(variable: AbstractVariable, spec: Any, mesh: Mesh) -> PartitionSpec:
-    """The spec as a `PartitionSpec`; raises ShardingError if it does not fit the variable on the mesh."""
-    entries = cast("Sequence[Any]", () if spec is None else getattr(spec, "axes", spec))
-    spec = PartitionSpec(*(tuple(cast("list[Any]", each)) if isinstance(each, list) else each for each in entries))
-    shape, where = variable.shape, f"{variable.path!r} of shape {variable.shape} with {spec}"
-    if len(spec) > len(shape):
-        raise ShardingError(
-            f"{where}: the spec has {len(spec)} entries for {len(shape)} dimensions; drop the last ones"
-        )
-    used: set[str] = set()
-    for dimension, axes in enumerate(map(flat_axes, spec)):
-        for axis in axes:
-            if axis not in mesh.shape:
-                known = ", ".join(f"{name!r} ({size})" for name, size in mesh.shape.items())
-                raise ShardingError(
-                    f"{where}: the mesh has no axis {axis!r}{closest(axis, mesh.shape)}; its axes are {known}"
-                )
-            if axis in used:
-                raise ShardingError(f"{where}: axis {axis!r} is used twice; a mesh axis can split one dimension only")
-            used.add(axis)
-        parts = math.prod(mesh.shape[axis] for axis in axes)
-        if shape[dimension] % parts:
-            fitting = [str(index) for index, size in enumerate(shape) if size and size % parts == 0]
-            hint = f"dimension {' or '.join(fitting)} would divide" if fitting else "no dimension divides; replicate it"
-            raise ShardingError(
-                f"{where}: dimension {dimension} of size {shape[dimension]} does not divide into {parts} "
-                f"parts (axis {', '.join(map(repr, axes))}); {hint}"
-            )
-    return spec
+def spec_entries(spec: Any) -> tuple[Any, ...]:
+    """The entries of any form of spec that `check_is_spec` accepts, except a sharding."""
+    if spec is None:
+        return ()
+    entries = cast("Sequence[Any]", getattr(spec, "axes", spec))
+    return tuple(tuple(cast("list[Any]", entry)) if isinstance(entry, list) else entry for entry in entries)
 
 
-# Variables that are split like another one ----------------------------------------------------------------------------
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes that one entry of a spec names."""
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def along(sharding: Any, dims: Sequence[int | None], shape: Sequence[int]) -> Any:
@@ -265,7 +279,7 @@ def along(sharding: Any, dims: Sequence[int | None], shape: Sequence[int]) -> An
         return sharding
     of_other = dict(enumerate(sharding.spec))
     entries = [None if dim is None else of_other.get(dim) for dim in dims]
-    parts = [math.prod(sharding.mesh.shape[axis] for axis in flat_axes(entry)) for entry in entries]
+    parts = [math.prod(sharding.mesh.shape[axis] for axis in axes_of(entry)) for entry in entries]
     fitting = [None if size % count else entry for size, count, entry in zip(shape, parts, entries, strict=True)]
     return NamedSharding(sharding.mesh, trimmed(fitting), memory_kind=sharding.memory_kind)
 

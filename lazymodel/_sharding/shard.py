@@ -1,9 +1,15 @@
-"""The methods `shard`, which gives every variable a checked sharding and the reason for it, and `explain`, which shows
-the reason for one, and how a whole model spreads over its devices."""
+"""The method `shard`: takes rules and gives every variable a checked sharding, with the reason for it.
+
+A sharding that does not fit raises before any data is read, or is repaired if `repair` is set.
+
+The method `explain`: the reason for one variable's sharding, and how a whole model spreads over its devices.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, cast, overload
@@ -13,13 +19,24 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from lazymodel._abstract.arrays import device_nbytes, kept_on_host, offloaded_nbytes, stays_on_host
 from lazymodel._abstract.framework import AnyModel, ModelSpec
-from lazymodel._abstract.variable import AbstractVariable, Reason, in_memory
+from lazymodel._abstract.variable import AbstractVariable, Reason, in_memory, rule_path
 from lazymodel._errors import ShardingError, warn
 from lazymodel._sharding.auto import Auto
 from lazymodel._sharding.roles import Host
-from lazymodel._sharding.rules import Rules, check_spec, follow, follow_weights, is_layout_map, named_rules, read_rules
+from lazymodel._sharding.rules import (
+    Rules,
+    axes_of,
+    check_is_spec,
+    follow,
+    follow_weights,
+    is_layout_map,
+    named_rules,
+    read_rules,
+    spec_entries,
+)
 from lazymodel._show.table import Column, Report, Table, placed_text
 from lazymodel._show.text import (
+    closest,
     first_lines,
     fold,
     format_bytes,
@@ -87,112 +104,184 @@ def shard(
         P('model',)
     """
     start = time.perf_counter()
-    if on_unmatched not in ("warn", "error", "ignore"):
-        raise ShardingError(f"on_unmatched is 'warn', 'error' or 'ignore'; got {on_unmatched!r}")
-    mesh = getattr(cast(Any, mesh), "backend_mesh", mesh)
-    if not isinstance(cast(Any, mesh), Mesh | AbstractMesh):  # only names and sizes are used
-        hint = "Make one with jax.sharding.Mesh(devices, axis_names)."
-        raise ShardingError(f"mesh is a jax.sharding.Mesh; got {type(mesh).__name__}. {hint}")
-    rules, repair = named_rules(rules), named_rules(repair, "repair")
-    threshold = parse_bytes(large, name="large")
-    found, notes = read_rules(rules, model, mesh, threshold)
-    if notes and not repair:
-        if not is_layout_map(rules):
-            raise ShardingError(f"{'; '.join(notes)}. Fix the pattern (the whole path must match) or remove the rule.")
-        warn("; ".join(notes))
     own = {path: variable for path, variable in model.items() if variable.follows is None}
     state = {path: variable for path, variable in model.items() if variable.follows is not None}
+    own_rules, state_rules, ruled = _split_rules(rules, own, state)
+    assigned, notes = assign(own, mesh, own_rules, on_unmatched=on_unmatched, large=large, repair=repair)
     kind = None if model.optimized is None else model.optimized.memory_kind
-    ruled = own | {path: variable for path, variable in state.items() if path in found}
-    assigned = _assigned(ruled, found, mesh, kind, on_unmatched, threshold, repair)
-    parameters = {path: assigned[path] for path in own}
-    following = {path: variable for path, variable in state.items() if path not in found}
-    assigned |= follow(following, parameters, mesh, kind)
-    variables = kept_on_host({path: assigned[path] for path in own | state})
+    following = follow(state, assigned, mesh, kind)
+    if state_rules:
+        if kind is not None:  # a spec has no kind of memory; a whole sharding, or `Host`, has one
+            whole = Host | Sharding | Format
+            state_rules = {k: v if isinstance(v, whole) else Host(v, kind) for k, v in state_rules.items()}
+        placed, more = assign(ruled, mesh, state_rules, on_unmatched=on_unmatched, large=large, repair=repair)
+        following |= placed
+        notes += more
+    variables = kept_on_host({**assigned, **following})
     spent = (*model.spent, Span.since(start, "shard"))
     return dataclasses.replace(model, variables=variables, sharding_notes=notes, spent=spent)
 
 
-def _assigned(
-    variables: Mapping[str, AbstractVariable],
-    found: Mapping[str, tuple[Any, Reason]],
-    mesh: Mesh,
-    kind: str | None,
-    on_unmatched: str,
-    threshold: int,
-    repair: bool | Auto,
-) -> dict[str, AbstractVariable]:
-    """The variables with shardings and reasons. `found`: answers of the rules; `kind`: of the optimizer's memory."""
-    hosts: dict[str, Host] = {}
-    assigned: dict[str, AbstractVariable] = {}
-    mismatches: dict[str, str] = {}
-    unmatched = Reason("unmatched", "replicated, since no rule matches it")
-    for path, variable in variables.items():
-        spec, reason = found.get(path, (None, unmatched))
-        if kind is not None and variable.follows is not None and not isinstance(spec, Host | Sharding | Format):
-            spec = Host(spec, kind)
-        if isinstance(spec, Host):  # raises for an unknown kind of memory, which `repair` cannot fix
-            in_memory(NamedSharding(mesh, PartitionSpec()), spec.memory_kind, path)
-            hosts[path] = spec
+def _split_rules(
+    rules: Any, own: Mapping[str, AbstractVariable], state: Mapping[str, AbstractVariable]
+) -> tuple[Any, dict[str, Any], dict[str, AbstractVariable]]:
+    """Rules for parameters, the rules of a mapping that match optimizer state only, and the state that these match."""
+    if not state or not isinstance(rules, Mapping) or is_layout_map(rules):
+        return rules, {}, {}
+    table = cast("Mapping[Any, Any]", rules)
+
+    def matched(key: Any, paths: Iterable[str]) -> set[str]:
         try:
-            assigned[path] = _placed(variable, spec, reason, mesh)
+            pattern = re.compile(key) if isinstance(key, str) else None
+        except re.error:  # `assign` raises for it
+            pattern = None
+        return {path for path in paths if pattern is not None and pattern.fullmatch(rule_path(path))}
+
+    only = {key: matched(key, state) for key in table if not matched(key, own)}
+    for_state = {key: table[key] for key, paths in only.items() if paths}
+    ruled = set[str]().union(*only.values())
+    own_rules = {key: spec for key, spec in table.items() if key not in for_state}
+    return own_rules, for_state, {path: variable for path, variable in state.items() if path in ruled}
+
+
+def assign(
+    variables: Mapping[str, AbstractVariable],
+    mesh: Mesh,
+    rules: Rules | None,
+    *,
+    on_unmatched: str = "warn",
+    large: int | str = "1MiB",
+    repair: bool | Auto = False,
+) -> tuple[dict[str, AbstractVariable], tuple[str, ...]]:
+    """The variables with shardings and reasons, and notes on rules that matched nothing; see `shard`."""
+    if on_unmatched not in ("warn", "error", "ignore"):
+        raise ShardingError(f"on_unmatched is 'warn', 'error' or 'ignore'; got {on_unmatched!r}")
+    mesh = _as_mesh(mesh)
+    rules, repair = named_rules(rules), named_rules(repair, "repair")
+    threshold = parse_bytes(large, name="large")
+    answers, notes, lenient = read_rules(rules, variables, mesh, threshold)
+    if notes and not repair:
+        if not lenient:
+            raise ShardingError(f"{'; '.join(notes)}. Fix the pattern (the whole path must match) or remove the rule.")
+        warn("; ".join(notes))
+
+    assigned: dict[str, AbstractVariable] = {}
+    without_rule: list[str] = []
+    hosts: dict[str, Host] = {}
+    mismatches: dict[str, str] = {}
+    for path, variable in variables.items():
+        if (answer := answers(variable)) is None:
+            without_rule.append(path)
+            answer = None, Reason("unmatched", "replicated, since no rule matches it")
+        if isinstance(answer[0], Host):  # raises for an unknown kind of memory, which `repair` cannot fix
+            in_memory(NamedSharding(mesh, PartitionSpec()), answer[0].memory_kind, path)
+            hosts[path] = answer[0]
+        try:
+            assigned[path] = _placed(variable, *answer, mesh)
         except ShardingError as error:
             mismatches[path] = str(error)
-    left = [path for path in variables if path not in found] if mesh.size > 1 else []
-    followed = follow_weights(assigned, left) if left else {}
+    without_rule = without_rule if mesh.size > 1 else []
+    followed = follow_weights(assigned, without_rule) if without_rule else {}
     assigned |= followed
-    replicated = [variables[p] for p in left if p not in followed and variables[p].nbytes >= threshold]
-    if repair and (mismatches or replicated):
+    left = (variables[path] for path in without_rule if path not in followed)
+    unmatched = [variable for variable in left if variable.nbytes >= threshold]
+    if repair and (mismatches or unmatched):
         proposals = (repair if isinstance(repair, Auto) else Auto()).propose(variables, mesh, large=threshold)
-        mismatches |= {variable.path: "no rule matches it" for variable in replicated}
+        mismatches |= {variable.path: "no rule matches it" for variable in unmatched}
         for path, why in mismatches.items():
             spec, reason = proposals[path]
             spec = Host(spec, hosts[path].memory_kind) if path in hosts and not isinstance(spec, Host) else spec
             reason = dataclasses.replace(reason, kind="repaired", text=f"{reason.text} (repaired: {why})")
             assigned[path] = _placed(variables[path], spec, reason, mesh)
+        assigned = {path: assigned[path] for path in variables}  # in the model's own order
     elif mismatches:
+        hint = "Fix the rules, or pass repair=True to shard(), which uses the shardings of lm.auto() for these."
         # Paths that differ only in their numbers share one line.
         groups = grouped_by(mismatches, lambda path: (unnumbered(path), mismatches[path].replace(repr(path), "", 1)))
-        lines = first_lines([repr(fold(paths)) + text for (_, text), paths in groups.items()])
-        hint = "Fix the rules, or pass repair=True to shard(), which uses the shardings of lm.auto() for these."
-        raise ShardingError("\n".join([*lines, hint]))
-    elif on_unmatched != "ignore" and (most := [variable for variable in replicated if not variable.on_host]):
-        most.sort(key=lambda variable: -variable.nbytes)
-        message = (
-            f"{len(most)} variables of at least {format_bytes(threshold)} match no sharding rule and are replicated on "
-            f"all {mesh.size} devices ({format_bytes(sum(v.nbytes for v in most))} each): "
-            f"{listed(f'{v.path} {v.shape} {format_bytes(v.nbytes)}' for v in most)}. Add a rule for them "
-            "(PartitionSpec() replicates), or pass repair=True to shard() to split them."
-        )
+        folded = [repr(fold(paths)) + text for (_, text), paths in groups.items()]
+        raise ShardingError("\n".join([*first_lines(folded), hint]))
+    elif on_unmatched != "ignore" and (replicated := [variable for variable in unmatched if not variable.on_host]):
+        message = _unmatched_message(replicated, threshold, mesh)
         if on_unmatched == "error":
             raise ShardingError(message)
         warn(message)
-    return assigned
+    return assigned, notes
 
 
-def _placed(variable: AbstractVariable, spec: Any, reason: Reason, mesh: Mesh) -> AbstractVariable:
+def _placed(variable: AbstractVariable, answer: Any, reason: Reason, mesh: Mesh) -> AbstractVariable:
     """The variable with the sharding that a rule gave; raises ShardingError if it does not fit."""
     layout: Any = None
     kind: str | None = None
-    if isinstance(spec, Host):
-        spec, kind = spec.spec, spec.memory_kind
-    if isinstance(spec, Format):
-        layout, format = cast("Any", spec.layout), spec
-        spec, order = format.sharding, cast(Any, getattr(layout, "major_to_minor", None))
-        if spec is None or (layout is not None and order is None):
+    if isinstance(answer, Host):
+        check_is_spec(answer, repr(variable.path))
+        answer, kind = answer.spec, answer.memory_kind
+    if isinstance(answer, Format):
+        layout = cast("Any", answer.layout)
+        if answer.sharding is None or not (layout is None or hasattr(layout, "major_to_minor")):
             raise ShardingError(
-                f"{variable.path!r}: a Format needs a sharding and a layout that is written out, not AUTO; got {format}"
+                f"{variable.path!r}: a Format needs a sharding and a layout that is written out, not AUTO; got {answer}"
             )
-        if layout is not None and sorted(order) != list(range(len(variable.shape))):
+        if layout is not None and sorted(layout.major_to_minor) != list(range(len(variable.shape))):
             raise ShardingError(
-                f"{variable.path!r} of shape {variable.shape}: the layout's major_to_minor {order} is not an order of "
-                "its dimensions"
+                f"{variable.path!r} of shape {variable.shape}: the layout's major_to_minor {layout.major_to_minor} is "
+                "not an order of its dimensions"
             )
-    if isinstance(spec, NamedSharding) and isinstance(spec.mesh, Mesh):
-        check_spec(variable, spec.spec, spec.mesh)
-    sharding = spec if isinstance(spec, Sharding) else NamedSharding(mesh, check_spec(variable, spec, mesh))
+        answer = answer.sharding
+    if isinstance(answer, NamedSharding) and isinstance(answer.mesh, Mesh):
+        check_spec(variable, answer.spec, answer.mesh)
+    sharding = answer if isinstance(answer, Sharding) else NamedSharding(mesh, check_spec(variable, answer, mesh))
     sharding = sharding if kind is None else in_memory(sharding, kind, variable.path)
     return dataclasses.replace(variable, sharding=sharding, layout=layout, reason=reason)
+
+
+def check_spec(variable: AbstractVariable, spec: Any, mesh: Mesh) -> PartitionSpec:
+    """The spec as a `PartitionSpec`; raises ShardingError if it does not fit the variable on the mesh."""
+    check_is_spec(spec, repr(variable.path))
+    entries = spec_entries(spec)
+    where = f"{variable.path!r} of shape {variable.shape} with {PartitionSpec(*entries)}"
+    if len(entries) > len(variable.shape):
+        raise ShardingError(
+            f"{where}: the spec has {len(entries)} entries for {len(variable.shape)} dimensions; drop the last ones"
+        )
+    used: set[str] = set()
+    for dimension, axes in enumerate(map(axes_of, entries)):
+        for axis in axes:
+            if axis not in mesh.shape:
+                raise ShardingError(
+                    f"{where}: the mesh has no axis {axis!r}{closest(axis, mesh.shape)}; its axes are "
+                    f"{', '.join(f'{name!r} ({size})' for name, size in mesh.shape.items())}"
+                )
+            if axis in used:
+                raise ShardingError(f"{where}: axis {axis!r} is used twice; a mesh axis can split one dimension only")
+            used.add(axis)
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        if variable.shape[dimension] % parts:
+            fitting = [str(index) for index, size in enumerate(variable.shape) if size and size % parts == 0]
+            hint = "no dimension divides; replicate it with PartitionSpec() or use a mesh whose axis divides it"
+            hint = f"dimension {' or '.join(fitting)} would divide" if fitting else hint
+            raise ShardingError(
+                f"{where}: dimension {dimension} of size {variable.shape[dimension]} does not divide into {parts} "
+                f"parts (axis {', '.join(map(repr, axes))}); {hint}"
+            )
+    return PartitionSpec(*entries)
+
+
+def _as_mesh(mesh: Any) -> Mesh:
+    mesh = getattr(mesh, "backend_mesh", mesh)
+    if not isinstance(mesh, Mesh | AbstractMesh):  # only names and sizes are used, and an AbstractMesh has both
+        hint = "Make one with jax.sharding.Mesh(devices, axis_names)."
+        raise ShardingError(f"mesh is a jax.sharding.Mesh; got {type(mesh).__name__}. {hint}")
+    return cast("Mesh", mesh)
+
+
+def _unmatched_message(unmatched: list[AbstractVariable], threshold: int, mesh: Mesh) -> str:
+    largest = sorted(unmatched, key=lambda variable: -variable.nbytes)
+    described = listed(f"{v.path} {v.shape} {format_bytes(v.nbytes)}" for v in largest)
+    return (
+        f"{len(unmatched)} variables of at least {format_bytes(threshold)} match no sharding rule and are replicated "
+        f"on all {mesh.size} devices ({format_bytes(sum(v.nbytes for v in unmatched))} each): {described}. "
+        "Add a rule for them, or pass repair=True to shard() to split them; PartitionSpec() as a rule replicates them."
+    )
 
 
 @overload

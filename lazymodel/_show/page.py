@@ -72,35 +72,17 @@ class Treemap:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placed:
-    """A shape that is split over the axes of a mesh, drawn in colour: for each dimension the axes that split it."""
-
-    shape: Sequence[int]
-    axes: Sequence[Sequence[str]]
-    mesh: Mapping[str, int]
-
-
-@dataclasses.dataclass(frozen=True)
 class Grid:
-    """A table that a reader filters by typing; cells are text, `Nbytes`, `Share` or `Placed`."""
+    """A table that a reader filters by typing.
+
+    A cell is text or a mapping: `{"nbytes": int}`; `{"share": float}`, the used share of a limit, at most 1 if it fits;
+    or `{"placed": {"shape", "axes", "mesh"}}`, a shape that is drawn in colour, with the axes of the mesh that split
+    each dimension.
+    """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Nbytes:
-    """A number of bytes in a cell."""
-
-    nbytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """The used share of a limit, in a cell: at most 1 if it fits."""
-
-    of: float
 
 
 Section = Text | Bars | Lines | Spans | Treemap | Grid
@@ -139,7 +121,7 @@ def page(title: str, sections: Sequence[Section]) -> str:
     plain: list[dict[str, Any]] = [{"kind": type(each).__name__.lower(), **vars(each)} for each in sections]
     for each in plain:
         if each["kind"] == "grid":
-            each["rows"] = [[*map(_cell, row)] for row in each["rows"]]
+            each["rows"] = [[cell if isinstance(cell, dict) else str(cell) for cell in row] for row in each["rows"]]
         elif each["kind"] == "treemap":
             each["sizes"] = _modules(each["sizes"])
     data = json.dumps({"title": title, "sections": plain})
@@ -164,14 +146,6 @@ def _packed(text: str) -> str:
 @functools.cache
 def _plotly() -> str:
     return _packed(plotly_source())
-
-
-def _cell(cell: Any) -> Any:
-    if isinstance(cell, Nbytes):
-        return {"nbytes": cell.nbytes}
-    if isinstance(cell, Share):
-        return {"share": cell.of}
-    return {"placed": dataclasses.asdict(cell)} if isinstance(cell, Placed) else str(cell)
 
 
 def _modules(paths: Mapping[str, int]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import math
 import sys
@@ -82,103 +83,114 @@ def progress_for(to: ProgressTo) -> Progress:
         to = _in_notebook() or _is_terminal(sys.stderr)
     if isinstance(to, bool):
         if not to:
-            return _Counted()
+            return _Reporter()
         return _NotebookBar() if _in_notebook() else _TerminalBar() if _is_terminal(sys.stderr) else _Lines()
     if isinstance(to, Progress):
         return to
     if callable(to):
-        return _Counted(to)
+        return _Calls(to)
     raise LazyModelError(
         "progress is True, False, None, a callable of (done bytes, total bytes) or an object with start, advance and "
         f"finish; got {to!r}"
     )
 
 
-class _Counted:
-    """Counts finished bytes, one thread at a time, and calls a function with bytes done and total bytes."""
+class _Reporter:
+    """Counts finished bytes, one thread at a time, and draws them at most every `interval` seconds; here not at all."""
 
-    _description = ""
-    _done = _total = 0
-    _running = False
-    _started = _shown = 0.0
+    interval = 0.0
+    names = False  # True to show the name of what was finished last, rather than that of all work
 
-    def __init__(self, function: Callable[[int, int], object] = lambda done, total: None) -> None:
-        self._function, self._lock = function, threading.Lock()
+    def __init__(self) -> None:
+        self._lock, self._running = threading.Lock(), False
 
     def start(self, total_nbytes: int, description: str) -> None:
         with self._lock:
-            self._description, self._done, self._total = printable(description), 0, total_nbytes
-            self._started = self._shown = time.monotonic()
+            self.description, self.done, self.total = printable(description), 0, total_nbytes
+            self._started = self._drawn = time.monotonic()
             self._running = True
-            self._begin()
+            self.begin()
 
     def advance(self, nbytes: int, description: str | None = None) -> None:
         with self._lock:
-            self._done += nbytes
-            self._advanced(nbytes, None if description is None else printable(description))
+            if not self._running:
+                return
+            self.done += nbytes
+            if description is not None and self.names:
+                self.description = printable(description)
+            if time.monotonic() - self._drawn >= self.interval:
+                self._drawn = time.monotonic()
+                self.draw()
 
     def finish(self) -> None:
         with self._lock:
             if self._running:
-                self._end()
+                self.end()
             self._running = False
 
-    def _begin(self) -> None:  # these three are called with the lock held
-        self._function(0, self._total)
+    def begin(self) -> None: ...
 
-    def _advanced(self, nbytes: int, description: str | None) -> None:
-        if nbytes:  # a call with 0 bytes only updates names
-            self._function(self._done, self._total)
+    def draw(self) -> None: ...
 
-    def _end(self) -> None: ...
+    def end(self) -> None:
+        self.draw()
 
-    def _state(self) -> tuple[str, float, float]:
+    def state(self) -> tuple[str, float, float]:
         """Bytes done of the total as text, seconds since the start, and bytes per second, 0 if unknown."""
         seconds = time.monotonic() - self._started
-        rate = self._done / seconds if seconds > 0 else 0.0
-        return f"{format_bytes(self._done)} of {format_bytes(self._total)}", seconds, rate
+        rate = self.done / seconds if seconds > 0 else 0.0
+        text = f"{format_bytes(self.done)} of {format_bytes(self.total)}"
+        return text, seconds, rate
 
 
-class _Lines(_Counted):
+class _Calls(_Reporter):
+    """Calls a function with bytes done and total bytes."""
+
+    def __init__(self, function: Callable[[int, int], object]) -> None:
+        super().__init__()
+        self._function, self._last = function, -1
+
+    def begin(self) -> None:
+        self._last = -1
+        self.draw()
+
+    def draw(self) -> None:
+        if self.done != self._last:  # an update may only have a name
+            self._last = self.done
+            self._function(self.done, self.total)
+
+
+class _Lines(_Reporter):
     """If no bar can be drawn, writes lines to standard error: at most every few seconds, and at the end."""
 
-    _interval = _LINE_SECONDS
+    interval = _LINE_SECONDS
 
-    def _begin(self) -> None: ...
-
-    def _advanced(self, nbytes: int, description: str | None) -> None:
-        if self._running and time.monotonic() - self._shown >= self._interval:
-            self._shown = time.monotonic()
-            self._end()
-
-    def _end(self) -> None:
-        text, seconds, rate = self._state()
+    def draw(self) -> None:
+        text, seconds, rate = self.state()
         minutes, rest = divmod(int(seconds), 60)
         took = f"{seconds:.1f} s" if seconds < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
-        percent = 100 * self._done // self._total if self._total else 100
-        line = f"{self._description}: {percent}%, {text} in {took}{f', {format_bytes(rate)}/s' if rate else ''}\n"
+        percent = 100 * self.done // self.total if self.total else 100
+        line = f"{self.description}: {percent}%, {text} in {took}{f', {format_bytes(rate)}/s' if rate else ''}\n"
         stream = sys.stderr
-        try:
-            if stream is not None:  # programs without a console have none
-                stream.write(line)  # in one call, since other processes may write there as well
-                stream.flush()
-        except (OSError, ValueError):
-            pass  # the reader of the pipe has gone, or the stream is closed: continue the work
+        # The stream may be missing or closed, or the reader of a pipe has gone: the work continues.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.write(line)  # in one call, since other processes may write there as well
+            stream.flush()
 
 
-class _TerminalBar(_Counted):
+class _TerminalBar(_Reporter):
     """A bar on standard error with bytes, rate and time left; it is removed when the work ends."""
 
-    _bar: Any = None
+    names = True
+    bar: Any = None
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         from rich.console import Console
         from rich.errors import LiveError
         from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
         from rich.table import Column
 
-        self._end()
         # No markup: a variable may be named "[red]". One line: a bar that wraps cannot be redrawn in place.
         one_line = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         bar = RichProgress(
@@ -191,47 +203,41 @@ class _TerminalBar(_Counted):
             expand=True,
             redirect_stdout=False,  # a program's standard output must not go to standard error
         )
-        self._task = bar.add_task(self._description, total=self._total, state=self._state()[0])
-        try:
+        self._task = bar.add_task(self.description, total=self.total, state=self.state()[0])
+        # A terminal can show one display; the program may already draw its own.
+        with contextlib.suppress(LiveError):
             bar.start()
-        except LiveError:
-            return  # the program already draws a display, and a terminal can only show one
-        self._bar = bar
+            self.bar = bar
 
-    def _advanced(self, nbytes: int, description: str | None) -> None:
-        if self._bar is not None:
-            text, _, rate = self._state()
+    def draw(self) -> None:
+        if self.bar is not None:
+            text, _, rate = self.state()
             state = f"{text}, {format_bytes(rate)}/s" if rate else text
-            self._bar.update(self._task, advance=nbytes, description=description, state=state)
+            self.bar.update(self._task, completed=self.done, description=self.description, state=state)
 
-    def _end(self) -> None:
-        bar, self._bar = self._bar, None
-        if bar is not None:
-            bar.stop()  # restores the cursor and the line
+    def end(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()  # restores the cursor and the line
+        self.bar = None
 
 
-class _NotebookBar(_Lines):
+class _NotebookBar(_Reporter):
     """A bar in a notebook's cell; needs only IPython, while rich's own bar needs widgets."""
 
-    _interval = _REDRAW_SECONDS
-    _handle: Any = None
+    interval, names = _REDRAW_SECONDS, True
 
-    def _begin(self) -> None:
-        self._handle = None
-        self._end()
+    def begin(self) -> None:
+        self._handle: Any = None
+        self.draw()
 
-    def _advanced(self, nbytes: int, description: str | None) -> None:
-        self._description = self._description if description is None else description
-        super()._advanced(nbytes, description)
-
-    def _end(self) -> None:
+    def draw(self) -> None:
         from IPython.display import HTML, display  # pyright: ignore
 
-        text, _, rate = self._state()
-        left = math.ceil(max(self._total - self._done, 0) / rate) if rate else 0
+        text, _, rate = self.state()
+        left = math.ceil(max(self.total - self.done, 0) / rate) if rate else 0
         text += f", {format_bytes(rate)}/s" * bool(rate) + f", {left // 60}:{left % 60:02d} left" * bool(left)
-        bar = f'<progress value="{self._done}" max="{max(self._total, 1)}"></progress>'
-        drawn = HTML(f"<div>{bar} {html.escape(text)} {html.escape(self._description)}</div>")
+        bar = f'<progress value="{self.done}" max="{max(self.total, 1)}"></progress>'
+        drawn = HTML(f"<div>{bar} {html.escape(text)} {html.escape(self.description)}</div>")
         if self._handle is None:
             self._handle = display(drawn, display_id=True)
         else:

@@ -21,12 +21,13 @@ from typing import Any, Self, cast
 import jax
 import numpy as np
 
-from lazymodel._show.page import Grid, Nbytes, Section, Text, save_page
+from lazymodel._show.page import Grid, Section, Text, save_page
 from lazymodel._show.text import fold, format_bytes, grouped_by, grouped_names, printable, unnumbered
 
 _MAX_ROWS = 40  # rows of a table; the smallest further ones are only counted
 _FALLBACK_WIDTH = 120  # columns, if the width of the terminal is unknown
 _MIN_WIDTH = 40
+_ANY = 1 << 16  # wider than any table, so that nothing is cut
 _MIN_COLUMN = 12  # minimum width of names and origins, however short they are
 _MIN_FOLDED = 20  # columns that names and origins keep in a narrow terminal: narrower ones are harder to read
 
@@ -144,48 +145,33 @@ class Table:
     def text(self) -> str:
         """The text for a terminal, with its width and no colours. A narrow terminal folds names, never numbers."""
         from rich.box import SIMPLE_HEAD
+        from rich.cells import cell_len
         from rich.console import Console
         from rich.table import Table as RichTable
         from rich.text import Text as RichText
 
-        width = terminal_width()
-        grid = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        sizes = self._widths(width)
-        for column, size in zip(self.shown, sizes, strict=True):
-            grid.add_column(
-                RichText(column.heading), width=size, justify="right" if column.right else "left", overflow="fold"
-            )
-        for row in self.rows:
-            grid.add_row(*map(RichText, row))
-        wide = max(width, sum(sizes) + 2 * len(sizes))  # numbers that do not fit overflow, and are not cut
-        console = Console(file=io.StringIO(), width=wide, color_system=None, force_jupyter=False, legacy_windows=False)
-        with console.capture() as captured:
-            if self.title:
-                console.print(RichText(printable(self.title)), width=width)
-            if self.rows:
-                console.print(grid)
-            for line in self.lines:
-                console.print(RichText(printable(line)), width=width)
-        return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-    def _widths(self, width: int) -> list[int]:
-        """The width of each column: the widest columns of text shrink until all fit the terminal."""
-        from rich.cells import cell_len
-
-        sizes: list[int] = []
-        least: list[int] = []
+        width, sizes, least = terminal_width(), list[int](), list[int]()
         for place, column in enumerate(self.shown):
             cells = [column.heading, *(row[place] for row in self.rows)]
             outer = place in (0, len(self.shown) - 1) and not column.right
             sizes.append(max(_MIN_COLUMN * outer, *map(cell_len, cells)))
             words = max(cell_len(word) for cell in cells for word in cell.split() or [""])
             least.append(sizes[-1] if column.right else min(words, _MIN_FOLDED))
-        while sum(sizes) + 2 * (len(sizes) - 1) > width:
-            wide = [place for place, size in enumerate(sizes) if size > least[place]]
-            if not wide:
-                break
-            sizes[max(wide, key=sizes.__getitem__)] -= 1
-        return sizes
+        # The widest columns of text shrink until all fit. Numbers that do not fit overflow, and are not cut.
+        while sum(sizes) + 2 * (len(sizes) - 1) > width and any(map(int.__gt__, sizes, least)):
+            sizes[max(range(len(sizes)), key=lambda place: sizes[place] * (sizes[place] > least[place]))] -= 1
+        grid = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        for column, size in zip(self.shown, sizes, strict=True):
+            justify = "right" if column.right else "left"
+            grid.add_column(RichText(column.heading), width=size, justify=justify, overflow="fold")
+        for row in self.rows:
+            grid.add_row(*map(RichText, row))
+        console = Console(file=io.StringIO(), width=_ANY, color_system=None, force_jupyter=False, legacy_windows=False)
+        parts = [*([RichText(printable(self.title))] if self.title else []), *([grid] if self.rows else [])]
+        with console.capture() as captured:
+            for part in (*parts, *(RichText(printable(line)) for line in self.lines)):
+                console.print(part, width=_ANY if part is grid else width)
+        return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
     def html(self) -> str:
         """The HTML for a notebook: self-contained, without colours, so that it works on light and dark pages."""
@@ -207,7 +193,7 @@ class Table:
     def grid(self, title: str) -> Grid:
         """The grid for a page: a row for each thing, with the columns that only pages show."""
         rows = [
-            [Nbytes(cell) if column.is_bytes else cell for column, cell in zip(self.columns, row, strict=True)]
+            [{"nbytes": cell} if column.is_bytes else cell for column, cell in zip(self.columns, row, strict=True)]
             for row in self.cells
         ]
         return Grid(title, [column.heading for column in self.columns], rows)

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Generator, Iterable, Sequence
-from typing import Any, Self, overload
+from typing import Any, NamedTuple, Self
 
 from lazymodel._show import clock
 from lazymodel._show.page import Spans
@@ -61,11 +61,16 @@ class Span:
         return f"{self.name}: {self.detail}" if self.detail else self.name
 
 
-class Timeline(Tabled, Sequence[Span]):
-    """Spans, in the order in which they ended; prints as a table with bars. Any thread may add to it."""
+class _Row(NamedTuple):
+    label: str
+    start: float
+    stop: float
+    took: float
+    intervals: list[tuple[float, float]]  # of its spans, without overlaps
 
-    def __init__(self, spans: Iterable[Span] = ()) -> None:
-        self._spans = list(spans)
+
+class Timeline(Tabled, list[Span]):
+    """Spans, in the order in which they ended; prints as a table with bars. Any thread may add to it."""
 
     @classmethod
     def after_imports(cls, spans: Iterable[Span]) -> Self:
@@ -73,27 +78,12 @@ class Timeline(Tabled, Sequence[Span]):
         timeline = cls()
         for package, start, stop in clock.IMPORTS:
             timeline.add("import", start, stop, package)
-        timeline._spans.extend(spans)
+        timeline.extend(spans)
         return timeline
-
-    @overload
-    def __getitem__(self, index: int) -> Span: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Span]: ...
-    def __getitem__(self, index: int | slice) -> Span | Sequence[Span]:
-        return self._spans[index]
-
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Timeline) and self._spans == other._spans
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def add(self, name: str, start: float, stop: float, detail: str = "") -> None:
         """Adds a span between two times of `time.perf_counter()`."""
-        self._spans.append(Span(name, start - clock.ZERO, stop - clock.ZERO, detail))
+        self.append(Span(name, start - clock.ZERO, stop - clock.ZERO, detail))
 
     @contextlib.contextmanager
     def span(self, name: str, detail: str = "") -> Generator[None]:
@@ -106,7 +96,7 @@ class Timeline(Tabled, Sequence[Span]):
 
     def seconds(self, name: str) -> float:
         """The total duration of all spans with a name."""
-        return sum(span.seconds for span in self._spans if span.name == name)
+        return sum(span.seconds for span in self if span.name == name)
 
     def to_dict(self) -> list[dict[str, Any]]:
         """The spans as dicts of strings and numbers."""
@@ -137,14 +127,14 @@ class Timeline(Tabled, Sequence[Span]):
         rows, begin, end = self._rows()
         drawn = empty_figure((9.6, 1.0 + _ROW_INCHES * max(len(rows), 1)))
         axes = drawn.subplots()
-        for place, (label, _, _, took, intervals) in enumerate(rows):
-            bars = [(start, stop - start) for start, stop in intervals]
-            axes.broken_barh(bars, (place - 0.4, 0.8), color=_COLOURS.get(label.partition(":")[0], _OTHER))
-            at = intervals[-1][1] if intervals else begin
+        for place, row in enumerate(rows):
+            bars = [(start, stop - start) for start, stop in row.intervals]
+            axes.broken_barh(bars, (place - 0.4, 0.8), color=_COLOURS.get(row.label.partition(":")[0], _OTHER))
             # The text is next to its bar; before it if the bar ends near the edge of the figure.
-            past = at > begin + 0.9 * (end - begin)
-            side = "right" if past else "left"
-            axes.text(intervals[0][0] if past else at, place, f" {took:.2f} s ", fontsize=7, va="center", ha=side)
+            first, last = (row.intervals[0][0], row.intervals[-1][1]) if row.intervals else (begin, begin)
+            past = last > begin + 0.9 * (end - begin)
+            look = {"fontsize": 7, "va": "center", "ha": "right" if past else "left"}
+            axes.text(first if past else last, place, f" {row.took:.2f} s ", **look)
         axes.set_yticks(range(len(rows)), [printable(row[0]).replace("$", r"\$") for row in rows], fontsize=8)
         axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
         axes.set_xlim(begin, end)
@@ -156,20 +146,20 @@ class Timeline(Tabled, Sequence[Span]):
         rows, _, _ = self._rows()
         return Spans("What took how long", [(label, intervals) for label, *_, intervals in rows if intervals], _AXIS)
 
-    def _rows(self) -> tuple[list[tuple[str, float, float, float, list[tuple[float, float]]]], float, float]:
-        """Rows of label, start, end, seconds and the intervals of its spans, without overlaps; the limits of the bars.
+    def _rows(self) -> tuple[list[_Row], float, float]:
+        """The rows, and the limits of the bars.
 
         Bars are not drawn before an idle time that is longer than everything after it, for example in a notebook whose
         imports ran hours ago.
         """
-        spans = sorted(self._spans, key=lambda span: -span.stop)
+        spans = sorted(self, key=lambda span: -span.stop)
         begin, end = (spans[0].start, spans[0].stop) if spans else (0.0, 1.0)
         for span in spans:
             if begin - span.stop > max(end - begin, _IDLE):
                 break
             begin = min(begin, span.start)
-        rows: list[tuple[str, float, float, float, list[tuple[float, float]]]] = []
-        in_order = sorted(self._spans, key=lambda span: (span.start, -span.stop))
+        rows: list[_Row] = []
+        in_order = sorted(self, key=lambda span: (span.start, -span.stop))
         for label, some in grouped_by(in_order, lambda span: span.label).items():
             if (took := sum(span.seconds for span in some)) < _LEAST:
                 continue
@@ -179,5 +169,5 @@ class Timeline(Tabled, Sequence[Span]):
                 if span.stop > at:
                     intervals.append((max(span.start, at), span.stop))
                     at = span.stop
-            rows.append((label, some[0].start, max(span.stop for span in some), took, intervals))
+            rows.append(_Row(label, some[0].start, max(span.stop for span in some), took, intervals))
         return rows, begin, max(end, begin + 1e-6)

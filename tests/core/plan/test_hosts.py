@@ -65,7 +65,7 @@ def test_a_host_that_has_too_little_does_not_fit() -> None:
     plan = trained.shard(lm.arithmetic_mesh("v5e-8"), RULES).plan(host_memory="20MiB")
     assert plan.device_memory is not None and plan.needed_nbytes <= plan.device_memory and plan.fits is False
     assert plan.verdict() == "does not fit a host, 12.00 MiB short"
-    with pytest.raises(lm.DoesNotFitError, match=r"32\.00 MiB of host memory.*has 20\.00 MiB, 12\.00 MiB too") as error:
+    with pytest.raises(lm.DoesNotFitError, match=r"32\.00 MiB on a host .*has 20\.00 MiB, 12\.00 MiB too") as error:
         plan.check()
     assert (error.value.needed_nbytes, error.value.limit_nbytes) == (32 * MIB, 20 * MIB)
     assert "optimizer/0/mu/down 1.00 MiB" in str(error.value)

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import lazymodel as lm
-from lazymodel._show.page import Bars, Grid, Lines, Nbytes, Placed, Share, Spans, Text, Treemap, page
+from lazymodel._show.page import Bars, Grid, Lines, Spans, Text, Treemap, page
 from tests.command import main
 
 pytest.importorskip("plotly")
@@ -245,7 +245,14 @@ def test_names_do_nothing(open_page):
         Grid(
             ATTACKS[1],
             ATTACKS,
-            [[*ATTACKS[:4], Share(0.5), Nbytes(1), Placed((8,), ((ATTACKS[0],),), {ATTACKS[0]: 2})]],
+            [
+                [
+                    *ATTACKS[:4],
+                    {"share": 0.5},
+                    {"nbytes": 1},
+                    {"placed": {"shape": (8,), "axes": ((ATTACKS[0],),), "mesh": {ATTACKS[0]: 2}}},
+                ]
+            ],
         ),
     ]
     opened = open_page(page(ATTACKS[0], sections))
@@ -256,7 +263,7 @@ def test_names_do_nothing(open_page):
 
 
 def test_it_is_used_by_keyboard_and_read_aloud(open_page):
-    rows = [[f"layers_{i}/kernel", Nbytes(i)] for i in range(250)]
+    rows = [[f"layers_{i}/kernel", {"nbytes": i}] for i in range(250)]
     sections = [
         Text(["fits"]),
         Bars("In use", {"in use": {"parameters": 1}}),

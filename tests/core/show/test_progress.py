@@ -112,11 +112,11 @@ def test_a_bar_shows_bytes_rate_and_time_left(monkeypatch: pytest.MonkeyPatch, c
     terminal = stream(monkeypatch, Terminal())
     bar: Any = progress_for(None)
     bar.start(4096, "x")
-    bar._bar.get_time = clock
+    bar.bar.get_time = clock
     for _ in range(2):
         clock.now += 2
         bar.advance(1024)
-    bar._bar.refresh()
+    bar.bar.refresh()
     bar.finish()
     assert "2.00 KiB of 4.00 KiB, 512 B/s" in terminal.getvalue()
     assert "0:00:04" in terminal.getvalue()
@@ -220,7 +220,7 @@ def test_advance_counts_right_from_many_threads(
         thread.start()
     for thread in threads:
         thread.join()
-    assert kind != "bar" or progress._bar.tasks[0].completed == 8 * 500
+    assert kind != "bar" or progress.bar.tasks[0].completed == 8 * 500
     progress.finish()
     assert kind != "callable" or done == list(range(8 * 500 + 1))
     assert kind != "notebook" or "3.91 KiB of 3.91 KiB" in str(done[-1])
